@@ -48,6 +48,11 @@ class RopeScaling(Section):
     """yarn: channels with more rotations than this in the original context are unchanged."""
     beta_slow: PositiveFloat = 1.0
     """yarn: channels with fewer rotations than this are scaled by factor."""
+    mscale: PositiveFloat | None = None
+    """yarn: with mscale_all_dim, numerator of the factor on rotated queries and keys, as in
+    DeepSeek: (1 + 0.1 mscale ln factor) / (1 + 0.1 mscale_all_dim ln factor)."""
+    mscale_all_dim: PositiveFloat | None = None
+    """yarn: multiply attention scores by (1 + 0.1 mscale_all_dim ln factor)², as in DeepSeek."""
     truncate: bool = True
     """yarn: round the bounds of the interpolated range to whole channels."""
     short_factor: tuple[PositiveFloat, ...] = ()
@@ -56,10 +61,23 @@ class RopeScaling(Section):
     long_factor: tuple[PositiveFloat, ...] = ()
     """longrope: wavelength factor of each pair of channels, in longer sequences."""
 
+    @property
+    def score_factor(self) -> float:
+        """Factor of attention scores; 1 except for yarn with `mscale_all_dim`."""
+        return 1.0 if self.mscale_all_dim is None else self.yarn_factor(self.mscale_all_dim) ** 2
+
+    def yarn_factor(self, mscale: float) -> float:
+        """Return YaRN's factor of queries and keys (arXiv:2309.00071, section 3.4)."""
+        return 0.1 * mscale * math.log(max(1.0, self.factor)) + 1.0
+
     def problems(self) -> Iterator[str]:
         """Yield the broken rules between the keys of this table."""
         if self.rope_type == "yarn" and self.beta_slow >= self.beta_fast:
             yield f"beta_slow = {self.beta_slow} must be less than beta_fast = {self.beta_fast}"
+        if self.mscale is not None and self.mscale_all_dim is None:
+            yield f"mscale = {self.mscale} has no effect without mscale_all_dim"
+        if self.mscale_all_dim is not None and self.rope_type != "yarn":
+            yield f'mscale_all_dim = {self.mscale_all_dim} requires rope_type = "yarn"'
         if self.rope_type == "llama3" and self.low_freq_factor >= self.high_freq_factor:
             yield (
                 f"low_freq_factor = {self.low_freq_factor} must be less than "

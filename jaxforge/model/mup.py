@@ -75,8 +75,16 @@ def output_multiplier(config: ModelConfig) -> float:
 def score_scale(config: ModelConfig) -> float | None:
     """Return the factor of attention scores; None stands for 1/√(head width).
 
-    With `mup_base_head_dim` the factor is √base / head width, which is 1/√base at the base.
+    With `mup_base_head_dim` the factor is √base / head width, which is 1/√base at the base. YaRN
+    with `mscale_all_dim` has a further factor.
     """
+    scale, scaling = _score_scale(config), config.rope_scaling
+    if scaling is None or scaling.score_factor == 1.0:
+        return scale
+    return scaling.score_factor * (config.head_size**-0.5 if scale is None else scale)
+
+
+def _score_scale(config: ModelConfig) -> float | None:
     base = config.mup_base_head_dim
     if base is None or base == config.head_size:
         return config.attention_scale

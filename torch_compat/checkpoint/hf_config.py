@@ -21,11 +21,12 @@ _NO_PART_OF_THE_MODEL = frozenset({
     "embedding_dropout", "eos_token_id", "forced_bos_token_id", "forced_eos_token_id",
     "gradient_checkpointing", "hidden_dropout", "id2label", "is_decoder", "label2id",
     "model_type", "output_attentions", "output_hidden_states", "pad_token_id", "problem_type",
-    "resid_pdrop", "residual_dropout", "return_dict", "sep_token_id", "task_specific_params",
-    "tokenizer_class", "torch_dtype", "torchscript", "transformers.js_config",
-    "transformers_version", "unk_token_id", "use_cache",
+    "quantization_config", "resid_pdrop", "residual_dropout", "return_dict", "sep_token_id",
+    "task_specific_params", "tokenizer_class", "torch_dtype", "torchscript",
+    "transformers.js_config", "transformers_version", "unk_token_id", "use_cache",
 })  # fmt: skip
-"""Keys of any family that do not affect the model's function. jaxforge has no dropout."""
+"""Keys of any family that do not affect the model's function. jaxforge has no dropout.
+`quantization_config` describes the files (`block_of_scales`)."""
 _OF_GENERATION = frozenset({
     "bad_words_ids", "begin_suppress_tokens", "decoder_start_token_id", "diversity_penalty",
     "do_sample", "early_stopping", "encoder_no_repeat_ngram_size",
@@ -81,6 +82,28 @@ def further_layers(config: Mapping[str, Any], where: str) -> range:
     return range(
         first, first + (complete[family.further_layers_key] if family.further_layers_key else 0)
     )
+
+
+def block_of_scales(config: Mapping[str, Any], where: str) -> tuple[int, int] | None:
+    """Return rows and columns of the blocks of 8-bit weights that share a scale; None: no 8 bits.
+
+    Raises:
+        UserError: the weights are quantized in another way.
+    """
+    quantized = config.get("quantization_config")
+    if not quantized:
+        return None
+    if isinstance(quantized, dict) and quantized.get("quant_method") == "fp8":
+        block, is_edge = quantized.get("weight_block_size"), _is_int_up_to(limits.WIDTH)
+        is_e4m3 = quantized.get("fmt", "e4m3") == "e4m3"
+        if is_e4m3 and isinstance(block, list) and len(block) == 2 and all(map(is_edge, block)):
+            return block[0], block[1]
+    is_mxfp4 = isinstance(quantized, dict) and quantized.get("quant_method") == "mxfp4"
+    raise UserError(
+        f"{where}: jaxforge's model has no counterpart of quantization_config: the weights are "
+        + (f"quantized, in MXFP4: {DEQUANTIZED}" if is_mxfp4 else "quantized in another way than "
+           'in e4m3 with a scale per block ("quant_method": "fp8" with "weight_block_size")')
+    )  # fmt: skip
 
 
 def select_family(
@@ -274,12 +297,7 @@ def _complete(config: Mapping[str, Any], family: Family, where: str) -> dict[str
     Raises:
         UserError: keys are missing, unknown, or have impossible values.
     """
-    if quantized := config.get("quantization_config"):
-        is_mxfp4 = isinstance(quantized, dict) and quantized.get("quant_method") == "mxfp4"
-        raise UserError(
-            f"{where}: jaxforge's model has no counterpart of quantization_config: the weights are "
-            f"quantized{f', in MXFP4: {DEQUANTIZED}' if is_mxfp4 else ''}"
-        )
+    block_of_scales(config, where)  # raises
     usual = _by_usual_names(config, family, where)
     needed = [key for key in NEEDED if family.defaults.get(key, 0) is None]
     missing = [family.name_in_family(key) for key in needed if type(usual.get(key)) is not int]
