@@ -143,4 +143,5 @@ def test_yarn_mscale_follows_deepseek():
      ({"rope_type": "linear", "mscale_all_dim": 1.0}, 'requires rope_type = "yarn"')],
 )  # fmt: skip
 def test_mscale_without_effect_is_a_problem(keys, message):
-    assert any(message in problem for problem in RopeScaling(**keys).problems())
+    with pytest.raises(ValueError, match=message):
+        RopeScaling(**keys)
