@@ -27,7 +27,7 @@ from results import ELSEWHERE, arguments, write_json
 from jaxforge.config.job import JobConfig
 from jaxforge.config.points import STREAM
 from jaxforge.config.reading.load import make_config
-from jaxforge.model.attention import Capture
+from jaxforge.model.layer import Capture
 from jaxforge.model.transformer import Model, Params, build_model
 from jaxforge.program import Program
 

@@ -33,7 +33,7 @@ from jaxtyping import Array
 
 from jaxforge.aux_outputs import LossWeights
 from jaxforge.config.job import JobConfig
-from jaxforge.model.attention import LayerSettings
+from jaxforge.model.layer import LayerSettings
 from jaxforge.model.remat import block
 from jaxforge.model.transformer import Params
 from jaxforge.parallel.mesh import make_mesh

@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from jaxforge.config.reading.load import load_config as load_config
     from jaxforge.data.sources import register_dataset as register_dataset
     from jaxforge.inference.run import Run as Run
+    from jaxforge.model.mixer import Mixer as Mixer
+    from jaxforge.model.mixer import register_mixer as register_mixer
     from jaxforge.model.transformer import register_model as register_model
     from jaxforge.optim.optimizer import register_optimizer as register_optimizer
     from jaxforge.optim.schedule import register_scheduler as register_scheduler
@@ -61,12 +63,14 @@ if sys.argv[:1] == ["-m"] or os.path.basename("".join(sys.argv[:1])) == "jaxforg
 _PUBLIC = {
     "AuxOutputs": "jaxforge.aux_outputs",
     "Callback": "jaxforge.training.callbacks.callback",
+    "Mixer": "jaxforge.model.mixer",
     "Program": "jaxforge.program",
     "Run": "jaxforge.inference.run",
     "load_config": "jaxforge.config.reading.load",
     "register_dataset": "jaxforge.data.sources",
     "register_eval_function": "jaxforge.training.eval_functions",
     "register_loss": "jaxforge.step.losses",
+    "register_mixer": "jaxforge.model.mixer",
     "register_model": "jaxforge.model.transformer",
     "register_optimizer": "jaxforge.optim.optimizer",
     "register_scheduler": "jaxforge.optim.schedule",

@@ -9,6 +9,7 @@ from jaxforge.config.optimizer import OPTIMIZERS
 from jaxforge.config.reading.schema import REGISTRIES, all_keys
 from jaxforge.data.sources import register_dataset
 from jaxforge.errors import UserError
+from jaxforge.model.mixer import register_mixer
 from jaxforge.model.transformer import Model, register_model
 from jaxforge.optim.optimizer import register_optimizer
 from jaxforge.optim.schedule import register_scheduler
@@ -18,6 +19,7 @@ from jaxforge.training.eval_functions import register_eval_function
 
 KEYS = {
     "model.model_type": register_model,
+    "model.mixer": register_mixer,
     "train.loss_fn": register_loss,
     "optimizer.name": register_optimizer,
     "scheduler.name": register_scheduler,

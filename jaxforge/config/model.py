@@ -3,7 +3,7 @@
 import itertools
 import math
 from collections.abc import Iterator
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
@@ -14,8 +14,13 @@ from jaxforge.registry import Registry
 LAYERS = "layers"
 """Name of the parameter group of all layers, and of the axis along which layers are stacked."""
 
-DENSE_LAYERS, MOE_LAYERS = "dense_layers", "moe_layers"
-"""Names of the two parameter groups of a model in which only some layers have experts."""
+ATTENTION, NO_MIXER = "attention", "none"
+"""Names of softmax attention as a mixer, and of layers without a mixer."""
+
+MIXERS = Registry("model.mixer", ATTENTION, NO_MIXER)
+"""Registered mixers (`model.mixer`), the part of a layer that exchanges information of tokens."""
+
+FeedForward = Literal["dense", "experts", "none"]
 
 EXPERTS = "experts"
 """Axis along which experts are stacked; it is sharded over devices and never gathered."""
@@ -85,6 +90,21 @@ class RopeScaling(Section):
             )
 
 
+_STACK_WORDS: dict[FeedForward, str] = {"dense": "dense", "experts": "moe", "none": ""}
+
+
+class LayerParts(NamedTuple):
+    """Parts of a layer, which determine its parameters.
+
+    Attributes:
+        mixer: registered name of the mixer (`MIXERS`), or `NO_MIXER`.
+        feed_forward: kind of the feed-forward; "none": the layer has none.
+    """
+
+    mixer: str
+    feed_forward: FeedForward
+
+
 class ModelConfig(Section):
     """Architecture of a decoder language model."""
 
@@ -98,6 +118,14 @@ class ModelConfig(Section):
     """Key/value heads per block; if not set, n_heads."""
     head_dim: PositiveInt | None = None
     """Width of one head; if not set, dim / n_heads."""
+    mixer: Annotated[str, MIXERS] = ATTENTION
+    """Registered name of the part of each layer that exchanges information between tokens."""
+    mixer_pattern: tuple[Annotated[str, MIXERS], ...] = ()
+    """Mixers of consecutive layers, repeated over all layers; "none": the layer has a feed-forward
+    only. If empty, every layer has model.mixer."""
+    feed_forward_pattern: tuple[FeedForward, ...] = ()
+    """Feed-forwards of consecutive layers, repeated over all layers; "none": the layer has a mixer
+    only. If empty, moe_frequency and moe_first_dense_layers choose the layers with experts."""
     qkv_bias: bool = False
     """Add a bias to queries, keys and values, as Qwen2 does."""
     o_bias: bool = False
@@ -306,6 +334,24 @@ class ModelConfig(Section):
         )
 
     @property
+    def layer_parts(self) -> tuple[LayerParts, ...]:
+        """Mixer and feed-forward of each layer."""
+        mixers = itertools.cycle(self.mixer_pattern or (self.mixer,))
+        first, every = self.moe_first_dense_layers, max(1, self.moe_frequency)
+        usual: list[FeedForward] = [
+            "experts" if self.num_experts and i >= first and (i + 1) % every == 0 else "dense"
+            for i in range(self.n_layers)
+        ]
+        feed_forwards = itertools.cycle(self.feed_forward_pattern or usual)
+        of_layers = zip(mixers, feed_forwards, strict=False)
+        return tuple(LayerParts(*parts) for parts in itertools.islice(of_layers, self.n_layers))
+
+    @property
+    def mixers(self) -> tuple[str, ...]:
+        """Distinct mixers of the layers, in order of appearance."""
+        return tuple(dict.fromkeys(parts.mixer for parts in self.layer_parts))
+
+    @property
     def is_moe(self) -> bool:
         """True if some blocks have experts."""
         return any(self.has_experts)
@@ -313,30 +359,36 @@ class ModelConfig(Section):
     @property
     def has_experts(self) -> tuple[bool, ...]:
         """True for each block that has experts."""
-        first, every = self.moe_first_dense_layers, max(1, self.moe_frequency)
-        return tuple(
-            self.num_experts > 0 and i >= first and (i + 1) % every == 0
-            for i in range(self.n_layers)
-        )
+        return tuple(parts.feed_forward == "experts" for parts in self.layer_parts)
 
     @property
     def stacks(self) -> dict[str, tuple[int, ...]]:
         """Layer indices of each stack of equal parameter shapes, by parameter group.
 
-        There is one stack if all layers have experts or none has, else two.
+        There is one stack, "layers", if all layers have the same parts. Otherwise the name of a
+        stack tells the parts that differ: "dense_layers" and "moe_layers", or "mamba2_layers".
         """
-        if len(set(self.has_experts)) == 1:
+        parts = self.layer_parts
+        if len(set(parts)) == 1:
             return {LAYERS: tuple(range(self.n_layers))}
-        dense, experts = (
-            tuple(i for i, has in enumerate(self.has_experts) if has == wanted)
-            for wanted in (False, True)
+        mixers_differ, feed_forwards_differ = (
+            len(set(kinds)) > 1 for kinds in zip(*parts, strict=True)
         )
-        return {DENSE_LAYERS: dense, MOE_LAYERS: experts}
+        stacks: dict[str, list[int]] = {}
+        for i, (mixer, feed_forward) in enumerate(parts):
+            words = [
+                mixer if mixers_differ and mixer != NO_MIXER else "",
+                _STACK_WORDS[feed_forward] if feed_forwards_differ else "",
+                LAYERS,
+            ]
+            stacks.setdefault("_".join(word for word in words if word), []).append(i)
+        return {name: tuple(layers) for name, layers in sorted(stacks.items())}
 
     @property
-    def moe_stack(self) -> str:
-        """Name of the stack of the layers with experts."""
-        return MOE_LAYERS if MOE_LAYERS in self.stacks else LAYERS
+    def moe_stacks(self) -> tuple[str, ...]:
+        """Names of the stacks of layers with experts."""
+        has_experts = self.has_experts
+        return tuple(name for name, layers in self.stacks.items() if has_experts[layers[0]])
 
     @property
     def has_router_state(self) -> bool:
@@ -399,6 +451,7 @@ class ModelConfig(Section):
                 "mup_base_width: set that to the dim of the tuned model, or remove it"
             )
         yield from self._window_problems()
+        yield from self._part_problems()
         if self.num_experts:
             yield from self._expert_problems()
 
@@ -452,6 +505,27 @@ class ModelConfig(Section):
                 "set sliding_window"
             )
 
+    def _part_problems(self) -> Iterator[str]:
+        parts = self.layer_parts
+        if (NO_MIXER, "none") in parts:
+            yield (
+                f"layer {parts.index(LayerParts(NO_MIXER, 'none'))} has neither a mixer nor a "
+                "feed-forward: change mixer, mixer_pattern or feed_forward_pattern"
+            )
+        if self.mixer_pattern and self.mixer != ATTENTION:
+            yield f'mixer = "{self.mixer}" has no effect with mixer_pattern: remove it'
+        if "experts" in self.feed_forward_pattern and not self.num_experts:
+            yield 'feed_forward_pattern has "experts", which requires num_experts'
+        if self.feed_forward_pattern and self.num_experts and not self.is_moe:
+            yield (
+                f"num_experts = {self.num_experts} has no effect: no layer of "
+                'feed_forward_pattern is "experts"'
+            )
+        for key in ("moe_frequency", "moe_first_dense_layers"):
+            is_set = getattr(self, key) != type(self).model_fields[key].default
+            if self.feed_forward_pattern and is_set:
+                yield f"{key} has no effect with feed_forward_pattern: remove it"
+
     def _expert_problems(self) -> Iterator[str | Problem]:
         experts, groups = self.num_experts, self.moe_groups
         if not 0 < self.moe_top_k <= experts:
@@ -465,7 +539,7 @@ class ModelConfig(Section):
             return
         if self.moe_frequency == 0:
             yield "moe_frequency = 0 must be at least 1 when num_experts > 0"
-        elif not any(self.has_experts):
+        elif not self.is_moe and not self.feed_forward_pattern:
             yield (
                 f"no layer has experts with moe_frequency = {self.moe_frequency} and "
                 f"moe_first_dense_layers = {self.moe_first_dense_layers} in n_layers = "

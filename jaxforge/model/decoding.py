@@ -1,4 +1,4 @@
-"""Batched decoding with a key/value cache, on any mesh.
+"""Batched decoding with decoding states of the layers, such as a key/value cache, on any mesh.
 
 A batch is [rows, length]. Prompts of different lengths are padded on the right to a power of two
 (16, 32, 64 ...), so that few programs are compiled. Rows are split over the data axes and heads
@@ -15,7 +15,7 @@ Columns of the cache for a prompt of 3 tokens in a bucket of 8 (p prompt, x padd
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property, partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +24,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Int, Key
 
 from jaxforge.config.model import LAYERS
-from jaxforge.model.attention import Cache
+from jaxforge.model.layer import Cache
 from jaxforge.model.sampling import Sampling, sample
 from jaxforge.model.transformer import Model, Params
 from jaxforge.parallel.mesh import data_parallel_size
@@ -51,7 +51,7 @@ class Decoding(NamedTuple):
     """State of a batch that is being decoded.
 
     Attributes:
-        cache: keys and values so far.
+        cache: decoding states of the layers, such as keys and values.
         keys: random key of each row.
         lengths: number of tokens of each prompt.
         tokens: generated tokens; columns from `turn` on are still 0.
@@ -203,16 +203,16 @@ def _start(
     # Prompts attend to a cache of their own length, which then gets room for the new tokens.
     cache: Cache = model.empty_cache(rows, length)
     if isinstance(params.get(LAYERS), list):
-        cache = [jax.tree.map(lambda x, i=i: x[i], cache) for i in range(len(params[LAYERS]))]
+        cache = model.unstacked_cache(cache)
     is_padding = (positions >= lengths[:, None]) | ended[:, None]
     logits, cache = model.extend(
-        params, prompts, positions, _split(cache), only=lengths - 1, is_padding=is_padding
-    )
-    room = ((0, 0), (0, max_tokens), (0, 0))  # of heads, tokens and channels
-    cache = jax.tree.map(lambda x: jnp.pad(x, ((0, 0),) * (x.ndim - 3) + room), cache)
+        params, prompts, positions, model.split_cache(cache), only=lengths - 1,
+        is_padding=is_padding,
+    )  # fmt: skip
+    cache = model.extend_cache(cache, max_tokens)
     tokens = jnp.zeros((rows, max_tokens), jnp.int32)
     batch = Decoding(cache, key_of_number(numbers), lengths, tokens, jnp.int32(0), ended)
-    return _readable(_draw(batch, logits, cache, sampling, eos))
+    return _readable(_draw(model, batch, logits, cache, sampling, eos))
 
 
 @partial(jax.jit, static_argnums=(0, 1), donate_argnums=3)
@@ -233,7 +233,7 @@ def _advance(
         at = batch.lengths[:, None] + batch.turn - 1
         is_padding = batch.ended[:, None]
         logits, cache = model.extend(params, latest, at, batch.cache, is_padding=is_padding)
-        return _draw(batch, logits, cache, sampling, eos)
+        return _draw(model, batch, logits, cache, sampling, eos)
 
     def is_unfinished(batch: Decoding) -> Array:
         return (batch.turn < until) & ~batch.ended.all()
@@ -267,27 +267,24 @@ def lower_decoding(
     return _advance.lower(model, sampling, params, batch, ids(()), ids((1,)))
 
 
-def _draw(batch: Decoding, logits: Array, cache: Cache, sampling: Sampling, eos: Array) -> Decoding:
+def _draw(
+    model: Model, batch: Decoding, logits: Array, cache: Cache, sampling: Sampling, eos: Array
+) -> Decoding:
     """Return the batch with the next token of each row."""
     # A key per (seed, prompt number, turn): the draw does not depend on batch or mesh.
     keys = jax.vmap(jax.random.fold_in, in_axes=(0, None))(batch.keys, batch.turn)
     drawn = sample(constrain(logits[:, 0], "batch", None), sampling, keys).astype(jnp.int32)
     tokens = jax.lax.dynamic_update_slice_in_dim(batch.tokens, drawn[:, None], batch.turn, axis=1)
     ended = batch.ended | (drawn[:, None] == eos).any(axis=1)
-    return batch._replace(cache=_split(cache), tokens=tokens, turn=batch.turn + 1, ended=ended)
+    return batch._replace(
+        cache=model.split_cache(cache), tokens=tokens, turn=batch.turn + 1, ended=ended
+    )
 
 
 def _readable(batch: Decoding) -> Decoding:
     """Replicate what the host reads, so that every process can read it."""
     tokens, ended = constrain(batch.tokens, None, None), constrain(batch.ended, None)
     return batch._replace(tokens=tokens, ended=ended)
-
-
-def _split(cache: Cache) -> Cache:
-    """Split the rows of a cache over the data axes and its heads over `tp`."""
-    axes = (LAYERS, "batch", "kv_heads", None, None)
-    split: Any = jax.tree.map(lambda x: constrain(x, *axes[-x.ndim :]), cache)
-    return split
 
 
 def padded_rows(rows: int, mesh: Mesh | None) -> int:

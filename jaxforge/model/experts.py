@@ -24,7 +24,6 @@ from jaxforge.config.model import EXPERTS, ModelConfig
 from jaxforge.kernels.fp8 import Scaled
 from jaxforge.kernels.grouped import grouped_matmul
 from jaxforge.kernels.grouped_fp8 import grouped_matmul_fp8, quantize_experts
-from jaxforge.model.attention import residual_std
 from jaxforge.model.dispatch import (
     Assignments,
     gather_tokens,
@@ -34,7 +33,7 @@ from jaxforge.model.dispatch import (
     sort_by_key,
     sum_by_token,
 )
-from jaxforge.model.linear import Declare, normal
+from jaxforge.model.linear import Declare, normal, residual_std
 from jaxforge.model.mlp import activated
 from jaxforge.model.router import Routing
 from jaxforge.parallel import collectives

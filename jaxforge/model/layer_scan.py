@@ -3,12 +3,13 @@
 import functools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, PyTree
 
+from jaxforge.model.layer import LayerOut
 from jaxforge.model.plan import LayerKind, LayerPlan
 
 Layer = Callable[[Array, PyTree], tuple[Array, PyTree]]
@@ -20,11 +21,12 @@ class LayerInputs(NamedTuple):
 
     Attributes:
         stacks: stacked parameters by name of the stack, with a row per layer of the stack.
-        others: other inputs, such as the cache, with a row per layer of the model.
+        states: decoding states by name of the stack, with a row per layer of the stack; None: there
+            are none.
     """
 
     stacks: Mapping[str, PyTree]
-    others: PyTree
+    states: Mapping[str, PyTree] | None
 
 
 class LayerGroup(NamedTuple):
@@ -35,7 +37,7 @@ class LayerGroup(NamedTuple):
         is_scanned: whether outputs are stacked as [periods, layers of a period, ...].
     """
 
-    run: Callable[[Array], tuple[Array, PyTree]]
+    run: Callable[[Array], tuple[Array, LayerOut]]
     is_scanned: bool
 
 
@@ -57,38 +59,69 @@ def split_into_groups(
 
     def run(
         layers: Sequence[int], in_loop: bool, x_BSD: Array, rows: LayerInputs
-    ) -> tuple[Array, PyTree]:
+    ) -> tuple[Array, LayerOut]:
         outs, used = [], Counter[str]()
-        for i, number in enumerate(layers):
+        for number in layers:
             stack = plan.stacks[number]
-            row = _row(rows.stacks[stack], used[stack]), _row(rows.others, i)
+            state = None if rows.states is None else _row(rows.states[stack], used[stack])
+            row = _row(rows.stacks[stack], used[stack]), state
             x_BSD, out = layer(plan.layers[number], stack, in_loop)(x_BSD, row)
             outs.append(out)
             used[stack] += 1
-        return x_BSD, jax.tree.map(lambda *leaves: jnp.stack(leaves), *outs)
+        return x_BSD, _stack_outputs([plan.stacks[number] for number in layers], outs)
 
-    def in_order(first: int, end: int) -> LayerGroup:
+    for first, end in ((0, leading), (leading, period.end), (period.end, len(plan.layers))):
+        if first == end:
+            continue
         group_rows = _slice_layers(rows, plan, slice(first, end))
-        body = functools.partial(run, range(first, end), False, rows=group_rows)
-        return LayerGroup(body, is_scanned=False)
-
-    def scanned() -> LayerGroup:
+        if first != leading:
+            yield LayerGroup(
+                functools.partial(run, range(first, end), False, rows=group_rows), False
+            )
+            continue
         # Rows of L layers become [periods, layers of a period, ...]; the scan runs over periods.
-        group_rows = _slice_layers(rows, plan, slice(leading, period.end))
         xs = jax.tree.map(lambda leaf: leaf.reshape(repeats, -1, *leaf.shape[1:]), group_rows)
         body = functools.partial(run, range(leading, leading + length), repeats > 1)
         scan = functools.partial(jax.lax.scan, body, xs=xs, unroll=max(1, unroll // length))
-        return LayerGroup(scan, is_scanned=True)
+        yield LayerGroup(scan, is_scanned=True)
 
-    if leading:
-        yield in_order(0, leading)
-    yield scanned()
-    if period.end < len(plan.layers):
-        yield in_order(period.end, len(plan.layers))
+
+def _stack_outputs(stacks: Sequence[str], outs: Sequence[LayerOut]) -> LayerOut:
+    """Stack outputs of consecutive layers: decoding states by stack, the others by layer."""
+    states: dict[str, list[PyTree]] = {}
+    for stack, out in zip(stacks, outs, strict=True):
+        states.setdefault(stack, []).append(out.cache)
+    others = [out._replace(cache=None) for out in outs]
+    cache = {stack: _stacked(rows) for stack, rows in states.items()}
+    return _stacked(others)._replace(cache=cache)
+
+
+def _stacked(trees: Sequence[PyTree]) -> Any:  # noqa: ANN401  # the type of the trees
+    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees)
+
+
+def concatenate_outputs(groups: Sequence[LayerGroup], outs: Sequence[LayerOut]) -> LayerOut:
+    """Concatenate outputs of groups of layers, stacked by layer; groups may lack some stacks."""
+    outs = [
+        jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), out)
+        if group.is_scanned
+        else out
+        for group, out in zip(groups, outs, strict=True)
+    ]
+
+    def concatenate(trees: Sequence[PyTree]) -> Any:  # noqa: ANN401  # the type of the trees
+        return jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *trees)
+
+    stacks = dict.fromkeys(stack for out in outs for stack in out.cache)
+    cache = {
+        stack: concatenate([out.cache[stack] for out in outs if stack in out.cache])
+        for stack in stacks
+    }
+    return concatenate([out._replace(cache=None) for out in outs])._replace(cache=cache)
 
 
 def unstack(plan: LayerPlan, stacks: Mapping[str, PyTree]) -> list[PyTree]:
-    """Return the parameters of each layer of the model as arrays of their own."""
+    """Return the rows of each layer of the model, such as its parameters, as separate arrays."""
     used, layers = Counter[str](), list[PyTree]()
     for stack in plan.stacks:
         layers.append(_row(stacks[stack], used[stack]))
@@ -114,20 +147,18 @@ def run_unstacked(
     return x_BSD, outs
 
 
-def flatten_periods(outs: PyTree) -> PyTree:
-    """Reshape outputs [periods, layers, ...] of a scan to [periods * layers, ...]."""
-    return jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), outs)
-
-
 def _slice_layers(rows: LayerInputs, plan: LayerPlan, layers: slice) -> LayerInputs:
     """Return the rows of consecutive layers, without stacks that have none of these layers."""
     slices = {stack: plan.stack_rows(stack, layers) for stack in rows.stacks}
-    stacks = {
-        stack: jax.tree.map(lambda leaf, at=at: leaf[at], rows.stacks[stack])
-        for stack, at in slices.items()
-        if at.stop > at.start
-    }
-    return LayerInputs(stacks, jax.tree.map(lambda leaf: leaf[layers], rows.others))
+    slices = {stack: at for stack, at in slices.items() if at.stop > at.start}
+
+    def sliced(by_stack: Mapping[str, PyTree]) -> dict[str, PyTree]:
+        return {
+            stack: jax.tree.map(lambda leaf, at=at: leaf[at], by_stack[stack])
+            for stack, at in slices.items()
+        }
+
+    return LayerInputs(sliced(rows.stacks), None if rows.states is None else sliced(rows.states))
 
 
 def _row(stacked: PyTree, row: int) -> PyTree:

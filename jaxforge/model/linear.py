@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from jaxforge.config.model import AMAX_HISTORIES, EXPERTS, LAYERS
+from jaxforge.config.model import AMAX_HISTORIES, EXPERTS, LAYERS, ModelConfig
 from jaxforge.errors import UserError
 from jaxforge.kernels import fp8
 from jaxforge.parallel import collectives
@@ -97,6 +97,11 @@ def is_matrix(axes: Axes) -> bool:
 def normal(std: float) -> Initializer:
     """Return an initializer that draws from N(0, std²), not truncated."""
     return jax.nn.initializers.normal(std)
+
+
+def residual_std(config: ModelConfig) -> float:
+    """Return the initial std of matrices that write to the residual stream: init_std / √(2 L)."""
+    return config.init_std / (2 * config.n_layers) ** 0.5
 
 
 def times(x: Float[Array, "..."], factor: float) -> Float[Array, "..."]:

@@ -11,8 +11,7 @@ from jaxtyping import Array, Float, PyTree
 
 from jaxforge.config.model import ModelConfig
 from jaxforge.kernels.fp8 import LayerPrecision
-from jaxforge.model.attention import residual_std
-from jaxforge.model.linear import Declare, Linear
+from jaxforge.model.linear import Declare, Linear, residual_std
 from jaxforge.parallel.sharding import constrain
 
 

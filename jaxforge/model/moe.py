@@ -92,15 +92,16 @@ def empty_expert_aux(config: ModelConfig) -> AuxOutputs:
     )
 
 
-def expert_counts(config: ModelConfig, stats: dict[str, Array]) -> Float[Array, "l e"]:
-    """Return the number of assignments per expert in an update, for each row of stacked experts.
+def expert_counts(config: ModelConfig, stats: dict[str, Array], stack: str) -> Float[Array, "l e"]:
+    """Return the number of assignments per expert in an update, for each row of a stack.
 
     Args:
         config: the model.
         stats: statistics of the layers, stacked by layer.
+        stack: name of a stack of layers with experts.
     """
     counts = stats["counts"]
-    return counts[np.array(config.stacks[config.moe_stack])] if len(config.stacks) > 1 else counts
+    return counts[np.array(config.stacks[stack])] if len(config.stacks) > 1 else counts
 
 
 def next_state(
@@ -114,15 +115,15 @@ def next_state(
         stats: statistics of the layers; `counts` are assignments in the update [layers, experts].
         progress: completed fraction of the run.
     """
-    counts = expert_counts(config, stats)
     flat = flatten_dict(state)
-    router = (config.moe_stack, "mlp", "router")
-    if config.bias_update == "sign":
-        path = (*router, "expert_bias")
-        flat[path] = next_bias(config, flat[path], counts, progress)
-    else:
-        path = (*router, "expert_ema")
-        flat[path] = next_ema(flat[path], counts)
+    for stack in config.moe_stacks:
+        counts, router = expert_counts(config, stats, stack), (stack, "mlp", "router")
+        if config.bias_update == "sign":
+            path = (*router, "expert_bias")
+            flat[path] = next_bias(config, flat[path], counts, progress)
+        else:
+            path = (*router, "expert_ema")
+            flat[path] = next_ema(flat[path], counts)
     return unflatten_dict(flat)
 
 
@@ -132,10 +133,11 @@ def next_params(
     """Return the parameters with KempnerForge's trained bias moved by rate · (1/E - load)."""
     if not (config.is_moe and config.bias_update == "kempnerforge"):
         return params
-    router = (config.moe_stack, "mlp", "router")
-    ema = flatten_dict(state)[*router, "expert_ema"]
-    moved = flatten_dict(params)
-    bias = moved[*router, "expert_bias"]
-    step = bias_rate(config, progress) * (1 / config.num_experts - ema)
-    moved[*router, "expert_bias"] = (bias + step).astype(bias.dtype)
+    averages, moved = flatten_dict(state), flatten_dict(params)
+    for stack in config.moe_stacks:
+        router = (stack, "mlp", "router")
+        bias = moved[*router, "expert_bias"]
+        load = averages[*router, "expert_ema"]
+        step = bias_rate(config, progress) * (1 / config.num_experts - load)
+        moved[*router, "expert_bias"] = (bias + step).astype(bias.dtype)
     return unflatten_dict(moved)

@@ -1,18 +1,21 @@
 """Modules of a decoder: declarations of the parameters, and the forward pass of a block."""
 
 import functools
+from collections.abc import Callable, Mapping
 
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, PyTree
 
 from jaxforge.aux_outputs import AuxOutputs, Max
-from jaxforge.config.model import ModelConfig
+from jaxforge.config.model import NO_MIXER, FeedForward, LayerParts, ModelConfig
 from jaxforge.config.points import ATTENTION_WEIGHTS, MAX_LOGITS
 from jaxforge.kernels.fp8 import LayerPrecision
 from jaxforge.model import remat
-from jaxforge.model.attention import Attention, Context, KVCache, LayerOut, LayerSettings
+from jaxforge.model.layer import Capture, Context, LayerOut, LayerSettings
 from jaxforge.model.linear import Declare, Embedding, Linear, look_up, normal, times
+from jaxforge.model.mixer import MixerOut
+from jaxforge.model.mixers import mixer_class
 from jaxforge.model.mlp import MLP
 from jaxforge.model.moe import MoE, empty_expert_aux
 from jaxforge.model.norm import LayerNorm, RMSNorm, build_norm
@@ -59,10 +62,16 @@ def _at_positions(table: Float[Array, "p d"], positions: Int[Array, "b s"]) -> A
 
 
 class Block(nnx.Module):
-    """Block x += attention(norm(x)); x += mlp(norm(x)), declared for all layers of a stack at once.
+    """Block x += mixer(norm(x)); x += mlp(norm(x)), declared for all layers of a stack at once.
 
-    Norms may instead follow attention and mlp (post-norm), or come before and after. With
-    `parallel_residual`, attention and mlp read the same x.
+    The mixer is an attribute named after itself, such as `attention`. Norms may instead follow the
+    two parts (post-norm), or come before and after. With `parallel_residual`, mixer and mlp read
+    the same x. A block may lack one of its parts.
+
+    Args:
+        config: the model.
+        declare: declares the parameters.
+        parts: mixer and feed-forward of the layers; by default those of the first layer.
 
     Attributes:
         fp8_names: names of the linear layers in 8 bits in any stack, set by `fp8_layers.convert`.
@@ -70,15 +79,20 @@ class Block(nnx.Module):
         records_amax: whether training records the amax of these layers.
     """
 
-    def __init__(self, config: ModelConfig, declare: Declare, *, has_experts: bool = False) -> None:
+    def __init__(
+        self, config: ModelConfig, declare: Declare, parts: LayerParts | None = None
+    ) -> None:
+        self.parts = parts or config.layer_parts[0]
         before = config.norm_placement != "post"
         after = config.norm_placement != "pre"
-        self.attention_norm = build_norm(config, declare) if before else None
-        self.attention = Attention(config, declare)
-        self.attention_post_norm = build_norm(config, declare) if after else None
-        self.mlp_norm = build_norm(config, declare) if before else None
-        self.mlp = MoE(config, declare) if has_experts else MLP(config, declare)
-        self.mlp_post_norm = build_norm(config, declare) if after else None
+        has_mixer, has_mlp = self.parts.mixer != NO_MIXER, self.parts.feed_forward != "none"
+        self.attention_norm = build_norm(config, declare) if before and has_mixer else None
+        if has_mixer:
+            setattr(self, self.parts.mixer, mixer_class(self.parts.mixer)(config, declare))
+        self.attention_post_norm = build_norm(config, declare) if after and has_mixer else None
+        self.mlp_norm = build_norm(config, declare) if before and has_mlp else None
+        self.mlp = _build_feed_forward(self.parts.feed_forward, config, declare)
+        self.mlp_post_norm = build_norm(config, declare) if after and has_mlp else None
         self.config = config
         self.fp8_names: tuple[str, ...] | None = None
         self.records_amax = False
@@ -87,35 +101,58 @@ class Block(nnx.Module):
         self,
         x_BSD: Float[Array, "b s d"],
         context: Context,
-        cache: KVCache | None = None,
+        cache: PyTree = None,
         *,
         settings: LayerSettings,
         precision: LayerPrecision | None = None,
     ) -> tuple[Float[Array, "b s d"], LayerOut]:
         """Run one layer; `precision` is `self.precision(...)`, if a subclass has called it."""
         precision = precision or self.precision(settings.kind, context)
-        run = functools.partial(self.attention, settings=settings, precision=precision)
-        attend = remat.attention(settings.runtime.save, run)
-        attended = attend(_normed(self.attention_norm, x_BSD), context, cache)
+        is_parallel = self.config.parallel_residual
+        mix, mixed, y_BSD = self._mixer(settings, precision), MixerOut(x_BSD), None
+        if mix is not None:
+            mixed = mix(_normed(self.attention_norm, x_BSD), context, cache)
+            y_BSD = self._residual_term(self.attention_post_norm, mixed.y)
         if precision:
-            precision.amax.update(attended.amax)
-        y_BSD = self._residual_term(self.attention_post_norm, attended.y)
-        if not self.config.parallel_residual:
-            x_BSD = split_sequence(x_BSD + y_BSD)
+            precision.amax.update(mixed.amax)
+        if not is_parallel:
+            x_BSD = split_sequence(_add(x_BSD, y_BSD))
         z_BSD, aux = self._feed_forward(x_BSD, context, settings.runtime, precision)
-        x_BSD = x_BSD + y_BSD + z_BSD if self.config.parallel_residual else x_BSD + z_BSD
-        x_BSD = split_sequence(x_BSD)
+        x_BSD = split_sequence(_add(_add(x_BSD, y_BSD if is_parallel else None), z_BSD))
         if precision and precision.records_amax:
             # Scan outputs of all layers need the same names; this layer may be in bf16, or belong
             # to a stack with other names.
             amax = {name: Max(jnp.zeros(2)) for name in self.fp8_names or ()} | precision.amax
             aux = aux._replace(statistics={**aux.statistics, "amax": amax})
-        values = {
-            "attention": y_BSD, "mlp": z_BSD, ATTENTION_WEIGHTS: attended.weights,
-            MAX_LOGITS: attended.max_logits,
+        values = {"attention": y_BSD, "mlp": z_BSD, **mixed.captured}
+        return x_BSD, LayerOut(mixed.cache, aux, self._captured(values, x_BSD, settings.capture))
+
+    def _mixer(
+        self, settings: LayerSettings, precision: LayerPrecision | None
+    ) -> Callable[..., MixerOut] | None:
+        """Return the mixer, rematerialized if only its inside is; None if there is no mixer."""
+        if self.parts.mixer == NO_MIXER:
+            return None
+        mixer = getattr(self, self.parts.mixer)
+        run = functools.partial(mixer, settings=settings, precision=precision)
+        return remat.attention(settings.runtime.save, run)
+
+    def _captured(
+        self, values: Mapping[str, Array | None], x_BSD: Float[Array, "b s d"], capture: Capture
+    ) -> dict[str, Array]:
+        """Return the captured values; zeros for values that only other layers have."""
+        batch, length, _ = x_BSD.shape
+        heads = (batch, self.config.n_heads)
+        shapes = {
+            "attention": x_BSD.shape, "mlp": x_BSD.shape,
+            ATTENTION_WEIGHTS: (*heads, length, length), MAX_LOGITS: heads,
         }  # fmt: skip
-        activations = settings.capture.collect(values)
-        return x_BSD, LayerOut(attended.cache, aux, activations)
+        zeros = {
+            name: jnp.zeros(shape, x_BSD.dtype)
+            for name, shape in shapes.items()
+            if name in capture.points and values.get(name) is None
+        }
+        return capture.collect({**values, **zeros})
 
     def precision(self, kind: LayerKind, context: Context) -> LayerPrecision | None:
         """Return the precision of a layer of a kind; None if no layer is in 8 bits."""
@@ -133,17 +170,21 @@ class Block(nnx.Module):
         context: Context,
         runtime: Runtime,
         precision: LayerPrecision | None,
-    ) -> tuple[Float[Array, "b s d"], AuxOutputs]:
-        normed_BSD, aux = _normed(self.mlp_norm, x_BSD), AuxOutputs()
+    ) -> tuple[Float[Array, "b s d"] | None, AuxOutputs]:
+        """Return the residual term and auxiliary outputs of the feed-forward, if there is one."""
         if isinstance(self.mlp, MoE):
             y_BSD, aux = self.mlp(
-                normed_BSD, context.loss_weights, runtime.grouped, context.is_padding, precision
-            )
-        else:
-            y_BSD = self.mlp(normed_BSD, precision)
-            if self.config.is_moe and context.loss_weights is not None:
-                aux = empty_expert_aux(self.config)  # same names as layers with experts
-        return self._residual_term(self.mlp_post_norm, y_BSD), aux
+                _normed(self.mlp_norm, x_BSD), context.loss_weights, runtime.grouped,
+                context.is_padding, precision,
+            )  # fmt: skip
+            return self._residual_term(self.mlp_post_norm, y_BSD), aux
+        z_BSD, aux = None, AuxOutputs()
+        if self.mlp is not None:
+            y_BSD = self.mlp(_normed(self.mlp_norm, x_BSD), precision)
+            z_BSD = self._residual_term(self.mlp_post_norm, y_BSD)
+        if self.config.is_moe and context.loss_weights is not None:
+            aux = empty_expert_aux(self.config)  # same names as layers with experts
+        return z_BSD, aux
 
     def _residual_term(
         self, norm: RMSNorm | LayerNorm | None, y_BSD: Float[Array, "b s d"]
@@ -161,12 +202,25 @@ class Transformer(nnx.Module):
         if config.position_embedding == "learned":
             self.position_embedding = PositionEmbedding(config, declare)
         for name, rows in config.stacks.items():
-            has_experts = config.has_experts[rows[0]]
-            stack = Block(config, declare._replace(layers=len(rows)), has_experts=has_experts)
-            setattr(self, name, stack)
+            stack_of_layers = declare._replace(layers=len(rows))
+            setattr(self, name, Block(config, stack_of_layers, config.layer_parts[rows[0]]))
         self.norm = build_norm(config, declare)
         if not config.tie_embeddings:
             self.output_head = OutputHead(config, declare)
+
+
+def _build_feed_forward(
+    kind: FeedForward, config: ModelConfig, declare: Declare
+) -> MoE | MLP | None:
+    if kind == "none":
+        return None
+    return MoE(config, declare) if kind == "experts" else MLP(config, declare)
+
+
+def _add(
+    x_BSD: Float[Array, "b s d"], y_BSD: Float[Array, "b s d"] | None
+) -> Float[Array, "b s d"]:
+    return x_BSD if y_BSD is None else x_BSD + y_BSD
 
 
 def _normed(

@@ -12,7 +12,7 @@ stacked along a leading axis and run by `lax.scan`, so that compile time does no
 
 import contextlib
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import jax
@@ -27,24 +27,25 @@ from jaxforge.config.model import EXPERTS, LAYERS, MODELS, ModelConfig
 from jaxforge.kernels.masking import padding_of, positions_in_documents
 from jaxforge.kernels.scoring import soft_cap
 from jaxforge.model import fp8_layers, moe, mup, remat
-from jaxforge.model.attention import (
+from jaxforge.model.layer import (
     NO_CAPTURE,
     Cache,
     Capture,
     Context,
-    KVCache,
     LayerOut,
     LayerSettings,
 )
 from jaxforge.model.layer_scan import (
     Layer,
     LayerInputs,
-    flatten_periods,
+    concatenate_outputs,
     run_unstacked,
     split_into_groups,
     unstack,
 )
 from jaxforge.model.linear import Backward, Declare, Untrained, is_decoding_step, times
+from jaxforge.model.mixer import Mixer
+from jaxforge.model.mixers import mixer_class
 from jaxforge.model.network import Transformer, gather_sequence, split_sequence
 from jaxforge.model.plan import LayerKind, build_layer_plan
 from jaxforge.model.rope import rotations
@@ -222,7 +223,7 @@ class Model:
             params: the parameters, joined with non-trainable state (`join`).
             batch: the microbatch.
             loss_weights: weights of the loss terms; None outside of training.
-            cache: keys and values of earlier tokens; the batch then has "positions". A list by
+            cache: decoding state after earlier tokens; the batch then has "positions". A list by
                 layer, if the parameters are those of `unstacked`.
             lengths: lengths of whole sequences, see `context`.
             capture: the activations to return.
@@ -230,26 +231,29 @@ class Model:
         x_BSD = self.embed(params, batch)
         context = self.batch_context(x_BSD, batch, lengths=lengths, loss_weights=loss_weights)
         layer = functools.partial(self._layer, context, capture)
-        if self.stack.stages > 1 and STAGES in automatic_axes():
-            kinds = jax.tree.map(jnp.asarray, self.plan.kinds_by_row(self.stack))
-            run = functools.partial(self._run_stage, capture)
-            rows = kinds, params[LAYERS]
-            x_BSD, cache, outputs = forward_pipeline(run, self.stack, rows, x_BSD, context, cache)
-            out = LayerOut(cache, *outputs)
-        elif isinstance(cache, list):
+        if isinstance(cache, list):
             apart = zip(params[LAYERS], cache, strict=True)
             x_BSD, layer_outs = run_unstacked(self.plan, layer, apart, x_BSD)
             out = LayerOut([out.cache for out in layer_outs])
+        elif self.stack.stages > 1 and STAGES in automatic_axes():
+            kinds = jax.tree.map(jnp.asarray, self.plan.kinds_by_row(self.stack))
+            run = functools.partial(self._run_stage, capture)
+            rows, states = (kinds, params[LAYERS]), cache and cache[LAYERS]
+            x_BSD, states, outputs = forward_pipeline(run, self.stack, rows, x_BSD, context, states)
+            out = LayerOut(cache and {LAYERS: states}, *outputs)
         elif self.plan.is_uniform:
-            run_layer, rows = layer(self.plan.layers[0], LAYERS, True), (params[LAYERS], cache)
+            run_layer, states = layer(self.plan.layers[0], LAYERS, True), cache and cache[LAYERS]
+            rows = params[LAYERS], states
             x_BSD, out = jax.lax.scan(run_layer, x_BSD, rows, unroll=self.runtime.unroll)
+            out = out._replace(cache=cache and {LAYERS: out.cache})
         else:
-            rows = LayerInputs({name: params[name] for name in self.config.stacks}, cache)
+            inputs = LayerInputs({name: params[name] for name in self.config.stacks}, cache)
+            groups = list(split_into_groups(self.plan, layer, inputs, self.runtime.unroll))
             outs = []
-            for part in split_into_groups(self.plan, layer, rows, self.runtime.unroll):
-                x_BSD, out = part.run(x_BSD)
-                outs.append(flatten_periods(out) if part.is_scanned else out)
-            out = jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *outs)
+            for group in groups:
+                x_BSD, out = group.run(x_BSD)
+                outs.append(out)
+            out = concatenate_outputs(groups, outs)
         return self.final_norm(params, x_BSD), out
 
     def extend(
@@ -328,7 +332,13 @@ class Model:
         """Return the `context` of a microbatch, with padding that experts must not see."""
         fields = {name: batch.get(name) for name in ("positions", "segment_ids")}
         context = self.context(x_BSD, **fields, lengths=lengths, loss_weights=loss_weights)
-        return context._replace(is_padding=padding_of(batch)) if self.config.is_moe else context
+        needs_padding = self.config.is_moe or self.is_recurrent
+        return context._replace(is_padding=padding_of(batch)) if needs_padding else context
+
+    @functools.cached_property
+    def is_recurrent(self) -> bool:
+        """True if the decoding state of some layers summarizes all earlier tokens."""
+        return any(mixer_class(name).is_recurrent for name in self.config.mixers)
 
     def _layer(
         self, context: Context, capture: Capture, kind: LayerKind, stack: str, in_loop: bool
@@ -336,7 +346,7 @@ class Model:
         """Return the layer function of a stack, rematerialized according to the runtime."""
         settings = LayerSettings(kind, self.plan, self.runtime, capture)
 
-        def run_layer(x_BSD: Array, row: tuple[Params, KVCache | None]) -> tuple[Array, LayerOut]:
+        def run_layer(x_BSD: Array, row: tuple[Params, PyTree]) -> tuple[Array, LayerOut]:
             params, cache = row
             x_BSD = remat.name_input(x_BSD)
             x_BSD, out = self.module(stack, params)(x_BSD, context, cache, settings=settings)
@@ -355,9 +365,9 @@ class Model:
         layers: tuple[LayerKind, Params],
         x: Array,
         context: Context,
-        cache: KVCache | None,
-    ) -> tuple[Array, KVCache | None, tuple[AuxOutputs, PyTree]]:
-        def run_layer(x: Array, row: tuple[tuple[LayerKind, Params], KVCache | None]) -> Any:  # noqa: ANN401
+        cache: PyTree,
+    ) -> tuple[Array, PyTree, tuple[AuxOutputs, PyTree]]:
+        def run_layer(x: Array, row: tuple[tuple[LayerKind, Params], PyTree]) -> Any:  # noqa: ANN401
             (kind, params), cache = row
             return self._layer(context, capture, kind, LAYERS, True)(x, (params, cache))
 
@@ -390,17 +400,49 @@ class Model:
             hidden_BSD = constrain(hidden_BSD, None, None, "embed")
         return project(hidden_BSD, self.head(params), self.config.final_logit_softcap)
 
+    def unstacked_cache(self, cache: Cache) -> Cache:
+        """Return a decoding state as a list by layer."""
+        assert not isinstance(cache, list)
+        return unstack(self.plan, cache)
+
     def unstacked(self, params: Params) -> Params:
         """Return parameters with a list of layers in place of the stacks, for decoding."""
         stacks = {name: params[name] for name in self.config.stacks}
         others = {name: params[name] for name in params if name not in stacks}
         return {**others, LAYERS: unstack(self.plan, stacks)}
 
-    def empty_cache(self, batch: int, length: int) -> KVCache:
-        """Return a cache for `batch` sequences of up to `length` tokens, stacked by layer."""
-        c, rows = self.config, len(self.stack.rows())
-        shape = (rows, batch, c.kv_heads, length, c.head_size)
-        return KVCache(jnp.zeros(shape, self.dtype), jnp.zeros(shape, self.dtype))
+    def empty_cache(self, batch: int, length: int) -> Cache:
+        """Return the decoding state of `batch` sequences of up to `length` tokens, by stack."""
+        rows = len(self.stack.rows()) if self.stack.stages > 1 else None
+
+        def stacked(name: str, layers: Sequence[int]) -> PyTree:
+            mixer = mixer_class(self.config.layer_parts[layers[0]].mixer)
+            state = mixer.empty_cache(self.config, batch, length, self.dtype)
+            shape = (rows or len(layers),)
+            return jax.tree.map(lambda x: jnp.broadcast_to(x, shape + x.shape), state)
+
+        return {name: stacked(name, layers) for name, layers in self.config.stacks.items()}
+
+    def extend_cache(self, cache: Cache, tokens: int) -> Cache:
+        """Return a decoding state with room for more tokens."""
+        return self._by_mixer(lambda mixer, state: mixer.extend_cache(state, tokens), cache)
+
+    def split_cache(self, cache: Cache) -> Cache:
+        """Split a decoding state over devices: rows over the data axes, and heads over `tp`."""
+
+        def split(mixer: type[Mixer], state: PyTree) -> PyTree:
+            axes = mixer.cache_axes(self.config)  # with or without the dimension of layers
+            return jax.tree.map(lambda x, a: constrain(x, *(LAYERS, *a)[-x.ndim :]), state, axes)
+
+        return self._by_mixer(split, cache)
+
+    def _by_mixer(self, change: Callable[[type[Mixer], PyTree], PyTree], cache: Cache) -> Cache:
+        """Change the decoding state of each layer by a function of its mixer."""
+        mixers = [mixer_class(parts.mixer) for parts in self.config.layer_parts]
+        if isinstance(cache, list):
+            return [change(mixer, state) for mixer, state in zip(mixers, cache, strict=True)]
+        stacks = self.config.stacks
+        return {name: change(mixers[stacks[name][0]], state) for name, state in cache.items()}
 
 
 def join(params: Params, state: Params) -> Params:

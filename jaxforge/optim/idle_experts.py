@@ -45,8 +45,8 @@ def skip_idle_experts(
 ) -> optax.GradientTransformationExtraArgs:
     """Return an update rule that does not change experts without tokens.
 
-    The update function takes `reached`, bool [layers, experts]: the experts that got tokens in the
-    update. By default these are the experts whose gradient is not all zeros.
+    The update function takes `reached`, by stack bool [layers, experts]: the experts that got
+    tokens in the update. By default these are the experts whose gradient is not all zeros.
 
     Args:
         build: builds the rule for a subset of the parameters.
@@ -70,7 +70,7 @@ def skip_idle_experts(
         state: State,
         params: PyTree | None = None,
         *,
-        reached: Bool[Array, "layers experts"] | None = None,
+        reached: Mapping[str, Bool[Array, "layers experts"]] | None = None,
         **extra: Any,  # noqa: ANN401
     ) -> tuple[PyTree, State]:
         kind = type(jax.eval_shape(whole.init, params))
@@ -84,7 +84,8 @@ def skip_idle_experts(
             rule = build(rate.fixed_at(state.updates), select(axes))
             own = {n: flatten_dict(getattr(state, EXPERT_FIELD + n))[path] for n in counts}
             arrays = _select((grads, rule_state._replace(**own), params), select)
-            change, after = _update_experts(rule, arrays, reached, extra)
+            own_reached = None if reached is None else reached[path[0]]
+            change, after = _update_experts(rule, arrays, own_reached, extra)
             updates, new = join(updates, change), _join_states(new, after)
             for name, counts_by_path in counts.items():
                 counts_by_path[path] = getattr(after, name)

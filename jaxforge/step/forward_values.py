@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int
 from jaxforge.config.points import ATTENTION_WEIGHTS, LOGITS, STREAM
 from jaxforge.errors import UserError
 from jaxforge.kernels.context_parallel import context_size, to_sequence_order
-from jaxforge.model.attention import Capture
+from jaxforge.model.layer import Capture
 from jaxforge.model.transformer import Model, Params
 from jaxforge.step.context import spread_sequences
 from jaxforge.step.gradients import Batch

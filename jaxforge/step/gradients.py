@@ -34,7 +34,7 @@ from jaxforge.config.train import TrainConfig
 from jaxforge.kernels.attention_backends import BACKENDS
 from jaxforge.kernels.masking import padding_of
 from jaxforge.model import remat
-from jaxforge.model.attention import Context, LayerSettings
+from jaxforge.model.layer import Context, LayerSettings
 from jaxforge.model.linear import is_matrix
 from jaxforge.model.plan import LayerKind
 from jaxforge.model.transformer import Model, Params, join

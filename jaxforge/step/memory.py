@@ -14,6 +14,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from jaxforge.config.job import JobConfig
 from jaxforge.model.linear import is_matrix
+from jaxforge.model.mixers import mixer_class
 from jaxforge.model.transformer import Model
 from jaxforge.parallel.mesh import STAGES, data_parallel_size
 from jaxforge.parallel.pipeline.schedule import SCHEDULES
@@ -181,33 +182,39 @@ class _Sizes:
         heads, length = self._share(self.model.config.n_heads), self.config.train.seq_len
         parts = {"reference": 1, "blockwise": 8}  # blocks of queries, computed one at a time
         kernel = self.model.runtime.attention
-        if kernel not in parts:
+        if kernel not in parts or not self._has_scores():
             return 0
         return 2 * _F32 * heads * length * self.tokens // parts[kernel]
 
     def _saved_per_token(self, save: str) -> int:
         """Return the bytes that a layer saves per token under a rematerialization policy."""
         c = self.model.config
-        dim, stream = c.dim, self._share(c.dim)
-        heads, kv = self._share(c.n_heads * c.head_size), self._share(c.kv_heads * c.head_size)
-        width = self._width()
-        products = heads + 2 * kv + (1 + c.is_gated) * width + 2 * dim
+        dim, stream, width = c.dim, self._share(c.dim), self._width()
+        mixers = [mixer_class(name).saved_values(c, self._share) for name in c.mixers]
+        mixer = max(mixers, key=sum)  # the largest layer counts
+        products = mixer.projections + (1 + c.is_gated) * width + 2 * dim
         if save in ("full", "nothing_saveable"):
             return self.bytes * stream
         if save == "dots_with_no_batch_dims_saveable":
             return self.bytes * (stream + products)
         if save == "dots_saveable":
-            return self.bytes * (stream + products + heads) + self._scores_per_token()
+            return self.bytes * (stream + products + mixer.mixed) + self._scores_per_token()
         norms = 2 * (self.bytes * dim + 2 * _F32 * stream)
         feed_forward = self.bytes * (2 + c.is_gated) * width
-        attention = 0 if save == "selective" else self.bytes * (2 * heads + 2 * kv)
-        return self.bytes * 2 * stream + norms + feed_forward + attention
+        inside = 0 if save == "selective" else self.bytes * mixer.inside
+        return self.bytes * 2 * stream + norms + feed_forward + inside
 
     def _scores_per_token(self) -> int:
         """Return the bytes of saved attention products per token."""
         heads, length = self._share(self.model.config.n_heads), self.config.train.seq_len
         values = {"reference": length, "blockwise": length // 2}
+        if not self._has_scores():
+            return 0
         return _F32 * heads * values.get(self.model.runtime.attention, 0)
+
+    def _has_scores(self) -> bool:
+        """Return whether some layers score pairs of tokens."""
+        return any(mixer_class(name).scores_pairs for name in self.model.config.mixers)
 
     def _width(self) -> int:
         """Return the hidden width per token of a feed-forward, or of all of a token's experts."""
@@ -219,7 +226,8 @@ class _Sizes:
         rows = math.ceil(headroom * c.moe_top_k)
         per_row = self._share(c.expert_dim) + c.dim  # the row itself is sorted or sent
         experts = rows * per_row + self._share(c.shared_expert_dim)
-        return experts if all(c.has_experts) else max(dense, experts)
+        has_dense = any(parts.feed_forward == "dense" for parts in c.layer_parts)
+        return max(dense, experts) if has_dense else experts
 
     def _layer_elements(self) -> int:
         """Return the elements of the largest layer's weights, gathered over the data axes."""

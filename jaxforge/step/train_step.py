@@ -142,9 +142,12 @@ def make_train_step(
         # counters. After the guard has halted the run, the counters do not change either.
         is_running = ~guard.is_halted(state.guard)
         applied = good & is_running
-        extra: dict[str, Array] = {"applied": applied} if in_place else {}
+        extra: dict[str, Any] = {"applied": applied} if in_place else {}
         if config.skips_idle_experts:
-            extra["reached"] = expert_counts(config.model, loss.statistics[LAYERS]) > 0
+            extra["reached"] = {
+                stack: expert_counts(config.model, loss.statistics[LAYERS], stack) > 0
+                for stack in config.model.moe_stacks
+            }
         updates, opt_state = optimizer.update(
             grads, state.opt_state, state.params, lr_scale=controls.lr_scale, **extra
         )

@@ -8,7 +8,8 @@ feed-forward width, V vocabulary, S sequence.
 
 from collections.abc import Iterator
 
-from jaxforge.config.model import ModelConfig
+from jaxforge.config.model import ATTENTION, ModelConfig
+from jaxforge.model.cost import MixerCost, attention_cost
 
 
 def flops_per_token(model: ModelConfig, seq_len: int) -> int:
@@ -16,15 +17,19 @@ def flops_per_token(model: ModelConfig, seq_len: int) -> int:
 
     P is the number of matrix elements without the embedding, with three matrices per feed-forward.
     Attention counts in full, without the causal mask; a sliding window of W tokens counts as W, a
-    chunk of C as C. The experts of a token count, and the shared expert.
+    chunk of C as C. The experts of a token count, and the shared expert. In mixers other than
+    attention, 2 H h S is replaced by the multiply-adds of `MixerCost`.
 
     Two differences from KempnerForge: S is the training length and not `model.max_seq_len`, and
     experts have their own width and not that of a dense feed-forward
     (`model.moe_expert_ffn_multiplier`).
     """
     matrices = matrix_elements(model, 3, model.moe_top_k)
-    reaches = sum(min(window or chunk or seq_len, seq_len) for window, chunk in _spans(model))
-    return 6 * matrices + 12 * model.n_heads * model.head_size * reaches
+    per_token = sum(
+        cost.per_pair * min(window or chunk or seq_len, seq_len) + cost.per_token
+        for cost, window, chunk in _mixing(model)
+    )
+    return 6 * (matrices + per_token)
 
 
 def causal_flops_per_token(model: ModelConfig, seq_len: int) -> int:
@@ -36,18 +41,33 @@ def causal_flops_per_token(model: ModelConfig, seq_len: int) -> int:
     `utils/flop_utils.py`.
     """
     matrices = matrix_elements(model, 2 + model.is_gated, model.moe_top_k)
-    pairs = pairs_twice(model, seq_len)
-    return 6 * matrices + 6 * model.n_heads * model.head_size * pairs // seq_len
+    twice = sum(
+        cost.per_pair * _pairs_twice(window, chunk, seq_len) + 2 * cost.per_token * seq_len
+        for cost, window, chunk in _mixing(model)
+    )
+    return 6 * matrices + 3 * twice // seq_len
 
 
 def pairs_twice(model: ModelConfig, seq_len: int) -> int:
     """Return twice the number of query-key pairs of a sequence, summed over layers."""
-    return sum(_pairs_twice(window, chunk, seq_len) for window, chunk in _spans(model))
+    spans = [(window, chunk) for cost, window, chunk in _mixing(model) if cost.per_pair]
+    return sum(_pairs_twice(window, chunk, seq_len) for window, chunk in spans)
 
 
-def _spans(model: ModelConfig) -> Iterator[tuple[int | None, int | None]]:
-    """Return window and chunk of each layer, in tokens."""
-    return zip(model.windows, model.chunks, strict=True)
+def _mixing(model: ModelConfig) -> Iterator[tuple[MixerCost, int | None, int | None]]:
+    """Return the mixer's cost, and window and chunk in tokens, of each layer."""
+    costs = {name: _mixer_cost(model, name) for name, _ in set(model.layer_parts)}
+    mixers = [costs[parts.mixer] for parts in model.layer_parts]
+    return zip(mixers, model.windows, model.chunks, strict=True)
+
+
+def _mixer_cost(model: ModelConfig, mixer: str) -> MixerCost:
+    """Return the cost of a mixer in one layer; JAX is not imported for softmax attention."""
+    if mixer == ATTENTION:
+        return attention_cost(model)
+    from jaxforge.model.mixers import mixer_class
+
+    return mixer_class(mixer).cost(model)
 
 
 def _pairs_twice(window: int | None, chunk: int | None, seq_len: int) -> int:
@@ -71,8 +91,8 @@ def matrix_elements(model: ModelConfig, feed_forward: int, experts: int) -> int:
         feed_forward: matrices of a feed-forward: 3 if gated, else 2.
         experts: number of experts that count per layer with experts, without the shared one.
     """
-    heads = 2 * model.n_heads + 2 * model.kv_heads  # q and o, k and v
     wide = experts * model.expert_dim + model.shared_expert_dim
-    widths = sum(wide if has_experts else model.ffn_dim for has_experts in model.has_experts)
-    attention = model.n_layers * heads * model.head_size
-    return model.dim * (attention + feed_forward * widths + model.vocab_size)
+    widths = {"dense": model.ffn_dim, "experts": wide, "none": 0}
+    width = sum(widths[parts.feed_forward] for parts in model.layer_parts)
+    mixers = sum(cost.matrices for cost, _, _ in _mixing(model))
+    return mixers + model.dim * (feed_forward * width + model.vocab_size)

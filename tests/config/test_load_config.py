@@ -246,6 +246,9 @@ def test_every_key_of_kempnerforge_loads():
                 "moe_shared_expert_gate",
                 "moe_expert_dim",
                 "moe_backend",
+                "mixer",
+                "mixer_pattern",
+                "feed_forward_pattern",
                 "mup_base_width",
                 "mup_base_head_dim",
             )

@@ -438,6 +438,6 @@ def test_cache_has_compute_dtype_and_logits_are_float32():
     cache = jax.eval_shape(lambda: model.empty_cache(2, LENGTH))
     logits, after = jax.eval_shape(model.extend, model.abstract, tokens, tokens, cache)
     assert logits.dtype == jnp.float32
-    assert {leaf.dtype for leaf in after} == {jnp.dtype(jnp.bfloat16)}
-    assert after.k.shape == cache.k.shape == (2, 2, 2, LENGTH, 8)
+    assert {leaf.dtype for leaf in jax.tree.leaves(after)} == {jnp.dtype(jnp.bfloat16)}
+    assert after["layers"].k.shape == cache["layers"].k.shape == (2, 2, 2, LENGTH, 8)
     assert jax.eval_shape(model.hidden, model.abstract, tokens).dtype == jnp.bfloat16

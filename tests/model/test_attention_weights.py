@@ -8,8 +8,8 @@ from jaxforge.config.points import ATTENTION_WEIGHTS, STREAM
 from jaxforge.kernels.masking import Mask
 from jaxforge.kernels.scoring import Scoring
 from jaxforge.model import attention_weights as attention_weights_module
-from jaxforge.model.attention import Capture
 from jaxforge.model.attention_weights import attention_weights, max_logits
+from jaxforge.model.layer import Capture
 from jaxforge.model.transformer import build_model
 from tests.conftest import tiny_config
 from tests.helpers import drawn, with_random_biases

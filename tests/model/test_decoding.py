@@ -193,7 +193,7 @@ def test_cache_is_split_over_rows_and_heads():
     mesh, params = on_mesh(**MESHES[-1])
     decoder = Decoder(toy()[0], params, N_TOKENS, GREEDY, mesh=mesh)
     with jax.set_mesh(mesh):
-        cache = decoder._advance(decoder._start(PROMPTS, NUMBERS), 3).cache
+        cache = decoder._advance(decoder._start(PROMPTS, NUMBERS), 3).cache["layers"]
     layers, rows, heads, length, head_size = cache.k.shape
     assert (rows, heads) == (4, 2)
     for leaf in cache:
@@ -263,5 +263,5 @@ def test_pipeline_stages_decode_like_single_device():
     with jax.set_mesh(mesh):
         decoder = Decoder(staged, placed, N_TOKENS, DRAWN, mesh=mesh)
         assert decoder.complete(PROMPTS, NUMBERS) == expected
-        cache = decoder._start(PROMPTS, NUMBERS).cache
+        cache = decoder._start(PROMPTS, NUMBERS).cache["layers"]
     assert {shard.data.shape[:2] for shard in cache.k.addressable_shards} == {(4, 2)}

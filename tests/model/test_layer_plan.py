@@ -11,7 +11,7 @@ from jaxforge.config.model import ModelConfig
 from jaxforge.config.reading.load import make_config
 from jaxforge.errors import UserError
 from jaxforge.kernels.masking import FULL, Mask
-from jaxforge.model.attention import LayerSettings
+from jaxforge.model.layer import LayerSettings
 from jaxforge.model.plan import (
     LayerKind,
     LayerPlan,

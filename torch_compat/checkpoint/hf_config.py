@@ -52,7 +52,8 @@ _OF_THE_EXPORT = frozenset({
 """
 _NOT_COMPARED = ("sdpa_backend", "ffn_dim_multiplier", "sliding_window",
                  "attention_chunk_size", "attention_pattern", "rope_theta", "rope_scaling",
-                 "local_rope_theta", "rope_pattern", "partial_rotary_factor")  # fmt: skip
+                 "local_rope_theta", "rope_pattern", "partial_rotary_factor", "mixer",
+                 "mixer_pattern", "feed_forward_pattern")  # fmt: skip
 _MOST_SHOWN = 3
 DEQUANTIZED = (
     "take a copy in bfloat16, such as transformers saves of a model that it opened by "
@@ -237,10 +238,12 @@ def network_settings(model: ModelConfig) -> dict[str, Any]:
     """
     keys = {k: v for k, v in model.model_dump().items() if k not in _NOT_COMPARED}
     keys = {k: v for k, v in keys.items() if not k.startswith("moe_")} | _experts(model)
+    has_dense_layers = any(parts.feed_forward == "dense" for parts in model.layer_parts)
     keys |= {
         "n_kv_heads": model.kv_heads,
         "head_dim": model.head_size,
-        "ffn_hidden_dim": None if all(model.has_experts) else model.ffn_dim,
+        "ffn_hidden_dim": model.ffn_dim if has_dense_layers else None,
+        "mixer and mixer_pattern": tuple(parts.mixer for parts in model.layer_parts),
         "gated_mlp": model.is_gated,
         "attention_scale": model.attention_scale or model.head_size**-0.5,
         "qk_norm_eps": model.qk_norm_eps if model.qk_norm else model.norm_eps,
@@ -263,7 +266,9 @@ def _experts(model: ModelConfig) -> dict[str, Any]:
     return {
         **{key: getattr(model, key) for key in same},
         "moe_groups and moe_top_k_groups": (1, 1) if groups[0] == groups[1] else groups,
-        "moe_frequency and moe_first_dense_layers": model.has_experts,
+        "moe_frequency and moe_first_dense_layers": tuple(
+            parts.feed_forward for parts in model.layer_parts
+        ),
         "moe_bias_update": model.bias_update,
         "moe_expert_dim": model.expert_dim,
         "moe_shared_expert_dim": model.shared_expert_dim,

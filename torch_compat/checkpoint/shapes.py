@@ -7,7 +7,7 @@ itself (`training_state.model_shapes`).
 
 from collections.abc import Callable, Iterator
 
-from jaxforge.config.model import ModelConfig
+from jaxforge.config.model import ATTENTION, NO_MIXER, LayerParts, ModelConfig
 from torch_compat.checkpoint.stacking import EXPERTS, Stacking
 from torch_compat.names.table import EMBEDDING, HEAD, POSITIONS
 
@@ -29,8 +29,8 @@ def untrained(model: ModelConfig) -> dict[str, Shape]:
     """Return the shapes of non-trainable state."""
     names = {"sign": "expert_bias", "kempnerforge": "expert_ema"}
 
-    def in_block(model: ModelConfig, *, has_experts: bool) -> Iterator[tuple[str, Shape]]:
-        if has_experts and model.bias_update in names:
+    def in_block(model: ModelConfig, parts: LayerParts) -> Iterator[tuple[str, Shape]]:
+        if parts.feed_forward == "experts" and model.bias_update in names:
             yield f"mlp.router.{names[model.bias_update]}", (model.num_experts,)
 
     return _in_layers(model, in_block)
@@ -43,30 +43,48 @@ def _in_layers(
     stacking = Stacking(model)
     shapes: dict[str, Shape] = {}
     for stack, layers in sorted(model.stacks.items()):
-        for name, shape in sorted(block(model, has_experts=model.has_experts[layers[0]])):
+        for name, shape in sorted(block(model, model.layer_parts[layers[0]])):
             of_experts = (model.num_experts,) if name.startswith(EXPERTS) else ()
             array = (len(layers), *of_experts, *shape)
             shapes |= {e: shape for e, _ in stacking.entries(f"{stack}.{name}", array)}
     return shapes
 
 
-def _block(model: ModelConfig, *, has_experts: bool) -> Iterator[tuple[str, Shape]]:
+def _block(model: ModelConfig, parts: LayerParts) -> Iterator[tuple[str, Shape]]:
     """Yield the parameters of a layer, with those of one expert."""
     norm_names = {"pre": ("norm",), "post": ("post_norm",), "sandwich": ("norm", "post_norm")}
     for edge in norm_names[model.norm_placement]:
-        yield from _norm(f"attention_{edge}", model.dim, model.norm_type)
-        yield from _norm(f"mlp_{edge}", model.dim, model.norm_type)
+        if parts.mixer != NO_MIXER:
+            yield from _norm(f"attention_{edge}", model.dim, model.norm_type)
+        if parts.feed_forward != "none":
+            yield from _norm(f"mlp_{edge}", model.dim, model.norm_type)
+    if parts.mixer != NO_MIXER:
+        mixer = _attention(model) if parts.mixer == ATTENTION else _mixer(model, parts.mixer)
+        yield from ((f"{parts.mixer}.{name}", shape) for name, shape in mixer)
+    if parts.feed_forward == "experts":
+        yield from _experts(model)
+    elif parts.feed_forward == "dense":
+        yield from _feed_forward("mlp", model.ffn_dim, model)
+
+
+def _mixer(model: ModelConfig, mixer: str) -> Iterator[tuple[str, Shape]]:
+    """Yield the parameters of a mixer as its module declares them."""
+    from jaxforge.model.mixer import parameter_shapes  # imports JAX
+
+    yield from parameter_shapes(model, mixer).items()
+
+
+def _attention(model: ModelConfig) -> Iterator[tuple[str, Shape]]:
     queries, keys = model.n_heads * model.head_size, model.kv_heads * model.head_size
     for name, size in (("q", queries), ("k", keys), ("v", keys)):
-        yield from _linear(f"attention.{name}_proj", size, model.dim, bias=model.qkv_bias)
-    yield from _linear("attention.o_proj", model.dim, queries, bias=model.o_bias)
+        yield from _linear(f"{name}_proj", size, model.dim, bias=model.qkv_bias)
+    yield from _linear("o_proj", model.dim, queries, bias=model.o_bias)
     if model.attention_sinks:
-        yield "attention.sinks", (model.n_heads,)
+        yield "sinks", (model.n_heads,)
     if model.qk_norm:
         is_joint = model.qk_norm_scope == "projection"
-        yield from _norm("attention.q_norm", queries if is_joint else model.head_size)
-        yield from _norm("attention.k_norm", keys if is_joint else model.head_size)
-    yield from _experts(model) if has_experts else _feed_forward("mlp", model.ffn_dim, model)
+        yield from _norm("q_norm", queries if is_joint else model.head_size)
+        yield from _norm("k_norm", keys if is_joint else model.head_size)
 
 
 def _experts(model: ModelConfig) -> Iterator[tuple[str, Shape]]:

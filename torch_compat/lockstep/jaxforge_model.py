@@ -15,7 +15,7 @@ from jaxforge.aux_outputs import LossWeights
 from jaxforge.config.job import JobConfig
 from jaxforge.config.model import LAYERS
 from jaxforge.config.points import STREAM
-from jaxforge.model.attention import Capture
+from jaxforge.model.layer import Capture
 from jaxforge.model.transformer import Model, Params, join
 from jaxforge.parallel.mesh import make_mesh
 from jaxforge.program import Program

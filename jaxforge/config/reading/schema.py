@@ -8,7 +8,7 @@ from typing import Any
 from jaxforge.config.data import DATASETS
 from jaxforge.config.eval import EVAL_FUNCTIONS
 from jaxforge.config.job import JobConfig
-from jaxforge.config.model import MODELS
+from jaxforge.config.model import MIXERS, MODELS
 from jaxforge.config.optimizer import OPTIMIZERS
 from jaxforge.config.reading.lines import Path
 from jaxforge.config.scheduler import SCHEDULERS
@@ -17,7 +17,7 @@ from jaxforge.config.train import LOSSES
 Node = dict[str, Any]
 """The JSON schema of one value."""
 
-REGISTRIES = (MODELS, LOSSES, OPTIMIZERS, SCHEDULERS, DATASETS, EVAL_FUNCTIONS)
+REGISTRIES = (MODELS, MIXERS, LOSSES, OPTIMIZERS, SCHEDULERS, DATASETS, EVAL_FUNCTIONS)
 """Registries of the keys that accept registered names."""
 
 _TYPES = {"integer": "int", "number": "float", "boolean": "bool", "string": "str"}

@@ -10,7 +10,7 @@ from jaxtyping import Array, Float
 
 from jaxforge.config.model import LAYERS
 from jaxforge.config.points import STREAM
-from jaxforge.model.attention import Capture
+from jaxforge.model.layer import Capture
 from jaxforge.model.transformer import Model, Params
 from jaxforge.step.context import spread_sequences
 from jaxforge.step.gradients import Batch

@@ -13,7 +13,7 @@ from jaxtyping import Array, PyTree
 from jaxforge.config.model import LAYERS
 from jaxforge.config.points import STREAM
 from jaxforge.errors import UserError
-from jaxforge.model.attention import Capture
+from jaxforge.model.layer import Capture
 from jaxforge.model.transformer import Params
 from jaxforge.parallel.sharding import param_shardings
 from jaxforge.step.gradients import Batch

@@ -13,7 +13,7 @@ from jaxtyping import Array, Float
 
 from jaxforge.config.points import MAX_LOGITS
 from jaxforge.errors import UserError
-from jaxforge.model.attention import Capture
+from jaxforge.model.layer import Capture
 from jaxforge.model.transformer import Model, Params
 from jaxforge.step.gradients import Batch
 

@@ -2,16 +2,14 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Collection, Mapping
-from typing import NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
-from jaxforge.aux_outputs import AuxOutputs, LossWeights, Max
-from jaxforge.config.model import ModelConfig
+from jaxforge.config.model import ATTENTION, ModelConfig
 from jaxforge.config.points import ATTENTION_WEIGHTS, MAX_LOGITS
 from jaxforge.kernels.attention_backends import Scoring, attend_with_masks, cached_attention
 from jaxforge.kernels.context_parallel import attend_across_devices, context_size
@@ -19,42 +17,17 @@ from jaxforge.kernels.fp8 import LayerPrecision
 from jaxforge.kernels.masking import select_chunk, select_window, visible
 from jaxforge.model import mup
 from jaxforge.model.attention_weights import attention_weights, max_logits
-from jaxforge.model.linear import Declare, Linear, normal
+from jaxforge.model.cost import MixerCost, attention_cost
+from jaxforge.model.layer import Context, LayerSettings
+from jaxforge.model.linear import Declare, Linear, normal, residual_std
+from jaxforge.model.mixer import Mixer, MixerOut, SavedValues, register_mixer
 from jaxforge.model.norm import RMSNorm
-from jaxforge.model.plan import LayerKind, LayerPlan
-from jaxforge.model.rope import Rotation, rotate
-from jaxforge.model.runtime import Runtime
+from jaxforge.model.rope import rotate
 from jaxforge.parallel.sharding import constrain
 
 
-class Context(NamedTuple):
-    """Properties of the tokens of a batch, shared by all layers.
-
-    Attributes:
-        positions: position of each token in its sequence; None: token i is at position i.
-        segment_ids: document of each token; None: each row is one document.
-        rotations: rotary angles of the positions for each of `LayerPlan.ropes`.
-        loss_weights: weights of the layers' loss terms; None outside of training.
-        is_padding: tokens that are routed to no expert; None: there is no padding.
-    """
-
-    positions: Int[Array, "b s"] | None = None
-    segment_ids: Int[Array, "b s"] | None = None
-    rotations: tuple[Rotation, ...] = ()
-    loss_weights: LossWeights | None = None
-    is_padding: Bool[Array, "b s"] | None = None
-
-    def rotation(self, kind: LayerKind) -> Rotation:
-        """Return the rotation of a kind of layer."""
-        if isinstance(kind.rope, int):
-            return self.rotations[kind.rope]
-        if len(self.rotations) == 1:
-            return self.rotations[0]
-        return jax.tree.map(lambda *angles: jnp.stack(angles)[kind.rope], *self.rotations)
-
-
 class KVCache(NamedTuple):
-    """Rotated keys and values of the tokens so far; outside of the layer scan, stacked by layer.
+    """Rotated keys and values of the tokens so far.
 
     The tokens of a head are contiguous, so that products with a cache do not transpose it.
     """
@@ -69,96 +42,21 @@ class KVCache(NamedTuple):
         return KVCache(write_rows(self.k, k, positions), write_rows(self.v, v, positions))
 
 
-Cache = KVCache | list[KVCache]
-"""Cache of all layers: stacked, or a list by layer."""
-
-
-class Capture(NamedTuple):
-    """The activations that each layer returns (`LayerOut.activations`).
-
-        attention           output of attention that is added to the residual stream, [b, s, d]
-        mlp                 output of the feed-forward or experts, [b, s, d]
-        residual            output of the layer, [b, s, d]
-        attention_weights   weight of each key for each query, [b, heads, s, s], by an explicit
-                            softmax
-        max_logits          largest logit of attention before the soft cap, [b, heads]
-
-    Attributes:
-        points: names of the activations (`config.points`).
-        reduce: (name, value) -> the value to return.
-    """
-
-    points: Collection[str] = ()
-    reduce: Callable[[str, Array], Array] = lambda name, value: value
-
-    def collect(self, values: Mapping[str, Array | None]) -> dict[str, Array]:
-        """Return the captured values of a layer, by name."""
-        return {
-            name: self.reduce(name, value)
-            for name, value in values.items()
-            if name in self.points and value is not None
-        }
-
-
-NO_CAPTURE = Capture()
-
-
-class LayerSettings(NamedTuple):
-    """Settings of a layer's forward pass.
-
-    Attributes:
-        kind: the layer's kind; its fields are traced where the stages of a pipeline differ.
-        plan: masks and rotary positions that `kind` selects from.
-        runtime: kernels and rematerialization.
-        capture: the activations to return.
-    """
-
-    kind: LayerKind
-    plan: LayerPlan
-    runtime: Runtime
-    capture: Capture = NO_CAPTURE
-
-
-class LayerOut(NamedTuple):
-    """Outputs of a layer in addition to x; outside of the layer scan, stacked by layer.
-
-    All layers of a model use the same names; a layer without a value has 0.
-
-    Attributes:
-        cache: the extended cache, if the layer was given one; a list by layer for unstacked layers.
-        aux: auxiliary outputs.
-        activations: the captured activations, by name.
-    """
-
-    cache: Cache | None
-    aux: AuxOutputs = AuxOutputs()
-    activations: Mapping[str, Array] = {}
-
-
-class AttentionOut(NamedTuple):
-    """Outputs of attention.
-
-    Attributes:
-        y: output to add to the residual stream.
-        cache: the extended cache, if attention was given one.
-        amax: amax of the linear layers, if the layer records them.
-        weights: the attention weights, if they are captured.
-        max_logits: the largest logits, if they are captured.
-    """
-
-    y: Float[Array, "b s d"]
-    cache: KVCache | None
-    amax: dict[str, Max]
-    weights: Float[Array, "b heads s s"] | None
-    max_logits: Float[Array, "b heads"] | None
-
-
-class Attention(nnx.Module):
+@register_mixer(ATTENTION)
+class Attention(Mixer):
     """Attention of `n_heads` query and `kv_heads` key/value heads; optional RMSNorm on q and k.
 
     Optional sinks: one extra logit per head that joins the scores and has no value (gpt-oss,
     arXiv:2508.10925). `n_heads * head_size` may differ from the width of the residual stream.
     """
+
+    capture_points = frozenset({ATTENTION_WEIGHTS, MAX_LOGITS})
+    scores_pairs = True
+    huggingface_names: ClassVar[Mapping[str, str]] = {
+        f"{part}_{kind}": f"self_attn.{part}_{kind}"
+        for part in "qkvo"
+        for kind in ("proj.weight", "proj.bias", "norm.weight")
+    }
 
     def __init__(self, config: ModelConfig, declare: Declare) -> None:
         c = config
@@ -190,7 +88,7 @@ class Attention(nnx.Module):
         *,
         settings: LayerSettings,
         precision: LayerPrecision | None = None,
-    ) -> AttentionOut:
+    ) -> MixerOut:
         """Attend to the tokens of `x` and, with a cache, to all earlier tokens."""
         kind, plan, runtime, capture = settings
         # A separate record of amax: values leave a `jax.checkpoint` only as its outputs.
@@ -209,15 +107,15 @@ class Attention(nnx.Module):
             q_BSHh, k_BSKh = rope(q_BSHh), rope(k_BSKh)
         # Scores are float32, so sinks are, too.
         sinks = self.sinks[...].astype(jnp.float32) if c.attention_sinks else None
-        weights = largest = None
+        captured: dict[str, Array] = {}
         if cache is None:
             inputs = plan.masks, kind.mask, q_BSHh, k_BSKh, context.segment_ids, self.scoring
             if ATTENTION_WEIGHTS in capture.points:
                 assert context_size() == 1  # otherwise no device has all keys
-                weights = attention_weights(*inputs, sinks)
+                captured[ATTENTION_WEIGHTS] = attention_weights(*inputs, sinks)
             if MAX_LOGITS in capture.points:
                 assert context_size() == 1
-                largest = max_logits(*inputs)
+                captured[MAX_LOGITS] = max_logits(*inputs)
             attend: Callable[..., Array] = attend_with_masks
             kernel = runtime.attention
             if context_size() > 1:
@@ -238,7 +136,42 @@ class Attention(nnx.Module):
             y_BSHh = cached_attention(q_BSHh, *cache, seen_BST[:, None], self.scoring, sinks)
         y_BSHh = _constrain_heads(y_BSHh, "heads")
         y_BSD = self.o_proj(y_BSHh.reshape(*x_BSD.shape[:2], -1), precision)
-        return AttentionOut(y_BSD, cache, precision.amax if precision else {}, weights, largest)
+        return MixerOut(y_BSD, cache, precision.amax if precision else {}, captured)
+
+    @classmethod
+    def empty_cache(cls, config: ModelConfig, batch: int, length: int, dtype: jnp.dtype) -> KVCache:
+        """Return a cache without tokens."""
+        shape = (batch, config.kv_heads, length, config.head_size)
+        return KVCache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
+
+    @classmethod
+    def cache_axes(cls, config: ModelConfig) -> KVCache:
+        """Return the logical axes of a cache: heads are split over `tp`."""
+        axes: Any = ("batch", "kv_heads", None, None)
+        return KVCache(axes, axes)
+
+    @classmethod
+    def extend_cache(cls, cache: KVCache, tokens: int) -> KVCache:
+        """Return a cache with room for more tokens."""
+        room = ((0, 0), (0, tokens), (0, 0))  # of heads, tokens and channels
+        longer: KVCache = jax.tree.map(
+            lambda x: jnp.pad(x, ((0, 0),) * (x.ndim - len(room)) + room), cache
+        )
+        return longer
+
+    @classmethod
+    def cost(cls, config: ModelConfig) -> MixerCost:
+        """Return the multiply-adds of one layer."""
+        return attention_cost(config)
+
+    @classmethod
+    def saved_values(cls, config: ModelConfig, share: Callable[[int], int]) -> SavedValues:
+        """Return the size of q, k, v and of the heads' outputs, before and after rotation."""
+        heads, kv = (
+            share(config.n_heads * config.head_size),
+            share(config.kv_heads * config.head_size),
+        )
+        return SavedValues(heads + 2 * kv, mixed=heads, inside=2 * heads + 2 * kv)
 
     def _split_heads(self, x: Float[Array, "b s d"], axis: str) -> Float[Array, "b s heads h"]:
         return _constrain_heads(x.reshape(*x.shape[:2], -1, self.config.head_size), axis)
@@ -246,8 +179,3 @@ class Attention(nnx.Module):
 
 def _constrain_heads(x_BSHh: Float[Array, "b s heads h"], axis: str) -> Float[Array, "b s heads h"]:
     return constrain(x_BSHh, "batch", "context", axis, None)
-
-
-def residual_std(config: ModelConfig) -> float:
-    """Return the initial std of matrices that write to the residual stream: init_std / √(2 L)."""
-    return config.init_std / (2 * config.n_layers) ** 0.5

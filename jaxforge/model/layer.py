@@ -1,0 +1,105 @@
+"""Inputs and outputs that all layers of a model share."""
+
+from collections.abc import Callable, Collection, Mapping
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int, PyTree
+
+from jaxforge.aux_outputs import AuxOutputs, LossWeights
+from jaxforge.model.plan import LayerKind, LayerPlan
+from jaxforge.model.rope import Rotation
+from jaxforge.model.runtime import Runtime
+
+
+class Context(NamedTuple):
+    """Properties of the tokens of a batch, shared by all layers.
+
+    Attributes:
+        positions: position of each token in its sequence; None: token i is at position i.
+        segment_ids: document of each token; None: each row is one document.
+        rotations: rotary angles of the positions for each of `LayerPlan.ropes`.
+        loss_weights: weights of the layers' loss terms; None outside of training.
+        is_padding: tokens that are routed to no expert; None: there is no padding.
+    """
+
+    positions: Int[Array, "b s"] | None = None
+    segment_ids: Int[Array, "b s"] | None = None
+    rotations: tuple[Rotation, ...] = ()
+    loss_weights: LossWeights | None = None
+    is_padding: Bool[Array, "b s"] | None = None
+
+    def rotation(self, kind: LayerKind) -> Rotation:
+        """Return the rotation of a kind of layer."""
+        if isinstance(kind.rope, int):
+            return self.rotations[kind.rope]
+        if len(self.rotations) == 1:
+            return self.rotations[0]
+        return jax.tree.map(lambda *angles: jnp.stack(angles)[kind.rope], *self.rotations)
+
+
+Cache = Mapping[str, PyTree] | list[PyTree]
+"""Decoding states of all layers: by stack and stacked by layer, or a list by layer."""
+
+
+class Capture(NamedTuple):
+    """The activations that each layer returns (`LayerOut.activations`).
+
+        attention           output of attention that is added to the residual stream, [b, s, d]
+        mlp                 output of the feed-forward or experts, [b, s, d]
+        residual            output of the layer, [b, s, d]
+        attention_weights   weight of each key for each query, [b, heads, s, s], by an explicit
+                            softmax
+        max_logits          largest logit of attention before the soft cap, [b, heads]
+
+    Attributes:
+        points: names of the activations (`config.points`).
+        reduce: (name, value) -> the value to return.
+    """
+
+    points: Collection[str] = ()
+    reduce: Callable[[str, Array], Array] = lambda name, value: value
+
+    def collect(self, values: Mapping[str, Array | None]) -> dict[str, Array]:
+        """Return the captured values of a layer, by name."""
+        return {
+            name: self.reduce(name, value)
+            for name, value in values.items()
+            if name in self.points and value is not None
+        }
+
+
+NO_CAPTURE = Capture()
+
+
+class LayerSettings(NamedTuple):
+    """Settings of a layer's forward pass.
+
+    Attributes:
+        kind: the layer's kind; its fields are traced where the stages of a pipeline differ.
+        plan: masks and rotary positions that `kind` selects from.
+        runtime: kernels and rematerialization.
+        capture: the activations to return.
+    """
+
+    kind: LayerKind
+    plan: LayerPlan
+    runtime: Runtime
+    capture: Capture = NO_CAPTURE
+
+
+class LayerOut(NamedTuple):
+    """Outputs of a layer in addition to x; outside of the layer scan, stacked by layer.
+
+    All layers of a model use the same names; a layer without a value has 0.
+
+    Attributes:
+        cache: the next decoding state, if the layer was given one; None: the layer has none.
+        aux: auxiliary outputs.
+        activations: the captured activations, by name.
+    """
+
+    cache: PyTree
+    aux: AuxOutputs = AuxOutputs()
+    activations: Mapping[str, Array] = {}

@@ -1,0 +1,16 @@
+"""Built-in mixers, one file each."""
+
+from jaxforge.config.model import MIXERS
+from jaxforge.model.mixer import Mixer
+from jaxforge.model.mixers import absent as absent
+from jaxforge.model.mixers import attention as attention
+
+
+def mixer_class(name: str) -> type[Mixer]:
+    """Return the mixer that is registered as `model.mixer = name`.
+
+    Raises:
+        UserError: the name is not registered.
+    """
+    mixer: type[Mixer] = MIXERS[name]  # type: ignore[assignment]  # a class is its own builder
+    return mixer

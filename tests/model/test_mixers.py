@@ -1,0 +1,214 @@
+"""Tests of layers with registered mixers, and of layers that lack a part."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from pydantic import ValidationError
+
+from jaxforge.config.model import ModelConfig
+from jaxforge.model.cost import MixerCost
+from jaxforge.model.decoding import Decoder
+from jaxforge.model.layer import LayerSettings
+from jaxforge.model.linear import Linear, residual_std
+from jaxforge.model.mixer import Mixer, MixerOut, SavedValues, register_mixer
+from jaxforge.model.runtime import Runtime
+from jaxforge.model.sampling import Sampling
+from jaxforge.model.transformer import Model
+from jaxforge.telemetry.flops import causal_flops_per_token, flops_per_token
+from tests import helpers
+from tests.conftest import tiny_config
+from tests.helpers import random_batches
+from torch_compat.checkpoint import shapes
+
+LENGTH = 12
+SHAPE = {"dim": 32, "n_heads": 4, "n_kv_heads": 2, "vocab_size": 64, "ffn_hidden_dim": 48,
+         "init_std": 0.3}  # fmt: skip
+HYBRID = {  # a leading layer, two periods, and all combinations of parts
+    "n_layers": 7,
+    "mixer_pattern": ("decayed_sum", *("decayed_sum", "none", "attention") * 2),
+    "feed_forward_pattern": ("none", *("dense", "experts", "none") * 2),
+    "num_experts": 4,
+    "moe_router": "sigmoid_topk",
+    "moe_bias_update": "sign",
+}
+
+
+class DecayedSum(Mixer):
+    """Mixer y_t = o(s_t) with the state s_t = s_{t-1} / 2 + v(x_t), restarted at each document."""
+
+    is_recurrent = True
+
+    def __init__(self, config, declare):
+        embed, heads = (config.dim, "embed"), (config.dim, "heads")
+        self.v_proj = Linear(heads, embed, std=config.init_std, declare=declare)
+        self.o_proj = Linear(embed, heads, std=residual_std(config), declare=declare)
+
+    def __call__(self, x, context, cache=None, *, settings, precision=None):
+        v, shape = self.v_proj(x, precision), x.shape[:2]
+        padding = jnp.zeros(shape, bool) if context.is_padding is None else context.is_padding
+        segments = context.segment_ids
+        first = jnp.zeros(shape, bool)
+        if segments is not None:
+            first = first.at[:, 1:].set(segments[:, 1:] != segments[:, :-1])
+
+        def step(state, token):
+            v_t, is_first, is_padding = token
+            state_t = jnp.where(is_first[:, None], 0, state) / 2 + v_t
+            state = jnp.where(is_padding[:, None], state, state_t)
+            return state, state
+
+        tokens = jax.tree.map(lambda leaf: leaf.swapaxes(0, 1), (v, first, padding))
+        state = jnp.zeros_like(v[:, 0]) if cache is None else cache
+        state, states = jax.lax.scan(step, state, tokens)
+        y = self.o_proj(states.swapaxes(0, 1), precision)
+        return MixerOut(y, None if cache is None else state)
+
+    @classmethod
+    def empty_cache(cls, config, batch, length, dtype):
+        return jnp.zeros((batch, config.dim), dtype)
+
+    @classmethod
+    def cache_axes(cls, config):
+        return ("batch", "heads")
+
+    @classmethod
+    def cost(cls, config):
+        return MixerCost(2 * config.dim**2, per_token=config.dim)
+
+    @classmethod
+    def saved_values(cls, config, share):
+        return SavedValues(share(config.dim), share(config.dim), share(config.dim))
+
+
+@pytest.fixture(autouse=True)
+def own_mixer(own_names):
+    register_mixer("decayed_sum")(DecayedSum)
+
+
+def random_tokens(rows=2, length=LENGTH):
+    return np.random.default_rng(0).integers(64, size=(rows, length), dtype=np.int32)
+
+
+def build(**runtime):
+    return Model(ModelConfig(**SHAPE, **HYBRID), runtime=Runtime(**runtime))
+
+
+@functools.cache
+def params_of_hybrid():
+    return jax.device_get(jax.jit(build().init)(jax.random.key(0)))
+
+
+def joined(model, params):
+    state = model.initial_state()
+    for stack, part in state.items():
+        router = part["mlp"]["router"]
+        params = {**params, stack: {**params[stack], "mlp": {**params[stack]["mlp"]}}}
+        params[stack]["mlp"]["router"] = {**params[stack]["mlp"]["router"], **router}
+    return params
+
+
+def test_stacks_are_named_after_parts_that_differ():
+    stacks = ModelConfig(**SHAPE, **HYBRID).stacks
+    assert stacks == {
+        "attention_layers": (3, 6),
+        "decayed_sum_dense_layers": (1, 4),
+        "decayed_sum_layers": (0,),
+        "moe_layers": (2, 5),
+    }
+    own = ModelConfig(**SHAPE, n_layers=3, mixer_pattern=("decayed_sum", "attention"))
+    assert own.stacks == {"attention_layers": (1,), "decayed_sum_layers": (0, 2)}
+    assert set(ModelConfig(**SHAPE, mixer="decayed_sum").stacks) == {"layers"}
+
+
+def test_layers_run_in_order_of_pattern():
+    """The scan over periods equals the blocks called one after another."""
+    model, tokens = build(), random_tokens()
+    params = joined(model, params_of_hybrid())
+    segment_ids = np.repeat([[0, 0, 1]], 2, axis=0).repeat(LENGTH // 3, axis=1)
+    x = model.embed(params, {"input_ids": tokens})
+    context = model.context(x, segment_ids=segment_ids)
+    used = dict.fromkeys(model.config.stacks, 0)
+    for kind, stack in zip(model.plan.layers, model.plan.stacks, strict=True):
+        layer = jax.tree.map(lambda leaf, row=used[stack]: leaf[row], params[stack])
+        settings = LayerSettings(kind, model.plan, model.runtime)
+        x, _ = model.module(stack, layer)(x, context, settings=settings)
+        used[stack] += 1
+    expected = model.final_norm(params, x)
+    actual = jax.jit(model.hidden)(params, tokens, segment_ids)
+    np.testing.assert_allclose(actual, expected, rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("unstacks", [False, True])
+def test_generation_equals_whole_passes(unstacks):
+    """Prompts of different lengths are padded, which recurrent states must ignore."""
+    model = build(unstacks=unstacks)
+    params = joined(model, params_of_hybrid())
+    prompts = [[5, 9, 33], [7, 1, 60, 2, 8, 44, 21]]
+    decoder = Decoder(model, params, 6, Sampling(temperature=0.0))
+    forward = jax.jit(lambda params, tokens: model.logits(params, model.hidden(params, tokens)))
+    for prompt, completion in zip(prompts, decoder.complete(prompts, range(2)), strict=True):
+        tokens = np.array([prompt + completion.tokens])
+        padded = np.pad(tokens, ((0, 0), (0, 16 - tokens.size)))
+        logits = np.asarray(forward(params, padded))[0]
+        greedy = logits.argmax(-1)[len(prompt) - 1 : tokens.size - 1]
+        assert greedy.tolist() == completion.tokens
+
+
+def test_decoding_state_of_recurrent_mixer_does_not_grow():
+    model = build()
+    cache = model.empty_cache(2, 8)
+    longer = model.extend_cache(cache, 4)
+    assert cache["moe_layers"] is None
+    assert cache["decayed_sum_layers"].shape == longer["decayed_sum_layers"].shape == (1, 2, 32)
+    assert (cache["attention_layers"].k.shape[3], longer["attention_layers"].k.shape[3]) == (8, 12)
+
+
+def test_conversion_knows_parameters_of_registered_mixer():
+    config = ModelConfig(**SHAPE, **HYBRID)
+    names = shapes.parameters(config)
+    assert names["layers.0.decayed_sum.v_proj.weight"] == (32, 32)
+    total = sum(int(np.prod(shape)) for shape in names.values())
+    assert total == sum(leaf.size for leaf in jax.tree.leaves(build().abstract))
+
+
+def test_flops_count_parts_that_exist():
+    config, length = ModelConfig(**SHAPE, **HYBRID), 16
+    expert, attention = 3 * 32 * 48, 2 * 32 * 32 + 2 * 32 * 16
+    matrices = 3 * 2 * 32 * 32 + 2 * attention + 2 * 3 * 32 * 48 + 2 * 2 * expert + 32 * 64
+    mixing = 3 * 32 + 2 * 2 * 32 * length
+    assert flops_per_token(config, length) == 6 * (matrices + mixing)
+    causal = 6 * matrices + 6 * (3 * 32 + 2 * 32 * length)
+    assert causal_flops_per_token(config, length) == causal
+
+
+def test_training_on_mesh_equals_single_device():
+    losses = []
+    for axes in ({}, {"dp_shard": 2, "tp": 2, "ep": 2}):
+        model = {**SHAPE, **HYBRID, "n_layers": 4, "max_seq_len": 32}
+        rows = {"batch_size": 2 if axes else 8}  # of each device
+        ours = helpers.new_setup(tiny_config(model=model, distributed=axes, train=rows))
+        _, metrics = ours.run(ours.state(), random_batches(ours.config, 3))
+        losses.append(metrics["loss"])
+    np.testing.assert_allclose(*losses, rtol=1e-5)
+    assert losses[0][2] != losses[0][0]
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"mixer_pattern": ("none",), "feed_forward_pattern": ("none",)}, "neither a mixer nor"),
+        ({"mixer": "decayed_sum", "mixer_pattern": ("attention",)}, "has no effect with mixer_p"),
+        ({"feed_forward_pattern": ("experts",)}, "requires num_experts"),
+        ({"num_experts": 4, "feed_forward_pattern": ("dense",)}, "num_experts = 4 has no effect"),
+        (
+            {"num_experts": 4, "feed_forward_pattern": ("experts",), "moe_frequency": 2},
+            "moe_frequency has no effect with feed_forward_pattern",
+        ),
+    ],
+)
+def test_contradicting_patterns_are_refused(keys, message):
+    with pytest.raises(ValidationError, match=message):
+        ModelConfig(**keys)
