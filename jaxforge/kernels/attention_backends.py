@@ -119,7 +119,10 @@ def cached_attention(
 ) -> Output:
     """Attend with any mask to the keys and values of a cache."""
     grouped = q.reshape(*q.shape[:2], k.shape[1], -1, q.shape[3])
-    scores = jnp.einsum("bskgh,bkth->bkgst", grouped, k, preferred_element_type=jnp.float32)
+    scores = jnp.einsum(
+        "bskgh,bkth->bkgst", grouped, k,
+        preferred_element_type=jnp.promote_types(jnp.float32, q.dtype),
+    )  # fmt: skip
     weights = _weights_of_scores(scores, q.shape[3], mask, scoring, sinks)
     output = jnp.einsum("bkgst,bkth->bskgh", weights.astype(v.dtype), v)
     return output.reshape(*q.shape[:3], v.shape[3])

@@ -14,7 +14,7 @@ of an extra key with value 0. It is part of lse, and its gradient is -Σ exp(sin
 Query heads that share a key head are folded into rows, so that keys are not repeated:
 
     q  [B, S, K·G, h]  ->  [B, K, R, h]     R = S·G; query i of head g is row i·G + g
-    k  [B, S, K, h]    ->  [B, K, S, h]     v likewise; its width may differ
+    k  [B, S, K, h]    ->  [B, K, S, h]     the same for v, of any width
 
 Blocks of queries and their keys (x) of one sequence; a window w starts keys later:
 

@@ -42,7 +42,7 @@ class KernelConfig(NamedTuple):
     Attributes:
         tiles: block sizes and compiler options.
         head: width of queries and keys, padded in registers to the next power of two.
-        value: width of values, padded likewise.
+        value: width of values, padded to the next power of two as well.
         group: number of query heads of a program.
         scale: factor of query-key products.
         softcap: soft cap of scores; None: none.

@@ -21,8 +21,9 @@ import math
 
 from jaxforge.config.model import EXPERTS, LAYERS, ModelConfig
 
-_WIDTHS = frozenset({"embed", "expert_embed", "heads", "kv_heads", "mlp"})
-"""Logical axes that grow with a model's width; vocabulary, positions and experts do not."""
+_WIDTHS = frozenset({"embed", "expert_embed", "heads", "kv_heads", "latent", "latent_embed", "mlp"})
+"""Logical axes that grow with a model's width; vocabulary, positions and experts do not. Ranks of
+latents count as widths: DeepSeek-V2's and V3's are a quarter to a tenth of the residual stream."""
 
 Axes = tuple[str | None, ...]
 
@@ -75,18 +76,18 @@ def output_multiplier(config: ModelConfig) -> float:
 def score_scale(config: ModelConfig) -> float | None:
     """Return the factor of attention scores; None stands for 1/√(head width).
 
-    With `mup_base_head_dim` the factor is √base / head width, which is 1/√base at the base. YaRN
-    with `mscale_all_dim` has a further factor.
+    With `mup_base_head_dim` the factor is √base / head width, which is 1/√base at the base.
     """
-    scale, scaling = _score_scale(config), config.rope_scaling
-    if scaling is None or scaling.score_factor == 1.0:
-        return scale
-    return scaling.score_factor * (config.head_size**-0.5 if scale is None else scale)
-
-
-def _score_scale(config: ModelConfig) -> float | None:
     base = config.mup_base_head_dim
     if base is None or base == config.head_size:
         return config.attention_scale
     base_scale = 1 / math.sqrt(base) if config.attention_scale is None else config.attention_scale
     return base_scale * base / config.head_size
+
+
+def attention_scale(config: ModelConfig) -> float | None:
+    """Return `score_scale` times the factor of YaRN with `mscale_all_dim`."""
+    scale, scaling = score_scale(config), config.rope_scaling
+    if scaling is None or scaling.score_factor == 1.0:
+        return scale
+    return scaling.score_factor * (config.head_size**-0.5 if scale is None else scale)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxforge.config.model import ModelConfig, RopeScaling
-from jaxforge.model.mup import score_scale
+from jaxforge.model.mup import attention_scale
 from jaxforge.model.plan import Rope, build_layer_plan
 from jaxforge.model.rope import attention_factor, inverse_frequencies, rotate, rotation
 
@@ -125,7 +125,7 @@ def test_yarn_mscale_follows_deepseek():
     yarn = {"rope_type": "yarn", "factor": 40.0}
     both = RopeScaling(**yarn, mscale=1.0, mscale_all_dim=1.0)
     assert attention_factor(both) == 1.0
-    assert score_scale(config(rope_scaling=both)) == pytest.approx(1.36888794541139363**2 / 4)
+    assert attention_scale(config(rope_scaling=both)) == pytest.approx(1.36888794541139363**2 / 4)
     uneven = RopeScaling(**yarn, mscale=1.0, mscale_all_dim=0.5)
     assert attention_factor(uneven) == pytest.approx(1.36888794541139363 / 1.18444397270569681)
     assert attention_factor(RopeScaling(**yarn)) == pytest.approx(1.36888794541139363)
@@ -133,8 +133,8 @@ def test_yarn_mscale_follows_deepseek():
         RopeScaling(**yarn)
     )
     scaled = config(rope_scaling=uneven, attention_scale=0.5)
-    assert score_scale(scaled) == pytest.approx(0.5 * 1.18444397270569681**2)
-    assert score_scale(config(rope_scaling=RopeScaling(**yarn))) is None
+    assert attention_scale(scaled) == pytest.approx(0.5 * 1.18444397270569681**2)
+    assert attention_scale(config(rope_scaling=RopeScaling(**yarn))) is None
 
 
 @pytest.mark.parametrize(

@@ -238,6 +238,8 @@ def network_settings(model: ModelConfig) -> dict[str, Any]:
     """
     keys = {k: v for k, v in model.model_dump().items() if k not in _NOT_COMPARED}
     keys = {k: v for k, v in keys.items() if not k.startswith("moe_")} | _experts(model)
+    if not model.has_latent_attention:
+        keys["latent_attention"] = None
     has_dense_layers = any(parts.feed_forward == "dense" for parts in model.layer_parts)
     keys |= {
         "n_kv_heads": model.kv_heads,
@@ -265,7 +267,9 @@ def _experts(model: ModelConfig) -> dict[str, Any]:
     groups = model.moe_groups, model.moe_top_k_groups
     return {
         **{key: getattr(model, key) for key in same},
-        "moe_groups and moe_top_k_groups": (1, 1) if groups[0] == groups[1] else groups,
+        "moe_groups and moe_top_k_groups": (
+            (1, 1) if groups[0] == groups[1] else (*groups, model.moe_group_score)
+        ),
         "moe_frequency and moe_first_dense_layers": tuple(
             parts.feed_forward for parts in model.layer_parts
         ),
@@ -310,7 +314,10 @@ def _complete(config: Mapping[str, Any], family: Family, where: str) -> dict[str
         raise UserError(f"{where}: it does not give {', '.join(missing)}, or not as whole numbers")
     for key, value in usual.items():
         is_fine = _RANGES.get(key)
-        is_wrong = key in _NEVER_NULL if value is None else is_fine and not is_fine(value)
+        if value is None:
+            is_wrong = key in _NEVER_NULL and family.defaults.get(key, 0) is not None
+        else:
+            is_wrong = is_fine is not None and not is_fine(value)
         if is_wrong:
             name = family.name_in_family(key)
             raise UserError(f"{where}: {name} = {reprlib.repr(value)} is not possible for a model")
@@ -383,12 +390,13 @@ _NUMBERS = ("rms_norm_eps", "rope_theta", "initializer_range", "rope_local_base_
             "query_pre_attn_scalar", "embedding_multiplier", "residual_multiplier",
             "attention_multiplier", "logits_scaling", "routed_scaling_factor",
             "swiglu_limit")  # fmt: skip
-_WIDTHS = ("moe_intermediate_size", "shared_expert_intermediate_size")
+_WIDTHS = ("moe_intermediate_size", "shared_expert_intermediate_size", "kv_lora_rank",
+           "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")  # fmt: skip
 _FROM = ("max_window_layers", "first_k_dense_replace", "num_nextn_predict_layers")
 _NEVER_NULL = frozenset((*_COUNTS, *_NUMBERS, *_WIDTHS, *_FROM, "norm_topk_prob", "qkv_bias"))
 _RANGES: Mapping[str, Callable[[Any], bool]] = {
     **dict.fromkeys(
-        (*PLAIN.values(), *_WIDTHS, "num_key_value_heads", "head_dim",
+        (*PLAIN.values(), *_WIDTHS, "num_key_value_heads", "head_dim", "q_lora_rank",
          "original_max_position_embeddings"),
         _is_int_up_to(limits.WIDTH),
     ),
