@@ -248,6 +248,8 @@ def test_every_key_of_kempnerforge_loads():
                 "moe_backend",
                 "mixer",
                 "mixer_pattern",
+                "latent_attention",
+                "moe_group_score",
                 "feed_forward_pattern",
                 "mup_base_width",
                 "mup_base_head_dim",
