@@ -15,9 +15,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, PyTree
 
-from jaxforge.config.model import LAYERS
 from jaxforge.parallel.mesh import STAGES
-from jaxforge.parallel.stages import Stack
+from jaxforge.parallel.stages import Stack, is_stack
 
 
 def by_layer(tree: PyTree, stack: Stack) -> PyTree:
@@ -83,7 +82,7 @@ def _shardings(tree: PyTree) -> PyTree:
 
 def _map_stacked(function: Callable[..., Leaf], tree: PyTree, *more: PyTree) -> PyTree:
     def map_leaf(path: jax.tree_util.KeyPath, leaf: Leaf, *others: Any) -> Leaf:  # noqa: ANN401
-        is_stacked = any(getattr(key, "key", None) == LAYERS for key in path)
+        is_stacked = any(is_stack(getattr(key, "key", "")) for key in path)
         return function(leaf, *others) if is_stacked else leaf
 
     return jax.tree_util.tree_map_with_path(map_leaf, tree, *more)
@@ -94,7 +93,7 @@ def _abstract_by_layer(leaf: Leaf, stack: Stack) -> jax.ShapeDtypeStruct:
 
     The axis of the stages moves from the rows to the first other dimension that it divides.
     """
-    shape, mesh = (stack.layers, *leaf.shape[1:]), leaf.sharding.mesh
+    shape, mesh = (stack.part(len(leaf)).layers, *leaf.shape[1:]), leaf.sharding.mesh
     spec = [None, *leaf.sharding.spec[1:]]
     spec += [None] * (len(shape) - len(spec))
     for i, axes in enumerate(spec[1:], 1):

@@ -182,14 +182,22 @@ def microbatches_fill_pipeline(config: JobConfig, mesh: Mesh) -> Iterator[str | 
             yield Problem(what, (multiples(key, least, unit),))
 
 
-def pipeline_has_one_layer_stack(config: JobConfig, mesh: Mesh) -> Iterator[Problem]:
-    """Require layers with equal parameter shapes, because all stages run one program."""
-    if len(config.model.stacks) > 1 and mesh["pp"] > 1:
-        everywhere = {"model.moe_frequency": 1, "model.moe_first_dense_layers": 0}
+def pipeline_stages_have_equal_layers(config: JobConfig, mesh: Mesh) -> Iterator[Problem]:
+    """Require the same mixers and feed-forwards in all stages, because they run one program."""
+    parts, pp = config.model.layer_parts, mesh["pp"]
+    if pp == 1 or len(set(parts)) == 1:
+        return
+    stages = pp * config.distributed.chunks
+    length = len(parts) // stages
+    if len(parts) % stages or any(part != parts[i % length] for i, part in enumerate(parts)):
+        kinds = ", ".join(sorted({" and ".join(part) for part in parts}))
+        fixes = [smaller_axis(config, "pp", pp)]
+        if len({part.mixer for part in parts}) == 1:
+            fixes.append(({"model.moe_frequency": 1, "model.moe_first_dense_layers": 0},))
         yield Problem(
-            f"distributed.pp = {mesh['pp']} requires experts in all layers or in none, but "
-            f"{sum(config.model.has_experts)} of {config.model.n_layers} layers have experts",
-            (smaller_axis(config, "pp", mesh["pp"]), (everywhere,)),
+            f"distributed.pp = {pp} makes {stages} stages, which must have the same layers, but "
+            f"the {len(parts)} layers ({kinds}) do not repeat in each {length or 1} layers",
+            tuple(fixes),
         )
 
 
@@ -273,7 +281,7 @@ MESH_RULES: tuple[Rule, ...] = (
     batch_sizes_agree,
     every_stage_has_layers,
     microbatches_fill_pipeline,
-    pipeline_has_one_layer_stack,
+    pipeline_stages_have_equal_layers,
     biased_stages_have_equal_layers,
     experts_divide_by_ep,
     expert_width_divides_by_tp,

@@ -20,6 +20,7 @@ from jaxforge.kernels import fp8
 from jaxforge.model.experts import ExpertLinear
 from jaxforge.model.linear import Declare, Linear
 from jaxforge.model.plan import LayerPlan
+from jaxforge.parallel.stages import Stack
 
 Params = dict[str, Any]
 """Nested dicts of arrays, as in `model.transformer`."""
@@ -115,7 +116,9 @@ def describe_products(recipe: Recipe, platform: str, capability: str | None, kin
     return f"{scales}; emulated: this device does not multiply in 8 bits"
 
 
-def next_histories(config: ModelConfig, state: Params, amax: dict[str, Max]) -> Params:
+def next_histories(
+    config: ModelConfig, state: Params, amax: dict[str, Max], order: Stack
+) -> Params:
     """Return the amax histories after an update, newest first; the oldest entry is dropped.
 
     An amax that is not finite is stored as 0. It would otherwise dominate the maximum until it
@@ -125,11 +128,12 @@ def next_histories(config: ModelConfig, state: Params, amax: dict[str, Max]) -> 
         config: the model.
         state: non-trainable state before the update.
         amax: amax of x and W, [layers, 2], by name of the linear layer.
+        order: order of the layers in `amax`.
     """
     arrays = flatten_dict(state)
     for stack, layers in config.stacks.items():
         for name, (by_layer,) in amax.items():
-            rows = by_layer if stack == LAYERS else by_layer[jnp.array(layers)]
+            rows = by_layer if stack == LAYERS else by_layer[order.rows_with(layers)]
             for i, history in enumerate(AMAX_HISTORIES):
                 path = (stack, *name.split("."), history)
                 if path in arrays:

@@ -60,15 +60,12 @@ def split_into_groups(
     def run(
         layers: Sequence[int], in_loop: bool, x_BSD: Array, rows: LayerInputs
     ) -> tuple[Array, LayerOut]:
+        kinds = [(plan.layers[number], plan.stacks[number]) for number in layers]
         outs, used = [], Counter[str]()
-        for number in layers:
-            stack = plan.stacks[number]
-            state = None if rows.states is None else _row(rows.states[stack], used[stack])
-            row = _row(rows.stacks[stack], used[stack]), state
-            x_BSD, out = layer(plan.layers[number], stack, in_loop)(x_BSD, row)
+        for kind, stack in kinds:
+            x_BSD, out = layer(kind, stack, in_loop)(x_BSD, row_of_layer(rows, stack, used))
             outs.append(out)
-            used[stack] += 1
-        return x_BSD, _stack_outputs([plan.stacks[number] for number in layers], outs)
+        return x_BSD, stack_outputs([stack for _, stack in kinds], outs)
 
     for first, end in ((0, leading), (leading, period.end), (period.end, len(plan.layers))):
         if first == end:
@@ -86,7 +83,67 @@ def split_into_groups(
         yield LayerGroup(scan, is_scanned=True)
 
 
-def _stack_outputs(stacks: Sequence[str], outs: Sequence[LayerOut]) -> LayerOut:
+def row_of_layer(rows: LayerInputs, stack: str, used: Counter[str]) -> tuple[PyTree, PyTree]:
+    """Return the parameters and the decoding state of the next layer of a stack.
+
+    Args:
+        rows: inputs of consecutive layers.
+        stack: name of the layer's stack.
+        used: number of rows of each stack that earlier layers have taken; the layer is added.
+    """
+    row = used[stack]
+    used[stack] += 1
+    state = None if rows.states is None else _row(rows.states[stack], row)
+    return _row(rows.stacks[stack], row), state
+
+
+def run_period(
+    period: Sequence[str],
+    layer: Callable[[LayerKind, str, bool], Layer],
+    x_BSD: Array,
+    inputs: tuple[LayerKind, LayerInputs],
+) -> tuple[Array, LayerOut]:
+    """Run the consecutive layers that repeat in a pipeline stage, in a loop over repetitions.
+
+    Args:
+        period: name of the stack of each layer (`LayerPlan.stage_period`).
+        layer: (kind, name of the stack, whether in a loop) -> the layer function.
+        x_BSD: input of the first layer.
+        inputs: kinds as arrays, and inputs of the layers. If there are several layers, arrays have
+            a leading dimension of the layers.
+    """
+    kinds, rows = inputs
+    if len(period) == 1:
+        (stack,) = period
+        state = None if rows.states is None else rows.states[stack]
+        x_BSD, out = layer(kinds, stack, True)(x_BSD, (rows.stacks[stack], state))
+        return x_BSD, out._replace(cache={stack: out.cache})
+    outs, used = [], Counter[str]()
+    for i, stack in enumerate(period):
+        row = row_of_layer(rows, stack, used)
+        x_BSD, out = layer(_row(kinds, i), stack, True)(x_BSD, row)
+        outs.append(out)
+    return x_BSD, stack_outputs(period, outs)
+
+
+def split_periods(period: Sequence[str], repeats: int, stacked: PyTree) -> PyTree:
+    """Reshape rows of a stage to [repetitions of a period, layers of a period, ...].
+
+    With one layer in a period, nothing changes.
+    """
+    if len(period) == 1:
+        return stacked
+    return jax.tree.map(lambda leaf: leaf.reshape(repeats, -1, *leaf.shape[1:]), stacked)
+
+
+def join_periods(period: Sequence[str], stacked: PyTree) -> PyTree:
+    """Undo `split_periods`."""
+    if len(period) == 1:
+        return stacked
+    return jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), stacked)
+
+
+def stack_outputs(stacks: Sequence[str], outs: Sequence[LayerOut]) -> LayerOut:
     """Stack outputs of consecutive layers: decoding states by stack, the others by layer."""
     states: dict[str, list[PyTree]] = {}
     for stack, out in zip(stacks, outs, strict=True):

@@ -4,7 +4,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jaxtyping import Array, Bool, Float
@@ -17,6 +16,7 @@ from jaxforge.model.experts import Experts
 from jaxforge.model.linear import Declare, Linear, times
 from jaxforge.model.mlp import MLP
 from jaxforge.model.router import Router, bias_rate, next_bias, next_ema, term_weights
+from jaxforge.parallel.stages import Stack
 
 Params = dict[str, Any]
 """Nested dicts of arrays, as in `model.transformer`."""
@@ -92,20 +92,27 @@ def empty_expert_aux(config: ModelConfig) -> AuxOutputs:
     )
 
 
-def expert_counts(config: ModelConfig, stats: dict[str, Array], stack: str) -> Float[Array, "l e"]:
+def expert_counts(
+    config: ModelConfig, stats: dict[str, Array], order: Stack, stack: str
+) -> Float[Array, "l e"]:
     """Return the number of assignments per expert in an update, for each row of a stack.
 
     Args:
         config: the model.
-        stats: statistics of the layers, stacked by layer.
+        stats: statistics of the layers, by row of `order`.
+        order: order of all layers.
         stack: name of a stack of layers with experts.
     """
     counts = stats["counts"]
-    return counts[np.array(config.stacks[stack])] if len(config.stacks) > 1 else counts
+    return counts[order.rows_with(config.stacks[stack])] if len(config.stacks) > 1 else counts
 
 
 def next_state(
-    config: ModelConfig, state: Params, stats: dict[str, Array], progress: Float[Array, ""]
+    config: ModelConfig,
+    state: Params,
+    stats: dict[str, Array],
+    order: Stack,
+    progress: Float[Array, ""],
 ) -> Params:
     """Return the state of the routers after an update.
 
@@ -113,11 +120,12 @@ def next_state(
         config: the model.
         state: non-trainable state before the update.
         stats: statistics of the layers; `counts` are assignments in the update [layers, experts].
+        order: order of the layers in `stats`.
         progress: completed fraction of the run.
     """
     flat = flatten_dict(state)
     for stack in config.moe_stacks:
-        counts, router = expert_counts(config, stats, stack), (stack, "mlp", "router")
+        counts, router = expert_counts(config, stats, order, stack), (stack, "mlp", "router")
         if config.bias_update == "sign":
             path = (*router, "expert_bias")
             flat[path] = next_bias(config, flat[path], counts, progress)

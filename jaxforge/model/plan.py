@@ -89,6 +89,21 @@ class LayerPlan(NamedTuple):
         in_bf16 = [kind.in_bf16 for kind in layers]
         return LayerKind(masks, ropes, None if in_bf16[0] is None else np.array(in_bf16))
 
+    def stage_period(self, stack: Stack) -> tuple[str, ...]:
+        """Return the stacks of consecutive layers that repeat in every virtual stage.
+
+        Stages run one program, so they scan over repetitions of these layers.
+        """
+        if stack.is_padded or len(set(self.stacks)) == 1:
+            return self.stacks[:1]
+        lengths = (n for n in range(1, stack.per_chunk + 1) if stack.per_chunk % n == 0)
+        return next(self.stacks[:n] for n in lengths if _repeats(self.stacks, n))
+
+
+def _repeats(names: Sequence[str], length: int) -> bool:
+    """Return whether a sequence consists of repetitions of its first `length` names."""
+    return all(name == names[i % length] for i, name in enumerate(names))
+
 
 class Period(NamedTuple):
     """Leading layers, repetitions of a group of kinds, and remaining layers.

@@ -39,8 +39,11 @@ from jaxforge.model.layer_scan import (
     Layer,
     LayerInputs,
     concatenate_outputs,
+    join_periods,
+    run_period,
     run_unstacked,
     split_into_groups,
+    split_periods,
     unstack,
 )
 from jaxforge.model.linear import Backward, Declare, Untrained, is_decoding_step, times
@@ -180,9 +183,9 @@ class Model:
             progress: completed fraction of the run's steps.
         """
         if self.config.has_router_state:
-            state = moe.next_state(self.config, state, stats[LAYERS], progress)
+            state = moe.next_state(self.config, state, stats[LAYERS], self.stack, progress)
         if self.recipe is not None and self.recipe.scaling == "delayed":
-            state = fp8_layers.next_histories(self.config, state, stats[LAYERS]["amax"])
+            state = fp8_layers.next_histories(self.config, state, stats[LAYERS]["amax"], self.stack)
         return state
 
     def next_params(self, params: Params, state: Params, progress: Float[Array, ""]) -> Params:
@@ -238,9 +241,12 @@ class Model:
         elif self.stack.stages > 1 and STAGES in automatic_axes():
             kinds = jax.tree.map(jnp.asarray, self.plan.kinds_by_row(self.stack))
             run = functools.partial(self._run_stage, capture)
-            rows, states = (kinds, params[LAYERS]), cache and cache[LAYERS]
-            x_BSD, states, outputs = forward_pipeline(run, self.stack, rows, x_BSD, context, states)
-            out = LayerOut(cache and {LAYERS: states}, *outputs)
+            stacks = {name: params[name] for name in self.config.stacks}
+            x_BSD, cache, outputs = forward_pipeline(
+                run, self.stack, (kinds, stacks), x_BSD, context, cache,
+                is_recurrent=self.is_recurrent and cache is not None,
+            )  # fmt: skip
+            out = LayerOut(cache, *outputs)
         elif self.plan.is_uniform:
             run_layer, states = layer(self.plan.layers[0], LAYERS, True), cache and cache[LAYERS]
             rows = params[LAYERS], states
@@ -367,11 +373,15 @@ class Model:
         context: Context,
         cache: PyTree,
     ) -> tuple[Array, PyTree, tuple[AuxOutputs, PyTree]]:
-        def run_layer(x: Array, row: tuple[tuple[LayerKind, Params], PyTree]) -> Any:  # noqa: ANN401
-            (kind, params), cache = row
-            return self._layer(context, capture, kind, LAYERS, True)(x, (params, cache))
-
-        x, (cache, *outputs) = jax.lax.scan(run_layer, x, (layers, cache))
+        kinds, stacks = layers
+        period = self.plan.stage_period(self.stack)
+        layer = functools.partial(self._layer, context, capture)
+        body = functools.partial(run_period, period, layer)
+        repeats = self.stack.per_chunk // len(period)
+        x, out = jax.lax.scan(
+            body, x, split_periods(period, repeats, (kinds, LayerInputs(stacks, cache)))
+        )
+        cache, *outputs = join_periods(period, out)
         return x, cache, tuple(outputs)
 
     def final_norm(self, params: Params, x_BSD: Float[Array, "b s d"]) -> Float[Array, "b s d"]:
@@ -413,15 +423,15 @@ class Model:
 
     def empty_cache(self, batch: int, length: int) -> Cache:
         """Return the decoding state of `batch` sequences of up to `length` tokens, by stack."""
-        rows = len(self.stack.rows()) if self.stack.stages > 1 else None
+        is_padded = self.stack.is_padded
 
-        def stacked(name: str, layers: Sequence[int]) -> PyTree:
+        def stacked(layers: Sequence[int]) -> PyTree:
             mixer = mixer_class(self.config.layer_parts[layers[0]].mixer)
             state = mixer.empty_cache(self.config, batch, length, self.dtype)
-            shape = (rows or len(layers),)
-            return jax.tree.map(lambda x: jnp.broadcast_to(x, shape + x.shape), state)
+            rows = len(self.stack.rows()) if is_padded else len(layers)
+            return jax.tree.map(lambda x: jnp.broadcast_to(x, (rows, *x.shape)), state)
 
-        return {name: stacked(name, layers) for name, layers in self.config.stacks.items()}
+        return {name: stacked(layers) for name, layers in self.config.stacks.items()}
 
     def extend_cache(self, cache: Cache, tokens: int) -> Cache:
         """Return a decoding state with room for more tokens."""

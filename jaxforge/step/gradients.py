@@ -17,6 +17,7 @@ stages. Auxiliary outputs of layers and loss (`AuxOutputs`) are reduced like the
 """
 
 import functools
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -35,6 +36,7 @@ from jaxforge.kernels.attention_backends import BACKENDS
 from jaxforge.kernels.masking import padding_of
 from jaxforge.model import remat
 from jaxforge.model.layer import Context, LayerSettings
+from jaxforge.model.layer_scan import LayerInputs, join_periods, row_of_layer, split_periods
 from jaxforge.model.linear import is_matrix
 from jaxforge.model.plan import LayerKind
 from jaxforge.model.transformer import Model, Params, join
@@ -277,22 +279,28 @@ def pipelined(
     schedule = SCHEDULES[d.pp_schedule](d.pp, config.train.grad_accum_steps, d.chunks)
     if by_group:
         params, token_weights = _vary_over_groups(model, params, token_weights)
+    stacks, other_params = split_layers(params)
     layer_state, other_state = split_layers(state)
     functions = _stage_functions(model, config, other_state, other_weights)
+    # Layers that repeat in all stages are one row of the program of a stage.
+    period = model.plan.stage_period(model.stack)
+    repeats = model.stack.per_chunk * d.chunks // len(period)
+    stacks, layer_state = split_periods(period, repeats, (stacks, layer_state))
+    params = {**other_params, **stacks}
     stage = spmd.Stage(schedule, functions, params, layer_state, (batch, token_weights))
     # One scan over the ticks of each phase of the schedule. Every stage runs the same program; its
     # row of the table selects the microbatch and the operation of a tick.
-    carry = stage.initial_carry(model.axes)
+    carry = stage.initial_carry(_axes_by_period(model.axes, period))
     for phase, rows in zip(schedule.phases(), tick_arrays(schedule), strict=True):
         carry, _ = jax.lax.scan(functools.partial(stage.tick, phase, rows), carry, rows)
-    layers = carry.layer_aux
+    layers, layer_grads = join_periods(period, (carry.layer_aux, carry.layers))
     # Loss terms of layers are per stage; their sum over stages belongs to the loss. Metrics and
     # statistics stay with their rows.
     summed = layers._replace(
         loss_terms=jax.tree.map(lambda x: collectives.psum(x, LAYERS), layers.loss_terms)
     )
     losses = Loss(carry.loss_aux.with_layer_losses(summed), layers._replace(loss_terms={}))
-    grads = {**carry.outer, LAYERS: carry.layers}
+    grads = {**carry.outer, **layer_grads}
     return _add_group_dimension(grads, losses) if by_group else (grads, losses)
 
 
@@ -319,12 +327,34 @@ def _stage_functions(
         return model.batch_context(x, batch, loss_weights=LossWeights(token, *other_weights))
 
     def layer(
-        kind: LayerKind, layer: Params, x: Array, inputs: tuple[Context, Params]
+        stack: str, kind: LayerKind, layer: Params, x: Array, inputs: tuple[Context, Params]
     ) -> tuple[tuple[Array, LossTerms], AuxOutputs]:
         context, layer_state = inputs
-        block = model.module(LAYERS, join(layer, layer_state))
+        block = model.module(stack, join(layer, layer_state))
         y, out = block(x, context, settings=LayerSettings(kind, model.plan, model.runtime))
         return (y, out.aux.loss_terms), out.aux._replace(loss_terms={})
+
+    period = model.plan.stage_period(model.stack)
+    layers = {
+        stack: remat.block(saves.save, functools.partial(layer, stack)) for stack in set(period)
+    }
+
+    def run_layers(
+        kinds: LayerKind, rows: Params, x: Array, inputs: tuple[Context, Params]
+    ) -> tuple[tuple[Array, LossTerms], AuxOutputs]:
+        """Run the layers of a period; with several layers, arrays have a dimension of them."""
+        context, states = inputs
+        if len(period) == 1:
+            (stack,) = period
+            return layers[stack](kinds, rows[stack], x, (context, states.get(stack, {})))
+        outs, used = [], Counter[str]()
+        for i, stack in enumerate(period):
+            params, state = row_of_layer(LayerInputs(rows, {stack: {}, **states}), stack, used)
+            kind = jax.tree.map(lambda leaf, i=i: leaf[i], kinds)
+            (x, terms), aux = layers[stack](kind, params, x, (context, state))
+            outs.append((terms, aux))
+        terms, aux = jax.tree.map(lambda *leaves: jnp.stack(leaves), *outs)
+        return (x, terms), aux
 
     def loss(params: Params, x: Array, microbatch: tuple[Batch, Array]) -> AuxOutputs:
         (batch, token), variables = microbatch, join(params, state)
@@ -334,9 +364,20 @@ def _stage_functions(
     rows = model.plan.kinds_by_row(model.stack), model.stack.rows() >= 0
     stages = config.distributed.pp
     kinds, is_layer = jax.tree.map(lambda column: column.reshape(stages, -1), rows)
+    if len(period) > 1:
+        kinds = jax.tree.map(lambda rows: rows.reshape(stages, -1, len(period)), kinds)
+        is_layer = is_layer[:, :: len(period)]  # no row of such stages is empty
     return spmd.StageFunctions(
-        embed, context, remat.block(saves.save, layer), loss, kinds, is_layer, saves.saves_residuals
+        embed, context, run_layers, loss, kinds, is_layer, saves.saves_residuals
     )
+
+
+def _axes_by_period(axes: Params, period: Sequence[str]) -> Params:
+    """Return the logical axes of parameters after `split_periods`."""
+    if len(period) == 1:
+        return axes
+    stacks, others = split_layers(axes)
+    return {**others, **_by_axes(lambda a: (a[0], None, *a[1:]), stacks)}
 
 
 def _can_check_vma(model: Model, mesh: Mesh) -> bool:
@@ -373,7 +414,7 @@ def _specs(axes: PyTree, manual: tuple[str, ...], *, grouped: bool = False) -> P
     return _by_axes(spec, axes)
 
 
-def _by_axes(spec: Callable[[Axes], P], axes: PyTree) -> PyTree:
+def _by_axes(spec: Callable[[Axes], P | Axes], axes: PyTree) -> PyTree:
     return jax.tree.map(spec, axes, is_leaf=lambda node: isinstance(node, tuple))
 
 

@@ -512,7 +512,7 @@ def test_all_proposals_are_tested():
     ("rule", "good", "bad", "keys"),
     [
         (
-            mesh_rules.pipeline_has_one_layer_stack,
+            mesh_rules.pipeline_stages_have_equal_layers,
             ["model.num_experts=4", "distributed.pp=2"],
             [
                 "model.num_experts=4",

@@ -1,26 +1,28 @@
 """Tests of layers with registered mixers, and of layers that lack a part."""
 
 import functools
+import re
+from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from pydantic import ValidationError
 
+from jaxforge.config import check
 from jaxforge.config.model import ModelConfig
-from jaxforge.model.cost import MixerCost
+from jaxforge.errors import UserError
 from jaxforge.model.decoding import Decoder
 from jaxforge.model.layer import LayerSettings
-from jaxforge.model.linear import Linear, residual_std
-from jaxforge.model.mixer import Mixer, MixerOut, SavedValues, register_mixer
 from jaxforge.model.runtime import Runtime
 from jaxforge.model.sampling import Sampling
-from jaxforge.model.transformer import Model
+from jaxforge.model.transformer import Model, build_model
+from jaxforge.parallel.mesh import make_mesh
+from jaxforge.parallel.sharding import param_shardings
 from jaxforge.telemetry.flops import causal_flops_per_token, flops_per_token
 from tests import helpers
 from tests.conftest import tiny_config
-from tests.helpers import random_batches
+from tests.helpers import drawn, random_batches
 from torch_compat.checkpoint import shapes
 
 LENGTH = 12
@@ -36,56 +38,12 @@ HYBRID = {  # a leading layer, two periods, and all combinations of parts
 }
 
 
-class DecayedSum(Mixer):
-    """Mixer y_t = o(s_t) with the state s_t = s_{t-1} / 2 + v(x_t), restarted at each document."""
-
-    is_recurrent = True
-
-    def __init__(self, config, declare):
-        embed, heads = (config.dim, "embed"), (config.dim, "heads")
-        self.v_proj = Linear(heads, embed, std=config.init_std, declare=declare)
-        self.o_proj = Linear(embed, heads, std=residual_std(config), declare=declare)
-
-    def __call__(self, x, context, cache=None, *, settings, precision=None):
-        v, shape = self.v_proj(x, precision), x.shape[:2]
-        padding = jnp.zeros(shape, bool) if context.is_padding is None else context.is_padding
-        segments = context.segment_ids
-        first = jnp.zeros(shape, bool)
-        if segments is not None:
-            first = first.at[:, 1:].set(segments[:, 1:] != segments[:, :-1])
-
-        def step(state, token):
-            v_t, is_first, is_padding = token
-            state_t = jnp.where(is_first[:, None], 0, state) / 2 + v_t
-            state = jnp.where(is_padding[:, None], state, state_t)
-            return state, state
-
-        tokens = jax.tree.map(lambda leaf: leaf.swapaxes(0, 1), (v, first, padding))
-        state = jnp.zeros_like(v[:, 0]) if cache is None else cache
-        state, states = jax.lax.scan(step, state, tokens)
-        y = self.o_proj(states.swapaxes(0, 1), precision)
-        return MixerOut(y, None if cache is None else state)
-
-    @classmethod
-    def empty_cache(cls, config, batch, length, dtype):
-        return jnp.zeros((batch, config.dim), dtype)
-
-    @classmethod
-    def cache_axes(cls, config):
-        return ("batch", "heads")
-
-    @classmethod
-    def cost(cls, config):
-        return MixerCost(2 * config.dim**2, per_token=config.dim)
-
-    @classmethod
-    def saved_values(cls, config, share):
-        return SavedValues(share(config.dim), share(config.dim), share(config.dim))
-
-
 @pytest.fixture(autouse=True)
 def own_mixer(own_names):
-    register_mixer("decayed_sum")(DecayedSum)
+    """Register the mixer of docs/library.md: s_t = s_{t-1} / 2 + v(x_t), y_t = o(s_t)."""
+    page = (Path(__file__).parents[2] / "docs" / "library.md").read_text()
+    (block,) = [b for b in re.findall(r"```python\n(.*?)```", page, re.S) if "register_mixer" in b]
+    exec(block, {"__name__": "page"})
 
 
 def random_tokens(rows=2, length=LENGTH):
@@ -184,16 +142,66 @@ def test_flops_count_parts_that_exist():
     assert causal_flops_per_token(config, length) == causal
 
 
-def test_training_on_mesh_equals_single_device():
-    losses = []
-    for axes in ({}, {"dp_shard": 2, "tp": 2, "ep": 2}):
-        model = {**SHAPE, **HYBRID, "n_layers": 4, "max_seq_len": 32}
-        rows = {"batch_size": 2 if axes else 8}  # of each device
-        ours = helpers.new_setup(tiny_config(model=model, distributed=axes, train=rows))
-        _, metrics = ours.run(ours.state(), random_batches(ours.config, 3))
-        losses.append(metrics["loss"])
-    np.testing.assert_allclose(*losses, rtol=1e-5)
-    assert losses[0][2] != losses[0][0]
+PERIODS = {
+    **HYBRID,
+    "mixer_pattern": HYBRID["mixer_pattern"][1:4],
+    "feed_forward_pattern": HYBRID["feed_forward_pattern"][1:4],
+    "max_seq_len": 32,
+}
+
+
+@functools.cache
+def trained(n_layers, **axes):
+    """Losses, and router biases by layer, of three updates."""
+    data = axes.get("dp_shard", 1) * axes.get("ep", 1)
+    train = {"batch_size": 8 // data, "grad_accum_steps": 4}  # rows of each device
+    model = {**SHAPE, **PERIODS, "n_layers": n_layers}
+    ours = helpers.new_setup(tiny_config(model=model, distributed=axes, train=train))
+    state, metrics = ours.run(ours.state(), random_batches(ours.config, 3))
+    bias = state.model_state["moe_layers"]["mlp"]["router"]["expert_bias"]
+    return metrics["loss"], metrics["grad_norm"], ours.model.stack.unstack(np.asarray(bias))
+
+
+@pytest.mark.parametrize(
+    ("layers", "axes"),
+    [
+        (6, {"dp_shard": 2, "tp": 2, "ep": 2}),
+        (6, {"pp": 2, "dp_shard": 2, "tp": 2}),
+        pytest.param(6, {"pp": 2, "ep": 2}, marks=pytest.mark.slow),
+        pytest.param(
+            12, {"pp": 2, "pp_schedule": "interleaved_1f1b", "pp_chunks": 2}, marks=pytest.mark.slow
+        ),
+    ],
+)
+def test_training_on_mesh_equals_single_device(layers, axes):
+    for actual, expected in zip(trained(layers, **axes), trained(layers), strict=True):
+        np.testing.assert_allclose(actual, expected, rtol=2e-5)
+
+
+@pytest.mark.slow
+def test_stages_of_several_mixers_decode_like_single_device():
+    prompts = [[5, 9, 33], [7, 1, 60, 2, 8, 44, 21]]
+    config = tiny_config(model={**SHAPE, **PERIODS, "n_layers": 6}, distributed={"pp": 2})
+    plain, staged = Model(config.model), build_model(config)
+    params = drawn(config)
+    greedy = Sampling(temperature=0.0)
+    alone = Decoder(plain, joined(plain, params), 6, greedy).complete(prompts, range(2))
+    mesh = make_mesh(config, jax.devices()[:2])
+    placed = jax.device_put(params, param_shardings(staged.abstract, staged.axes, mesh))
+    with jax.set_mesh(mesh):
+        decoder = Decoder(staged, joined(staged, placed), 6, greedy, mesh=mesh)
+        assert decoder.complete(prompts, range(2)) == alone
+
+
+def test_stages_of_different_layers_are_refused():
+    model = {**SHAPE, **HYBRID, "n_layers": 6}
+    with pytest.raises(UserError) as caught:
+        check(tiny_config(model=model, distributed={"pp": 2}), 2)
+    assert (
+        "distributed.pp = 2 makes 2 stages, which must have the same layers, but the 6 layers "
+        "(attention and none, decayed_sum and dense, decayed_sum and none, none and experts) do "
+        "not repeat in each 3 layers"
+    ) in str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -55,8 +55,9 @@ class StageFunctions(NamedTuple):
     Attributes:
         embed: (params, microbatch) -> input of the first layer, x [b, s, d].
         context: (x, microbatch) -> properties of the tokens that all layers use.
-        layer: (kind, parameters of the layer, x, (context, non-trainable state of the layer)) ->
-            ((x, loss terms), other auxiliary outputs). A `jax.checkpoint` inside decides which
+        layer: (kind, parameters of a row, x, (context, non-trainable state of the row)) -> ((x,
+            loss terms), other auxiliary outputs). Parameters are by stack; a row is a layer, or
+            the layers of a period. A `jax.checkpoint` inside decides which
             residuals are saved.
         loss: (params, x, microbatch) -> auxiliary outputs, which include the loss.
         kinds: kinds of the layers in arrays [stages, rows].
@@ -142,8 +143,8 @@ class Stage:
     Args:
         schedule: schedule for the stages of `pp` and the microbatches of the batch.
         functions: functions of the model.
-        params: parameters of this stage; `layers` is stacked, chunk after chunk.
-        state: non-trainable state of the layers, stacked like `layers`.
+        params: parameters of this stage; stacks of layers have rows, chunk after chunk.
+        state: non-trainable state of the layers, stacked like their parameters.
         batch: tree of arrays [m, ...] of all microbatches.
     """
 
@@ -189,7 +190,7 @@ class Stage:
         )
         outer = jax.tree.map(
             lambda p, axes: constrain(jnp.zeros_like(p, jnp.float32), *axes),
-            {**self.outer, LAYERS: self.layers}, axes,
+            {**self.outer, **self.layers}, axes,
         )  # fmt: skip
         layers, outer = split_layers(outer)
         return Carry(idle, idle, rings, layers, outer, loss_aux, layer_aux)
