@@ -260,6 +260,8 @@ def test_every_key_of_kempnerforge_loads():
                 "mixer",
                 "gated_delta_net",
                 "mixer_pattern",
+                "latent_attention",
+                "moe_group_score",
                 "feed_forward_pattern",
                 "mamba2",
                 "mup_base_width",

@@ -79,6 +79,9 @@ def rope(kind, theta=10000.0, **keys):
 YARN = rope("yarn", factor=4.0, original_max_position_embeddings=16)
 LLAMA3 = rope("llama3", factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0,
               original_max_position_embeddings=16)  # fmt: skip
+LATENT = {"q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4,
+          "v_head_dim": 6, **MHA}  # fmt: skip
+WITH_LATENTS = ("deepseek_v2", "deepseek_v3", "kimi_k2")
 FEW_EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 20}
 DEEPSEEK = {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 20,
             "n_group": 4, "topk_group": 2, "n_shared_experts": 2,
@@ -220,6 +223,22 @@ CASES = {
         **DEEPSEEK, "first_k_dense_replace": 0, "norm_topk_prob": False, "attention_bias": True,
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e4,
                             "partial_rotary_factor": 1.0}}),
+    "deepseek_v2": ("deepseek_v2", {
+        **LATENT, **DEEPSEEK, "q_lora_rank": None, "topk_method": "greedy", "num_hidden_layers": 3,
+        "first_k_dense_replace": 1}),
+    "deepseek_v2, groups": ("deepseek_v2", {
+        **LATENT, **DEEPSEEK, "topk_method": "group_limited_greedy", "attention_bias": True,
+        "rope_parameters": {**YARN, "mscale": 0.7, "mscale_all_dim": 0.3}}),
+    "deepseek_v3": ("deepseek_v3", {
+        **LATENT, **DEEPSEEK, "num_hidden_layers": 3, "first_k_dense_replace": 1,
+        "rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0}}),
+    "deepseek_v3, lite": ("deepseek_v3", {
+        **LATENT, **DEEPSEEK, "q_lora_rank": None, "n_group": 1, "topk_group": 1,
+        "first_k_dense_replace": 1, "attention_bias": True, "rms_norm_eps": 1e-5,
+        "v_head_dim": 16}),
+    "kimi_k2": ("kimi_k2", {
+        **LATENT, **DEEPSEEK, "n_group": 1, "topk_group": 1, "n_shared_experts": 1,
+        "first_k_dense_replace": 1}),
     "gpt_oss": ("gpt_oss", {**GPT_OSS, "num_hidden_layers": 4, "rope_parameters": {
         **YARN, "truncate": False}}),
     "gpt_oss, full, no biases": ("gpt_oss", {
@@ -361,6 +380,7 @@ CACHED = [
     "gpt_neox", "gpt2", "qwen2_moe, some layers, window 8", "dots1, window 8", "gpt_oss",
     "granitemoehybrid, dense", "bamba", "nemotron_h, experts, biases",
     "cohere2, window 8", "phi", "bloom, 6 heads", "mpt", "llama4_text", "qwen3_next",
+    "deepseek_v3", pytest.param("deepseek_v2, groups", marks=pytest.mark.slow),
 ]  # fmt: skip
 
 
@@ -465,8 +485,8 @@ TRAINED = [
     "gpt_oss", "cohere", "nemotron", "phi", "bloom, 6 heads", "llama4_text", "qwen3_5",
     *(pytest.param(name, marks=pytest.mark.slow) for name in (
         "qwen2_moe", "dots1", "granitemoeshared", "bamba, biases", "granitemoehybrid, dense",
-        "granitemoehybrid, experts", "qwen3_next")),
-    "nemotron_h, experts, biases",
+        "granitemoehybrid, experts", "qwen3_next", "deepseek_v2, groups", "deepseek_v3, lite")),
+    "nemotron_h, experts, biases", "deepseek_v3",
 ]  # fmt: skip
 WITHOUT_BALANCE = {"moe_aux_loss_weight": 0.0, "moe_bias_update_rate": 0.0}
 UPDATES, LR, CLIP = 10, 1e-3, 1.0
@@ -587,9 +607,15 @@ def minimal(model_type, **keys):
         (minimal("gptj", rotary_dim=10), "rotary_dim = 10 must be even, and at most the 8 chan"),
         (minimal("ernie4_5_moe", moe_layer_start_index=2), "no counterpart of experts in layers"),
         (minimal("baichuan"), "takes ALiBi"),
-        (minimal("deepseek_v2"), "takes multi-head latent attention: not built yet"),
+        (minimal("deepseek_v2", **LATENT, topk_method="noaux_tc"), "of topk_method = 'noaux_tc'"),
+        (minimal("deepseek_v2", **LATENT), "does not give num_experts_per_tok"),
+        (minimal("deepseek_v2", num_experts_per_tok=2, topk_method="group_limited_greedy", **MHA),
+         "does not give n_group, topk_group"),
+        (minimal("deepseek_v3"), "num_key_value_heads = 2 must equal num_attention_heads = 4"),
+        (minimal("deepseek_v3", rope_interleave=False), "counterpart of rope_interleave = False"),
+        (minimal("deepseek_v3", v_head_dim=None), "v_head_dim = None is not possible"),
+        (minimal("glm_moe_dsa"), "takes attention to keys that an indexer chooses: not built"),
         (minimal("bert"), "'bert' takes an encoder, with bidirectional attention: not built yet"),
-        (minimal("deepseek_v3"), "takes multi-head latent attention: not built yet"),
         (minimal("mamba2"), "takes state-space or recurrent layers: not built yet"),
         (minimal("gemma3"), "takes an encoder of images or sound: not built yet"),
         (minimal("nonsense"), "model_type 'nonsense' is not one of llama, mistral"),
@@ -642,6 +668,8 @@ def test_minimal_and_old_configs_match_transformers(model_type, keys):
         given["rotary_dim"] = 4
     if model_type == "dots1":  # it has no defaults of these
         given |= {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": 1}
+    if model_type in WITH_LATENTS:  # other defaults do not fit
+        given |= {"num_key_value_heads": 32, "num_experts_per_tok": 6}
     theirs = transformers.AutoConfig.for_model(model_type, **json.loads(json.dumps(given)))
     result = [ModelConfig(**hf_config.model_table(config, "here"))
              for config in ({"model_type": model_type, **given}, theirs.to_dict())]  # fmt: skip
@@ -914,8 +942,10 @@ FIRST = list({CASES[case][0]: case for case in reversed(CASES)}.values())
 """Case of each family."""
 SIMILAR = frozenset(
     {"glm4", "cohere2, window 8", "ernie4_5", "gptj", "falcon", "qwen3_next", "qwen3_5_moe"}
+    | {case for case in FIRST if CASES[case][0] in WITH_LATENTS}
 )
-"""Cases of families whose keys are read by the functions of another family."""
+"""Cases of families whose keys are read by the functions of another family, and of those with
+latent attention, whose models take twice as long without compilation."""
 
 
 def changed_configs(config):
@@ -1059,5 +1089,7 @@ def test_generation_and_trainer_keys_are_ignored(model_type):
             "pad_to_multiple_of": 8, "max_length": 20, "temperature": 0.6, "top_p": 0.9,
             "do_sample": True, "pruned_heads": {}, "use_bfloat16": True}  # fmt: skip
     sizes = {"dots1": DEEPSEEK, "bamba": MAMBA, "granitemoehybrid": MAMBA}.get(model_type, {})
-    given = minimal(model_type, **sizes)
+    given = minimal(model_type, **(DEEPSEEK | LATENT if model_type in WITH_LATENTS else sizes))
+    if model_type == "arcee":
+        given["hidden_act"] = "relu"
     assert hf_config.model_table({**given, **left}, "") == hf_config.model_table(given, "")

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxforge.config.mixers import LatentAttentionConfig
 from jaxforge.config.model import ModelConfig
 from jaxforge.errors import UserError
 from jaxforge.model.plan import build_layer_plan
@@ -39,6 +40,14 @@ SHARED = {"moe_shared_experts": 1, "moe_shared_expert_dim": 6, "moe_shared_exper
 SOME = {"moe_frequency": 2}
 GPT_OSS = {**MIXTURE, "attention_sinks": True, "activation": "swiglu_oai", "swiglu_limit": 7.0,
            "mlp_bias": True, "moe_router_bias": True}  # fmt: skip
+LATENTS = {
+    "mixer": "latent_attention", "n_kv_heads": None, "latent_attention": LatentAttentionConfig(
+        q_rank=6, kv_rank=5, nope_head_dim=3, rope_head_dim=8, value_head_dim=2
+    ),
+}  # fmt: skip
+WITHOUT_QUERY_RANK = LATENTS | {
+    "latent_attention": LatentAttentionConfig(kv_rank=5, nope_head_dim=3, rope_head_dim=4)
+}
 NEOX = {**TWO_MATRICES, "mlp_bias": True, "n_kv_heads": 4}
 SHARED_NORM = {"norm_type": "layernorm", "parallel_residual": True, "shared_norm": True}
 COHERE = {**SHARED_NORM, "norm_bias": False}
@@ -127,6 +136,15 @@ FEATURES = {
             "feed_forward_pattern": ["none", "experts", "none", "dense"],
         },
     ],
+    "hf-deepseek-v2": [
+        {**MIXTURE, **LATENTS, "moe_shared_experts": 1},
+        {**MIXTURE, **WITHOUT_QUERY_RANK, "moe_shared_experts": 1},
+    ],
+    "hf-deepseek-v3": [
+        {**DEEPSEEK, **LATENTS},
+        {**DEEPSEEK, **LATENTS, **BIASES, "mlp_bias": False},
+    ],
+    "hf-kimi-k2": [{**DEEPSEEK, **LATENTS}],
     "hf-gpt-oss": [GPT_OSS, {**GPT_OSS, "qkv_bias": True, "o_bias": True}],
 }
 CASES = [(name, features) for name, several in FEATURES.items() for features in several]
@@ -345,7 +363,8 @@ WRAPPERS = [
 def test_dialect_is_detected_from_keys(dialect, features, prefix):
     keys = list(theirs_of(dialect, features))
     llamas = ("hf-mistral", "hf-gemma", "hf-smollm3", "hf-granite", "hf-ernie4-5")
-    same = {**dict.fromkeys(llamas, "hf-llama"), "hf-olmo3": "hf-olmo2", "hf-cohere2": "hf-cohere"}
+    same = {**dict.fromkeys(llamas, "hf-llama"), "hf-olmo3": "hf-olmo2", "hf-cohere2": "hf-cohere",
+            "hf-kimi-k2": "hf-deepseek-v3"}  # fmt: skip
     expected = same.get(dialect, dialect)  # identical names
     for wrapped in WRAPPERS:
         result = dcp_state.sort_keys(as_dcp([prefix + wrapped(key) for key in keys]))

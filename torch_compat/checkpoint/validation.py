@@ -10,13 +10,14 @@ from torch_compat.names.table import differences
 from torch_compat.names.translation import shorten_problems
 
 _STRUCTURE = ("n_heads", "kv_heads", "activation", "norm_unit_offset", "parallel_residual",
-              "position_embedding", "qk_l2_norm", "moe_router", "moe_score_inputs")  # fmt: skip
+              "position_embedding", "qk_l2_norm", "moe_router", "moe_score_inputs",
+              "latent_attention")  # fmt: skip
 _CONSTANTS = ("norm_eps", "rope_theta", "rope_scaling", "qk_norm_eps", "partial_rotary_factor",
               "attention_chunk_size", "local_rope_theta", "rope_pattern", "attention_scale",
               "attn_logit_softcap", "final_logit_softcap", "embedding_multiplier",
               "residual_multiplier", "logits_scaling", "moe_top_k", "moe_norm_topk",
-              "moe_routed_scaling", "moe_groups", "moe_top_k_groups", "moe_capacity_factor",
-              "bias_update", "swiglu_limit", "clip_qkv", "alibi_max_bias",
+              "moe_routed_scaling", "moe_groups", "moe_top_k_groups", "moe_group_score",
+              "moe_capacity_factor", "bias_update", "swiglu_limit", "clip_qkv", "alibi_max_bias",
               "attn_temperature_scale", "attn_temperature_floor",
               "mup_base_width", "mup_base_head_dim")  # fmt: skip
 INVISIBLE_KEYS = (*_STRUCTURE, *_CONSTANTS)
@@ -75,6 +76,8 @@ def has_effect(key: str, model: ModelConfig) -> bool:
         return model.qk_norm or model.qk_l2_norm
     if key == "attn_temperature_floor":
         return model.attn_temperature_scale is not None
+    if key == "latent_attention":
+        return model.has_latent_attention
     return model.is_moe or not key.startswith("moe_")
 
 

@@ -13,8 +13,9 @@ _MODULES = (
     "glm", "glm4", "cohere", "cohere2", "ernie4_5", "nemotron", "phi", "gptj", "falcon",
     "bloom", "mpt",
     "qwen2_moe", "qwen3_moe", "olmoe", "dots1", "glm4_moe", "gpt_oss", "llama4_text",
-    "qwen3_next", "qwen3_5", "qwen3_5_moe",
-    "ernie4_5_moe", "granitemoe", "granitemoeshared", "bamba", "granitemoehybrid", "nemotron_h",
+    "qwen3_next", "qwen3_5", "qwen3_5_moe", "ernie4_5_moe",
+    "granitemoe", "granitemoeshared", "bamba", "granitemoehybrid", "nemotron_h",
+    "deepseek_v3", "deepseek_v2", "kimi_k2",
 )  # fmt: skip
 """Modules of this package in order of preference: an export uses the first matching family."""
 

@@ -5,6 +5,7 @@ from jaxforge.model.mixer import Mixer
 from jaxforge.model.mixers import absent as absent
 from jaxforge.model.mixers import attention as attention
 from jaxforge.model.mixers import gated_delta_net as gated_delta_net
+from jaxforge.model.mixers import latent_attention as latent_attention
 from jaxforge.model.mixers import mamba2 as mamba2
 
 
