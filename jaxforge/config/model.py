@@ -22,6 +22,9 @@ MIXERS = Registry("model.mixer", ATTENTION, NO_MIXER)
 
 FeedForward = Literal["dense", "experts", "none"]
 
+MTP = "mtp"
+"""Name of the parameter group of the modules of multi-token prediction."""
+
 EXPERTS = "experts"
 """Axis along which experts are stacked; it is sharded over devices and never gathered."""
 
@@ -177,6 +180,10 @@ class ModelConfig(Section):
     layers use the same frequencies as full layers."""
     rope_pattern: tuple[bool, ...] = ()
     """Use of rotary positions in consecutive layers, repeated over all; if empty, all use them."""
+    mtp_depth: NonNegativeInt = 0
+    """Number of modules of multi-token prediction, as in DeepSeek-V3: module k predicts the token k
+    after the next one, from the representations of module k - 1 and the token's predecessor. Only
+    training uses the modules (train.mtp_loss_weight)."""
     tie_embeddings: bool = False
     """Share the embedding matrix with the output head."""
     qk_norm: bool = False

@@ -10,7 +10,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from jaxtyping import Array, Bool, Float
 
 from jaxforge.aux_outputs import AuxOutputs, LossWeights, Mean
-from jaxforge.config.model import ModelConfig
+from jaxforge.config.model import LAYERS, MTP, ModelConfig
 from jaxforge.kernels.fp8 import LayerPrecision
 from jaxforge.model import mup
 from jaxforge.model.experts import Experts
@@ -20,6 +20,8 @@ from jaxforge.model.router import Router, bias_rate, next_bias, next_ema, term_w
 
 Params = dict[str, Any]
 """Nested dicts of arrays, as in `model.transformer`."""
+
+_ROUTER = ("mlp", "router")
 
 
 class MoE(nnx.Module):
@@ -105,24 +107,29 @@ def expert_counts(config: ModelConfig, stats: dict[str, Array], stack: str) -> F
 
 
 def next_state(
-    config: ModelConfig, state: Params, stats: dict[str, Array], progress: Float[Array, ""]
+    config: ModelConfig, state: Params, stats: dict[str, Any], progress: Float[Array, ""]
 ) -> Params:
     """Return the state of the routers after an update.
 
     Args:
         config: the model.
         state: non-trainable state before the update.
-        stats: statistics of the layers; `counts` are assignments in the update [layers, experts].
+        stats: statistics of the layers (LAYERS) and of modules of multi-token prediction (MTP);
+            `counts` are assignments in the update [layers, experts].
         progress: completed fraction of the run.
     """
     flat = flatten_dict(state)
-    for stack in config.moe_stacks:
-        counts, router = expert_counts(config, stats, stack), (stack, "mlp", "router")
+    counts_of: dict[tuple[str, ...], Array] = {
+        (stack,): expert_counts(config, stats[LAYERS], stack) for stack in config.moe_stacks
+    }
+    if config.has_experts[-1]:
+        counts_of |= {(MTP, depth): of["counts"] for depth, of in stats.get(MTP, {}).items()}
+    for block, counts in counts_of.items():
         if config.bias_update == "sign":
-            path = (*router, "expert_bias")
+            path = (*block, *_ROUTER, "expert_bias")
             flat[path] = next_bias(config, flat[path], counts, progress)
         else:
-            path = (*router, "expert_ema")
+            path = (*block, *_ROUTER, "expert_ema")
             flat[path] = next_ema(flat[path], counts)
     return unflatten_dict(flat)
 
@@ -134,10 +141,11 @@ def next_params(
     if not (config.is_moe and config.bias_update == "kempnerforge"):
         return params
     averages, moved = flatten_dict(state), flatten_dict(params)
-    for stack in config.moe_stacks:
-        router = (stack, "mlp", "router")
+    for path, load in averages.items():
+        if path[-1] != "expert_ema":
+            continue
+        router = path[:-1]
         bias = moved[*router, "expert_bias"]
-        load = averages[*router, "expert_ema"]
         step = bias_rate(config, progress) * (1 / config.num_experts - load)
         moved[*router, "expert_bias"] = (bias + step).astype(bias.dtype)
     return unflatten_dict(moved)
