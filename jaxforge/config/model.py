@@ -22,8 +22,8 @@ MIXERS = Registry("model.mixer", ATTENTION, NO_MIXER)
 
 FeedForward = Literal["dense", "experts", "none"]
 
-MTP = "mtp"
-"""Name of the parameter group of the modules of multi-token prediction."""
+MTP, MTP_LOSS = "mtp", "mtp_loss"
+"""Names of the parameter group of the modules of multi-token prediction, and of their loss."""
 
 EXPERTS = "experts"
 """Axis along which experts are stacked; it is sharded over devices and never gathered."""

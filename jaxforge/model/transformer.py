@@ -129,7 +129,7 @@ class Model:
             if hasattr(module, name)
         }
         if hasattr(module, MTP):  # all modules have the same definition
-            self._definitions[MTP] = nnx.split(getattr(module.mtp, "0"))[0]
+            self._definitions[MTP] = nnx.split(getattr(getattr(module, MTP), "0"))[0]
         self.abstract, self.axes = self._declared(nnx.state(module, nnx.Param))
         self.state = self._declared(nnx.state(module, Untrained))
 
@@ -397,7 +397,7 @@ class Model:
         batch: Batch,
         loss_weights: LossWeights,
     ) -> Iterator[tuple[Float[Array, "b s d"], AuxOutputs]]:
-        """Yield the input of `head`, and auxiliary outputs, of each depth of multi-token prediction.
+        """Yield the input of `head` and auxiliary outputs of each module of multi-token prediction.
 
         Auxiliary outputs have the block's loss terms and statistics, without its metrics.
 

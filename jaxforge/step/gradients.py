@@ -419,8 +419,8 @@ def split_weights(weights: LossWeights) -> tuple[TokenWeights, tuple[Array | flo
 
 def _join_weights(tokens: TokenWeights, others: Sequence[Array | float]) -> LossWeights:
     """Undo `split_weights` for a microbatch."""
-    token, further = tokens
-    return LossWeights(token, *others, further=further)
+    (token, further), (position, sequence) = tokens, others
+    return LossWeights(token, position, sequence, further)
 
 
 def _build_training_loss(config: TrainConfig, model: Model) -> MicrobatchLoss:

@@ -17,11 +17,13 @@ if i + k is in another document. Such positions are the last ones of their docum
 of another document, which the module embeds there, reaches no valid label.
 """
 
+import functools
+
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxforge.aux_outputs import AuxOutputs, LossWeights, Mean
-from jaxforge.config.model import MTP, ModelConfig
+from jaxforge.aux_outputs import AuxOutputs, LossTerms, LossWeights, Mean
+from jaxforge.config.model import MTP, MTP_LOSS, ModelConfig
 from jaxforge.config.train import TrainConfig
 from jaxforge.data.packing import IGNORE
 from jaxforge.errors import UserError
@@ -33,11 +35,8 @@ from jaxforge.step.losses import MicrobatchLoss
 FURTHER_LABELS = "further_labels"
 """Field of a batch: the labels of each depth [microbatches, b, s, depths]."""
 
-MTP_LOSS = "mtp_loss"
-"""Name of the loss term, and of the metric: mean cross-entropy of each depth [depths]."""
 
-
-def with_further_tokens(batch: Batch, config: ModelConfig) -> Batch:
+def with_further_tokens(batch: dict[str, Array], config: ModelConfig) -> dict[str, Array]:
     """Add tokens and labels of each depth to a batch [microbatches, b, s].
 
     Must be called before the tokens of a sequence are spread over devices.
@@ -80,7 +79,9 @@ def further_weights(
 
 
 def with_mtp_loss(config: TrainConfig, model: Model, loss: MicrobatchLoss) -> MicrobatchLoss:
-    """Return a loss with the term of multi-token prediction; `loss` itself without the modules.
+    """Return a loss with the term `MTP_LOSS`; `loss` itself without modules of prediction.
+
+    The metric of the same name has the mean cross-entropy of each depth [depths].
 
     Raises:
         UserError: a registered model declares no modules.
@@ -114,7 +115,7 @@ def with_mtp_loss(config: TrainConfig, model: Model, loss: MicrobatchLoss) -> Mi
             statistics[str(depth)] = of_block.statistics
             aux = _with_terms(aux, of_block.loss_terms)
         return AuxOutputs(
-            _with_terms(aux, {MTP_LOSS: sum(terms)}).loss_terms,
+            _with_terms(aux, {MTP_LOSS: functools.reduce(jnp.add, terms)}).loss_terms,
             {**aux.metrics, MTP_LOSS: Mean(*map(jnp.stack, zip(*means, strict=True)))},
             {**aux.statistics, MTP: statistics},
         )
@@ -122,7 +123,7 @@ def with_mtp_loss(config: TrainConfig, model: Model, loss: MicrobatchLoss) -> Mi
     return with_further_losses
 
 
-def _with_terms(aux: AuxOutputs, terms: dict[str, Float[Array, ""]]) -> AuxOutputs:
+def _with_terms(aux: AuxOutputs, terms: LossTerms) -> AuxOutputs:
     """Return auxiliary outputs with the values of loss terms added."""
     summed = {name: aux.loss_terms.get(name, 0.0) + term for name, term in terms.items()}
     return aux._replace(loss_terms={**aux.loss_terms, **summed})
