@@ -41,6 +41,7 @@ CHAPTERS = {
         "bad_steps",
         "pipeline",
         "experts",
+        "latent_attention",
         "context",
         "remat",
         "precision",

@@ -180,8 +180,10 @@ def _add_dialect_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_write_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"],
-                        help="dtype of the weights; unchanged by default")  # fmt: skip
+    parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16", "fp8"],
+                        help="dtype of the weights; unchanged by default. fp8 (--to hf): matrices "
+                        "of layers in e4m3 with a scale per 128 x 128 block, as in DeepSeek-V3's "
+                        "files")  # fmt: skip
     parser.add_argument("--max-memory", type=Size, default=Size("256MiB"),
                         help="memory for tensors in transit (256MiB)")  # fmt: skip
     parser.add_argument(

@@ -40,15 +40,17 @@ def token_parallel(mesh: Mesh) -> int:
 def with_equal_shards(config: JobConfig, mesh: Mesh) -> dict[str, int]:
     """Return the axis sizes with which every device holds an equal share of each parameter.
 
-    Parameters are sharded along `model.dim`. If dp_shard does not divide it, dp_shard keeps its
-    largest factor that does, and the remaining factor moves to dp_replicate. Parameters are then
-    sharded over the former and replicated over the latter. The split of the batch is unchanged.
+    Parameters are sharded along `model.dim`, and those of latent attention also along its ranks. If
+    dp_shard does not divide these, it keeps its largest factor that does, and the remaining factor
+    moves to dp_replicate. Parameters are then sharded over the former and replicated over the
+    latter. The split of the batch is unchanged.
 
     Args:
         config: A config that has passed `check`.
         mesh: Its axis sizes, from `mesh_shape`.
     """
-    shards = math.gcd(mesh["dp_shard"], config.model.dim // (mesh["cp"] * mesh["ep"]))
+    width = math.gcd(*config.model.split_widths)
+    shards = math.gcd(mesh["dp_shard"], width // (mesh["cp"] * mesh["ep"]))
     copies = mesh["dp_shard"] // shards
     return {**mesh, "dp_replicate": mesh["dp_replicate"] * copies, "dp_shard": shards}
 

@@ -100,6 +100,10 @@ def dim_divides_by_cp_and_ep(config: JobConfig, mesh: Mesh) -> Iterator[Problem]
     reduced, because sequences are sharded over cp and experts over ep.
     """
     yield from _divides(config, "model.dim", config.model.dim, mesh, "cp", "ep")
+    latents, has_latents = config.model.latent_attention, config.model.has_latent_attention
+    for key in ("q_rank", "kv_rank") if has_latents else ():
+        if rank := getattr(latents, key):
+            yield from _divides(config, f"model.latent_attention.{key}", rank, mesh, "cp", "ep")
 
 
 def global_batch_divides(config: JobConfig, mesh: Mesh) -> Iterator[Problem]:

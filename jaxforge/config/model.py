@@ -7,6 +7,7 @@ from typing import Annotated, Literal, NamedTuple
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
+from jaxforge.config.mixers import LatentAttentionConfig
 from jaxforge.config.problems import Problem, divisors, multiples, nearest, single_change
 from jaxforge.config.section import Section
 from jaxforge.registry import Registry
@@ -17,7 +18,10 @@ LAYERS = "layers"
 ATTENTION, NO_MIXER = "attention", "none"
 """Names of softmax attention as a mixer, and of layers without a mixer."""
 
-MIXERS = Registry("model.mixer", ATTENTION, NO_MIXER)
+LATENT_ATTENTION = "latent_attention"
+"""Name of multi-head latent attention as a mixer."""
+
+MIXERS = Registry("model.mixer", ATTENTION, LATENT_ATTENTION, NO_MIXER)
 """Registered mixers (`model.mixer`), the part of a layer that exchanges information of tokens."""
 
 FeedForward = Literal["dense", "experts", "none"]
@@ -56,6 +60,11 @@ class RopeScaling(Section):
     """yarn: channels with more rotations than this in the original context are unchanged."""
     beta_slow: PositiveFloat = 1.0
     """yarn: channels with fewer rotations than this are scaled by factor."""
+    mscale: PositiveFloat | None = None
+    """yarn: with mscale_all_dim, numerator of the factor on rotated queries and keys, as in
+    DeepSeek: (1 + 0.1 mscale ln factor) / (1 + 0.1 mscale_all_dim ln factor)."""
+    mscale_all_dim: PositiveFloat | None = None
+    """yarn: multiply attention scores by (1 + 0.1 mscale_all_dim ln factor)², as in DeepSeek."""
     truncate: bool = True
     """yarn: round the bounds of the interpolated range to whole channels."""
     short_factor: tuple[PositiveFloat, ...] = ()
@@ -64,10 +73,23 @@ class RopeScaling(Section):
     long_factor: tuple[PositiveFloat, ...] = ()
     """longrope: wavelength factor of each pair of channels, in longer sequences."""
 
+    @property
+    def score_factor(self) -> float:
+        """Factor of attention scores; 1 except for yarn with `mscale_all_dim`."""
+        return 1.0 if self.mscale_all_dim is None else self.yarn_factor(self.mscale_all_dim) ** 2
+
+    def yarn_factor(self, mscale: float) -> float:
+        """Return YaRN's factor of queries and keys (arXiv:2309.00071, section 3.4)."""
+        return 0.1 * mscale * math.log(max(1.0, self.factor)) + 1.0
+
     def problems(self) -> Iterator[str]:
         """Yield the broken rules between the keys of this table."""
         if self.rope_type == "yarn" and self.beta_slow >= self.beta_fast:
             yield f"beta_slow = {self.beta_slow} must be less than beta_fast = {self.beta_fast}"
+        if self.mscale is not None and self.mscale_all_dim is None:
+            yield f"mscale = {self.mscale} has no effect without mscale_all_dim"
+        if self.mscale_all_dim is not None and self.rope_type != "yarn":
+            yield f'mscale_all_dim = {self.mscale_all_dim} requires rope_type = "yarn"'
         if self.rope_type == "llama3" and self.low_freq_factor >= self.high_freq_factor:
             yield (
                 f"low_freq_factor = {self.low_freq_factor} must be less than "
@@ -111,8 +133,11 @@ class ModelConfig(Section):
     feed_forward_pattern: tuple[FeedForward, ...] = ()
     """Feed-forwards of consecutive layers, repeated over all layers; "none": the layer has a mixer
     only. If empty, moe_frequency and moe_first_dense_layers choose the layers with experts."""
+    latent_attention: LatentAttentionConfig = LatentAttentionConfig()
+    """Settings of mixer = "latent_attention"."""
     qkv_bias: bool = False
-    """Add a bias to queries, keys and values, as Qwen2 does."""
+    """Add a bias to queries, keys and values, as Qwen2 does; in latent attention to the projections
+    to latents."""
     o_bias: bool = False
     """Add a bias to the output projection of attention."""
     attention_scale: PositiveFloat | None = None
@@ -224,7 +249,10 @@ class ModelConfig(Section):
     """Factor on the summed output of the routed experts."""
     moe_groups: PositiveInt = 1
     """Groups of consecutive experts. A token is routed to experts of its best moe_top_k_groups
-    groups, each scored by the sum of its two best experts (DeepSeek-V3)."""
+    groups, each scored as in moe_group_score."""
+    moe_group_score: Literal["sum_of_two", "max"] = "sum_of_two"
+    """Score of a group of experts: the sum of its two best experts (DeepSeek-V3), or its best
+    expert (DeepSeek-V2)."""
     moe_top_k_groups: PositiveInt = 1
     """Expert groups per token."""
     moe_router_bias: bool = False
@@ -273,8 +301,28 @@ class ModelConfig(Section):
 
     @property
     def head_size(self) -> int:
-        """Width of one attention head: `head_dim`, or `dim` / `n_heads`."""
+        """Width of a query or key head: `head_dim`, or `dim` / `n_heads`."""
+        if self.has_latent_attention:
+            return self.latent_attention.query_head_dim
         return self.dim // self.n_heads if self.head_dim is None else self.head_dim
+
+    @property
+    def value_head_size(self) -> int:
+        """Width of a value head."""
+        has_latents = self.has_latent_attention
+        return self.latent_attention.value_head_dim if has_latents else self.head_size
+
+    @property
+    def has_latent_attention(self) -> bool:
+        """True if some layers have latent attention; other layers then have no other attention."""
+        return LATENT_ATTENTION in (self.mixer_pattern or (self.mixer,))
+
+    @property
+    def split_widths(self) -> tuple[int, ...]:
+        """Widths of matrices along which devices store shards of them."""
+        ranks = (self.latent_attention.q_rank, self.latent_attention.kv_rank)
+        latents = [rank for rank in ranks if rank] if self.has_latent_attention else []
+        return (self.dim, *latents)
 
     @property
     def ffn_dim(self) -> int:
@@ -287,6 +335,8 @@ class ModelConfig(Section):
     @property
     def rotary_size(self) -> int:
         """Channels of a head with rotary embeddings."""
+        if self.has_latent_attention:
+            return self.latent_attention.rope_head_dim
         return int(self.head_size * self.partial_rotary_factor)
 
     @property
@@ -405,7 +455,7 @@ class ModelConfig(Section):
 
     def problems(self) -> Iterator[str | Problem]:
         """Yield the broken rules between the keys of this section."""
-        if self.head_dim is None and self.dim % self.n_heads:
+        if self.head_dim is None and self.dim % self.n_heads and not self.has_latent_attention:
             yield Problem(
                 f"dim = {self.dim} must be a multiple of n_heads = {self.n_heads}",
                 (
@@ -441,6 +491,8 @@ class ModelConfig(Section):
             )
         yield from self._window_problems()
         yield from self._part_problems()
+        if self.has_latent_attention:
+            yield from self._latent_problems()
         if self.num_experts:
             yield from self._expert_problems()
 
@@ -514,6 +566,15 @@ class ModelConfig(Section):
             is_set = getattr(self, key) != type(self).model_fields[key].default
             if self.feed_forward_pattern and is_set:
                 yield f"{key} has no effect with feed_forward_pattern: remove it"
+
+    def _latent_problems(self) -> Iterator[str]:
+        if ATTENTION in self.mixer_pattern:
+            yield 'mixer_pattern has both "attention" and "latent_attention": choose one of them'
+        for key in ("head_dim", "n_kv_heads", "partial_rotary_factor", "qk_norm",
+                    "attention_sinks"):  # fmt: skip
+            if (value := getattr(self, key)) != type(self).model_fields[key].default:
+                shown = str(value).lower() if isinstance(value, bool) else value
+                yield f'{key} = {shown} is not possible with mixer = "latent_attention": remove it'
 
     def _expert_problems(self) -> Iterator[str | Problem]:
         experts, groups = self.num_experts, self.moe_groups

@@ -6,10 +6,11 @@
     triton      flash attention in Pallas on NVIDIA GPUs, bf16 or fp16 (`flash.py`)
     splash      JAX's flash attention on TPU (`splash.py`)
 
-Every kernel supports causality, packed documents, sliding windows and a scale of scores. All except
-cuDNN's also support chunks, a soft cap of scores and attention sinks. Selecting an unsupported
-kernel by name is an error. `auto` takes the platform's first supported kernel. The run's banner
-names it, with the reasons against preferred kernels.
+Every kernel supports causality, packed documents, sliding windows, a scale of scores, and values
+of another width than queries and keys (`jax.nn.dot_product_attention`, which calls cuDNN, gets all
+padded to one width). All except cuDNN's also support chunks, a soft cap of scores and attention
+sinks. Selecting an unsupported kernel by name is an error. `auto` takes the platform's first
+supported kernel. The run's banner names it, with the reasons against preferred kernels.
 
 XLA's partitioner splits plain products over any mesh, but not the inside of a kernel. So each
 device runs the kernel on its own sequences and heads (`attend_locally`), without communication.
@@ -17,7 +18,7 @@ device runs the kernel on its own sequences and heads (`attend_locally`), withou
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -34,9 +35,11 @@ from jaxforge.parallel.sharding import automatic_axes, automatic_spec
 
 Queries = Float[Array, "b s heads h"]
 Keys = Float[Array, "b t kv h"]
+Values = Float[Array, "b t kv hv"]
+Output = Float[Array, "b s heads hv"]
 SegmentIds = Int[Array, "b s"] | None
 Sinks = Float[Array, "heads"] | None
-Backend = Callable[..., Queries]
+Backend = Callable[..., Output]
 """(q, k, v, segment_ids, window=None, chunk=None, scoring=PLAIN, sinks=None)
 -> softmax(q kᵀ / √h) v, causal.
 
@@ -51,14 +54,14 @@ are not opaque also take `reach`, a window that is an array.
 def reference_attention(
     q: Queries,
     k: Keys,
-    v: Keys,
+    v: Values,
     segment_ids: SegmentIds,
     window: int | None = None,
     chunk: int | None = None,
     reach: Int[Array, ""] | None = None,
     scoring: Scoring = PLAIN,
     sinks: Sinks = None,
-) -> Queries:
+) -> Output:
     """Attend with all S x S scores in float32."""
     if reach is None and chunk is None and scoring.softcap is None and sinks is None:
         return _dot_product(q, k, v, segment_ids, window, "xla", scoring)
@@ -72,11 +75,11 @@ def reference_attention(
 def cudnn_attention(
     q: Queries,
     k: Keys,
-    v: Keys,
+    v: Values,
     segment_ids: SegmentIds,
     window: int | None = None,
     scoring: Scoring = PLAIN,
-) -> Queries:
+) -> Output:
     """Attend with cuDNN's kernel; packed documents need an S x S mask per sequence."""
     return _dot_product(q, k, v, segment_ids, window, "cudnn", scoring)
 
@@ -84,19 +87,17 @@ def cudnn_attention(
 def masked_attention(
     q: Queries,
     k: Keys,
-    v: Keys,
+    v: Values,
     mask: Bool[Array, "b 1 s t"],
     scoring: Scoring = PLAIN,
     sinks: Sinks = None,
-) -> Queries:
+) -> Output:
     """Attend with any mask by plain products."""
     if scoring.softcap is not None or sinks is not None:
         weights = softmax_weights(q, k, mask, scoring, sinks)
         output = jnp.einsum("bkgst,btkh->bskgh", weights.astype(v.dtype), v)
-        return output.reshape(q.shape)
-    return jax.nn.dot_product_attention(
-        q, k, v, mask=mask, scale=scoring.scale, implementation="xla"
-    )
+        return output.reshape(*q.shape[:3], v.shape[3])
+    return _at_one_width(q, k, v, scoring, mask=mask, implementation="xla")
 
 
 def softmax_weights(
@@ -111,16 +112,20 @@ def softmax_weights(
 def cached_attention(
     q: Queries,
     k: Float[Array, "b kv t h"],
-    v: Float[Array, "b kv t h"],
+    v: Float[Array, "b kv t hv"],
     mask: Bool[Array, "b 1 s t"],
     scoring: Scoring = PLAIN,
     sinks: Sinks = None,
-) -> Queries:
+) -> Output:
     """Attend with any mask to the keys and values of a cache."""
     grouped = q.reshape(*q.shape[:2], k.shape[1], -1, q.shape[3])
-    scores = jnp.einsum("bskgh,bkth->bkgst", grouped, k, preferred_element_type=jnp.float32)
+    scores = jnp.einsum(
+        "bskgh,bkth->bkgst", grouped, k,
+        preferred_element_type=jnp.promote_types(jnp.float32, q.dtype),
+    )  # fmt: skip
     weights = _weights_of_scores(scores, q.shape[3], mask, scoring, sinks)
-    return jnp.einsum("bkgst,bkth->bskgh", weights.astype(v.dtype), v).reshape(q.shape)
+    output = jnp.einsum("bkgst,bkth->bskgh", weights.astype(v.dtype), v)
+    return output.reshape(*q.shape[:3], v.shape[3])
 
 
 def _weights_of_scores(
@@ -142,18 +147,30 @@ def _weights_of_scores(
 def _dot_product(
     q: Queries,
     k: Keys,
-    v: Keys,
+    v: Values,
     segment_ids: SegmentIds,
     window: int | None,
     implementation: Literal["xla", "cudnn"],
     scoring: Scoring,
-) -> Queries:
+) -> Output:
     same = None if segment_ids is None else _same_document(segment_ids)
     back = None if window is None else (window - 1, 0)
-    return jax.nn.dot_product_attention(
-        q, k, v, mask=same, is_causal=True, local_window_size=back, scale=scoring.scale,
+    return _at_one_width(
+        q, k, v, scoring, mask=same, is_causal=True, local_window_size=back,
         implementation=implementation,
     )  # fmt: skip
+
+
+def _at_one_width(q: Queries, k: Keys, v: Values, scoring: Scoring, **options: Any) -> Output:  # noqa: ANN401
+    """Attend by JAX's function, which requires queries, keys and values of the same width."""
+    head, value = q.shape[3], v.shape[3]
+    if head == value:
+        return jax.nn.dot_product_attention(q, k, v, scale=scoring.scale, **options)
+    # Zeros change no score, and their columns of the result are cut off.
+    width = max(head, value)
+    q, k, v = (jnp.pad(x, ((0, 0),) * 3 + ((0, width - x.shape[3]),)) for x in (q, k, v))
+    scale = scoring.scale_of(head)
+    return jax.nn.dot_product_attention(q, k, v, scale=scale, **options)[..., :value]
 
 
 def _same_document(segment_ids: Int[Array, "b s"]) -> Bool[Array, "b 1 s s"]:
@@ -164,13 +181,13 @@ def attend_locally(
     kernel: Backend,
     q: Queries,
     k: Keys,
-    v: Keys,
+    v: Values,
     segment_ids: SegmentIds,
     window: int | None = None,
     chunk: int | None = None,
     scoring: Scoring = PLAIN,
     sinks: Sinks = None,
-) -> Queries:
+) -> Output:
     """Run a single-device kernel on any mesh.
 
     All automatic axes become manual, so that the partitioner has nothing to do: cuDNN's attention
@@ -179,7 +196,7 @@ def attend_locally(
     options = {"window": window, "chunk": chunk, "scoring": scoring if scoring != PLAIN else None}
     kernel = functools.partial(kernel, **{k: x for k, x in options.items() if x is not None})
 
-    def run(q: Queries, k: Keys, v: Keys, segment_ids: SegmentIds, sinks: Sinks) -> Queries:
+    def run(q: Queries, k: Keys, v: Values, segment_ids: SegmentIds, sinks: Sinks) -> Output:
         return _with_sinks(kernel, sinks)(q, k, v, segment_ids)
 
     return run_per_device(run, q, k, v, segment_ids, sinks)
@@ -190,14 +207,14 @@ def _with_sinks(kernel: Backend, sinks: Sinks) -> Backend:
 
 
 def run_per_device(
-    kernel: Callable[..., Queries],
+    kernel: Callable[..., Output],
     q: Queries,
     k: Keys,
-    v: Keys,
+    v: Values,
     of_tokens: PyTree,
     sinks: Sinks,
     *scalars: Array,
-) -> Queries:
+) -> Output:
     """Run a function on each device's share of q, k, v, arrays [b, s] of tokens, and sinks."""
     axes = automatic_axes()
     if not axes:  # the caller is in a `shard_map` over all axes, or there is no mesh
@@ -221,12 +238,12 @@ def attend_with_masks(
     mask_index: int | Int[Array, ""],
     q: Queries,
     k: Keys,
-    v: Keys,
+    v: Values,
     segment_ids: SegmentIds,
     positions: Int[Array, "b s"] | None = None,
     scoring: Scoring = PLAIN,
     sinks: Sinks = None,
-) -> Queries:
+) -> Output:
     """Attend with the mask `masks[mask_index]`.
 
     If `mask_index` is an array, plain XLA kernels apply the mask at run time. Opaque kernels are
@@ -261,8 +278,8 @@ def attend_with_masks(
     of_tokens = (segment_ids, positions)
 
     def switch(
-        q: Queries, k: Keys, v: Keys, of_tokens: PyTree, sinks: Sinks, mask_index: Array
-    ) -> Queries:
+        q: Queries, k: Keys, v: Values, of_tokens: PyTree, sinks: Sinks, mask_index: Array
+    ) -> Output:
         run = _with_sinks(attend, sinks)
         kernels = [functools.partial(_attend_masked, mask, run) for mask in masks]
         return jax.lax.switch(mask_index, kernels, q, k, v, *of_tokens)
@@ -275,10 +292,10 @@ def _attend_masked(
     attend: Backend,
     q: Queries,
     k: Keys,
-    v: Keys,
+    v: Values,
     segment_ids: SegmentIds,
     positions: Int[Array, "b s"] | None,
-) -> Queries:
+) -> Output:
     """Attend with a mask that is known at compile time."""
     if mask.chunk is None:
         return attend(q, k, v, segment_ids, mask.window)
@@ -296,14 +313,15 @@ class KernelRequirements(NamedTuple):
     Attributes:
         platform: "cpu", "gpu" or "tpu".
         dtype: dtype of queries, keys and values.
-        head_size: width of a head.
+        head_size: width of the queries and keys of a head.
         seq_len: number of tokens of a sequence.
         softcap: soft cap of scores; None: none.
         chunk: number of tokens of a chunk, less than `seq_len`; None: no layer has chunks.
         sinks: whether heads have attention sinks.
         packed: whether rows contain several documents.
         capability: compute capability of a GPU, such as "9.0"; None: unknown.
-        here: whether such a device is present; False: programs are only compiled for it.
+        is_present: whether such a device is present; False: programs are only compiled for it.
+        value_size: width of the values of a head; None: `head_size`.
     """
 
     platform: str
@@ -316,6 +334,12 @@ class KernelRequirements(NamedTuple):
     packed: bool = False
     capability: str | None = None
     is_present: bool = True
+    value_size: int | None = None
+
+    @property
+    def widest(self) -> int:
+        """The larger width of queries and values."""
+        return max(self.head_size, self.value_size or 0)
 
 
 _ROOMY = ("8.0", "9.0", "10.0", "10.3")
@@ -336,11 +360,11 @@ def _cudnn_unsupported(at: KernelRequirements) -> str | None:
         return reason
     # Gradients of wider heads need Hopper, and JAX checks for such a GPU on this machine.
     widest = 256 if at.capability == "9.0" and at.is_present else 128
-    if at.head_size % 8 or at.head_size > widest:
+    if at.widest % 8 or at.widest > widest:
         on_hopper = "" if widest == 256 else " (256 on a Hopper GPU of this machine)"
         return (
             f"head widths must be multiples of 8 up to {widest}{on_hopper}, and this model has "
-            f"{at.head_size}"
+            f"{at.widest}"
         )
     if at.softcap is not None:
         return f"it does not cap scores, and model.attn_logit_softcap = {at.softcap}"
@@ -359,8 +383,8 @@ def _triton_unsupported(at: KernelRequirements) -> str | None:
         return reason
     from jaxforge.kernels.flash import MAX_HEAD  # here: see on_first_use
 
-    if at.head_size > MAX_HEAD:
-        return f"head widths must be at most {MAX_HEAD}, and this model has {at.head_size}"
+    if at.widest > MAX_HEAD:
+        return f"head widths must be at most {MAX_HEAD}, and this model has {at.widest}"
     if at.capability not in (None, *_ROOMY):
         return (
             f"its tiles need the shared memory of compute capability {', '.join(_ROOMY)}, and "

@@ -14,7 +14,7 @@ of an extra key with value 0. It is part of lse, and its gradient is -Σ exp(sin
 Query heads that share a key head are folded into rows, so that keys are not repeated:
 
     q  [B, S, K·G, h]  ->  [B, K, R, h]     R = S·G; query i of head g is row i·G + g
-    k  [B, S, K, h]    ->  [B, K, S, h]
+    k  [B, S, K, h]    ->  [B, K, S, h]     the same for v, of any width
 
 Blocks of queries and their keys (x) of one sequence; a window w starts keys later:
 
@@ -49,7 +49,7 @@ class _Inputs(NamedTuple):
 
     q: Float[Array, "b s heads h"]
     k: Float[Array, "b s kv h"]
-    v: Float[Array, "b s kv h"]
+    v: Float[Array, "b s kv hv"]
     segment_ids: SegmentIds
     reach: Reach
     sinks: Sinks
@@ -64,7 +64,7 @@ class _Static(NamedTuple):
 
 
 class _Folded(NamedTuple):
-    """Folded queries [b, kv, R, h], keys and values [b, kv, s, h], and sinks of rows [kv, R, 1]."""
+    """Folded queries [b, kv, R, h], keys and values [b, kv, s, width], and sinks [kv, R, 1]."""
 
     q: Array
     k: Array
@@ -75,14 +75,14 @@ class _Folded(NamedTuple):
 def blockwise_attention(
     q_BSHh: Float[Array, "b s heads h"],
     k_BSKh: Float[Array, "b s kv h"],
-    v_BSKh: Float[Array, "b s kv h"],
+    v_BSKh: Float[Array, "b s kv hv"],
     segment_ids: SegmentIds,
     window: int | None = None,
     chunk: int | None = None,
     reach: Reach = None,
     scoring: Scoring = PLAIN,
     sinks: Sinks = None,
-) -> Float[Array, "b s heads h"]:
+) -> Float[Array, "b s heads hv"]:
     """Compute softmax(q kᵀ / √h) v over visible keys: earlier, same document, window and chunk.
 
     `reach` is a window that is an array: keys outside of it are masked, but not skipped. `sinks`
@@ -116,7 +116,8 @@ def _attend(static: _Static, inputs: _Inputs) -> tuple[Array, tuple[_Inputs, Arr
         output = product("bkrt,bkth->bkrh", weights.astype(v.dtype), folded.v[:, :, block.keys])
         outputs.append((output / total).astype(v.dtype))
         lses.append(top + jnp.log(total))
-    output = _unfold_queries(jnp.concatenate(outputs, axis=2), k.shape[2], q.shape)
+    shape = (*q.shape[:3], v.shape[3])
+    output = _unfold_queries(jnp.concatenate(outputs, axis=2), k.shape[2], shape)
     return output, (inputs, output, lses)
 
 

@@ -36,12 +36,12 @@ from jaxforge.kernels.flash_blocks import (
     pad_to_blocks,
     pad_tokens,
 )
-from jaxforge.kernels.flash_kernels import KernelConfig, Tiles, TokenBlock
+from jaxforge.kernels.flash_kernels import KernelConfig, Tiles, TokenBlock, in_memory
 from jaxforge.kernels.masking import chunk_ids
 from jaxforge.kernels.scoring import PLAIN, Scoring, sink_gradients
 
 MAX_HEAD = 256
-"""Maximum width of heads: tiles of wider heads do not fit into shared memory."""
+"""Maximum width of queries and of values: tiles of wider heads do not fit into shared memory."""
 
 INTERPRET = False  # tests set it, to run the kernels without a GPU
 _SMALLEST = 16  # minimum rows of a tensor core product
@@ -49,6 +49,8 @@ PROGRAMS = 132  # multiprocessors of an H100
 
 Queries = Float[Array, "b s heads h"]
 Keys = Float[Array, "b t kv h"]
+Values = Float[Array, "b t kv hv"]
+Output = Float[Array, "b s heads hv"]
 Rows = Float[Array, "b heads s"]
 Sinks = Float[Array, "heads"] | None
 Window = int | Int[Array, ""] | None
@@ -57,13 +59,13 @@ Window = int | Int[Array, ""] | None
 def flash_attention(
     q_BSHh: Queries,
     k_BSKh: Keys,
-    v_BSKh: Keys,
+    v_BSKh: Values,
     segment_ids: Int[Array, "b s"] | None,
     window: int | None = None,
     chunk: int | None = None,
     scoring: Scoring = PLAIN,
     sinks: Sinks = None,
-) -> Queries:
+) -> Output:
     """Compute softmax(q kᵀ / √h) v over visible keys: earlier, same document, window and chunk.
 
     `sinks` are extra logits that join the scores of each query and take a part of the weight. Heads
@@ -105,7 +107,7 @@ def _differentiate(
 _attention.defvjp(_attend, _differentiate)
 
 
-def compute_delta(output: Queries, d_output: Queries) -> Rows:
+def compute_delta(output: Output, d_output: Output) -> Rows:
     """Compute rowsum(dO ∘ O) in float32, [b, heads, s]."""
     product = d_output.astype(jnp.float32) * output.astype(jnp.float32)
     return jnp.sum(product, axis=-1).swapaxes(1, 2)
@@ -114,14 +116,14 @@ def compute_delta(output: Queries, d_output: Queries) -> Rows:
 def forward(
     q_BSHh: Queries,
     k_BTKh: Keys,
-    v_BTKh: Keys,
+    v_BTKh: Values,
     queries: TokenPositions,
     keys: TokenPositions,
     window: Window = None,
     scoring: Scoring = PLAIN,
     sinks: Sinks = None,
     dtype: jnp.dtype | None = None,
-) -> tuple[Queries, Rows]:
+) -> tuple[Output, Rows]:
     """Attend with queries over a part of the keys; no gradient is defined.
 
     Args:
@@ -142,11 +144,11 @@ def forward(
     """
     padded = _PaddedInputs.of("forward", q_BSHh, k_BTKh, v_BTKh, queries, keys, window, scoring)
     at, (batch, length, heads, _) = _query_layout(padded), padded.q.shape
-    result = jax.ShapeDtypeStruct(padded.q.shape, dtype or padded.q.dtype)
+    result = jax.ShapeDtypeStruct((batch, length, heads, v_BTKh.shape[3]), dtype or padded.q.dtype)
     of_rows = jax.ShapeDtypeStruct((batch, heads, length), jnp.float32)
     o, lse = _run(
         flash_kernels.flash_forward, padded.config, at.grid,
-        [*at.arguments, _whole_vector(sinks)], [(at.heads, result), (at.rows, of_rows)],
+        [*at.arguments, _whole_vector(sinks)], [(at.values, result), (at.rows, of_rows)],
     )  # fmt: skip
     n = q_BSHh.shape[1]
     return o[:, :n], lse[..., :n]
@@ -155,16 +157,16 @@ def forward(
 def backward(
     q_BSHh: Queries,
     k_BTKh: Keys,
-    v_BTKh: Keys,
+    v_BTKh: Values,
     queries: TokenPositions,
     keys: TokenPositions,
     lse: Rows,
     delta: Rows,
-    d_output: Queries,
+    d_output: Output,
     window: Window = None,
     scoring: Scoring = PLAIN,
     dtype: jnp.dtype | None = None,
-) -> tuple[Queries, Keys, Keys]:
+) -> tuple[Queries, Keys, Values]:
     """Compute the gradients of queries, keys and values for a part of the keys.
 
     Args:
@@ -194,7 +196,7 @@ def backward(
     )
     (dq,) = _run(
         flash_kernels.flash_dq, padded.config, at.grid,
-        [*at.arguments, (at.heads, d_filled), (at.rows, lse_filled), (at.rows, delta_filled)],
+        [*at.arguments, (at.values, d_filled), (at.rows, lse_filled), (at.rows, delta_filled)],
         [(at.heads, jax.ShapeDtypeStruct(padded.q.shape, dtype))],
     )  # fmt: skip
     # dq and dkv have different tiles, so queries and keys are padded again.
@@ -208,7 +210,7 @@ def _gradients_of_keys(
     padded: "_PaddedInputs", d_output: Array, lse: Array, delta: Array, dtype: jnp.dtype
 ) -> tuple[Array, Array]:
     """Compute the gradients of keys and values."""
-    (batch, length, kv, head), config = padded.k.shape, padded.config
+    (batch, length, kv, _), config = padded.k.shape, padded.config
     group = padded.q.shape[2] // kv
     # Enough programs to fill the GPU: one program sums over all query heads of a key head.
     # Otherwise one program per query head, and a sum in float32 afterwards.
@@ -218,15 +220,16 @@ def _gradients_of_keys(
     at = _key_layout(padded._replace(config=config), parts)
     # Sums over parts are rounded once, at the end.
     summed = dtype if parts == 1 else jnp.float32
-    out = at.heads, jax.ShapeDtypeStruct((batch, length, kv * parts, head), summed)
+    of_heads = batch, length, kv * parts
     dk, dv = _run(
         flash_kernels.flash_dkv, config, at.grid,
-        [*at.arguments, (at.queries, d_output), (at.rows, lse), (at.rows, delta)],
-        [out, out],
+        [*at.arguments, (at.of_d_output, d_output), (at.rows, lse), (at.rows, delta)],
+        [(spec, jax.ShapeDtypeStruct((*of_heads, width), summed))
+         for spec, width in ((at.heads, config.head), (at.values, config.value))],
     )  # fmt: skip
     if parts == 1:
         return dk, dv
-    of_parts = batch, length, kv, parts, head
+    of_parts = batch, length, kv, parts, -1
     dk, dv = (jnp.sum(x.reshape(of_parts), axis=3).astype(dtype) for x in (dk, dv))
     return dk, dv
 
@@ -254,9 +257,9 @@ class _PaddedInputs(NamedTuple):
         window: Window,
         scoring: Scoring,
     ) -> "_PaddedInputs":
-        head = q.shape[3]
-        tiles = tile_sizes(kernel, head, q.shape[1], k.shape[1])
-        config = KernelConfig(tiles, head, 1, scoring.scale_of(head), scoring.softcap)
+        head, value = q.shape[3], v.shape[3]
+        tiles = tile_sizes(kernel, max(head, value), q.shape[1], k.shape[1])
+        config = KernelConfig(tiles, head, value, 1, scoring.scale_of(head), scoring.softcap)
         # The window is an input array of one element, because only the device may know it (pipeline
         # stages with different masks).
         reach = None if window is None else jnp.asarray(window, jnp.int32).reshape(1)
@@ -297,17 +300,19 @@ class _Layout(NamedTuple):
     grid: tuple[int, int, int]
     arguments: list[tuple[Any, Any]]
     heads: pl.BlockSpec
-    queries: pl.BlockSpec
+    values: pl.BlockSpec
+    of_d_output: pl.BlockSpec
     rows: pl.BlockSpec
 
 
-# What one program (i, h, b) of each layout reads and writes, with blocks of n queries or keys:
+# What one program (i, h, b) of each layout reads and writes, with blocks of n queries or keys; the
+# last dimension is H for q, k and their gradients, and V for v, o and theirs:
 #
 #              by queries (forward, dq)       by keys (dkv)
-# q, dO        block [n, H] of head h         all queries of `group` heads from h * group on
-# k, v         all keys of head h // group    block [n, H] of head h // parts
+# q, dO        block [n, ·] of head h         all queries of `group` heads from h * group on
+# k, v         all keys of head h // group    block [n, ·] of head h // parts
 # lse, δ       block [n] of head h            all queries of these heads
-# results      block [n, H] of o or dq        block [n, H] of dk and dv, for part h % parts
+# results      block [n, ·] of o or dq        block [n, ·] of dk and dv, for part h % parts
 def _query_layout(padded: _PaddedInputs) -> _Layout:
     """Return the layout with one program per block of queries and head."""
     config, (batch, length, heads, _), n = (
@@ -319,19 +324,25 @@ def _query_layout(padded: _PaddedInputs) -> _Layout:
     # Causal: the last blocks of queries visit the most keys. `last - i` starts them first, which
     # balances the tail of the grid.
     ranges = block_ranges(*_block_visibility(padded))
-    of_q = _spec((None, n, None, config.in_memory), lambda i, h, b: (b, last - i, h, 0))
-    of_k = _spec(
-        (None, keys, None, config.in_memory), lambda _, h, b: (b, 0, jax.lax.div(h, group), 0)
+    of_q, of_o = (
+        _spec((None, n, None, in_memory(width)), lambda i, h, b: (b, last - i, h, 0))
+        for width in (config.head, config.value)
+    )
+    of_k, of_v = (
+        _spec(
+            (None, keys, None, in_memory(width)), lambda _, h, b: (b, 0, jax.lax.div(h, group), 0)
+        )
+        for width in (config.head, config.value)
     )
     arguments = [
         (_spec((None, None, 4), lambda i, _, b: (b, last - i, 0)), ranges),
-        (of_q, padded.q), (of_k, padded.k), (of_k, padded.v),
+        (of_q, padded.q), (of_k, padded.k), (of_v, padded.v),
         _token_block(padded.queries, _spec((None, n), lambda i, _, b: (b, last - i))),
         _token_block(padded.keys, _spec((None, keys), lambda _, h, b: (b, 0))),
         _whole_vector(padded.window),
     ]  # fmt: skip
     rows = _spec((None, None, n), lambda i, h, b: (b, h, last - i))
-    return _Layout((last + 1, heads, batch), arguments, of_q, of_q, rows)
+    return _Layout((last + 1, heads, batch), arguments, of_q, of_o, of_o, rows)
 
 
 def _key_layout(padded: _PaddedInputs, parts: int) -> _Layout:
@@ -339,20 +350,28 @@ def _key_layout(padded: _PaddedInputs, parts: int) -> _Layout:
     config, (batch, length, kv, _), n = padded.config, padded.k.shape, padded.config.tiles.keys
     queries, group = padded.q.shape[1], config.group
     ranges = block_ranges(*(x.swapaxes(1, 2) for x in _block_visibility(padded)))
-    of_q = _spec((None, queries, group, config.in_memory), lambda _, h, b: (b, 0, h, 0))
-    of_k = _spec(
-        (None, n, None, config.in_memory), lambda i, h, b: (b, i, jax.lax.div(h, parts), 0)
+    of_q, of_d_output = (
+        _spec((None, queries, group, in_memory(width)), lambda _, h, b: (b, 0, h, 0))
+        for width in (config.head, config.value)
+    )
+    of_k, of_v = (
+        _spec((None, n, None, in_memory(width)), lambda i, h, b: (b, i, jax.lax.div(h, parts), 0))
+        for width in (config.head, config.value)
     )
     arguments = [
         (_spec((None, None, 4), lambda i, _, b: (b, i, 0)), ranges),
-        (of_q, padded.q), (of_k, padded.k), (of_k, padded.v),
+        (of_q, padded.q), (of_k, padded.k), (of_v, padded.v),
         _token_block(padded.queries, _spec((None, queries), lambda _, h, b: (b, 0))),
         _token_block(padded.keys, _spec((None, n), lambda i, _, b: (b, i))),
         _whole_vector(padded.window),
     ]  # fmt: skip
-    heads = _spec((None, n, None, config.in_memory), lambda i, h, b: (b, i, h, 0))
+    heads, values = (
+        _spec((None, n, None, in_memory(width)), lambda i, h, b: (b, i, h, 0))
+        for width in (config.head, config.value)
+    )
     rows = _spec((None, group, queries), lambda _, h, b: (b, h, 0))
-    return _Layout((length // n, kv * parts, batch), arguments, heads, of_q, rows)
+    grid = length // n, kv * parts, batch
+    return _Layout(grid, arguments, heads, values, of_d_output, rows)
 
 
 def _block_visibility(padded: _PaddedInputs) -> tuple[Array, Array]:

@@ -50,7 +50,7 @@ class KeyPart(NamedTuple):
     """
 
     k: Float[Array, "b t kv h"]
-    v: Float[Array, "b t kv h"]
+    v: Float[Array, "b t kv hv"]
     at: TokenPositions
 
 
@@ -62,7 +62,7 @@ class PartialResult(NamedTuple):
         lse: logsumexp of the scores; -inf if no key is visible.
     """
 
-    o: Float[Array, "b s heads h"]
+    o: Float[Array, "b s heads hv"]
     lse: Float[Array, "b s heads"]
 
     def merged(self, other: "PartialResult") -> "PartialResult":
@@ -70,7 +70,7 @@ class PartialResult(NamedTuple):
         lse = jnp.logaddexp(self.lse, other.lse)
         return PartialResult(self.scaled_to(lse) + other.scaled_to(lse), lse)
 
-    def scaled_to(self, lse: Float[Array, "b s heads"]) -> Float[Array, "b s heads h"]:
+    def scaled_to(self, lse: Float[Array, "b s heads"]) -> Float[Array, "b s heads hv"]:
         """Return the contribution to the mean over more keys, whose logsumexp is `lse`."""
         return self.o * jnp.exp(self.lse - _finite(lse))[..., None]
 
@@ -80,7 +80,7 @@ class Gradients(NamedTuple):
 
     q: Float[Array, "b s heads h"]
     k: Float[Array, "b t kv h"]
-    v: Float[Array, "b t kv h"]
+    v: Float[Array, "b t kv hv"]
 
 
 class BackwardInputs(NamedTuple):
@@ -92,7 +92,7 @@ class BackwardInputs(NamedTuple):
         delta: Σ o · d_o over each head.
     """
 
-    d_o: Float[Array, "b s heads h"]
+    d_o: Float[Array, "b s heads hv"]
     lse: Float[Array, "b s heads"]
     delta: Float[Array, "b s heads"]
 
@@ -133,14 +133,14 @@ def attend_to_part(
                 # = 0.
                 weights = jnp.exp(scores - _finite(lse)[..., None])
                 o = product("bkgst,btkh->bskgh", weights.astype(keys.v.dtype), keys.v)
-                o = o.reshape(tile.q.shape)
+                o = o.reshape(*tile.q.shape[:3], -1)
                 lse = lse.reshape(lse.shape[0], -1, lse.shape[-1]).swapaxes(1, 2)
                 return part.merged(PartialResult(o, lse))
 
             return jax.lax.cond(_may_see(tile, keys, window), merged, lambda: part), None
 
         # The neutral element of `PartialResult.merged`: weight e^-inf = 0.
-        o = jnp.zeros(tile.q.shape, jnp.float32)
+        o = jnp.zeros((*tile.q.shape[:3], keys.v.shape[-1]), jnp.float32)
         return jax.lax.scan(of_keys, PartialResult(o, o[..., 0] - jnp.inf), key_tiles)[0]
 
     parts = jax.lax.map(of_queries, _tiles(queries, BEFORE))
@@ -174,7 +174,8 @@ def gradients_of_part(
 
         # Gradients of queries are summed over key tiles (carry of the inner scan), gradients of
         # keys over query tiles (carry of the outer scan).
-        d_q, of_tiles = jax.lax.scan(of_keys, jnp.zeros_like(tile[1].d_o), key_tiles)
+        d_q = jnp.zeros(tile[0].q.shape, jnp.float32)
+        d_q, of_tiles = jax.lax.scan(of_keys, d_q, key_tiles)
         return jax.tree.map(jnp.add, sums, of_tiles), d_q
 
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), key_tiles[:2])
@@ -310,7 +311,7 @@ def _gradients_of_tile(
     #
     # Operands are cast to the input dtype before each product; sums are float32.
     weights = jnp.exp(scores - _finite(lse)[..., None])
-    d_o = of_queries.d_o.reshape(q.shape).astype(keys.v.dtype)
+    d_o = of_queries.d_o.reshape(*q.shape[:-1], -1).astype(keys.v.dtype)
     d_weights = product("bskgh,btkh->bkgst", d_o, keys.v)
     d_scores = scoring.score_gradients(scores, weights, d_weights, delta[..., None], q.shape[-1])
     d_scores, weights = d_scores.astype(q.dtype), weights.astype(q.dtype)

@@ -42,13 +42,13 @@ DocumentIds = Int[Array, "b s"] | None
 def splash_attention(
     q_BSHh: Float[Array, "b s heads h"],
     k_BSKh: Float[Array, "b s kv h"],
-    v_BSKh: Float[Array, "b s kv h"],
+    v_BSKh: Float[Array, "b s kv hv"],
     segment_ids: DocumentIds,
     window: int | None = None,
     chunk: int | None = None,
     scoring: Scoring = PLAIN,
     sinks: Float[Array, "heads"] | None = None,
-) -> Float[Array, "b s heads h"]:
+) -> Float[Array, "b s heads hv"]:
     """Compute softmax(q kᵀ / √h) v over the keys at or before each query, in its document.
 
     A query sees the last `window` tokens, including itself, and its own chunk of `chunk` tokens.

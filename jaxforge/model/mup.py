@@ -21,8 +21,9 @@ import math
 
 from jaxforge.config.model import EXPERTS, LAYERS, ModelConfig
 
-_WIDTHS = frozenset({"embed", "expert_embed", "heads", "kv_heads", "mlp"})
-"""Logical axes that grow with a model's width; vocabulary, positions and experts do not."""
+_WIDTHS = frozenset({"embed", "expert_embed", "heads", "kv_heads", "latent", "latent_embed", "mlp"})
+"""Logical axes that grow with a model's width; vocabulary, positions and experts do not. Ranks of
+latents count as widths: DeepSeek-V2's and V3's are a quarter to a tenth of the residual stream."""
 
 Axes = tuple[str | None, ...]
 
@@ -82,3 +83,11 @@ def score_scale(config: ModelConfig) -> float | None:
         return config.attention_scale
     base_scale = 1 / math.sqrt(base) if config.attention_scale is None else config.attention_scale
     return base_scale * base / config.head_size
+
+
+def attention_scale(config: ModelConfig) -> float | None:
+    """Return `score_scale` times the factor of YaRN with `mscale_all_dim`."""
+    scale, scaling = score_scale(config), config.rope_scaling
+    if scaling is None or scaling.score_factor == 1.0:
+        return scale
+    return scaling.score_factor * (config.head_size**-0.5 if scale is None else scale)

@@ -85,9 +85,11 @@ def attention_factor(scaling: RopeScaling | None) -> float:
         return 1.0
     if scaling.attention_factor is not None:
         return scaling.attention_factor
-    longer = math.log(max(1.0, scaling.factor))
     if scaling.rope_type == "yarn":
-        return 0.1 * longer + 1.0
+        if scaling.mscale is None or scaling.mscale_all_dim is None:
+            return scaling.yarn_factor(1.0)
+        return scaling.yarn_factor(scaling.mscale) / scaling.yarn_factor(scaling.mscale_all_dim)
+    longer = math.log(max(1.0, scaling.factor))
     return math.sqrt(1 + longer / math.log(scaling.original_max_seq_len))
 
 

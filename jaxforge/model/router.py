@@ -187,8 +187,9 @@ def _within_groups(scores: Float[Array, "b s e"], config: ModelConfig) -> Float[
     if groups == n_best:
         return scores
     by_group = scores.reshape(*scores.shape[:2], groups, -1)
-    best_two = jax.lax.top_k(by_group, min(2, by_group.shape[-1]))[0]
-    _, best = jax.lax.top_k(jnp.sum(best_two, axis=-1), n_best)
+    counted = 1 if config.moe_group_score == "max" else min(2, by_group.shape[-1])
+    best_experts = jax.lax.top_k(by_group, counted)[0]
+    _, best = jax.lax.top_k(jnp.sum(best_experts, axis=-1), n_best)
     is_in = jnp.any(best[..., None] == jnp.arange(groups), axis=-2)
     return jnp.where(is_in[..., None], by_group, -jnp.inf).reshape(scores.shape)
 

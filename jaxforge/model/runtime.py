@@ -105,6 +105,7 @@ def runtime_for(
     at = KernelRequirements(
         platform, dtype, m.head_size, length, m.attn_logit_softcap, chunk, m.attention_sinks,
         config.data.pack_sequences, capability, is_present=jax.default_backend() == platform,
+        value_size=m.value_head_size,
     )  # fmt: skip
     widths = (m.dim, m.expert_dim // config.distributed.tp)
     products = ProductRequirements(platform, dtype, widths, capability)

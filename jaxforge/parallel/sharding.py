@@ -42,6 +42,8 @@ RULES: Mapping[str, str | tuple[str, ...] | None] = {
     "mlp": "tp",
     EXPERTS: "ep",
     "expert_embed": ("dp_shard", "cp"),
+    "latent": None,  # the result of a projection to a latent, which every head needs
+    "latent_embed": ("dp_shard", "cp", "ep"),
     "norm": None,
     "positions": None,
     # activations
@@ -60,6 +62,7 @@ _CONFIG_KEYS = {
     "mlp": "model.ffn_hidden_dim",
     EXPERTS: "model.num_experts",
     "expert_embed": "model.dim",
+    "latent_embed": "the ranks of model.latent_attention",
 }
 
 

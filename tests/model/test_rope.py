@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from jaxforge.config.model import ModelConfig, RopeScaling
+from jaxforge.model.mup import attention_scale
 from jaxforge.model.plan import Rope, build_layer_plan
-from jaxforge.model.rope import inverse_frequencies, rotate, rotation
+from jaxforge.model.rope import attention_factor, inverse_frequencies, rotate, rotation
 
 HEAD = 16
 
@@ -117,3 +118,30 @@ def test_llama3_scaling_matches_reference(scaling):
     assert unscaled.any()
     assert scaled.any()
     assert (~unscaled & ~scaled).any()  # the ramp between them
+
+
+def test_yarn_mscale_follows_deepseek():
+    """DeepSeek-V3 has 1 and 1; 0.1 ln 40 is 0.36888794541139363."""
+    yarn = {"rope_type": "yarn", "factor": 40.0}
+    both = RopeScaling(**yarn, mscale=1.0, mscale_all_dim=1.0)
+    assert attention_factor(both) == 1.0
+    assert attention_scale(config(rope_scaling=both)) == pytest.approx(1.36888794541139363**2 / 4)
+    uneven = RopeScaling(**yarn, mscale=1.0, mscale_all_dim=0.5)
+    assert attention_factor(uneven) == pytest.approx(1.36888794541139363 / 1.18444397270569681)
+    assert attention_factor(RopeScaling(**yarn)) == pytest.approx(1.36888794541139363)
+    assert attention_factor(RopeScaling(**yarn, mscale_all_dim=0.5)) == attention_factor(
+        RopeScaling(**yarn)
+    )
+    scaled = config(rope_scaling=uneven, attention_scale=0.5)
+    assert attention_scale(scaled) == pytest.approx(0.5 * 1.18444397270569681**2)
+    assert attention_scale(config(rope_scaling=RopeScaling(**yarn))) is None
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [({"rope_type": "yarn", "mscale": 1.0}, "no effect without mscale_all_dim"),
+     ({"rope_type": "linear", "mscale_all_dim": 1.0}, 'requires rope_type = "yarn"')],
+)  # fmt: skip
+def test_mscale_without_effect_is_a_problem(keys, message):
+    with pytest.raises(ValueError, match=message):
+        RopeScaling(**keys)

@@ -25,7 +25,26 @@ from torch_compat.formats.workers import Share, Workers
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
+from transformers import conversion_mapping  # noqa: E402 (needs torch)
 
+
+class KimiK2Config(transformers.DeepseekV3Config):
+    """Config of Kimi K2's files, whose code is that of DeepSeek-V3."""
+
+    model_type = "kimi_k2"
+
+
+class DeepseekV3ForCausalLM(transformers.DeepseekV3ForCausalLM):
+    """Model of Kimi K2's files, which name this class."""
+
+    config_class = KimiK2Config
+
+
+transformers.AutoConfig.register("kimi_k2", KimiK2Config)
+transformers.AutoModelForCausalLM.register(KimiK2Config, DeepseekV3ForCausalLM)
+conversion_mapping.register_checkpoint_conversion_mapping(
+    "kimi_k2", conversion_mapping.get_checkpoint_conversion_mapping("deepseek_v3")
+)
 
 ROOT = Path(__file__).parents[2]
 TEXTS = ["the quick brown fox jumps over the lazy dog. " * 8, "Ein Käse, zwei Käse – 3 €  ?\n"]

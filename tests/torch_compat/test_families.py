@@ -66,6 +66,9 @@ def rope(kind, theta=10000.0, **keys):
 YARN = rope("yarn", factor=4.0, original_max_position_embeddings=16)
 LLAMA3 = rope("llama3", factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0,
               original_max_position_embeddings=16)  # fmt: skip
+LATENT = {"q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4,
+          "v_head_dim": 6, **MHA}  # fmt: skip
+WITH_LATENTS = ("deepseek_v2", "deepseek_v3", "kimi_k2")
 FEW_EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 20}
 DEEPSEEK = {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 20,
             "n_group": 4, "topk_group": 2, "n_shared_experts": 2,
@@ -165,6 +168,22 @@ CASES = {
         **DEEPSEEK, "first_k_dense_replace": 0, "norm_topk_prob": False, "attention_bias": True,
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e4,
                             "partial_rotary_factor": 1.0}}),
+    "deepseek_v2": ("deepseek_v2", {
+        **LATENT, **DEEPSEEK, "q_lora_rank": None, "topk_method": "greedy", "num_hidden_layers": 3,
+        "first_k_dense_replace": 1}),
+    "deepseek_v2, groups": ("deepseek_v2", {
+        **LATENT, **DEEPSEEK, "topk_method": "group_limited_greedy", "attention_bias": True,
+        "rope_parameters": {**YARN, "mscale": 0.7, "mscale_all_dim": 0.3}}),
+    "deepseek_v3": ("deepseek_v3", {
+        **LATENT, **DEEPSEEK, "num_hidden_layers": 3, "first_k_dense_replace": 1,
+        "rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0}}),
+    "deepseek_v3, lite": ("deepseek_v3", {
+        **LATENT, **DEEPSEEK, "q_lora_rank": None, "n_group": 1, "topk_group": 1,
+        "first_k_dense_replace": 1, "attention_bias": True, "rms_norm_eps": 1e-5,
+        "v_head_dim": 16}),
+    "kimi_k2": ("kimi_k2", {
+        **LATENT, **DEEPSEEK, "n_group": 1, "topk_group": 1, "n_shared_experts": 1,
+        "first_k_dense_replace": 1}),
     "gpt_oss": ("gpt_oss", {**GPT_OSS, "num_hidden_layers": 4, "rope_parameters": {
         **YARN, "truncate": False}}),
     "gpt_oss, full, no biases": ("gpt_oss", {
@@ -244,6 +263,7 @@ CACHED = [
     "llama, dynamic, longer", "mistral, window 8", "qwen2", "olmo3, window 8", "smollm3, window 8",
     "gemma2, window 8", "gemma3, window 80", "granite", "phi3, longrope", "phi3, longrope, short",
     "gpt_neox", "gpt2", "qwen2_moe, some layers, window 8", "dots1, window 8", "gpt_oss",
+    "deepseek_v3", pytest.param("deepseek_v2, groups", marks=pytest.mark.slow),
 ]  # fmt: skip
 
 
@@ -299,7 +319,9 @@ def test_export_of_import_is_identical(imported, tmp_path):
 # tested in tests/model/test_moe.py.
 TRAINED = [
     "olmo3, window 8", "gemma2, window 8", "gemma3, window 8", "granite", "gpt_neox", "gpt2",
-    "gpt_oss", *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen2_moe", "dots1")),
+    "gpt_oss", "deepseek_v3",
+    *(pytest.param(name, marks=pytest.mark.slow)
+      for name in ("qwen2_moe", "dots1", "deepseek_v2, groups", "deepseek_v3, lite")),
 ]  # fmt: skip
 WITHOUT_BALANCE = {"moe_aux_loss_weight": 0.0, "moe_bias_update_rate": 0.0}
 UPDATES, LR, CLIP = 10, 1e-3, 1.0
@@ -414,9 +436,15 @@ def minimal(model_type, **keys):
         (minimal("gpt_oss", quantization_config={"quant_method": "mxfp4"}),
          r"quantized, in MXFP4: take a copy in bfloat16.*Mxfp4Config\(dequantize=True\)"),
         (minimal("ernie4_5_moe"), "takes rotary positions of neighbouring channels: not built"),
-        (minimal("deepseek_v2"), "takes multi-head latent attention: not built yet"),
+        (minimal("deepseek_v2", **LATENT, topk_method="noaux_tc"), "of topk_method = 'noaux_tc'"),
+        (minimal("deepseek_v2", **LATENT), "does not give num_experts_per_tok"),
+        (minimal("deepseek_v2", num_experts_per_tok=2, topk_method="group_limited_greedy", **MHA),
+         "does not give n_group, topk_group"),
+        (minimal("deepseek_v3"), "num_key_value_heads = 2 must equal num_attention_heads = 4"),
+        (minimal("deepseek_v3", rope_interleave=False), "counterpart of rope_interleave = False"),
+        (minimal("deepseek_v3", v_head_dim=None), "v_head_dim = None is not possible"),
+        (minimal("glm_moe_dsa"), "takes attention to keys that an indexer chooses: not built"),
         (minimal("bert"), "'bert' takes an encoder, with bidirectional attention: not built yet"),
-        (minimal("deepseek_v3"), "takes multi-head latent attention: not built yet"),
         (minimal("mamba2"), "takes state-space or recurrent layers: not built yet"),
         (minimal("gemma3"), "takes an encoder of images or sound: not built yet"),
         (minimal("nonsense"), "model_type 'nonsense' is not one of llama, mistral"),
@@ -465,6 +493,8 @@ def test_minimal_and_old_configs_match_transformers(model_type, keys):
         given["hidden_act"] = "relu"
     if model_type == "dots1":  # it has no defaults of these
         given |= {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": 1}
+    if model_type in WITH_LATENTS:  # other defaults do not fit
+        given |= {"num_key_value_heads": 32, "num_experts_per_tok": 6}
     theirs = transformers.AutoConfig.for_model(model_type, **json.loads(json.dumps(given)))
     result = [ModelConfig(**hf_config.model_table(config, "here"))
              for config in ({"model_type": model_type, **given}, theirs.to_dict())]  # fmt: skip
@@ -720,6 +750,11 @@ NORM_EPS = ("rms_norm_eps", "layer_norm_eps", "norm_epsilon", "layer_norm_epsilo
 """Keys of the eps of norms: each family reads only its own."""
 FIRST = list({CASES[case][0]: case for case in reversed(CASES)}.values())
 """Case of each family."""
+OF_KEYS = [
+    pytest.param(case, marks=pytest.mark.slow) if CASES[case][0] in WITH_LATENTS else case
+    for case in FIRST
+]
+"""Case of each family; with latent attention, a model takes twice as long without compilation."""
 
 
 def changed_configs(config):
@@ -773,7 +808,7 @@ def logits_of_ours(directory, params):
         return network.logits(params, network.hidden(params, tokens_of()))
 
 
-@pytest.mark.parametrize("imported", FIRST, indirect=True)
+@pytest.mark.parametrize("imported", OF_KEYS, indirect=True)
 def test_config_keys_have_same_effect_as_in_transformers(imported, tmp_path):
     _, path, network, (model, params) = imported
     config, weights = config_json(path / "hf"), network.state_dict()
@@ -847,7 +882,8 @@ def test_generation_and_trainer_keys_are_ignored(model_type):
     left = {"unsloth_fixed": True, "unsloth_version": "2024.9", "neftune_noise_alpha": 5,
             "pad_to_multiple_of": 8, "max_length": 20, "temperature": 0.6, "top_p": 0.9,
             "do_sample": True, "pruned_heads": {}, "use_bfloat16": True}  # fmt: skip
-    given = minimal(model_type, **DEEPSEEK) if model_type == "dots1" else minimal(model_type)
+    more = DEEPSEEK if model_type == "dots1" else {}
+    given = minimal(model_type, **(DEEPSEEK | LATENT if model_type in WITH_LATENTS else more))
     if model_type == "arcee":
         given["hidden_act"] = "relu"
     assert hf_config.model_table({**given, **left}, "") == hf_config.model_table(given, "")

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxforge.config.mixers import LatentAttentionConfig
 from jaxforge.config.model import ModelConfig
 from jaxforge.errors import UserError
 from jaxforge.model.plan import build_layer_plan
@@ -38,6 +39,14 @@ SHARED = {"moe_shared_experts": 1, "moe_shared_expert_dim": 6, "moe_shared_exper
 SOME = {"moe_frequency": 2}
 GPT_OSS = {**MIXTURE, "attention_sinks": True, "activation": "swiglu_oai", "swiglu_limit": 7.0,
            "mlp_bias": True, "moe_router_bias": True}  # fmt: skip
+LATENTS = {
+    "mixer": "latent_attention", "n_kv_heads": None, "latent_attention": LatentAttentionConfig(
+        q_rank=6, kv_rank=5, nope_head_dim=3, rope_head_dim=8, value_head_dim=2
+    ),
+}  # fmt: skip
+WITHOUT_QUERY_RANK = LATENTS | {
+    "latent_attention": LatentAttentionConfig(kv_rank=5, nope_head_dim=3, rope_head_dim=4)
+}
 NEOX = {**TWO_MATRICES, "mlp_bias": True, "n_kv_heads": 4}
 FEATURES = {
     "kempnerforge": [
@@ -82,6 +91,15 @@ FEATURES = {
     "hf-olmoe": [{**MIXTURE, "qk_norm": True, "qk_norm_scope": "projection"}],
     "hf-dots1": [{**DEEPSEEK, "qk_norm": True}],
     "hf-glm4-moe": [DEEPSEEK, {**DEEPSEEK, "qkv_bias": True}],
+    "hf-deepseek-v2": [
+        {**MIXTURE, **LATENTS, "moe_shared_experts": 1},
+        {**MIXTURE, **WITHOUT_QUERY_RANK, "moe_shared_experts": 1},
+    ],
+    "hf-deepseek-v3": [
+        {**DEEPSEEK, **LATENTS},
+        {**DEEPSEEK, **LATENTS, **BIASES, "mlp_bias": False},
+    ],
+    "hf-kimi-k2": [{**DEEPSEEK, **LATENTS}],
     "hf-gpt-oss": [GPT_OSS, {**GPT_OSS, "qkv_bias": True, "o_bias": True}],
 }
 CASES = [(name, features) for name, several in FEATURES.items() for features in several]
@@ -299,7 +317,8 @@ WRAPPERS = [
 def test_dialect_is_detected_from_keys(dialect, features, prefix):
     keys = list(theirs_of(dialect, features))
     same = dict.fromkeys(("hf-mistral", "hf-gemma", "hf-smollm3", "hf-granite"), "hf-llama")
-    expected = {**same, "hf-olmo3": "hf-olmo2"}.get(dialect, dialect)  # identical names
+    same |= {"hf-olmo3": "hf-olmo2", "hf-kimi-k2": "hf-deepseek-v3"}
+    expected = same.get(dialect, dialect)  # identical names
     for wrapped in WRAPPERS:
         result = dcp_state.sort_keys(as_dcp([prefix + wrapped(key) for key in keys]))
         assert result.dialect is NAME_MAPS[expected]

@@ -21,11 +21,12 @@ _NO_PART_OF_THE_MODEL = frozenset({
     "embedding_dropout", "eos_token_id", "forced_bos_token_id", "forced_eos_token_id",
     "gradient_checkpointing", "hidden_dropout", "id2label", "is_decoder", "label2id",
     "model_type", "output_attentions", "output_hidden_states", "pad_token_id", "problem_type",
-    "resid_pdrop", "residual_dropout", "return_dict", "sep_token_id", "task_specific_params",
-    "tokenizer_class", "torch_dtype", "torchscript", "transformers.js_config",
-    "transformers_version", "unk_token_id", "use_cache",
+    "quantization_config", "resid_pdrop", "residual_dropout", "return_dict", "sep_token_id",
+    "task_specific_params", "tokenizer_class", "torch_dtype", "torchscript",
+    "transformers.js_config", "transformers_version", "unk_token_id", "use_cache",
 })  # fmt: skip
-"""Keys of any family that do not affect the model's function. jaxforge has no dropout."""
+"""Keys of any family that do not affect the model's function. jaxforge has no dropout.
+`quantization_config` describes the files (`block_of_scales`)."""
 _OF_GENERATION = frozenset({
     "bad_words_ids", "begin_suppress_tokens", "decoder_start_token_id", "diversity_penalty",
     "do_sample", "early_stopping", "encoder_no_repeat_ngram_size",
@@ -82,6 +83,28 @@ def further_layers(config: Mapping[str, Any], where: str) -> range:
     return range(
         first, first + (complete[family.further_layers_key] if family.further_layers_key else 0)
     )
+
+
+def block_of_scales(config: Mapping[str, Any], where: str) -> tuple[int, int] | None:
+    """Return rows and columns of the blocks of 8-bit weights that share a scale; None: no 8 bits.
+
+    Raises:
+        UserError: the weights are quantized in another way.
+    """
+    quantized = config.get("quantization_config")
+    if not quantized:
+        return None
+    if isinstance(quantized, dict) and quantized.get("quant_method") == "fp8":
+        block, is_edge = quantized.get("weight_block_size"), _is_int_up_to(limits.WIDTH)
+        is_e4m3 = quantized.get("fmt", "e4m3") == "e4m3"
+        if is_e4m3 and isinstance(block, list) and len(block) == 2 and all(map(is_edge, block)):
+            return block[0], block[1]
+    is_mxfp4 = isinstance(quantized, dict) and quantized.get("quant_method") == "mxfp4"
+    raise UserError(
+        f"{where}: jaxforge's model has no counterpart of quantization_config: the weights are "
+        + (f"quantized, in MXFP4: {DEQUANTIZED}" if is_mxfp4 else "quantized in another way than "
+           'in e4m3 with a scale per block ("quant_method": "fp8" with "weight_block_size")')
+    )  # fmt: skip
 
 
 def select_family(
@@ -215,6 +238,8 @@ def network_settings(model: ModelConfig) -> dict[str, Any]:
     """
     keys = {k: v for k, v in model.model_dump().items() if k not in _NOT_COMPARED}
     keys = {k: v for k, v in keys.items() if not k.startswith("moe_")} | _experts(model)
+    if not model.has_latent_attention:
+        keys["latent_attention"] = None
     has_dense_layers = any(parts.feed_forward == "dense" for parts in model.layer_parts)
     keys |= {
         "n_kv_heads": model.kv_heads,
@@ -242,7 +267,9 @@ def _experts(model: ModelConfig) -> dict[str, Any]:
     groups = model.moe_groups, model.moe_top_k_groups
     return {
         **{key: getattr(model, key) for key in same},
-        "moe_groups and moe_top_k_groups": (1, 1) if groups[0] == groups[1] else groups,
+        "moe_groups and moe_top_k_groups": (
+            (1, 1) if groups[0] == groups[1] else (*groups, model.moe_group_score)
+        ),
         "moe_frequency and moe_first_dense_layers": tuple(
             parts.feed_forward for parts in model.layer_parts
         ),
@@ -279,12 +306,7 @@ def _complete(config: Mapping[str, Any], family: Family, where: str) -> dict[str
     Raises:
         UserError: keys are missing, unknown, or have impossible values.
     """
-    if quantized := config.get("quantization_config"):
-        is_mxfp4 = isinstance(quantized, dict) and quantized.get("quant_method") == "mxfp4"
-        raise UserError(
-            f"{where}: jaxforge's model has no counterpart of quantization_config: the weights are "
-            f"quantized{f', in MXFP4: {DEQUANTIZED}' if is_mxfp4 else ''}"
-        )
+    block_of_scales(config, where)  # raises
     usual = _by_usual_names(config, family, where)
     needed = [key for key in NEEDED if family.defaults.get(key, 0) is None]
     missing = [family.name_in_family(key) for key in needed if type(usual.get(key)) is not int]
@@ -292,7 +314,10 @@ def _complete(config: Mapping[str, Any], family: Family, where: str) -> dict[str
         raise UserError(f"{where}: it does not give {', '.join(missing)}, or not as whole numbers")
     for key, value in usual.items():
         is_fine = _RANGES.get(key)
-        is_wrong = key in _NEVER_NULL if value is None else is_fine and not is_fine(value)
+        if value is None:
+            is_wrong = key in _NEVER_NULL and family.defaults.get(key, 0) is not None
+        else:
+            is_wrong = is_fine is not None and not is_fine(value)
         if is_wrong:
             name = family.name_in_family(key)
             raise UserError(f"{where}: {name} = {reprlib.repr(value)} is not possible for a model")
@@ -365,12 +390,13 @@ _NUMBERS = ("rms_norm_eps", "rope_theta", "initializer_range", "rope_local_base_
             "query_pre_attn_scalar", "embedding_multiplier", "residual_multiplier",
             "attention_multiplier", "logits_scaling", "routed_scaling_factor",
             "swiglu_limit")  # fmt: skip
-_WIDTHS = ("moe_intermediate_size", "shared_expert_intermediate_size")
+_WIDTHS = ("moe_intermediate_size", "shared_expert_intermediate_size", "kv_lora_rank",
+           "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")  # fmt: skip
 _FROM = ("max_window_layers", "first_k_dense_replace", "num_nextn_predict_layers")
 _NEVER_NULL = frozenset((*_COUNTS, *_NUMBERS, *_WIDTHS, *_FROM, "norm_topk_prob", "qkv_bias"))
 _RANGES: Mapping[str, Callable[[Any], bool]] = {
     **dict.fromkeys(
-        (*PLAIN.values(), *_WIDTHS, "num_key_value_heads", "head_dim",
+        (*PLAIN.values(), *_WIDTHS, "num_key_value_heads", "head_dim", "q_lora_rank",
          "original_max_position_embeddings"),
         _is_int_up_to(limits.WIDTH),
     ),

@@ -17,6 +17,7 @@ from torch_compat.checkpoint.dcp_state import ReadOptions
 from torch_compat.checkpoint.hf_config import (
     CONFIG,
     DEQUANTIZED,
+    block_of_scales,
     config_json,
     eos_token_id,
     further_layers,
@@ -26,9 +27,9 @@ from torch_compat.checkpoint.name_maps import name_map
 from torch_compat.checkpoint.state import AbstractTarget, CheckpointState
 from torch_compat.checkpoint.validation import INVISIBLE_KEYS, has_effect
 from torch_compat.families import FAMILIES
-from torch_compat.formats import safetensors, torch_file
+from torch_compat.formats import block_scaled, safetensors, torch_file
 from torch_compat.formats.files import Directory, sync
-from torch_compat.formats.lazy import LazyTensor
+from torch_compat.formats.lazy import DTYPES, LazyTensor
 from torch_compat.formats.staging import Unit
 from torch_compat.names.table import EMBEDDING, NameMap, strip_wrappers
 from torch_compat.names.translation import Translation, summarize_names
@@ -43,6 +44,9 @@ TOKENIZER = "tokenizer"
 """Directory of a run that holds its tokenizer."""
 IMPORTED = "huggingface"
 """Directory of a run that holds the JSON files of the Hugging Face model that it began with."""
+IN_8_BITS = "fp8"
+"""Value of `--dtype`: matrices of layers in e4m3 with a scale per block, all else in bfloat16."""
+_MATRIX = re.compile(r"layers\.\d+\..*_proj\.weight")  # of jaxforge; not routers
 _MXFP4 = ("_blocks", "_scales")
 _LAYER = re.compile(r"model\.layers\.(\d{1,9})\.")
 
@@ -97,6 +101,8 @@ def read(directory: Directory, target: AbstractTarget, options: ReadOptions) -> 
     contents = tensors(directory)
     if quantized := [key for key in contents if key.endswith(_MXFP4)]:
         raise UserError(f"{directory}: {summarize_names(quantized)} are in MXFP4: {DEQUANTIZED}")
+    if (block := block_of_scales(config, f"{directory}/{CONFIG}")) is not None:
+        contents = block_scaled.dequantize(contents, block, str(directory))
     by_name = _rename_to_dialect(contents, dialect, str(directory))
     by_name, left_out = _drop_layers(by_name, further_layers(config, f"{directory}/{CONFIG}"))
     into = Translation(dialect, model, options.resize_vocab, str(directory))
@@ -209,12 +215,42 @@ def notes(dialect: str, tokenizer: Path | None) -> Iterator[str]:
         )
 
 
+def tensors_of_export(
+    checkpoint: CheckpointState, model: ModelConfig, family: str, dtype: str | None
+) -> dict[str, LazyTensor]:
+    """Return the tensors of an export by the family's keys.
+
+    Args:
+        checkpoint: the weights, in their dtype.
+        model: the model.
+        family: a key of `FAMILIES` that supports the model.
+        dtype: `IN_8_BITS` for matrices in 8 bits.
+
+    Raises:
+        UserError: the family stores several matrices in one tensor, which has no blocks.
+    """
+    dialect = FAMILIES[family].dialect
+    if dtype != IN_8_BITS:
+        return dialect.to_dialect(checkpoint.variables, model)
+    matrices = {dialect.key_for(name) for name in checkpoint.params if _MATRIX.fullmatch(name)}
+    weights = dialect.to_dialect(checkpoint.params, model)
+    if packed := [key for key in weights if key in matrices and len(weights[key].shape) != 2]:
+        raise UserError(
+            f"--dtype {IN_8_BITS}: {packed[0]} holds several matrices. Export with --dtype bfloat16"
+        )
+    bf16 = DTYPES["bfloat16"]
+    weights = {key: t if key in matrices else t.cast(bf16) for key, t in weights.items()}
+    others = dialect.to_dialect(checkpoint.model_state or {}, model)
+    return {**block_scaled.quantize(weights, matrices), **others}
+
+
 def units(
     checkpoint: CheckpointState,
     config: JobConfig,
     directory: Path,
     *,
     family: str,
+    dtype: str | None,
     largest: int,
     block: int,
     tokenizer: Path | None,
@@ -227,16 +263,19 @@ def units(
         config: config of the run.
         directory: directory of the files.
         family: a key of `FAMILIES` that supports the model.
+        dtype: requested dtype (`tensors_of_export`).
         largest: bytes of tensors per file; a single tensor may exceed it.
         block: bytes that may be in memory at a time.
         tokenizer: tokenizer of the run.
         before: JSON files of the model from which the run was imported.
     """
-    dialect = FAMILIES[family].dialect
-    tensors = dialect.to_dialect(checkpoint.variables, config.model)
-    weights = dialect.to_dialect(checkpoint.params, config.model)
+    tensors = tensors_of_export(checkpoint, config.model, family, dtype)
     result, index = safetensors.units(tensors, directory, largest, block)
-    documents = _documents(config, family, _common_dtype(weights), tokenizer, before)
+    is_in_8_bits = dtype == IN_8_BITS
+    common = "bfloat16" if is_in_8_bits else _common_dtype(checkpoint.params)
+    documents = _documents(config, family, common, tokenizer, before)
+    if is_in_8_bits:
+        documents[CONFIG]["quantization_config"] = block_scaled.quantization_config()
     if index is not None:
         documents[safetensors.INDEX] = index
     return [

@@ -18,7 +18,7 @@ from jaxforge.model import mup
 from torch_compat.checkpoint.state import Tensors
 from torch_compat.formats.lazy import Index, LazyTensor
 
-_QUERIES = r"layers\.\d+\.attention\.q_proj\.(weight|bias)"
+_QUERIES = r"layers\.\d+\.(latent_)?attention\.q_(b_)?proj\.(weight|bias)"
 _ROUTERS = r"layers\.\d+\.mlp\.(router\.gate|shared_expert_gate)\.weight"
 _HEAD = r"output_head\.proj\.weight"
 

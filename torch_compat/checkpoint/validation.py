@@ -10,12 +10,13 @@ from torch_compat.names.table import differences
 from torch_compat.names.translation import shorten_problems
 
 _STRUCTURE = ("n_heads", "kv_heads", "activation", "norm_unit_offset", "parallel_residual",
-              "moe_router")  # fmt: skip
+              "moe_router", "latent_attention")  # fmt: skip
 _CONSTANTS = ("norm_eps", "rope_theta", "rope_scaling", "qk_norm_eps", "partial_rotary_factor",
               "attention_chunk_size", "local_rope_theta", "rope_pattern", "attention_scale",
               "attn_logit_softcap", "final_logit_softcap", "embedding_multiplier",
               "residual_multiplier", "logits_scaling", "moe_top_k", "moe_norm_topk",
-              "moe_routed_scaling", "moe_groups", "moe_top_k_groups", "moe_capacity_factor",
+              "moe_routed_scaling", "moe_groups", "moe_top_k_groups", "moe_group_score",
+              "moe_capacity_factor",
               "bias_update", "swiglu_limit", "mup_base_width", "mup_base_head_dim")  # fmt: skip
 INVISIBLE_KEYS = (*_STRUCTURE, *_CONSTANTS)
 """Keys of `[model]` that do not affect the shapes of the weights."""
@@ -71,6 +72,8 @@ def has_effect(key: str, model: ModelConfig) -> bool:
     """Return whether a key of `INVISIBLE_KEYS` affects a model."""
     if key == "qk_norm_eps":
         return model.qk_norm
+    if key == "latent_attention":
+        return model.has_latent_attention
     return model.is_moe or not key.startswith("moe_")
 
 

@@ -9,7 +9,6 @@ from typing import Any
 from jaxforge.cli.redaction import redacted_message
 from jaxforge.storage import urls
 from torch_compat.checkpoint import hf_config, hf_state
-from torch_compat.checkpoint.name_maps import name_map
 from torch_compat.checkpoint.validation import check_written
 from torch_compat.convert import model_card
 from torch_compat.convert.source import Request, Source
@@ -41,14 +40,15 @@ class HfWriter(Writer):
         """Parts of safetensors files, and the JSON and tokenizer files."""
         return hf_state.units(
             self.source.checkpoint, self.source.target.config, self.staging.path,
-            family=self._family, largest=self.request.largest_file, block=self.block,
-            tokenizer=self.source.tokenizer, before=self.source.imported,
+            family=self._family, dtype=self.request.dtype, largest=self.request.largest_file,
+            block=self.block, tokenizer=self.source.tokenizer, before=self.source.imported,
         )  # fmt: skip
 
     def complete(self, results: Mapping[str, Any]) -> None:
         """Check the written tensors and write the model card."""
         directory, model = self.staging.path, self.source.target.config.model
-        written = name_map(self.label).to_dialect(self.source.checkpoint.variables, model)
+        checkpoint, dtype = self.source.checkpoint, self.request.dtype
+        written = hf_state.tensors_of_export(checkpoint, model, self._family, dtype)
         check_written(safetensors.open_directory(Directory(directory)), written, str(directory))
         (directory / model_card.FILE).write_text(self._card(directory), "utf-8")
 

@@ -10,7 +10,8 @@ __all__ = ["FAMILIES", "UNSUPPORTED_FAMILIES", "Family"]
 _MODULES = (
     "llama", "mistral", "qwen2", "qwen3", "smollm3", "olmo2", "olmo3", "gemma", "gemma2", "gemma3",
     "granite", "phi3", "stablelm", "gpt_neox", "gpt2", "starcoder2", "arcee", "mixtral",
-    "qwen2_moe", "qwen3_moe", "olmoe", "dots1", "glm4_moe", "gpt_oss",
+    "qwen2_moe", "qwen3_moe", "olmoe", "dots1", "glm4_moe", "gpt_oss", "deepseek_v3", "deepseek_v2",
+    "kimi_k2",
 )  # fmt: skip
 """Modules of this package in order of preference: an export uses the first matching family."""
 

@@ -42,13 +42,15 @@ _SCALINGS: Mapping[str, Mapping[str, str]] = {
                "high_freq_factor": "high_freq_factor", "original_max_seq_len": _ORIGINAL},
     "yarn": {"factor": "factor", "original_max_seq_len": _ORIGINAL,
              "attention_factor": "attention_factor", "beta_fast": "beta_fast",
-             "beta_slow": "beta_slow", "truncate": "truncate"},
+             "beta_slow": "beta_slow", "truncate": "truncate", "mscale": "mscale",
+             "mscale_all_dim": "mscale_all_dim"},
     "longrope": {"factor": "factor", "original_max_seq_len": _ORIGINAL,
                  "attention_factor": "attention_factor", "short_factor": "short_factor",
                  "long_factor": "long_factor"},
 }  # fmt: skip
 """Type of rotary scaling -> key of `[model.rope_scaling]` -> key of `config.json`."""
-_MAY_BE_ABSENT = ("attention_factor", "beta_fast", "beta_slow", "truncate")
+_MAY_BE_ABSENT = ("attention_factor", "beta_fast", "beta_slow", "truncate", "mscale",
+                  "mscale_all_dim")  # fmt: skip
 _ROTARY = {
     "rope_type", "type", "rope_theta", "partial_rotary_factor", "mscale", "mscale_all_dim",
     "finetuned", *(theirs for of_kind in _SCALINGS.values() for theirs in of_kind.values()),
@@ -185,8 +187,12 @@ def _scaling(kind: str, given: Config, c: Config, what: str) -> Table:
     table = {ours: full[theirs] for ours, theirs in names.items() if full.get(theirs) is not None}
     if kind == "dynamic":
         table["original_max_seq_len"] = longest
-    if kind == "yarn" and "attention_factor" not in table and full.get("mscale_all_dim"):
-        table["attention_factor"] = _attention_factor(full)
+    if kind == "yarn" and not (full.get("mscale_all_dim") and "kv_lora_rank" in c):
+        # Only latent attention scales its scores by `mscale_all_dim`. Otherwise both keys determine
+        # no more than the factor of rotated queries and keys.
+        table = {key: value for key, value in table.items() if not key.startswith("mscale")}
+        if "attention_factor" not in table and full.get("mscale_all_dim"):
+            table["attention_factor"] = _attention_factor(full)
     return table if kind == "llama3" else {"rope_type": kind, **table}
 
 

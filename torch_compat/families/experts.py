@@ -111,19 +111,26 @@ def sigmoid(c: Config, where: str) -> Table:
         raise UserError(f"{where}: the config does not give {', '.join(missing)}")
     if c["n_routed_experts"] < 2 * c["n_group"]:
         raise UserError(f"{where}: n_group = {c['n_group']}: a group needs at least two experts")
-    width = c["moe_intermediate_size"]
     return {
+        **shared_sizes(c),
         "moe_router": "sigmoid_topk",
         "moe_bias_update": "sign",
+        "moe_norm_topk": c["norm_topk_prob"],
+        "moe_routed_scaling": c["routed_scaling_factor"],
+        "moe_groups": c["n_group"],
+        "moe_top_k_groups": c["topk_group"],
+    }
+
+
+def shared_sizes(c: Config) -> Table:
+    """Read the numbers and widths of DeepSeek's routed and shared experts, and its dense layers."""
+    width = c["moe_intermediate_size"]
+    return {
         "num_experts": c["n_routed_experts"],
         "moe_top_k": c["num_experts_per_tok"],
         "moe_expert_dim": width,
         "moe_shared_experts": c["n_shared_experts"],
         "moe_shared_expert_dim": width * c["n_shared_experts"],
-        "moe_norm_topk": c["norm_topk_prob"],
-        "moe_routed_scaling": c["routed_scaling_factor"],
-        "moe_groups": c["n_group"],
-        "moe_top_k_groups": c["topk_group"],
         "moe_first_dense_layers": c["first_k_dense_replace"],
     }
 
@@ -131,13 +138,20 @@ def sigmoid(c: Config, where: str) -> Table:
 def sigmoid_keys(model: ModelConfig) -> Table:
     """Return the keys that `sigmoid` reads."""
     return {
-        "n_routed_experts": model.num_experts,
-        "num_experts_per_tok": model.moe_top_k,
-        "moe_intermediate_size": model.expert_dim,
-        "n_shared_experts": model.shared_expert_dim // model.expert_dim,
+        **shared_size_keys(model),
         "norm_topk_prob": model.moe_norm_topk,
         "routed_scaling_factor": model.moe_routed_scaling,
         "n_group": model.moe_groups,
         "topk_group": model.moe_top_k_groups,
+    }
+
+
+def shared_size_keys(model: ModelConfig) -> Table:
+    """Return the keys that `shared_sizes` reads."""
+    return {
+        "n_routed_experts": model.num_experts,
+        "num_experts_per_tok": model.moe_top_k,
+        "moe_intermediate_size": model.expert_dim,
+        "n_shared_experts": model.shared_expert_dim // model.expert_dim,
         "first_k_dense_replace": (*model.has_experts, True).index(True),
     }

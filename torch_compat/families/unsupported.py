@@ -1,6 +1,6 @@
 """Known families that jaxforge does not support, and the missing feature of each."""
 
-_LATENT = "multi-head latent attention"
+_SPARSE = "attention to keys that an indexer chooses"
 _STATE_SPACE = "state-space or recurrent layers"
 _ENCODER = "an encoder, with bidirectional attention"
 _PAIR = "an encoder and a decoder"
@@ -12,7 +12,9 @@ _PAIRED = "rotary positions of neighbouring channels"
 UNSUPPORTED_FAMILIES: dict[str, str] = {
     model_type: what
     for what, types in {
-        _LATENT: "deepseek_v2 deepseek_v3 deepseek_v32 kimi_k2 longcat_flash minicpm3 glm_moe_dsa",
+        _SPARSE: "deepseek_v32 glm_moe_dsa",
+        "two attentions and experts without weights in a layer": "longcat_flash",
+        "latent attention with scaled embeddings and depth": "minicpm3",
         _STATE_SPACE: "mamba mamba2 falcon_mamba falcon_h1 jamba bamba zamba zamba2 nemotron_h "
         "granitemoehybrid recurrent_gemma rwkv xlstm lfm2 qwen3_next plamo2",
         _ENCODER: "bert roberta xlm-roberta distilbert albert electra deberta deberta-v2 "

@@ -59,6 +59,32 @@ class InterleavedRotary:
         return tensor.rows(np.argsort(_even_then_odd(tensor.shape[0], config.head_size)))
 
 
+class InterleavedTail(NamedTuple):
+    """DeepSeek's layout of rotary channels: the last ones of a head, rotated in pairs (2i, 2i + 1).
+
+    Attributes:
+        head_size: the config -> rows of a head. Its last `rotary_size` rows are rotated.
+    """
+
+    head_size: Callable[[ModelConfig], int]
+
+    def to_jaxforge(self, tensor: LazyTensor, config: ModelConfig) -> LazyTensor:
+        """Move the even rotary channels of each head before the odd ones."""
+        if not tensor.shape or tensor.shape[0] % self.head_size(config):
+            return tensor  # of another model: the check of shapes reports it
+        return tensor.rows(self._order(tensor.shape[0], config))
+
+    def to_dialect(self, tensor: LazyTensor, config: ModelConfig) -> LazyTensor:
+        """Interleave the two halves of the rotary channels of each head."""
+        return tensor.rows(np.argsort(self._order(tensor.shape[0], config)))
+
+    def _order(self, rows: int, config: ModelConfig) -> np.ndarray:
+        head = self.head_size(config)
+        first = head - config.rotary_size
+        order = [np.arange(first), first + _even_then_odd(config.rotary_size, config.rotary_size)]
+        return (np.arange(0, rows, head)[:, None] + np.concatenate(order)).reshape(-1)
+
+
 class Transposed:
     """Matrices stored as [in, out]."""
 

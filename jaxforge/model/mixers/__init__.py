@@ -4,6 +4,7 @@ from jaxforge.config.model import MIXERS
 from jaxforge.model.mixer import Mixer
 from jaxforge.model.mixers import absent as absent
 from jaxforge.model.mixers import attention as attention
+from jaxforge.model.mixers import latent_attention as latent_attention
 
 
 def mixer_class(name: str) -> type[Mixer]:

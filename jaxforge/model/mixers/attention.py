@@ -78,7 +78,7 @@ class Attention(Mixer):
         if c.attention_sinks:
             self.sinks = declare((c.n_heads,), ("heads",), normal(c.init_std))
         self.config = c
-        self.scoring = Scoring(mup.score_scale(c), c.attn_logit_softcap)
+        self.scoring = Scoring(mup.attention_scale(c), c.attn_logit_softcap)
 
     def __call__(
         self,
@@ -90,7 +90,7 @@ class Attention(Mixer):
         precision: LayerPrecision | None = None,
     ) -> MixerOut:
         """Attend to the tokens of `x` and, with a cache, to all earlier tokens."""
-        kind, plan, runtime, capture = settings
+        kind, plan, runtime, _ = settings
         # A separate record of amax: values leave a `jax.checkpoint` only as its outputs.
         precision = precision and dataclasses.replace(precision, amax={})
         c, q, k = self.config, self.q_proj(x_BSD, precision), self.k_proj(x_BSD, precision)
@@ -109,22 +109,9 @@ class Attention(Mixer):
         sinks = self.sinks[...].astype(jnp.float32) if c.attention_sinks else None
         captured: dict[str, Array] = {}
         if cache is None:
-            inputs = plan.masks, kind.mask, q_BSHh, k_BSKh, context.segment_ids, self.scoring
-            if ATTENTION_WEIGHTS in capture.points:
-                assert context_size() == 1  # otherwise no device has all keys
-                captured[ATTENTION_WEIGHTS] = attention_weights(*inputs, sinks)
-            if MAX_LOGITS in capture.points:
-                assert context_size() == 1
-                captured[MAX_LOGITS] = max_logits(*inputs)
-            attend: Callable[..., Array] = attend_with_masks
-            kernel = runtime.attention
-            if context_size() > 1:
-                attend = functools.partial(attend_across_devices, runtime.context)
-                kernel = runtime.ring if runtime.context == "ring" else kernel
-            y_BSHh = attend(
-                kernel, plan.masks, kind.mask, q_BSHh, k_BSKh, v_BSKh,
-                context.segment_ids, context.positions, self.scoring, sinks,
-            )  # fmt: skip
+            y_BSHh, captured = attend_to_sequence(
+                q_BSHh, k_BSKh, v_BSKh, context, settings, self.scoring, sinks
+            )
         else:
             assert context.positions is not None
             assert context.segment_ids is None  # a cache holds one document per row
@@ -134,7 +121,7 @@ class Attention(Mixer):
                 *at, select_window(plan.masks, kind.mask), select_chunk(plan.masks, kind.mask)
             )
             y_BSHh = cached_attention(q_BSHh, *cache, seen_BST[:, None], self.scoring, sinks)
-        y_BSHh = _constrain_heads(y_BSHh, "heads")
+        y_BSHh = constrain_heads(y_BSHh, "heads")
         y_BSD = self.o_proj(y_BSHh.reshape(*x_BSD.shape[:2], -1), precision)
         return MixerOut(y_BSD, cache, precision.amax if precision else {}, captured)
 
@@ -174,8 +161,44 @@ class Attention(Mixer):
         return SavedValues(heads + 2 * kv, mixed=heads, inside=2 * heads + 2 * kv)
 
     def _split_heads(self, x: Float[Array, "b s d"], axis: str) -> Float[Array, "b s heads h"]:
-        return _constrain_heads(x.reshape(*x.shape[:2], -1, self.config.head_size), axis)
+        return constrain_heads(x.reshape(*x.shape[:2], -1, self.config.head_size), axis)
 
 
-def _constrain_heads(x_BSHh: Float[Array, "b s heads h"], axis: str) -> Float[Array, "b s heads h"]:
+def attend_to_sequence(
+    q_BSHh: Float[Array, "b s heads h"],
+    k_BSKh: Float[Array, "b s kv h"],
+    v_BSKh: Float[Array, "b s kv hv"],
+    context: Context,
+    settings: LayerSettings,
+    scoring: Scoring,
+    sinks: Float[Array, "heads"] | None = None,
+) -> tuple[Float[Array, "b s heads hv"], dict[str, Array]]:
+    """Attend within sequences with the platform's kernel, and across devices that share them.
+
+    Returns:
+        The result, and the captured weights and logits by name.
+    """
+    kind, plan, runtime, capture = settings
+    captured: dict[str, Array] = {}
+    inputs = plan.masks, kind.mask, q_BSHh, k_BSKh, context.segment_ids, scoring
+    if ATTENTION_WEIGHTS in capture.points:
+        assert context_size() == 1  # otherwise no device has all keys
+        captured[ATTENTION_WEIGHTS] = attention_weights(*inputs, sinks)
+    if MAX_LOGITS in capture.points:
+        assert context_size() == 1
+        captured[MAX_LOGITS] = max_logits(*inputs)
+    attend: Callable[..., Array] = attend_with_masks
+    kernel = runtime.attention
+    if context_size() > 1:
+        attend = functools.partial(attend_across_devices, runtime.context)
+        kernel = runtime.ring if runtime.context == "ring" else kernel
+    y_BSHh = attend(
+        kernel, plan.masks, kind.mask, q_BSHh, k_BSKh, v_BSKh, context.segment_ids,
+        context.positions, scoring, sinks,
+    )  # fmt: skip
+    return y_BSHh, captured
+
+
+def constrain_heads(x_BSHh: Float[Array, "b s heads h"], axis: str) -> Float[Array, "b s heads h"]:
+    """Split heads over `tp`, by the logical axis "heads" or "kv_heads"."""
     return constrain(x_BSHh, "batch", "context", axis, None)

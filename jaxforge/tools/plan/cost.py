@@ -288,7 +288,7 @@ def update_seconds(config: JobConfig, model: Model, mesh: Mesh, chip: Chip) -> f
     stream = 8 * c.n_layers / sizes["pp"] * tokens * c.dim * _BF16
     computing += _exchange(stream, mesh, ("tp",), chip)
     # cp: queries, keys, values and outputs in the forward pass, its recomputation and the backward.
-    heads = 2 * (c.n_heads + c.kv_heads) * c.head_size
+    heads = (c.n_heads + c.kv_heads) * (c.head_size + c.value_head_size)
     attention = 3 * c.n_layers / split * tokens * heads * _BF16
     computing += _exchange(attention, mesh, ("cp",), chip)
     if c.is_moe:

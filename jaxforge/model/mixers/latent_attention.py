@@ -1,0 +1,307 @@
+"""Multi-head latent attention of DeepSeek-V2 (arXiv:2405.04434, section 2.1).
+
+Keys and values of all heads are computed from one latent c of `kv_rank` channels per token. A key
+has `nope_head_dim` channels of its own, without rotary positions, and `rope_head_dim` rotary
+channels that all heads share. For head h and tokens s, t:
+
+    c_t = RMSNorm(W_c x_t)             r_t = rotated(W_r x_t)               one per token
+    k_t = (U_h c_t, r_t)               v_t = V_h c_t                        U_h, V_h: rows of kv_b
+    q_s = (n_s, p_s)                   p rotated; from x, or from a latent of `q_rank` channels
+    o_s = Σ_t softmax_t(n_s · U_h c_t + p_s · r_t) V_h c_t
+
+There are two forms of the same sums:
+
+    decompressed    k and v of every head are computed, and the platform's kernel attends. Training
+                    and evaluation use it: a pair of tokens costs least.
+    absorbed        n · U c = (Uᵀ n) · c and Σ w V c = V Σ w c: each query is moved into the space
+                    of the latents, and heads attend to the latents themselves, which are keys and
+                    values of one shared head. Nothing is computed per cached token.
+
+The decoding state has c and r only, `kv_rank + rope_head_dim` values per token. A step of decoding
+takes the form with fewer multiply-adds for its numbers of queries and keys: absorbed for single
+tokens, decompressed for prompts (`absorbs`).
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from jaxforge.config.mixers import LatentAttentionConfig
+from jaxforge.config.model import LATENT_ATTENTION, ModelConfig
+from jaxforge.config.points import ATTENTION_WEIGHTS, MAX_LOGITS
+from jaxforge.kernels.attention_backends import Scoring, cached_attention
+from jaxforge.kernels.fp8 import LayerPrecision
+from jaxforge.kernels.masking import select_chunk, select_window, visible
+from jaxforge.model import mup
+from jaxforge.model.cost import MixerCost
+from jaxforge.model.layer import Context, LayerSettings
+from jaxforge.model.linear import Declare, Linear, is_decoding_step, residual_std
+from jaxforge.model.mixer import Mixer, MixerOut, SavedValues, register_mixer
+from jaxforge.model.mixers.attention import attend_to_sequence, constrain_heads
+from jaxforge.model.norm import RMSNorm
+from jaxforge.model.rope import rotate
+from jaxforge.parallel import collectives
+from jaxforge.parallel.sharding import constrain
+
+
+class LatentCache(NamedTuple):
+    """Latents and rotated keys of the tokens so far, in one array for both products of a query."""
+
+    tokens: Float[Array, "b t r"]
+
+    def write(self, tokens: Array, positions: Int[Array, "b s"]) -> "LatentCache":
+        """Return the cache with tokens [b, s, r] at `positions`, which may differ by row."""
+        # Mapped over rows: a scatter over the batch dimension would communicate between devices.
+        write_rows = jax.vmap(lambda old, new, at: old.at[at].set(new))
+        return LatentCache(write_rows(self.tokens, tokens, positions))
+
+
+@register_mixer(LATENT_ATTENTION)
+class LatentAttention(Mixer):
+    """Attention of `n_heads` heads to keys and values that are computed from a latent per token.
+
+    `tp` splits heads. Latents and the decoding state are the same on all devices of a `tp` group.
+    """
+
+    capture_points = frozenset({ATTENTION_WEIGHTS, MAX_LOGITS})
+    scores_pairs = True
+
+    def __init__(self, config: ModelConfig, declare: Declare) -> None:
+        c, sizes = config, config.latent_attention
+        embed, std = (c.dim, "embed"), c.init_std
+        queries = (c.n_heads * sizes.query_head_dim, "heads")
+        if sizes.q_rank is None:
+            self.q_proj = Linear(queries, embed, std=std, declare=declare)
+        else:
+            latent = sizes.q_rank
+            self.q_a_proj = Linear(
+                (latent, "latent"), embed, std=std, declare=declare, bias=c.qkv_bias
+            )
+            self.q_a_norm = RMSNorm(latent, sizes.norm_eps, declare)
+            self.q_b_proj = Linear(queries, (latent, "latent_embed"), std=std, declare=declare)
+        self.kv_a_proj = Linear(
+            (sizes.cached_values, "latent"), embed, std=std, declare=declare, bias=c.qkv_bias
+        )
+        self.kv_a_norm = RMSNorm(sizes.kv_rank, sizes.norm_eps, declare)
+        keys_and_values = c.n_heads * (sizes.nope_head_dim + sizes.value_head_dim), "heads"
+        self.kv_b_proj = Linear(
+            keys_and_values, (sizes.kv_rank, "latent_embed"), std=std, declare=declare
+        )
+        outputs = c.n_heads * sizes.value_head_dim, "heads"
+        self.o_proj = Linear(embed, outputs, std=residual_std(c), declare=declare, bias=c.o_bias)
+        self.config, self.sizes = c, sizes
+        scale = mup.attention_scale(c)
+        # The absorbed form has wider queries, so that the factor does not follow from their width.
+        self.scoring = Scoring(
+            sizes.query_head_dim**-0.5 if scale is None else scale, c.attn_logit_softcap
+        )
+
+    def __call__(
+        self,
+        x_BSD: Float[Array, "b s d"],
+        context: Context,
+        cache: LatentCache | None = None,
+        *,
+        settings: LayerSettings,
+        precision: LayerPrecision | None = None,
+    ) -> MixerOut:
+        """Attend to the tokens of `x` and, with a cache, to all earlier tokens."""
+        # A separate record of amax: values leave a `jax.checkpoint` only as its outputs.
+        precision = precision and dataclasses.replace(precision, amax={})
+        q_BSHh = self._queries(x_BSD, context, settings, precision)
+        tokens_BSr = self._tokens(x_BSD, context, settings, precision)
+        captured: dict[str, Array] = {}
+        if cache is None:
+            k_BSHh, v_BSHv = self._decompressed(tokens_BSr, precision)
+            y_BSHv, captured = attend_to_sequence(
+                q_BSHh, k_BSHh, v_BSHv, context, settings, self.scoring
+            )
+        else:
+            assert context.positions is not None
+            assert context.segment_ids is None  # a cache holds one document per row
+            cache = cache.write(tokens_BSr, context.positions)
+            at = context.positions[..., None], jnp.arange(cache.tokens.shape[1])
+            masks, kind = settings.plan.masks, settings.kind.mask
+            seen_BST = visible(*at, select_window(masks, kind), select_chunk(masks, kind))
+            mask = seen_BST[:, None]
+            if absorbs(self.sizes, x_BSD.shape[1], cache.tokens.shape[1]):
+                y_BSHv = self._attend_to_latents(q_BSHh, cache.tokens, mask)
+            else:
+                k_BTHh, v_BTHv = self._decompressed(cache.tokens, precision)
+                kv = k_BTHh.swapaxes(1, 2), v_BTHv.swapaxes(1, 2)
+                y_BSHv = cached_attention(q_BSHh, *kv, mask, self.scoring)
+        y_BSHv = constrain_heads(y_BSHv, "heads")
+        y_BSD = self.o_proj(y_BSHv.reshape(*x_BSD.shape[:2], -1), precision)
+        return MixerOut(y_BSD, cache, precision.amax if precision else {}, captured)
+
+    def _queries(
+        self,
+        x_BSD: Float[Array, "b s d"],
+        context: Context,
+        settings: LayerSettings,
+        precision: LayerPrecision | None,
+    ) -> Float[Array, "b s heads h"]:
+        """Return the queries: channels without positions, then rotated channels."""
+        if self.sizes.q_rank is None:
+            q = self.q_proj(x_BSD, precision)
+        else:
+            latents_BSr = self.q_a_norm(self.q_a_proj(x_BSD, precision))
+            q = self.q_b_proj(latents_BSr, precision)
+        q_BSHh = self._split_heads(q)
+        nope, rope = jnp.split(q_BSHh, [self.sizes.nope_head_dim], axis=-1)
+        rope = _rotated(rope, context, settings)
+        return constrain_heads(jnp.concatenate([nope, rope], axis=-1), "heads")
+
+    def _tokens(
+        self,
+        x_BSD: Float[Array, "b s d"],
+        context: Context,
+        settings: LayerSettings,
+        precision: LayerPrecision | None,
+    ) -> Float[Array, "b s r"]:
+        """Return what all heads share of each token: its latent, then its rotated key."""
+        both_BSr = self.kv_a_proj(x_BSD, precision)
+        latents, rope = jnp.split(both_BSr, [self.sizes.kv_rank], axis=-1)
+        rope = _rotated(rope[:, :, None], context, settings)[:, :, 0]
+        return jnp.concatenate([self.kv_a_norm(latents), rope], axis=-1)
+
+    def _decompressed(
+        self, tokens_BTr: Float[Array, "b t r"], precision: LayerPrecision | None
+    ) -> tuple[Float[Array, "b t heads h"], Float[Array, "b t heads v"]]:
+        """Return the keys and values of all heads."""
+        latents, rope = jnp.split(tokens_BTr, [self.sizes.kv_rank], axis=-1)
+        both_BTHh = self._split_heads(self.kv_b_proj(latents, precision))
+        nope, v_BTHv = jnp.split(both_BTHh, [self.sizes.nope_head_dim], axis=-1)
+        rope = jnp.broadcast_to(rope[:, :, None], (*nope.shape[:3], rope.shape[-1]))
+        k_BTHh = jnp.concatenate([nope, rope], axis=-1)
+        return constrain_heads(k_BTHh, "heads"), constrain_heads(v_BTHv, "heads")
+
+    def _attend_to_latents(
+        self,
+        q_BSHh: Float[Array, "b s heads h"],
+        tokens_BTr: Float[Array, "b t r"],
+        mask: Bool[Array, "b 1 s t"],
+    ) -> Float[Array, "b s heads v"]:
+        """Attend in the absorbed form: to one key head, the tokens of the cache themselves."""
+        nope, rope = jnp.split(q_BSHh, [self.sizes.nope_head_dim], axis=-1)
+        is_step = is_decoding_step(q_BSHh)
+        up_HhR, up_HvR = self._up_projections(q_BSHh.dtype, gathers=not is_step)
+        q_BSHr = _product("bshn,hnr->bshr", nope, up_HhR, is_step, inp=None, out="latent_embed")
+        shared_BKTr = tokens_BTr[:, None]
+        # The rotary channels of the values are cut off: slicing the cache would copy it.
+        y_BSHr = cached_attention(
+            jnp.concatenate([q_BSHr, rope], axis=-1), shared_BKTr, shared_BKTr, mask, self.scoring
+        )[..., : self.sizes.kv_rank]
+        return _product("bshr,hvr->bshv", y_BSHr, up_HvR, is_step, inp="latent_embed", out=None)
+
+    def _up_projections(
+        self, dtype: jnp.dtype, *, gathers: bool
+    ) -> tuple[Float[Array, "heads h r"], Float[Array, "heads v r"]]:
+        """Return the matrices of each head from a latent to its key and to its value.
+
+        Args:
+            dtype: dtype of the matrices.
+            gathers: whether matrices are gathered over the data axes.
+        """
+        weight = self.kv_b_proj.weight[...].astype(dtype)
+        if gathers:
+            weight = collectives.all_gather_weight(weight, self.kv_b_proj.axes)
+        by_head = weight.reshape(self.config.n_heads, -1, self.sizes.kv_rank)
+        keys, values = jnp.split(by_head, [self.sizes.nope_head_dim], axis=1)
+        return keys, values
+
+    def _split_heads(self, x: Float[Array, "b s d"]) -> Float[Array, "b s heads h"]:
+        return constrain_heads(x.reshape(*x.shape[:2], self.config.n_heads, -1), "heads")
+
+    @classmethod
+    def empty_cache(
+        cls, config: ModelConfig, batch: int, length: int, dtype: jnp.dtype
+    ) -> LatentCache:
+        """Return a cache without tokens."""
+        return LatentCache(jnp.zeros((batch, length, config.latent_attention.cached_values), dtype))
+
+    @classmethod
+    def cache_axes(cls, config: ModelConfig) -> LatentCache:
+        """Return the logical axes of a cache: rows are split, and `tp` has copies."""
+        axes: Any = ("batch", None, None)
+        return LatentCache(axes)
+
+    @classmethod
+    def extend_cache(cls, cache: LatentCache, tokens: int) -> LatentCache:
+        """Return a cache with room for more tokens."""
+        before = ((0, 0),) * (cache.tokens.ndim - 2)
+        return LatentCache(jnp.pad(cache.tokens, (*before, (0, tokens), (0, 0))))
+
+    @classmethod
+    def cost(cls, config: ModelConfig) -> MixerCost:
+        """Return the multiply-adds of one layer in the decompressed form."""
+        s, heads = config.latent_attention, config.n_heads
+        queries = heads * s.query_head_dim
+        matrices = (
+            config.dim * (s.cached_values + heads * s.value_head_dim)
+            + s.kv_rank * heads * (s.nope_head_dim + s.value_head_dim)
+            + (config.dim * queries if s.q_rank is None else s.q_rank * (config.dim + queries))
+        )
+        return MixerCost(matrices, per_pair=heads * (s.query_head_dim + s.value_head_dim))
+
+    @classmethod
+    def saved_values(cls, config: ModelConfig, share: Callable[[int], int]) -> SavedValues:
+        """Return the size of latents, of queries, keys and values, and of the heads' outputs."""
+        s, heads = config.latent_attention, config.n_heads
+        queries, values = share(heads * s.query_head_dim), share(heads * s.value_head_dim)
+        decompressed = share(heads * (s.nope_head_dim + s.value_head_dim))
+        latents = s.cached_values + (s.q_rank or 0)
+        return SavedValues(
+            latents + queries + decompressed,
+            mixed=values,
+            inside=2 * latents + 2 * queries + 2 * values,
+        )
+
+
+def absorbs(sizes: LatentAttentionConfig, queries: int, keys: int) -> bool:
+    """Return whether the absorbed form has fewer multiply-adds, per head and sequence.
+
+    Decompressing costs `kv_rank` multiply-adds for every channel of each key, absorbing for every
+    channel of each query; a pair of tokens costs the widths of its two products.
+    """
+    s = sizes
+    channels = s.kv_rank * (s.nope_head_dim + s.value_head_dim)
+    absorbed = queries * channels + queries * keys * (s.cached_values + s.kv_rank)
+    per_pair = s.query_head_dim + s.value_head_dim
+    return absorbed <= keys * channels + queries * keys * per_pair
+
+
+def _rotated(
+    x_BSHp: Float[Array, "b s heads p"], context: Context, settings: LayerSettings
+) -> Float[Array, "b s heads p"]:
+    """Rotate all channels, if the layer has rotary positions."""
+    kind, plan, runtime, _ = settings
+    if not plan.has_rope(kind):
+        return x_BSHp
+    return rotate(x_BSHp, by=context.rotation(kind), rope_as_matmul=runtime.rope_as_matmul)
+
+
+def _product(
+    dimensions: str,
+    x: Float[Array, "b s heads i"],
+    matrices: Float[Array, "heads m n"],
+    is_step: bool,
+    *,
+    inp: str | None,
+    out: str | None,
+) -> Float[Array, "b s heads o"]:
+    """Multiply each head by its matrix.
+
+    In a step of decoding, matrices stay where they are and the smaller tokens are exchanged, as in
+    `Linear`: `inp` and `out` are then the logical axes of x and of the product.
+    """
+    if is_step:
+        x = constrain(x, None, None, "heads", inp)
+    y = jnp.einsum(dimensions, x, matrices, preferred_element_type=x.dtype)
+    if is_step:
+        y = constrain(y, None, None, "heads", out)
+    return constrain_heads(y, "heads")

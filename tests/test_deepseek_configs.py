@@ -1,0 +1,50 @@
+"""DeepSeek's configs load, have the published sizes and fit into the memory of their machines."""
+
+import re
+from pathlib import Path
+
+import pytest
+from jax.sharding import AbstractMesh, AxisType
+
+from jaxforge.config import rules
+from jaxforge.config.axes import with_equal_shards
+from jaxforge.config.reading.load import load_config
+from jaxforge.model.transformer import active_parameter_count, build_model, parameter_count
+from jaxforge.program import Program
+from jaxforge.step.memory import step_memory
+from tests.test_configs import MEMORY, bytes_per_device
+
+CONFIGS = sorted((Path(__file__).parents[1] / "configs" / "deepseek").glob("*.toml"))
+SIZES = {"v3": (671_026_404_352, 37.6), "v2_lite": (15_706_484_224, 2.66)}
+PAGE = Path(__file__).parents[1] / "docs" / "latent_attention.md"
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_config_has_published_size_and_fits(path):
+    model, kind, devices = re.fullmatch(
+        r"deepseek_(v3|v2_lite)_(?:tpu_)?(gpu|v5p)_(\d+)", path.stem
+    ).groups()
+    config = load_config(path)
+    rules.check(config, int(devices))
+    shape = rules.mesh_shape(config, int(devices))
+    assert with_equal_shards(config, shape) == shape  # latents divide by the shards
+    mesh = AbstractMesh(
+        tuple(shape.values()), tuple(shape), axis_types=(AxisType.Auto,) * len(shape)
+    )
+    network = build_model(config, "cpu" if kind == "gpu" else "tpu")
+    capacity = int(MEMORY[kind] * (0.75 if kind == "gpu" else 1))
+    program = Program(config, mesh, model=network, capacity=capacity)
+    state = bytes_per_device(program.abstract_state())
+    needed = step_memory(config, network, mesh, program.grad_sync.mode, state)
+    assert needed.total < capacity
+    total, active = SIZES[model]
+    assert parameter_count(network.abstract) == total
+    assert active_parameter_count(network) / 1e9 == pytest.approx(active, rel=2e-3)
+    row = rf"\| `{path.stem}` \| ([\d.]+)B \| ([\d.]+)B \| ([\d.]+) \|"
+    ((size, share, stored),) = re.findall(row, PAGE.read_text())
+    assert (float(size), float(share)) == (round(total / 1e9, 1), active)
+    assert float(stored) == pytest.approx(state / 1e9, abs=0.06)
+
+
+def test_configs_of_both_sizes_exist():
+    assert len(CONFIGS) == 4

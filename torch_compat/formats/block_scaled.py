@@ -1,0 +1,162 @@
+"""Matrices of 8-bit numbers with a float32 scale per block, as in DeepSeek-V3's files.
+
+A weight W of [rows, columns] is stored as Q in e4m3 with one scale per block of 128 x 128:
+
+    NAME.weight             Q [rows, columns]
+    NAME.weight_scale_inv   S [ceil(rows / 128), ceil(columns / 128)]
+    W[i, j] = Q[i, j] · S[i // 128, j // 128]
+
+Blocks at the edges are smaller. The scale of a block is its largest absolute value over 448, the
+largest number of e4m3 (DeepSeek-V3, arXiv:2412.19437, section 3.3.2). Both directions are lazy: a
+part of a tensor is computed when it is read.
+"""
+
+import dataclasses
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import numpy as np
+
+from jaxforge.errors import UserError
+from torch_compat.formats.lazy import DTYPES, Index, LazyTensor, relative_to
+
+BLOCK = (128, 128)
+"""Rows and columns of a block that are written."""
+SCALE = "_scale_inv"
+"""Suffix that a weight's name has in the name of its scales."""
+_FP8, _BF16, _F32 = (DTYPES[name] for name in ("float8_e4m3fn", "bfloat16", "float32"))
+_LARGEST = 448.0  # of e4m3
+
+Block = tuple[int, int]
+
+
+def quantization_config(block: Block = BLOCK) -> dict[str, Any]:
+    """Return the `quantization_config` of a `config.json` of such files."""
+    return {
+        "activation_scheme": "dynamic",
+        "fmt": "e4m3",
+        "quant_method": "fp8",
+        "weight_block_size": list(block),
+    }
+
+
+def dequantize(
+    tensors: Mapping[str, LazyTensor], block: Block, where: str
+) -> dict[str, LazyTensor]:
+    """Return the tensors with products of 8-bit weights and scales, in bfloat16.
+
+    Args:
+        tensors: tensors of a checkpoint by name, with the scales.
+        block: rows and columns of a block.
+        where: path of the checkpoint, for messages.
+
+    Raises:
+        UserError: a weight has no scales or scales of another shape, or scales have no weight.
+    """
+    result = {}
+    for name, tensor in tensors.items():
+        if tensor.dtype == _FP8:
+            result[name] = _dequantized(name, tensor, tensors.get(name + SCALE), block, where)
+        elif not name.endswith(SCALE):
+            result[name] = tensor
+        elif (weight := tensors.get(name.removesuffix(SCALE))) is None or weight.dtype != _FP8:
+            raise UserError(f"{where}: {name} are scales of no 8-bit weight")
+    return result
+
+
+def quantize(tensors: Mapping[str, LazyTensor], names: Collection[str]) -> dict[str, LazyTensor]:
+    """Return the tensors with matrices of these names in 8 bits, each followed by its scales.
+
+    Values are rounded to nearest, relative to the scale of their block. Other tensors are the same.
+    """
+    result: dict[str, LazyTensor] = {}
+    for name, tensor in tensors.items():
+        if name in names:
+            result[name], result[name + SCALE] = _quantized(tensor, BLOCK)
+        else:
+            result[name] = tensor
+    return result
+
+
+def _dequantized(
+    name: str, weight: LazyTensor, scales: LazyTensor | None, block: Block, where: str
+) -> LazyTensor:
+    if scales is None:
+        raise UserError(f"{where}: {name} is in 8 bits, but {name}{SCALE} does not exist")
+    wanted = _number_of_blocks(weight.shape, block) if len(weight.shape) == 2 else None
+    if scales.shape != wanted:
+        raise UserError(
+            f"{where}: {name}{SCALE} is {list(scales.shape)}, but {name} of {list(weight.shape)} "
+            + (f"has {list(wanted)} blocks of {list(block)}" if wanted else "is no matrix")
+        )
+
+    def read(index: Index) -> np.ndarray:
+        factors = scales.read(_blocks_of(index, block)).astype(np.float32)
+        values: np.ndarray = weight.read(index).astype(np.float32)
+        return (values * _per_element(factors, index, block)).astype(_BF16)
+
+    return dataclasses.replace(weight, dtype=_BF16, read=read)
+
+
+def _quantized(weight: LazyTensor, block: Block) -> tuple[LazyTensor, LazyTensor]:
+    """Return the 8-bit numbers and the scales of a matrix."""
+
+    def read_values(index: Index) -> np.ndarray:
+        blocks = _blocks_of(index, block)
+        values, scales = _read_blocks(weight, blocks, block)
+        inside = relative_to(index, [part.start * n for part, n in zip(blocks, block, strict=True)])
+        relative = values[inside] / _per_element(scales, index, block)
+        return np.clip(relative, -_LARGEST, _LARGEST).astype(_FP8)
+
+    def read_scales(index: Index) -> np.ndarray:
+        rows, columns = index
+        # One row of blocks at a time: all elements of the matrix would not fit into memory.
+        parts = [
+            _read_blocks(weight, (slice(row, row + 1), columns), block)[1]
+            for row in range(rows.start, rows.stop)
+        ]
+        return np.concatenate(parts or [np.empty((0, columns.stop - columns.start), np.float32)])
+
+    shape = _number_of_blocks(weight.shape, block)
+    scales = LazyTensor(shape, _F32, read_scales, weight.source)
+    return dataclasses.replace(weight, dtype=_FP8, read=read_values), scales
+
+
+def _read_blocks(weight: LazyTensor, blocks: Index, block: Block) -> tuple[np.ndarray, np.ndarray]:
+    """Read whole blocks in float32, and return their elements and their scales.
+
+    Raises:
+        UserError: a value is not finite.
+    """
+    index = tuple(
+        slice(part.start * n, min(part.stop * n, size))
+        for part, n, size in zip(blocks, block, weight.shape, strict=True)
+    )
+    values: np.ndarray = weight.read(index).astype(np.float32)
+    largest = np.abs(values)
+    for axis, n in enumerate(block):
+        largest = np.maximum.reduceat(largest, np.arange(0, values.shape[axis], n), axis=axis)
+    if not np.isfinite(largest).all():
+        raise UserError(f"{weight.source}: values that are not finite cannot be scaled to 8 bits")
+    return values, np.where(largest == 0, 1.0, largest / _LARGEST).astype(np.float32)
+
+
+def _number_of_blocks(shape: tuple[int, ...], block: Block) -> tuple[int, int]:
+    rows, columns = (-(-size // n) for size, n in zip(shape, block, strict=True))
+    return rows, columns
+
+
+def _blocks_of(index: Index, block: Block) -> Index:
+    """Return the index of the blocks that have elements of an index."""
+    return tuple(
+        slice(part.start // n, -(-part.stop // n)) for part, n in zip(index, block, strict=True)
+    )
+
+
+def _per_element(factors: np.ndarray, index: Index, block: Block) -> np.ndarray:
+    """Return the factor of each element of an index, from those of its `_blocks_of`."""
+    rows, columns = (
+        np.arange(part.start, part.stop) // n - part.start // n
+        for part, n in zip(index, block, strict=True)
+    )
+    return factors[rows[:, None], columns]
