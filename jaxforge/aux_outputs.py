@@ -24,11 +24,13 @@ class LossWeights(NamedTuple):
         token: weight of each valid token, in the mean that `train.loss_norm` selects.
         position: weight of each position without padding, labeled or not, in the mean over these.
         sequence: weight of each sequence that is not all padding, in the mean over these.
+        further: `token` for the labels of each depth of multi-token prediction.
     """
 
     token: Float[Array, ""]
     position: Float[Array, ""] | float = 0.0
     sequence: Float[Array, ""] | float = 0.0
+    further: tuple[Float[Array, ""], ...] = ()
 
 
 class Mean(NamedTuple):

@@ -29,6 +29,7 @@ def ineffective_settings(config: JobConfig, platform: str) -> list[str]:
         *_data(config),
         *_precision(config, platform),
         *_experts(config),
+        *_mtp(config),
         *schedule(config),
         *_intervals(config),
     ]
@@ -105,6 +106,14 @@ def _experts(config: JobConfig) -> Iterator[str]:
         yield (
             "optimizer.skip_idle_experts = true has no effect: the model has no experts "
             "(model.num_experts = 0); remove it"
+        )
+
+
+def _mtp(config: JobConfig) -> Iterator[str]:
+    if config.is_set("train.mtp_loss_weight") and not config.model.mtp_depth:
+        yield (
+            f"train.mtp_loss_weight = {config.train.mtp_loss_weight:g} has no effect: the model "
+            "predicts no further tokens (model.mtp_depth = 0); remove it, or set model.mtp_depth"
         )
 
 

@@ -32,6 +32,9 @@ MIXERS = Registry("model.mixer", ATTENTION, GATED_DELTA_NET, LATENT_ATTENTION, M
 
 FeedForward = Literal["dense", "experts", "none"]
 
+MTP, MTP_LOSS = "mtp", "mtp_loss"
+"""Names of the parameter group of the modules of multi-token prediction, and of their loss."""
+
 EXPERTS = "experts"
 """Axis along which experts are stacked; it is sharded over devices and never gathered."""
 
@@ -235,6 +238,10 @@ class ModelConfig(Section):
     layers use the same frequencies as full layers."""
     rope_pattern: tuple[bool, ...] = ()
     """Use of rotary positions in consecutive layers, repeated over all; if empty, all use them."""
+    mtp_depth: NonNegativeInt = 0
+    """Number of modules of multi-token prediction, as in DeepSeek-V3: module k predicts the token k
+    after the next one, from the representations of module k - 1 and the token's predecessor. Only
+    training uses the modules (train.mtp_loss_weight)."""
     tie_embeddings: bool = False
     """Share the embedding matrix with the output head."""
     head_bias: bool = False

@@ -126,6 +126,8 @@ class TrainConfig(Section):
     """Normalise by all valid tokens of an update, or average the means of microbatches."""
     z_loss_weight: NonNegativeFloat = 0.0
     """Weight of the penalty on the squared log-partition function of the logits."""
+    mtp_loss_weight: PositiveFloat = 0.3
+    """Weight of the mean loss of all depths of multi-token prediction (model.mtp_depth)."""
     ce_chunk_size: NonNegativeInt = 0
     """Tokens per device and chunk of the chunked loss; 0 chunks the vocabulary instead."""
     ce_vocab_chunk: NonNegativeInt = 0

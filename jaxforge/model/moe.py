@@ -9,7 +9,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from jaxtyping import Array, Bool, Float
 
 from jaxforge.aux_outputs import AuxOutputs, LossWeights, Mean
-from jaxforge.config.model import ModelConfig
+from jaxforge.config.model import LAYERS, MTP, ModelConfig
 from jaxforge.kernels.fp8 import LayerPrecision
 from jaxforge.model import mup
 from jaxforge.model.experts import Experts
@@ -20,6 +20,8 @@ from jaxforge.parallel.stages import Stack
 
 Params = dict[str, Any]
 """Nested dicts of arrays, as in `model.transformer`."""
+
+_ROUTER = ("mlp", "router")
 
 
 class MoE(nnx.Module):
@@ -110,7 +112,7 @@ def expert_counts(
 def next_state(
     config: ModelConfig,
     state: Params,
-    stats: dict[str, Array],
+    stats: dict[str, Any],
     order: Stack,
     progress: Float[Array, ""],
 ) -> Params:
@@ -119,18 +121,23 @@ def next_state(
     Args:
         config: the model.
         state: non-trainable state before the update.
-        stats: statistics of the layers; `counts` are assignments in the update [layers, experts].
+        stats: statistics of the layers (LAYERS) and of modules of multi-token prediction (MTP);
+            `counts` are assignments in the update [layers, experts].
         order: order of the layers in `stats`.
         progress: completed fraction of the run.
     """
     flat = flatten_dict(state)
-    for stack in config.moe_stacks:
-        counts, router = expert_counts(config, stats, order, stack), (stack, "mlp", "router")
+    counts_of: dict[tuple[str, ...], Array] = {
+        (stack,): expert_counts(config, stats[LAYERS], order, stack) for stack in config.moe_stacks
+    }
+    if config.has_experts[-1]:
+        counts_of |= {(MTP, depth): of["counts"] for depth, of in stats.get(MTP, {}).items()}
+    for block, counts in counts_of.items():
         if config.bias_update == "sign":
-            path = (*router, "expert_bias")
+            path = (*block, *_ROUTER, "expert_bias")
             flat[path] = next_bias(config, flat[path], counts, progress)
         else:
-            path = (*router, "expert_ema")
+            path = (*block, *_ROUTER, "expert_ema")
             flat[path] = next_ema(flat[path], counts)
     return unflatten_dict(flat)
 
@@ -142,10 +149,11 @@ def next_params(
     if not (config.is_moe and config.bias_update == "kempnerforge"):
         return params
     averages, moved = flatten_dict(state), flatten_dict(params)
-    for stack in config.moe_stacks:
-        router = (stack, "mlp", "router")
+    for path, load in averages.items():
+        if path[-1] != "expert_ema":
+            continue
+        router = path[:-1]
         bias = moved[*router, "expert_bias"]
-        load = averages[*router, "expert_ema"]
         step = bias_rate(config, progress) * (1 / config.num_experts - load)
         moved[*router, "expert_bias"] = (bias + step).astype(bias.dtype)
     return unflatten_dict(moved)

@@ -198,6 +198,46 @@ class Block(nnx.Module):
         return times(y_BSD, self.config.residual_multiplier)
 
 
+class PredictionBlock(Block):
+    """Module of multi-token prediction (arXiv:2412.19437, section 2.2): a block with other inputs.
+
+        x_t = input_proj [embedding_norm(embedding of token t + k); hidden_norm(h_t of depth k - 1)]
+        h_t of depth k = Block(x)_t,  input of the output head: output_norm(h_t)
+
+    It has the parts of the last layer. The columns of `input_proj` have the order of DeepSeek-V3's
+    files, the embedding first; the paper writes it second.
+    """
+
+    def __init__(self, config: ModelConfig, declare: Declare) -> None:
+        super().__init__(config, declare, config.layer_parts[-1])
+        out, inp = (config.dim, "embed"), (2 * config.dim, "mlp")
+        self.embedding_norm = build_norm(config, declare)
+        self.hidden_norm = build_norm(config, declare)
+        self.input_proj = Linear(out, inp, std=config.init_std, declare=declare)
+        self.output_norm = build_norm(config, declare)
+
+    def merge(
+        self, embedding_BSD: Float[Array, "b s d"], hidden_BSD: Float[Array, "b s d"]
+    ) -> Float[Array, "b s d"]:
+        """Return the input of the block.
+
+        Args:
+            embedding_BSD: embedding of the token k positions later.
+            hidden_BSD: representation of depth k - 1.
+        """
+        parts = self.embedding_norm(embedding_BSD), self.hidden_norm(hidden_BSD)
+        both = constrain(jnp.concatenate(parts, axis=-1), "batch", "context", "mlp")
+        return split_sequence(self.input_proj(both))
+
+
+class PredictionModules(nnx.Module):
+    """Modules of multi-token prediction: attribute "0" predicts the token after the next one."""
+
+    def __init__(self, config: ModelConfig, declare: Declare) -> None:
+        for depth in range(config.mtp_depth):
+            setattr(self, str(depth), PredictionBlock(config, declare))
+
+
 class Transformer(nnx.Module):
     """Decoder: embedding, stacked blocks, final norm and output head."""
 
@@ -213,6 +253,8 @@ class Transformer(nnx.Module):
         self.norm = build_norm(config, declare)
         if not config.tie_embeddings:
             self.output_head = OutputHead(config, declare)
+        if config.mtp_depth:  # last, so that the other initial values do not depend on it
+            self.mtp = PredictionModules(config, declare)
 
 
 def _build_feed_forward(

@@ -12,7 +12,7 @@ stacked along a leading axis and run by `lax.scan`, so that compile time does no
 
 import contextlib
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import jax
@@ -23,7 +23,7 @@ from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from jaxforge.aux_outputs import AuxOutputs, LossWeights
 from jaxforge.config.job import JobConfig
-from jaxforge.config.model import EXPERTS, LAYERS, MODELS, ModelConfig
+from jaxforge.config.model import EXPERTS, LAYERS, MODELS, MTP, ModelConfig
 from jaxforge.kernels.masking import padding_of, positions_in_documents
 from jaxforge.kernels.scoring import soft_cap
 from jaxforge.model import fp8_layers, moe, mup, remat
@@ -71,6 +71,9 @@ Params = dict[str, Any]
 
 Batch = Mapping[str, Any]
 """Fields of a microbatch: `input_ids`, `labels` [b, s], and other fields of the data."""
+
+FURTHER_TOKENS = "further_tokens"
+"""Field of a batch: the tokens k = 1, 2, ... positions later, [b, s, depths] (`step.mtp`)."""
 
 
 class Declared(NamedTuple):
@@ -130,6 +133,8 @@ class Model:
             for name in (*_EMBEDDINGS, *config.stacks, "norm")
             if hasattr(module, name)
         }
+        if hasattr(module, MTP):  # all modules have the same definition
+            self._definitions[MTP] = nnx.split(getattr(getattr(module, MTP), "0"))[0]
         self.abstract, self.axes = self._declared(nnx.state(module, nnx.Param))
         self.state = self._declared(nnx.state(module, Untrained))
 
@@ -181,11 +186,12 @@ class Model:
 
         Args:
             state: non-trainable state before the update.
-            stats: statistics of the model's parts; statistics of layers are under LAYERS, by row.
+            stats: statistics of the model's parts; statistics of layers are under LAYERS, by row,
+                those of modules of multi-token prediction under MTP, by depth.
             progress: completed fraction of the run's steps.
         """
         if self.config.has_router_state:
-            state = moe.next_state(self.config, state, stats[LAYERS], self.stack, progress)
+            state = moe.next_state(self.config, state, stats, self.stack, progress)
         if self.recipe is not None and self.recipe.scaling == "delayed":
             state = fp8_layers.next_histories(self.config, state, stats[LAYERS]["amax"], self.stack)
         return state
@@ -391,8 +397,40 @@ class Model:
     def final_norm(self, params: Params, x_BSD: Float[Array, "b s d"]) -> Float[Array, "b s d"]:
         """Return the scaled final norm of the last block's output, the input of `head`."""
         hidden_BSD = self.module("norm", params["norm"])(x_BSD)
-        scale = mup.output_multiplier(self.config) / self.config.logits_scaling
-        return gather_sequence(times(hidden_BSD, scale))
+        return gather_sequence(times(hidden_BSD, self._head_scale))
+
+    @property
+    def _head_scale(self) -> float:
+        """Factor of normalized hidden states before the output head."""
+        return mup.output_multiplier(self.config) / self.config.logits_scaling
+
+    def predict_further(
+        self,
+        params: Params,
+        hidden_BSD: Float[Array, "b s d"],
+        batch: Batch,
+        loss_weights: LossWeights,
+    ) -> Iterator[tuple[Float[Array, "b s d"], AuxOutputs]]:
+        """Yield the input of `head` and auxiliary outputs of each module of multi-token prediction.
+
+        Auxiliary outputs have the block's loss terms and statistics, without its metrics.
+
+        Args:
+            params: the parameters, joined with non-trainable state (`join`).
+            hidden_BSD: final hidden states, the result of `forward`.
+            batch: the microbatch, with `FURTHER_TOKENS`.
+            loss_weights: weights of the loss terms.
+        """
+        context = self.batch_context(hidden_BSD, batch, loss_weights=loss_weights)
+        run_block = self._layer(context, NO_CAPTURE, self.plan.layers[-1], MTP, False)
+        x_BSD = times(hidden_BSD, 1 / self._head_scale)
+        for depth in range(self.config.mtp_depth):
+            own = params[MTP][str(depth)]
+            module = self.module(MTP, own)
+            embedding_BSD = self.embed_tokens(params, batch[FURTHER_TOKENS][..., depth])
+            x_BSD, out = run_block(module.merge(embedding_BSD, x_BSD), (own, None))
+            head_input_BSD = times(module.output_norm(x_BSD), self._head_scale)
+            yield gather_sequence(head_input_BSD), out.aux._replace(metrics={})
 
     def module(self, name: str, params: Params) -> Any:  # noqa: ANN401  # any of these
         """Return a module of the network with its parameters, such as a layer of `LAYERS`."""

@@ -58,7 +58,8 @@ from jaxforge.parallel.sharding import (
 )
 from jaxforge.parallel.stages import split_layers
 from jaxforge.step.cross_entropy import token_weights, valid_tokens
-from jaxforge.step.losses import build_loss
+from jaxforge.step.losses import MicrobatchLoss, build_loss
+from jaxforge.step.mtp import further_weights, with_mtp_loss
 from jaxforge.step.padded_batch import N_MICROBATCHES, microbatch_count, reciprocal
 
 Batch = dict[str, Shaped[Array, "m b ..."]]
@@ -96,9 +97,11 @@ class Loss(NamedTuple):
 Accumulate = Callable[..., tuple[Params, Loss]]
 """(params, model state, batch, token weights, other weights) -> gradients (float32) and loss.
 
-Both are summed over microbatches. `LossWeights` are passed in two parts: a token weight for each
-microbatch, and the other weights.
+Both are summed over microbatches. `LossWeights` are passed in two parts (`split_weights`).
 """
+
+TokenWeights = tuple[Array, tuple[Array, ...]]
+"""`token` and `further` of `LossWeights`, for each microbatch or for one."""
 
 
 Gradients = Callable[[Params, Params, Batch, Array | None], tuple[Params, Loss]]
@@ -132,8 +135,8 @@ def make_gradients(model: Model, config: JobConfig, mesh: Mesh) -> Gradients:
     def gradients(
         params: Params, state: Params, batch: Batch, scale: Array | None = None
     ) -> tuple[Params, Loss]:
-        token, *others = update_loss_weights(batch, train, scale)
-        grads, loss = add_up(params, state, batch, token, others)
+        tokens, others = split_weights(update_loss_weights(batch, train, scale))
+        grads, loss = add_up(params, state, batch, tokens, others)
         # Sharded like the parameters and the optimizer state, which they update.
         return jax.lax.with_sharding_constraint(grads, shardings), loss
 
@@ -155,7 +158,7 @@ def accumulate(
     params: Params,
     state: Params,
     batch: Batch,
-    token_weights: Array,
+    token_weights: TokenWeights,
     other_weights: Sequence[Array | float],
 ) -> tuple[Params, Loss]:
     """Return gradients (float32) and loss of a batch, summed over its microbatches by a loop.
@@ -168,22 +171,22 @@ def accumulate(
         params: the parameters.
         state: non-trainable state.
         batch: the batch.
-        token_weights: token weight of each microbatch.
+        token_weights: token weights of each microbatch.
         other_weights: other weights of `LossWeights`.
     """
-    loss = build_loss(config.train, model)
+    loss = _build_training_loss(config.train, model)
     if by_group:
         params, token_weights = _vary_over_groups(model, params, token_weights)
 
-    def microbatch_loss(params: Params, batch: Batch, token: Array) -> tuple[Array, Loss]:
-        weights, variables = LossWeights(token, *other_weights), join(params, state)
+    def microbatch_loss(params: Params, batch: Batch, tokens: TokenWeights) -> tuple[Array, Loss]:
+        weights, variables = _join_weights(tokens, other_weights), join(params, state)
         hidden, out = model.forward(variables, batch, weights)
         aux = loss(variables, hidden, batch, weights).with_layer_losses(out.aux)
         return aux.loss, Loss(aux, out.aux._replace(loss_terms={}))
 
     gradient = jax.grad(microbatch_loss, has_aux=True)
 
-    def body(total: Params, xs: tuple[Batch, Array]) -> tuple[Params, Loss]:
+    def body(total: Params, xs: tuple[Batch, TokenWeights]) -> tuple[Params, Loss]:
         grads, loss = gradient(params, *xs)
         return jax.tree.map(lambda a, g: a + g.astype(jnp.float32), total, grads), loss
 
@@ -193,7 +196,7 @@ def accumulate(
     xs = ({name: x for name, x in batch.items() if name != N_MICROBATCHES}, token_weights)
     if n is not None:
         grads, losses = _sum_first(n, body, params, xs)
-    elif token_weights.shape[0] == 1:  # no loop, and no zeros to add to
+    elif len(token_weights[0]) == 1:  # no loop, and no zeros to add to
         grads, losses = gradient(params, *jax.tree.map(lambda x: x[0], xs))
         grads = jax.tree.map(lambda g: g.astype(jnp.float32), grads)
     else:
@@ -209,9 +212,9 @@ def _zero_grads(params: Params) -> Params:
 
 def _sum_first(
     n: Array,
-    body: Callable[[Params, tuple[Batch, Array]], tuple[Params, Loss]],
+    body: Callable[[Params, tuple[Batch, TokenWeights]], tuple[Params, Loss]],
     params: Params,
-    xs: tuple[Batch, Array],
+    xs: tuple[Batch, TokenWeights],
 ) -> tuple[Params, Loss]:
     """Return gradients and loss of the first `n` microbatches, a number known when the step runs.
 
@@ -220,7 +223,7 @@ def _sum_first(
     0 + x = x, and a `Max` is at least 0.
     """
 
-    def microbatch(i: Array | int) -> tuple[Batch, Array]:
+    def microbatch(i: Array | int) -> tuple[Batch, TokenWeights]:
         return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, i, keepdims=False), xs)
 
     def add(i: Array, carry: tuple[Params, Loss]) -> tuple[Params, Loss]:
@@ -236,7 +239,9 @@ def _sum_first(
     return jax.lax.fori_loop(0, n, add, (zeros, no_loss))
 
 
-def _vary_over_groups(model: Model, params: Params, weights: Array) -> tuple[Params, Array]:
+def _vary_over_groups(
+    model: Model, params: Params, weights: TokenWeights
+) -> tuple[Params, TokenWeights]:
     """Let each group of devices differentiate its own copy; gradients are summed afterwards."""
     # Without `pcast`, autodiff would insert a psum for every use of a replicated weight, inside the
     # scan over microbatches. A varying copy has a varying gradient, which is reduced once at the
@@ -244,7 +249,7 @@ def _vary_over_groups(model: Model, params: Params, weights: Array) -> tuple[Par
     params = jax.tree.map(
         lambda param, axes: jax.lax.pcast(param, group_axes(axes), to="varying"), params, model.axes
     )
-    return params, jax.lax.pcast(weights, DATA_AXES, to="varying")
+    return params, jax.tree.map(lambda w: jax.lax.pcast(w, DATA_AXES, to="varying"), weights)
 
 
 def _add_group_dimension(grads: Params, loss: Loss) -> tuple[Params, Loss]:
@@ -268,7 +273,7 @@ def pipelined(
     params: Params,
     state: Params,
     batch: Batch,
-    token_weights: Array,
+    token_weights: TokenWeights,
     other_weights: Sequence[Array | float],
 ) -> tuple[Params, Loss]:
     """Return the results of `accumulate` with pipeline stages.
@@ -309,7 +314,7 @@ def _stage_functions(
 ) -> spmd.StageFunctions:
     """Split the model into the functions of a pipeline stage.
 
-    A microbatch of a stage is a pair: batch, token weight.
+    A microbatch of a stage is a pair: batch, token weights.
 
     Args:
         model: the model.
@@ -317,14 +322,16 @@ def _stage_functions(
         state: non-trainable state outside of the layers.
         other_weights: other weights of `LossWeights`.
     """
-    saves, loss_function = remat.stage_remat(model.runtime.save), build_loss(config.train, model)
+    saves = remat.stage_remat(model.runtime.save)
+    loss_function = _build_training_loss(config.train, model)
 
-    def embed(params: Params, microbatch: tuple[Batch, Array]) -> Array:
+    def embed(params: Params, microbatch: tuple[Batch, TokenWeights]) -> Array:
         return model.embed(join(params, state), microbatch[0])
 
-    def context(x: Array, microbatch: tuple[Batch, Array]) -> Context:
-        batch, token = microbatch
-        return model.batch_context(x, batch, loss_weights=LossWeights(token, *other_weights))
+    def context(x: Array, microbatch: tuple[Batch, TokenWeights]) -> Context:
+        batch, tokens = microbatch
+        weights = _join_weights(tokens, other_weights)
+        return model.batch_context(x, batch, loss_weights=weights)
 
     def layer(
         stack: str, kind: LayerKind, layer: Params, x: Array, inputs: tuple[Context, Params]
@@ -356,10 +363,10 @@ def _stage_functions(
         terms, aux = jax.tree.map(lambda *leaves: jnp.stack(leaves), *outs)
         return (x, terms), aux
 
-    def loss(params: Params, x: Array, microbatch: tuple[Batch, Array]) -> AuxOutputs:
-        (batch, token), variables = microbatch, join(params, state)
+    def loss(params: Params, x: Array, microbatch: tuple[Batch, TokenWeights]) -> AuxOutputs:
+        (batch, tokens), variables = microbatch, join(params, state)
         hidden = model.final_norm(variables, x)
-        return loss_function(variables, hidden, batch, LossWeights(token, *other_weights))
+        return loss_function(variables, hidden, batch, _join_weights(tokens, other_weights))
 
     rows = model.plan.kinds_by_row(model.stack), model.stack.rows() >= 0
     stages = config.distributed.pp
@@ -421,7 +428,7 @@ def _by_axes(spec: Callable[[Axes], P | Axes], axes: PyTree) -> PyTree:
 def update_loss_weights(
     batch: Batch, config: TrainConfig, scale: Array | None = None
 ) -> LossWeights:
-    """Return the loss weights of an update; `token` has one entry per microbatch.
+    """Return the loss weights of an update; `token` and `further` have one entry per microbatch.
 
     A loss scale multiplies the weights, and so every value of a backward pass, including that of a
     loss with its own gradient.
@@ -441,8 +448,25 @@ def update_loss_weights(
         token=token_weights(valid_tokens(labels), config.loss_norm, microbatches),
         position=position,
         sequence=sequence,
+        further=further_weights(batch, config.loss_norm, microbatches),
     )
     return weights if scale is None else jax.tree.map(lambda weight: weight * scale, weights)
+
+
+def split_weights(weights: LossWeights) -> tuple[TokenWeights, tuple[Array | float, ...]]:
+    """Split the weights of an update into those of each microbatch and the others."""
+    return (weights.token, weights.further), (weights.position, weights.sequence)
+
+
+def _join_weights(tokens: TokenWeights, others: Sequence[Array | float]) -> LossWeights:
+    """Undo `split_weights` for a microbatch."""
+    (token, further), (position, sequence) = tokens, others
+    return LossWeights(token, position, sequence, further)
+
+
+def _build_training_loss(config: TrainConfig, model: Model) -> MicrobatchLoss:
+    """Return the loss of `train.loss_fn` with the term of multi-token prediction."""
+    return with_mtp_loss(config, model, build_loss(config, model))
 
 
 def unscale(grads: Params, loss: Loss, scale: Array | None) -> tuple[Params, Loss]:
@@ -469,7 +493,7 @@ def _reduce_per_update(
     def gradients(
         params: Params, state: Params, batch: Batch, scale: Array | None = None
     ) -> tuple[Params, Loss]:
-        token, *others = update_loss_weights(batch, config, scale)
+        tokens, others = split_weights(update_loss_weights(batch, config, scale))
         groups = jax.shard_map(
             functools.partial(add_up, other_weights=others),
             mesh=mesh,
@@ -493,7 +517,7 @@ def _reduce_per_update(
         params = jax.tree.map(gather, params, model.axes)
         state = jax.tree.map(gather, state, model.state.axes)
         # 2. Accumulate in each group: results [groups, ...].
-        grads, losses = groups(params, state, batch, token)
+        grads, losses = groups(params, state, batch, tokens)
         # 3. Reduce over groups. Losses are small and left to the partitioner.
         add, largest = (functools.partial(function, axis=0) for function in (jnp.sum, jnp.max))
         return reduce(grads), combine(add, largest, losses)

@@ -140,17 +140,24 @@ class _Sizes:
         if not self.pipelined:
             offloads = "activations" in self.config.train.offload
             layers = min(self.n_layers, _LAYERS_IN_TRANSFER) if offloads else self.n_layers
-            return layers * self.tokens * self._saved_per_token(save)
+            return layers * self.tokens * self._saved_per_token(save) + self._modules(save)
         d = self.config.distributed
         schedule = SCHEDULES[d.pp_schedule](d.pp, self.config.train.grad_accum_steps, d.chunks)
         layers = self.n_layers // d.chunks
         inputs = self.tokens * self._share(self.model.config.dim) * self.bytes
+        modules = self._modules(save)  # of one microbatch: the loss and its gradient are one tick
         if save in ("full", "nothing_saveable"):
             current = self._saved_per_token("dots_with_no_batch_dims_saveable")
-            return schedule.slots * inputs + layers * self.tokens * current
+            return schedule.slots * inputs + layers * self.tokens * current + modules
         effective = {"none": "dots_saveable", "selective": "dots_with_no_batch_dims_saveable"}
         saved = layers * self.tokens * self._saved_per_token(effective.get(save, save))
-        return (schedule.slots + 1) * (inputs + saved)
+        return (schedule.slots + 1) * (inputs + saved) + modules
+
+    def _modules(self, save: str) -> int:
+        """Return the bytes that modules of multi-token prediction save."""
+        inputs = 2 * self.bytes * self._share(self.model.config.dim)  # of the input projection
+        depths = self.model.config.mtp_depth
+        return depths * self.tokens * (self._saved_per_token(save) + inputs)
 
     def layer(self, whole: bool) -> int:
         """Return the bytes of one layer's backward pass: values, their gradients, weight grads."""
@@ -168,7 +175,10 @@ class _Sizes:
         )
         logits = self.rows * tile.tokens * tile.vocab * (_F32 + self.bytes)
         hidden = self.tokens * c.dim * (2 * self.bytes + _F32)
-        return logits + hidden + entries * c.dim * (self.bytes + _F32)
+        result = logits + hidden + entries * c.dim * (self.bytes + _F32)
+        # The gradients of hidden states and head wait until the backward pass of their depth.
+        waiting = self.bytes * c.dim * (self.tokens + entries)
+        return result + c.mtp_depth * waiting
 
     def updating(self) -> int:
         """Return the bytes of Muon's input and result for the largest parameter, both gathered."""

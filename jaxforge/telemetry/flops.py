@@ -22,7 +22,8 @@ def flops_per_token(model: ModelConfig, seq_len: int) -> int:
 
     Two differences from KempnerForge: S is the training length and not `model.max_seq_len`, and
     experts have their own width and not that of a dense feed-forward
-    (`model.moe_expert_ffn_multiplier`).
+    (`model.moe_expert_ffn_multiplier`). Each module of multi-token prediction counts as a layer
+    with a projection of 2 D² elements and another product with the output head.
     """
     matrices = matrix_elements(model, 3, model.moe_top_k)
     per_token = sum(
@@ -55,10 +56,11 @@ def pairs_twice(model: ModelConfig, seq_len: int) -> int:
 
 
 def _mixing(model: ModelConfig) -> Iterator[tuple[MixerCost, int | None, int | None]]:
-    """Return the mixer's cost, and window and chunk in tokens, of each layer."""
+    """Return the mixer's cost, window and chunk in tokens, of each layer and prediction module."""
     costs = {name: _mixer_cost(model, name) for name, _ in set(model.layer_parts)}
     mixers = [costs[parts.mixer] for parts in model.layer_parts]
-    return zip(mixers, model.windows, model.chunks, strict=True)
+    layers = list(zip(mixers, model.windows, model.chunks, strict=True))
+    return iter(layers + layers[-1:] * model.mtp_depth)
 
 
 def _mixer_cost(model: ModelConfig, mixer: str) -> MixerCost:
@@ -84,7 +86,9 @@ def _pairs_twice(window: int | None, chunk: int | None, seq_len: int) -> int:
 
 
 def matrix_elements(model: ModelConfig, feed_forward: int, experts: int) -> int:
-    """Return the number of matrix elements of a model, without embedding and routers.
+    """Return the number of matrix elements that multiply a token, without embedding and routers.
+
+    The output head counts once for each depth of multi-token prediction, too.
 
     Args:
         model: a model with the structure of Llama.
@@ -93,6 +97,10 @@ def matrix_elements(model: ModelConfig, feed_forward: int, experts: int) -> int:
     """
     wide = experts * model.expert_dim + model.shared_expert_dim
     widths = {"dense": model.ffn_dim, "experts": wide, "none": 0}
-    width = sum(widths[parts.feed_forward] for parts in model.layer_parts)
+    parts = model.layer_parts
+    blocks = parts + parts[-1:] * model.mtp_depth
+    width = sum(widths[block.feed_forward] for block in blocks)
     mixers = sum(cost.matrices for cost, _, _ in _mixing(model))
-    return mixers + model.dim * (feed_forward * width + model.vocab_size)
+    projections = model.mtp_depth * 2 * model.dim
+    heads = (1 + model.mtp_depth) * model.vocab_size
+    return mixers + model.dim * (feed_forward * width + projections + heads)

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
+from jaxforge.config.model import MTP_LOSS
 from jaxforge.telemetry.measures import StepCost
 from jaxforge.telemetry.sinks import (
     LineFormat,
@@ -282,7 +283,7 @@ def _counts(run: RunFacts, step: int, metrics: Metrics) -> dict[str, Value]:
 def _join_segments(segments: Segments, values: Mapping[str, Value]) -> str:
     """Return the segments with separators; the terms of the loss follow it, such as `mtp loss`."""
     terms = {
-        f"{name.removeprefix('terms/')}: {{:.6E}}": (name,)
+        f"{name.removeprefix('terms/').replace(MTP_LOSS, 'mtp loss')}: {{:.6E}}": (name,)
         for name in values
         if name.startswith("terms/")
     }

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import jax
 
 from jaxforge.config.job import JobConfig
+from jaxforge.config.model import MTP_LOSS
 from jaxforge.parallel import hardware
 from jaxforge.telemetry import flops
 from jaxforge.telemetry.expert_load import ROUTER_OUTPUTS, moe_metrics
@@ -232,12 +233,16 @@ def collected(extras: Mapping[str, Any]) -> Metrics:
 
 
 def aux_metrics(values: Mapping[str, Any]) -> Metrics:
-    """Return metrics of auxiliary outputs: `terms/*`, `moe/*`, and `model/*` for all others.
+    """Return metrics of auxiliary outputs: `terms/*`, `moe/*`, `train/mtp_loss`, else `model/*`.
 
     An output with one number per layer becomes `model/<name>/layers.<i>`.
     """
     metrics = {f"terms/{name}": float(term) for name, term in values.get("losses", {}).items()}
-    aux = values.get("side", {})
+    aux = dict(values.get("side", {}))
+    by_depth = [float(loss) for loss in aux.pop(MTP_LOSS, ())]
+    if by_depth:
+        metrics[f"train/{MTP_LOSS}"] = sum(by_depth) / len(by_depth)
+        metrics |= {f"train/{MTP_LOSS}/depths.{k}": loss for k, loss in enumerate(by_depth, 1)}
     metrics |= moe_metrics(aux)
     for name, value in aux.items():
         if name in ROUTER_OUTPUTS and "expert_counts" in aux:

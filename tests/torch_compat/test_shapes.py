@@ -44,6 +44,9 @@ MIXTURES = {
     "biases": {**EXPERTS, "mlp_bias": True, "moe_router_bias": True, "moe_shared_experts": 1},
     "without a gate": {**EXPERTS, "activation": "gelu", "moe_shared_experts": 1},
     "gpt-oss": {**EXPERTS, "activation": "swiglu_oai", "mlp_bias": True, "attention_sinks": True},
+    "predicting further tokens": {
+        **SIGMOID, "moe_first_dense_layers": 1, "moe_shared_experts": 1, "mtp_depth": 2,
+    },
     "eleven": {**SIGMOID, "num_experts": 11, "n_layers": 12, "moe_bias_update": "sign"},
 }  # fmt: skip
 
@@ -55,7 +58,7 @@ def test_parameters_have_documented_shapes():
     ]
     for a, b in itertools.combinations(OPTIONS, 2):
         settings.append({**settings[0], a: OPTIONS[a][1], b: OPTIONS[b][1]})
-    settings += [{"norm_placement": "post"}, {"qk_norm": True, "qk_norm_scope": "projection"},
+    settings += [{"mtp_depth": 2, "norm_type": "layernorm"}, {"norm_placement": "post"}, {"qk_norm": True, "qk_norm_scope": "projection"},
                  {"norm_type": "layernorm", "norm_bias": False, "embedding_norm": True},
                  {"norm_type": "layernorm", "shared_norm": True, "parallel_residual": True},
                  {"shared_norm": True, "parallel_residual": True, "head_bias": True}]  # fmt: skip

@@ -54,7 +54,7 @@ _OF_THE_EXPORT = frozenset({
 _NOT_COMPARED = ("sdpa_backend", "ffn_dim_multiplier", "sliding_window",
                  "attention_chunk_size", "attention_pattern", "rope_theta", "rope_scaling",
                  "local_rope_theta", "rope_pattern", "partial_rotary_factor", "mixer",
-                 "mixer_pattern", "feed_forward_pattern")  # fmt: skip
+                 "mixer_pattern", "feed_forward_pattern", "mtp_depth")  # fmt: skip
 _MOST_SHOWN = 3
 DEQUANTIZED = (
     "take a copy in bfloat16, such as transformers saves of a model that it opened by "
@@ -204,7 +204,10 @@ def _model_keys(model: ModelConfig, family: Family, before: Mapping[str, Any]) -
     )
     if not all(same(read[key], wanted[key]) for key in wanted):
         return keys
-    further = {key: 0 for key in before if family.llama_name(key) == family.further_layers_key}
+    further = {
+        key: model.mtp_depth for key in before
+        if family.llama_name(key) == family.further_layers_key
+    }  # fmt: skip
     return {**before, **further}
 
 

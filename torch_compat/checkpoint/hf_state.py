@@ -29,9 +29,9 @@ from torch_compat.checkpoint.validation import INVISIBLE_KEYS, has_effect
 from torch_compat.families import FAMILIES
 from torch_compat.formats import block_scaled, safetensors, torch_file
 from torch_compat.formats.files import Directory, sync
-from torch_compat.formats.lazy import DTYPES, LazyTensor
+from torch_compat.formats.lazy import DTYPES, LazyTensor, equal
 from torch_compat.formats.staging import Unit
-from torch_compat.names.table import EMBEDDING, NameMap, strip_wrappers
+from torch_compat.names.table import EMBEDDING, HEAD, NameMap, strip_wrappers
 from torch_compat.names.translation import Translation, summarize_names
 
 _SETTINGS = "tokenizer_config.json"
@@ -46,7 +46,7 @@ IMPORTED = "huggingface"
 """Directory of a run that holds the JSON files of the Hugging Face model that it began with."""
 IN_8_BITS = "fp8"
 """Value of `--dtype`: matrices of layers in e4m3 with a scale per block, all else in bfloat16."""
-_MATRIX = re.compile(r"layers\.\d+\..*_proj\.weight")  # of jaxforge; not routers
+_MATRIX = re.compile(r"layers\.\d+\.(?!input_proj).*_proj\.weight")  # of jaxforge; not routers
 _MXFP4 = ("_blocks", "_scales")
 _LAYER = re.compile(r"model\.layers\.(\d{1,9})\.")
 
@@ -104,7 +104,14 @@ def read(directory: Directory, target: AbstractTarget, options: ReadOptions) -> 
     if (block := block_of_scales(config, f"{directory}/{CONFIG}")) is not None:
         contents = block_scaled.dequantize(contents, block, str(directory))
     by_name = _rename_to_dialect(contents, dialect, str(directory))
-    by_name, left_out = _drop_layers(by_name, further_layers(config, f"{directory}/{CONFIG}"))
+    further = further_layers(config, f"{directory}/{CONFIG}")
+    if len(further) < model.mtp_depth:
+        raise UserError(
+            f"{directory}: model.mtp_depth = {model.mtp_depth}, but the files have {len(further)} "
+            f"layers that predict further tokens. Set model.mtp_depth to at most {len(further)}"
+        )
+    by_name, left_out = _drop_layers(by_name, further[model.mtp_depth :])
+    by_name = _drop_shared(by_name, further[: model.mtp_depth], dialect, model, str(directory))
     into = Translation(dialect, model, options.resize_vocab, str(directory))
     params, model_state, more = untrained.translate_model(by_name, target, into, goes_on=False)
     return CheckpointState(
@@ -230,8 +237,12 @@ def tensors_of_export(
         UserError: the family stores several matrices in one tensor, which has no blocks.
     """
     dialect = FAMILIES[family].dialect
+    copies: dict[str, str] = {}
+    for depth in range(model.mtp_depth if FAMILIES[family].further_layers_key else 0):
+        copies |= _shared_keys(model.n_layers + depth, dialect, model)
     if dtype != IN_8_BITS:
-        return dialect.to_dialect(checkpoint.variables, model)
+        result = dialect.to_dialect(checkpoint.variables, model)
+        return {**result, **{key: result[shared] for key, shared in copies.items()}}
     matrices = {dialect.key_for(name) for name in checkpoint.params if _MATRIX.fullmatch(name)}
     weights = dialect.to_dialect(checkpoint.params, model)
     if packed := [key for key in weights if key in matrices and len(weights[key].shape) != 2]:
@@ -241,6 +252,7 @@ def tensors_of_export(
     bf16 = DTYPES["bfloat16"]
     weights = {key: t if key in matrices else t.cast(bf16) for key, t in weights.items()}
     others = dialect.to_dialect(checkpoint.model_state or {}, model)
+    weights |= {key: weights[shared] for key, shared in copies.items()}
     return {**block_scaled.quantize(weights, matrices), **others}
 
 
@@ -345,8 +357,43 @@ def _drop_layers(
     needed = {key: tensor for key, tensor in tensors.items() if key not in spare}
     return needed, [
         f"left out: {len(spare)} tensors of layers from {further.start} on, which predict further "
-        "tokens and are not part of the model here"
+        "tokens; model.mtp_depth takes them in"
     ]
+
+
+def _shared_keys(layer: int, dialect: NameMap, model: ModelConfig) -> dict[str, str]:
+    """Return keys of a layer that predicts further tokens -> keys of the same tensors outside."""
+    embedding = dialect.key_for(EMBEDDING)
+    return {
+        f"model.layers.{layer}.embed_tokens.weight": embedding,
+        f"model.layers.{layer}.shared_head.head.weight": (
+            embedding if model.tie_embeddings else dialect.key_for(HEAD)
+        ),
+    }
+
+
+def _drop_shared(
+    tensors: dict[str, LazyTensor],
+    layers: range,
+    dialect: NameMap,
+    model: ModelConfig,
+    where: str,
+) -> dict[str, LazyTensor]:
+    """Return the tensors without copies of embedding and output head in `layers`.
+
+    Raises:
+        UserError: a copy differs from the tensor that jaxforge's modules share.
+    """
+    copies: dict[str, str] = {}
+    for layer in layers:
+        copies |= _shared_keys(layer, dialect, model)
+    for key, shared in copies.items():
+        if key in tensors and shared in tensors and not equal(tensors[key], tensors[shared]):
+            raise UserError(
+                f"{where}: {key} differs from {shared}, which modules of multi-token prediction "
+                "share here. Set model.mtp_depth = 0 to leave these layers out"
+            )
+    return {key: tensor for key, tensor in tensors.items() if key not in copies}
 
 
 def _differences(config: Mapping[str, Any], model: ModelConfig, where: str) -> Iterator[str]:

@@ -7,7 +7,7 @@ itself (`training_state.model_shapes`).
 
 from collections.abc import Callable, Iterator
 
-from jaxforge.config.model import ATTENTION, NO_MIXER, LayerParts, ModelConfig
+from jaxforge.config.model import ATTENTION, MTP, NO_MIXER, LayerParts, ModelConfig
 from torch_compat.checkpoint.stacking import EXPERTS, Stacking
 from torch_compat.names.table import EMBEDDING, HEAD, HEAD_BIAS, POSITIONS
 
@@ -32,7 +32,9 @@ def untrained(model: ModelConfig) -> dict[str, Shape]:
     """Return the shapes of non-trainable state."""
     names = {"sign": "expert_bias", "kempnerforge": "expert_ema"}
 
-    def in_block(model: ModelConfig, parts: LayerParts) -> Iterator[tuple[str, Shape]]:
+    def in_block(
+        model: ModelConfig, parts: LayerParts, *, is_module: bool = False
+    ) -> Iterator[tuple[str, Shape]]:
         if parts.feed_forward == "experts" and model.bias_update in names:
             yield f"mlp.router.{names[model.bias_update]}", (model.num_experts,)
 
@@ -42,7 +44,12 @@ def untrained(model: ModelConfig) -> dict[str, Shape]:
 def _in_layers(
     model: ModelConfig, block: Callable[..., Iterator[tuple[str, Shape]]]
 ) -> dict[str, Shape]:
-    """Return the shapes in all layers; `block` declares one layer."""
+    """Return the shapes in all layers and modules of multi-token prediction.
+
+    Args:
+        model: the model.
+        block: declares one layer.
+    """
     stacking = Stacking(model)
     shapes: dict[str, Shape] = {}
     for stack, layers in sorted(model.stacks.items()):
@@ -50,11 +57,28 @@ def _in_layers(
             of_experts = (model.num_experts,) if name.startswith(EXPERTS) else ()
             array = (len(layers), *of_experts, *shape)
             shapes |= {e: shape for e, _ in stacking.entries(f"{stack}.{name}", array)}
+    for depth in range(model.mtp_depth):
+        for name, shape in sorted(block(model, model.layer_parts[-1], is_module=True)):
+            of_experts = (model.num_experts,) if name.startswith(EXPERTS) else ()
+            entries = stacking.entries(f"{MTP}.{depth}.{name}", (*of_experts, *shape))
+            shapes |= {entry: shape for entry, _ in entries}
     return shapes
 
 
-def _block(model: ModelConfig, parts: LayerParts) -> Iterator[tuple[str, Shape]]:
-    """Yield the parameters of a layer, with those of one expert."""
+def _block(
+    model: ModelConfig, parts: LayerParts, *, is_module: bool = False
+) -> Iterator[tuple[str, Shape]]:
+    """Yield the parameters of a layer, with those of one expert.
+
+    Args:
+        model: the model.
+        parts: mixer and feed-forward.
+        is_module: whether the layer is a module of multi-token prediction.
+    """
+    if is_module:
+        yield from _linear("input_proj", model.dim, 2 * model.dim, bias=False)
+        for name in ("embedding_norm", "hidden_norm", "output_norm"):
+            yield from _norm(name, model.dim, model.norm_type)
     norm_names = {"pre": ("norm",), "post": ("post_norm",), "sandwich": ("norm", "post_norm")}
     if model.shared_norm:
         yield from _norm("shared_norm", model.dim, model)

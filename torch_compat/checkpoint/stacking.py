@@ -3,20 +3,23 @@
     array                                   shape         entries
     layers.attention.q_proj.weight          [L, ...]      layers.{i}.attention.q_proj.weight
     moe_layers.mlp.experts.up_proj.weight   [n, E, ...]   layers.{i}.mlp.experts.{j}.up_proj.weight
+    mtp.{k}.mlp_norm.weight                 [...]         layers.{L + k}.mlp_norm.weight
 
 i is the index of the layer in the model, whichever stack (`ModelConfig.stacks`) holds the layer.
+Modules of multi-token prediction are the layers from L = n_layers on, as in DeepSeek-V3's files.
 """
 
 import functools
 import re
 from collections.abc import Iterator, Mapping
 
-from jaxforge.config.model import LAYERS, ModelConfig
+from jaxforge.config.model import LAYERS, MTP, ModelConfig
 from jaxforge.errors import UserError
 from torch_compat.formats.lazy import LazyTensor, stack
 
 Index = tuple[int, ...]
-"""Position of an entry in its array: (), (row,) or (row, expert)."""
+"""Position of an entry in its array: (), (row,) or (row, expert); (expert,) in modules of
+multi-token prediction."""
 
 EXPERTS = "mlp.experts."
 _LAYER = re.compile(rf"{LAYERS}\.(\d+)\.(.+)")
@@ -34,7 +37,8 @@ class Stacking:
 
     def __init__(self, model: ModelConfig) -> None:
         self._stacks, self._experts = model.stacks, model.num_experts
-        self._has_experts = model.has_experts
+        self._n_layers, self._depths = model.n_layers, model.mtp_depth
+        self._has_experts = (*model.has_experts, *model.has_experts[-1:] * model.mtp_depth)
         self._rows = {
             layer: (name, row)
             for name, layers in self._stacks.items()
@@ -48,6 +52,9 @@ class Stacking:
             UserError: the array has another number of layers or experts than the model.
         """
         stacked, _, tail = name.partition(".")
+        if stacked == MTP:
+            yield from self._module_entries(tail, shape)
+            return
         layers = self._stacks.get(stacked)
         if layers is None or not tail:
             yield name, ()
@@ -64,12 +71,29 @@ class Stacking:
             for expert in range(experts):
                 yield f"{LAYERS}.{layer}.{EXPERTS}{expert}.{inner}", (row, expert)
 
+    def _module_entries(self, tail: str, shape: tuple[int, ...]) -> Iterator[tuple[str, Index]]:
+        """Yield the entries of an array of a module of multi-token prediction."""
+        depth, _, tail = tail.partition(".")
+        layer = f"{LAYERS}.{self._n_layers + int(depth)}."
+        if not (self._has_experts[self._n_layers - 1] and tail.startswith(EXPERTS)):
+            yield layer + tail, ()
+            return
+        if shape[:1] != (self._experts,):
+            raise UserError(
+                f"{MTP}.{depth}.{tail} is {list(shape)}, but the model has {self._experts} experts"
+            )
+        for expert in range(self._experts):
+            yield f"{layer}{EXPERTS}{expert}.{tail.removeprefix(EXPERTS)}", (expert,)
+
     def array_of(self, entry: str) -> str:
         """Return the array of an entry."""
         return self._index_of(entry)[0]
 
     def expert_of(self, entry: str) -> str | None:
-        """Return the expert of an entry, "layers.3.mlp.experts.5"; None for other entries."""
+        """Return the expert of an entry, "layers.3.mlp.experts.5"; None for other entries.
+
+        Experts of modules of multi-token prediction are not counted (`optim.idle_experts`).
+        """
         _, index = self._index_of(entry)
         if len(index) < len(("row", "expert")):
             return None
@@ -106,9 +130,17 @@ class Stacking:
 
     def _index_of(self, entry: str) -> tuple[str, Index]:
         match = _LAYER.fullmatch(entry)
-        if not match or int(match[1]) not in self._rows:
+        if not match:
             return entry, ()
         layer, tail = int(match[1]), match[2]
+        depth = layer - self._n_layers
+        if 0 <= depth < self._depths:
+            expert = _EXPERT.fullmatch(tail) if self._has_experts[layer] else None
+            if expert:
+                return f"{MTP}.{depth}.{EXPERTS}{expert[2]}", (int(expert[1]),)
+            return f"{MTP}.{depth}.{tail}", ()
+        if layer not in self._rows:
+            return entry, ()
         name, row = self._rows[layer]
         expert = _EXPERT.fullmatch(tail) if self._has_experts[layer] else None
         if expert:

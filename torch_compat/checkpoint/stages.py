@@ -34,6 +34,11 @@ def check(stages: int, dialect: NameMap, model: ModelConfig) -> None:
             f"--stages {stages}: each stage needs at least one layer, and model.n_layers = "
             f"{model.n_layers}: give a number from 1 to {model.n_layers}"
         )
+    if model.mtp_depth:
+        raise UserError(
+            f"--stages {stages}: KempnerForge has no multi-token prediction: export with "
+            "--model.mtp_depth=0"
+        )
     if model.tie_embeddings or model.is_moe:
         what = "tie_embeddings = true" if model.tie_embeddings else "num_experts > 0"
         raise UserError(

@@ -18,7 +18,7 @@ from jaxforge.config.optimizer import EXPERT_FIELD
 from jaxforge.state.progress import Progress
 from torch_compat.checkpoint.optimizer_state import LAYOUTS, OptimizerLayout
 from torch_compat.checkpoint.shapes import Shape, parameters, untrained
-from torch_compat.checkpoint.stacking import Stacking
+from torch_compat.checkpoint.stacking import Stacking, layer_of
 from torch_compat.formats.lazy import LazyTensor
 
 Tensors = Mapping[str, LazyTensor]
@@ -61,6 +61,20 @@ class CheckpointState:
     def variables(self) -> Tensors:
         """Parameters and non-trainable state of the model."""
         return {**self.params, **self.model_state}
+
+    def without_layers_from(self, first: int) -> "CheckpointState":
+        """Return the checkpoint without layers from an index on."""
+
+        def others(tensors: Tensors) -> Tensors:
+            layers = {name: layer_of(name) for name in tensors}
+            return {n: t for n, t in tensors.items() if (i := layers[n]) is None or i < first}
+
+        return dataclasses.replace(
+            self,
+            params=others(self.params),
+            model_state=others(self.model_state),
+            moments=self.moments and {field: others(t) for field, t in self.moments.items()},
+        )
 
     def tensors(self) -> Iterator[tuple[str, LazyTensor]]:
         """Yield all tensors: `params.norm.weight`, `optimizer.mu.norm.weight`."""

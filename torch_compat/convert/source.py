@@ -153,6 +153,11 @@ def open_source(request: Request) -> Source:
     if ref.format == "jaxforge":
         if request.config or request.overrides:
             trained = ref.required_config(None, ())
+        spare = trained.model.mtp_depth - config.model.mtp_depth
+        if spare > 0:
+            first = config.model.n_layers + config.model.mtp_depth
+            checkpoint = checkpoint.without_layers_from(first)
+            notes.append(left_out_modules(spare))
         declared, where = abstract_target(config), str(ref)
         check_fits(checkpoint, declared, trained.model, where)
         absent = check_present(checkpoint, declared, where)
@@ -173,6 +178,11 @@ def open_source(request: Request) -> Source:
         params = {n: t.cast(DTYPES[request.dtype]) for n, t in checkpoint.params.items()}
         checkpoint = dataclasses.replace(checkpoint, params=params)
     return Source(ref, files, trained, checkpoint, abstract_target(config), tuple(notes))
+
+
+def left_out_modules(number: int) -> str:
+    """Return the note about modules of multi-token prediction that are not converted."""
+    return f"left out: {number} modules of multi-token prediction, which only training uses"
 
 
 def _for_new_run(checkpoint: CheckpointState, *, resumes: bool) -> CheckpointState:

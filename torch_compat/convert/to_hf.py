@@ -1,5 +1,6 @@
 """Writer of Hugging Face directories, with a model card."""
 
+import dataclasses
 import functools
 import math
 from collections.abc import Mapping, Sequence
@@ -11,7 +12,7 @@ from jaxforge.storage import urls
 from torch_compat.checkpoint import hf_config, hf_state
 from torch_compat.checkpoint.validation import check_written
 from torch_compat.convert import model_card
-from torch_compat.convert.source import Request, Source
+from torch_compat.convert.source import Request, Source, left_out_modules
 from torch_compat.convert.writer import Writer
 from torch_compat.families import FAMILIES
 from torch_compat.formats import safetensors
@@ -28,12 +29,18 @@ class HfWriter(Writer):
         self._family = hf_config.select_family(
             source.target.config.model, request.dialect, imported and imported.config
         )
+        model = source.target.config.model
+        self._left_out = 0 if FAMILIES[self._family].further_layers_key else model.mtp_depth
+        if self._left_out:
+            checkpoint = source.checkpoint.without_layers_from(model.n_layers)
+            self.source = dataclasses.replace(source, checkpoint=checkpoint)
         self.label = FAMILIES[self._family].dialect.name
         self._check_names(self.label)
 
     def notes(self) -> list[str]:
         """Return notes for the user."""
-        return list(hf_state.notes(self.label, self.source.tokenizer))
+        own = [left_out_modules(self._left_out)] if self._left_out else []
+        return [*own, *hf_state.notes(self.label, self.source.tokenizer)]
 
     @functools.cached_property
     def units(self) -> Sequence[Unit]:

@@ -6,6 +6,7 @@ from torch_compat.families.family import (
     GATED,
     OUTSIDE,
     PRE_NORMS,
+    PREDICTION,
     Config,
     Family,
     Table,
@@ -14,7 +15,7 @@ from torch_compat.families.family import (
 
 RULES = (
     *OUTSIDE, *PRE_NORMS, *GATED, *latent.RULES, *experts.EXPERTS, experts.BIAS,
-    *experts.shared("shared_experts"),
+    *experts.shared("shared_experts"), *PREDICTION,
 )  # fmt: skip
 DEFAULTS = {
     **latent.DEFAULTS, **experts.SIGMOID, "num_key_value_heads": 128, "n_shared_experts": 1,
@@ -38,7 +39,7 @@ def write(model: ModelConfig) -> Table:
     return {
         **latent.keys(model),
         **experts.sigmoid_keys(model),
-        "num_nextn_predict_layers": 0,
+        "num_nextn_predict_layers": model.mtp_depth,
         "scoring_func": "sigmoid",
         "topk_method": "noaux_tc",
     }

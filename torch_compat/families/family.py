@@ -43,6 +43,7 @@ class Family:
         requires_head_divisor: whether transformers requires that the number of heads divides the
             width.
         further_layers_key: key of the number of layers after the last that predict further tokens.
+            Its rules include `PREDICTION`.
         experts_are_optional: whether a family with experts also has models without.
     """
 
@@ -122,6 +123,16 @@ GATED_BIASES = tuple(
     Rule(f"{OURS}mlp.{m}_proj.bias", f"{THEIRS}mlp.{m}_proj.bias", optional=True)
     for m in ("gate", "up", "down")
 )
+PREDICTION = tuple(
+    Rule(f"{OURS}{ours}.weight", f"{THEIRS}{theirs}.weight", optional=True)
+    for ours, theirs in (
+        ("embedding_norm", "enorm"),
+        ("hidden_norm", "hnorm"),
+        ("input_proj", "eh_proj"),
+        ("output_norm", "shared_head.norm"),
+    )
+)
+"""Rules of modules of multi-token prediction, which are the layers after the last."""
 LLAMA = (*OUTSIDE, *PRE_NORMS, *ATTENTION, *GATED)
 """Rules of Llama without biases."""
 

@@ -5,6 +5,7 @@ from torch_compat.families import common, experts
 from torch_compat.families.common import COMMON
 from torch_compat.families.family import (
     LLAMA,
+    PREDICTION,
     QK_NORMS,
     Config,
     Family,
@@ -30,7 +31,7 @@ def _write(model: ModelConfig) -> Table:
         **experts.sigmoid_keys(model),
         "use_qk_norm": model.qk_norm,
         "attention_bias": model.qkv_bias,
-        "num_nextn_predict_layers": 0,
+        "num_nextn_predict_layers": model.mtp_depth,
     }
 
 
@@ -38,7 +39,7 @@ FAMILY = Family(
     "glm4_moe",
     name_map(
         "hf-glm4-moe", "Glm4MoeForCausalLM", *LLAMA, *experts.EXPERTS, experts.BIAS,
-        *experts.shared("shared_experts"), *_OPTIONAL,
+        *experts.shared("shared_experts"), *_OPTIONAL, *PREDICTION,
     ),
     {**COMMON, **experts.SIGMOID, "rms_norm_eps": 1e-5, "num_key_value_heads": 8,
      "num_experts_per_tok": 8, "n_routed_experts": 128, "n_shared_experts": 1,

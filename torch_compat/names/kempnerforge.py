@@ -1,5 +1,6 @@
 """Names of KempnerForge, which are also jaxforge's own."""
 
+import itertools
 from collections.abc import Iterator
 
 from jaxforge.config.model import ModelConfig
@@ -46,6 +47,14 @@ _COMMON = (
         )
     ),
 )
+_MODULES = tuple(
+    f"layers.{{i}}.{name}.{kind}"
+    for name, kind in (
+        *itertools.product(("embedding_norm", "hidden_norm", "output_norm"), ("weight", "bias")),
+        ("input_proj", "weight"),
+    )
+)
+"""Modules of multi-token prediction, which only jaxforge has."""
 _EXPERTS = tuple(f"layers.{{i}}.mlp.experts.{{j}}.{m}_proj.weight" for m in ("gate", "up", "down"))
 
 _OPTIONAL_STATE = {
@@ -56,7 +65,7 @@ _OPTIONAL_STATE = {
 KEMPNERFORGE = NameMap(
     "kempnerforge",
     "KempnerForge's text model",
-    tuple(Rule(name, name) for name in (*_COMMON, *_EXPERTS)),
+    tuple(Rule(name, name, optional=name in _MODULES) for name in (*_COMMON, *_MODULES, *_EXPERTS)),
     optional_groups=_OPTIONAL_STATE,
     writes_tied_head=True,
     has_stages=True,
@@ -92,6 +101,11 @@ def incompatibilities(model: ModelConfig) -> Iterator[str]:
         yield f'KempnerForge has no model.position_embedding = "alibi": {_OTHERWISE}'
     if model.activation not in _ACTIVATIONS:
         yield f'KempnerForge has no model.activation = "{model.activation}": {_OTHERWISE}'
+    if model.mtp_depth:
+        yield (
+            "KempnerForge has no model.mtp_depth: it could not load the modules. For KempnerForge "
+            "export with --model.mtp_depth=0"
+        )
     if not model.is_moe:
         return
     if model.bias_update != bias_update:

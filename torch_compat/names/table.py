@@ -27,6 +27,7 @@ HEAD_BIAS = "output_head.proj.bias"
 EMBEDDING = "token_embedding.embedding.weight"
 POSITIONS = "position_embedding.weight"
 _EXPERT = re.compile(r"layers\.\d+\.mlp\.experts\.(\d+)\..*")
+_MODULE = re.compile(r"layers\.\d+\.((embedding|hidden|output)_norm|input_proj)\..*")
 _ROUTER = re.compile(r"layers\.\d+\.mlp\.router\.gate\.weight")
 _WRAPPERS = ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 
@@ -330,6 +331,11 @@ class NameMap:
             if match := pattern.fullmatch(name):
                 numbers = match.groupdict()
                 return rule, rule.key.format(**numbers), int(numbers.get("j") or 0)
+        if _MODULE.fullmatch(name):
+            raise UserError(
+                f"{name} cannot be written as {self.name}, which has no modules of multi-token "
+                "prediction. Export with --model.mtp_depth=0, which leaves them out"
+            )
         for refused, why in self.refused.items():
             if re.fullmatch(refused, name):
                 raise UserError(f"{name} cannot be written as {self.name}: {why}")

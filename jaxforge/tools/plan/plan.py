@@ -139,7 +139,8 @@ def timeline_of(config: JobConfig, topology: Topology, step: Step) -> Timeline:
     assert step.program is not None
     chip, model, length = CHIPS.get(topology.chip), config.model, config.train.seq_len
     # Fraction of query-key pairs that the masks allow, averaged over layers.
-    visible = pairs_twice(model, length) / (2 * model.n_layers * length**2)
+    blocks = model.n_layers + model.mtp_depth
+    visible = pairs_twice(model, length) / (2 * blocks * length**2)
     rates = rates_of(step.program, chip, visible)
     network = Network(step.mesh, chip)
     longest = step.mesh.shape[STAGES] > 1

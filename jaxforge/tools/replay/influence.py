@@ -27,6 +27,7 @@ from jaxforge.parallel.sharding import batch_specs
 from jaxforge.step.context import spread_sequences
 from jaxforge.step.cross_entropy import token_weights, valid_tokens
 from jaxforge.step.gradients import Batch, with_dataset_mask
+from jaxforge.step.mtp import with_further_tokens
 from jaxforge.tools.replay.documents import Document
 from jaxforge.tools.replay.past import PastRun, Walk
 
@@ -137,6 +138,7 @@ class Influences:
         self, batch: Batch, params: Params, model_state: Params
     ) -> tuple[Params, Float[Array, ""]]:
         batch = with_dataset_mask(batch, self._n_datasets)
+        batch = with_further_tokens(batch, self._model.config)
         batch = spread_sequences(self._model, batch)
         grads, loss = self._gradients(params, model_state, batch, None)
         return grads, loss.value

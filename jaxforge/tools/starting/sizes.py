@@ -46,6 +46,7 @@ SHAPES: Sequence[Shape] = (
 def parameters(model: ModelConfig) -> int:
     """Return the parameters of a Llama-style model, dense or with experts, without norm vectors."""
     matrices = matrix_elements(model, 2 + model.is_gated, model.num_experts)  # with the head
-    routers = model.num_experts * model.dim * sum(model.has_experts)
-    embedding = 0 if model.tie_embeddings else model.vocab_size * model.dim
-    return matrices + routers + embedding
+    has_experts = (*model.has_experts, *model.has_experts[-1:] * model.mtp_depth)
+    routers = model.num_experts * model.dim * sum(has_experts)
+    tables = (0 if model.tie_embeddings else 1) - model.mtp_depth  # depths share the head
+    return matrices + routers + tables * model.vocab_size * model.dim

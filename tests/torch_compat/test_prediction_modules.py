@@ -1,0 +1,160 @@
+"""Modules of multi-token prediction in Hugging Face and DCP checkpoints."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+from flax.traverse_util import flatten_dict
+
+from jaxforge.config.model import ModelConfig
+from jaxforge.errors import UserError
+from torch_compat.checkpoint import checkpoints
+from torch_compat.convert.source import Request
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+from safetensors.numpy import load_file, save_file  # noqa: E402 (transformers needs it)
+
+from tests.torch_compat.huggingface import (  # noqa: E402 (needs torch)
+    assert_same_bits,
+    config_json,
+    config_of,
+    convert,
+    export,
+    load,
+    params_of,
+    save_run,
+    tensors_of,
+)
+
+SHAPE = {
+    "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 4, "max_position_embeddings": 64,
+    "pad_token_id": None, "eos_token_id": 0, "n_routed_experts": 4, "num_experts_per_tok": 2,
+    "moe_intermediate_size": 20, "n_group": 2, "topk_group": 1, "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+}  # fmt: skip
+LATENT = {"q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4,
+          "v_head_dim": 6}  # fmt: skip
+FAMILIES = {"glm4_moe": SHAPE, "deepseek_v3": {**SHAPE, **LATENT}}
+OWN = {"enorm": (32,), "hnorm": (32,), "eh_proj": (32, 64), "shared_head.norm": (32,)}
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def published(request, tmp_path_factory):
+    """Return a directory with two layers that predict further tokens, and its tensors."""
+    path = tmp_path_factory.mktemp("further") / "hf"
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model(request.param, **FAMILIES[request.param])
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(path)
+    file, rng = path / "model.safetensors", np.random.default_rng(0)
+    tensors = load_file(file)
+    for layer in (2, 3):
+        last = {key: x for key, x in tensors.items() if key.startswith("model.layers.1.")}
+        shapes = {key.replace("layers.1", f"layers.{layer}"): x.shape for key, x in last.items()}
+        shapes |= {f"model.layers.{layer}.{name}.weight": shape for name, shape in OWN.items()}
+        tensors |= {key: rng.standard_normal(s).astype(np.float32) for key, s in shapes.items()}
+        tensors |= {
+            f"model.layers.{layer}.embed_tokens.weight": tensors["model.embed_tokens.weight"],
+            f"model.layers.{layer}.shared_head.head.weight": tensors["lm_head.weight"],
+        }
+    save_file(tensors, file, {"format": "pt"})
+    written = {**config_json(path), "num_nextn_predict_layers": 2}
+    (path / "config.json").write_text(json.dumps(written))
+    return path, tensors
+
+
+def test_layers_for_further_tokens_are_read_and_written(published, tmp_path):
+    path, tensors = published
+    assert load(path, tmp_path / "run", "--model.mtp_depth=2") == ()
+    model, params = params_of(tmp_path / "run")
+    assert model.mtp_depth == 2
+    module, theirs = params["mtp"]["1"], "model.layers.3"
+    np.testing.assert_array_equal(
+        module["input_proj"]["weight"], tensors[f"{theirs}.eh_proj.weight"]
+    )
+    np.testing.assert_array_equal(
+        module["output_norm"]["weight"], tensors[f"{theirs}.shared_head.norm.weight"]
+    )
+    experts = [tensors[f"{theirs}.mlp.experts.{j}.up_proj.weight"] for j in range(4)]
+    np.testing.assert_array_equal(module["mlp"]["experts"]["up_proj"]["weight"], experts)
+    written = export(tmp_path / "run", tmp_path / "back")
+    assert_same_bits(tensors, tensors_of(written))
+    assert config_json(written)["num_nextn_predict_layers"] == 2
+    opened = transformers.AutoModelForCausalLM.from_pretrained(written)  # ignores these layers
+    assert opened.config.num_hidden_layers == 2
+
+
+def test_further_layers_beyond_the_depth_are_left_out(published, tmp_path):
+    path, tensors = published
+    (note,) = load(path, tmp_path / "run", "--model.mtp_depth=1")
+    of_layer = [key for key in tensors if key.startswith("model.layers.3.")]
+    assert note.startswith(f"left out: {len(of_layer)} tensors of layers from 3 on")
+    written = export(tmp_path / "run", tmp_path / "back")
+    assert tensors.keys() - tensors_of(written).keys() == set(of_layer)
+    none = tmp_path / "none"
+    convert(Request(checkpoints.find(tmp_path / "run"), none, "hf",
+                    overrides=["--model.mtp_depth=0"]), none)  # fmt: skip
+    assert config_json(none)["num_nextn_predict_layers"] == 0
+    assert not any(key.startswith("model.layers.2.") for key in tensors_of(none))
+
+
+def test_files_without_the_layers_are_refused(published, tmp_path):
+    path, tensors = published
+    with pytest.raises(UserError, match=r"mtp_depth = 3, but the files have 2 layers .* at most 2"):
+        load(path, tmp_path / "run", "--model.mtp_depth=3")
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "config.json").write_text(json.dumps(config_json(path)))
+    key = "model.layers.3.embed_tokens.weight"
+    save_file({**tensors, key: tensors[key] + 1}, other / "model.safetensors", {"format": "pt"})
+    with pytest.raises(UserError, match=f"{key} differs from model.embed_tokens.weight"):
+        load(other, tmp_path / "run", "--model.mtp_depth=2")
+
+
+def test_8_bit_export_keeps_the_input_projection(published, tmp_path):
+    path, _ = published
+    load(path, tmp_path / "run", "--model.mtp_depth=1")
+    written = tensors_of(export(tmp_path / "run", tmp_path / "fp8", dtype="fp8"))
+    own = {key for key in written if key.startswith("model.layers.2.")}
+    scaled = {key.removesuffix("_scale_inv") for key in own if key.endswith("_scale_inv")}
+    assert "model.layers.2.mlp.experts.0.up_proj.weight" in scaled
+    assert not scaled & {f"model.layers.2.{name}.weight" for name in (*OWN, "embed_tokens")}
+
+
+@pytest.fixture(scope="module")
+def dense_run(tmp_path_factory):
+    """Return a run of a dense model with two modules."""
+    shape = {"dim": 32, "n_layers": 2, "n_heads": 4, "vocab_size": 96, "ffn_hidden_dim": 48}
+    model = ModelConfig(**shape, mtp_depth=2, norm_eps=1e-5)
+    return save_run(tmp_path_factory.mktemp("dense") / "run", config_of(model))
+
+
+def test_dcp_keeps_modules_and_moments(dense_run, tmp_path):
+    dcp, again = tmp_path / "dcp", tmp_path / "again"
+    plan = convert(Request(checkpoints.find(dense_run), dcp, "dcp"), dcp / "step_3")
+    assert any("KempnerForge has no model.mtp_depth" in note for note in plan.notes)
+    config = tmp_path / "config.toml"
+    config.write_text((dense_run / "config.toml").read_text())
+    request = Request(checkpoints.find(dcp), again, "jaxforge", config=config)
+    convert(request, again / "checkpoints" / "step_3")
+    (model, before), (_, after) = params_of(dense_run), params_of(again)
+    assert model.mtp_depth == 2
+    assert ("mtp", "1", "attention", "q_proj", "weight") in flatten_dict(after)
+    jax.tree.map(np.testing.assert_array_equal, before, after)
+
+
+def test_other_formats_leave_modules_out(dense_run, tmp_path):
+    """Llama's files have no such layers, and Megatron's are not written."""
+    request = Request(checkpoints.find(dense_run), tmp_path / "hf", "hf")
+    plan = convert(request, tmp_path / "hf")
+    assert plan.notes == (
+        "left out: 2 modules of multi-token prediction, which only training uses",
+    )
+    assert config_json(tmp_path / "hf")["model_type"] == "llama"
+    assert not any("layers.2" in key for key in tensors_of(tmp_path / "hf"))
+    titan = Request(checkpoints.find(dense_run), tmp_path / "dcp", "dcp", dialect="torchtitan")
+    with pytest.raises(UserError, match=r"has no modules of multi-token prediction\. Export with"):
+        convert(titan, tmp_path / "dcp")
