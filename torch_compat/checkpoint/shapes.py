@@ -78,7 +78,7 @@ def _block(
     if is_module:
         yield from _linear("input_proj", model.dim, 2 * model.dim, bias=False)
         for name in ("embedding_norm", "hidden_norm", "output_norm"):
-            yield from _norm(name, model.dim, model.norm_type)
+            yield from _norm(name, model.dim, model)
     norm_names = {"pre": ("norm",), "post": ("post_norm",), "sandwich": ("norm", "post_norm")}
     if model.shared_norm:
         yield from _norm("shared_norm", model.dim, model)

@@ -86,7 +86,8 @@ class InterleavedTail(NamedTuple):
     def _order(self, rows: int, config: ModelConfig) -> np.ndarray:
         head = self.head_size(config)
         first = head - config.rotary_size
-        order = [np.arange(first), first + _even_then_odd(config.rotary_size, config.rotary_size)]
+        rotated = np.arange(first, head)
+        order = [np.arange(first), rotated[::2], rotated[1::2]]
         return (np.arange(0, rows, head)[:, None] + np.concatenate(order)).reshape(-1)
 
 
