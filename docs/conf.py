@@ -40,7 +40,7 @@ CHAPTERS = {
         "life_of_a_checkpoint",
         "bad_steps",
         "pipeline",
-        "experts",
+        "gated_delta_net", "experts",
         "context",
         "remat",
         "precision",
