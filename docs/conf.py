@@ -42,6 +42,7 @@ CHAPTERS = {
         "pipeline",
         "experts",
         "latent_attention",
+        "gated_delta_net",
         "context",
         "remat",
         "precision",

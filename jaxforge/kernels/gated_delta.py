@@ -16,8 +16,8 @@ chunk and S_0 the state before the chunk, the corrections w of a chunk solve one
     y    = diag(exp(G)) Q S_0 + (Q Kᵀ ∘ D) w
     S_C  = exp(G_C) S_0 + (diag(exp(G_C - G)) K)ᵀ w
 
-Only the two lines with S_0 depend on earlier chunks. A scan over chunks computes them. Nothing has
-the size of the sequence squared.
+A scan over chunks computes w and S_C, and the states between chunks. y follows for all chunks at
+once. Nothing has the size of the sequence squared.
 
 The first token of a packed document sees an empty state. Within a chunk, D is 0 between tokens of
 different documents, and the state before the chunk reaches only the tokens before the first start:
@@ -252,14 +252,16 @@ def _by_chunks(
     key_heads, d = tokens.k.shape[2:]
     first = state.reshape(batch, key_heads, heads // key_heads, d, channels)
 
-    def step(s: Array, x: _Chunks) -> tuple[Array, Array]:
-        w = x.u - jnp.einsum("bKrcd,bKrdv->bKrcv", x.w_state, s)
-        read = jnp.einsum("bKcd,bKrdv->bKrcv", x.q, s) * x.decay_in[..., None]
-        y = read + jnp.einsum("bKrcu,bKruv->bKrcv", x.scores, w)
-        written = jnp.einsum("bKcd,bKrcv->bKrdv", x.k, w * x.decay_out[..., None])
-        return s * x.decay[..., None, None] + written, y
+    def step(s: Array, x: tuple[Array, ...]) -> tuple[Array, tuple[Array, Array]]:
+        u, w_state, k, decay_out, decay = x
+        w = u - jnp.einsum("bKrcd,bKrdv->bKrcv", w_state, s)
+        written = jnp.einsum("bKcd,bKrcv->bKrdv", k, w * decay_out[..., None])
+        return s * decay[..., None, None] + written, (s, w)
 
-    last, y = jax.lax.scan(step, first, chunks)
+    x = chunks
+    last, (s, w) = jax.lax.scan(step, first, (x.u, x.w_state, x.k, x.decay_out, x.decay))
+    y = jnp.einsum("nbKcd,nbKrdv->nbKrcv", x.q, s) * x.decay_in[..., None]
+    y += jnp.einsum("nbKrcu,nbKruv->nbKrcv", x.scores, w)
     # [n, b, K, r, c, v] -> [b, n, c, K, r, v]
     y = jnp.transpose(y, (1, 0, 4, 2, 3, 5)).reshape(batch, -1, heads, channels)
     return y[:, :length].astype(tokens.v.dtype), last.reshape(state.shape)

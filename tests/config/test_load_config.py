@@ -259,6 +259,7 @@ def test_every_key_of_kempnerforge_loads():
                 "moe_backend",
                 "mixer",
                 "gated_delta_net",
+                "mamba2",
                 "mixer_pattern",
                 "latent_attention",
                 "moe_group_score",

@@ -102,3 +102,8 @@ def test_published_config_keys_are_read():
 def test_unsupported_settings_are_refused(keys, message):
     with pytest.raises(UserError, match=message):
         hf_config.model_table({"model_type": "qwen3_next", **KEYS, **keys}, "here")
+
+
+def test_files_with_images_are_refused_with_reason():
+    with pytest.raises(UserError, match="'qwen3_5' takes an encoder of images or sound"):
+        hf_config.model_table({"model_type": "qwen3_5", "text_config": KEYS}, "here")

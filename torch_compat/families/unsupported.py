@@ -24,7 +24,8 @@ UNSUPPORTED_FAMILIES: dict[str, str] = {
         "clipped queries, keys and values, and experts in one tensor": "dbrx",
         "norms of queries and keys after their rotation": "hunyuan_v1_moe",
         "experts in attention": "jetmoe",
-        _MEDIA: "gemma3 gemma3n llama4 llava llava_next qwen2_vl qwen2_5_vl qwen3_vl mllama "
+        _MEDIA: "gemma3 gemma3n llama4 llava llava_next qwen2_vl qwen2_5_vl qwen3_vl qwen3_5 "
+        "qwen3_5_moe mllama "
         "paligemma idefics3 smolvlm mistral3 pixtral phi4_multimodal whisper internvl",
         _ALIBI: "baichuan",
         _FORMER: "codegen chatglm",
