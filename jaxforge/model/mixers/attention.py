@@ -27,7 +27,7 @@ from jaxforge.model.cost import MixerCost, attention_cost
 from jaxforge.model.layer import Context, LayerSettings
 from jaxforge.model.linear import Declare, Linear, normal, residual_std
 from jaxforge.model.mixer import Mixer, MixerOut, SavedValues, register_mixer
-from jaxforge.model.norm import RMSNorm
+from jaxforge.model.norm import build_qk_norm
 from jaxforge.model.rope import rotate
 from jaxforge.parallel.sharding import constrain
 
@@ -50,7 +50,7 @@ class KVCache(NamedTuple):
 
 @register_mixer(ATTENTION)
 class Attention(Mixer):
-    """Attention of `n_heads` query and `kv_heads` key/value heads; optional RMSNorm on q and k.
+    """Attention of `n_heads` query and `kv_heads` key/value heads; optional norms of q and k.
 
     Optional sinks: one extra logit per head that joins the scores and has no value (gpt-oss,
     arXiv:2508.10925). Optional output gate: y · sigmoid(gate_proj(x)) for each channel of a head
@@ -78,12 +78,8 @@ class Attention(Mixer):
         self.o_proj = Linear(embed, heads, std=residual_std(c), declare=declare, bias=c.o_bias)
         if c.qk_norm:
             self.q_norm, self.k_norm = (
-                RMSNorm(
-                    c.head_size if c.qk_norm_scope == "head" else size, c.qk_norm_eps, declare,
-                    unit_offset=c.norm_unit_offset,
-                )
-                for size, _ in (heads, kv_heads)
-            )  # fmt: skip
+                build_qk_norm(c, n, declare) for n in (c.n_heads, c.kv_heads)
+            )
         if c.attention_sinks:
             self.sinks = declare((c.n_heads,), ("heads",), normal(c.init_std))
         self.config = c
@@ -107,7 +103,7 @@ class Attention(Mixer):
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = _clipped(q, c.clip_qkv), _clipped(k, c.clip_qkv)
         q_BSHh, k_BSKh = self._split_heads(q, "heads"), self._split_heads(k, "kv_heads")
-        if c.qk_norm and c.qk_norm_scope == "head":
+        if c.qk_norm and c.qk_norm_scope != "projection":
             q_BSHh, k_BSKh = self.q_norm(q_BSHh), self.k_norm(k_BSKh)
         v = _clipped(self.v_proj(x_BSD, precision), c.clip_qkv)
         v_BSKh = self._split_heads(v, "kv_heads")
