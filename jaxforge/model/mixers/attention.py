@@ -107,17 +107,7 @@ class Attention(Mixer):
             q_BSHh, k_BSKh = self.q_norm(q_BSHh), self.k_norm(k_BSKh)
         v = _clipped(self.v_proj(x_BSD, precision), c.clip_qkv)
         v_BSKh = self._split_heads(v, "kv_heads")
-        if plan.has_rope(kind):
-            rope = functools.partial(
-                rotate, by=context.rotation(kind), rope_as_matmul=runtime.rope_as_matmul
-            )
-            q_BSHh, k_BSKh = rope(q_BSHh), rope(k_BSKh)
-        if c.qk_l2_norm:
-            rotates = plan.rotates(kind)
-            q_BSHh, k_BSKh = (_unit_rms(x, c.qk_norm_eps, rotates) for x in (q_BSHh, k_BSKh))
-        if c.attn_temperature_scale is not None:
-            factor_BS = _temperature(c, x_BSD, context, plan.rotates(kind))
-            q_BSHh = (q_BSHh * factor_BS[..., None, None]).astype(q_BSHh.dtype)
+        q_BSHh, k_BSKh = self._with_positions(q_BSHh, k_BSKh, context, settings)
         # Scores are float32, so sinks are, too.
         sinks = self.sinks[...].astype(jnp.float32) if c.attention_sinks else None
         slopes = None
@@ -195,6 +185,28 @@ class Attention(Mixer):
         gates = config.attention_output_gate * heads
         return SavedValues(heads + 2 * kv + gates, mixed=heads, inside=2 * heads + 2 * kv + gates)
 
+    def _with_positions(
+        self,
+        q_BSHh: Float[Array, "b s heads h"],
+        k_BSKh: Float[Array, "b s kv h"],
+        context: Context,
+        settings: LayerSettings,
+    ) -> tuple[Float[Array, "b s heads h"], Float[Array, "b s kv h"]]:
+        """Return queries and keys that depend on positions, by rotation and temperature."""
+        c, (kind, plan, runtime, _) = self.config, settings
+        if plan.has_rope(kind):
+            rope = functools.partial(
+                rotate, by=context.rotation(kind), rope_as_matmul=runtime.rope_as_matmul
+            )
+            q_BSHh, k_BSKh = rope(q_BSHh), rope(k_BSKh)
+        if c.qk_l2_norm:
+            rotates = plan.rotates(kind)
+            q_BSHh, k_BSKh = (_unit_rms(x, c.qk_norm_eps, rotates) for x in (q_BSHh, k_BSKh))
+        if c.attn_temperature_scale is not None:
+            factor_BS = _temperature(c, q_BSHh.shape[1], context, plan.rotates(kind))
+            q_BSHh = (q_BSHh * factor_BS[..., None, None]).astype(q_BSHh.dtype)
+        return q_BSHh, k_BSKh
+
     def _split_heads(self, x: Float[Array, "b s d"], axis: str) -> Float[Array, "b s heads h"]:
         return _constrain_heads(x.reshape(*x.shape[:2], -1, self.config.head_size), axis)
 
@@ -219,19 +231,16 @@ def _unit_rms(
 
 
 def _temperature(
-    config: ModelConfig,
-    x_BSD: Float[Array, "b s d"],
-    context: Context,
-    rotates: bool | Bool[Array, ""],
-) -> Float[Array, "b s"]:
+    config: ModelConfig, length: int, context: Context, rotates: bool | Bool[Array, ""]
+) -> Float[Array, "*b s"]:
     """Return the factor of queries by their position in the document: 1 in layers that rotate.
 
     Scalable softmax (arXiv:2501.19399) in steps of `attn_temperature_floor` tokens.
     """
     at_BS = context.positions
     if at_BS is None:
-        batch, length, _ = x_BSD.shape
-        at_BS = positions_in_documents(batch, length, context.segment_ids)
+        rows = 1 if context.segment_ids is None else len(context.segment_ids)
+        at_BS = positions_in_documents(rows, length, context.segment_ids)
     steps = jnp.floor((at_BS.astype(jnp.float32) + 1.0) / config.attn_temperature_floor)
     factor_BS = 1.0 + jnp.log1p(steps) * (config.attn_temperature_scale or 0.0)
     return jnp.where(rotates, 1.0, factor_BS)
