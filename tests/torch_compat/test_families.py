@@ -171,6 +171,7 @@ CASES = {
     "cohere": ("cohere", {"logit_scale": 2.0}),
     "cohere, biases": ("cohere", {
         "attention_bias": True, "logit_scale": 0.7, "tie_word_embeddings": False}),
+    "cohere, q/k norms": ("cohere", {"use_qk_norm": True, "logit_scale": 2.0}),
     "cohere2, window 8": ("cohere2", {**PATTERN, "sliding_window": 8, "logit_scale": 2.0}),
     "cohere2, window 80": ("cohere2", {**PATTERN, "sliding_window": 80, "logit_scale": 2.0}),
     "ernie4_5": ("ernie4_5", {"head_dim": 16}),
@@ -309,7 +310,7 @@ def network_of(case):
     network = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     with torch.no_grad():
         for name, parameter in network.named_parameters():
-            if parameter.ndim == 1 or is_bias(name):
+            if parameter.ndim == 1 or is_bias(name) or "_norm." in name:
                 parameter.add_(torch.empty_like(parameter).uniform_(-0.4, 0.4))
         for name, buffer in network.named_buffers():
             if name.endswith("e_score_correction_bias"):

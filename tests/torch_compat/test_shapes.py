@@ -60,6 +60,7 @@ def test_parameters_have_documented_shapes():
         settings.append({**settings[0], a: OPTIONS[a][1], b: OPTIONS[b][1]})
     settings += [{"mtp_depth": 2, "norm_type": "layernorm"}, {"norm_placement": "post"},
                  {"qk_norm": True, "qk_norm_scope": "projection"},
+                 {"qk_norm": True, "qk_norm_scope": "each_head", "n_kv_heads": 2},
                  {"norm_type": "layernorm", "norm_bias": False, "embedding_norm": True},
                  {"norm_type": "layernorm", "shared_norm": True, "parallel_residual": True},
                  {"shared_norm": True, "parallel_residual": True, "head_bias": True}]  # fmt: skip
