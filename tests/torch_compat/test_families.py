@@ -219,7 +219,15 @@ def is_bias(name):
     return name.endswith("bias")
 
 
-@pytest.fixture(scope="module", params=CASES)
+SLOW = ("deepseek_v2", "deepseek_v3, lite", "kimi_k2")
+"""Cases whose code other cases run, too."""
+
+
+def marked(cases):
+    return [pytest.param(case, marks=pytest.mark.slow) if case in SLOW else case for case in cases]
+
+
+@pytest.fixture(scope="module", params=marked(CASES))
 def imported(request, tmp_path_factory):
     """Return a transformers directory, its imported run, and both networks."""
     path = tmp_path_factory.mktemp("family")
@@ -855,7 +863,7 @@ WRAPPERS = {
 }
 
 
-@pytest.mark.parametrize("imported", FIRST, indirect=True)
+@pytest.mark.parametrize("imported", marked(FIRST), indirect=True)
 def test_wrapper_prefixes_are_ignored(imported):
     _, path, *_ = imported
     plain = read_as(path, str)
