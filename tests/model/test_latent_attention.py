@@ -10,8 +10,9 @@ from flax import nnx
 
 from jaxforge.config.mixers import LatentAttentionConfig
 from jaxforge.config.model import ModelConfig
+from jaxforge.config.points import ATTENTION_WEIGHTS, MAX_LOGITS
 from jaxforge.model.decoding import Decoder
-from jaxforge.model.layer import Context, LayerSettings
+from jaxforge.model.layer import NO_CAPTURE, Capture, Context, LayerSettings
 from jaxforge.model.linear import Declare
 from jaxforge.model.mixers import latent_attention
 from jaxforge.model.mixers.latent_attention import LatentAttention
@@ -52,11 +53,11 @@ def random_input():
     return np.random.default_rng(1).standard_normal((BATCH, LENGTH, DIM))
 
 
-def run(mixer, x, cache=None, positions=None, segment_ids=None):
+def run(mixer, x, cache=None, positions=None, segment_ids=None, capture=NO_CAPTURE):
     """Run a mixer in one program."""
     plan = build_layer_plan(mixer.config)
     at = np.broadcast_to(np.arange(x.shape[1]) if positions is None else positions, x.shape[:2])
-    settings = LayerSettings(plan.layers[0], plan, Runtime())
+    settings = LayerSettings(plan.layers[0], plan, Runtime(), capture)
 
     @jax.jit
     def mix(x, cache, at, segment_ids):
@@ -84,8 +85,8 @@ def turned(x, positions, theta=10000.0):
     return np.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
 
 
-def expected(mixer, x, scale=None, segment_ids=None):
-    """Return the result of section 2.1 of DeepSeek-V2, one head and query at a time."""
+def expected(mixer, x, segment_ids=None):
+    """Return the result of section 2.1 of DeepSeek-V2, with weights and largest scores by head."""
     array = lambda module, name: np.asarray(getattr(module, name)[...], np.float64)  # noqa: E731
     weight = lambda name: array(getattr(mixer, name), "weight")  # noqa: E731
     bias = lambda name: array(getattr(mixer, name), "bias") if mixer.config.qkv_bias else 0  # noqa: E731
@@ -100,7 +101,7 @@ def expected(mixer, x, scale=None, segment_ids=None):
     c = rms_norm(shared[..., : sizes.kv_rank], weight("kv_a_norm"))
     r = turned(shared[..., sizes.kv_rank :], positions)
     width = nope + sizes.rope_head_dim
-    outputs = []
+    outputs, all_weights, largest = [], [], []
     for head in range(mixer.config.n_heads):
         of_head = q[..., head * width : (head + 1) * width]
         rows = weight("kv_b_proj")[head * (nope + value) : (head + 1) * (nope + value)]
@@ -110,12 +111,17 @@ def expected(mixer, x, scale=None, segment_ids=None):
         seen = np.tril(np.ones((x.shape[1],) * 2, bool))[None]
         if segment_ids is not None:
             seen = seen & (segment_ids[:, :, None] == segment_ids[:, None])
-        weights = np.where(seen, np.exp(scores * (width**-0.5 if scale is None else scale)), 0)
-        outputs.append(weights / weights.sum(-1, keepdims=True) @ v)
+        scores = np.where(seen, scores * width**-0.5, -np.inf)
+        weights = np.exp(scores) / np.exp(scores).sum(-1, keepdims=True)
+        outputs.append(weights @ v)
+        all_weights.append(weights)
+        largest.append(scores.max((1, 2)))
     bias_of_o = array(mixer.o_proj, "bias") if mixer.config.o_bias else 0
-    return np.concatenate(outputs, axis=-1) @ weight("o_proj").T + bias_of_o
+    y = np.concatenate(outputs, axis=-1) @ weight("o_proj").T + bias_of_o
+    return y, np.stack(all_weights, axis=1), np.stack(largest, axis=1)
 
 
+CAPTURED = (ATTENTION_WEIGHTS, MAX_LOGITS)
 CASES = [{}, {"q_rank": None}, {"qkv_bias": True, "o_bias": True}]
 
 
@@ -126,9 +132,10 @@ def test_result_equals_sums_of_the_paper(keys):
         mixer, x = mixer_of(config(**keys)), random_input()
         ids = np.sort(np.random.default_rng(2).integers(0, 3, (BATCH, LENGTH)), axis=1)
         for segment_ids in (None, ids):
-            ours = run(mixer, x, segment_ids=segment_ids).y
-            theirs = expected(mixer, x, segment_ids=segment_ids)
-            np.testing.assert_allclose(ours, theirs, rtol=0, atol=2e-6 * np.abs(theirs).max())
+            out = run(mixer, x, segment_ids=segment_ids, capture=Capture(CAPTURED))
+            results = out.y, *(out.captured[name] for name in CAPTURED)
+            for ours, theirs in zip(results, expected(mixer, x, segment_ids), strict=True):
+                np.testing.assert_allclose(ours, theirs, rtol=0, atol=4e-6 * np.abs(theirs).max())
 
 
 @pytest.mark.parametrize("q_rank", [7, None])

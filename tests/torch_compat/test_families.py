@@ -327,6 +327,7 @@ SLOW = frozenset({
     "glm, all channels, no biases", "cohere, biases", "cohere2, window 80", "ernie4_5, biases",
     "nemotron, biases", "phi, groups", "gptj, wide", "falcon, heads, biases",
     "falcon, new, shared norm", "llama4_text, all rotate", "ernie4_5_moe, some layers",
+    "deepseek_v2", "deepseek_v3, lite", "kimi_k2",
 })  # fmt: skip
 """Cases with little that no other case has."""
 
@@ -1062,7 +1063,7 @@ WRAPPERS = {
 }
 
 
-@pytest.mark.parametrize("imported", FIRST, indirect=True)
+@pytest.mark.parametrize("imported", marked(FIRST), indirect=True)
 def test_wrapper_prefixes_are_ignored(imported):
     _, path, *_ = imported
     plain = read_as(path, str)
