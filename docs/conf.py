@@ -42,6 +42,7 @@ CHAPTERS = {
         "pipeline",
         "experts",
         "latent_attention",
+        "multi_token_prediction",
         "context",
         "remat",
         "precision",
