@@ -43,6 +43,7 @@ CHAPTERS = {
         "experts",
         "latent_attention",
         "gated_delta_net",
+        "multi_token_prediction",
         "context",
         "remat",
         "precision",

@@ -215,34 +215,6 @@ def steps_of(run):
     return [row for row in rows if "train/loss" in row]
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("examples")
-def test_extra_head_predicts_the_token_after_the_next(tmp_path):
-    import multi_token_prediction as example
-
-    own = ["--model.model_type=with_after_next", "--train.loss_fn=next_two_tokens"]
-    assert main([*TWO, *own, f"--checkpoint.dir={tmp_path}"]) == 0
-    first = steps_of(tmp_path)[0]
-    assert first["terms/after_next"] == pytest.approx(example.WEIGHT * np.log(260), rel=0.02)
-    assert sum(first[f"terms/{n}"] for n in ("next", "after_next")) == pytest.approx(
-        first["train/loss"]
-    )
-    config = tiny_config(model={"model_type": "with_after_next"})
-    model = build_model(config)
-    params = jax.jit(model.init)(jax.random.key(0))
-    tokens = jax.random.randint(jax.random.key(1), (2, 12), 0, 256)
-    batch = {"labels": tokens.at[0, 5].set(-100)}
-    hidden = jax.jit(model.hidden)(params, tokens)
-    loss = build_loss(config.train.model_copy(update={"loss_fn": "next_two_tokens"}), model)
-    reported = loss(params, hidden, batch, LossWeights(1.0)).loss_terms["after_next"]
-    log_p = jax.nn.log_softmax(
-        model.logits(params, hidden @ params["after_next"]["weight"].T), axis=-1
-    )
-    locations = [(i, t) for i in range(2) for t in range(11) if i or t not in (4, 5)]
-    nats = -sum(log_p[i, t, batch["labels"][i, t + 1]] for i, t in locations)
-    assert float(reported) == pytest.approx(float(example.WEIGHT * nats), rel=1e-5)
-
-
 @pytest.mark.usefixtures("examples")
 def test_answers_are_judged_by_capped_logits():
     import preference as example

@@ -239,8 +239,8 @@ class ModelConfig(Section):
     rope_pattern: tuple[bool, ...] = ()
     """Use of rotary positions in consecutive layers, repeated over all; if empty, all use them."""
     mtp_depth: NonNegativeInt = 0
-    """Number of modules of multi-token prediction, as in DeepSeek-V3: module k predicts the token k
-    after the next one, from the representations of module k - 1 and the token's predecessor. Only
+    """Number of modules of multi-token prediction, as in DeepSeek-V3. Module k predicts the token k
+    positions after the next one, from the output of module k - 1 and the token before. Only
     training uses the modules (train.mtp_loss_weight)."""
     tie_embeddings: bool = False
     """Share the embedding matrix with the output head."""

@@ -100,11 +100,12 @@ def with_mtp_loss(config: TrainConfig, model: Model, loss: MicrobatchLoss) -> Mi
         params: Params, hidden: Array, batch: Batch, loss_weights: LossWeights
     ) -> AuxOutputs:
         aux = loss(params, hidden, batch, loss_weights)
-        labels, head, padding = batch[FURTHER_LABELS], model.head(params), padding_of(batch)
-        tiles = tiles_of(config, batch["labels"], head, model)
+        labels, padding = batch[FURTHER_LABELS], padding_of(batch)
         terms, means, statistics = [], [], {}
         further = model.predict_further(params, hidden, batch, loss_weights)
         for depth, (head_input, of_block) in enumerate(further):
+            head_input, head = model.head_operands(params, head_input)
+            tiles = tiles_of(config, batch["labels"], head, model)
             token = config.mtp_loss_weight / depths * loss_weights.further[depth]
             own_labels = labels[..., depth]
             weighted = weighted_loss(

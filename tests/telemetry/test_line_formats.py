@@ -113,7 +113,7 @@ def test_mindspeed_tokens_exclude_padding():
 
 @pytest.mark.parametrize("name", ["megatron", "mindspeed"])
 def test_loss_terms_follow_the_loss(name):
-    terms = {"terms/mtp loss": 1.5, "terms/aux loss": 0.25}
+    terms = {"terms/mtp_loss": 1.5, "terms/aux loss": 0.25}
     assert (
         " lm loss: 5.123457E+00 | mtp loss: 1.500000E+00 | aux loss: 2.500000E-01 |"
     ) in printed(name, 10, STEP | terms)

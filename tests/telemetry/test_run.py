@@ -90,6 +90,7 @@ def test_documentation_lists_every_metric(run):
     logged |= {
         "train/epoch",
         "train/max_attention_logit",
+        "train/mtp_loss",
         "gpu/energy_joules",
         "gpu/power_watts",
     }  # not in this run

@@ -95,7 +95,7 @@ class Attention(Mixer):
         precision: LayerPrecision | None = None,
     ) -> MixerOut:
         """Attend to the tokens of `x` and, with a cache, to all earlier tokens."""
-        kind, plan, runtime, _ = settings
+        kind, plan = settings.kind, settings.plan
         # A separate record of amax: values leave a `jax.checkpoint` only as its outputs.
         precision = precision and dataclasses.replace(precision, amax={})
         c, q, k = self.config, self.q_proj(x_BSD, precision), self.k_proj(x_BSD, precision)
