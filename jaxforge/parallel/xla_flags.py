@@ -95,7 +95,7 @@ FLAGS: tuple[Flag, ...] = (
         "FUSION,CUSTOM_CALL",
         "CUDA graphs of these alone launch with the least work for the CPU on Blackwell",
         _NVIDIA,
-        ("NVIDIA B200", "NVIDIA GB200"),
+        ("NVIDIA B200", "NVIDIA GB200", "NVIDIA GB300"),
     ),
     Flag(
         "tpu",
