@@ -97,6 +97,7 @@ apidoc_modules = [
     for package in PACKAGES
 ]
 autodoc_default_options = {"members": True, "member-order": "bysource", "show-inheritance": True}
+autodoc_use_type_comments = False  # there are none; Sphinx would parse every signature again
 napoleon_use_ivar = True
 autodoc_mock_imports = ["lm_eval"]  # optional; jaxforge.tools.lm_eval extends its classes
 _registry = types.ModuleType("lm_eval.api.registry")

@@ -17,12 +17,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from jaxforge.config.model import EXPERTS, ModelConfig
 from jaxforge.kernels.fp8 import Scaled
-from jaxforge.kernels.grouped import grouped_matmul
+from jaxforge.kernels.grouped import GROUPED_BACKENDS, grouped_matmul
 from jaxforge.kernels.grouped_fp8 import grouped_matmul_fp8, quantize_experts
 from jaxforge.model.dispatch import (
     Assignments,
@@ -40,6 +41,7 @@ from jaxforge.parallel import collectives
 from jaxforge.parallel.sharding import (
     automatic_axes,
     automatic_spec,
+    axes_of_type,
     axes_size,
     compute_axes,
 )
@@ -163,11 +165,13 @@ class Experts(nnx.Module):
         linears = {name: getattr(self, name).gathered(x_BSD.dtype, in_8_bits) for name in names}
         specs = {name: getattr(self, name).specs(x_BSD.dtype, in_8_bits) for name in names}
         run = functools.partial(_run, self.config, backend, has_padding)
-        return _run_per_device(run, specs, x_BSD, routing, linears)
+        is_opaque = GROUPED_BACKENDS[backend].is_opaque
+        return _run_per_device(run, is_opaque, specs, x_BSD, routing, linears)
 
 
 def _run_per_device(
     run: Callable[..., tuple[Array, Array]],
+    is_opaque: bool,
     specs: PyTree,
     x_BSD: Float[Array, "b s d"],
     routing: Routing,
@@ -175,7 +179,9 @@ def _run_per_device(
 ) -> tuple[Float[Array, "b s d"], Float[Array, ""]]:
     """Run a per-device function on all devices, and sum the number of dropped tokens."""
     axes, choice = automatic_axes(), (routing.experts, routing.weights)
-    if axes_size(axes) == 1:  # XLA:CPU would copy the operands of collectives over one device
+    # In a `shard_map` over other axes, XLA refuses to split opaque kernels, even over one device.
+    must_split = is_opaque and axes and axes_of_type(AxisType.Manual)
+    if axes_size(axes) == 1 and not must_split:  # XLA:CPU would copy operands of collectives
         y_BSD, dropped = run(x_BSD, choice, linears)
     else:
         tokens = automatic_spec("batch", "context", None)

@@ -2,8 +2,15 @@
 
 Sources: cloud.google.com/tpu/docs (peak, bandwidth, links; a chip's share of the data-center
 network is that of its pod or host divided by the chips), XLA's messages (memory of TPUs, less the
-part that the runtime uses), nvidia.com (peaks of bf16 tensor cores without sparsity; NVLink per
-direction, one 400 Gb/s adapter per GPU as in DGX; memory, cores, caches and clocks of GPUs). This
+part that the runtime uses), nvidia.com (peaks of tensor cores without sparsity; NVLink per
+direction, one network adapter per GPU as in DGX: 400 Gb/s, 800 Gb/s in GB300 NVL72).
+
+Memory, cores, caches and clocks of GPUs are those that drivers report, as in XLA's own target
+configs (openxla/xla, xla/backends/gpu/target_config/specs). They are lower than the data sheets'
+memory, 186 GB of a GB200 and 279 GB of a GB300 in units of 2^30 bytes.
+
+A TPU7x chip has two chiplets, and JAX has a device for each (cloud.google.com/tpu/docs/tpu7x): one
+TensorCore, half the chip's FLOP/s, memory and bandwidth. The chiplets share the chip's links. This
 module does not import JAX.
 """
 
@@ -44,14 +51,21 @@ class Chip(NamedTuple):
         platform: platform in JAX, "tpu" or "gpu".
         kinds: parts of the `device_kind` of JAX's devices.
         peak_flops: peak of dense bfloat16 products in FLOP/s.
+        fp8_flops: peak of dense products in 8-bit floats in FLOP/s; 0: as in bfloat16.
         capacity: memory of a GPU, or memory of a TPU that programs may use, in bytes.
         bandwidth: memory bandwidth in bytes/s.
-        link: bandwidth in bytes/s, in one direction, of one link to a neighbour (TPU), or of all
-            links to the other devices of a node (GPU); 0: unknown, as is `network`.
+        link: bandwidth in bytes/s, in one direction, of a device's share of one link to a
+            neighbour (TPU), or of all links to other devices by NVLink (GPU); 0: unknown, as is
+            `network`.
         network: share of a device in the bandwidth of the data-center network, in bytes/s.
         flops_per_cycle: FLOPs of a TPU's matrix units per cycle.
-        n_sides: number of sides of a TPU slice. A cluster of GPUs has two: nodes and GPUs of each.
+        n_sides: number of sides of a TPU slice. A cluster of GPUs has two: NVLink domains and GPUs
+            of each. A domain is a node, or a rack of GB200 NVL72 or GB300 NVL72.
         torus_side: a side of a TPU slice is a ring if its length is a multiple of this number.
+        per_chip: JAX devices of a chip.
+        chip_link: bandwidth in bytes/s, in one direction, between the devices of a chip.
+        per_host: GPUs of a host.
+        per_domain: largest number of GPUs that NVLink connects.
         target: properties for the compiler of GPUs; None: a TPU.
     """
 
@@ -61,11 +75,16 @@ class Chip(NamedTuple):
     peak_flops: float
     capacity: int
     bandwidth: float = 0
+    fp8_flops: float = 0
     link: float = 0
     network: float = 0
     flops_per_cycle: int = 0
     n_sides: int = 2
     torus_side: int = 0
+    per_chip: int = 1
+    chip_link: float = 0
+    per_host: int = 8
+    per_domain: int = 8
     target: GpuTarget | None = None
 
     @property
@@ -90,15 +109,27 @@ _CHIPS = (
          link=100e9, network=6.25e9, flops_per_cycle=262_144, n_sides=3, torus_side=4),
     Chip("v6e", "tpu", ("TPU v6 lite", "TPU v6e"), 918e12, int(31.25 * _GIB), 1640e9,
          link=100e9, network=12.5e9, flops_per_cycle=524_288, torus_side=16),
-    Chip("h100", "gpu", ("H100",), 989e12, 84_942_979_072, 3_352_320_000_000,
+    # Half a chip of 2307 (fp8: 4614) TFLOP/s and 7380 GB/s, whose six links have 100 GB/s in each
+    # direction. The chiplets' own link is six times as fast as one of these.
+    Chip("tpu7x", "tpu", ("TPU7x",), 1153.5e12, int(94.75 * _GIB), 3690e9, fp8_flops=2307e12,
+         link=50e9, network=6.25e9, flops_per_cycle=524_288, n_sides=3, torus_side=4,
+         per_chip=2, chip_link=600e9),
+    Chip("h100", "gpu", ("H100",), 989e12, 84_942_979_072, 3_352_320_000_000, fp8_flops=1979e12,
          link=450e9, network=50e9,
          target=GpuTarget("NVIDIA H100 80GB HBM3", (9, 0), 132, 52_428_800, 1.98)),
-    Chip("h200", "gpu", ("H200",), 989e12, 151_397_597_184, 4_800_000_000_000,
+    Chip("h200", "gpu", ("H200",), 989e12, 151_397_597_184, 4_800_000_000_000, fp8_flops=1979e12,
          link=450e9, network=50e9,
          target=GpuTarget("NVIDIA H200 141GB HBM3e", (9, 0), 132, 52_428_800, 1.98)),
-    Chip("b200", "gpu", ("B200",), 2250e12, 191_514_411_008, 7_672_320_000_000,
+    Chip("b200", "gpu", ("B200",), 2250e12, 191_514_411_008, 7_672_320_000_000, fp8_flops=4500e12,
          link=900e9, network=50e9,
          target=GpuTarget("NVIDIA B200", (10, 0), 148, 132_644_864, 1.965)),
+    # GB200 NVL72 and GB300 NVL72: 18 hosts of four GPUs, and NVLink between all 72.
+    Chip("gb200", "gpu", ("GB200",), 2500e12, 197_897_748_480, 7_928_064_000_000, fp8_flops=5000e12,
+         link=900e9, network=50e9, per_host=4, per_domain=72,
+         target=GpuTarget("NVIDIA GB200", (10, 0), 152, 135_528_448, 2.062)),
+    Chip("gb300", "gpu", ("GB300",), 2500e12, 297_021_079_552, 7_928_064_000_000, fp8_flops=5000e12,
+         link=900e9, network=100e9, per_host=4, per_domain=72,
+         target=GpuTarget("NVIDIA GB300", (10, 3), 152, 135_528_448, 2.07)),
 )  # fmt: skip
 
 CHIPS = {chip.name: chip for chip in _CHIPS if chip.link}
@@ -107,11 +138,11 @@ CHIPS = {chip.name: chip for chip in _CHIPS if chip.link}
 _PEAK_TFLOPS = {
     kind: chip.peak_flops / 1e12 for chip in _CHIPS for kind in chip.kinds
 } | {
-    "GB200": 2500.0, "H200 NVL": 835.0, "H100 PCIe": 756.0, "H100 NVL": 835.0, "H800": 989.0,
+    "H200 NVL": 835.0, "H100 PCIe": 756.0, "H100 NVL": 835.0, "H800": 989.0,
     "A100": 312.0, "L40S": 362.0,
     # As in KempnerForge; with sums in float32 these three reach about half.
     "RTX 4090": 330.0, "RTX 3090": 142.0, "A10G": 125.0,
-    "TPU v4 lite": 138.0, "TPU7x": 1153.5,
+    "TPU v4 lite": 138.0,
 }  # fmt: skip
 """Peak of dense bf16 products of one JAX device in TFLOP/s, by part of its `device_kind`."""
 

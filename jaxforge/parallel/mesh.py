@@ -188,10 +188,19 @@ def _over_slices(shape: Mapping[str, int], slices: int, per_slice: int) -> dict[
     return outer
 
 
+def nvlink_domain(device: jax.Device) -> int:
+    """Return the number of a GPU's NVLink domain: a node, or a rack of GB200 NVL72."""
+    # A GPU to compile for has its domain as its first coordinate, and always slice 0.
+    client = getattr(device, "client", None)
+    if client is not None and client.runtime_type == "compile_only_runtime":
+        return device.coords[0]
+    return device.slice_index if hasattr(device, "slice_index") else device.process_index
+
+
 def _warn_of_axes_across_nodes(arranged: np.ndarray) -> None:
     """Warn of axes that communicate in every layer between GPUs without NVLink."""
-    node = np.vectorize(lambda device: getattr(device, "slice_index", device.process_index))
-    node_of, per_node = node(arranged), max(collections.Counter(node(arranged).flat).values())
+    node_of = np.vectorize(nvlink_domain)(arranged)
+    per_node = max(collections.Counter(node_of.flat).values())
     for axis in ("tp", "ep"):
         lines = np.moveaxis(node_of, AXES.index(axis), -1)
         if (lines != lines[..., :1]).any():

@@ -55,8 +55,8 @@ def gpus(kind: str, nodes: int = 1, per_node: int = 8) -> Sequence[jax.Device]:
 
     Args:
         kind: key of the GPU in `hardware.CHIPS`.
-        nodes: number of machines, each with NVLink between its GPUs.
-        per_node: number of GPUs of each machine.
+        nodes: number of NVLink domains: machines, or racks of GB200 NVL72 and GB300 NVL72.
+        per_node: number of GPUs of each domain.
 
     Raises:
         UserError: the compiler is not installed.
@@ -65,10 +65,13 @@ def gpus(kind: str, nodes: int = 1, per_node: int = 8) -> Sequence[jax.Device]:
         raise UserError(
             "XLA's compiler for GPUs is not installed. Run: pip install 'jaxforge[plan-gpu]'"
         )
+    chip = hardware.CHIPS[kind]
+    per_host = min(chip.per_host, per_node)
     return topologies.get_topology_desc(
         platform="cuda",
-        target_config=target_config(hardware.CHIPS[kind]),
-        topology=f"{nodes}x1x{per_node}",  # NVLink ends where a node does
+        target_config=target_config(chip),
+        # domains x hosts of a domain x GPUs of a host
+        topology=f"{nodes}x{per_node // per_host}x{per_host}",
     ).devices
 
 
@@ -83,7 +86,7 @@ def tpus(topology: str, slices: int = 1) -> Sequence[jax.Device]:
     Set `TPU_SKIP_MDS_QUERY=1` if there is no metadata server of Google Cloud.
 
     Args:
-        topology: topology of each slice, such as "v5e:4x4", "v5p:2x2x4" or "v6e:16x16".
+        topology: topology of each slice, such as "v5e:4x4", "v5p:2x2x4" or "tpu7x:4x4x4".
         slices: number of slices, with a slower network between them.
 
     Raises:

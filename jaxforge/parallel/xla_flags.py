@@ -95,7 +95,7 @@ FLAGS: tuple[Flag, ...] = (
         "FUSION,CUSTOM_CALL",
         "CUDA graphs of these alone launch with the least work for the CPU on Blackwell",
         _NVIDIA,
-        ("NVIDIA B200", "NVIDIA GB200"),
+        ("NVIDIA B200", "NVIDIA GB200", "NVIDIA GB300"),
     ),
     Flag(
         "tpu",
@@ -104,7 +104,7 @@ FLAGS: tuple[Flag, ...] = (
         "rows travel to their experts and back, and heads to where all tokens are, beside other "
         "work; v5e cannot do it",
         "experts.md",
-        _V5P_AND_V6E,
+        (*_V5P_AND_V6E, "TPU7x"),
         only_with=(EXPERTS, CONTEXT),
     ),
     _async_gather_flag("xla_enable_async_all_gather", "all-gathers may start early and end late"),

@@ -55,10 +55,10 @@ def start(saved, ours):
 @pytest.mark.parametrize(
     ("source", "target"),
     [
-        ({}, {"dp_shard": 2, "tp": 2}),
+        pytest.param({}, {"dp_shard": 2, "tp": 2}, marks=pytest.mark.slow),
         ({"dp_replicate": 2, "dp_shard": 2, "tp": 2}, {"dp_shard": 4}),
         ({"dp_shard": 6}, {"dp_shard": 4}),  # 6 does not divide the width
-        ({"dp_shard": 4}, {"dp_shard": 3, "tp": 2}),
+        pytest.param({"dp_shard": 4}, {"dp_shard": 3, "tp": 2}, marks=pytest.mark.slow),
         ({"dp_shard": 2, "cp": 2}, {"cp": 4, "cp_strategy": "ring"}),
     ],
     ids=str,

@@ -48,9 +48,12 @@ def taken_over(ours, saved):
     [
         ("curve_dense_1rank", ["--distributed.dp_shard=1"], ("loss", "grad_norm", "lr")),
         # Its printed loss is that of one rank of two.
-        ("curve_dense_fsdp2", ["--distributed.dp_shard=2"], ("grad_norm", "lr")),
+        pytest.param(
+            "curve_dense_fsdp2", ["--distributed.dp_shard=2"], ("grad_norm", "lr"),
+            marks=pytest.mark.slow,
+        ),
     ],
-)
+)  # fmt: skip
 def test_continued_run_follows_the_curve(golden, tmp_path, name, overrides, compared):
     run = golden(name)
     paths = [f"--data.dataset_path={golden('tokens')}", "--data.shuffle=false"]

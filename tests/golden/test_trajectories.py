@@ -101,7 +101,7 @@ def test_follows_the_reference(golden, name, optimizer, distributed):
         ("update", {}),
         pytest.param("update", {"dp_replicate": 2, "ep": 2, "tp": 2}, marks=pytest.mark.slow),
         pytest.param("microbatch", {"ep": 4}, marks=pytest.mark.slow),
-        ("microbatch", {"dp_shard": 2, "ep": 2, "tp": 2}),
+        pytest.param("microbatch", {"dp_shard": 2, "ep": 2, "tp": 2}, marks=pytest.mark.slow),
     ],
 )
 def test_experts_follow_the_reference(golden, grad_sync, distributed):

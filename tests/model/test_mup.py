@@ -121,6 +121,7 @@ def test_score_scale_follows_head_width():
     assert mup.score_scale(fixed) == 0.5 * 4 / 16
 
 
+@pytest.mark.slow
 def test_mup_losses_do_not_depend_on_mesh():
     axes = {"pp": 2, "dp_shard": 2, "tp": 2}
     alone, split = steps(**WIDER), steps(**WIDER, axes=tuple(axes.items()))

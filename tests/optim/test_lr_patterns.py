@@ -108,7 +108,7 @@ def test_adamw_with_patterns_equals_parameter_groups_of_torch():
         {"train": {"opt_state_dtype": "8bit"}},
         {"optimizer": {"name": "muon"}},
         {"distributed": {"dp_shard": 4, "tp": 2}},
-        {"distributed": {"pp": 2, "dp_shard": 4}},
+        pytest.param({"distributed": {"pp": 2, "dp_shard": 4}}, marks=pytest.mark.slow),
     ],
     ids=str,
 )

@@ -18,13 +18,29 @@ def test_step_lowers_on_abstract_mesh_of_64_devices(grad_sync):
         train={"batch_size": 1, "grad_sync": grad_sync, "grad_accum_steps": 2},
         distributed={"dp_replicate": 2, "dp_shard": -1, "tp": 4},
     )
-    shape = mesh_shape(config, 64)
+    assert "num_partitions = 64" in lowered_for_tpus(config, 64)
+
+
+def lowered_for_tpus(config, devices):
+    shape = mesh_shape(config, devices)
     mesh = AbstractMesh(
         tuple(shape.values()), tuple(shape), axis_types=(AxisType.Auto,) * len(shape)
     )
-    program = Program(config, mesh, model=build_model(config))
+    program = Program(config, mesh, model=build_model(config, "tpu"))
     with jax.sharding.use_abstract_mesh(mesh):
-        text = program.step.trace(
+        return program.step.trace(
             program.abstract_state(), program.abstract_batch(), Controls()
         ).lower(lowering_platforms=("tpu",)).as_text()  # fmt: skip
-    assert "num_partitions = 64" in text
+
+
+def test_experts_lower_for_tpus_with_one_reduction_per_update():
+    """Their kernel must have no automatic mesh axis, not even of one device."""
+    experts = {"num_experts": 4, "moe_top_k": 2, "moe_expert_dim": 128}
+    config = tiny_config(
+        model={"dim": 128, "n_heads": 4, "n_kv_heads": 4, **experts},
+        train={"batch_size": 1, "grad_sync": "update", "mixed_precision": "bf16"},
+        distributed={"dp_shard": -1, "ep": 4},
+    )
+    text = lowered_for_tpus(config, 8)
+    assert "num_partitions = 8" in text
+    assert "tpu_custom_call" in text

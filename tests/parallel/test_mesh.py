@@ -32,6 +32,7 @@ class Device:
     slice_index: int
     coords: tuple[int, int, int] = (0, 0, 0)
     core_on_chip: int = 0
+    client: types.SimpleNamespace | None = None
 
 
 def slices_of_tpus(n, lengths, kind="TPU v5p"):
@@ -181,6 +182,20 @@ def test_gpus_are_arranged_by_node(n, axes, leave, processes, caplog):
 def test_warning_suggests_size_within_node(caplog):
     arrange(mesh_shape(tp=24), nodes_of_gpus(3))
     assert caplog.records[0].getMessage().endswith("; 8 would stay within a node")
+
+
+def test_warning_counts_nvlink_domains_of_target_gpus(caplog):
+    """Hosts of GB200 NVL72 have four GPUs; a compiler's GPUs are all of slice 0."""
+    compiler = types.SimpleNamespace(runtime_type="compile_only_runtime")
+    gpus = [
+        Device(i, "gpu", "NVIDIA GB200", i // 4, 0, (i // 8, i // 4 % 2, i % 4), client=compiler)
+        for i in range(16)
+    ]
+    arrange(mesh_shape(dp_shard=2, tp=8), gpus)
+    assert not caplog.records
+    arrange(mesh_shape(tp=16), gpus)
+    message = caplog.records[0].getMessage()
+    assert message.startswith("distributed.tp = 16 goes over several nodes of 8 GPUs")
 
 
 PROGRAM = """

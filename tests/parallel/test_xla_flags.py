@@ -29,6 +29,7 @@ class Device(NamedTuple):
 H100 = Device("gpu", "NVIDIA H100 80GB HBM3")
 B200 = Device("gpu", "NVIDIA B200")
 V5E, V5P, V6E = (Device("tpu", kind) for kind in ("TPU v5 lite", "TPU v5", "TPU v6 lite"))
+TPU7X = Device("tpu", "TPU7x")
 CPU = Device("cpu", "cpu")
 
 
@@ -80,6 +81,9 @@ def test_flags_depend_on_device_kind():
     assert not h100 & v5p
     for device in (V5E, CPU):  # v5e, whose kind starts like v5p's, does so by default
         assert compiler_options(device, {}, env={}) == {}
+    # Collectives of TPU7x are asynchronous by default, except all-to-alls.
+    exchanging = compiler_options(TPU7X, {}, env={}, has=(EXPERTS,))
+    assert exchanging == {"xla_tpu_enable_async_all_to_all": True}
 
 
 def test_xla_records_cuda_graphs_by_default(tmp_path):

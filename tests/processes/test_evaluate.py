@@ -157,6 +157,7 @@ def test_unknown_best_metric_stops_training_before_it_starts(run, new_run):
     assert not other.steps()
 
 
+@pytest.mark.slow
 def test_two_processes_evaluate_together(run, tmp_path):
     port = free_port()
     processes = [

@@ -89,6 +89,7 @@ def check_all_say_that_their_time_is_up(run, outputs):
         assert re.search(r"\[exiting program after [\d.]+ minutes\]", log), outputs
 
 
+@pytest.mark.slow  # one process: test_exits.py; messages of several: checkpoint/test_job_saves.py
 def test_full_disk_of_one_process_ends_both_with_its_host_and_path(new_run):
     """Orbax alone would have both wait for each other, twice for ten minutes."""
     run = new_run()
@@ -140,17 +141,22 @@ def test_requests_of_one_process_take_effect_on_both_after_same_step(new_run, tm
     assert states == {"requests_of_one.Requests": {"calls": 20}}
 
 
-def test_signal_to_one_stops_both_at_the_same_step(new_run):
-    """Each has experts of its own; what they saved, one process goes on from."""
+EXPERTS = ["--model.n_layers=1", "--model.num_experts=4", "--model.moe_router=sigmoid_topk"]
+
+
+@pytest.mark.parametrize(
+    ("axis", "model"), [("dp_shard", []), pytest.param("ep", EXPERTS, marks=pytest.mark.slow)]
+)
+def test_signal_to_one_stops_both_at_the_same_step(new_run, axis, model):
+    """One process goes on from the checkpoint. With `ep`, each process has its own experts."""
     alone, run = new_run("alone"), new_run("stopped")
-    overrides = ["--checkpoint.interval=100000", "--model.n_layers=1", "--model.num_experts=4",
-                 "--model.moe_router=sigmoid_topk"]  # fmt: skip
-    mesh = ["--distributed.ep=2", "--train.max_steps=100000"]
+    overrides = ["--checkpoint.interval=100000", *model]
+    mesh = [f"--distributed.{axis}=2", "--train.max_steps=100000"]
     processes = start_both(run, *overrides, *mesh)
     run.wait_for_step(10, processes[0])
     processes[1].send_signal(signal.SIGTERM)  # jax.distributed watches it too
     outputs = finish_both(processes, code=75)
-    assert "ep 2" in outputs[0]
+    assert f"{axis} 2" in outputs[0]
     (step,) = run.steps()
     for item in (run, alone):
         item.finish_here(*overrides, f"--train.max_steps={step + 2}")

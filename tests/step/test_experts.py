@@ -89,7 +89,7 @@ MESHES = [
     pytest.param(*DATA_AND_TENSOR, marks=pytest.mark.slow),
     pytest.param("deepseek", UPDATE, {"pp": 2, "ep": 2, "tp": 2}, marks=pytest.mark.slow),
     ("kempnerforge", {**UPDATE, **FULL}, {"dp_replicate": 2, "dp_shard": 2, "ep": 2}),
-    ("kempnerforge", MICROBATCH, {"dp_shard": 4, "tp": 2}),
+    pytest.param("kempnerforge", MICROBATCH, {"dp_shard": 4, "tp": 2}, marks=pytest.mark.slow),
 ]
 
 

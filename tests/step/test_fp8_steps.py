@@ -34,7 +34,7 @@ def single_device():
 
 MESHES = [
     ({"tp": 2, "dp_shard": 2}, "update"),
-    ({"tp": 2, "dp_shard": 2}, "microbatch"),
+    pytest.param({"tp": 2, "dp_shard": 2}, "microbatch", marks=pytest.mark.slow),
     pytest.param({"pp": 2, "tp": 2}, "microbatch", marks=pytest.mark.slow),
 ]
 

@@ -175,7 +175,10 @@ CASES = {
 @pytest.mark.parametrize(
     ("name", "mode"),
     [(name, "update" if i % 2 else "microbatch") for i, name in enumerate(CASES)]
-    + [("accumulated", "update"), pytest.param("1f1b", "microbatch", marks=pytest.mark.slow)],
+    + [
+        pytest.param(name, mode, marks=pytest.mark.slow)
+        for name, mode in (("accumulated", "update"), ("1f1b", "microbatch"))
+    ],
 )
 def test_memory_estimate_is_close_to_compiler(name, mode):
     """Weights and activations have similar sizes; float32, because CPUs compute in float32."""

@@ -90,6 +90,7 @@ def test_skipped_experts_do_not_depend_on_the_mesh(train, axes):
         np.testing.assert_array_equal(item[1]["expert_updates"], other[1]["expert_updates"])
 
 
+@pytest.mark.slow
 def test_checkpoint_of_stages_restores_counts_on_one_device(tmp_path):
     """Stages hold three layers in four rows, a checkpoint in three."""
     train, axes = STAGES

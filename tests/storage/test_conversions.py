@@ -49,6 +49,9 @@ def fetch(location, directory):
     return directory
 
 
+@pytest.mark.parametrize(
+    "server", ["s3", pytest.param("gs", marks=pytest.mark.slow)], indirect=True
+)
 def test_import_creates_run_in_bucket(server, bucket, exported, tmp_path):
     run = urls.path(f"{bucket}/run")
     command = ["import", f"{exported}/dcp", str(run), f"--config={exported}/run.toml"]

@@ -75,6 +75,9 @@ def objects(url):
     return {name: buckets.open_store(f"{url}/{name}").read("").result().value for name in names}
 
 
+@pytest.mark.parametrize(
+    "server", ["gs", pytest.param("s3", marks=pytest.mark.slow)], indirect=True
+)
 def test_bucket_to_bucket_matches_local_disks(uploaded, reference, server):
     server.fail(5)
     run(f"{uploaded}/in", f"{uploaded}/out", "--workers", "2")

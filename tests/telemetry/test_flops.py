@@ -97,7 +97,7 @@ def as_jaxpr(param):
     ("kind", "peak"),
     [
         ("NVIDIA H100 80GB HBM3", 989), ("NVIDIA H100 PCIe", 756), ("NVIDIA H100 NVL", 835),
-        ("NVIDIA H200", 989), ("NVIDIA B200", 2250), ("NVIDIA GB200", 2500),
+        ("NVIDIA H200", 989), ("NVIDIA B200", 2250), ("NVIDIA GB200", 2500), ("NVIDIA GB300", 2500),
         ("NVIDIA A100-SXM4-80GB", 312), ("NVIDIA GeForce RTX 4090", 330), ("TPU v4", 275),
         ("TPU v5 lite", 197), ("TPU v5", 459), ("TPU v5p", 459), ("TPU v6 lite", 918),
         ("TPU7x", 1153.5), ("cpu", None), ("NVIDIA GeForce GTX 1080", None),

@@ -950,20 +950,61 @@ SIMILAR = frozenset(
 latent attention, whose models take twice as long without compilation."""
 
 
-def changed_configs(config):
-    """Yield `(key, copy)` with another value of each key, also in nested tables."""
+TOGETHER = 8
+"""Number of keys that are changed at once, where each has an effect next to the others."""
+
+
+def changes_of(config):
+    """Yield `(name, table)` with another value of each key, also in nested tables."""
     for key, value in config.items():
         if key in ("model_type", "architectures", "transformers_version", "dtype"):
             continue
         if key == "output_router_logits" and config.get("num_local_experts") == 0:
             continue  # transformers fails
-        yield key, {**config, key: another(key, value)}
+        yield key, {key: another(key, value)}
         for inner, of_inner in value.items() if isinstance(value, dict) else ():
             if key == "attn_config" and inner not in ATTENTION_OF_MPT:
                 continue  # transformers only checks types
-            yield f"{key}.{inner}", {**config, key: {**value, inner: another(inner, of_inner)}}
+            yield f"{key}.{inner}", {key: {**value, inner: another(inner, of_inner)}}
     for key in NORM_EPS:
-        yield key, {**config, key: 0.3}
+        yield key, {key: 0.3}
+
+
+def merged(config, changes):
+    """Return a config with several changes; None if two of them are of the same key."""
+    keys = [key for change in changes for key in change]
+    if len(set(keys)) < len(keys):
+        return None
+    return {**config, **{key: value for change in changes for key, value in change.items()}}
+
+
+def settings_of(config):
+    """Return the settings of our network; None if the config is refused."""
+    with contextlib.suppress(UserError, ValueError):
+        return hf_config.network_settings(ModelConfig(**hf_config.model_table(config, "")))
+    return None
+
+
+def all_matter(config, changes):
+    """Return whether each change has an effect on our network next to the others."""
+    whole = merged(config, changes)
+    if whole is None or (settings := settings_of(whole)) is None:
+        return False
+    others = ([*changes[:i], *changes[i + 1 :]] for i in range(len(changes)))
+    return all(settings_of(merged(config, part)) != settings for part in others)
+
+
+def groups_of(config, changes):
+    """Yield the names of changes in groups: a network takes long to compile, and shows several."""
+    waiting = dict(changes)
+    while waiting:
+        group = []
+        for name, change in waiting.items():
+            among = [changes[other] for other in group]
+            if len(group) < TOGETHER and (not group or all_matter(config, [*among, change])):
+                group.append(name)
+        waiting = {name: change for name, change in waiting.items() if name not in group}
+        yield group
 
 
 def another(key, value):
@@ -1001,19 +1042,25 @@ def logits_of_theirs(config, weights):
         return None
 
 
-def logits_of_ours(directory):
-    """Return the logits of the import without compilation; None if the import is refused."""
-    reference = checkpoints.find(directory)
-    try:
-        config = reference.config(None)
-        entries = reference.read(config, ReadOptions()).variables
-    except UserError:
+def imported_with(directory, config):
+    """Return config and parameters of an import with this `config.json`; None if refused."""
+    (directory / "config.json").write_text(json.dumps(config))
+    with contextlib.suppress(UserError, ValueError):
+        reference = checkpoints.find(directory)
+        ours = reference.config(None)
+        return ours, reference.read(ours, ReadOptions()).variables
+    return None
+
+
+def logits_of_ours(directory, config):
+    """Return the logits of the import; None if the import is refused."""
+    found = imported_with(directory, config)
+    if found is None:
         return None
-    arrays = Stacking(config.model).join(entries)
+    ours, entries = found
+    arrays = Stacking(ours.model).join(entries)
     params = unflatten_dict({name: x.all() for name, x in arrays.items()}, sep=".")
-    with jax.disable_jit():
-        network = Model(config.model)
-        return network.logits(params, network.hidden(params, tokens_of()))
+    return compiled(ours.model)(params, tokens_of())
 
 
 @pytest.mark.parametrize("imported", marked(FIRST, SIMILAR), indirect=True)
@@ -1021,23 +1068,30 @@ def test_config_keys_have_same_effect_as_in_transformers(imported, tmp_path):
     _, path, network, (model, _) = imported
     config, weights = config_json(path / "hf"), network.state_dict()
     shutil.copy(path / "hf" / "model.safetensors", tmp_path)
-    compared = set()
     before, computed = logits_of_theirs(config, weights), hf_config.network_settings(model)
-    for key, copy in changed_configs(config):
-        with contextlib.suppress(UserError, ValueError):
-            ours = ModelConfig(**hf_config.model_table(copy, ""))
+    effective = {}
+    for key, change in changes_of(config):
+        copy = {**config, **change}
+        if (settings := settings_of(copy)) is None:
+            continue
+        if settings == computed:
             theirs = logits_of_theirs(copy, weights)
-            if hf_config.network_settings(ours) == computed:
-                assert theirs is not None, key
-                np.testing.assert_array_equal(theirs, before, key)
+            assert theirs is not None, key
+            np.testing.assert_array_equal(theirs, before, key)
+        elif imported_with(tmp_path, copy) is not None:
+            effective[key] = change
+    assert effective.keys() & set(NORM_EPS)
+    for group in groups_of(config, effective):
+        for part in (group, *([key] for key in group)):
+            copy = merged(config, [effective[key] for key in part])
+            theirs, ours = logits_of_theirs(copy, weights), logits_of_ours(tmp_path, copy)
+            is_refused = theirs is None or ours is None
+            if len(part) > 1 and is_refused:  # values that do not go together: one at a time
                 continue
-            (tmp_path / "config.json").write_text(json.dumps(copy))
-            logits = logits_of_ours(tmp_path)
-            if logits is not None:
-                assert theirs is not None, key
-                assert_close(logits, theirs, key)
-                compared.add(key)
-    assert compared & set(NORM_EPS)
+            assert not is_refused, part
+            assert_close(ours, theirs, part)
+            if part is group:
+                break
 
 
 # Names and keys that trainers leave behind

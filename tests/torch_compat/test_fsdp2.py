@@ -120,6 +120,7 @@ def torch_run(data, tmp_path_factory):
     return torch_job(directory, data, 2, 60, saves=saves), nested, flat
 
 
+@pytest.mark.slow  # the round trip below covers all but the flat layout
 def test_fsdp2_resumes_jaxforge_export(jax_run, data, tmp_path):
     run, expected = jax_run
     # `--ranks`: KempnerForge's position is in batches per rank.

@@ -183,7 +183,12 @@ def imported(torchs, tmp_path, *options):
 
 
 @pytest.mark.parametrize(
-    ("router", "mesh"), [("softmax", {}), ("sigmoid", {"dp_shard": 2, "ep": 2})], ids=str
+    ("router", "mesh"),
+    [
+        ("softmax", {}),
+        pytest.param("sigmoid", {"dp_shard": 2, "ep": 2}, marks=pytest.mark.slow),
+    ],
+    ids=str,
 )
 def test_continued_run_follows_torch(runs, tmp_path, router, mesh):
     torchs = runs(router)

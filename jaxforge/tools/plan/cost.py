@@ -24,6 +24,7 @@ from jaxforge.config.axes import data_parallel
 from jaxforge.config.job import JobConfig
 from jaxforge.model.transformer import Model, active_parameter_count, parameter_count
 from jaxforge.parallel.hardware import Chip
+from jaxforge.parallel.mesh import nvlink_domain
 from jaxforge.telemetry.flops import causal_flops_per_token
 from jaxforge.tools.plan.hlo import (
     Computation,
@@ -71,6 +72,7 @@ class Efficiency(NamedTuple):
 _ON_GPU = {
     # products, attention, cudnn backward: a step of a 1B model on an H200, 2026-11-26 (docs/gpu.md)
     "products": 0.75,
+    "fp8": 0.75,  # of the peak in 8 bits; not measured, as in bf16
     "attention": 0.54,
     "cudnn backward": 0.38,
     "experts": 0.5,
@@ -103,7 +105,8 @@ class Roofline:
         products = 0.0
         if cost.flops:
             fraction = self._efficiency.by_kind[cost.by or cost.kind]
-            products = cost.flops / (self._chip.peak_flops * fraction)
+            fp8 = self._chip.fp8_flops if cost.by == "fp8" else 0
+            products = cost.flops / ((fp8 or self._chip.peak_flops) * fraction)
         transfers = cost.bytes / (self._chip.bandwidth * self._efficiency.memory)
         return cost.kind, max(products, transfers) + self._efficiency.launch
 
@@ -229,9 +232,7 @@ def _rate(
 
 def _between_gpus(chip: Chip, members: Sequence[jax.Device]) -> float:
     """Return the bytes/s of a GPU: all adapters of a node serve a ring through all its GPUs."""
-    # The first two coordinates of a compile-only GPU are its node. Else a process is a node.
-    positions = ((device, getattr(device, "coords", None)) for device in members)
-    nodes = {tuple(coords[:2]) if coords else device.process_index for device, coords in positions}
+    nodes = {nvlink_domain(device) for device in members}
     if len(nodes) == 1:
         return chip.link
     return min(chip.link, chip.network * len(members) / len(nodes))
@@ -240,7 +241,11 @@ def _between_gpus(chip: Chip, members: Sequence[jax.Device]) -> float:
 def _between_tpus(
     chip: Chip, kind: str, members: Sequence[jax.Device], everyone: Sequence[jax.Device]
 ) -> float:
-    """Return the bytes/s of a TPU, over the links of each dimension that the group spans."""
+    """Return the bytes/s of a TPU, over the links of each dimension that the group spans.
+
+    Devices of a chip share its links (TPU7x). A ring through all of them passes each byte between
+    chips once, so that each member has all of a link; in an all-to-all all bytes differ.
+    """
     slices = {getattr(device, "slice_index", 0) or 0 for device in members}
     if len(slices) > 1:
         return chip.network * len(members) / len(slices)
@@ -252,7 +257,10 @@ def _between_tpus(
             is_ring = size == whole and whole % chip.torus_side == 0
             directions = 2 if is_ring or size > 2 else 1
             rates.append(chip.link * _usable_links(kind, size, is_ring) * directions)
-    return sum(rates) or chip.link
+    chips = {tuple(device.coords) for device in members}
+    if len(chips) == 1:
+        return chip.chip_link or chip.link
+    return sum(rates) * (1 if kind == "all-to-all" else len(members) / len(chips))
 
 
 def _usable_links(kind: str, size: int, is_ring: bool) -> float:

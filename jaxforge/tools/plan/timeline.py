@@ -175,14 +175,16 @@ class Simulation:
     def _begun_by(self, operation: Operation, within: Computation) -> tuple[str, Collective] | None:
         """Return an asynchronous collective that starts here, and the key of its second half.
 
-        Three forms start one: `all-gather-start`, `async-start`, and on TPU a fusion with a custom
-        call AsyncCollectiveStart, whose second half has the same channel.
+        Four forms start one: `all-gather-start`, `async-start`, on TPU a fusion with a custom call
+        AsyncCollectiveStart, whose second half has the same channel, and on TPU7x `call-start`,
+        whose computation runs on a SparseCore.
         """
         if operation.collective and operation.kind.endswith("-start"):
             return operation.name, self._network.collective(operation, within)
-        if operation.kind in ("async-start", "fusion"):
-            inner = self._program.computations[operation.attribute("calls")]
-            marked = operation.kind == "async-start" or _has(inner, "AsyncCollectiveStart")
+        if operation.kind in ("async-start", "call-start", "fusion"):
+            calls = "to_apply" if operation.kind == "call-start" else "calls"
+            inner = self._program.computations[operation.attribute(calls)]
+            marked = operation.kind != "fusion" or _has(inner, "AsyncCollectiveStart")
             for inner_op in inner.values() if marked else ():
                 if inner_op.collective:
                     key = _channel(inner_op) if operation.kind == "fusion" else operation.name

@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping, Sequence
 from difflib import get_close_matches
 from typing import NamedTuple
 
@@ -12,7 +12,10 @@ CPU = "cpu"
 TPUS = {name: chip.n_sides for name, chip in CHIPS.items() if chip.platform == "tpu"}
 """Number of dimensions of a slice, by kind of TPU."""
 
-FORMS = "v5e:16x16, v6e:4x8, v5p:4x4x8, v5p:4x4x8*2 (slices), h100:8x8 (nodes x GPUs), cpu:8"
+FORMS = (
+    "v5e:16x16, v6e:4x8, v5p:4x4x8, tpu7x:4x4x8, v5p:4x4x8*2 (slices), h100:8x8 (nodes x GPUs), "
+    "gb200:2x72 (NVLink domains x GPUs), cpu:8"
+)
 
 
 class Topology(NamedTuple):
@@ -20,7 +23,7 @@ class Topology(NamedTuple):
 
     Attributes:
         chip: kind of device: a key of `CHIPS`, or `cpu`.
-        shape: TPUs: chips of a slice per dimension; GPUs: (nodes, GPUs per node);
+        shape: TPUs: chips of a slice per dimension; GPUs: (nodes or NVLink domains, GPUs of each);
             CPU: (devices,).
         slices: number of TPU slices; 1 for other platforms.
     """
@@ -54,6 +57,8 @@ class Topology(NamedTuple):
             raise ValueError(f"topology {text!r}: every number must be at least 1, as in {FORMS}")
         if slices > 1 and chip not in TPUS:
             raise ValueError(f"topology {text!r}: only TPUs have slices, as in v5p:4x4x8*2")
+        if problem := _domain_problem(chip, lengths):
+            raise ValueError(f"topology {text!r}: {problem}")
         return cls(chip, lengths, slices)
 
     def __str__(self) -> str:
@@ -63,8 +68,9 @@ class Topology(NamedTuple):
 
     @property
     def n_devices(self) -> int:
-        """Number of devices of all hosts."""
-        return math.prod(self.shape) * self.slices
+        """Number of JAX devices of all hosts; a TPU7x chip has two."""
+        per_chip = CHIPS[self.chip].per_chip if self.chip in CHIPS else 1
+        return math.prod(self.shape) * per_chip * self.slices
 
     def prepare(self, env: MutableMapping[str, str]) -> None:
         """Set the environment variables that a compiler for this topology needs.
@@ -85,6 +91,30 @@ class Topology(NamedTuple):
             env.setdefault("TPU_STDERR_LOG_LEVEL", "3")
             env.setdefault("TPU_MIN_LOG_LEVEL", "3")
         env.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+
+
+def _domain_problem(chip: str, lengths: Sequence[int]) -> str | None:
+    """Return why no NVLink domain has this number of GPUs, and what to write; None: one has."""
+    if chip not in CHIPS or chip in TPUS:
+        return None
+    known, n_gpus = CHIPS[chip], lengths[1]
+    if n_gpus > known.per_domain:
+        parts = math.ceil(n_gpus / known.per_domain)
+        each = _whole_hosts(math.ceil(n_gpus / parts), known.per_host)
+        return (
+            f"NVLink connects at most {known.per_domain} {chip} GPUs. "
+            f"Write {chip}:{lengths[0] * parts}x{each}"
+        )
+    if n_gpus > known.per_host and n_gpus % known.per_host:
+        return (
+            f"a host has {known.per_host} {chip} GPUs, and {n_gpus} is no multiple of "
+            f"{known.per_host}. Write {chip}:{lengths[0]}x{_whole_hosts(n_gpus, known.per_host)}"
+        )
+    return None
+
+
+def _whole_hosts(n_gpus: int, per_host: int) -> int:
+    return math.ceil(n_gpus / per_host) * per_host
 
 
 def _nearest(chip: str, text: str, known: Mapping[str, int], n_sides: int) -> str:

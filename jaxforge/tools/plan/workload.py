@@ -37,7 +37,8 @@ class OperationCost(NamedTuple):
         kind: "products", "attention", "experts", "memory" (all other work) or "nothing".
         flops: FLOPs of its matrix products.
         bytes: bytes read and written.
-        by: implementation, for kernels that are slower than others of their kind; "" otherwise.
+        by: implementation, for kernels that are slower or faster than others of their kind: "fp8"
+            for products of 8-bit floats; "" otherwise.
     """
 
     kind: str
@@ -63,10 +64,11 @@ class Workload:
             return OperationCost("nothing", 0, 0)
         if operation.kind == "custom-call":
             return self._of_kernel(operation, within)
-        flops = self._flops(operation, within)
-        return OperationCost(
-            "products" if flops else "memory", flops, self._bytes(operation, within)
-        )
+        flops, moved = self._flops(operation, within), self._bytes(operation, within)
+        if not flops:
+            return OperationCost("memory", 0, moved)
+        by = "fp8" if self._is_fp8(operation, within) else ""
+        return OperationCost("products", flops, moved, by)
 
     def _of_kernel(self, operation: Operation, within: Computation) -> OperationCost:
         moved = operation.bytes + sum(within[name].bytes for name in operation.operands)
@@ -82,7 +84,8 @@ class Workload:
             by = _cudnn_kernel(target)
             return OperationCost("attention", self._attention(operation, within, name), moved, by)
         if "gemm" in target or "matmul" in target:
-            return OperationCost("products", self._gemm(operation, within), moved)
+            by = "fp8" if _has_fp8_operand(operation, within) else ""
+            return OperationCost("products", self._gemm(operation, within), moved, by)
         if target in ("tpu_custom_call", "mosaic_gpu_v2", "mosaic_gpu"):
             flops = _grouped(operation, within)
             return OperationCost("experts" if flops else "memory", flops, moved)
@@ -144,6 +147,14 @@ class Workload:
         inner = self._program.computations[name]
         return sum(self._flops(operation, inner) for operation in inner.values())
 
+    def _is_fp8(self, operation: Operation, within: Computation) -> bool:
+        """Return whether an operation's products, all of them, multiply 8-bit floats."""
+        if operation.kind == "dot":
+            return _has_fp8_operand(operation, within)
+        inner = self._program.computations[operation.attribute("calls")]
+        products = (item for item in inner.values() if self._flops(item, inner))
+        return all(self._is_fp8(item, inner) for item in products)
+
     def _bytes(self, operation: Operation, within: Computation) -> float:
         operands = [within[name] for name in operation.operands]
         if operation.kind in _SLICES:
@@ -193,6 +204,10 @@ def _cudnn_kernel(target: str) -> str:
     if "fmhaScaleBias" in target:
         return "masked cudnn"
     return "cudnn backward" if "fmha" in target and "Backward" in target else ""
+
+
+def _has_fp8_operand(operation: Operation, within: Computation) -> bool:
+    return within[operation.operands[0]].shape.startswith("f8")
 
 
 def _inputs(operation: Operation, within: Computation) -> Iterator[tuple[tuple[int, ...], float]]:

@@ -100,6 +100,7 @@ def test_lost_worker_driver_and_node_leave_the_same_bytes(cluster, corpus, refer
     assert snapshot(output) == reference
 
 
+@pytest.mark.slow
 def test_repeated_records_are_dropped_over_the_cluster(cluster, tmp_path):
     (tmp_path / "corpus").mkdir()
     for i in range(6):

@@ -60,13 +60,13 @@ def check(report, devices):
 
 
 @needs_gpu
-@pytest.mark.parametrize("topology", ["h100:1x8", "h200:2x4", "b200:1x8"])
+@pytest.mark.parametrize("topology", ["h100:1x8", "h200:2x4", "b200:1x8", "gb200:1x8", "gb300:2x4"])
 def test_plan_for_gpus_is_consistent(tmp_path, topology):
     check(planned(tmp_path, topology), 8)
 
 
 @needs_tpu
-@pytest.mark.parametrize("topology", ["v5e:2x4", "v6e:2x4", "v5p:2x2x2"])
+@pytest.mark.parametrize("topology", ["v5e:2x4", "v6e:2x4", "v5p:2x2x2", "tpu7x:2x2x1"])
 def test_plan_for_tpus_is_consistent(tmp_path, topology):
     check(planned(tmp_path, topology, "--model.n_heads=4"), 8)
 

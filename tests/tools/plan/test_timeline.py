@@ -134,6 +134,24 @@ def test_fused_collective_halves_match_by_channel():
     assert (line.seconds, line.waited) == (3, 2)
 
 
+ON_SPARSECORE = """%gather (x: f32[3], t: token[]) -> f32[24] {
+  %x = f32[3]{0} parameter(0)
+  %t = token[] parameter(1)
+  ROOT %g = f32[24]{0} all-gather(%x), channel_id=5
+}, execution_thread="sparsecore"
+"""
+
+
+def test_collective_on_sparsecore_overlaps_with_operations():
+    start = (
+        "%c = ((f32[3]{0}, token[]), f32[24]{0}) call-start(%a), "
+        'async_execution_thread="sparsecore", to_apply=%gather'
+    )
+    line = run(program(start, product("p"), "%e = f32[24]{0} call-done(%c)", more=ON_SPARSECORE))
+    assert (line.seconds, line.waited) == (3, 2)
+    assert line.traffic[CollectiveKey("all-gather", ("dp_shard",), False, True)].count == 1
+
+
 @pytest.mark.parametrize(
     ("text", "group"),
     [

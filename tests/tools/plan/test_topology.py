@@ -10,6 +10,9 @@ from jaxforge.tools.plan.topology import Topology
         ("v5p:4x4x8*2", "v5p", (4, 4, 8), 2, 256),
         ("H100:8x8", "h100", (8, 8), 1, 64),
         ("cpu:8", "cpu", (8,), 1, 8),
+        ("tpu7x:4x4x8*2", "tpu7x", (4, 4, 8), 2, 512),
+        ("gb200:2x72", "gb200", (2, 72), 1, 144),
+        ("gb300:1x2", "gb300", (1, 2), 1, 2),
     ],
 )
 def test_topology_round_trips_through_text(text, chip, lengths, slices, devices):
@@ -32,6 +35,10 @@ def test_topology_round_trips_through_text(text, chip, lengths, slices, devices)
         ("h100:2x8*2", "only TPUs have slices"),
         ("v5e:0x4", "every number must be at least 1"),
         ("v5e:4x4*0", "every number must be at least 1"),
+        ("tpu7x:2x2", "tpu7x has 3 sides"),
+        ("h100:2x16", "NVLink connects at most 8 h100 GPUs. Write h100:4x8"),
+        ("gb200:1x128", "NVLink connects at most 72 gb200 GPUs. Write gb200:2x64"),
+        ("gb300:3x6", "a host has 4 gb300 GPUs, and 6 is no multiple of 4. Write gb300:3x8"),
     ],
 )
 def test_invalid_topology_is_explained(text, message):

@@ -18,6 +18,11 @@ INNER = """%product (p0: bf16[64,256], p1: bf16[512,256]) -> bf16[64,512] {
   %p1 = bf16[512,256]{1,0} parameter(1)
   ROOT %dot = bf16[64,512]{1,0} dot(%p0, %p1), lhs_contracting_dims={1}, rhs_contracting_dims={1}
 }
+%product8 (p0: f8e4m3fn[64,256], p1: f8e5m2[512,256]) -> bf16[64,512] {
+  %p0 = f8e4m3fn[64,256]{1,0} parameter(0)
+  %p1 = f8e5m2[512,256]{1,0} parameter(1)
+  ROOT %dot = bf16[64,512]{1,0} dot(%p0, %p1), lhs_contracting_dims={1}, rhs_contracting_dims={1}
+}
 %cut (p0: f32[32,16,256], p1: s32[]) -> bf16[16,256] {
   %p0 = f32[32,16,256]{2,1,0} parameter(0)
   %p1 = s32[] parameter(1)
@@ -65,6 +70,12 @@ LINES = {
            'custom_call_target="tpu_custom_call"',
     "cublas": '%r = bf16[64,512]{1,0} custom-call(%x, %w), custom_call_target="__cublas$gemm", '
               'backend_config={"dot_dimension_numbers":{"lhs_contracting_dimensions":["1"]}}',
+    "fp8": "%r = bf16[64,512]{1,0} fusion(%x8, %w8), kind=kCustom, calls=%product8",
+    "fp8 dot": "%r = bf16[64,512]{1,0} dot(%x8, %w8), lhs_contracting_dims={1}, "
+               "rhs_contracting_dims={1}",
+    "fp8 cublas": '%r = bf16[64,512]{1,0} custom-call(%x8, %w8), custom_call_target='
+           '"__cublas$lt$matmul$f8", backend_config={"dot_dimension_numbers":'
+           '{"lhs_contracting_dimensions":["1"]}}',
     "mark": '%r = bf16[64,256]{1,0} custom-call(%x), custom_call_target="AllocateBuffer"',
 }  # fmt: skip
 MORE = """  %one = f32[1,16,256]{2,1,0} parameter(6)
@@ -74,6 +85,8 @@ MORE = """  %one = f32[1,16,256]{2,1,0} parameter(6)
   %keys = bf16[2,96,2,64]{3,2,1,0} parameter(10)
   %at = s32[2,128]{1,0} parameter(11)
   %masks = s8[1,64,64]{2,1,0} parameter(12)
+  %x8 = f8e4m3fn[64,256]{1,0} parameter(13)
+  %w8 = f8e5m2[512,256]{1,0} parameter(14)
 """
 
 
@@ -93,6 +106,9 @@ PAIRS = 2 * 8 * 128 * 128
     [
         ("product", "products", PRODUCT),
         ("cublas", "products", PRODUCT),
+        ("fp8", "products", PRODUCT),
+        ("fp8 dot", "products", PRODUCT),
+        ("fp8 cublas", "products", PRODUCT),
         ("add", "memory", 0),
         ("cudnn", "attention", 2 * 2 * PAIRS * 64 / 2),
         ("cudnn backward", "attention", 5 * 2 * PAIRS * 64 / 2),
@@ -158,6 +174,18 @@ def test_attention_kernels_have_their_own_efficiency(name, part):
     reached, much = EFFICIENCY["gpu"], 100  # enough FLOPs to be compute-bound
     computed = work_of(name, much).flops / (CHIPS["h100"].peak_flops * reached.by_kind[part])
     assert seconds(name, much) == pytest.approx(computed + reached.launch)
+
+
+@pytest.mark.parametrize("name", ["fp8", "fp8 dot", "fp8 cublas"])
+def test_8_bit_products_use_the_peak_of_fp8(name):
+    assert (work_of(name).by, work_of("product").by) == ("fp8", "")
+    text = f"{INNER}ENTRY %main (x: f32[]) -> f32[] {{\n{PARAMETERS}{MORE}  {LINES[name]}\n}}\n"
+    program = HloProgram(text, 1)
+    within = program.computations[program.entry]
+    chip = CHIPS["gb300"]._replace(bandwidth=1e30)
+    taken = Roofline(Workload(program, 0.5), chip).seconds(list(within.values())[-1], within)[1]
+    reached = EFFICIENCY["gpu"]
+    assert taken == pytest.approx(PRODUCT / (5000e12 * reached.by_kind["fp8"]) + reached.launch)
 
 
 class Device:
@@ -229,6 +257,26 @@ def torus(*edges, slices=1):
 def test_tpu_collectives_use_torus_links(mesh, chip, group, links):
     result = gather(mesh, chip, group)
     rate = links * CHIPS[chip].link
+    assert result.seconds == pytest.approx(seconds_to_send(result.sent, rate, "tpu"))
+
+
+def chiplets(*edges):
+    """Return a mesh of TPU7x devices, two of each chip in succession."""
+    chips = [device.coords for device in torus(*edges).devices.flat]
+    return Mesh([Device(coords) for coords in chips for _ in range(2)], (len(chips), 2, 1))
+
+
+@pytest.mark.parametrize(
+    ("group", "axes", "rate"),
+    [
+        ([0, 1], ("dp_shard",), 600e9),  # the chiplets of a chip
+        (list(range(8)), ("dp_replicate", "dp_shard"), 2 * 100e9),  # one link along x, one along y
+        ([0, 2, 4, 6], ("dp_replicate",), 2 * 50e9),  # a chiplet of each, which share these links
+    ],
+)
+def test_devices_of_a_chip_share_its_links(group, axes, rate):
+    result = gather(chiplets(2, 2), "tpu7x", group)
+    assert result.axes == axes
     assert result.seconds == pytest.approx(seconds_to_send(result.sent, rate, "tpu"))
 
 

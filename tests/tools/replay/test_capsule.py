@@ -110,6 +110,7 @@ def test_other_ingredients_are_named_and_allow_rounding(capsule):
     assert "up to rounding; different: environment, code, JAX" in result.verdict
 
 
+@pytest.mark.slow
 def test_verify_on_another_mesh_allows_rounding(capsule):
     result = verify(capsule, 1, overrides=MESH)
     assert {"mesh", "program", "config"} <= set(result.differing())

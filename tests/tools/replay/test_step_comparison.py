@@ -35,6 +35,7 @@ def compared(capsys, run, *options, step=5):
     return code, json.loads(capsys.readouterr().out)
 
 
+@pytest.mark.slow
 def test_step_on_another_mesh_has_no_difference(run, capsys):
     code, report = compared(
         capsys, run, "--other=--distributed.tp=2", "--other=--distributed.dp_shard=1",
