@@ -302,7 +302,8 @@ def _complete(config: Mapping[str, Any], family: Family, where: str) -> dict[str
         is_fine = _RANGES.get(key)
         is_wrong = is_fine and not is_fine(value)
         if value is None:
-            is_wrong = key in _NEVER_NULL or key in NEEDED
+            has_size = key in NEEDED and bool(family.defaults.get(key))
+            is_wrong = key in _NEVER_NULL or has_size
         if family.experts_are_optional and key == "num_local_experts" and value == 0:
             is_wrong = False
         if is_wrong:
