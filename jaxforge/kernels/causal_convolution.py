@@ -9,8 +9,6 @@ The W products are shifts and multiplications that XLA fuses into one pass. XLA'
 convolution is far slower on CPU, and no product of matrices on TPU.
 """
 
-import functools
-
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -85,23 +83,59 @@ def _extended_ids(ids: Int[Array, "p t"], count: int, strategy: str) -> Int[Arra
     return jnp.concatenate([before, ids], axis=1)
 
 
-@functools.partial(jax.checkpoint, prevent_cse=False)
+@jax.custom_vjp
 def _convolve(extended: Array, weight_CW: Array, bias_C: Array | None, ids: Array | None) -> Array:
-    """Convolve inputs that have W - 1 earlier inputs in front; the backward pass saves only them.
+    """Convolve inputs that have W - 1 earlier inputs in front.
 
-    Without `jax.checkpoint`, it would save the W shifted copies.
+    The gradient is explicit. JAX's own would save the W shifted inputs, and XLA:CPU takes 15 times
+    as long for the gradient of the weight.
     """
-    width, dtype = weight_CW.shape[1], jnp.promote_types(extended.dtype, jnp.float32)
-    tokens = extended.shape[1] - width + 1
-    weight = weight_CW.astype(dtype)
-    y = jnp.zeros((), dtype) if bias_C is None else bias_C.astype(dtype)
-    for offset in range(width):
-        shifted = extended[:, offset : offset + tokens].astype(dtype)
-        if ids is not None:
-            same = ids[:, offset : offset + tokens] == ids[:, width - 1 :]
-            shifted = jnp.where(same[..., None], shifted, 0)
-        y = y + shifted * weight[:, offset]
+    tokens, weight = extended.shape[1] - weight_CW.shape[1] + 1, _widened(weight_CW)
+    y = jnp.zeros((), weight.dtype) if bias_C is None else _widened(bias_C)
+    for offset in range(weight.shape[1]):
+        shifted = _widened(extended[:, offset : offset + tokens])
+        y = y + _of_same_document(shifted, ids, offset, weight.shape[1]) * weight[:, offset]
     return y.astype(extended.dtype)
+
+
+def _convolve_forward(
+    extended: Array, weight_CW: Array, bias_C: Array | None, ids: Array | None
+) -> tuple[Array, tuple[Array, Array, Array | None, Array | None]]:
+    return _convolve(extended, weight_CW, bias_C, ids), (extended, weight_CW, bias_C, ids)
+
+
+def _convolve_backward(
+    saved: tuple[Array, Array, Array | None, Array | None], d_y: Array
+) -> tuple[Array, Array, Array | None, None]:
+    extended, weight_CW, bias_C, ids = saved
+    weight, d_y = _widened(weight_CW), _widened(d_y)
+    width, tokens = weight.shape[1], d_y.shape[1]
+    d_extended, d_weights = jnp.zeros((), weight.dtype), []
+    for offset in range(width):
+        masked = _of_same_document(d_y, ids, offset, width)
+        shifted = _widened(extended[:, offset : offset + tokens])
+        d_weights.append(jnp.sum(shifted * masked, axis=(0, 1)))
+        room = ((0, 0), (offset, width - 1 - offset), (0, 0))  # where the inputs are
+        d_extended = d_extended + jnp.pad(masked * weight[:, offset], room)
+    d_weight = jnp.stack(d_weights, axis=1).astype(weight_CW.dtype)
+    d_bias = None if bias_C is None else jnp.sum(d_y, axis=(0, 1)).astype(bias_C.dtype)
+    return d_extended.astype(extended.dtype), d_weight, d_bias, None
+
+
+_convolve.defvjp(_convolve_forward, _convolve_backward)
+
+
+def _widened(x: Array) -> Array:
+    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+
+
+def _of_same_document(x: Array, ids: Array | None, offset: int, width: int) -> Array:
+    """Return values of tokens, or 0 where the input at `offset` is of another document."""
+    if ids is None:
+        return x
+    tokens = x.shape[1]
+    same = ids[:, offset : offset + tokens] == ids[:, width - 1 :]
+    return jnp.where(same[..., None], x, 0)
 
 
 def _state_after(

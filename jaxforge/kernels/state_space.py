@@ -90,7 +90,7 @@ def state_space(
     segment_ids: Int[Array, "b s"] | None = None,
     state: State | None = None,
     chunk_size: int = 256,
-    block: int = 1 << 17,
+    block: int = 1 << 15,
     strategy: str = "ulysses",
 ) -> tuple[Float[Array, "b s heads p"], State]:
     """Run the recurrence over sequences by chunks.

@@ -74,7 +74,7 @@ class Runtime(NamedTuple):
     splits_sequences: bool = False
     wholly_manual: bool = True
     unstacks: bool = False
-    chunk_elements: int = 1 << 17
+    chunk_elements: int = 1 << 15
 
     def describe_attention(self, devices: int) -> str:
         """Describe the attention kernel for sequences on this many devices, and the reason."""

@@ -174,6 +174,13 @@ SHAPE = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidd
 FAMILIES = {
     "Gemma2": {"num_key_value_heads": 2, "head_dim": 8, "sliding_window": 16, "bos_token_id": 1},
     "GPTNeoX": {"bos_token_id": 1, "eos_token_id": 2},
+    "Bamba": {
+        "num_key_value_heads": 2,
+        "attn_layer_indices": [1],
+        "mamba_n_heads": 8,
+        "mamba_d_state": 8,
+        "mamba_chunk_size": 8,
+    },
 }
 
 

@@ -326,8 +326,9 @@ def _complete(config: Mapping[str, Any], family: Family, where: str) -> dict[str
     for key, value in usual.items():
         is_fine = _RANGES.get(key)
         if value is None:
-            has_default = family.defaults.get(key, 0) is not None
-            is_wrong = key in NEEDED or (key in _NEVER_NULL and has_default)
+            default = family.defaults.get(key, 0)
+            has_size = key in NEEDED and bool(default)
+            is_wrong = has_size or (key in _NEVER_NULL and default is not None)
         else:
             is_wrong = is_fine is not None and not is_fine(value)
         if family.experts_are_optional and key == "num_local_experts" and value == 0:

@@ -69,7 +69,8 @@ def _in_memory(location: ModuleLocation, modules: Collection[str]) -> ModuleLoca
 def _layer_locations(keys: dict[str, str], i: int, model: ModelConfig) -> list[ModuleLocation]:
     at, times = f"layers.{i}", model.residual_multiplier
     norms = {part: keys.get(f"{at}.{part}_norm.weight") for part in ("shared", "attention", "mlp")}
-    locations = [ModuleLocation(f"{at}.attention", _part(keys, f"{at}.attention"), factor=times)]
+    mixer = _part(keys, f"{at}.attention", model.layer_parts[i].mixer)
+    locations = [ModuleLocation(f"{at}.attention", mixer, factor=times)]
     if norms["mlp"] is not None and not model.parallel_residual:
         locations.append(
             ModuleLocation(f"{at}.after_attention", _owner(norms["mlp"]), is_input=True)
@@ -77,16 +78,23 @@ def _layer_locations(keys: dict[str, str], i: int, model: ModelConfig) -> list[M
     locations += [
         ModuleLocation(f"{at}.{part}_norm", _owner(key)) for part, key in norms.items() if key
     ]
-    locations.append(ModuleLocation(f"{at}.mlp", _part(keys, f"{at}.mlp"), factor=times))
+    locations.append(ModuleLocation(f"{at}.mlp", _part(keys, f"{at}.mlp", "mlp"), factor=times))
     locations.append(ModuleLocation(f"{at}.residual", _layer(keys, i)))
     return locations
 
 
-def _part(keys: dict[str, str], part: str) -> str:
-    """Return the module of attention or feed-forward, or of the norm after it."""
+def _part(keys: dict[str, str], part: str, name: str) -> str:
+    """Return the module of a mixer or feed-forward, or of the norm after it.
+
+    Args:
+        keys: jaxforge's names -> keys of the dialect.
+        part: the part as in names of norms, such as "layers.3.attention".
+        name: name of the part in the names of its parameters, such as "mamba2".
+    """
     if (after := keys.get(f"{part}_post_norm.weight")) is not None:
         return _owner(after)
-    return _common(key for name, key in keys.items() if name.startswith(f"{part}."))
+    beginning = f"{part.rpartition('.')[0]}.{name}."
+    return _common(key for name, key in keys.items() if name.startswith(beginning))
 
 
 def _layer(keys: dict[str, str], i: int) -> str:
