@@ -17,12 +17,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from jaxforge.config.model import EXPERTS, ModelConfig
 from jaxforge.kernels.fp8 import Scaled
-from jaxforge.kernels.grouped import grouped_matmul
+from jaxforge.kernels.grouped import GROUPED_BACKENDS, grouped_matmul
 from jaxforge.kernels.grouped_fp8 import grouped_matmul_fp8, quantize_experts
 from jaxforge.model.dispatch import (
     Assignments,
@@ -40,6 +41,7 @@ from jaxforge.parallel import collectives
 from jaxforge.parallel.sharding import (
     automatic_axes,
     automatic_spec,
+    axes_of_type,
     axes_size,
     compute_axes,
 )
@@ -163,7 +165,8 @@ class Experts(nnx.Module):
         linears = {name: getattr(self, name).gathered(x_BSD.dtype, in_8_bits) for name in names}
         specs = {name: getattr(self, name).specs(x_BSD.dtype, in_8_bits) for name in names}
         run = functools.partial(_run, self.config, backend, has_padding)
-        return _run_per_device(run, specs, x_BSD, routing, linears)
+        is_opaque = GROUPED_BACKENDS[backend].is_opaque
+        return _run_per_device(run, specs, x_BSD, routing, linears, is_opaque=is_opaque)
 
 
 def _run_per_device(
@@ -172,10 +175,19 @@ def _run_per_device(
     x_BSD: Float[Array, "b s d"],
     routing: Routing,
     linears: Linears,
+    *,
+    is_opaque: bool,
 ) -> tuple[Float[Array, "b s d"], Float[Array, ""]]:
-    """Run a per-device function on all devices, and sum the number of dropped tokens."""
+    """Run a per-device function on all devices, and sum the number of dropped tokens.
+
+    `is_opaque`: whether the function has kernels that XLA cannot partition.
+    """
     axes, choice = automatic_axes(), (routing.experts, routing.weights)
-    if axes_size(axes) == 1:  # XLA:CPU would copy the operands of collectives over one device
+    # In a partly manual program JAX lowers opaque kernels only if no axis is left to the
+    # partitioner, even an axis of one device.
+    is_refused = is_opaque and bool(axes) and bool(axes_of_type(AxisType.Manual))
+    if axes_size(axes) == 1 and not is_refused:
+        # XLA:CPU would copy the operands of collectives over one device.
         y_BSD, dropped = run(x_BSD, choice, linears)
     else:
         tokens = automatic_spec("batch", "context", None)
