@@ -166,22 +166,28 @@ class Experts(nnx.Module):
         specs = {name: getattr(self, name).specs(x_BSD.dtype, in_8_bits) for name in names}
         run = functools.partial(_run, self.config, backend, has_padding)
         is_opaque = GROUPED_BACKENDS[backend].is_opaque
-        return _run_per_device(run, is_opaque, specs, x_BSD, routing, linears)
+        return _run_per_device(run, specs, x_BSD, routing, linears, is_opaque=is_opaque)
 
 
 def _run_per_device(
     run: Callable[..., tuple[Array, Array]],
-    is_opaque: bool,
     specs: PyTree,
     x_BSD: Float[Array, "b s d"],
     routing: Routing,
     linears: Linears,
+    *,
+    is_opaque: bool,
 ) -> tuple[Float[Array, "b s d"], Float[Array, ""]]:
-    """Run a per-device function on all devices, and sum the number of dropped tokens."""
+    """Run a per-device function on all devices, and sum the number of dropped tokens.
+
+    `is_opaque`: whether the function has kernels that XLA cannot partition.
+    """
     axes, choice = automatic_axes(), (routing.experts, routing.weights)
-    # In a `shard_map` over other axes, XLA refuses to split opaque kernels, even over one device.
-    must_split = is_opaque and axes and axes_of_type(AxisType.Manual)
-    if axes_size(axes) == 1 and not must_split:  # XLA:CPU would copy operands of collectives
+    # In a partly manual program JAX lowers opaque kernels only if no axis is left to the
+    # partitioner, even an axis of one device.
+    is_refused = is_opaque and bool(axes) and bool(axes_of_type(AxisType.Manual))
+    if axes_size(axes) == 1 and not is_refused:
+        # XLA:CPU would copy the operands of collectives over one device.
         y_BSD, dropped = run(x_BSD, choice, linears)
     else:
         tokens = automatic_spec("batch", "context", None)

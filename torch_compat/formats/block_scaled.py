@@ -26,6 +26,8 @@ SCALE = "_scale_inv"
 """Suffix that a weight's name has in the name of its scales."""
 _FP8, _BF16, _F32 = (DTYPES[name] for name in ("float8_e4m3fn", "bfloat16", "float32"))
 _LARGEST = 448.0  # of e4m3
+_NUMBERS = np.arange(256, dtype=np.uint8).view(_FP8).astype(np.float32)
+"""Value of each of the 256 numbers of e4m3."""
 
 Block = tuple[int, int]
 
@@ -92,8 +94,9 @@ def _dequantized(
 
     def read(index: Index) -> np.ndarray:
         factors = scales.read(_blocks_of(index, block)).astype(np.float32)
-        values: np.ndarray = weight.read(index).astype(np.float32)
-        return (values * _per_element(factors, index, block)).astype(_BF16)
+        values = _NUMBERS[weight.read(index).view(np.uint8)]  # half the time of a cast
+        _scale(np.multiply, values, factors, index, block)
+        return values.astype(_BF16)
 
     return dataclasses.replace(weight, dtype=_BF16, read=read)
 
@@ -105,8 +108,9 @@ def _quantized(weight: LazyTensor, block: Block) -> tuple[LazyTensor, LazyTensor
         blocks = _blocks_of(index, block)
         values, scales = _read_blocks(weight, blocks, block)
         inside = relative_to(index, [part.start * n for part, n in zip(blocks, block, strict=True)])
-        relative = values[inside] / _per_element(scales, index, block)
-        return np.clip(relative, -_LARGEST, _LARGEST).astype(_FP8)
+        relative = values[inside]
+        _scale(np.divide, relative, scales, index, block)
+        return np.clip(relative, -_LARGEST, _LARGEST, out=relative).astype(_FP8)
 
     def read_scales(index: Index) -> np.ndarray:
         rows, columns = index
@@ -153,10 +157,16 @@ def _blocks_of(index: Index, block: Block) -> Index:
     )
 
 
-def _per_element(factors: np.ndarray, index: Index, block: Block) -> np.ndarray:
-    """Return the factor of each element of an index, from those of its `_blocks_of`."""
-    rows, columns = (
-        np.arange(part.start, part.stop) // n - part.start // n
-        for part, n in zip(index, block, strict=True)
-    )
-    return factors[rows[:, None], columns]
+def _scale(
+    operation: np.ufunc, values: np.ndarray, factors: np.ndarray, index: Index, block: Block
+) -> None:
+    """Apply an operation in place to the elements of an index and the factors of their blocks."""
+    rows, columns = index
+    block_of_column = np.arange(columns.start, columns.stop) // block[1]
+    block_of_column -= columns.start // block[1]
+    first = rows.start // block[0]
+    for row, of_blocks in enumerate(factors, start=first):
+        # The rows of the index in one row of blocks, which share the factors of their columns.
+        start, stop = max(row * block[0], rows.start), min((row + 1) * block[0], rows.stop)
+        part = values[start - rows.start : stop - rows.start]
+        operation(part, of_blocks[block_of_column], out=part)
