@@ -42,7 +42,9 @@ FAMILIES = {"glm4_moe": SHAPE, "deepseek_v3": {**SHAPE, **LATENT}}
 OWN = {"enorm": (32,), "hnorm": (32,), "eh_proj": (32, 64), "shared_head.norm": (32,)}
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(
+    scope="module", params=[pytest.param("glm4_moe", marks=pytest.mark.slow), "deepseek_v3"]
+)
 def published(request, tmp_path_factory):
     """Return a directory with two layers that predict further tokens, and its tensors."""
     path = tmp_path_factory.mktemp("further") / "hf"
