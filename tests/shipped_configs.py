@@ -2,4 +2,7 @@
 
 from pathlib import Path
 
-CONFIGS = sorted((Path(__file__).parents[1] / "configs" / "llama").glob("*.toml"))
+_DIRECTORY = Path(__file__).parents[1] / "configs"
+CONFIGS = sorted(
+    path for name in ("llama", "nemotron_h") for path in (_DIRECTORY / name).glob("*.toml")
+)

@@ -38,18 +38,19 @@ PARAMETERS = {  # as published with the weights
     "8b": 8_030_261_248,
     "13b": 13_015_864_320,
     "70b": 68_976_648_192,
+    "nemotron_h_8b": 8_100_852_736,
 }
 
 pytestmark = pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem, scope="module")
 
 
 class Recipe:
-    """A config and the machine in its name: llama_<size>[_128k]_[tpu_]<kind>_<devices>."""
+    """A config and the machine in its name: <family>_<size>[_128k]_[tpu_]<kind>_<devices>."""
 
     def __init__(self, path: Path) -> None:
         self.config = load_config(path)
         self.size, self.kind, devices = re.fullmatch(
-            r"llama_(\d+b)(?:_128k)?_(gpu|tpu_v\w+)_(\d+)", path.stem
+            r"(?:llama_)?(\w+b)(?:_128k)?_(gpu|tpu_v\w+)_(\d+)", path.stem
         ).groups()
         self.kind = self.kind.removeprefix("tpu_")
         self.devices = int(devices)

@@ -262,6 +262,7 @@ def test_every_key_of_kempnerforge_loads():
                 "mamba2",
                 "mixer_pattern",
                 "feed_forward_pattern",
+                "mamba2",
                 "mup_base_width",
                 "mup_base_head_dim",
             )

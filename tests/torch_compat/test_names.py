@@ -1,6 +1,7 @@
 """Name maps of all dialects: translation in both directions, detection, and error messages."""
 
 import functools
+import json
 
 import jax.numpy as jnp
 import numpy as np
@@ -41,6 +42,9 @@ GPT_OSS = {**MIXTURE, "attention_sinks": True, "activation": "swiglu_oai", "swig
 NEOX = {**TWO_MATRICES, "mlp_bias": True, "n_kv_heads": 4}
 SHARED_NORM = {"norm_type": "layernorm", "parallel_residual": True, "shared_norm": True}
 COHERE = {**SHARED_NORM, "norm_bias": False}
+MAMBA = {"mixer_pattern": ["mamba2", "attention"],
+         "mamba2": {"heads": 4, "head_dim": 8, "state_size": 3, "groups": 2}}  # fmt: skip
+HYBRID = {**MAMBA, "mixer_pattern": ["mamba2", "none", "attention", "none"], "n_layers": 4}
 FEATURES = {
     "kempnerforge": [
         {"qk_norm": True, "norm_type": "layernorm", "qkv_bias": True},
@@ -111,6 +115,18 @@ FEATURES = {
     "hf-glm4-moe": [DEEPSEEK, {**DEEPSEEK, "qkv_bias": True}],
     "hf-granitemoe": [MIXTURE, {**MIXTURE, "qkv_bias": True, "o_bias": True}],
     "hf-granitemoeshared": [{**MIXTURE, "moe_shared_experts": 1}],
+    "hf-bamba": [MAMBA, {**MAMBA, **BIASES}],
+    "hf-granitemoehybrid": [MAMBA, {**MAMBA, **MIXTURE, "moe_shared_experts": 1}],
+    "hf-nemotron-h": [
+        {**HYBRID, "activation": "relu2", "feed_forward_pattern": ["none", "dense"]},
+        {
+            **HYBRID,
+            **SIGMOID,
+            "moe_bias_update": "sign",
+            "activation": "relu2",
+            "feed_forward_pattern": ["none", "experts", "none", "dense"],
+        },
+    ],
     "hf-gpt-oss": [GPT_OSS, {**GPT_OSS, "qkv_bias": True, "o_bias": True}],
 }
 CASES = [(name, features) for name, several in FEATURES.items() for features in several]
@@ -121,13 +137,14 @@ def model_of(**features):
 
 
 @functools.cache
-def _shapes(items):
-    target = abstract_target(tiny_config(model={**SMALL, **dict(items)}, train={"seq_len": 8}))
+def _shapes(features):
+    model = {**SMALL, **json.loads(features)}
+    target = abstract_target(tiny_config(model=model, train={"seq_len": 8}))
     return {**target.params, **target.model_state}
 
 
 def shapes_of(features):
-    return _shapes(tuple(sorted(features.items())))
+    return _shapes(json.dumps(features, sort_keys=True))
 
 
 def ours_of(features, dtype="float32"):
