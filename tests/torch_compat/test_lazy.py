@@ -36,6 +36,8 @@ VIEWS = {
     "rows": (from_array(ARRAY).rows(ORDER), ARRAY[ORDER]),
     "rows of rows": (from_array(ARRAY).rows(ORDER).rows([4, 0, 0]), ARRAY[ORDER][[4, 0, 0]]),
     "transposed": (from_array(MATRIX).transposed(), MATRIX.T),
+    "with an axis": (from_array(MATRIX).with_axis(1), MATRIX[:, None]),
+    "without an axis": (from_array(MATRIX[:, None]).without_axis(1), MATRIX),
     "shortened": (from_array(ARRAY).resized(4), ARRAY[:4]),
     "lengthened": (
         from_array(MATRIX).resized(12), np.concatenate([MATRIX, np.zeros((3, 4), np.float32)])
