@@ -465,8 +465,8 @@ TRAINED = [
     "olmo3, window 8", "gemma2, window 8", "gemma3, window 8", "granite", "gpt_neox", "gpt2",
     "gpt_oss", "cohere", "nemotron", "phi", "bloom, 6 heads", "qwen3_5",
     *(pytest.param(name, marks=pytest.mark.slow) for name in (
-        "qwen2_moe", "dots1", "llama4_text", "granitemoeshared", "bamba, biases", "granitemoehybrid, dense",
-        "granitemoehybrid, experts", "qwen3_next")),
+        "qwen2_moe", "dots1", "llama4_text", "granitemoeshared", "bamba, biases",
+        "granitemoehybrid, dense", "granitemoehybrid, experts", "qwen3_next")),
     "nemotron_h, experts, biases",
 ]  # fmt: skip
 WITHOUT_BALANCE = {"moe_aux_loss_weight": 0.0, "moe_bias_update_rate": 0.0}
