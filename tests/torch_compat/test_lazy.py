@@ -38,6 +38,8 @@ VIEWS = {
     "flattened": (from_array(MATRIX).flattened(), MATRIX.reshape(-1)),
     "folded": (from_array(MATRIX.reshape(-1)).folded(4), MATRIX),
     "transposed": (from_array(MATRIX).transposed(), MATRIX.T),
+    "with an axis": (from_array(MATRIX).with_axis(1), MATRIX[:, None]),
+    "without an axis": (from_array(MATRIX[:, None]).without_axis(1), MATRIX),
     "shortened": (from_array(ARRAY).resized(4), ARRAY[:4]),
     "lengthened": (
         from_array(MATRIX).resized(12), np.concatenate([MATRIX, np.zeros((3, 4), np.float32)])

@@ -54,6 +54,9 @@ COHERE = {**SHARED_NORM, "norm_bias": False}
 MAMBA = {"mixer_pattern": ["mamba2", "attention"],
          "mamba2": {"heads": 4, "head_dim": 8, "state_size": 3, "groups": 2}}  # fmt: skip
 HYBRID = {**MAMBA, "mixer_pattern": ["mamba2", "none", "attention", "none"], "n_layers": 4}
+DELTA = {"mixer_pattern": ["gated_delta_net", "attention"], "qk_norm": True,
+         "attention_output_gate": True, "gated_delta_net": {
+             "key_heads": 2, "value_heads": 4, "key_head_dim": 3, "value_head_dim": 5}}  # fmt: skip
 FEATURES = {
     "kempnerforge": [
         {"qk_norm": True, "norm_type": "layernorm", "qkv_bias": True},
@@ -145,6 +148,9 @@ FEATURES = {
         {**DEEPSEEK, **LATENTS, **BIASES, "mlp_bias": False},
     ],
     "hf-kimi-k2": [{**DEEPSEEK, **LATENTS}],
+    "hf-qwen3-next": [{**DELTA, **MIXTURE, **SHARED}, {**DELTA, **MIXTURE, **SHARED, **SOME}],
+    "hf-qwen3-5": [DELTA, {**DELTA, "qkv_bias": True, "o_bias": True}],
+    "hf-qwen3-5-moe": [{**DELTA, **MIXTURE, **SHARED}],
     "hf-gpt-oss": [GPT_OSS, {**GPT_OSS, "qkv_bias": True, "o_bias": True}],
 }
 CASES = [(name, features) for name, several in FEATURES.items() for features in several]
