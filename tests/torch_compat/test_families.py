@@ -1055,10 +1055,10 @@ def imported_with(directory, config):
 
 def logits_of_ours(directory, config):
     """Return the logits of the import; None if the import is refused."""
-    found = imported_with(directory, config)
-    if found is None:
+    imported = imported_with(directory, config)
+    if imported is None:
         return None
-    ours, entries = found
+    ours, entries = imported
     arrays = Stacking(ours.model).join(entries)
     params = unflatten_dict({name: x.all() for name, x in arrays.items()}, sep=".")
     return compiled(ours.model)(params, tokens_of())
