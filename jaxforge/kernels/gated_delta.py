@@ -50,7 +50,7 @@ from jaxforge.kernels.sequence_parts import (
     parts_per_device,
     to_parts,
 )
-from jaxforge.parallel.collectives import axis_size
+from jaxforge.parallel import collectives
 
 CHUNK = 64
 """Tokens of a chunk, as in the paper's kernels."""
@@ -111,7 +111,7 @@ def gated_delta_rule(
     """
     # A barrier against sharing values with the forward pass would cost memory and time in a loop.
     run = jax.checkpoint(functools.partial(_by_chunks, chunk), prevent_cse=False)
-    if axis_size("context") > 1:
+    if collectives.axis_size("context") > 1:
         return _across_devices(run, tokens, segment_ids, strategy)
     starts = None if segment_ids is None else _document_starts(segment_ids, segment_ids[:, :1])
     return run(tokens, starts, _empty_state(tokens) if state is None else state)
@@ -142,7 +142,9 @@ def gated_delta_step(
 def _empty_state(tokens: DeltaTokens) -> DeltaState:
     batch, _, heads, channels = tokens.v.shape
     shape = (batch, heads, tokens.k.shape[-1], channels)
-    return jnp.zeros(shape, jnp.promote_types(tokens.v.dtype, jnp.float32))
+    zeros = jnp.zeros(shape, jnp.promote_types(tokens.v.dtype, jnp.float32))
+    # A carry of a scan must vary over the same mesh axes from its start.
+    return collectives.varying(zeros, collectives.varying_axes(tokens))
 
 
 def _document_starts(

@@ -100,10 +100,12 @@ ONLY = {"mixer_pattern": ["gated_delta_net"]}
 RING, ULYSSES = {"cp_strategy": "ring"}, {"cp_strategy": "ulysses"}
 MESHES = [  # attention is added in the slow cases
     (ONLY, {"dp_shard": 2, "cp": 2, "tp": 2, **RING}, "update"),
+    (ONLY, {"dp_shard": 2}, "update"),  # devices without cp: JAX checks what varies over them
     *(
         pytest.param({}, *case, marks=pytest.mark.slow)
         for case in [
             ({"dp_replicate": 2, "dp_shard": 2, "tp": 2}, "microbatch"),
+            ({"pp": 2, "dp_shard": 2, "tp": 2}, "update"),
             ({"dp_shard": 2, "cp": 2, "tp": 2, **RING}, "microbatch"),
             ({"dp_shard": 2, "cp": 4, **ULYSSES}, "update"),
             ({"cp": 2, "tp": 2, **ULYSSES}, "microbatch"),
