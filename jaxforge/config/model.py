@@ -211,9 +211,12 @@ class ModelConfig(Section):
     head_bias: bool = False
     """Add a bias to the logits, as GPT-J and Phi do."""
     qk_norm: bool = False
-    """Apply RMSNorm to queries and keys before the rotary embedding."""
-    qk_norm_scope: Literal["head", "projection"] = "head"
-    """Scope of qk_norm: each head, or all heads of a token together (OLMo 2)."""
+    """Normalise queries and keys before the rotary embedding."""
+    qk_norm_type: Literal["rmsnorm", "layernorm"] = "rmsnorm"
+    """Norm of qk_norm; LayerNorm has no bias here (Command R+)."""
+    qk_norm_scope: Literal["head", "each_head", "projection"] = "head"
+    """Scope of qk_norm. head: each head, by weights that all heads share. each_head: each head has
+    weights of its own (Command R+). projection: all heads of a token together (OLMo 2)."""
     qk_l2_norm: bool = False
     """Divide the heads of queries and keys by their root mean square in layers with rotary
     positions, without weights (Llama 4)."""
@@ -465,6 +468,8 @@ class ModelConfig(Section):
             yield "head_bias = true requires an output head of its own: set tie_embeddings = false"
         if self.qk_norm_scope != "head" and not self.qk_norm:
             yield f'qk_norm_scope = "{self.qk_norm_scope}" has no effect without qk_norm = true'
+        if self.qk_norm_type != "rmsnorm" and not self.qk_norm:
+            yield f'qk_norm_type = "{self.qk_norm_type}" has no effect without qk_norm = true'
         if self.mup_base_head_dim is not None and self.mup_base_width is None:
             yield (
                 f"mup_base_head_dim = {self.mup_base_head_dim} has no effect without "

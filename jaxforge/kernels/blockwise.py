@@ -230,10 +230,10 @@ def _fold_all(inputs: _Inputs) -> _Folded:
     q, k, v, _, _, *of_heads = inputs
     kv_heads = k.shape[2]
     # Row i·G + g belongs to head g of its group: values of the G heads repeat for every query.
-    of_rows = (
+    of_rows = [
         None if x is None else jnp.tile(x.reshape(kv_heads, -1), (1, q.shape[1]))[..., None]
         for x in of_heads
-    )  # fmt: skip
+    ]
     return _Folded(_fold_queries(q, kv_heads), k.swapaxes(1, 2), v.swapaxes(1, 2), *of_rows)
 
 

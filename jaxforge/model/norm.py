@@ -12,28 +12,36 @@ from jaxforge.model.linear import Declare
 class RMSNorm(nnx.Module):
     """RMSNorm x / sqrt(mean(x²) + eps) · weight in float32; the result has the dtype of x.
 
-    With a unit offset, the factor is 1 + weight, and weights are initially zero.
+    With a unit offset, the factor is 1 + weight, and weights are initially zero. Heads [.., n, h]
+    may have weights of their own, n h in total.
     """
 
     def __init__(
-        self, dim: int, eps: float, declare: Declare, *, unit_offset: bool = False
+        self,
+        dim: int,
+        eps: float,
+        declare: Declare,
+        *,
+        unit_offset: bool = False,
+        heads: int | None = None,
     ) -> None:
         init = jax.nn.initializers.zeros if unit_offset else jax.nn.initializers.ones
         self.weight = declare((dim,), ("norm",), init)
-        self.eps, self.unit_offset = eps, unit_offset
+        self.eps, self.unit_offset, self.heads = eps, unit_offset, heads
 
     def __call__(self, x: Float[Array, "... d"]) -> Float[Array, "... d"]:
         """Normalize the last dimension."""
         x32 = x.astype(jnp.float32)
         scale = jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + self.eps)
-        weight = self.weight[...].astype(jnp.float32)
+        weight = _of_heads(self.weight[...].astype(jnp.float32), self.heads)
         return (x32 * scale * (1 + weight if self.unit_offset else weight)).astype(x.dtype)
 
 
 class LayerNorm(nnx.Module):
     """LayerNorm (x - mean) / sqrt(var + eps) · weight + bias in float32; returns the dtype of x.
 
-    With a unit offset, the factor is 1 + weight, and weights are initially zero.
+    With a unit offset, the factor is 1 + weight, and weights are initially zero. Heads [.., n, h]
+    may have weights of their own, n h in total, then without a bias.
     """
 
     def __init__(
@@ -44,21 +52,28 @@ class LayerNorm(nnx.Module):
         *,
         unit_offset: bool = False,
         bias: bool = True,
+        heads: int | None = None,
     ) -> None:
         init = jax.nn.initializers.zeros if unit_offset else jax.nn.initializers.ones
         self.weight = declare((dim,), ("norm",), init)
         if bias:
             self.bias = declare((dim,), ("norm",), jax.nn.initializers.zeros)
-        self.eps, self.unit_offset, self.has_bias = eps, unit_offset, bias
+        self.eps, self.unit_offset, self.has_bias, self.heads = eps, unit_offset, bias, heads
 
     def __call__(self, x: Float[Array, "... d"]) -> Float[Array, "... d"]:
         """Normalize the last dimension."""
         x32 = x.astype(jnp.float32)
         x32 = x32 - jnp.mean(x32, axis=-1, keepdims=True)
         scale = jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + self.eps)
-        weight = self.weight[...].astype(jnp.float32)
+        weight = _of_heads(self.weight[...].astype(jnp.float32), self.heads)
+        bias = self.bias[...].astype(jnp.float32) if self.has_bias else None
         y32 = x32 * scale * (1 + weight if self.unit_offset else weight)
-        return (y32 + self.bias[...].astype(jnp.float32) if self.has_bias else y32).astype(x.dtype)
+        return (y32 if bias is None else y32 + bias).astype(x.dtype)
+
+
+def _of_heads(weight: Float[Array, "d"], heads: int | None) -> Float[Array, "..."]:
+    """Return weights [d], or [heads, d / heads] where heads have weights of their own."""
+    return weight if heads is None else weight.reshape(heads, -1)
 
 
 NORMS = {"rmsnorm": RMSNorm, "layernorm": LayerNorm}
@@ -70,3 +85,13 @@ def build_norm(config: ModelConfig, declare: Declare) -> RMSNorm | LayerNorm:
     if not config.norm_bias:
         options["bias"] = False
     return NORMS[config.norm_type](config.dim, config.norm_eps, declare, **options)
+
+
+def build_qk_norm(config: ModelConfig, heads: int, declare: Declare) -> RMSNorm | LayerNorm:
+    """Return the norm of queries or keys that `[model]` selects, for a number of heads."""
+    c, options = config, {"unit_offset": config.norm_unit_offset}
+    if c.qk_norm_type == "layernorm":
+        options["bias"] = False
+    own = {"heads": heads} if c.qk_norm_scope == "each_head" else {}
+    size = c.head_size if c.qk_norm_scope == "head" else heads * c.head_size
+    return NORMS[c.qk_norm_type](size, c.qk_norm_eps, declare, **options, **own)

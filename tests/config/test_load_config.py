@@ -234,6 +234,7 @@ def test_every_key_of_kempnerforge_loads():
                 "attn_temperature_scale",
                 "attn_temperature_floor",
                 "qk_l2_norm",
+                "qk_norm_type",
                 "alibi_max_bias",
                 "moe_score_inputs",
                 "gated_mlp",

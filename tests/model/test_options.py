@@ -120,6 +120,7 @@ def test_unit_offset_norms_start_with_same_logits():
     [
         ({"partial_rotary_factor": 0.3}, "turns 19 of 64 channels: rotary embeddings require "
                                          "an even number"),
+        ({"qk_norm_type": "layernorm"}, "has no effect without qk_norm = true"),
         ({"alibi_max_bias": 4}, 'no effect with position_embedding = "rotary"'),
         ({"attn_temperature_scale": 0.1}, "has no effect: all layers have rotary positions"),
         ({"attn_temperature_floor": 7}, "has no effect without attn_temperature_scale"),

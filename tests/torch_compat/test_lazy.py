@@ -35,6 +35,8 @@ VIEWS = {
     "stack of numbers": (of_layers(ARRAY[:, 0, 0]), ARRAY[:, 0, 0]),
     "rows": (from_array(ARRAY).rows(ORDER), ARRAY[ORDER]),
     "rows of rows": (from_array(ARRAY).rows(ORDER).rows([4, 0, 0]), ARRAY[ORDER][[4, 0, 0]]),
+    "flattened": (from_array(MATRIX).flattened(), MATRIX.reshape(-1)),
+    "folded": (from_array(MATRIX.reshape(-1)).folded(4), MATRIX),
     "transposed": (from_array(MATRIX).transposed(), MATRIX.T),
     "shortened": (from_array(ARRAY).resized(4), ARRAY[:4]),
     "lengthened": (

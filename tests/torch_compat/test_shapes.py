@@ -56,6 +56,7 @@ def test_parameters_have_documented_shapes():
     for a, b in itertools.combinations(OPTIONS, 2):
         settings.append({**settings[0], a: OPTIONS[a][1], b: OPTIONS[b][1]})
     settings += [{"norm_placement": "post"}, {"qk_norm": True, "qk_norm_scope": "projection"},
+                 {"qk_norm": True, "qk_norm_scope": "each_head", "n_kv_heads": 2},
                  {"norm_type": "layernorm", "norm_bias": False, "embedding_norm": True},
                  {"norm_type": "layernorm", "shared_norm": True, "parallel_residual": True},
                  {"shared_norm": True, "parallel_residual": True, "head_bias": True}]  # fmt: skip

@@ -89,7 +89,7 @@ def _attention(model: ModelConfig) -> Iterator[tuple[str, Shape]]:
     if model.attention_sinks:
         yield "sinks", (model.n_heads,)
     if model.qk_norm:
-        is_joint = model.qk_norm_scope == "projection"
+        is_joint = model.qk_norm_scope != "head"
         yield "q_norm.weight", (queries if is_joint else model.head_size,)
         yield "k_norm.weight", (keys if is_joint else model.head_size,)
 

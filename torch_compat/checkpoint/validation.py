@@ -10,7 +10,8 @@ from torch_compat.names.table import differences
 from torch_compat.names.translation import shorten_problems
 
 _STRUCTURE = ("n_heads", "kv_heads", "activation", "norm_unit_offset", "parallel_residual",
-              "position_embedding", "qk_l2_norm", "moe_router", "moe_score_inputs")  # fmt: skip
+              "position_embedding", "qk_norm_type", "qk_norm_scope", "qk_l2_norm",
+              "moe_router", "moe_score_inputs")  # fmt: skip
 _CONSTANTS = ("norm_eps", "rope_theta", "rope_scaling", "qk_norm_eps", "partial_rotary_factor",
               "attention_chunk_size", "local_rope_theta", "rope_pattern", "attention_scale",
               "attn_logit_softcap", "final_logit_softcap", "embedding_multiplier",
@@ -71,6 +72,8 @@ def invisible_differences(
 
 def has_effect(key: str, model: ModelConfig) -> bool:
     """Return whether a key of `INVISIBLE_KEYS` affects a model."""
+    if key in ("qk_norm_type", "qk_norm_scope"):
+        return model.qk_norm
     if key == "qk_norm_eps":
         return model.qk_norm or model.qk_l2_norm
     if key == "attn_temperature_floor":

@@ -6,6 +6,8 @@ from torch_compat.families import cohere, common
 from torch_compat.families.common import FULL, SLIDING
 from torch_compat.families.family import Config, Family, Table, name_map
 
+_DEFAULTS = {key: value for key, value in cohere.DEFAULTS.items() if key != "use_qk_norm"}
+
 
 def _read(c: Config, where: str) -> Table:
     if c["sliding_window"] is None:
@@ -14,7 +16,7 @@ def _read(c: Config, where: str) -> Table:
         )
     n_layers, period = c["num_hidden_layers"], c["sliding_window_pattern"]
     kinds = c["layer_types"] or [SLIDING if (i + 1) % period else FULL for i in range(n_layers)]
-    table = cohere.read(c, where) | common.windows(c, kinds, where)
+    table = cohere.read({**c, "use_qk_norm": False}, where) | common.windows(c, kinds, where)
     pattern = [kind == SLIDING for kind in kinds]
     return table if all(pattern) else {**table, "rope_pattern": pattern}
 
@@ -30,7 +32,7 @@ def _write(model: ModelConfig) -> Table:
 FAMILY = Family(
     "cohere2",
     name_map("hf-cohere2", "Cohere2ForCausalLM", *cohere.RULES),
-    {**cohere.DEFAULTS, "rope_theta": 10000.0, "sliding_window": 4096, "layer_types": None,
+    {**_DEFAULTS, "rope_theta": 10000.0, "sliding_window": 4096, "layer_types": None,
      "sliding_window_pattern": 4},
     read=_read,
     write=_write,

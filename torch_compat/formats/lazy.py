@@ -126,6 +126,28 @@ class LazyTensor:
         shape = (*self.shape[:axis], 1, *self.shape[axis:])
         return dataclasses.replace(self, shape=shape, read=read)
 
+    def flattened(self) -> "LazyTensor":
+        """Return the entries of a matrix [n, m] as a vector [n m]."""
+        n, m = self.shape
+
+        def read(index: Index) -> np.ndarray:
+            (at,) = index
+            first = at.start // m
+            rows = self.read((slice(first, max(first, -(-at.stop // m))), slice(0, m)))
+            return rows.reshape(-1)[at.start - first * m : at.stop - first * m]
+
+        return dataclasses.replace(self, shape=(n * m,), read=read)
+
+    def folded(self, width: int) -> "LazyTensor":
+        """Return a vector [n m] as a matrix [n, m] of a given width m."""
+
+        def read(index: Index) -> np.ndarray:
+            rows, columns = index
+            values = self.read((slice(rows.start * width, rows.stop * width),))
+            return values.reshape(-1, width)[:, columns]
+
+        return dataclasses.replace(self, shape=(self.shape[0] // width, width), read=read)
+
     def rows(self, order: Sequence[int] | np.ndarray) -> "LazyTensor":
         """Gather entries of the first dimension: entry i of the result is entry `order[i]`."""
         order = np.asarray(order)

@@ -9,7 +9,7 @@ UNSUPPORTED_KEYS = (
     "model_type", "rope_scaling", "head_dim", "qkv_bias", "qk_norm_eps", "sliding_window",
     "attention_chunk_size", "local_rope_theta", "rope_pattern", "partial_rotary_factor",
     "norm_unit_offset", "norm_bias", "embedding_norm", "parallel_residual", "shared_norm",
-    "head_bias", "gated_mlp", "clip_qkv", "attn_temperature_scale", "qk_l2_norm",
+    "head_bias", "gated_mlp", "clip_qkv", "attn_temperature_scale", "qk_l2_norm", "qk_norm_type",
     "alibi_max_bias", "moe_score_inputs",
     "attention_scale", "attn_logit_softcap", "attention_sinks", "attention_output_gate",
     "final_logit_softcap", "swiglu_limit", "embedding_multiplier",

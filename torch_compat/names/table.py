@@ -89,6 +89,20 @@ class DepthwiseConvolution:
         return tensor.with_axis(1)
 
 
+class InterleavedRotaryOfHeads(InterleavedRotary):
+    """Parameters per channel of each head, stored as [heads, channels] in the order of q and k."""
+
+    def to_jaxforge(self, tensor: LazyTensor, config: ModelConfig) -> LazyTensor:
+        """Return a [heads, channels] tensor as a vector, with the channels of each head moved."""
+        if len(tensor.shape) != 2:
+            return tensor  # of another model: the check of shapes reports it
+        return super().to_jaxforge(tensor.flattened(), config)
+
+    def to_dialect(self, tensor: LazyTensor, config: ModelConfig) -> LazyTensor:
+        """Return a vector as [heads, channels]."""
+        return super().to_dialect(tensor, config).folded(config.head_size)
+
+
 class OneGroup:
     """Vectors stored as a matrix of one row, such as the biases of a single group of experts."""
 

@@ -27,7 +27,7 @@ from jaxforge.model.cost import MixerCost, attention_cost
 from jaxforge.model.layer import Context, LayerSettings
 from jaxforge.model.linear import Declare, Linear, normal, residual_std
 from jaxforge.model.mixer import Mixer, MixerOut, SavedValues, register_mixer
-from jaxforge.model.norm import RMSNorm
+from jaxforge.model.norm import build_qk_norm
 from jaxforge.model.rope import rotate
 from jaxforge.parallel.sharding import constrain
 
@@ -50,7 +50,7 @@ class KVCache(NamedTuple):
 
 @register_mixer(ATTENTION)
 class Attention(Mixer):
-    """Attention of `n_heads` query and `kv_heads` key/value heads; optional RMSNorm on q and k.
+    """Attention of `n_heads` query and `kv_heads` key/value heads; optional norms of q and k.
 
     Optional sinks: one extra logit per head that joins the scores and has no value (gpt-oss,
     arXiv:2508.10925). Optional output gate: y · sigmoid(gate_proj(x)) for each channel of a head
@@ -78,12 +78,8 @@ class Attention(Mixer):
         self.o_proj = Linear(embed, heads, std=residual_std(c), declare=declare, bias=c.o_bias)
         if c.qk_norm:
             self.q_norm, self.k_norm = (
-                RMSNorm(
-                    c.head_size if c.qk_norm_scope == "head" else size, c.qk_norm_eps, declare,
-                    unit_offset=c.norm_unit_offset,
-                )
-                for size, _ in (heads, kv_heads)
-            )  # fmt: skip
+                build_qk_norm(c, n, declare) for n in (c.n_heads, c.kv_heads)
+            )
         if c.attention_sinks:
             self.sinks = declare((c.n_heads,), ("heads",), normal(c.init_std))
         self.config = c
@@ -107,21 +103,11 @@ class Attention(Mixer):
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = _clipped(q, c.clip_qkv), _clipped(k, c.clip_qkv)
         q_BSHh, k_BSKh = self._split_heads(q, "heads"), self._split_heads(k, "kv_heads")
-        if c.qk_norm and c.qk_norm_scope == "head":
+        if c.qk_norm and c.qk_norm_scope != "projection":
             q_BSHh, k_BSKh = self.q_norm(q_BSHh), self.k_norm(k_BSKh)
         v = _clipped(self.v_proj(x_BSD, precision), c.clip_qkv)
         v_BSKh = self._split_heads(v, "kv_heads")
-        if plan.has_rope(kind):
-            rope = functools.partial(
-                rotate, by=context.rotation(kind), rope_as_matmul=runtime.rope_as_matmul
-            )
-            q_BSHh, k_BSKh = rope(q_BSHh), rope(k_BSKh)
-        if c.qk_l2_norm:
-            rotates = plan.rotates(kind)
-            q_BSHh, k_BSKh = (_unit_rms(x, c.qk_norm_eps, rotates) for x in (q_BSHh, k_BSKh))
-        if c.attn_temperature_scale is not None:
-            factor_BS = _temperature(c, x_BSD, context, plan.rotates(kind))
-            q_BSHh = (q_BSHh * factor_BS[..., None, None]).astype(q_BSHh.dtype)
+        q_BSHh, k_BSKh = self._with_positions(q_BSHh, k_BSKh, context, settings)
         # Scores are float32, so sinks are, too.
         sinks = self.sinks[...].astype(jnp.float32) if c.attention_sinks else None
         slopes = None
@@ -199,6 +185,28 @@ class Attention(Mixer):
         gates = config.attention_output_gate * heads
         return SavedValues(heads + 2 * kv + gates, mixed=heads, inside=2 * heads + 2 * kv + gates)
 
+    def _with_positions(
+        self,
+        q_BSHh: Float[Array, "b s heads h"],
+        k_BSKh: Float[Array, "b s kv h"],
+        context: Context,
+        settings: LayerSettings,
+    ) -> tuple[Float[Array, "b s heads h"], Float[Array, "b s kv h"]]:
+        """Return queries and keys that depend on positions, by rotation and temperature."""
+        c, (kind, plan, runtime, _) = self.config, settings
+        if plan.has_rope(kind):
+            rope = functools.partial(
+                rotate, by=context.rotation(kind), rope_as_matmul=runtime.rope_as_matmul
+            )
+            q_BSHh, k_BSKh = rope(q_BSHh), rope(k_BSKh)
+        if c.qk_l2_norm:
+            rotates = plan.rotates(kind)
+            q_BSHh, k_BSKh = (_unit_rms(x, c.qk_norm_eps, rotates) for x in (q_BSHh, k_BSKh))
+        if c.attn_temperature_scale is not None:
+            factor_BS = _temperature(c, q_BSHh.shape[1], context, plan.rotates(kind))
+            q_BSHh = (q_BSHh * factor_BS[..., None, None]).astype(q_BSHh.dtype)
+        return q_BSHh, k_BSKh
+
     def _split_heads(self, x: Float[Array, "b s d"], axis: str) -> Float[Array, "b s heads h"]:
         return _constrain_heads(x.reshape(*x.shape[:2], -1, self.config.head_size), axis)
 
@@ -223,19 +231,16 @@ def _unit_rms(
 
 
 def _temperature(
-    config: ModelConfig,
-    x_BSD: Float[Array, "b s d"],
-    context: Context,
-    rotates: bool | Bool[Array, ""],
-) -> Float[Array, "b s"]:
+    config: ModelConfig, length: int, context: Context, rotates: bool | Bool[Array, ""]
+) -> Float[Array, "*b s"]:
     """Return the factor of queries by their position in the document: 1 in layers that rotate.
 
     Scalable softmax (arXiv:2501.19399) in steps of `attn_temperature_floor` tokens.
     """
     at_BS = context.positions
     if at_BS is None:
-        batch, length, _ = x_BSD.shape
-        at_BS = positions_in_documents(batch, length, context.segment_ids)
+        rows = 1 if context.segment_ids is None else len(context.segment_ids)
+        at_BS = positions_in_documents(rows, length, context.segment_ids)
     steps = jnp.floor((at_BS.astype(jnp.float32) + 1.0) / config.attn_temperature_floor)
     factor_BS = 1.0 + jnp.log1p(steps) * (config.attn_temperature_scale or 0.0)
     return jnp.where(rotates, 1.0, factor_BS)
