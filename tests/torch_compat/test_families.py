@@ -417,7 +417,7 @@ RECURRENT = [
 
 
 @pytest.mark.parametrize("imported", RECURRENT, indirect=True)
-def test_greedy_tokens_of_recurrent_layers_match_transformers(imported):
+def test_greedy_tokens_after_prompts_of_different_lengths(imported):
     """Prompts of different lengths are padded, which recurrent states must ignore."""
     _, _, network, (model, params) = imported
     tokens = tokens_of()
