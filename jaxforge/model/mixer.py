@@ -68,10 +68,6 @@ class Mixer(nnx.Module):
     is_recurrent: ClassVar[bool] = False
     """Whether the decoding state summarizes all earlier tokens; padding must not enter it."""
 
-    huggingface_names: ClassVar[Mapping[str, str]] = {}
-    """Parameter -> name in a layer of transformers, such as "q_proj.weight" ->
-    "self_attn.q_proj.weight", for families that use the same names (`torch_compat`)."""
-
     def __init__(self, config: ModelConfig, declare: Declare) -> None:
         raise NotImplementedError
 

@@ -2,8 +2,8 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -59,11 +59,6 @@ class Attention(Mixer):
 
     capture_points = frozenset({ATTENTION_WEIGHTS, MAX_LOGITS})
     scores_pairs = True
-    huggingface_names: ClassVar[Mapping[str, str]] = {
-        f"{part}_{kind}": f"self_attn.{part}_{kind}"
-        for part in "qkvo"
-        for kind in ("proj.weight", "proj.bias", "norm.weight")
-    }
 
     def __init__(self, config: ModelConfig, declare: Declare) -> None:
         c = config
