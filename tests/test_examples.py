@@ -170,7 +170,7 @@ def test_documented_registrations_can_be_built():
 class _Single:
     """Minimal model for the loss."""
 
-    logits = Model.logits
+    logits, head_operands = Model.logits, Model.head_operands
 
     class stack:
         stages = 1

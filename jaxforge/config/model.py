@@ -1,5 +1,6 @@
 """`[model]`: the architecture."""
 
+import functools
 import itertools
 import math
 from collections.abc import Iterator
@@ -116,6 +117,31 @@ class LayerParts(NamedTuple):
 
     mixer: str
     feed_forward: FeedForward
+
+
+@functools.lru_cache
+def _layer_parts(
+    n_layers: int,
+    mixers: tuple[str, ...],
+    feed_forwards: tuple[FeedForward, ...],
+    first: int,
+    every: int,
+) -> tuple[LayerParts, ...]:
+    """Return the parts of each layer; cached, because rules and plans ask for each layer.
+
+    Args:
+        n_layers: number of layers.
+        mixers: mixers of consecutive layers, repeated.
+        feed_forwards: feed-forwards of consecutive layers, repeated; if empty, layer i from `first`
+            on has experts when (i + 1) % every == 0.
+        first: first layer that may have experts.
+        every: distance between layers with experts.
+    """
+    usual: list[FeedForward] = [
+        "experts" if i >= first and (i + 1) % every == 0 else "dense" for i in range(n_layers)
+    ]
+    of_layers = zip(itertools.cycle(mixers), itertools.cycle(feed_forwards or usual), strict=False)
+    return tuple(LayerParts(*parts) for parts in itertools.islice(of_layers, n_layers))
 
 
 class ModelConfig(Section):
@@ -418,15 +444,11 @@ class ModelConfig(Section):
     @property
     def layer_parts(self) -> tuple[LayerParts, ...]:
         """Mixer and feed-forward of each layer."""
-        mixers = itertools.cycle(self.mixer_pattern or (self.mixer,))
-        first, every = self.moe_first_dense_layers, max(1, self.moe_frequency)
-        usual: list[FeedForward] = [
-            "experts" if self.num_experts and i >= first and (i + 1) % every == 0 else "dense"
-            for i in range(self.n_layers)
-        ]
-        feed_forwards = itertools.cycle(self.feed_forward_pattern or usual)
-        of_layers = zip(mixers, feed_forwards, strict=False)
-        return tuple(LayerParts(*parts) for parts in itertools.islice(of_layers, self.n_layers))
+        first = self.moe_first_dense_layers if self.num_experts else self.n_layers
+        return _layer_parts(
+            self.n_layers, self.mixer_pattern or (self.mixer,), self.feed_forward_pattern, first,
+            max(1, self.moe_frequency),
+        )  # fmt: skip
 
     @property
     def mixers(self) -> tuple[str, ...]:
@@ -638,15 +660,17 @@ class ModelConfig(Section):
                 f"layer {parts.index(LayerParts(NO_MIXER, 'none'))} has neither a mixer nor a "
                 "feed-forward: change mixer, mixer_pattern or feed_forward_pattern"
             )
-        if GATED_DELTA_NET not in self.mixers and self.gated_delta_net != GatedDeltaNetConfig():
-            yield (
-                "[model.gated_delta_net] has no effect: no layer has mixer = "
-                '"gated_delta_net". Set mixer or mixer_pattern, or remove the table'
-            )
+        mixers, fields = {mixer for mixer, _ in parts}, type(self).model_fields
+        for mixer in (GATED_DELTA_NET, LATENT_ATTENTION, MAMBA2):
+            if mixer not in mixers and getattr(self, mixer) != fields[mixer].default:
+                yield (
+                    f'[model.{mixer}] has no effect: no layer has mixer = "{mixer}". Set mixer or '
+                    "mixer_pattern, or remove the table"
+                )
         if self.mixer_pattern and self.mixer != ATTENTION:
             yield f'mixer = "{self.mixer}" has no effect with mixer_pattern: remove it'
         for mixer in (GATED_DELTA_NET, MAMBA2):
-            if mixer in self.mixers and self.mup_base_width is not None:
+            if mixer in mixers and self.mup_base_width is not None:
                 yield (
                     f"mup_base_width = {self.mup_base_width} is not supported with mixer = "
                     f'"{mixer}": muP has no rule for the recurrence. Remove it'
@@ -658,9 +682,8 @@ class ModelConfig(Section):
                 f"num_experts = {self.num_experts} has no effect: no layer of "
                 'feed_forward_pattern is "experts"'
             )
-        for key in ("moe_frequency", "moe_first_dense_layers"):
-            is_set = getattr(self, key) != type(self).model_fields[key].default
-            if self.feed_forward_pattern and is_set:
+        for key in ("moe_frequency", "moe_first_dense_layers") if self.feed_forward_pattern else ():
+            if getattr(self, key) != fields[key].default:
                 yield f"{key} has no effect with feed_forward_pattern: remove it"
 
     def _latent_problems(self) -> Iterator[str]:

@@ -66,7 +66,7 @@ def run(tx, init, grads, reached=None):
 
     @jax.jit
     def step(params, state, grads, reached):
-        extra = {} if reached is None else {"reached": reached}
+        extra = {} if reached is None else {"reached": {"layers": reached}}
         updates, state = tx.update(grads, state, params, lr_scale=0.5, applied=True, **extra)
         return optax.apply_updates(params, updates), state
 

@@ -108,7 +108,8 @@ def test_updates_do_not_depend_on_the_mesh(model, train, axes):
 
 def test_run_resumes_on_any_mesh(tmp_path):
     """Bit-exactly on the mesh that it was saved on."""
-    other, job = (config(*case[:2], **case[2]) for case in MESHES[-2:])
+    other = config("kempnerforge", {**UPDATE, **FULL}, dp_replicate=2, dp_shard=2, ep=2)
+    job = config("kempnerforge", MICROBATCH, dp_shard=4, tp=2)
     ours, batches = setup(job), random_batches(job, 2)
     state, _ = ours.run(ours.state(), batches[:1])
     section = job.checkpoint.model_copy(update={"async_mode": "disabled"})

@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxforge.config.mixers import LatentAttentionConfig
 from jaxforge.config.model import ModelConfig
 from jaxforge.errors import UserError
 from jaxforge.model.plan import build_layer_plan
@@ -41,12 +40,12 @@ SOME = {"moe_frequency": 2}
 GPT_OSS = {**MIXTURE, "attention_sinks": True, "activation": "swiglu_oai", "swiglu_limit": 7.0,
            "mlp_bias": True, "moe_router_bias": True}  # fmt: skip
 LATENTS = {
-    "mixer": "latent_attention", "n_kv_heads": None, "latent_attention": LatentAttentionConfig(
-        q_rank=6, kv_rank=5, nope_head_dim=3, rope_head_dim=8, value_head_dim=2
-    ),
+    "mixer": "latent_attention", "n_kv_heads": None, "latent_attention": {
+        "q_rank": 6, "kv_rank": 5, "nope_head_dim": 3, "rope_head_dim": 8, "value_head_dim": 2
+    },
 }  # fmt: skip
 WITHOUT_QUERY_RANK = LATENTS | {
-    "latent_attention": LatentAttentionConfig(kv_rank=5, nope_head_dim=3, rope_head_dim=4)
+    "latent_attention": {"kv_rank": 5, "nope_head_dim": 3, "rope_head_dim": 4}
 }
 NEOX = {**TWO_MATRICES, "mlp_bias": True, "n_kv_heads": 4}
 SHARED_NORM = {"norm_type": "layernorm", "parallel_residual": True, "shared_norm": True}

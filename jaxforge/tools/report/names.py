@@ -46,6 +46,7 @@ _NATS, _PER_LAYER = "nats per token", "layer {}"
 
 NAMES: Mapping[str, Name] = {
     "train/loss": Name("Training loss", _NATS, LOSS),
+    "train/mtp_loss": Name("Loss of further tokens", _NATS, LOSS),
     "eval/loss": Name("Evaluation loss", _NATS, EVALUATION, "all sets"),
     "eval/bits_per_byte": Name("Evaluation, bits per byte", "bits", EVALUATION, "all sets"),
     "eval/perplexity": Name("Perplexity", "", EVALUATION, "all sets"),

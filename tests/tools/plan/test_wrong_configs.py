@@ -117,7 +117,7 @@ WRONG = {
         "model.n_layers", "3",
     ),
     "stages of two kinds of layers": Wrong(
-        {"model": {**EXPERTS, "moe_frequency": 2}, "distributed": PP, "train": FOUR},
+        {"model": {**EXPERTS, "moe_first_dense_layers": 1}, "distributed": PP, "train": FOUR},
         "distributed.pp", "2",
     ),
     "ep without experts": Wrong({"distributed": {"ep": 2}}, "distributed.ep", "2"),
