@@ -483,7 +483,7 @@ def what_is_wrong(config, n_devices):
 def test_proposals_break_no_other_rule():
     """Proposals are valid also if other rules are broken."""
     rng, tried = random.Random(0), 0
-    for _ in range(160):
+    for _ in range(90):
         settings = [f"{key}={rng.choice(values)}" for key, values in CHOICES.items()]
         n_devices = rng.choice((4, 6, 8, 12, 24))
         try:
@@ -499,7 +499,7 @@ def test_proposals_break_no_other_rule():
                 else:
                     assert after.keys() <= before.keys() - {what}, (settings, message)
                 tried += 1
-    assert tried > 80
+    assert tried > 40
 
 
 def test_all_proposals_are_tested():

@@ -165,7 +165,7 @@ def trained(n_layers, **axes):
 @pytest.mark.parametrize(
     ("layers", "axes"),
     [
-        (6, {"dp_shard": 2, "tp": 2, "ep": 2}),
+        pytest.param(6, {"dp_shard": 2, "tp": 2, "ep": 2}, marks=pytest.mark.slow),
         (6, {"pp": 2, "dp_shard": 2, "tp": 2}),
         pytest.param(6, {"pp": 2, "ep": 2}, marks=pytest.mark.slow),
         pytest.param(

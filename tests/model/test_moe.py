@@ -151,7 +151,11 @@ MESHES = {  # cases that run on several devices, which share load and capacity
 }
 
 
-SLOW = {"gpt-oss", "kempnerforge"}  # covered by another case in large part
+SLOW = {
+    "gpt-oss",
+    "kempnerforge",
+    "kempnerforge, in groups and warming up",
+}  # covered by another case in large part
 
 
 @pytest.mark.parametrize(

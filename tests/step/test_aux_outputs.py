@@ -169,6 +169,7 @@ def test_run_logs_evaluates_and_stops_by_custom_terms():
         assert row["eval/size"] > 0
 
 
+@pytest.mark.slow
 def test_logs_do_not_depend_on_pipeline_stages():
     for ours, theirs in zip(
         logged(("dp_shard", 2), ("pp", 2), ("tp", 2)), logged(("dp_shard", 8)), strict=True

@@ -39,7 +39,12 @@ MODELS = {
 Z_LOSS = {"z_loss_weight": 0.1}
 CASES = [
     ("softmax", {"grad_sync": "microbatch"}, {}),
-    ("softmax", {"grad_sync": "microbatch"}, {"dp_shard": 2, "ep": 2, "tp": 2}),
+    pytest.param(
+        "softmax",
+        {"grad_sync": "microbatch"},
+        {"dp_shard": 2, "ep": 2, "tp": 2},
+        marks=pytest.mark.slow,
+    ),
     pytest.param("softmax", {"grad_sync": "update"}, {"cp": 2, "ep": 2}, marks=pytest.mark.slow),
     pytest.param(
         "sigmoid with sign bias",

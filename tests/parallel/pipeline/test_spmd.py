@@ -112,7 +112,14 @@ CASES = [  # each schedule, reduction, recomputation and axis in several combina
         marks=pytest.mark.slow,
     ),
     (3, 5, {"pp": 2, "dp_shard": 2, "pp_schedule": "gpipe"}, {**MICROBATCH, **FULL}, TIED),
-    (6, 8, {"pp": 2, "dp_shard": 2, "tp": 2, **INTERLEAVED}, MICROBATCH, KINDS),
+    pytest.param(
+        6,
+        8,
+        {"pp": 2, "dp_shard": 2, "tp": 2, **INTERLEAVED},
+        MICROBATCH,
+        KINDS,
+        marks=pytest.mark.slow,
+    ),
     pytest.param(
         2,
         3,
@@ -162,6 +169,7 @@ def test_pipelined_bf16_step_is_close_to_float32():
     np.testing.assert_allclose(metrics["loss"], expected["loss"], rtol=2e-2)
 
 
+@pytest.mark.slow
 def test_opaque_kernel_runs_per_device(monkeypatch):
     """The partitioner must not see the kernel, whose results `shard_map` cannot check."""
     use_unsplittable_kernel(monkeypatch)
