@@ -112,6 +112,7 @@ CASES = [  # each schedule, reduction, recomputation and axis in several combina
         marks=pytest.mark.slow,
     ),
     (3, 5, {"pp": 2, "dp_shard": 2, "pp_schedule": "gpipe"}, {**MICROBATCH, **FULL}, TIED),
+    (5, 4, {"pp": 2, "tp": 2, **INTERLEAVED}, MICROBATCH, TIED),
     pytest.param(
         6,
         8,
