@@ -3,6 +3,5 @@
 from pathlib import Path
 
 _DIRECTORY = Path(__file__).parents[1] / "configs"
-CONFIGS = sorted(
-    path for name in ("llama", "nemotron_h") for path in (_DIRECTORY / name).glob("*.toml")
-)
+FAMILIES = ("llama", "nemotron_h", "gpt_oss")
+CONFIGS = sorted(path for name in FAMILIES for path in (_DIRECTORY / name).glob("*.toml"))

@@ -39,9 +39,18 @@ PARAMETERS = {  # as published with the weights
     "13b": 13_015_864_320,
     "70b": 68_976_648_192,
     "nemotron_h_8b": 8_100_852_736,
+    "gpt_oss_20b": 20_914_757_184,
 }
 
-pytestmark = pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem, scope="module")
+pytestmark = pytest.mark.parametrize(
+    "path",
+    [
+        pytest.param(path, marks=pytest.mark.slow if "gpt_oss" in path.stem else ())
+        for path in CONFIGS
+    ],
+    ids=[path.stem for path in CONFIGS],
+    scope="module",
+)
 
 
 class Recipe:
