@@ -99,6 +99,12 @@ def normal(std: float) -> Initializer:
     return jax.nn.initializers.normal(std)
 
 
+def convolution_weights(key: Array, shape: tuple[int, ...], dtype: jnp.dtype) -> Array:
+    """Draw weights from U(-1/√W, 1/√W), as torch does for convolutions of single channels."""
+    limit = shape[-1] ** -0.5
+    return jax.random.uniform(key, shape, dtype, -limit, limit)
+
+
 def residual_std(config: ModelConfig) -> float:
     """Return the initial std of matrices that write to the residual stream: init_std / √(2 L)."""
     return config.init_std / (2 * config.n_layers) ** 0.5

@@ -28,7 +28,7 @@ class MixerOut(NamedTuple):
         y: output to add to the residual stream.
         cache: the next decoding state, if the mixer was given one.
         amax: amax of the linear layers, if the layer records them.
-        captured: values of `Mixer.capture_points` that the layer captures, by name.
+        captured: values of the mixer that the layer captures, by name (`config.points`).
     """
 
     y: Float[Array, "b s d"]
@@ -58,9 +58,6 @@ class Mixer(nnx.Module):
         config: the `[model]` section.
         declare: declares the parameters, each with its logical axes.
     """
-
-    capture_points: ClassVar[frozenset[str]] = frozenset()
-    """Names of values that the mixer captures on request (`config.points`)."""
 
     scores_pairs: ClassVar[bool] = False
     """Whether the mixer scores pairs of tokens with an attention kernel (`Runtime.attention`)."""

@@ -57,7 +57,6 @@ class Attention(Mixer):
     (arXiv:2505.06708). `n_heads * head_size` may differ from the width of the residual stream.
     """
 
-    capture_points = frozenset({ATTENTION_WEIGHTS, MAX_LOGITS})
     scores_pairs = True
 
     def __init__(self, config: ModelConfig, declare: Declare) -> None:

@@ -31,7 +31,7 @@ from jaxforge.kernels.gated_delta import (
 )
 from jaxforge.model.cost import MixerCost
 from jaxforge.model.layer import Context, LayerSettings
-from jaxforge.model.linear import Declare, Linear, residual_std
+from jaxforge.model.linear import Declare, Linear, convolution_weights, residual_std
 from jaxforge.model.mixer import Mixer, MixerOut, SavedValues, register_mixer
 from jaxforge.model.norm import RMSNorm
 from jaxforge.parallel.sharding import automatic_axes, automatic_spec, constrain
@@ -94,7 +94,7 @@ class GatedDeltaNet(Mixer):
         self.gate_proj = project(values)
         self.beta_proj, self.decay_proj = project(heads), project(heads)
         self.q_conv, self.k_conv, self.v_conv = (
-            declare((size, c.conv_size), (axis, None), _convolution_weights)
+            declare((size, c.conv_size), (axis, None), convolution_weights)
             for size, axis in (keys, keys, values)
         )
         self.decay_log = declare((c.value_heads,), ("heads",), _log_rates)
@@ -254,12 +254,6 @@ def _per_device(
         check_vma=False,  # results of collectives vary as `out_specs` says
     )
     return run(weights, inputs, segment_ids)
-
-
-def _convolution_weights(key: Array, shape: tuple[int, ...], dtype: jnp.dtype) -> Array:
-    """Draw weights from U(-1/√W, 1/√W), as torch does for convolutions of single channels."""
-    limit = shape[-1] ** -0.5
-    return jax.random.uniform(key, shape, dtype, -limit, limit)
 
 
 def _log_rates(key: Array, shape: tuple[int, ...], dtype: jnp.dtype) -> Array:

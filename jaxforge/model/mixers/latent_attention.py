@@ -32,7 +32,6 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxforge.config.mixers import LatentAttentionConfig
 from jaxforge.config.model import LATENT_ATTENTION, ModelConfig
-from jaxforge.config.points import ATTENTION_WEIGHTS, MAX_LOGITS
 from jaxforge.kernels.attention_backends import Scoring, cached_attention
 from jaxforge.kernels.fp8 import LayerPrecision
 from jaxforge.kernels.masking import select_chunk, select_window, visible
@@ -67,7 +66,6 @@ class LatentAttention(Mixer):
     `tp` splits heads. Latents and the decoding state are the same on all devices of a `tp` group.
     """
 
-    capture_points = frozenset({ATTENTION_WEIGHTS, MAX_LOGITS})
     scores_pairs = True
 
     def __init__(self, config: ModelConfig, declare: Declare) -> None:

@@ -38,7 +38,7 @@ from jaxforge.kernels.state_space import (
 )
 from jaxforge.model.cost import MixerCost
 from jaxforge.model.layer import Context, LayerSettings
-from jaxforge.model.linear import Declare, Linear, residual_std
+from jaxforge.model.linear import Declare, Linear, convolution_weights, residual_std
 from jaxforge.model.mixer import Mixer, MixerOut, SavedValues, register_mixer
 from jaxforge.model.runtime import Runtime
 from jaxforge.parallel.sharding import (
@@ -92,7 +92,7 @@ class _Convolution(nnx.Module):
 
     def __init__(self, config: Mamba2Config, size: int, axis: str | None, declare: Declare) -> None:
         shape = (size, config.conv_size)
-        self.weight = declare(shape, (axis, None), _convolution_weights)
+        self.weight = declare(shape, (axis, None), convolution_weights)
         if config.conv_bias:
             self.bias = declare((size,), (axis,), jax.nn.initializers.zeros)
 
@@ -338,12 +338,6 @@ def _projection_axes(config: Mamba2Config) -> Axes:
     """Return the logical axes of the channels of `_Projections`."""
     groups = _group_axis(config)
     return "heads", groups, groups, "heads"
-
-
-def _convolution_weights(key: Array, shape: tuple[int, ...], dtype: jnp.dtype) -> Array:
-    """Draw weights from U(-1/√W, 1/√W), as torch does for convolutions of single channels."""
-    limit = shape[-1] ** -0.5
-    return jax.random.uniform(key, shape, dtype, -limit, limit)
 
 
 def _log_rates(key: Array, shape: tuple[int, ...], dtype: jnp.dtype) -> Array:
