@@ -1,0 +1,97 @@
+"""Agreement of hosts: pure functions of what a host hears."""
+
+import dataclasses
+
+import pytest
+
+from jaxforge.supervision import plans
+from jaxforge.supervision.plans import Plan, Status, View
+
+PLAN = Plan(3, (0, 1, 2, 3), "a:1")
+
+
+def idle(host, plan=PLAN, **changes):
+    status = Status(host, f"supervisor {host}", "idle", plan, plan.number if plan else 0, 137)
+    return dataclasses.replace(status, **changes)
+
+
+def running(host, plan=PLAN, **changes):
+    return idle(host, plan, phase="running", code=None, **changes)
+
+
+def view(*statuses, own=None, gone=(), n_hosts=4):
+    alive = {status.host: status for status in statuses}
+    own = min(alive) if own is None else own
+    others = {host: status for host, status in alive.items() if host != own}
+    return View(alive[own], others, gone, n_hosts)
+
+
+@pytest.mark.parametrize(
+    ("alive", "gone", "continues"),
+    [
+        ((0, 1, 2), (), True),  # 3 of 4
+        ((1, 2, 3), (), True),
+        ((0, 1), (), True),  # half, with the lowest host
+        ((2, 3), (), False),  # half, without: the other half may continue
+        ((2, 3), (0, 1), True),  # the others have ended for certain
+        ((3,), (0,), False),
+        ((3,), (0, 1, 2), True),
+        ((0,), (), False),
+        ((0,), (1, 2), True),  # one of two, and the lowest
+    ],
+)
+def test_only_one_of_two_separated_groups_continues(alive, gone, continues):
+    seen = view(*(idle(host) for host in alive), gone=gone)
+    assert plans.has_majority(PLAN.hosts, seen) is continues
+    assert bool(plans.next_hosts(seen, 1, 1)) is continues
+    others = [host for host in PLAN.hosts if host not in (*alive, *gone)]
+    if continues and others:
+        assert not plans.has_majority(PLAN.hosts, view(*map(idle, others), gone=gone))
+
+
+def test_next_plan_waits_for_running_hosts():
+    assert plans.next_hosts(view(idle(0), running(1), idle(2)), 1, 1) == ()
+    assert plans.next_hosts(view(idle(0), idle(1), idle(2)), 1, 1) == (0, 1, 2)
+
+
+def test_hosts_that_leave_or_have_ended_do_not_run_again():
+    seen = view(idle(0, leaves=True), idle(1), idle(2, phase="ended"), idle(3), own=1)
+    assert plans.next_hosts(seen, 1, 1) == (1, 3)
+    assert seen.is_leader
+
+
+def test_next_plan_has_whole_copies_of_the_model_and_enough_hosts():
+    seen = view(idle(0), idle(1), idle(3))
+    assert plans.next_hosts(seen, 1, 2) == (0, 1)
+    assert plans.next_hosts(seen, 3, 2) == ()
+
+
+def test_lost_hosts_are_silent_restarted_or_have_ended():
+    supervisors = {host: f"supervisor {host}" for host in PLAN.hosts}
+    seen = view(running(0), running(1, incarnation="another"), idle(2))
+    assert plans.lost_hosts(PLAN, seen, supervisors) == [1, 2, 3]
+    late = idle(2, attempt=2)  # it has not started the plan yet
+    assert plans.lost_hosts(PLAN, view(running(0), late, running(1), running(3)), {}) == []
+
+
+def test_idle_host_lets_the_job_grow_only_by_whole_copies():
+    plan = Plan(3, (0, 1), "a:1")
+    seen = view(running(0, plan), running(1, plan), idle(2, None))
+    assert plans.can_grow(plan, seen, 1)
+    assert not plans.can_grow(plan, seen, 2)
+    assert not plans.can_grow(plan, view(running(0, plan), running(1, plan)), 1)
+
+
+def test_regrouping_begins_when_all_hosts_have_heard():
+    plan = Plan(3, (0, 1), "a:1")
+    assert not plans.have_heard(plan, view(running(0, plan, regroup=3), running(1, plan)))
+    assert plans.have_heard(plan, view(*(running(host, plan, regroup=3) for host in (0, 1))))
+
+
+def test_status_survives_the_wire_and_other_text_is_refused():
+    status = running(2, regroup=3, step=17)
+    assert Status.from_json(status.to_json()) == status
+    for text in ("", "[]", "3", '{"host": 1}', '{"host": 1, "incarnation": "x", "plan": 4}',
+                 '{"plan": null, "host": 1, "incarnation": "x", "other": 1}'):  # fmt: skip
+        with pytest.raises(ValueError, match=r"not a status|Expecting value"):
+            Status.from_json(text)
