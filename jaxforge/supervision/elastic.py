@@ -250,7 +250,6 @@ class ElasticSupervisor:
         self._group, self._code, self._deadline = None, code, math.inf
         progress = progressed(self._run, self._first_step, time.monotonic() - self._started)
         hosts = self._plan.hosts if self._plan else ()
-        # A host that gave up did not cause the failure of this one: all give up together.
         has_shrunk = any(host not in view.alive or view.alive[host].leaves for host in hosts)
         self._failures = 0 if progress or has_shrunk or self._regroup else self._failures + 1
         delay = self._decide(code)
@@ -278,8 +277,13 @@ class ElasticSupervisor:
         """Publish the next plan if this host leads, or end if the job has been stopped."""
         if self._final is not None:
             return
-        if self._is_stopped(view):
+        if self._plan and (verdict := plans.verdict(self._plan, view)) is not None:
+            log.info("another host has ended the job with %d: %s",
+                     verdict, exit_codes.meaning(verdict))  # fmt: skip
+            self._final = verdict
+        elif self._is_stopped(view):
             self._final = self._code
+        if self._final is not None:
             return
         now, least = time.monotonic(), self._hosts.least
         if self._plan is None and now - self._created < self._hosts.join_timeout:

@@ -105,7 +105,8 @@ class Members:
                 if peer.status and now - peer.heard < self._timeout and peer.refusals < _REFUSALS
             }
             gone = {host for host, peer in self._peers.items() if peer.refusals >= _REFUSALS}
-        return View(self._status(), others, gone, self._n_hosts)
+            last = {host: peer.status for host, peer in self._peers.items() if peer.status}
+        return View(self._status(), others, gone, self._n_hosts, last)
 
     def publish(self) -> None:
         """Send the status of this host to all others now, once."""

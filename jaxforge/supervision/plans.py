@@ -94,12 +94,14 @@ class View:
         others: latest statuses of the other hosts that are alive.
         gone: hosts whose supervisor is known not to run: their machine refuses connections.
         n_hosts: number of hosts of the whole job.
+        last: latest statuses of the other hosts, alive or not.
     """
 
     own: Status
     others: Mapping[int, Status]
     gone: Collection[int]
     n_hosts: int
+    last: Mapping[int, Status] = dataclasses.field(default_factory=dict)
 
     @property
     def alive(self) -> dict[int, Status]:
@@ -185,6 +187,16 @@ def can_grow(plan: Plan, view: View, multiple: int) -> bool:
     spare = [host for host, status in view.candidates.items()
              if host not in plan.hosts and status.phase == "idle"]  # fmt: skip
     return (len(running) + len(spare)) // multiple * multiple > len(plan.hosts)
+
+
+def verdict(plan: Plan, view: View) -> int | None:
+    """Return the exit code with which a host of the plan has ended the job, or None."""
+    for host in plan.hosts:
+        status = view.last.get(host)
+        has_ended = status and status.phase == "ended" and status.attempt == plan.number
+        if status and has_ended and status.code and not status.leaves:
+            return status.code
+    return None
 
 
 def have_heard(plan: Plan, view: View) -> bool:

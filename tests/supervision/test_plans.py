@@ -74,6 +74,18 @@ def test_lost_hosts_are_silent_restarted_or_have_ended():
     assert plans.lost_hosts(PLAN, view(running(0), late, running(1), running(3)), {}) == []
 
 
+def test_host_that_gives_up_ends_the_job():
+    seen = view(running(0), running(1))
+    assert plans.verdict(PLAN, seen) is None
+    for last, expected in (
+        (idle(1, phase="ended", code=2), 2),
+        (idle(1, code=2), None),
+        (idle(1, phase="ended", code=75, leaves=True), None),
+        (idle(1, phase="ended", code=2, attempt=2), None),
+    ):
+        assert plans.verdict(PLAN, dataclasses.replace(seen, last={1: last})) == expected
+
+
 def test_idle_host_lets_the_job_grow_only_by_whole_copies():
     plan = Plan(3, (0, 1), "a:1")
     seen = view(running(0, plan), running(1, plan), idle(2, None))
