@@ -10,6 +10,9 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+PLAN_VARIABLE = "JAXFORGE_PLAN"
+"""Environment variable of a process of an elastic job: the job's key and the number of the plan."""
+
 _LIBC = ctypes.CDLL(None) if sys.platform.startswith("linux") else None
 _PR_SET_PDEATHSIG = 1  # prctl(2)
 _BEGAN = "JAXFORGE_BEGAN"  # in seconds of the monotonic clock, common to a host

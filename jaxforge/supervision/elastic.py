@@ -25,7 +25,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from jaxforge import exit_codes
-from jaxforge.cli.process import began_env, listening, new_command_env
+from jaxforge.cli.process import PLAN_VARIABLE, began_env, listening, new_command_env
 from jaxforge.exit_codes import AGREED, Exit
 from jaxforge.supervision import plans
 from jaxforge.supervision.members import Members
@@ -191,7 +191,8 @@ class ElasticSupervisor:
         total = len(plan.hosts) * self._per_host
         log.info("plan %d: %s of %d, %d processes: %s", plan.number, plans.describe(plan.hosts),
                  len(self._hosts.addresses), total, shlex.join(self._command))  # fmt: skip
-        self._attempt, self._code, self._regroup = plan.number, None, 0
+        self._code, self._regroup = None, 0
+        self._attempt = plan.number  # last: other threads publish the status
         self._deadline, self._spare_step, self._asked_to_save = math.inf, None, False
         self._began, self._first_step = time.time(), newest_step(self._run)
         self._started = time.monotonic()
@@ -199,7 +200,10 @@ class ElasticSupervisor:
             host: status.incarnation for host, status in view.alive.items() if host in plan.hosts
         }
         first = plans.first_process(plan, self._hosts.own, self._per_host)
-        env = environments(self._env, plan.coordinator, first, self._per_host, total)
+        env = environments(
+            {**self._env, PLAN_VARIABLE: f"{self._hosts.key} {plan.number}"},
+            plan.coordinator, first, self._per_host, total,
+        )  # fmt: skip
         self._group = Group(self._command, env, self._events)
 
     def _watch(self, group: Group, view: View) -> None:
@@ -316,7 +320,7 @@ class ElasticSupervisor:
         text = ""
         if not hosts and absent and len(view.candidates) < max(least, 1):
             text = f"waiting for {plans.describe(absent)}: at least {least} hosts are needed"
-        elif not hosts and absent:
+        elif not hosts and absent and not plans.is_running(view):
             text = (
                 f"waiting: {plans.describe(absent)} may be running without this host, as these "
                 "hosts are not the majority of the previous plan"

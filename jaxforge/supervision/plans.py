@@ -141,7 +141,7 @@ def lost_hosts(plan: Plan, view: View, incarnations: Mapping[int, str]) -> list[
     for host in plan.hosts:
         status = view.alive.get(host)
         has_restarted = status and incarnations.get(host, status.incarnation) != status.incarnation
-        has_ended = status and status.attempt == plan.number and status.phase != "running"
+        has_ended = status and status.attempt == plan.number and status.code is not None
         if status is None or has_restarted or has_ended:
             lost.append(host)
     return lost
@@ -163,6 +163,11 @@ def has_majority(previous: Collection[int], view: View) -> bool:
     return len(alive) > len(silent)
 
 
+def is_running(view: View) -> bool:
+    """Return whether a host still has processes."""
+    return any(status.phase == "running" for status in view.alive.values())
+
+
 def next_hosts(view: View, least: int, multiple: int) -> tuple[int, ...]:
     """Return the hosts of the next plan; none while hosts run, or too few are there.
 
@@ -172,7 +177,7 @@ def next_hosts(view: View, least: int, multiple: int) -> tuple[int, ...]:
         multiple: number of hosts that hold a copy of the model together.
     """
     hosts = list(view.candidates)
-    if any(status.phase == "running" for status in view.alive.values()):
+    if is_running(view):
         return ()
     hosts = hosts[: len(hosts) // multiple * multiple]
     previous = view.newest_plan.hosts if view.newest_plan else range(view.n_hosts)
