@@ -10,8 +10,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-PLAN_VARIABLE = "JAXFORGE_PLAN"
-"""Environment variable of a process of an elastic job: the job's key and the number of the plan."""
+ROSTER_VARIABLE = "JAXFORGE_ROSTER"
+"""Variable of processes of elastic jobs: the job's key, and the number of its list of hosts."""
 
 _LIBC = ctypes.CDLL(None) if sys.platform.startswith("linux") else None
 _PR_SET_PDEATHSIG = 1  # prctl(2)

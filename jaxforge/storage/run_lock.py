@@ -5,7 +5,7 @@
                                 same machine:  a process with its pid and start time exists
                                 other machine: run.lock changes within PATIENCE_SEC
                                 alive ─► UserError      dead ─► take over
-                                earlier plan of the same elastic job: dead
+                                earlier roster of the same elastic job: dead
     take over                   replace run.lock ─► wait SETTLE_SEC ─► is it still ours?
 
 Invariants, also after kill -9 and between hosts:
@@ -15,8 +15,9 @@ Invariants, also after kill -9 and between hosts:
   raises.
 - A lock without beats is stale after `PATIENCE_SEC`. Versions of the file are compared with each
   other, never with a clock, so clocks of hosts need not agree.
-- The hosts of an elastic job agree on numbered plans (`supervision.plans`). A process of a later
-  plan takes the lock at once: processes of earlier plans may be stopped, but never go on.
+- The hosts of an elastic job agree on numbered rosters (`supervision.rosters`). A process of a
+  later roster takes the lock at once: processes of earlier rosters may be stopped, but never
+  continue the run.
 - File-system locks are not used: some network disks lack them, or keep them for lost hosts.
 
 In a bucket, a beat rewrites the object with or without a trailing space.
@@ -40,7 +41,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxforge.cli.process import PLAN_VARIABLE
+from jaxforge.cli.process import ROSTER_VARIABLE
 from jaxforge.errors import StorageError, UserError
 from jaxforge.storage import safe_files, urls
 
@@ -186,9 +187,9 @@ def holder(run: Path) -> str | None:
 
 def this_process() -> dict[str, Any]:
     """Describe this process as its lock file does."""
-    job, _, plan = os.environ.get(PLAN_VARIABLE, "").partition(" ")
+    job, _, roster = os.environ.get(ROSTER_VARIABLE, "").partition(" ")
     return {
-        **({"job": job, "plan": int(plan)} if job else {}),
+        **({"job": job, "roster": int(roster)} if job else {}),
         "host": socket.gethostname(),
         "process": os.getpid(),
         "since": time.strftime("%Y-%m-%d %H:%M:%S"),
@@ -279,11 +280,11 @@ def _is_alive(path: Path, text: str) -> bool:
 
 
 def _is_superseded(text: str, own: str) -> bool:
-    """Return whether the lock belongs to an earlier plan of the elastic job that `own` names."""
+    """Return whether the lock belongs to an earlier roster of the elastic job that `own` names."""
     holder, ours = _parse_holder(text), _parse_holder(own)
-    plan = holder.get("plan")
+    roster = holder.get("roster")
     is_same_job = "job" in ours and holder.get("job") == ours["job"]
-    return is_same_job and isinstance(plan, int) and plan < ours["plan"]
+    return is_same_job and isinstance(roster, int) and roster < ours["roster"]
 
 
 def is_renewed(path: Path) -> bool:

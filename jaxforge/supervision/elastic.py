@@ -1,10 +1,10 @@
 """Supervisor of one host of an elastic job, which continues when hosts leave and takes them back.
 
-Each host runs one such supervisor. They agree on plans (`plans.py`), and each starts and ends the
-processes of its own host:
+Each host runs one such supervisor. They agree on rosters (`rosters.py`), and each starts and ends
+the processes of its own host:
 
     a process ends, or a host falls silent     all hosts end their processes; the leader publishes
-                                               a plan of the remaining hosts
+                                               a roster of the remaining hosts
     a host returns                             it joins after the next save
     a supervisor is asked to stop              all processes save; the other hosts continue without
     the run is completed, or cannot go on      all supervisors end with the exit code
@@ -25,13 +25,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from jaxforge import exit_codes
-from jaxforge.cli.process import PLAN_VARIABLE, began_env, listening, new_command_env
+from jaxforge.cli.process import ROSTER_VARIABLE, began_env, listening, new_command_env
 from jaxforge.exit_codes import AGREED, Exit
-from jaxforge.supervision import plans
+from jaxforge.supervision import rosters
 from jaxforge.supervision.members import Members
-from jaxforge.supervision.plans import Phase, Plan, Status, View
 from jaxforge.supervision.processes import Ended, Event, Group, environments, free_port
 from jaxforge.supervision.restarts import Policy, newest_step, progressed, record, stop_code
+from jaxforge.supervision.rosters import Phase, Roster, Status, View
 from jaxforge.supervision.supervisor import FORWARDED
 
 log = logging.getLogger("jaxforge.supervise")
@@ -53,7 +53,7 @@ class Hosts:
         multiple: number of hosts that hold one copy of the model together.
         key: identifies the job; the same on all hosts.
         timeout: seconds until a silent host counts as lost.
-        join_timeout: seconds that the first plan waits for all hosts.
+        join_timeout: seconds that the first roster waits for all hosts.
     """
 
     addresses: Sequence[str]
@@ -66,7 +66,7 @@ class Hosts:
 
 
 class ElasticSupervisor:
-    """Runs the processes of one host in each plan that includes the host.
+    """Runs the processes of one host in each roster that includes the host.
 
     Args:
         command: command of each process.
@@ -86,7 +86,7 @@ class ElasticSupervisor:
         self._env = {**new_command_env(), **(began_env() if has_limit else {})}
         self._incarnation = uuid.uuid4().hex
         self._group: Group | None = None
-        self._plan: Plan | None = None
+        self._roster: Roster | None = None
         self._attempt = self._regroup = 0
         self._code: int | None = None
         self._final: int | None = None
@@ -129,7 +129,7 @@ class ElasticSupervisor:
         phase: Phase = "idle" if self._group is None else "running"
         return Status(
             self._hosts.own, self._incarnation, "ended" if self._final is not None else phase,
-            self._plan, self._attempt, self._code, self._stopping is not None, self._regroup,
+            self._roster, self._attempt, self._code, self._stopping is not None, self._regroup,
             self._step,
         )  # fmt: skip
 
@@ -170,80 +170,81 @@ class ElasticSupervisor:
     # Plans
 
     def _adopt(self, view: View) -> None:
-        """Adopt the newest plan, and start the processes of this host if it belongs to it."""
-        plan = view.newest_plan
-        if plan and (self._plan is None or plan.number > self._plan.number):
+        """Adopt the newest roster, and start the processes of this host if it belongs to it."""
+        roster = view.newest_roster
+        if roster and (self._roster is None or roster.number > self._roster.number):
             self._record(view)
-            self._plan = plan
+            self._roster = roster
             if self._group is not None:
                 log.warning(
                     "%s continued without this host, which was silent: its processes are killed",
-                    plans.describe(plan.hosts),
+                    rosters.describe(roster.hosts),
                 )
                 self._group.kill()
-        plan = self._plan
-        if plan is None or self._group is not None or plan.number <= self._attempt:
+        roster = self._roster
+        if roster is None or self._group is not None or roster.number <= self._attempt:
             return
-        if self._hosts.own in plan.hosts and self._stopping is None:
-            self._start(plan, view)
+        if self._hosts.own in roster.hosts and self._stopping is None:
+            self._start(roster, view)
 
-    def _start(self, plan: Plan, view: View) -> None:
-        total = len(plan.hosts) * self._per_host
-        log.info("plan %d: %s of %d, %d processes: %s", plan.number, plans.describe(plan.hosts),
-                 len(self._hosts.addresses), total, shlex.join(self._command))  # fmt: skip
+    def _start(self, roster: Roster, view: View) -> None:
+        total = len(roster.hosts) * self._per_host
+        log.info("roster %d: %s of %d, %d processes: %s", roster.number,
+                 rosters.describe(roster.hosts), len(self._hosts.addresses), total,
+                 shlex.join(self._command))  # fmt: skip
         self._code, self._regroup = None, 0
-        self._attempt = plan.number  # last: other threads publish the status
+        self._attempt = roster.number  # last: other threads publish the status
         self._deadline, self._spare_step, self._asked_to_save = math.inf, None, False
         self._began, self._first_step = time.time(), newest_step(self._run)
         self._started = time.monotonic()
         self._supervisors = {
-            host: status.incarnation for host, status in view.alive.items() if host in plan.hosts
+            host: status.incarnation for host, status in view.alive.items() if host in roster.hosts
         }
-        first = plans.first_process(plan, self._hosts.own, self._per_host)
+        first = rosters.first_process(roster, self._hosts.own, self._per_host)
         env = environments(
-            {**self._env, PLAN_VARIABLE: f"{self._hosts.key} {plan.number}"},
-            plan.coordinator, first, self._per_host, total,
+            {**self._env, ROSTER_VARIABLE: f"{self._hosts.key} {roster.number}"},
+            roster.coordinator, first, self._per_host, total,
         )  # fmt: skip
         self._group = Group(self._command, env, self._events)
 
     def _watch(self, group: Group, view: View) -> None:
         """End the processes of this host when those of another host have ended."""
-        plan, now = self._plan, time.monotonic()
-        assert plan is not None
-        for host in plan.hosts:
+        roster, now = self._roster, time.monotonic()
+        assert roster is not None
+        for host in roster.hosts:
             if host in view.alive:
                 self._supervisors.setdefault(host, view.alive[host].incarnation)
-        lost = [host for host in plans.lost_hosts(plan, view, self._supervisors)
+        lost = [host for host in rosters.lost_hosts(roster, view, self._supervisors)
                 if host in view.alive or host in view.gone
                 or now - self._started > self._hosts.timeout]  # fmt: skip
         codes = {view.alive[host].code if host in view.alive else None for host in lost}
         if lost and self._deadline == math.inf and not codes <= _AGREED_CODES:
             log.warning("%s left the job: the processes of this host have %g s to end",
-                        plans.describe(lost), self._policy.peer_grace)  # fmt: skip
+                        rosters.describe(lost), self._policy.peer_grace)  # fmt: skip
             self._deadline = now + self._policy.peer_grace
         if now > self._deadline:
             log.warning("still running: SIGKILL")
             group.kill()
             self._deadline = math.inf
-        self._regroup_if_useful(plan, group, view)
+        self._regroup_if_useful(roster, group, view)
 
-    def _regroup_if_useful(self, plan: Plan, group: Group, view: View) -> None:
+    def _regroup_if_useful(self, roster: Roster, group: Group, view: View) -> None:
         """Let the processes save and end after the next save, if idle hosts could join."""
-        leader = view.alive.get(min(plan.hosts))
-        if leader is not None and leader.regroup == plan.number:
-            self._regroup = plan.number
-        if self._hosts.own != min(plan.hosts):
+        leader = view.alive.get(min(roster.hosts))
+        if leader is not None and leader.regroup == roster.number:
+            self._regroup = roster.number
+        if self._hosts.own != min(roster.hosts):
             return
-        if not plans.can_grow(plan, view, self._hosts.multiple):
+        if not rosters.can_grow(roster, view, self._hosts.multiple):
             self._spare_step = None
             return
         if self._spare_step is None:
             self._spare_step = self._step
             log.info("a host has come: it joins after the next save")
         if self._step > self._spare_step:
-            self._regroup = plan.number
+            self._regroup = roster.number
         # All hosts must know the reason first, or they would take the stop for an ordinary one.
-        if self._regroup and not self._asked_to_save and plans.have_heard(plan, view):
+        if self._regroup and not self._asked_to_save and rosters.have_heard(roster, view):
             self._asked_to_save = True
             group.send(signal.SIGTERM)  # JAX's preemption service tells the other processes
 
@@ -253,7 +254,7 @@ class ElasticSupervisor:
         """Note the end of the processes of this host."""
         self._group, self._code, self._deadline = None, code, math.inf
         progress = progressed(self._run, self._first_step, time.monotonic() - self._started)
-        hosts = self._plan.hosts if self._plan else ()
+        hosts = self._roster.hosts if self._roster else ()
         has_shrunk = any(host not in view.alive or view.alive[host].leaves for host in hosts)
         self._failures = 0 if progress or has_shrunk or self._regroup else self._failures + 1
         delay = self._decide(code)
@@ -261,7 +262,7 @@ class ElasticSupervisor:
         self._ended_at = time.time()
 
     def _decide(self, code: int) -> float | None:
-        """Return the pause before the next plan; set `_final` if there is none for this host."""
+        """Return the pause before the next roster; set `_final` if there is none for this host."""
         if self._stopping is not None:
             self._final = stop_code(self._stopping)
         elif code in _STOPS:
@@ -278,10 +279,10 @@ class ElasticSupervisor:
         return None
 
     def _while_idle(self, view: View, name: str) -> None:
-        """Publish the next plan if this host leads, or end if the job has been stopped."""
+        """Publish the next roster if this host leads, or end if the job has been stopped."""
         if self._final is not None:
             return
-        if self._plan and (verdict := plans.verdict(self._plan, view)) is not None:
+        if self._roster and (verdict := rosters.verdict(self._roster, view)) is not None:
             log.info("another host has ended the job with %d: %s",
                      verdict, exit_codes.meaning(verdict))  # fmt: skip
             self._final = verdict
@@ -290,26 +291,26 @@ class ElasticSupervisor:
         if self._final is not None:
             return
         now, least = time.monotonic(), self._hosts.least
-        if self._plan is None and now - self._created < self._hosts.join_timeout:
-            least = len(self._hosts.addresses)  # the first plan waits for all hosts
-        hosts = plans.next_hosts(view, least, self._hosts.multiple)
+        if self._roster is None and now - self._created < self._hosts.join_timeout:
+            least = len(self._hosts.addresses)  # the first roster waits for all hosts
+        hosts = rosters.next_hosts(view, least, self._hosts.multiple)
         self._log_waiting(view, hosts, least)
         if hosts and view.is_leader and now >= self._not_before:
-            number = max(view.newest_plan.number if view.newest_plan else 0, self._attempt) + 1
+            number = max(view.newest_roster.number if view.newest_roster else 0, self._attempt) + 1
             self._record(view)
-            self._plan = Plan(number, hosts, f"{name}:{free_port()}")
+            self._roster = Roster(number, hosts, f"{name}:{free_port()}")
 
     def _is_stopped(self, view: View) -> bool:
         """Return whether all processes have stopped although no host leaves or joins."""
-        plan = self._plan
-        if plan is None or self._code not in _STOPS or self._attempt != plan.number:
+        roster = self._roster
+        if roster is None or self._code not in _STOPS or self._attempt != roster.number:
             return False
-        statuses = [view.alive.get(host) for host in plan.hosts]
+        statuses = [view.alive.get(host) for host in roster.hosts]
         return not self._regroup and all(
             status is not None
             and not status.leaves
             and self._supervisors.get(status.host, status.incarnation) == status.incarnation
-            and status.attempt == plan.number
+            and status.attempt == roster.number
             and status.code == self._code
             for status in statuses
         )
@@ -319,11 +320,11 @@ class ElasticSupervisor:
         absent = [host for host in range(view.n_hosts) if host not in view.alive]
         text = ""
         if not hosts and absent and len(view.candidates) < max(least, 1):
-            text = f"waiting for {plans.describe(absent)}: at least {least} hosts are needed"
-        elif not hosts and absent and not plans.is_running(view):
+            text = f"waiting for {rosters.describe(absent)}: at least {least} hosts are needed"
+        elif not hosts and absent and not rosters.is_running(view):
             text = (
-                f"waiting: {plans.describe(absent)} may be running without this host, as these "
-                "hosts are not the majority of the previous plan"
+                f"waiting: {rosters.describe(absent)} may be running without this host, as these "
+                "hosts are not the majority of the previous roster"
             )
         if text and text != self._waiting_for:
             log.info("%s", text)
@@ -331,16 +332,16 @@ class ElasticSupervisor:
 
     def _record(self, view: View) -> None:
         """Append a line about the latest attempt to the log of the run, on one host."""
-        plan = self._plan
-        if plan is None or self._attempt != plan.number or self._ended_at is None:
+        roster = self._roster
+        if roster is None or self._attempt != roster.number or self._ended_at is None:
             return
         alive = {*view.alive, self._hosts.own}
-        if self._hosts.own == min(host for host in plan.hosts if host in alive):
+        if self._hosts.own == min(host for host in roster.hosts if host in alive):
             line = {
-                "start": plan.number,
+                "start": roster.number,
                 "began": self._began,
                 "ended": self._ended_at,
-                "hosts": plan.hosts,
+                "hosts": roster.hosts,
                 "codes": [self._code],
                 "code": self._code,
                 "steps": [self._first_step, newest_step(self._run)],

@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from jaxforge.errors import UserError
-from jaxforge.supervision.plans import Status, View
+from jaxforge.supervision.rosters import Status, View
 
 log = logging.getLogger("jaxforge.supervise")
 

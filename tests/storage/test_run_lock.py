@@ -61,9 +61,9 @@ def test_second_job_is_refused_until_first_ends(tmp_path):
     assert not is_refused(tmp_path / "run")
 
 
-def test_later_plan_of_an_elastic_job_takes_the_lock_of_a_live_process(tmp_path, monkeypatch):
-    def lock(plan):
-        monkeypatch.setenv("JAXFORGE_PLAN", plan)
+def test_later_roster_of_an_elastic_job_takes_the_lock_of_a_live_process(tmp_path, monkeypatch):
+    def lock(roster):
+        monkeypatch.setenv("JAXFORGE_ROSTER", roster)
         return RunLock(tmp_path)
 
     monkeypatch.setattr(run_lock, "BEAT_SEC", 0.01)

@@ -34,7 +34,7 @@ raise SystemExit(ElasticSupervisor(command, 1, policy, run, Hosts(**options)).ru
 """
 
 # Writes a line for its start, then does what the file `todo-<host>` says: an exit code, or nothing.
-# SIGTERM to one process ends all of the plan with 75, as JAX's preemption service does.
+# SIGTERM to one process ends all of the roster with 75, as JAX's preemption service does.
 CHILD = """
 import os, signal, sys, time
 from pathlib import Path
@@ -88,7 +88,7 @@ class Job:
         lines = path.read_text().splitlines() if path.exists() else []
         return [(int(i), int(n), address) for i, n, address in map(str.split, lines)]
 
-    def await_plan(self, *hosts):
+    def await_roster(self, *hosts):
         """Wait until exactly these hosts run, as processes of one job."""
 
         def runs():
@@ -138,15 +138,15 @@ def test_job_shrinks_twice_grows_again_and_completes(new_job):
     job.start(0, 1, 2)
     wait_until(lambda: "waiting for host 3: at least 4 hosts" in job.log(0))
     job.start(3)
-    job.await_plan(0, 1, 2, 3)
+    job.await_roster(0, 1, 2, 3)
     job.kill(2)
-    job.await_plan(0, 1, 3)
+    job.await_roster(0, 1, 3)
     job.kill(0)  # its supervisor led, and process 0 was the coordinator
-    job.await_plan(1, 3)
+    job.await_roster(1, 3)
     job.start(2, 0)
     wait_until(lambda: "a host has come" in job.log(1))
     job.save(5)
-    job.await_plan(0, 1, 2, 3)
+    job.await_roster(0, 1, 2, 3)
     (job.directory / "finish").touch()
     assert job.codes(0, 1, 2, 3) == [0, 0, 0, 0]
     lines = (job.directory / "supervise.jsonl").read_text().splitlines()
@@ -156,25 +156,25 @@ def test_job_shrinks_twice_grows_again_and_completes(new_job):
 def test_stopped_host_is_left_out_and_ends_its_own_processes_when_it_returns(new_job):
     job = new_job(3, timeout=1.5)
     job.start(0, 1, 2)
-    job.await_plan(0, 1, 2)
+    job.await_roster(0, 1, 2)
     job.supervisors[0].send_signal(signal.SIGSTOP)
-    job.await_plan(1, 2)
+    job.await_roster(1, 2)
     job.supervisors[0].send_signal(signal.SIGCONT)
     wait_until(lambda: "hosts 1, 2 continued without this host" in job.log(0))
     wait_until(lambda: "a host has come" in job.log(1))
     job.save(1)
-    job.await_plan(0, 1, 2)
+    job.await_roster(0, 1, 2)
 
 
 def test_host_without_majority_waits(new_job):
     job = new_job(2, timeout=1.0)
     job.start(0, 1)
-    job.await_plan(0, 1)
+    job.await_roster(0, 1)
     job.supervisors[0].send_signal(signal.SIGSTOP)  # as if cut off: it may still run
     wait_until(lambda: "not the majority" in job.log(1))
     assert len(job.starts(1)) == 1
     job.kill(0)
-    job.await_plan(1)
+    job.await_roster(1)
 
 
 def test_failed_process_restarts_all_hosts_until_the_limit(new_job):
@@ -190,7 +190,7 @@ def test_failed_process_restarts_all_hosts_until_the_limit(new_job):
 def test_mistake_of_the_user_ends_the_job(new_job):
     job = new_job(2)
     job.start(0, 1)
-    job.await_plan(0, 1)
+    job.await_roster(0, 1)
     for host in (0, 1):
         job.fail(host, 2)
     assert job.codes(0, 1) == [2, 2]
@@ -199,9 +199,9 @@ def test_mistake_of_the_user_ends_the_job(new_job):
 def test_preempted_host_leaves_and_the_others_continue(new_job):
     job = new_job(3)
     job.start(0, 1, 2)
-    job.await_plan(0, 1, 2)
+    job.await_roster(0, 1, 2)
     job.supervisors[1].terminate()
-    job.await_plan(0, 2)
+    job.await_roster(0, 2)
     assert job.codes(1) == [75]
     for host in (0, 2):
         job.supervisors[host].terminate()
@@ -211,7 +211,7 @@ def test_preempted_host_leaves_and_the_others_continue(new_job):
 def test_agreed_stop_of_all_processes_ends_the_job(new_job):
     job = new_job(2)
     job.start(0, 1)
-    job.await_plan(0, 1)
+    job.await_roster(0, 1)
     port = job.starts(0)[-1][2].rpartition(":")[2]
     (job.directory / f"stop-{port}").touch()  # train.exit_interval, say
     assert job.codes(0, 1) == [75, 75]
@@ -245,7 +245,7 @@ def test_only_training_is_elastic():
 def test_port_in_use_is_explained(new_job):
     job = new_job(2)
     job.start(0, 1)
-    job.await_plan(0, 1)
+    job.await_roster(0, 1)
     job.start(0)
     assert job.codes(0) == [1]  # a traceback of this script; the command prints the message
     assert "cannot listen at port" in job.log(0)

@@ -2,16 +2,16 @@
 
 Each host publishes its `Status` and reads those of the others (`members.py`). There are no other
 messages, so a lost or repeated one does no harm. The leader is the lowest host that is alive. It
-publishes plans, and every other host adopts the plan with the highest number:
+publishes rosters, and every other host adopts the roster with the highest number:
 
-    idle ──leader publishes plan n──► running plan n ──a process ends, or a host is lost──► idle
+    idle ──leader publishes roster n──► running roster n ──a process ends, or a host is lost──► idle
                                             │
                                             └── returned host, after a save: regroup ──► idle
 
 Hosts that cannot hear each other must not both continue: they would train the same run twice. A
-group of hosts may therefore form a new plan only if it holds the majority of the hosts of the
-previous plan (`has_majority`), not counting those that are known to have ended. Two groups never
-hold a majority of the same plan (dynamic voting: Jajodia and Mutchler, 1990).
+group of hosts may therefore form a new roster only if it holds the majority of the hosts of the
+previous roster (`has_majority`), not counting those that are known to have ended. Two groups never
+hold a majority of the same roster (dynamic voting: Jajodia and Mutchler, 1990).
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ Phase = Literal["idle", "running", "ended"]
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class Roster:
     """The hosts of one attempt of a job.
 
     Attributes:
@@ -39,24 +39,24 @@ class Plan:
 
 @dataclasses.dataclass(frozen=True)
 class Status:
-    """What a host tells the others.
+    """State of a host, as the other hosts receive it.
 
     Attributes:
         host: number of the host.
         incarnation: identifies the supervisor process: a host that restarts has a new one.
         phase: "idle" without processes, "running", or "ended" for good.
-        plan: the plan with the highest number that the host knows; None before the first one.
-        attempt: number of the latest plan that the host has run; 0 before the first one.
-        code: exit code of its processes in that plan; None while they run.
+        roster: the roster with the highest number that the host knows; None before the first one.
+        attempt: number of the latest roster that the host has run; 0 before the first one.
+        code: exit code of its processes in that roster; None while they run.
         leaves: whether the host was asked to stop.
-        regroup: number of the plan that ends at the next save to take in hosts; 0 for none.
+        regroup: number of the roster that ends at the next save to take in hosts; 0 for none.
         step: newest complete checkpoint that the host sees, or -1.
     """
 
     host: int
     incarnation: str
     phase: Phase = "idle"
-    plan: Plan | None = None
+    roster: Roster | None = None
     attempt: int = 0
     code: int | None = None
     leaves: bool = False
@@ -76,9 +76,11 @@ class Status:
         """
         try:
             values: dict[str, Any] = json.loads(text)
-            if plan := values.pop("plan"):
-                values["plan"] = Plan(
-                    int(plan["number"]), tuple(map(int, plan["hosts"])), str(plan["coordinator"])
+            if roster := values.pop("roster"):
+                values["roster"] = Roster(
+                    int(roster["number"]),
+                    tuple(map(int, roster["hosts"])),
+                    str(roster["coordinator"]),
                 )
             return cls(**values)
         except (TypeError, KeyError, AttributeError, RecursionError) as error:
@@ -118,30 +120,30 @@ class View:
         }
 
     @property
-    def newest_plan(self) -> Plan | None:
-        """The plan with the highest number that a host knows."""
-        plans = [status.plan for status in self.alive.values() if status.plan]
-        return max(plans, key=lambda plan: plan.number, default=None)
+    def newest_roster(self) -> Roster | None:
+        """The roster with the highest number that a host knows."""
+        rosters = [status.roster for status in self.alive.values() if status.roster]
+        return max(rosters, key=lambda roster: roster.number, default=None)
 
     @property
     def is_leader(self) -> bool:
-        """True if this host publishes the next plan."""
+        """True if this host publishes the next roster."""
         return self.own.host == min(self.candidates, default=-1)
 
 
-def lost_hosts(plan: Plan, view: View, incarnations: Mapping[int, str]) -> list[int]:
-    """Return the hosts of a running plan whose processes no longer run.
+def lost_hosts(roster: Roster, view: View, incarnations: Mapping[int, str]) -> list[int]:
+    """Return the hosts of a running roster whose processes no longer run.
 
     Args:
-        plan: the plan that this host runs.
+        roster: the roster that this host runs.
         view: the hosts.
-        incarnations: supervisors of the hosts of the plan, as far as this host has heard them.
+        incarnations: supervisors of the hosts of the roster, as far as this host has heard them.
     """
     lost = []
-    for host in plan.hosts:
+    for host in roster.hosts:
         status = view.alive.get(host)
         has_restarted = status and incarnations.get(host, status.incarnation) != status.incarnation
-        has_ended = status and status.attempt == plan.number and status.code is not None
+        has_ended = status and status.attempt == roster.number and status.code is not None
         if status is None or has_restarted or has_ended:
             lost.append(host)
     return lost
@@ -153,7 +155,7 @@ def has_majority(previous: Collection[int], view: View) -> bool:
     Of two groups with the same number of hosts, the one with the lowest host continues.
 
     Args:
-        previous: hosts of the previous plan; all hosts before the first one.
+        previous: hosts of the previous roster; all hosts before the first one.
         view: the hosts.
     """
     alive = {host for host in previous if host in view.alive}
@@ -169,7 +171,7 @@ def is_running(view: View) -> bool:
 
 
 def next_hosts(view: View, least: int, multiple: int) -> tuple[int, ...]:
-    """Return the hosts of the next plan; none while hosts run, or too few are there.
+    """Return the hosts of the next roster; none while hosts run, or too few are there.
 
     Args:
         view: the hosts.
@@ -180,39 +182,39 @@ def next_hosts(view: View, least: int, multiple: int) -> tuple[int, ...]:
     if is_running(view):
         return ()
     hosts = hosts[: len(hosts) // multiple * multiple]
-    previous = view.newest_plan.hosts if view.newest_plan else range(view.n_hosts)
+    previous = view.newest_roster.hosts if view.newest_roster else range(view.n_hosts)
     if len(hosts) < max(least, 1) or not has_majority(previous, view):
         return ()
     return tuple(hosts)
 
 
-def can_grow(plan: Plan, view: View, multiple: int) -> bool:
-    """Return whether idle hosts could join the running plan."""
-    running = [host for host in plan.hosts if host in view.candidates]
+def can_grow(roster: Roster, view: View, multiple: int) -> bool:
+    """Return whether idle hosts could join the running roster."""
+    running = [host for host in roster.hosts if host in view.candidates]
     spare = [host for host, status in view.candidates.items()
-             if host not in plan.hosts and status.phase == "idle"]  # fmt: skip
-    return (len(running) + len(spare)) // multiple * multiple > len(plan.hosts)
+             if host not in roster.hosts and status.phase == "idle"]  # fmt: skip
+    return (len(running) + len(spare)) // multiple * multiple > len(roster.hosts)
 
 
-def verdict(plan: Plan, view: View) -> int | None:
-    """Return the exit code with which a host of the plan has ended the job, or None."""
-    for host in plan.hosts:
+def verdict(roster: Roster, view: View) -> int | None:
+    """Return the exit code with which a host of the roster has ended the job, or None."""
+    for host in roster.hosts:
         status = view.last.get(host)
-        has_ended = status and status.phase == "ended" and status.attempt == plan.number
+        has_ended = status and status.phase == "ended" and status.attempt == roster.number
         if status and has_ended and status.code and not status.leaves:
             return status.code
     return None
 
 
-def have_heard(plan: Plan, view: View) -> bool:
-    """Return whether all hosts of a plan know that it ends at the next save."""
-    statuses = [view.alive.get(host) for host in plan.hosts]
-    return all(status is not None and status.regroup == plan.number for status in statuses)
+def have_heard(roster: Roster, view: View) -> bool:
+    """Return whether all hosts of a roster know that it ends at the next save."""
+    statuses = [view.alive.get(host) for host in roster.hosts]
+    return all(status is not None and status.regroup == roster.number for status in statuses)
 
 
-def first_process(plan: Plan, host: int, per_host: int) -> int:
+def first_process(roster: Roster, host: int, per_host: int) -> int:
     """Return the index of the first process of a host."""
-    return plan.hosts.index(host) * per_host
+    return roster.hosts.index(host) * per_host
 
 
 def describe(hosts: Sequence[int]) -> str:
