@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -244,8 +245,8 @@ def test_only_training_is_elastic():
 
 def test_port_in_use_is_explained(new_job):
     job = new_job(2)
-    job.start(0, 1)
-    job.await_roster(0, 1)
-    job.start(0)
-    assert job.codes(0) == [1]  # a traceback of this script; the command prints the message
+    name, _, port = job.options["addresses"][0].partition(":")
+    with socket.create_server((name, int(port))):
+        job.start(0)
+        assert job.codes(0) == [1]  # a traceback of this script; the command prints the message
     assert "cannot listen at port" in job.log(0)
