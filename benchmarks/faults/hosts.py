@@ -192,6 +192,18 @@ class Hosts:
             lambda: all(self.roster(host) == list(hosts) for host in hosts), f"roster {hosts}"
         )
 
+    def resumed_from(self, host: int) -> int:
+        """Wait until the process of a host that has process 0 resumes; return the step."""
+        steps: list[str] = []
+
+        def has_resumed() -> bool:
+            latest = self.output(host).rpartition(" supervise: roster ")[2]
+            steps[:] = re.findall(r"resuming from step (\d+)", latest)
+            return bool(steps)
+
+        self.wait_until(has_resumed, "a resumed run")
+        return int(steps[-1])
+
     def codes(self, *hosts: int) -> list[int]:
         """Return the exit codes of supervisors."""
         try:

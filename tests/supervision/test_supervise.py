@@ -245,7 +245,7 @@ def test_loss_of_peer_is_not_the_cause(child):
         "while Path('/proc', first.read_text()).exists(): time.sleep(0.01)\n"
         "sys.exit(2)"
     )
-    assert main([*QUICK, "--nproc=2", *child.command(body)]) == 2
+    assert main([*QUICK, "--peer-grace=60", "--nproc=2", *child.command(body)]) == 2
     assert child.starts() == 1
 
 
