@@ -43,6 +43,7 @@ class Tally:
     expected: str
     count: int = 0
     codes: collections.Counter[int] = dataclasses.field(default_factory=collections.Counter)
+    notes: list[dict[str, float]] = dataclasses.field(default_factory=list)
     compared: int = 0
     identical: int = 0
     torn: int = 0
@@ -55,6 +56,7 @@ class Tally:
         self.compared += case.identical is not None
         self.identical += bool(case.identical)
         self.torn += case.torn
+        self.notes += [case.notes] if case.notes else []
         if failure:
             self.failures.append(f"{case.name}: {failure}")
 
@@ -90,7 +92,8 @@ def drill(kinds: list[Kind], shared: Shared, options: argparse.Namespace) -> lis
                 case, failure = meeting.result()
                 tallies[meetings[meeting][0].name].add(case, failure)
                 minutes = (time.monotonic() - began) / 60
-                verdict = f"FAILED: {failure}" if failure else "as it should"
+                measured = ", ".join(f"{name} {x:.3g}" for name, x in case.notes.items())
+                verdict = f"FAILED: {failure}" if failure else f"as it should {measured}"
                 console.print(f"{minutes:5.1f} min  {case.name}: {case.codes} {verdict}",
                               highlight=False, markup=False)  # fmt: skip
     return list(tallies.values())

@@ -268,7 +268,7 @@ class Case:
         codes: exit codes of the processes that met the fault.
         identical: whether the curve was compared and equal.
         torn: whether a partial checkpoint was left.
-        notes: measured seconds by name.
+        notes: measured values by name.
     """
 
     def __init__(self, name: str, shared: Shared) -> None:

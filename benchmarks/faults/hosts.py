@@ -9,6 +9,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -23,6 +24,9 @@ from benchmarks.faults.case import PATIENCE, ROOT, Broken, Run, _free_port
 N_HOSTS = 4
 TIMEOUT = 6.0
 """`--hang-timeout` of the supervisors, in seconds."""
+
+
+_SETTINGS = Path("/etc/netns")
 
 
 class Network:
@@ -42,6 +46,11 @@ class Network:
         for host in range(self._count):
             space, link, end = self.space(host), f"{self._name}o{host}", f"{self._name}i{host}"
             _ip("netns", "add", space)
+            # `ip netns exec` mounts this over /etc/hosts: processes announce the address of their
+            # host's name, which must not be that of the loopback.
+            hosts = _SETTINGS / space / "hosts"
+            hosts.parent.mkdir(parents=True, exist_ok=True)
+            hosts.write_text(f"127.0.0.1 localhost\n{self.address(host)} {socket.gethostname()}\n")
             _ip("link", "add", link, "type", "veth", "peer", "name", end)
             _ip("link", "set", end, "netns", space)
             _ip("link", "set", link, "master", self._name, "up")
@@ -56,6 +65,7 @@ class Network:
     def __exit__(self, *_: object) -> None:
         for host in range(self._count):
             _ip("netns", "del", self.space(host))
+            shutil.rmtree(_SETTINGS / self.space(host))
         _ip("link", "del", self._name)
 
     def space(self, host: int) -> str:
