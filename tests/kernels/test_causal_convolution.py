@@ -105,7 +105,7 @@ def test_state_holds_last_document_only():
     np.testing.assert_array_equal(state, expected)
 
 
-@pytest.mark.parametrize("strategy", ["ulysses", "ring"])
+@pytest.mark.parametrize("strategy", [pytest.param("ulysses", marks=pytest.mark.slow), "ring"])
 def test_devices_that_share_sequences_compute_same_convolution(strategy):
     x, weight, bias, _, d_y = drawn()
     x, d_y = (np.concatenate([a, a[::-1] + 1], axis=1) for a in (x, d_y))  # 4 tokens in each part

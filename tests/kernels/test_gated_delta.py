@@ -147,7 +147,7 @@ def test_bfloat16_values_keep_float32_state():
     np.testing.assert_allclose(last, expected, atol=1e-5)
 
 
-@pytest.mark.parametrize("strategy", ["ulysses", "ring"])
+@pytest.mark.parametrize("strategy", [pytest.param("ulysses", marks=pytest.mark.slow), "ring"])
 def test_devices_that_share_sequences_compute_same_rule(strategy):
     """Documents start in the middle of parts and at their first tokens; one spans five parts."""
     tokens, state = drawn(64)

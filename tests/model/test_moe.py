@@ -152,6 +152,7 @@ MESHES = {  # cases that run on several devices, which share load and capacity
 
 
 SLOW = {
+    "deepseek",
     "gpt-oss",
     "kempnerforge",
     "kempnerforge, in groups and warming up",

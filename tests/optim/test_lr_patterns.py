@@ -110,12 +110,12 @@ def test_adamw_with_patterns_equals_parameter_groups_of_torch():
     "settings",
     [
         {},
-        {"train": {"param_dtype": "bfloat16", "param_rounding": "stochastic"}},
         {"train": {"opt_state_dtype": "8bit"}},
-        {"distributed": {"dp_shard": 4, "tp": 2}},
         *(
             pytest.param(settings, marks=pytest.mark.slow)
             for settings in (
+                {"train": {"param_dtype": "bfloat16", "param_rounding": "stochastic"}},
+                {"distributed": {"dp_shard": 4, "tp": 2}},
                 {"train": {"param_dtype": "bfloat16", "param_rounding": "kahan"}},
                 {"optimizer": {"name": "muon"}},
                 {"distributed": {"pp": 2, "dp_shard": 4}},

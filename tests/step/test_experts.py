@@ -106,6 +106,7 @@ def test_updates_do_not_depend_on_the_mesh(model, train, axes):
     check_same(run(config(model, train, **axes)), on_one_device(model))
 
 
+@pytest.mark.slow
 def test_run_resumes_on_any_mesh(tmp_path):
     """Bit-exactly on the mesh that it was saved on."""
     other = config("kempnerforge", {**UPDATE, **FULL}, dp_replicate=2, dp_shard=2, ep=2)

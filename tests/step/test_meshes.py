@@ -92,6 +92,7 @@ def test_bfloat16_compute_runs_on_every_kind_of_axis():
     assert {leaf.dtype for leaf in jax.tree.leaves(state.params)} == {np.dtype("float32")}
 
 
+@pytest.mark.slow
 def test_biases_are_split_with_their_heads():
     """EVERY_OPTION in test_context.py covers all biases, reduced per microbatch."""
     model = {"qkv_bias": True, "head_dim": 24}  # dim / n_heads would be 16

@@ -87,6 +87,7 @@ def job(path, name, **keys):
     )
 
 
+@pytest.mark.slow
 def test_run_resumes_and_evaluates_on_other_devices(tmp_path, capsys):
     assert train.run(job(tmp_path, "whole")) is Exit.COMPLETED
     reported = [line for line in capsys.readouterr().err.splitlines() if "does not divide" in line]

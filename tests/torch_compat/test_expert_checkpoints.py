@@ -55,7 +55,9 @@ def marked(names, slow):
     return [pytest.param(n, marks=pytest.mark.slow if n in slow else ()) for n in names]
 
 
-@pytest.mark.parametrize("name", marked(MODELS, ("softmax", "selection bias")))
+@pytest.mark.parametrize(
+    "name", marked(MODELS, ("softmax", "selection bias", "sigmoid in some layers"))
+)
 def test_dcp_round_trip_is_bit_exact(tmp_path, name):
     config = trained(tmp_path / "run", model=MODELS[name])
     dcp = export(tmp_path / "run", tmp_path / "dcp")
@@ -252,7 +254,7 @@ def test_exported_model_equals_torch_logits(tmp_path, name):
     assert np.abs(ours - theirs).max() < 1e-5 * np.abs(theirs).max()
 
 
-@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("packed", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_bfloat16_torch_checkpoint_is_imported(tmp_path, packed):
     """The mean load is a buffer, which torch casts with the model."""
     config = tiny_config(model={**SIGMOID, **SOME, "moe_packed_experts": packed})
