@@ -10,7 +10,7 @@ import socket
 import numpy as np
 import pytest
 
-from tests.processes.launching import finish_both, start_both
+from tests.processes.launching import check_account, finish_both, start_both
 
 pytestmark = pytest.mark.usefixtures("one_device")
 
@@ -50,6 +50,7 @@ def test_number_of_processes_does_not_change_the_run(new_run, count, mesh, named
     outputs = finish_both(started, code=75)
     check_all_say_that_their_time_is_up(run, outputs)
     check_both_capture_the_same(run, alone)
+    check_account(run, count, [75])
     assert named in outputs[0]
     assert "[step 1]" in outputs[0]
     assert not any("[step 1]" in output for output in outputs[1:])
