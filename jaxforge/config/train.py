@@ -45,6 +45,9 @@ class BatchStage(Section):
             yield "a stage requires either grad_accum_steps or global_batch_size"
 
 
+SHORTEST_HANG_TIMEOUT = 10.0
+"""Smallest value of hang_timeout other than 0, in seconds."""
+
 _CAN_OFFLOAD = ("full", "dots_with_no_batch_dims_saveable")
 """Values of activation_checkpointing whose saved activations JAX can offload to the host."""
 
@@ -166,6 +169,8 @@ class TrainConfig(Section):
     """Timeout between steps in seconds; allow for 32 steps, as the host runs ahead of devices."""
     watchdog_checkpoint_sec: NonNegativeFloat = 1800.0
     """Timeout for saving a checkpoint in seconds."""
+    hang_timeout: NonNegativeFloat = 30.0
+    """Seconds until a hanging job names the culprit, and ends if one is silent; 0 disables it."""
     nccl_health_check_interval: NonNegativeInt = 0
     """Updates between checks of the communication between devices; 0 disables them."""
     health_check_timeout_sec: PositiveFloat = 10.0
@@ -185,6 +190,11 @@ class TrainConfig(Section):
             yield from self._sample_ramp_problems(SampleRamp(*self.rampup_batch_size))
         elif self.batch_ramp:
             yield from self._ramp_problems()
+        if 0 < self.hang_timeout < SHORTEST_HANG_TIMEOUT:
+            yield (
+                f"hang_timeout = {self.hang_timeout:g} must be 0 (off) or at least "
+                f"{SHORTEST_HANG_TIMEOUT:g}: processes have a heartbeat per second"
+            )
         if self.mixed_precision == "fp16":
             yield from self._loss_scale_problems()
         if self.param_rounding != "nearest" and self.param_dtype != "bfloat16":

@@ -56,7 +56,8 @@ def train(
     with Watchdog(Limits.of(known.train), since=process_start()) as watchdog:
         multihost.initialize(known.distributed.heartbeat_timeout_sec)
         with (
-            multihost.exit_at_once_on_failure(),
+            watchdog.watching_peers(known.train.hang_timeout),
+            multihost.exit_at_once_on_failure(watchdog.note_failure),
             open_live_line(console, known, watchdog) as live,
         ):
             config = resolve(config, watchdog)

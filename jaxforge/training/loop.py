@@ -231,7 +231,9 @@ class Trainer:
 
     def _next_batch(self, signals: Signals) -> tuple[Batch, Controls]:
         data, progress = self.updates.data, self.progress
-        with self.instruments.tracker.waiting_for_data(), signals.interrupting():
+        instruments = self.instruments
+        waiting = instruments.watchdog.naming("waiting for data")
+        with instruments.tracker.waiting_for_data(), waiting, signals.interrupting():
             batch = next(data)
         data.note_mixture(progress)
         return batch, data.controls(progress.step, self.config.train.iterations_to_skip)
@@ -270,7 +272,7 @@ class Trainer:
         progress.advance(sequences, sequences * length)
         self.instruments.tracker.end_step(progress.step, metrics)
         bad_steps.note(metrics["consecutive"])
-        self.instruments.watchdog.tick(progress.step)
+        self.instruments.watchdog.tick(progress.step, metrics["consecutive"])
         attribution = None if bad_steps.fault else bad_steps.attribution
         if attribution and not bad_steps.had_halted(progress) and int(metrics["consecutive"]):
             self.state, bad_steps.fault = attribution.examine(

@@ -47,6 +47,22 @@ def test_small_run_accepts_any_power_of_two_devices():
 CASES = [
     (
         1,
+        ["distributed.heartbeat_timeout_sec=50"],
+        ["distributed.heartbeat_timeout_sec=49"],
+        "train.hang_timeout = 30 requires distributed.heartbeat_timeout_sec of at least 50, "
+        "not 49, so that processes report a hang before JAX ends them: change "
+        "train.hang_timeout to 29 or distributed.heartbeat_timeout_sec to 50",
+    ),
+    (
+        1,
+        ["distributed.heartbeat_timeout_sec=10", "train.hang_timeout=0"],
+        ["distributed.heartbeat_timeout_sec=10", "train.hang_timeout=10"],
+        "train.hang_timeout = 10 requires distributed.heartbeat_timeout_sec of at least 30, "
+        "not 10, so that processes report a hang before JAX ends them: change "
+        "train.hang_timeout to 0 or distributed.heartbeat_timeout_sec to 30",
+    ),
+    (
+        1,
         ["train.seq_len=64"],
         ["train.seq_len=65"],
         "train.seq_len = 65 exceeds model.max_seq_len = 64: change train.seq_len to 64 or "

@@ -180,6 +180,7 @@ def test_every_key_of_kempnerforge_loads():
                 "watchdog_setup_sec",
                 "watchdog_step_sec",
                 "watchdog_checkpoint_sec",
+                "hang_timeout",
             )
         ),
         *(
