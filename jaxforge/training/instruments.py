@@ -37,6 +37,7 @@ class Session:
         console: console for the banner and lines of metrics.
         watchdog: ends the process if it hangs.
         lock: lock of the run directory.
+        attempt: records the account of this attempt.
         live: the live line of a terminal; None without one.
         make_step: makes the update; None takes `Program.step`.
     """
@@ -45,6 +46,7 @@ class Session:
     console: Console
     watchdog: Watchdog
     lock: RunLock
+    attempt: AttemptLog
     live: LiveLine | None = None
     make_step: MakeStep | None = None
 

@@ -16,6 +16,7 @@ from jaxforge.exit_codes import Exit
 from jaxforge.parallel import host_memory, multihost
 from jaxforge.program import Program
 from jaxforge.runs import run_directory
+from jaxforge.runs.attempts import AttemptLog
 from jaxforge.storage.run_lock import RunLock
 from jaxforge.telemetry.console import setup_logging
 from jaxforge.telemetry.live_line import LiveLine
@@ -64,10 +65,11 @@ def train(
             with (
                 Signals(config.train.shutdown_timeout_sec) as signals,
                 RunLock(run_directory.root(config)) as lock,
+                AttemptLog(watchdog.clock) as attempt,
                 program.context(),
                 out_of_memory.explained(config, program.mesh),
             ):
-                session = Session(callbacks, console, watchdog, lock, live, make_step)
+                session = Session(callbacks, console, watchdog, lock, attempt, live, make_step)
                 trainer = build_trainer(config, program.mesh, session)
                 reason: Exit | None = None
                 try:
@@ -78,6 +80,7 @@ def train(
                             reason = trainer.close(reason)
             assert reason is not None  # nothing was raised
             if reason is Exit.UNHEALTHY or signals.has_background_thread:
+                attempt.close(reason.code)
                 end_now(reason.code)  # a thread may still compile: no clean exit
             return reason
 
