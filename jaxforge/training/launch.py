@@ -24,7 +24,7 @@ from jaxforge.training.build import build_trainer
 from jaxforge.training.callbacks.callback import Callback
 from jaxforge.training.health import out_of_memory
 from jaxforge.training.health.watchdog import Limits, Watchdog
-from jaxforge.training.instruments import MakeStep, Session
+from jaxforge.training.instruments import MakeStep, Session, serving_metrics
 from jaxforge.training.preemption import Signals
 from jaxforge.training.resolution import resolve
 
@@ -68,8 +68,11 @@ def train(
                 AttemptLog(watchdog.clock) as attempt,
                 program.context(),
                 out_of_memory.explained(config, program.mesh),
+                serving_metrics(config, watchdog) as metrics,
             ):
-                session = Session(callbacks, console, watchdog, lock, attempt, live, make_step)
+                session = Session(
+                    callbacks, console, watchdog, lock, attempt, live, make_step, metrics
+                )
                 trainer = build_trainer(config, program.mesh, session)
                 reason: Exit | None = None
                 try:
