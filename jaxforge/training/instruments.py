@@ -140,7 +140,7 @@ def open_tracker(
         progress: the counters of the run.
         ramp: sequences of each update.
     """
-    cost = StepCost.of(config, ramp.rows * config.train.grad_accum_steps)
+    cost = StepCost.of(config, ramp.sequences(config.train.grad_accum_steps))
     examples = progress.sequences_per_epoch
     writers = open_writers(
         session.console, config, progress.run_id, progress.step, cost, examples, session.live
@@ -149,7 +149,7 @@ def open_tracker(
         writers.append(MetricWriter("Prometheus", session.metrics, config.metrics.log_interval))
     names = [dataset.label for dataset in config.data.datasets]
     extras = config.metrics.collect
-    left_out = {n: ramp.accum(n - 1) * ramp.rows for n in config.train.iterations_to_skip}
+    left_out = {n: ramp.sequences(ramp.accum(n - 1)) for n in config.train.iterations_to_skip}
     energy = EnergyMeter() if config.metrics.log_energy else None
     return Tracker(
         writers, cost, progress, config.train.max_steps, names, extras, left_out, energy,

@@ -266,7 +266,8 @@ class Trainer:
         """
         progress, bad_steps, first = self.progress, self.bad_steps, self.progress.samples
         microbatches, rows, length = batch["labels"].shape
-        progress.advance(microbatches * rows, microbatches * rows * length)
+        sequences = self.config.train.update_sequences(microbatches * rows)
+        progress.advance(sequences, sequences * length)
         self.instruments.tracker.end_step(progress.step, metrics)
         bad_steps.note(metrics["consecutive"])
         self.instruments.watchdog.tick(progress.step)

@@ -127,6 +127,7 @@ class Requests(jf.Callback):
 """
 
 
+@pytest.mark.slow  # one process: callbacks/test_control.py; agreement of both: the next test
 def test_requests_of_one_process_take_effect_on_both_after_same_step(new_run, tmp_path):
     run = new_run()
     (tmp_path / "requests_of_one.py").write_text(REQUESTS)
