@@ -13,6 +13,7 @@ import threading
 import time
 from pathlib import Path
 
+from jaxforge.exit_codes import Exit
 from jaxforge.storage import safe_files
 from jaxforge.storage.untrusted_json import Field, is_number, is_step, is_table, is_time, read_lines
 from jaxforge.telemetry.goodput import CATEGORIES, ActivityClock, Attempt, account
@@ -33,7 +34,7 @@ def file_name(process: int) -> str:
 
 
 class AttemptLog:
-    """Record of the present attempt of this process.
+    """Record of the present attempt of this process; the context manager closes it on a failure.
 
     Args:
         clock: the clock of the process. After `open` it also has the account of earlier attempts.
@@ -47,6 +48,13 @@ class AttemptLog:
         self._has_failed = False
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
+
+    def __enter__(self) -> "AttemptLog":
+        return self
+
+    def __exit__(self, _: object, failure: BaseException | None, __: object) -> None:
+        if failure is not None:
+            self.close(getattr(failure, "exit_code", Exit.ERROR.code))
 
     def open(self, run: Path, process: int) -> None:
         """Read the earlier attempts, and record this attempt from here on.
@@ -70,7 +78,7 @@ class AttemptLog:
         self._thread.start()
 
     def close(self, code: int) -> None:
-        """Record the end of the attempt; without effect if it was never opened.
+        """Record the end of the attempt; without effect if it was never opened, or was closed.
 
         Args:
             code: exit code of the process.

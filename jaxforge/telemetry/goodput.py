@@ -100,6 +100,10 @@ class ActivityClock:
             if self._stack[0] == "rework":
                 self._begin("step")
 
+    def end_steps(self) -> None:
+        """Attribute the time from here on, outside of blocks, to the end of the process."""
+        self._begin("other")
+
     def attempt(self) -> Seconds:
         """Return the seconds of this attempt by category."""
         with self._lock:
@@ -127,6 +131,11 @@ class ActivityClock:
     def current(self) -> Category:
         """Current category."""
         return self._stack[-1]
+
+    @property
+    def is_stepping(self) -> bool:
+        """True from the first launch of this process until its steps end."""
+        return self.step is not None and self._stack[0] in ("step", "rework")
 
     @property
     def furthest(self) -> int:

@@ -383,6 +383,7 @@ class Trainer:
 
     def _finish(self, reason: Exit, exits: Exits) -> Exit:
         self._follow_device()
+        self.instruments.watchdog.clock.end_steps()
         if self._has_halted and not self.bad_steps.rollback and reason is not Exit.MACHINE:
             reason = Exit.NON_FINITE
             self.instruments.tracker.log_latest()
@@ -406,6 +407,7 @@ class Trainer:
             Why the process ends: `Exit.STORAGE` if metrics or logs are lost.
         """
         step, tokens = self.progress.step, self.progress.tokens
+        self.instruments.watchdog.clock.end_steps()  # also after a failure
         losses: list[StorageError] = []
 
         def note_loss(end: Callable[..., object], *arguments: object) -> None:

@@ -34,22 +34,22 @@ class RunFiles:
     Attributes:
         saver: the checkpoints of the run.
         is_new: True if the run has no checkpoint yet.
-        attempt: records the account of this attempt.
     """
 
     saver: Saver
     is_new: bool
-    attempt: AttemptLog
 
     @classmethod
-    def open(cls, config: JobConfig, model: Model, watchdog: Watchdog) -> "RunFiles":
+    def open(
+        cls, config: JobConfig, model: Model, watchdog: Watchdog, attempt: AttemptLog
+    ) -> "RunFiles":
         """Open the run directory, whose lock is held. Only logs are written.
 
         Args:
             config: the resolved config.
             model: the model.
-            watchdog: writes the stacks of a hanging process into the directory; its clock accounts
-                for the time of this attempt.
+            watchdog: writes the stacks of a hanging process into the directory.
+            attempt: records this attempt in the directory.
 
         Raises:
             UserError: the run had checkpoints that no longer exist.
@@ -57,7 +57,6 @@ class RunFiles:
         copier = run_directory.open_mirror(config)
         files = mirror.files(config.checkpoint.dir)
         add_log_file(files)
-        attempt = AttemptLog(watchdog.clock)
         attempt.open(files, jax.process_index())
         run_directory.log_config_changes(files, config)
         for answer in answers(config):
@@ -70,7 +69,7 @@ class RunFiles:
         is_new = saver.is_empty()
         if is_new:
             _check_not_lost(config)
-        return cls(saver, is_new, attempt)
+        return cls(saver, is_new)
 
     def rename_old_metrics(self, config: JobConfig) -> None:
         """Rename metrics of an earlier run that left no checkpoint, if this run begins."""

@@ -311,6 +311,8 @@ def test_every_key_of_kempnerforge_loads():
                 "max_attention_logit_interval",
                 "log_energy",
                 "device_speed_interval",
+                "prometheus_port",
+                "prometheus_address",
             )
         ),
         *(

@@ -1,5 +1,6 @@
 """Attempts recorded in a run directory."""
 
+import contextlib
 import json
 import logging
 import logging.handlers
@@ -7,6 +8,7 @@ import queue
 
 import pytest
 
+from jaxforge.errors import UserError
 from jaxforge.runs import attempts
 from jaxforge.runs.attempts import AttemptLog
 from jaxforge.telemetry.goodput import ActivityClock
@@ -92,6 +94,18 @@ def test_unwritable_file_is_warned_of_once(run, monkeypatch):
     message = records.queue.get_nowait().getMessage()
     assert "goodput counts the time as down time" in message
     assert records.queue.empty()
+
+
+def test_failed_start_is_closed_with_its_code(run):
+    with contextlib.suppress(UserError), AttemptLog(ActivityClock()) as log:
+        log.open(run, 0)
+        raise UserError("the checkpoint does not fit")
+    assert [line["code"] for line in lines(run)] == [2]
+    with AttemptLog(ActivityClock()) as log:
+        log.open(run, 0)
+    assert [line["code"] for line in lines(run)] == [2, None]  # closed later, with a reason
+    log.close(69)
+    assert [line["code"] for line in lines(run)] == [2, 69]
 
 
 def test_attempt_that_was_not_opened_writes_nothing(run):
