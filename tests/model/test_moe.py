@@ -155,6 +155,8 @@ SLOW = {
     "gpt-oss",
     "kempnerforge",
     "kempnerforge, in groups and warming up",
+    "softmax, chosen by bias in groups",
+    "sigmoid without bias",
 }  # covered by another case in large part
 
 

@@ -43,7 +43,7 @@ def on_one_device(kind):
 
 KINDS = {"dense": {}, "muon": {"optimizer": MUON}, "experts": {"model": EXPERTS}}
 CASES = [  # requested axes, and the resulting dp_replicate and dp_shard
-    ("dense", MICROBATCH, {"dp_shard": 6}, (3, 2)),
+    pytest.param("dense", MICROBATCH, {"dp_shard": 6}, (3, 2), marks=pytest.mark.slow),
     ("dense", MICROBATCH, {"dp_shard": 3, "tp": 2}, (3, 1)),
     ("dense", UPDATE, {"dp_replicate": 2, "dp_shard": 3}, (6, 1)),
     pytest.param("dense", UPDATE, {"pp": 2, "dp_shard": 3}, (3, 1), marks=pytest.mark.slow),
