@@ -12,7 +12,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +51,7 @@ from jaxforge.checkpoint.sealed_progress import (
     unseal_progress,
 )
 from jaxforge.config.checkpoint import CheckpointConfig
+from jaxforge.config.model import MTP
 from jaxforge.errors import JobStorageError, PeerLostError, StorageError, UserError
 from jaxforge.parallel.multihost import peer_lost_error
 from jaxforge.parallel.stages import Stack
@@ -409,6 +410,13 @@ class Checkpoints:
     def _check_fits(self, wanted: PyTree, saved_tree: PyTree, step: int) -> None:
         """Raise UserError with the first array whose shape differs."""
         saved, shapes = (_shapes(layout.variables(tree)) for tree in (saved_tree, wanted))
+        stored, depth = _modules(saved), _modules(shapes)
+        if stored != depth:
+            raise UserError(
+                f"{self.path(step)} does not fit [model]: model.mtp_depth = {depth}, but the "
+                f"checkpoint has {stored} modules of multi-token prediction: set "
+                f"model.mtp_depth = {stored}"
+            )
         spare = {name for name in saved.keys() - shapes.keys() if is_precision_specific(name)}
         for name in sorted((shapes.keys() | saved.keys()) - spare):
             expected, actual = shapes.get(name, "absent"), saved.get(name, "absent")
@@ -558,6 +566,12 @@ def _summary(error: BaseException) -> str:
         return error.strerror + (f": {error.filename}" if error.filename else "")
     text = str(error).split(" [tensorstore_spec=")[0].split(" [os_error_code=")[0]
     return text if len(text) < 160 else "... " + text[-160:]
+
+
+def _modules(names: Iterable[str]) -> int:
+    """Return the number of modules of multi-token prediction with these parameters."""
+    paths = (name.split(".") for name in names)
+    return len({path[1] for path in paths if path[0] == MTP})
 
 
 def _shapes(tree: PyTree) -> dict[str, tuple[int, ...]]:

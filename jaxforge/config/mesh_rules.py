@@ -23,21 +23,11 @@ def kv_heads_divide_by_tp(config: JobConfig, mesh: Mesh) -> Iterator[Problem]:
         yield from _divides(config, "model.n_kv_heads", config.model.n_kv_heads, mesh, "tp")
 
 
-def mamba_heads_divide_by_tp(config: JobConfig, mesh: Mesh) -> Iterator[Problem]:
-    """Require whole heads of Mamba-2 per tensor-parallel rank, and whole groups or a single one."""
-    if MAMBA2 not in config.model.mixers:
-        return
-    settings = config.model.mamba2
-    yield from _divides(config, "model.mamba2.heads", settings.heads, mesh, "tp")
-    if settings.groups > 1:  # a single group is not split
-        yield from _divides(config, "model.mamba2.groups", settings.groups, mesh, "tp")
-
-
-def delta_net_heads_divide_by_tp(config: JobConfig, mesh: Mesh) -> Iterator[Problem]:
-    """Require whole key heads of Gated DeltaNet per tensor-parallel rank."""
-    if GATED_DELTA_NET in config.model.mixers:
-        key_heads = config.model.gated_delta_net.key_heads  # a divisor of the value heads
-        yield from _divides(config, "model.gated_delta_net.key_heads", key_heads, mesh, "tp")
+def mixer_heads_divide_by_tp(config: JobConfig, mesh: Mesh) -> Iterator[Problem]:
+    """Require a whole number of the heads and groups of mixers per tensor-parallel rank."""
+    for mixer, table in config.model.mixer_tables.items():
+        for key, size in table.split_sizes.items():
+            yield from _divides(config, f"model.{mixer}.{key}", size, mesh, "tp")
 
 
 def convolutions_fit_parts(config: JobConfig, mesh: Mesh) -> Iterator[Problem]:
@@ -319,8 +309,7 @@ def pipeline_offloads_nothing(config: JobConfig, mesh: Mesh) -> Iterator[Problem
 MESH_RULES: tuple[Rule, ...] = (
     heads_divide_by_tp,
     kv_heads_divide_by_tp,
-    mamba_heads_divide_by_tp,
-    delta_net_heads_divide_by_tp,
+    mixer_heads_divide_by_tp,
     seq_len_divides_by_cp_and_tp,
     heads_divide_by_cp,
     seq_len_divides_by_ring_chunks,
