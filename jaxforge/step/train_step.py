@@ -146,7 +146,7 @@ def make_train_step(
         extra: dict[str, Any] = {"applied": applied} if in_place else {}
         if config.skips_idle_experts:
             extra["reached"] = {
-                stack: expert_counts(config.model, loss.statistics[LAYERS], model.stack, stack) > 0
+                stack: expert_counts(loss.statistics[LAYERS], model.stack, stack) > 0
                 for stack in config.model.moe_stacks
             }
         updates, opt_state = optimizer.update(

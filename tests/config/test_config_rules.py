@@ -21,6 +21,12 @@ SMALL = [
 
 PIPELINED = ["distributed.pp=2", "train.grad_accum_steps=4", "train.batch_size=1"]
 MIXED = ["data.datasets=[{'path':'a','name':'web'},{'path':'b','name':'code'}]"]
+DIFFERENT = [
+    "model.num_experts=4",
+    "model.moe_first_dense_layers=1",
+    "distributed.pp=2",
+    "distributed.cp=2",
+]
 INTERLEAVED = ["distributed.pp_schedule=interleaved_1f1b", "distributed.pp_chunks=3"]
 CAPTURING = [
     "eval.activations_interval=2",
@@ -528,14 +534,16 @@ def test_all_proposals_are_tested():
     ("rule", "good", "bad", "keys"),
     [
         (
-            mesh_rules.pipeline_stages_have_equal_layers,
-            ["model.num_experts=4", "distributed.pp=2"],
-            [
-                "model.num_experts=4",
-                "distributed.pp=2",
-                "model.moe_first_dense_layers=1",
-            ],
-            ("model.moe_frequency", "distributed.pp"),
+            mesh_rules.different_stages_exchange_in_groups,
+            [*DIFFERENT, "distributed.cp_strategy=ulysses"],
+            [*DIFFERENT, "distributed.cp_strategy=ring"],
+            ("distributed.cp_strategy", "distributed.pp", "distributed.cp"),
+        ),
+        (
+            mesh_rules.different_stages_exchange_in_groups,
+            ["model.mixer=mamba2", "distributed.pp=2", "distributed.cp=2"],
+            ["model.mixer=mamba2", *DIFFERENT],
+            ("distributed.pp", "distributed.cp"),
         ),
         (
             mesh_rules.experts_divide_by_ep,
