@@ -3,6 +3,7 @@
 Faults: a process is suspended, killed or cut off from the network, fails, or acts alone.
 """
 
+import contextlib
 import itertools
 import os
 import re
@@ -204,12 +205,16 @@ def test_all_processes_name_process_that_waits_for_data(new_job):
 class Network:
     """Hosts of this machine, each with a network namespace, a name and an address."""
 
+    numbers = itertools.count()  # the kernel frees names some time after they are deleted
+
     def __init__(self, count):
-        self.tag = f"jf{os.getpid() % 10_000}"
+        self.tag = f"jf{os.getpid() % 10_000}n{next(self.numbers)}"
         self.count = count
+
+    def __enter__(self):
         self._ip("link", "add", self.tag, "type", "bridge")
         self._ip("link", "set", self.tag, "up")
-        for i in range(count):
+        for i in range(self.count):
             host = self.host(i)
             self._ip("netns", "add", host)
             folder = Path("/etc/netns") / host  # `ip netns exec` mounts its files over /etc
@@ -220,6 +225,7 @@ class Network:
             self._ip("-n", host, "addr", "add", f"{self.address(i)}/24", "dev", "eth0")
             for device in ("eth0", "lo"):
                 self._ip("-n", host, "link", "set", device, "up")
+        return self
 
     def host(self, index):
         return f"{self.tag}h{index}"
@@ -236,8 +242,9 @@ class Network:
     def cut_off(self, index):
         self._ip("link", "set", self.host(index), "down")
 
-    def close(self):
+    def __exit__(self, *_):
         for i in range(self.count):
+            self._ip("link", "del", self.host(i), check=False)
             self._ip("netns", "del", self.host(i), check=False)
             shutil.rmtree(Path("/etc/netns") / self.host(i), ignore_errors=True)
         self._ip("link", "del", self.tag, check=False)
@@ -253,9 +260,10 @@ def network():
         pytest.skip("needs iproute2 and util-linux")
     if subprocess.run(["unshare", "--net", "true"], capture_output=True, check=False).returncode:
         pytest.skip("needs the permission to create network namespaces")
-    network = Network(3)
-    yield network
-    network.close()
+    with contextlib.ExitStack() as stack:
+        network = Network(3)
+        stack.push(network.__exit__)  # also if it cannot be completed
+        yield network.__enter__()
 
 
 @pytest.mark.slow
