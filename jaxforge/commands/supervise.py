@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from jaxforge.config.job import JobConfig
 
 _SECRET = "JAXFORGE_JOB_SECRET"
+_HANG_TIMEOUT_SEC = 30.0  # if train.hang_timeout is off
 _INDEX_VARIABLES = ("SLURM_NODEID", "JOB_COMPLETION_INDEX", "GROUP_RANK")
 
 
@@ -75,7 +76,9 @@ def _elastic(args: argparse.Namespace, command: Sequence[str], policy: Policy) -
     if _arguments_of_train(command) is None:
         raise UserError("--elastic supervises `jaxforge train`: its batches are adapted")
     config = _train_config(command)
-    timeout = 30.0 if args.hang_timeout is None else args.hang_timeout
+    timeout = args.hang_timeout
+    if timeout is None:
+        timeout = (config.train.hang_timeout if config else 0.0) or _HANG_TIMEOUT_SEC
     elastic = {"elastic_processes": most * args.nproc, "elastic_min_processes": least * args.nproc}
     command = [*command, *(f"--distributed.{key}={value}" for key, value in elastic.items())]
     secret = f"{os.environ.get(_SECRET, '')}\n{args.peers}\n{shlex.join(command)}"
@@ -205,7 +208,7 @@ def parser() -> CommandParser:
         "--hang-timeout",
         type=float,
         metavar="SEC",
-        help="seconds until a silent host counts as lost (30)",
+        help="seconds until a silent host counts as lost (train.hang_timeout)",
     )
     add("--join-timeout", type=float, default=300.0, metavar="SEC",
         help="seconds that the first start waits for all hosts (300)")  # fmt: skip
