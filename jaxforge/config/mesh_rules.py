@@ -154,10 +154,13 @@ def dim_divides_by_cp_and_ep(config: JobConfig, mesh: Mesh) -> Iterator[Problem]
 
 
 def global_batch_divides(config: JobConfig, mesh: Mesh) -> Iterator[Problem]:
-    """Require a global batch that divides into microbatches and equal shares per rank."""
+    """Require a global batch that divides into microbatches and equal shares per rank.
+
+    An elastic job that has lost processes pads its batches instead (`config.elastic`).
+    """
     batch, accum = config.train.global_batch_size, config.train.grad_accum_steps
     dp = data_parallel(mesh)
-    if batch and batch % (accum * dp):
+    if batch and batch % (accum * dp) and not config.distributed.elastic_processes:
         axes = BATCH_AXES if mesh["ep"] > 1 else BATCH_AXES[:2]
         sizes = " * ".join(str(mesh[axis]) for axis in axes)
         fitting = (steps for steps in divisors(batch) if batch % (steps * dp) == 0)

@@ -293,14 +293,28 @@ class TrainConfig(Section):
         Args:
             dp: Number of data-parallel ranks, dp_replicate * dp_shard * ep.
         """
-        return BatchRamp(self.stages(), self.microbatch_size(dp))
+        rows = self.microbatch_size(dp)
+        size = self.update_sequences(self.grad_accum_steps * rows)
+        is_padded = size < self.grad_accum_steps * rows
+        return BatchRamp(self.stages(), rows, size if is_padded else None)
 
     def microbatch_size(self, dp: int) -> int:
         """Return the sequences of one microbatch over all data-parallel ranks.
+
+        A global batch that does not divide is rounded up. The rules allow this only for a job that
+        has lost processes (`config.elastic`).
 
         Args:
             dp: Number of data-parallel ranks, dp_replicate * dp_shard * ep.
         """
         if self.global_batch_size is None:
             return self.batch_size * dp
-        return self.global_batch_size // self.grad_accum_steps
+        return -(-self.global_batch_size // (self.grad_accum_steps * dp)) * dp
+
+    def update_sequences(self, rows: int) -> int:
+        """Return the sequences of an update, without padding.
+
+        Args:
+            rows: Rows of all microbatches of the update.
+        """
+        return rows if self.global_batch_size is None else min(rows, self.global_batch_size)

@@ -104,7 +104,7 @@ def build_trainer(config: JobConfig, mesh: Mesh, session: Session) -> Trainer:
         ),
         callbacks=callbacks,
         instruments=Instruments(
-            tracker, watchdog, profiler, open_attention_logits(config, program)
+            tracker, watchdog, profiler, open_attention_logits(config, program), files.attempt
         ),
     )
 

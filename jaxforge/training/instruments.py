@@ -9,6 +9,7 @@ from rich.console import Console
 from jaxforge.config.batch_ramp import BatchRamp
 from jaxforge.config.job import JobConfig
 from jaxforge.program import Program
+from jaxforge.runs.attempts import AttemptLog
 from jaxforge.state.progress import Progress
 from jaxforge.storage import mirror
 from jaxforge.storage.run_lock import RunLock
@@ -61,12 +62,14 @@ class Instruments:
         watchdog: ends the process if it hangs.
         profiler: traces the steps of `[profiling]`.
         attention_logits: measures the largest attention logit; None if it is off.
+        attempt: records the account of this attempt; None if it is not recorded.
     """
 
     tracker: Tracker
     watchdog: Watchdog
     profiler: Profiler
     attention_logits: AttentionLogits | None = None
+    attempt: AttemptLog | None = None
 
 
 def open_attention_logits(config: JobConfig, program: Program) -> AttentionLogits | None:
@@ -97,13 +100,16 @@ def open_tracker(
         progress: the counters of the run.
         ramp: sequences of each update.
     """
-    cost = StepCost.of(config, ramp.rows * config.train.grad_accum_steps)
+    cost = StepCost.of(config, ramp.sequences(config.train.grad_accum_steps))
     examples = progress.sequences_per_epoch
     writers = open_writers(
         session.console, config, progress.run_id, progress.step, cost, examples, session.live
     )
     names = [dataset.label for dataset in config.data.datasets]
     extras = config.metrics.collect
-    left_out = {n: ramp.accum(n - 1) * ramp.rows for n in config.train.iterations_to_skip}
+    left_out = {n: ramp.sequences(ramp.accum(n - 1)) for n in config.train.iterations_to_skip}
     energy = EnergyMeter() if config.metrics.log_energy else None
-    return Tracker(writers, cost, progress, config.train.max_steps, names, extras, left_out, energy)
+    return Tracker(
+        writers, cost, progress, config.train.max_steps, names, extras, left_out, energy,
+        session.watchdog.clock,
+    )  # fmt: skip

@@ -8,7 +8,7 @@ import jax
 from rich.console import Console
 
 from jaxforge.cli import streams
-from jaxforge.cli.process import began, end_now
+from jaxforge.cli.process import began, end_now, process_start
 from jaxforge.cli.running import wide_console
 from jaxforge.config.job import JobConfig
 from jaxforge.config.reading.unresolved import UnresolvedConfig
@@ -53,7 +53,7 @@ def train(
     setup_logging(console)
     host_memory.keep_freed_memory()
     known = config.known if isinstance(config, UnresolvedConfig) else config
-    with Watchdog(Limits.of(known.train)) as watchdog:
+    with Watchdog(Limits.of(known.train), since=process_start()) as watchdog:
         multihost.initialize(known.distributed.heartbeat_timeout_sec)
         with (
             multihost.exit_at_once_on_failure(),

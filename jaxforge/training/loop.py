@@ -266,7 +266,8 @@ class Trainer:
         """
         progress, bad_steps, first = self.progress, self.bad_steps, self.progress.samples
         microbatches, rows, length = batch["labels"].shape
-        progress.advance(microbatches * rows, microbatches * rows * length)
+        sequences = self.config.train.update_sequences(microbatches * rows)
+        progress.advance(sequences, sequences * length)
         self.instruments.tracker.end_step(progress.step, metrics)
         bad_steps.note(metrics["consecutive"])
         self.instruments.watchdog.tick(progress.step)
@@ -412,15 +413,23 @@ class Trainer:
                 log.error("%s", error)
                 losses.append(error)
 
-        def close_tracker(_: object, failure: BaseException | None, __: object) -> None:
+        def code(failure: BaseException | None) -> int:
             failure = failure or sys.exception() or (losses[0] if losses else None)
-            if not self.instruments.tracker.close(exit_code(reason, failure)):
+            return exit_code(reason, failure)
+
+        def close_tracker(_: object, failure: BaseException | None, __: object) -> None:
+            if not self.instruments.tracker.close(code(failure)):
                 losses.append(StorageError("metrics are lost"))
+
+        def close_attempt(_: object, failure: BaseException | None, __: object) -> None:
+            if self.instruments.attempt is not None:
+                self.instruments.attempt.close(code(failure))
 
         # Pushed in reverse: the profiler closes first and the mirror last. Each callback of the
         # stack runs even if an earlier one fails; the last failure is raised.
         with contextlib.ExitStack() as stack:
             stack.callback(note_loss, self.saver.close_mirror)
+            stack.push(close_attempt)
             stack.push(close_tracker)
             callbacks = [*self.callbacks][::-1]
             for callback in callbacks:

@@ -16,6 +16,7 @@ from jaxforge.model.transformer import Model, parameter_count
 from jaxforge.parallel import agreement
 from jaxforge.parallel.mesh import data_parallel_size
 from jaxforge.runs import run_directory, starts
+from jaxforge.runs.attempts import AttemptLog
 from jaxforge.state.progress import Progress
 from jaxforge.storage import mirror, trust
 from jaxforge.telemetry.console import add_log_file
@@ -32,11 +33,13 @@ class RunFiles:
 
     Attributes:
         saver: the checkpoints of the run.
-        begins: True if the run has no checkpoint yet.
+        is_new: True if the run has no checkpoint yet.
+        attempt: records the account of this attempt.
     """
 
     saver: Saver
     is_new: bool
+    attempt: AttemptLog
 
     @classmethod
     def open(cls, config: JobConfig, model: Model, watchdog: Watchdog) -> "RunFiles":
@@ -45,7 +48,8 @@ class RunFiles:
         Args:
             config: the resolved config.
             model: the model.
-            watchdog: writes the stacks of a hanging process into the directory.
+            watchdog: writes the stacks of a hanging process into the directory; its clock accounts
+                for the time of this attempt.
 
         Raises:
             UserError: the run had checkpoints that no longer exist.
@@ -53,6 +57,8 @@ class RunFiles:
         copier = run_directory.open_mirror(config)
         files = mirror.files(config.checkpoint.dir)
         add_log_file(files)
+        attempt = AttemptLog(watchdog.clock)
+        attempt.open(files, jax.process_index())
         run_directory.log_config_changes(files, config)
         for answer in answers(config):
             log.info("%s", answer)
@@ -64,7 +70,7 @@ class RunFiles:
         is_new = saver.is_empty()
         if is_new:
             _check_not_lost(config)
-        return cls(saver, is_new)
+        return cls(saver, is_new, attempt)
 
     def rename_old_metrics(self, config: JobConfig) -> None:
         """Rename metrics of an earlier run that left no checkpoint, if this run begins."""

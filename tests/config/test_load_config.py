@@ -272,8 +272,17 @@ def test_every_key_of_kempnerforge_loads():
                 "mup_base_head_dim",
             )
         ),
-        *(("distributed", key) for key in ("pp_chunks", "heartbeat_timeout_sec", "cp_strategy")),
-        *(("eval", key) for key in ("datasets", "functions", "start_step")),
+        *(
+            ("distributed", key)
+            for key in (
+                "pp_chunks",
+                "heartbeat_timeout_sec",
+                "cp_strategy",
+                "elastic_processes",
+                "elastic_min_processes",
+            )
+        ),
+        *(("eval", key) for key in ("batch_size", "datasets", "functions", "start_step")),
         *(("eval", f"sample_{key}") for key in ("interval", "prompts", "tokens", "temperature")),
         *(
             ("eval", f"activations_{key}")

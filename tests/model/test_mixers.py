@@ -97,7 +97,7 @@ def test_layers_run_in_order_of_pattern():
     np.testing.assert_allclose(actual, expected, rtol=0, atol=2e-5)
 
 
-@pytest.mark.parametrize("unstacks", [False, True])
+@pytest.mark.parametrize("unstacks", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_generation_equals_whole_passes(unstacks):
     """Prompts of different lengths are padded, which recurrent states must ignore."""
     model = build(unstacks=unstacks)

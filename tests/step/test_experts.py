@@ -139,6 +139,7 @@ def check_resumes(directory, job, other):
         jax.tree.map(same, jax.device_get(state), jax.device_get(expected))
 
 
+@pytest.mark.slow
 def test_run_resumes_on_any_mesh(tmp_path):
     other = config("kempnerforge", {**UPDATE, **FULL}, dp_replicate=2, dp_shard=2, ep=2)
     check_resumes(tmp_path, config("kempnerforge", MICROBATCH, dp_shard=4, tp=2), other)

@@ -37,6 +37,7 @@ from jaxforge.cli.process import end_now
 from jaxforge.config.train import TrainConfig
 from jaxforge.exit_codes import Exit
 from jaxforge.storage import safe_files
+from jaxforge.telemetry.goodput import ActivityClock, Category
 from jaxforge.telemetry.live_line import Activity
 
 log = logging.getLogger(__name__)
@@ -50,6 +51,16 @@ _ACTIVITIES: dict[SectionName, str] = {
     "data": "loading data",
     "end": "finishing",
 }
+_CATEGORIES: dict[str, Category] = {
+    "evaluation": "evaluation",
+    "checkpoint": "save",
+    "data": "start",
+    "end": "other",
+    "compiling": "compile",
+    "restoring a checkpoint": "restore",
+    "rolling back": "rollback",
+}
+"""Section or activity -> category of its time (`telemetry.goodput`)."""
 POLL_SEC = 1.0
 _LINGER_SEC = 10.0  # between the report of a hang and the end of the process
 
@@ -92,10 +103,20 @@ class Watchdog:
     Args:
         limits: limits of the sections.
         expire: called with the message of an expired limit; by default `die`.
+        since: start of the process, by `time.perf_counter`; None means now.
+
+    Attributes:
+        clock: attributes the time of sections and activities to categories.
     """
 
-    def __init__(self, limits: Limits, expire: Callable[[str], None] | None = None) -> None:
+    def __init__(
+        self,
+        limits: Limits,
+        expire: Callable[[str], None] | None = None,
+        since: float | None = None,
+    ) -> None:
         self._limits, self._expire = limits, expire or self.die
+        self.clock = ActivityClock(since)
         self._lock = threading.Lock()
         self._sections = [self._new("training")]
         self._last_step: int | None = None
@@ -140,7 +161,8 @@ class Watchdog:
         with self._lock:
             self._sections.append(section)
         try:
-            yield
+            with self.clock.during(_CATEGORIES.get(name, self.clock.current)):
+                yield
         finally:
             with self._lock:
                 self._sections.pop()
@@ -155,7 +177,8 @@ class Watchdog:
         section = self._sections[-1]
         before, section.activity, section.since = section.activity, activity, time.monotonic()
         try:
-            yield
+            with self.clock.during(_CATEGORIES.get(activity, self.clock.current)):
+                yield
         finally:
             section.activity, section.since = before, time.monotonic()
 
