@@ -1,16 +1,20 @@
 """Memory, cycles and communication of mixtures of experts compiled for TPU slices, without a TPU.
 
     pip install "jax[tpu]"
-    python benchmarks/experts_aot.py [--quick]
+    python benchmarks/experts_aot.py [--quick] [--cases WORDS]
 
-Each chip has one sequence of 4096 tokens, with full rematerialisation and gradients reduced per
-microbatch. `jaxforge/tools/plan/hlo.py` describes the estimate of cycles, which excludes further
-rounds of rows: a balanced load needs none. Products with experts are only counted in rows of their
-tiles, for a random load: a tile that two experts share is multiplied for both.
+The last two cases are a few layers of configs: XLA compiles one layer of each kind. Each chip has
+one sequence of 4096 tokens, with full rematerialisation and gradients reduced per microbatch.
+`jaxforge/tools/plan/hlo.py` describes the estimate of cycles, which excludes further rounds of
+rows: a balanced load needs none. Products with experts are only counted in rows of their tiles, for
+a random load: a tile that two experts share is multiplied for both. Results of single cases
+(`--cases`) are printed and not written.
 """
 
 import math
 import os
+import time
+from pathlib import Path
 from typing import NamedTuple
 
 os.environ |= {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1"}
@@ -23,6 +27,7 @@ from rich.console import Console
 
 from jaxforge.config.job import JobConfig
 from jaxforge.config.model import ModelConfig
+from jaxforge.config.reading.load import load_config
 from jaxforge.kernels.megablox import choose_row_tile
 from jaxforge.parallel import targets, xla_flags
 from jaxforge.parallel.mesh import make_mesh
@@ -35,8 +40,14 @@ MIXTRAL_8X7B = {"dim": 4096, "n_layers": 32, "n_heads": 32, "n_kv_heads": 8, "vo
 QWEN3_30B_A3B = {"dim": 2048, "n_layers": 48, "n_heads": 32, "n_kv_heads": 4, "head_dim": 128,
                  "qk_norm": True, "vocab_size": 151936, "ffn_hidden_dim": 6144, "num_experts": 128,
                  "moe_top_k": 8, "moe_expert_dim": 768, "moe_aux_loss_weight": 0.001}  # fmt: skip
+CONFIGS = Path(__file__).parents[1] / "configs"
 SEQ = 4096
 HEADROOM = 1.5  # rows that a device has room for, relative to an even load
+
+
+def layers_of(path: str, **changes: int) -> dict:
+    """Return the `[model]` section of a config with other numbers of layers."""
+    return {**load_config(CONFIGS / path).model.model_dump(exclude_unset=True), **changes}
 
 
 class Case(NamedTuple):
@@ -58,6 +69,12 @@ CASES = (
          {"ep": 8, "dp_shard": 8}),
     Case("Qwen3 30B A3B, v6e 4x8, ep 8 x dp_shard 4", "v6e:4x8", QWEN3_30B_A3B,
          {"ep": 8, "dp_shard": 4}),
+    Case("DeepSeek-V3, 1 dense and 2 expert layers, v5p 2x2x4, ep 8 x dp_shard 2", "v5p:2x2x4",
+         layers_of("deepseek/deepseek_v3_tpu_v5p_1024.toml", n_layers=3, moe_first_dense_layers=1),
+         {"ep": 8, "dp_shard": 2}),
+    Case("Qwen3-Next 80B A3B, 4 layers, v5p 2x2x4, ep 8 x dp_shard 2", "v5p:2x2x4",
+         layers_of("qwen3_next/qwen3_next_80b_a3b_tpu_v5p_64.toml", n_layers=4),
+         {"ep": 8, "dp_shard": 2}),
 )  # fmt: skip
 
 
@@ -79,7 +96,9 @@ def measure(case: Case) -> dict[str, float]:
     devices = list(targets.tpus(case.topology))
     lowered = Program(config, make_mesh(config, devices)).lower()
     options = xla_flags.compiler_options(devices[0], {}, has=(xla_flags.EXPERTS,))
+    began = time.process_time()
     compiled = lowered.compile(options)
+    seconds = time.process_time() - began
     program = HloProgram(compiled.as_text(), len(devices))
     cost, model, ep = cost_of(program), config.model, case.axes.get("ep", 1)
     widths = {model.dim, model.expert_dim}
@@ -96,6 +115,7 @@ def measure(case: Case) -> dict[str, float]:
         ),
         "gathers of experts over ep": sum(math.prod(shape) > own for shape in experts),
         "rows multiplied / active": round(multiplied(model, ep), 2),
+        "CPU seconds of XLA": round(seconds),
     }
 
 
@@ -110,17 +130,18 @@ def multiplied(model: ModelConfig, ep: int) -> float:
 
 def main() -> None:
     """Print the table and write the results."""
-    quick = results.arguments(__doc__).parse_args().quick
+    args = results.arguments(__doc__, cases=True).parse_args()
     if not targets.has_tpu_compiler():
         raise SystemExit('the compiler for TPU is missing: pip install "jax[tpu]"')
     jax.config.update("jax_enable_compilation_cache", False)
     notes = [f"1 x {SEQ} tokens a chip, bfloat16, full remat; cycles leave out collectives and the "
              "kernels of attention and experts"]  # fmt: skip
     rows = []
-    for case in CASES[: 1 if quick else None]:
+    cases = [case for case in CASES if args.cases in case.name]
+    for case in cases[: 1 if args.quick else None]:
         rows.append({"case": case.name, **measure(case)})
         Console().print(rows[-1], highlight=False)
-        if not quick:  # after each: they take minutes
+        if not args.quick and not args.cases:  # after each: they take minutes
             results.write_json("experts_aot", rows, ("jax", "jaxlib", "libtpu"), device="tpu",
                                notes=notes)  # fmt: skip
 

@@ -1,22 +1,23 @@
 """Memory and compile time of train steps compiled for H100s, without a GPU.
 
     pip install ".[cuda]"
-    python benchmarks/gpu_aot.py [--quick]
+    python benchmarks/gpu_aot.py [--quick] [--cases WORDS]
 
 Llama 2 7B on one node with every kind of mesh, a mixture of experts (of the shape of Qwen3 30B A3B)
-on one node and on two, then `configs/llama/*gpu*` on their clusters. Memory is reported by the
-compiler and compared with the 80 GB of a device. Nothing is timed on a GPU.
+on one node and on two, a few layers of DeepSeek-V3 and Qwen3-Next, then `configs/llama/*gpu*` on
+their clusters. Memory is reported by the compiler and compared with the 80 GB of a device. Nothing
+is timed on a GPU. Results of single cases (`--cases`) are printed and not written.
 """
 
 import os
 import time
-from pathlib import Path
 from typing import NamedTuple
 
 os.environ |= {"JAX_PLATFORMS": "cpu"}
 
 import jax
 import results
+from experts_aot import CONFIGS, layers_of
 from rich.console import Console
 
 from jaxforge.config import rules
@@ -27,7 +28,6 @@ from jaxforge.parallel import hardware, targets, xla_flags
 from jaxforge.parallel.mesh import make_mesh
 from jaxforge.program import Program
 
-CONFIGS = Path(__file__).parents[1] / "configs" / "llama"
 LLAMA_2_7B = {"dim": 4096, "n_layers": 32, "n_heads": 32, "vocab_size": 32000,
               "ffn_hidden_dim": 11008, "max_seq_len": 4096}  # fmt: skip
 QWEN3_30B_A3B = {"dim": 2048, "n_layers": 48, "n_heads": 32, "n_kv_heads": 4, "head_dim": 128,
@@ -83,12 +83,17 @@ MESHES = (
          model=QWEN3_30B_A3B),
     case("experts: ep 8 x dp_shard 2, update", {"ep": 8, "dp_shard": 2}, UPDATE, 2,
          model=QWEN3_30B_A3B),
+    case("DeepSeek-V3, 1 dense and 1 expert layer: ep 8", {"ep": 8}, MICROBATCH,
+         model=layers_of("deepseek/deepseek_v3_gpu_2048.toml", n_layers=2,
+                         moe_first_dense_layers=1)),
+    case("Qwen3-Next 80B A3B, 4 layers: ep 8", {"ep": 8}, MICROBATCH,
+         model=layers_of("qwen3_next/qwen3_next_80b_a3b_gpu_64.toml", n_layers=4)),
 )  # fmt: skip
 
 
 def clusters() -> list[Case]:
     """Return the configs for GPU clusters, whose names end in the number of GPUs."""
-    paths = sorted(CONFIGS.glob("*_gpu_*.toml"))
+    paths = sorted(CONFIGS.glob("llama/*_gpu_*.toml"))
     return [
         Case(path.name, load_config(path), max(1, int(path.stem.rpartition("_")[2]) // PER_NODE))
         for path in paths
@@ -118,12 +123,13 @@ def measure(case: Case) -> dict[str, float | str]:
 
 def main() -> None:
     """Print the table and write the results."""
-    quick = results.arguments(__doc__).parse_args().quick
+    args = results.arguments(__doc__, cases=True).parse_args()
     if not targets.has_gpu_compiler():
         raise SystemExit("the compiler for GPUs is missing: pip install '.[cuda]'")
     jax.config.update("jax_enable_compilation_cache", False)
     rows = []
-    for item in MESHES[:2] if quick else [*MESHES, *clusters()]:
+    cases = [item for item in [*MESHES, *clusters()] if args.cases in item.name]
+    for item in cases[: 2 if args.quick else None]:
         try:
             result = measure(item)
         except UserError as error:
@@ -133,7 +139,7 @@ def main() -> None:
     notes = [
         "H100 80 GB; 1 x 4096 tokens a GPU in the first rows; bfloat16; compiled without a GPU"
     ]
-    if not quick:
+    if not args.quick and not args.cases:
         results.write_json("gpu_aot", rows, ("jax", "jaxlib", "jax-cuda13-plugin"), device="h100",
                            notes=notes)  # fmt: skip
 

@@ -117,6 +117,16 @@ def gated_delta_rule(
     return run(tokens, starts, _empty_state(tokens) if state is None else state)
 
 
+def working_values(key_heads: int, value_heads: int, d: int, channels: int) -> int:
+    """Return the float32 numbers per token that the backward pass of the rule holds at a time.
+
+    They are the values of all chunks and their gradients: queries and keys of key heads, and for
+    each value head u, w and w_state, the state before each chunk, and four matrices of pairs.
+    """
+    of_value_head = 2 * channels + d + d * channels // CHUNK + 4 * CHUNK
+    return 2 * (2 * key_heads * d + value_heads * of_value_head)
+
+
 def gated_delta_step(
     tokens: DeltaTokens, state: DeltaState
 ) -> tuple[Float[Array, "b 1 H v"], DeltaState]:
@@ -335,12 +345,26 @@ def invert_unit_lower(strict: Float[Array, "*b c c"]) -> Float[Array, "*b c c"]:
 
 
 def _invert(strict: Array) -> Array:
+    # XLA:TPU has a kernel for small triangular systems. It compiles exact products of small
+    # matrices slowly, and pads them to tiles of 8 x 128 elements.
+    return jax.lax.platform_dependent(strict, tpu=invert_by_rows, default=_invert_by_blocks)
+
+
+def invert_by_rows(strict: Float[Array, "*b c c"]) -> Float[Array, "*b c c"]:
+    """Return (I + A)⁻¹ by forward substitution."""
+    identity = jnp.broadcast_to(jnp.eye(strict.shape[-1], dtype=strict.dtype), strict.shape)
+    return jax.lax.linalg.triangular_solve(
+        strict, identity, left_side=True, lower=True, unit_diagonal=True
+    )
+
+
+def _invert_by_blocks(strict: Array) -> Array:
     size = strict.shape[-1]
     if size <= _BASE:
         return _invert_block(strict)
     half = size // 2
     corners = jnp.stack([strict[..., :half, :half], strict[..., half:, half:]])
-    upper, lower = _invert(corners)
+    upper, lower = _invert_by_blocks(corners)
     below = -_product(lower, _product(strict[..., half:, :half], upper))
     return jnp.concatenate(
         [

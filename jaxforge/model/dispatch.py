@@ -21,6 +21,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+_BITS = 32  # of a packed key and index
+
 
 class Permutation(NamedTuple):
     """A permutation of rows.
@@ -56,13 +58,28 @@ def sort_by_key(key_N: Int[Array, "n"], n_keys: int) -> tuple[Permutation, Int[A
 
     Keys are 0 to `n_keys`, inclusive.
     """
-    order = jnp.argsort(key_N, stable=True).astype(key_N.dtype)
+    order = stable_order(key_N, n_keys)
     sizes = jnp.sum(key_N[:, None] == jnp.arange(n_keys), axis=0, dtype=jnp.int32)
     # The inverse of a permutation by one scatter of unique indices, instead of a second sort.
     ascending = jnp.arange(len(key_N), dtype=key_N.dtype)
     return Permutation(
         order, jnp.zeros_like(key_N).at[order].set(ascending, unique_indices=True)
     ), sizes
+
+
+def stable_order(key_N: Int[Array, "n"], n_keys: int) -> Int[Array, "n"]:
+    """Return the order of `jnp.argsort(key_N, stable=True)` for keys from 0 to `n_keys`.
+
+    One array of integers is sorted, whose high bits are the key and low bits the index. A stable
+    sort of keys with their indices takes ten times as long on CPU, and XLA:TPU takes three times as
+    long to compile it.
+    """
+    index_bits = max(1, (len(key_N) - 1).bit_length())
+    if n_keys.bit_length() + index_bits > _BITS:
+        return jnp.argsort(key_N, stable=True).astype(key_N.dtype)
+    index = jnp.arange(len(key_N), dtype=jnp.uint32)
+    packed = jax.lax.sort(key_N.astype(jnp.uint32) << index_bits | index, is_stable=False)
+    return (packed & ((1 << index_bits) - 1)).astype(key_N.dtype)
 
 
 def sort_assignments(

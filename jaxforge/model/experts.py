@@ -73,6 +73,10 @@ Operands = tuple[Array, Array, Linears]
 """Tokens, weights of their experts, and the experts' projections."""
 Round = Callable[[Array | int, Operands, "_Load"], Array]
 """(number, operands, load) -> the tokens' sum of the outputs of that round."""
+Pullback = Callable[[Array], tuple[Operands]]
+"""Gradient of the result of a round -> gradients of its operands."""
+Result = TypeVar("Result")
+"""Tree of arrays that a round returns."""
 
 
 class ExpertLinear(nnx.Module):
@@ -364,12 +368,11 @@ def _by_all_to_all(
         return sum_by_token(exchange(outputs), assignments)
 
     operands = (x_TD, weight_TK, linears)
-    y_TD = run_round(0, operands, load)
-    if (rounds := -(-most // room)) > 1:
-        # The branch must be the same on all devices, because it contains collectives.
-        fullest = collectives.pmax(jnp.max(load.sizes), "tokens")
-        y_TD = y_TD + _further_rounds(run_round, rounds, fullest > room, operands, load)
-    return y_TD
+    if most == room:
+        return run_round(0, operands, load)
+    # The same number on all devices, because a round contains collectives.
+    fullest = collectives.pmax(jnp.max(load.sizes), "tokens")
+    return _sum_of_rounds(run_round, -(-fullest // room), operands, load)
 
 
 class _Load(NamedTuple):
@@ -413,45 +416,43 @@ def _assignments_in_round(load: _Load, begin: Array | int, room: int) -> Assignm
     return Assignments(row, assignment.reshape(-1))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _further_rounds(
-    round_: Round, rounds: int, is_needed: Array, operands: Operands, load: _Load
-) -> Array:
-    """Run all rounds but the first, if needed. The backward pass recomputes them."""
-    return jax.lax.cond(
-        is_needed,
-        functools.partial(_sum_of_rounds, round_, rounds),
-        lambda operands, load: jnp.zeros_like(operands[0]),
-        operands,
-        load,
-    )
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _sum_of_rounds(run_round: Round, rounds: Array, operands: Operands, load: _Load) -> Array:
+    """Return the sum of the results of all rounds, at least one.
+
+    Only the first round saves values for the backward pass, which recomputes any others. Without
+    others, neither pass adds anything to the results and gradients of the first.
+    """
+    first = run_round(0, operands, load)
+    return _add_further_rounds(lambda number: run_round(number, operands, load), rounds, first)
 
 
-def _sum_of_rounds(round_: Round, rounds: int, operands: Operands, load: _Load) -> Array:
-    # `checkpoint`: a round's exchanged rows are recomputed in the backward pass instead of saved.
-    def add_round(y_TD: Array, number: Array) -> tuple[Array, None]:
-        return y_TD + jax.checkpoint(round_)(number, operands, load), None
+def _sum_of_rounds_forward(
+    run_round: Round, rounds: Array, operands: Operands, load: _Load
+) -> tuple[Array, tuple[Pullback, Array, Operands, _Load]]:
+    first, pull = jax.vjp(lambda operands: run_round(0, operands, load), operands)
+    y_TD = _add_further_rounds(lambda number: run_round(number, operands, load), rounds, first)
+    return y_TD, (pull, rounds, operands, load)
 
-    return jax.lax.scan(add_round, jnp.zeros_like(operands[0]), jnp.arange(1, rounds))[0]
 
-
-def _further_rounds_backward(
-    round_: Round, rounds: int, saved: tuple[Array, Operands, _Load], d_y: Array
+def _sum_of_rounds_backward(
+    run_round: Round, saved: tuple[Pullback, Array, Operands, _Load], d_y: Array
 ) -> tuple[None, Operands, None]:
-    is_needed, operands, load = saved
+    pull, rounds, operands, load = saved
 
-    def recompute(operands: Operands, load: _Load, d_y: Array) -> Operands:
-        return jax.vjp(lambda o: _sum_of_rounds(round_, rounds, o, load), operands)[1](d_y)[0]
+    def gradient(number: Array) -> Operands:
+        return jax.vjp(lambda operands: run_round(number, operands, load), operands)[1](d_y)[0]
 
-    def zeros(operands: Operands, load: _Load, d_y: Array) -> Operands:
-        return jax.tree.map(jnp.zeros_like, operands)
-
-    # `cond` inside a custom_vjp: plain autodiff of `cond` would save the residuals of both
-    # branches.
-    return None, jax.lax.cond(is_needed, recompute, zeros, operands, load, d_y), None
+    return None, _add_further_rounds(gradient, rounds, pull(d_y)[0]), None
 
 
-_further_rounds.defvjp(
-    lambda run_round, rounds, *saved: (_further_rounds(run_round, rounds, *saved), saved),
-    _further_rounds_backward,
-)
+_sum_of_rounds.defvjp(_sum_of_rounds_forward, _sum_of_rounds_backward)
+
+
+def _add_further_rounds(result: Callable[[Array], Result], rounds: Array, first: Result) -> Result:
+    """Add the results of all rounds but the first, in place."""
+
+    def add(number: Array, total: Result) -> Result:
+        return jax.tree.map(jnp.add, total, result(number))
+
+    return jax.lax.fori_loop(1, rounds, add, first)

@@ -128,6 +128,19 @@ class Mixer(nnx.Module):
         """
         raise NotImplementedError
 
+    @classmethod
+    def working_values(cls, config: ModelConfig, share: Callable[[int], int]) -> int:
+        """Return the float32 numbers per token that the backward pass of one layer also needs.
+
+        They exist for one layer at a time, under any rematerialization. 0 if the mixer computes a
+        few tokens at a time.
+
+        Args:
+            config: the model.
+            share: size of a dimension that `tp` splits -> size on one device.
+        """
+        return 0
+
 
 def mix_shares(
     mix: Callable[[Any, Any, Array | None], Array],

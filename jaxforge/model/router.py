@@ -95,7 +95,7 @@ class Router(nnx.Module):
         c, logits = self.config, self.gate(x_BSD)
         scores, ranking = self._scores(logits)
         _, experts = jax.lax.top_k(_within_groups(ranking, c), c.moe_top_k)
-        weights = jnp.take_along_axis(scores, experts, axis=-1)
+        weights = _scores_of(experts, scores)
         if c.moe_norm_topk:
             weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
         is_real = None
@@ -179,6 +179,19 @@ def term_weights(config: ModelConfig) -> dict[str, float]:
         "router_z_loss": config.moe_router_z_loss_weight,
     }
     return {name: weight for name, weight in weights.items() if weight}
+
+
+def _scores_of(experts: Int[Array, "b s k"], scores: Float[Array, "b s e"]) -> Array:
+    """Return the scores of distinct experts of each token.
+
+    `jnp.take_along_axis` cannot state that they are distinct: XLA:TPU sorts the indices of its
+    gradient.
+    """
+
+    def pick(experts: Array, scores: Array) -> Array:
+        return scores.at[experts].get(unique_indices=True, mode="promise_in_bounds")
+
+    return jax.vmap(jax.vmap(pick))(experts, scores)
 
 
 def _within_groups(scores: Float[Array, "b s e"], config: ModelConfig) -> Float[Array, "b s e"]:

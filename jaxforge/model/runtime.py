@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from jaxforge.config.axes import cp_strategy
 from jaxforge.config.job import JobConfig
+from jaxforge.kernels import gated_delta
 from jaxforge.kernels.attention_backends import (
     KernelRequirements,
     choose_backend,
@@ -18,6 +19,7 @@ from jaxforge.model.linear import FLOAT32
 UNROLLED_ON_CPU = 12  # layers
 UNROLLED_ON_GPU = 40
 _CHUNK_ELEMENTS = 1 << 24  # 64 MiB of float32
+_DELTA_CHUNK_ON_TPU = 128  # tokens: the side of a matrix unit
 _TILE_ON_CPU = 1 << 22  # logits: 16 MiB of float32, which caches hold
 
 
@@ -52,6 +54,8 @@ class Runtime(NamedTuple):
             over `tp` for all tokens before it splits them, and gradients of all devices' tokens.
         chunk_elements: elements of the matrices inside of chunks that a recurrence has at a time.
             Few stay in the caches of a CPU, and many keep a GPU busy.
+        delta_chunk: tokens of a chunk of the gated delta rule. On TPU 128 fill the matrix unit: XLA
+            estimates a quarter fewer cycles for the rule than with 64, and less memory.
         unstacks: whether decoding runs layers one after another on parameters and caches of their
             own. In a scan over stacked layers, XLA:CPU copies both for each token.
         wholly_manual: whether mesh axes of size 1 are manual in the `shard_map` of a step: compile
@@ -75,6 +79,7 @@ class Runtime(NamedTuple):
     wholly_manual: bool = True
     unstacks: bool = False
     chunk_elements: int = 1 << 15
+    delta_chunk: int = gated_delta.CHUNK
 
     def describe_attention(self, devices: int) -> str:
         """Describe the attention kernel for sequences on this many devices, and the reason."""
@@ -126,8 +131,9 @@ def runtime_for(
     )  # fmt: skip
     if platform == "tpu":
         return runtime._replace(
-            rope_as_matmul=True, wholly_manual=False, chunk_elements=_CHUNK_ELEMENTS
-        )
+            rope_as_matmul=True, wholly_manual=False, chunk_elements=_CHUNK_ELEMENTS,
+            delta_chunk=_DELTA_CHUNK_ON_TPU,
+        )  # fmt: skip
     is_unrolled = save == "none" and m.n_layers <= _most_unrolled_layers(platform, is_moe=m.is_moe)
     if is_unrolled:
         runtime = runtime._replace(unroll=m.n_layers)

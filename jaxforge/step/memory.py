@@ -164,7 +164,10 @@ class _Sizes:
         values = self._saved_per_token("none")
         recomputed = 0 if self.config.train.activation_checkpointing == "none" else values
         grad = self.bytes if whole else _F32
-        return self.tokens * (recomputed + values) + self._scores() + grad * self._layer_elements()
+        c = self.model.config
+        working = max(mixer_class(name).working_values(c, self._share) for name in c.mixers)
+        per_token = recomputed + values + _F32 * working
+        return self.tokens * per_token + self._scores() + grad * self._layer_elements()
 
     def loss(self) -> int:
         """Return the bytes of logits, their gradient, hidden states and the head's gradient."""

@@ -14,6 +14,7 @@ from jaxforge.kernels.gated_delta import (
     DeltaTokens,
     gated_delta_rule,
     gated_delta_step,
+    invert_by_rows,
     invert_unit_lower,
 )
 
@@ -135,6 +136,16 @@ def test_repeated_keys_lose_no_digits_in_float32():
     strict = np.tril(np.ones((64, 64), np.float32), -1)
     expected = np.eye(64) - np.eye(64, k=-1)
     np.testing.assert_array_equal(jax.jit(invert_unit_lower)(strict), expected)
+
+
+def test_tpu_program_solves_triangular_systems():
+    """XLA:TPU has a kernel for them, and compiles and runs small exact products slowly."""
+    strict = jnp.tril(jnp.asarray(np.random.default_rng(0).standard_normal((3, 64, 64))), -1)
+    lowered = jax.jit(invert_unit_lower).trace(strict).lower(lowering_platforms=("tpu",))
+    assert "triangular_solve" in lowered.as_text()
+    assert "dot_general" not in lowered.as_text()
+    result, expected = invert_by_rows(strict / 8), invert_unit_lower(strict / 8)
+    np.testing.assert_allclose(result, expected, rtol=TOLERANCE, atol=TOLERANCE)
 
 
 def test_bfloat16_values_keep_float32_state():

@@ -13,6 +13,7 @@ from jaxforge.model.dispatch import (
     permute_rows,
     sort_assignments,
     sort_by_key,
+    stable_order,
     sum_by_token,
 )
 
@@ -88,3 +89,15 @@ def test_permutation_is_stable_and_invertible():
     np.testing.assert_array_equal(permuted, rows[row])
     np.testing.assert_array_equal(again, rows)
     np.testing.assert_array_equal(gradient, rows[np.argsort(row)])
+
+
+@pytest.mark.parametrize(
+    ("rows", "n_keys"),
+    [(1, 3), (257, 8), (256, 2**24 - 1), (257, 2**24 - 1)],
+    ids=["one row", "few keys", "all 32 bits of packed keys", "too many keys to pack"],
+)
+def test_keys_sort_stably(rows, n_keys):
+    choices = np.array([0, 1, (n_keys + 1) // 2, n_keys], np.int32)
+    keys = np.random.default_rng(0).choice(choices, rows)
+    order = jax.jit(lambda keys: stable_order(keys, n_keys))(keys)
+    np.testing.assert_array_equal(order, np.argsort(keys, stable=True))

@@ -7,15 +7,18 @@ import jax
 import numpy as np
 import pytest
 from jax.flatten_util import ravel_pytree
+from jax.sharding import AbstractMesh
 
 from jaxforge.config import rules
 from jaxforge.config.mixers import GatedDeltaNetConfig
 from jaxforge.config.model import ModelConfig
 from jaxforge.errors import UserError
+from jaxforge.kernels.gated_delta import working_values
 from jaxforge.model.decoding import Decoder
 from jaxforge.model.mixers.gated_delta_net import GatedDeltaNet
 from jaxforge.model.sampling import Sampling
 from jaxforge.model.transformer import Model
+from jaxforge.step.memory import step_memory
 from jaxforge.telemetry.flops import flops_per_token
 from tests.conftest import tiny_config
 from tests.helpers import drawn, losses_and_gradients, lowered, random_batches, setup
@@ -94,6 +97,19 @@ def test_training_step_has_no_array_of_length_squared():
     shapes = [re.findall(r"\d+", shape) for shape in re.findall(r"tensor<([\dx]+)xf32>", text)]
     assert any("192" in shape for shape in shapes)
     assert not [shape for shape in shapes if shape.count("192") > 1]
+
+
+def test_memory_estimate_counts_values_of_chunks():
+    """Compiled for TPU v5p and H100, the rule with Qwen3-Next's heads takes 1.1 GB."""
+    assert 4 * 4096 * working_values(16, 32, 128, 128) == pytest.approx(1.1e9, rel=0.05)
+    config = tiny_config(
+        model={**SHAPE, "mixer_pattern": ["gated_delta_net"]},
+        train={"batch_size": 2, "activation_checkpointing": "full"},
+    )
+    shape = rules.mesh_shape(config, 1)
+    mesh = AbstractMesh(tuple(shape.values()), tuple(shape))
+    needed = step_memory(config, Model(config.model), mesh, "update", state=0)
+    assert needed.working > 2 * config.train.seq_len * 4 * working_values(2, 4, 8, 6)
 
 
 ONLY = {"mixer_pattern": ["gated_delta_net"]}

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxforge.config.model import GATED_DELTA_NET, ModelConfig
+from jaxforge.kernels import gated_delta
 from jaxforge.kernels.causal_convolution import ConvolutionState, causal_convolution
 from jaxforge.kernels.fp8 import LayerPrecision
 from jaxforge.kernels.gated_delta import (
@@ -32,6 +33,7 @@ from jaxforge.model.layer import Context, LayerSettings
 from jaxforge.model.linear import Declare, Linear, convolution_weights, residual_std
 from jaxforge.model.mixer import Mixer, MixerOut, SavedValues, mix_shares, register_mixer
 from jaxforge.model.norm import RMSNorm
+from jaxforge.model.runtime import Runtime
 from jaxforge.parallel.sharding import constrain
 
 _LARGEST_RATE = 16.0  # initial exp(a) are uniform up to this value, as in Mamba-2
@@ -119,7 +121,7 @@ class GatedDeltaNet(Mixer):
         )
         weights = _Convolutions(self.q_conv[...], self.k_conv[...], self.v_conv[...])
         if cache is None:
-            mix = functools.partial(self._mix, strategy=settings.runtime.context)
+            mix = functools.partial(self._mix, runtime=settings.runtime)
             y_BSHv = mix_shares(
                 mix, weights, inputs, context.segment_ids,
                 weight_axes=_WEIGHT_AXES, channels=_AXES,
@@ -141,14 +143,14 @@ class GatedDeltaNet(Mixer):
         weights: _Convolutions,
         inputs: _Inputs,
         segment_ids: Int[Array, "b s"] | None,
-        strategy: str,
+        runtime: Runtime,
     ) -> Float[Array, "b s H v"]:
         convolved = [
-            causal_convolution(x, weight, segment_ids=segment_ids, strategy=strategy)[0]
+            causal_convolution(x, weight, segment_ids=segment_ids, strategy=runtime.context)[0]
             for x, weight in zip(inputs[:3], weights, strict=True)
         ]
         tokens = self._tokens(convolved, inputs.log_decay, inputs.beta)
-        return gated_delta_rule(tokens, segment_ids, None, strategy)[0]
+        return gated_delta_rule(tokens, segment_ids, None, runtime.context, runtime.delta_chunk)[0]
 
     def _extend(
         self, weights: _Convolutions, inputs: _Inputs, context: Context, cache: DeltaNetState
@@ -226,6 +228,13 @@ class GatedDeltaNet(Mixer):
         keys, values, heads = share(c.key_size), share(c.value_size), share(c.value_heads)
         return SavedValues(2 * keys + 2 * values + 2 * heads, mixed=values,
                            inside=2 * keys + 3 * values)  # fmt: skip
+
+    @classmethod
+    def working_values(cls, config: ModelConfig, share: Callable[[int], int]) -> int:
+        """Return the size of the values of all chunks, and of their gradients."""
+        c = config.gated_delta_net
+        heads = share(c.key_heads), share(c.value_heads)
+        return gated_delta.working_values(*heads, c.key_head_dim, c.value_head_dim)
 
 
 _AXES = ("kv_heads", "kv_heads", "heads", "heads", "heads")
