@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jaxforge.checkpoint.replica import complete_groups, transfer
-from jaxforge.checkpoint.replica.peers import Process, choose_peers
+from jaxforge.checkpoint.replica.peers import Process, choose_peers, own_address
 from jaxforge.checkpoint.replica.reading import Copy, Reader
 from jaxforge.checkpoint.replica.store import BLOCK, Group, Manifest, Shard, Store
 
@@ -152,6 +152,17 @@ def test_group_is_complete_once_hosts_hold_all_senders():
     old, new = Group(3, "aa-0").name, Group(4, "aa-0").name
     inventories = [[(old, 2, [0]), (new, 2, [0])], [(old, 2, [1, 0]), (new, 2, [0])], []]
     assert complete_groups.complete(inventories) == [(Group(3, "aa-0"), 2, {0: [0, 1], 1: [1]})]
+
+
+def test_own_address_is_that_of_the_route_to_process_0():
+    job = {
+        "JAX_COORDINATOR_ADDRESS": "127.0.0.1:9",
+        "JAX_NUM_PROCESSES": "2",
+        "JAX_PROCESS_ID": "1",
+    }
+    assert own_address(job) == "127.0.0.1"
+    with socket.socket() as listener:
+        listener.bind((own_address({}), 0))  # an address of this machine
 
 
 def job(hosts, domains):

@@ -92,6 +92,21 @@ def test_replica_keeps_two_newest_steps(tmp_path):
     assert [source.step for source in open_replicas(tmp_path, ours, origin).sources] == [3, 2]
 
 
+def test_same_step_is_saved_again_only_after_rollback(tmp_path):
+    ours, state = initial()
+    replicas = open_replicas(tmp_path, ours)
+    rolled_back = Progress(step=1, rollbacks=[{"from": 3, "to": 0, "samples": 1}])
+    for progress, names in (
+        (Progress(step=1), ["step_1"]), (Progress(step=1), []), (rolled_back, ["step_1"])
+    ):  # fmt: skip
+        replicas.save(progress, state)
+        replicas.wait()
+        assert [f"step_{step}" for step in replicas.newly_complete()] == names
+        replicas.discard_after(1)
+    replicas.discard_after(0)
+    assert not [*tmp_path.rglob("0.data")]
+
+
 def test_start_uses_newest_intact_source(tmp_path, messages):
     """A flipped bit in the newest replica, then in both: the checkpoint is used."""
     ours, state = initial()

@@ -17,6 +17,8 @@ from jaxforge.parallel import agreement, multihost
 
 DOMAIN = "JAXFORGE_FAILURE_DOMAIN"
 
+_EXTERNAL = "192.0.2.1"  # reserved for documentation: takes the default route
+
 
 class Process(NamedTuple):
     """A process of the job.
@@ -68,12 +70,14 @@ def choose_peers(processes: Sequence[Process]) -> list[int | None]:
 def own_address(env: Mapping[str, str] = os.environ) -> str:
     """Return the address of this host in the network of the job. Every process must call this.
 
-    It is the address from which process 0 is reached, or that of the host's name if a scheduler
-    has started the job.
+    It is the address from which process 0 is reached. If a scheduler has started the job, it is
+    that of the default route, or else of the host's name.
     """
     arguments = multihost.distributed_arguments(env) or {}
-    coordinator = str(arguments.get("coordinator_address", socket.gethostname()))
-    host = coordinator.rpartition(":")[0].strip("[]") or coordinator
+    if "coordinator_address" in arguments:
+        host = arguments["coordinator_address"].rpartition(":")[0].strip("[]")
+    else:
+        host = _EXTERNAL if _is_reachable(_EXTERNAL) else socket.gethostname()
     addresses = gather(_source_address(host))
     others = [address for address in addresses if not _is_loopback(address)]
     address = addresses[jax.process_index()]
@@ -87,6 +91,14 @@ def _source_address(host: str) -> str:
     with socket.socket(family, socket.SOCK_DGRAM) as connection:
         connection.connect(address)
         return connection.getsockname()[0]
+
+
+def _is_reachable(host: str) -> bool:
+    try:
+        _source_address(host)
+    except OSError:
+        return False
+    return True
 
 
 def _is_loopback(address: str) -> bool:

@@ -88,6 +88,7 @@ class Replicas:
         self._config_crc32, self._stack = config_crc32, stack
         self.sources: list[Replica] = []
         self._peer: int | None = None
+        self._begun: Group | None = None
         self._complete: Group | None = None
         self._thread: threading.Thread | None = None
         self._failure: Exception | None = None
@@ -176,11 +177,17 @@ class Replicas:
     def save(self, progress: Progress, state: TrainState) -> None:
         """Copy a state to host memory, and start to write and send it in the background.
 
+        A step that was saved since the last rollback is not saved again.
+
         Args:
             progress: progress of the run, including the step.
             state: state of the step. It may be donated as soon as this returns.
         """
+        group = Group(progress.step, f"{self._attempt}-{len(progress.rollbacks)}")
+        if group == self._begun:
+            return
         self.wait()  # memory may not suffice for copies of two states
+        self._begun = group
         tree = layout.to_tree(by_layer(state, self._stack))
         copied = copy_tree(tree)
         hashes = begin(copied)
@@ -192,7 +199,6 @@ class Replicas:
             name: (tuple(leaf.shape), str(leaf.dtype))
             for name, leaf in flatten_dict(tree, sep=".").items()
         }
-        group = Group(progress.step, f"{self._attempt}-{len(progress.rollbacks)}")
         sealed = seal_progress(progress, self._config_crc32)
         self._thread = threading.Thread(
             target=self._replicate, args=(group, shards, hashes, arrays, sealed), daemon=True
@@ -210,6 +216,8 @@ class Replicas:
         """Write and send the files of this process, and agree with the others on the result."""
         began, failure, size = time.monotonic(), "", 0
         try:
+            # Other work would slow down the copies on CPUs, and the step that waits for them.
+            jax.block_until_ready([shard.data for shard in shards])
             self._store.remove(functools.partial(self._is_obsolete, group))
             describe = functools.partial(_describe, arrays, locate(shards), progress, hashes())
             own = jax.process_index()

@@ -34,6 +34,7 @@ log = logging.getLogger(__name__)
 TIMEOUT_SEC = 60.0
 """Time without progress of a connection after which it fails."""
 
+_CONNECT_SEC = 10.0  # an unreachable peer must not delay training for long
 _POLL_SEC = 0.1  # delay of `Server.close`
 _NONCE = 32
 _LENGTH = struct.Struct("!I")
@@ -230,7 +231,8 @@ def get_manifest(address: Address, token: bytes, group: Group, sender: int) -> M
 
 def _request(address: Address, token: bytes, **request: Any) -> socket.socket:  # noqa: ANN401
     """Send a request; return the connection after a positive answer."""
-    connection = socket.create_connection(address, timeout=TIMEOUT_SEC)
+    connection = socket.create_connection(address, timeout=_CONNECT_SEC)
+    connection.settimeout(TIMEOUT_SEC)
     try:
         nonce, content = receive(connection, _NONCE), json.dumps(request).encode()
         connection.sendall(_digest(token, nonce, content))
