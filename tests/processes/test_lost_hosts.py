@@ -1,8 +1,10 @@
 """Recovery of a job from the memory of its hosts. Each process has a host, which is a directory."""
 
 import json
+import os
 import re
 import shutil
+import time
 
 import jax
 import numpy as np
@@ -43,25 +45,38 @@ class Job:
             for index, host in enumerate(hosts)
         ]  # fmt: skip
 
-    def kill_after(self, step, processes):
-        self.run.wait_for_step(step, processes[0])
-        for process in processes:
-            process.kill()
+    def kill_once_saved(self, processes):
+        """Kill all processes; return the newest step with a checkpoint and a replica.
+
+        A step has both from the first save on: before a replica is removed, the next checkpoint is
+        durable and the next replica complete.
+        """
+        hosts, deadline = range(len(processes)), time.monotonic() + PATIENCE
+        try:
+            while not self.common_steps(hosts):
+                assert time.monotonic() < deadline, "nothing is saved"
+                assert processes[0].poll() is None, processes[0].communicate()[0]
+                time.sleep(0.05)
+        finally:
+            for process in processes:
+                process.kill()
         for process in processes:
             process.communicate(timeout=PATIENCE)
+        return max(self.common_steps(hosts))
 
     def files(self, host, sender, step):
         (path,) = self.host(host).rglob(f"step_{step}.*/{sender}.data")
         return path
 
-    def common_step(self, hosts):
-        """Return the newest step with a checkpoint and with two complete files on each host."""
+    def common_steps(self, hosts):
+        """Return the steps with a checkpoint and with the files of two senders on each host."""
         steps = [
-            {int(path.parent.name.split(".")[0][5:]) for path in self.host(host).rglob("*.json")
-             if len([*path.parent.glob("[0-9]*.json")]) == 2}
+            {int(os.path.basename(folder).split(".")[0][5:])
+             for folder, _, names in os.walk(self.host(host))  # some are removed meanwhile
+             if sum(name[0].isdigit() and name.endswith(".json") for name in names) == 2}
             for host in hosts
         ]  # fmt: skip
-        return max(set.intersection(set(self.run.steps()), *steps))
+        return set.intersection(set(self.run.steps()), *steps)
 
 
 @pytest.fixture
@@ -90,8 +105,7 @@ def flip_bit(path):
 
 def test_lost_host_is_replaced_by_copy_of_its_peer(job):
     """A single process restores the bits of the checkpoint of the same step."""
-    job.kill_after(6, job.start([0, 1], *SETTINGS, "--distributed.dp_shard=2"))
-    step = job.common_step([0, 1])
+    step = job.kill_once_saved(job.start([0, 1], *SETTINGS, "--distributed.dp_shard=2"))
     shutil.rmtree(job.host(0))
     (state, progress), (saved, saved_progress) = restored(job, 1, step)
     jax.tree.map(np.testing.assert_array_equal, *map(jax.device_get, (state, saved)))
@@ -106,8 +120,7 @@ THREE = ["--distributed.dp_shard=3", "--train.global_batch_size=12"]
 @pytest.mark.slow
 def test_three_of_four_hosts_continue_as_from_a_checkpoint(job, new_run):
     """Host 2 is lost, and a copy on host 1 is damaged."""
-    job.kill_after(10, job.start(range(4), *SETTINGS, *FOUR))
-    step = job.common_step(range(4))
+    step = job.kill_once_saved(job.start(range(4), *SETTINGS, *FOUR))
     for path in (job.run.directory / "checkpoints").glob("step_*"):
         if path.name != f"step_{step}":
             shutil.rmtree(path)
@@ -131,7 +144,7 @@ def final_checksums(run, step):
 
 @pytest.mark.slow
 def test_loss_of_both_copies_falls_back_to_checkpoint(job):
-    job.kill_after(6, job.start([0, 1], *SETTINGS, "--distributed.dp_shard=2"))
+    job.kill_once_saved(job.start([0, 1], *SETTINGS, "--distributed.dp_shard=2"))
     for host in (0, 1):
         for path in job.host(host).rglob("0.data"):
             flip_bit(path)
