@@ -164,7 +164,9 @@ def torch_step(
     optimizer = torch.optim.AdamW(
         model.parameters(), 1e-3, (0.9, 0.95), weight_decay=0.1, fused=True
     )
-    tokens, labels = (torch.tensor(x, dtype=torch.long, device=device) for x in _tokens(case))
+    tokens, labels = (
+        torch.tensor(x, dtype=torch.long, device=device) for x in tokens_and_labels(case)
+    )
     autocast = torch.autocast(device, torch.bfloat16, enabled=case.precision == "bf16")
 
     def step() -> None:
@@ -186,7 +188,7 @@ def plain_jax_step(case: Case) -> Callable[[], None]:
     attention = "splash" if devices[0].platform == "tpu" else "reference"
     lowered, abstract = plain_jax.lower_step(config, devices, attention)
     compiled = lowered.compile()
-    tokens = jax.device_put(np.asarray(_tokens(case)[0], np.int32))
+    tokens = jax.device_put(np.asarray(tokens_and_labels(case)[0], np.int32))
     state: list[plain_jax.State] = []
 
     def step() -> None:
@@ -229,7 +231,7 @@ def compiled_step(
     """
     config = job(case, xla_flags)
     program = Program(config, make_mesh(config, jax.devices()[:1]))
-    tokens, labels = (np.asarray(x, np.int32)[None] for x in _tokens(case))
+    tokens, labels = (np.asarray(x, np.int32)[None] for x in tokens_and_labels(case))
     data = {"input_ids": jax.device_put(tokens), "labels": jax.device_put(labels)}
     state: list[TrainState] = []
     with program.context():
@@ -263,7 +265,8 @@ def measure(
     return {name: statistics.median(times) for name, times in seconds.items()}
 
 
-def _tokens(case: Case) -> tuple[np.ndarray, np.ndarray]:
+def tokens_and_labels(case: Case) -> tuple[np.ndarray, np.ndarray]:
+    """Return the random tokens of a case, and their successors."""
     tokens = np.random.default_rng(0).integers(0, case.vocab, (case.batch, case.seq))
     return tokens, np.roll(tokens, -1, axis=1)
 

@@ -16,6 +16,7 @@ CHAPTERS = {
         "data",
         "prepare_terabytes",
         "launching",
+        "elastic",
         "plan",
         "scaling",
         "torch_compat",

@@ -72,7 +72,7 @@ class Exit(enum.Enum):
     )
     HUNG = (
         70,
-        "hung: the watchdog saw no progress; stacks are in logs/stacks_<i>.txt (EX_SOFTWARE)",
+        "hung: no progress; the culprit and stacks are in logs/stacks_<i>.txt (EX_SOFTWARE)",
         True,
     )
     STRAGGLER = (

@@ -77,7 +77,9 @@ LONGEST = (
     "step/test_grad_sync.py", "step/test_padding.py", "step/test_padded_batch.py",
     "torch_compat/test_idle_experts_of_torch.py", "step/test_context.py",
     "tools/replay/test_replay.py",
-    "processes/test_exits.py", "checkpoint/test_manager.py", "processes/test_generate.py",
+    "processes/test_exits.py", "storage/test_remote_corpora.py", "processes/test_generate.py",
+    "model/test_mixers.py", "checkpoint/test_manager.py", "kernels/test_gated_delta.py",
+    "training/test_rollback.py", "step/test_mtp.py",
     "torch_compat/test_convert.py", "optim/test_lr_patterns.py",
     "step/test_uneven_meshes.py", "step/test_aux_outputs.py", "step/test_experts.py",
     "step/test_train_step.py", "torch_compat/test_huggingface_models.py",
@@ -89,7 +91,7 @@ LONGEST = (
     "storage/test_conversions.py", "torch_compat/test_fsdp2.py",
     "tools/plan/test_wrong_configs.py", "torch_compat/test_untrained.py", "processes/test_kill.py",
     "step/test_fp8_steps.py", "test_configs.py", "golden/test_trajectories.py",
-    "model/test_attention_sinks.py", "tools/replay/test_against.py", "data/test_fine_tuning.py",
+    "model/test_attention_sinks.py", "data/test_fine_tuning.py",
 )  # fmt: skip
 
 

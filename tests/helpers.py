@@ -70,11 +70,14 @@ class Setup(Program):
             self.model.scales_loss, self.model.recipe,
         )  # fmt: skip
         if key not in _BEGUN:
-            stack = functools.partial(jax.tree.map, self.model.stack.stack)
+            of = self.model.stack.of
             make = jax.jit(
                 lambda p: init_train_state(
                     self.model,
-                    {name: stack(part) if name in stacks else part for name, part in p.items()},
+                    {
+                        name: jax.tree.map(of(name).stack, part) if name in stacks else part
+                        for name, part in p.items()
+                    },
                     self.optimizer,
                 )
             )

@@ -43,13 +43,7 @@ PARAMETERS = {  # as published with the weights
 }
 
 pytestmark = pytest.mark.parametrize(
-    "path",
-    [
-        pytest.param(path, marks=pytest.mark.slow if "gpt_oss" in path.stem else ())
-        for path in CONFIGS
-    ],
-    ids=[path.stem for path in CONFIGS],
-    scope="module",
+    "path", CONFIGS, ids=[path.stem for path in CONFIGS], scope="module"
 )
 
 

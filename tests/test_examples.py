@@ -283,6 +283,7 @@ def test_line_that_is_no_pair_is_named(line, tmp_path):
     assert example.read_pairs(path) == [good]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("examples")
 def test_answers_that_are_preferred_become_likelier(tmp_path):
     import preference as example

@@ -16,7 +16,8 @@ PACKAGES = ("jaxforge", "torch_compat")
 
 ROOMS = ["errors", "exit_codes", "aux_outputs", "cli", "registry", "storage", "config", "parallel",
          "kernels", "model", "state", "optim", "data", "step", "program", "checkpoint", "telemetry",
-         "runs", "training", "inference", "tools", "commands", "__main__"]  # fmt: skip
+         "runs", "training", "inference", "tools", "supervision", "commands",
+         "__main__"]  # fmt: skip
 """Files and directories of jaxforge; each imports only those before it."""
 TORCH_ROOMS = ["formats", "names", "families", "checkpoint", "convert", "lockstep",
                "__main__"]  # fmt: skip

@@ -64,6 +64,19 @@ def test_jobsets_are_of_one_piece(path):
         assert int(env["JAX_NUM_PROCESSES"]) == job["parallelism"]
         name = jobset["metadata"]["name"]
         assert env["JAX_COORDINATOR_ADDRESS"] == f"{name}-{replicated['name']}-0-0.{name}:1234"
+    check_probes(container)
+
+
+def check_probes(container):
+    """All probes request a path that the run serves, at the port that its arguments set."""
+    (option,) = (x for x in container["args"] if x.startswith("--metrics.prometheus_port="))
+    (port,) = container["ports"]
+    assert port["containerPort"] == int(option.partition("=")[2])
+    paths = {"startup": "/healthz", "liveness": "/healthz", "readiness": "/readyz"}
+    for name, path in paths.items():
+        assert container[f"{name}Probe"]["httpGet"] == {"path": path, "port": port["name"]}
+    liveness = container["livenessProbe"]  # the supervisor restarts the process in this time
+    assert liveness["periodSeconds"] * liveness["failureThreshold"] >= 1800
 
 
 @pytest.mark.parametrize("path", JOBSETS, ids=lambda path: path.name)

@@ -29,6 +29,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # benchmarks import one anot
 import results
 
 from benchmarks.faults.case import Broken, Case, Shared
+from benchmarks.faults.hosts import can_make_networks
 from benchmarks.faults.kinds import KINDS, Kind
 
 _INSIDE = "JAXFORGE_FAULTS_MAY_MOUNT"
@@ -42,6 +43,7 @@ class Tally:
     expected: str
     count: int = 0
     codes: collections.Counter[int] = dataclasses.field(default_factory=collections.Counter)
+    notes: list[dict[str, float]] = dataclasses.field(default_factory=list)
     compared: int = 0
     identical: int = 0
     torn: int = 0
@@ -54,6 +56,7 @@ class Tally:
         self.compared += case.identical is not None
         self.identical += bool(case.identical)
         self.torn += case.torn
+        self.notes += [case.notes] if case.notes else []
         if failure:
             self.failures.append(f"{case.name}: {failure}")
 
@@ -89,7 +92,8 @@ def drill(kinds: list[Kind], shared: Shared, options: argparse.Namespace) -> lis
                 case, failure = meeting.result()
                 tallies[meetings[meeting][0].name].add(case, failure)
                 minutes = (time.monotonic() - began) / 60
-                verdict = f"FAILED: {failure}" if failure else "as it should"
+                measured = ", ".join(f"{name} {x:.3g}" for name, x in case.notes.items())
+                verdict = f"FAILED: {failure}" if failure else f"as it should {measured}"
                 console.print(f"{minutes:5.1f} min  {case.name}: {case.codes} {verdict}",
                               highlight=False, markup=False)  # fmt: skip
     return list(tallies.values())
@@ -111,10 +115,12 @@ def may_mount() -> bool:
     if os.environ.get(_INSIDE):
         return os.environ[_INSIDE] == "yes"
     unshare = shutil.which("unshare")
-    os.environ[_INSIDE] = "yes" if unshare and os.system("unshare -rm true") == 0 else "no"
+    namespaces = "-rm" if os.geteuid() else "-m"  # a user namespace could create no networks
+    is_permitted = unshare and os.system(f"unshare {namespaces} true") == 0
+    os.environ[_INSIDE] = "yes" if is_permitted else "no"
     if os.environ[_INSIDE] == "yes":
         command = [sys.executable, "-m", __package__, *sys.argv[1:]]
-        os.execvp("unshare", ["unshare", "-rm", *command])
+        os.execvp("unshare", ["unshare", namespaces, *command])
     return False
 
 
@@ -133,7 +139,9 @@ def main() -> int:
     options = parse()
     mounts = may_mount()
     chosen = [kind for kind in KINDS if options.only in kind.name]
-    kinds = [kind for kind in chosen if mounts or not kind.mounts]
+    networks = can_make_networks()
+    kinds = [kind for kind in chosen
+             if (mounts or not kind.mounts) and (networks or not kind.has_network)]  # fmt: skip
     root = options.directory or Path(tempfile.mkdtemp(prefix="jaxforge-faults-"))
     for old in ("cases", "undisturbed"):
         shutil.rmtree(root / old, ignore_errors=True)
@@ -142,7 +150,8 @@ def main() -> int:
     notes = [f"{sum(tally.count for tally in tallies)} faults, "
              f"{sum(tally.torn for tally in tallies)} left a half-written checkpoint"]  # fmt: skip
     if left_out := [kind.name for kind in chosen if kind not in kinds]:
-        notes.append(f"left out, as nothing may be mounted here: {', '.join(left_out)}")
+        notes.append("left out, as this user may not mount or create networks here: "
+                     f"{', '.join(left_out)}")  # fmt: skip
     failures = [failure for tally in tallies for failure in tally.failures]
     print("\n".join([*notes, *failures]))
     if failures:

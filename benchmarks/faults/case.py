@@ -268,6 +268,7 @@ class Case:
         codes: exit codes of the processes that met the fault.
         identical: whether the curve was compared and equal.
         torn: whether a partial checkpoint was left.
+        notes: measured values by name.
     """
 
     def __init__(self, name: str, shared: Shared) -> None:
@@ -277,6 +278,7 @@ class Case:
         self.codes: list[int] = []
         self.identical: bool | None = None
         self.torn = False
+        self.notes: dict[str, float] = {}
         self._mounted: list[Path] = []
 
     def own_tokens(self) -> Path:

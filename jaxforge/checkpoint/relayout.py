@@ -26,12 +26,13 @@ def by_layer(tree: PyTree, stack: Stack) -> PyTree:
         tree: arrays, or abstract values with shardings.
         stack: order of layers in `tree`.
     """
-    if stack.is_in_order:
+    if stack.is_checkpoint_order:
         return tree
-    wanted = _map_stacked(lambda leaf: _abstract_by_layer(leaf, stack), tree)
+    wanted = _map_stacked(lambda name, leaf: _abstract_by_layer(leaf, stack.of(name)), tree)
     if isinstance(jax.tree.leaves(tree)[0], jax.ShapeDtypeStruct):
         return wanted
-    return _rearranged(tree, stack.unstack, _shardings(wanted), _shardings(wanted))
+    at = _shardings(wanted)
+    return _rearranged(tree, lambda name, leaf: stack.of(name).unstack(leaf), at, at)
 
 
 def by_stage(tree: PyTree, stack: Stack, like: PyTree) -> PyTree:
@@ -42,9 +43,10 @@ def by_stage(tree: PyTree, stack: Stack, like: PyTree) -> PyTree:
         stack: requested order of layers.
         like: abstract values with the requested shardings.
     """
-    if stack.is_in_order:
+    if stack.is_checkpoint_order:
         return tree
-    return _rearranged(tree, stack.stack, _shardings(tree), _shardings(like))
+    at, result = _shardings(tree), _shardings(like)
+    return _rearranged(tree, lambda name, leaf: stack.of(name).stack(leaf), at, result)
 
 
 Leaf = Any
@@ -52,13 +54,13 @@ Leaf = Any
 
 
 def _rearranged(
-    tree: PyTree, reorder: Callable[[Array], Array], at: PyTree, result: PyTree
+    tree: PyTree, reorder: Callable[[str, Array], Array], at: PyTree, result: PyTree
 ) -> PyTree:
     """Return the tree with its stacked parameters in another order.
 
     Args:
         tree: arrays.
-        reorder: function that rearranges the rows of an array.
+        reorder: function that rearranges the rows of an array of the named stack.
         at: shardings that do not split rows, so that each device rearranges its own part. With
             split rows, the partitioner of jax 0.11 aborts.
         result: shardings of the result.
@@ -66,8 +68,8 @@ def _rearranged(
 
     def rearrange(tree: PyTree) -> PyTree:
         return _map_stacked(
-            lambda leaf, at: jax.lax.with_sharding_constraint(
-                reorder(jax.lax.with_sharding_constraint(leaf, at)), at
+            lambda name, leaf, at: jax.lax.with_sharding_constraint(
+                reorder(name, jax.lax.with_sharding_constraint(leaf, at)), at
             ),
             tree, at,
         )  # fmt: skip
@@ -81,9 +83,11 @@ def _shardings(tree: PyTree) -> PyTree:
 
 
 def _map_stacked(function: Callable[..., Leaf], tree: PyTree, *more: PyTree) -> PyTree:
+    """Apply a function of (name of the stack, leaf, leaves of `more`) to stacked parameters."""
+
     def map_leaf(path: jax.tree_util.KeyPath, leaf: Leaf, *others: Any) -> Leaf:  # noqa: ANN401
-        is_stacked = any(is_stack(getattr(key, "key", "")) for key in path)
-        return function(leaf, *others) if is_stacked else leaf
+        names = [key.key for key in path if is_stack(getattr(key, "key", ""))]
+        return function(names[0], leaf, *others) if names else leaf
 
     return jax.tree_util.tree_map_with_path(map_leaf, tree, *more)
 
@@ -93,7 +97,7 @@ def _abstract_by_layer(leaf: Leaf, stack: Stack) -> jax.ShapeDtypeStruct:
 
     The axis of the stages moves from the rows to the first other dimension that it divides.
     """
-    shape, mesh = (stack.part(len(leaf)).layers, *leaf.shape[1:]), leaf.sharding.mesh
+    shape, mesh = (stack.layers, *leaf.shape[1:]), leaf.sharding.mesh
     spec = [None, *leaf.sharding.spec[1:]]
     spec += [None] * (len(shape) - len(spec))
     for i, axes in enumerate(spec[1:], 1):

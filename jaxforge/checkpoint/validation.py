@@ -1,5 +1,6 @@
 """Check that a saved state has the arrays that a config asks for."""
 
+from collections.abc import Iterable
 from pathlib import Path
 
 from flax.traverse_util import flatten_dict
@@ -7,6 +8,7 @@ from jaxtyping import PyTree
 
 from jaxforge.checkpoint import layout
 from jaxforge.checkpoint.paths import is_precision_specific
+from jaxforge.config.model import MTP
 from jaxforge.errors import UserError
 
 
@@ -22,6 +24,12 @@ def check_model(wanted: PyTree, saved: PyTree, path: Path) -> None:
         UserError: an array differs; the message names the first one.
     """
     actual_shapes, shapes = (_shapes(layout.variables(tree)) for tree in (saved, wanted))
+    stored, depth = _modules(actual_shapes), _modules(shapes)
+    if stored != depth:
+        raise UserError(
+            f"{path} does not fit [model]: model.mtp_depth = {depth}, but the checkpoint has "
+            f"{stored} modules of multi-token prediction: set model.mtp_depth = {stored}"
+        )
     spare = {name for name in actual_shapes.keys() - shapes.keys() if is_precision_specific(name)}
     for name in sorted((shapes.keys() | actual_shapes.keys()) - spare):
         expected, actual = shapes.get(name, "absent"), actual_shapes.get(name, "absent")
@@ -52,6 +60,12 @@ def check_optimizer(wanted: PyTree, saved: PyTree, path: Path) -> None:
             f"where {', '.join(ours)} are expected; bring it back, or start a new run from it "
             'with checkpoint.load_path and checkpoint.exclude_from_loading = ["optimizer"]'
         )
+
+
+def _modules(names: Iterable[str]) -> int:
+    """Return the number of modules of multi-token prediction with these parameters."""
+    paths = (name.split(".") for name in names)
+    return len({path[1] for path in paths if path[0] == MTP})
 
 
 def _shapes(tree: PyTree) -> dict[str, tuple[int, ...]]:

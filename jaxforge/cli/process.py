@@ -10,10 +10,14 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+ROSTER_VARIABLE = "JAXFORGE_ROSTER"
+"""Variable of processes of elastic jobs: the job's key, and the number of its list of hosts."""
+
 _LIBC = ctypes.CDLL(None) if sys.platform.startswith("linux") else None
 _PR_SET_PDEATHSIG = 1  # prctl(2)
 _BEGAN = "JAXFORGE_BEGAN"  # in seconds of the monotonic clock, common to a host
 _IMPORTED = time.monotonic()
+_process_start: float | None = None
 
 
 def began_env() -> dict[str, str]:
@@ -33,6 +37,20 @@ def new_command_env() -> dict[str, str]:
 def began() -> float:
     """Return the start time of the command in `time.monotonic` seconds; now, if unknown."""
     return float(os.environ.get(_BEGAN) or time.monotonic())
+
+
+def note_process_start() -> None:
+    """Record that the command of this process trains, for `process_start`."""
+    global _process_start
+    _process_start = time.perf_counter() - _age()
+
+
+def process_start() -> float:
+    """Return the start of this process in `time.perf_counter` seconds.
+
+    A process that does more than the training, such as a notebook, has none: then return now.
+    """
+    return time.perf_counter() if _process_start is None else _process_start
 
 
 def _age() -> float:

@@ -2,7 +2,7 @@
 
 RUN is the directory of a finished or active run. Several runs share the plots. The page is
 self-contained: it can be opened from disk, mailed and printed. `--watch` serves the page on this
-machine instead, and keeps it up to date.
+machine instead, and keeps it up to date. `--goodput` prints how the runs spent their time.
 """
 
 import argparse
@@ -30,6 +30,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not args.runs:
         options.error("the following arguments are required: RUN")
     runs = [urls.path(run) for run in args.runs]
+    if args.goodput:
+        return _print_goodput(runs, args)
     if port is not None:
         return _watch(runs, args, int(port))
     from jaxforge.runs.reading import read_runs
@@ -42,6 +44,28 @@ def main(argv: Sequence[str] | None = None) -> int:
     html = page(readings, args.x)
     _write(output, html)
     print(f"{output}: {len(html.encode()) / 1e6:.2f} MB")
+    return 0
+
+
+def _print_goodput(runs: Sequence[Path], args: argparse.Namespace) -> int:
+    for option in ("watch", "output"):
+        if getattr(args, option) is not None:
+            raise UserError(f"--goodput prints a table: remove --{option}")
+    from jaxforge.runs import attempts
+    from jaxforge.tools.report import goodput
+
+    texts = []
+    for run in runs:
+        by_process, damage = attempts.read(run)
+        for message in damage:
+            print(f"warning: {printable(message)}", file=sys.stderr)
+        if not by_process:
+            raise UserError(
+                f"{run} has no {attempts.file_name(0)}: no run directory, or its run has not begun "
+                "with this version"
+            )
+        texts.append(goodput.text(str(run), by_process))
+    print("\n\n".join(texts))
     return 0
 
 
@@ -64,6 +88,10 @@ def parser() -> CommandParser:
     parser.add_argument("runs", metavar="RUN", nargs="*", help="run directory")
     parser.add_argument("--output", help="HTML file (default: RUN/report.html)")
     parser.add_argument("--x", choices=list(AXES), default="steps", help="initial horizontal axis")
+    parser.add_argument(
+        "--goodput", action="store_true",
+        help="print a table of how the runs spent their time, instead of a page",
+    )  # fmt: skip
     parser.add_argument(
         "--watch", nargs="?", const=str(_PORT), metavar="PORT",
         help=f"serve the page on this machine and keep it up to date (default: {_PORT})",

@@ -9,333 +9,39 @@ SIGUSR1 are forwarded to the command. The supervisor then exits with the code of
 without a restart. With `--nproc N`, N processes run on this machine, connected by the variables
 that `parallel.multihost` reads. If one of them fails, the others are stopped and all are restarted.
 No started process outlives the supervisor.
+
+With `--elastic`, the job has several hosts, each with a supervisor. When hosts are lost, the others
+continue from the newest checkpoint with the same batches. Hosts that return join at the next save:
+
+    python -m jaxforge.supervise --elastic --hosts 2:4 --peers a:7070,b:7070,c:7070,d:7070 -- ...
 """
 
 import argparse
-import contextlib
-import dataclasses
-import json
+import hashlib
 import logging
-import math
 import os
-import queue
-import random
 import shlex
-import signal
 import socket
-import subprocess
 import sys
-import threading
-import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
-from jaxforge import exit_codes
-from jaxforge.checkpoint.paths import is_durable
-from jaxforge.cli.process import began_env, listening, new_command_env, stop_with_parent
 from jaxforge.cli.running import run_main
 from jaxforge.commands.command_line import CommandParser
 from jaxforge.errors import UserError
-from jaxforge.exit_codes import AGREED, Exit
-from jaxforge.storage import safe_files, trust, urls
+from jaxforge.storage import trust, urls
+from jaxforge.supervision.elastic import ElasticSupervisor, Hosts
+from jaxforge.supervision.members import parse_address
+from jaxforge.supervision.restarts import Policy
+from jaxforge.supervision.supervisor import Supervisor
 
-log = logging.getLogger("jaxforge.supervise")
+if TYPE_CHECKING:
+    from jaxforge.config.job import JobConfig
 
-_LOG_FILE = "supervise.jsonl"
-_FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-_HEALTHY_SEC = 3600.0
-
-
-@dataclasses.dataclass(frozen=True)
-class Ended:
-    """End of a process of the command.
-
-    Attributes:
-        index: index of the process.
-        code: exit code, as in a shell.
-    """
-
-    index: int
-    code: int
-
-
-Event = Ended | signal.Signals
-"""Event for the supervisor: the end of a process, or a signal to the supervisor."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Policy:
-    """Restart policy: exit codes that lead to a restart, and waiting times.
-
-    Attributes:
-        max_restarts: consecutive restarts without progress.
-        backoff: seconds before the first restart, doubled before each further restart.
-        backoff_cap: maximum of these seconds.
-        grace: seconds between a forwarded signal and SIGKILL.
-        peer_grace: seconds until the other processes are killed after one has failed.
-        again: further exit codes that lead to a restart, in addition to those of `exit_codes`.
-    """
-
-    max_restarts: int
-    backoff: float
-    backoff_cap: float
-    grace: float
-    peer_grace: float
-    again: frozenset[int] = frozenset()
-
-    def runs_again(self, code: int) -> bool:
-        """Return whether a restart may help after an exit code."""
-        return code in self.again or exit_codes.again(code)
-
-    def delay(self, failures: int) -> float:
-        """Return the pause in seconds after this many failures in a row, before jitter."""
-        return min(self.backoff_cap, self.backoff * 2 ** (failures - 1))
-
-
-class Group:
-    """The processes of one start, each in its own process group together with its children.
-
-    Args:
-        command: command of each process.
-        count: number of processes in the job.
-        events: queue that receives the end of each process.
-        env: environment of each process.
-    """
-
-    def __init__(
-        self,
-        command: Sequence[str],
-        count: int,
-        events: "queue.SimpleQueue[Event]",
-        env: Mapping[str, str],
-    ) -> None:
-        self._events = events
-        self._running = dict(
-            enumerate(_start(command, environment) for environment in _environments(count, env))
-        )
-        for item in self._running.items():  # only now: a fork with threads may deadlock
-            threading.Thread(target=self._wait_for, args=item, daemon=True).start()
-        self.codes: list[int | None] = [None] * count
-        self._cause: int | None = None
-        self._is_killed = False
-
-    def _wait_for(self, index: int, process: subprocess.Popen[bytes]) -> None:
-        # WNOWAIT leaves a zombie, so that its pid, the group id, is not reused before killpg.
-        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(process.pid, signal.SIGKILL)  # children, such as data workers
-        self._events.put(Ended(index, exit_codes.exit_code(process.wait())))
-
-    def ended(self, event: Ended) -> None:
-        """Record the end of a process."""
-        del self._running[event.index]
-        self.codes[event.index] = event.code
-        peer_lost_error = self._cause == Exit.ABORTED.code and not self._is_killed
-        if event.code and (self._cause is None or peer_lost_error):
-            self._cause = event.code
-
-    @property
-    def running(self) -> bool:
-        """True if any process is left."""
-        return bool(self._running)
-
-    @property
-    def code(self) -> int:
-        """Exit code of the process that failed first; the others failed because of it.
-
-        A process that detects the loss of a peer may end before the kernel has cleaned up the peer.
-        Its exit code (`Exit.ABORTED`) is then replaced by that of the peer.
-        """
-        return self._cause or 0
-
-    def send(self, sig: signal.Signals) -> None:
-        """Send a signal to each process, but not to its children."""
-        for process in self._running.values():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(process.pid, sig)
-
-    def kill(self) -> None:
-        """Kill each process together with its children."""
-        self._is_killed = True
-        for process in self._running.values():
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-
-
-class Supervisor:
-    """Runs a command until it succeeds, is stopped, or fails too often.
-
-    Args:
-        command: command to run.
-        count: number of processes on this machine.
-        policy: restart policy.
-        run: run directory, for progress and the log; None if unknown.
-    """
-
-    def __init__(
-        self, command: Sequence[str], count: int, policy: Policy, run: Path | None
-    ) -> None:
-        self._command, self._count, self._policy, self._run = command, count, policy, run
-        self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
-        self._stopping: signal.Signals | None = None
-        self._starts = self._failures = 0
-        # The time limit of a job covers all starts, unless reaching it leads to a restart.
-        has_limit = Exit.DURATION.code not in policy.again
-        self._env = {**new_command_env(), **(began_env() if has_limit else {})}
-
-    def run(self) -> int:
-        """Start the command as often as necessary.
-
-        Returns:
-            The exit code of the last start, or of a stop if stopped between two starts.
-        """
-        with listening(_FORWARDED, self._events.put):
-            while True:
-                began, clock, step = time.time(), time.monotonic(), self._newest_step()
-                group = self._run_once()
-                progress = self._progressed(step, time.monotonic() - clock)
-                self._failures = 1 if progress else self._failures + 1
-                code = self._code(group)
-                delay = self._decide(code)
-                self._record(began, step, group, delay)
-                if delay is None:
-                    return code
-                if not self._pause(delay):
-                    return self._stop_code()
-
-    def _run_once(self) -> Group:
-        self._starts += 1
-        log.info("start %d: %s", self._starts, shlex.join(self._command))
-        group = Group(self._command, self._count, self._events, self._env)
-        deadline = math.inf
-        while group.running:
-            deadline = self._handle(self._next(deadline), group, deadline)
-        return group
-
-    def _handle(self, event: Event | None, group: Group, deadline: float) -> float:
-        """Handle an event; return the time at which the remaining processes are killed."""
-        match event:
-            case Ended():
-                group.ended(event)
-                self._log_end(event)
-                if event.code not in {exit_.code for exit_ in AGREED}:
-                    return min(deadline, time.monotonic() + self._policy.peer_grace)
-                return deadline
-            case signal.Signals():
-                self._stopping = event
-                log.info("%s: forwarded; SIGKILL in %g s", event.name, self._policy.grace)
-                group.send(event)
-                return min(deadline, time.monotonic() + self._policy.grace)
-            case None:
-                log.warning("still running: SIGKILL")
-                group.kill()
-                return math.inf
-
-    def _next(self, deadline: float) -> Event | None:
-        """Return the next event, or None at the deadline."""
-        left = None if deadline == math.inf else max(0.0, deadline - time.monotonic())
-        try:
-            return self._events.get(timeout=left)
-        except queue.Empty:
-            return None
-
-    def _log_end(self, end: Ended) -> None:
-        which = f"process {end.index}" if self._count > 1 else "the command"
-        log.info("%s ended with %d: %s", which, end.code, exit_codes.meaning(end.code))
-
-    def _code(self, group: Group) -> int:
-        """Return the exit code of a start; death by the stop signal counts as a stop."""
-        is_stopped = self._stopping and group.code == 128 + self._stopping
-        return self._stop_code() if is_stopped else group.code
-
-    def _stop_code(self) -> int:
-        return (Exit.INTERRUPT if self._stopping is signal.SIGINT else Exit.SIGNAL).code
-
-    def _decide(self, code: int) -> float | None:
-        """Return the seconds until the next start, or None for no restart."""
-        if self._stopping or not self._policy.runs_again(code):
-            log.info("done: exit code %d", code)
-            return None
-        if self._failures > self._policy.max_restarts:
-            log.error("%d consecutive starts without progress, --max-restarts %d: exit code %d",
-                      self._failures, self._policy.max_restarts, code)  # fmt: skip
-            return None
-        # Jitter, so that many supervisors do not restart at the same time.
-        delay = self._policy.delay(self._failures) * random.uniform(0.5, 1.0)
-        log.info("restarting in %.1f s (restart %d of %d without progress)",
-                 delay, self._failures, self._policy.max_restarts)  # fmt: skip
-        return delay
-
-    def _pause(self, seconds: float) -> bool:
-        """Wait; return False if a stop signal arrived."""
-        event = self._next(time.monotonic() + seconds)
-        if isinstance(event, signal.Signals):
-            self._stopping = event
-            log.info("%s: no restart", event.name)
-        return event is None
-
-    def _newest_step(self) -> int:
-        """Return the step of the newest complete checkpoint, or -1."""
-        names = filter(is_durable, (self._run / "checkpoints").glob("step_*")) if self._run else ()
-        steps = [int(number) for p in names if (number := p.name.partition("_")[2]).isdigit()]
-        return max(steps, default=-1)
-
-    def _progressed(self, step_before: int, seconds: float) -> bool:
-        """Return whether a start wrote a newer checkpoint; for other commands, ran for an hour."""
-        if self._run is None:
-            return seconds >= _HEALTHY_SEC
-        return self._newest_step() > step_before
-
-    def _record(self, began: float, step: int, group: Group, delay: float | None) -> None:
-        """Append a line to the log in the run directory, if it exists and is local."""
-        if self._run is None or urls.in_bucket(self._run) or not self._run.is_dir():
-            return
-        record: dict[str, Any] = {
-            "host": socket.gethostname(),
-            "start": self._starts,
-            "began": began,
-            "ended": time.time(),
-            "codes": group.codes,
-            "code": group.code,
-            "meaning": exit_codes.meaning(group.code),
-            "steps": [step, self._newest_step()],
-            "signal": self._stopping.name if self._stopping else None,
-            "again_in_sec": delay,
-        }
-        try:
-            with safe_files.open_to_append(self._run / _LOG_FILE) as file:
-                file.write(f"{json.dumps(record)}\n".encode())
-        except OSError as error:  # a full disk does not prevent a restart
-            log.warning("cannot write %s: %s", self._run / _LOG_FILE, error.strerror)
-
-
-def _environments(count: int, env: Mapping[str, str]) -> Iterator[dict[str, str]]:
-    """Yield the environment of each process: JAX's variables for the job, with a fresh port."""
-    if count == 1:
-        yield dict(env)
-        return
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    for index in range(count):
-        yield {
-            "JAX_LOCAL_DEVICE_IDS": str(index),  # one GPU per process
-            **env,
-            "JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}",
-            "JAX_NUM_PROCESSES": str(count),
-            "JAX_PROCESS_ID": str(index),
-        }
-
-
-def _start(command: Sequence[str], env: Mapping[str, str]) -> "subprocess.Popen[bytes]":
-    try:
-        return subprocess.Popen(
-            command, env=env, stdin=subprocess.DEVNULL, process_group=0,
-            preexec_fn=stop_with_parent,
-        )  # fmt: skip
-    except OSError as error:
-        raise UserError(f"cannot run {command[0]}: {error.strerror}") from error
+_SECRET = "JAXFORGE_JOB_SECRET"
+_HANG_TIMEOUT_SEC = 30.0  # if train.hang_timeout is off
+_INDEX_VARIABLES = ("SLURM_NODEID", "JOB_COMPLETION_INDEX", "GROUP_RANK")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -351,7 +57,68 @@ def main(argv: Sequence[str] | None = None) -> int:
         args.max_restarts, args.backoff, args.backoff_cap, args.grace, args.peer_grace,
         frozenset(args.restart_on),
     )  # fmt: skip
+    if args.elastic:
+        return _elastic(args, command, policy).run()
     return Supervisor(command, args.nproc, policy, run_directory(command)).run()
+
+
+def _elastic(args: argparse.Namespace, command: Sequence[str], policy: Policy) -> ElasticSupervisor:
+    """Return the supervisor of this host of an elastic job."""
+    addresses = [address for address in args.peers.split(",") if address.strip()]
+    least, most = _host_range(args.hosts, len(addresses))
+    if not addresses:
+        raise UserError("--elastic requires --peers: the address of each host's supervisor")
+    if most != len(addresses):
+        raise UserError(
+            f"--hosts {args.hosts} has at most {most} hosts, but --peers lists {len(addresses)}"
+        )
+    own = _host_index(args.host_index, addresses)
+    if _arguments_of_train(command) is None:
+        raise UserError("--elastic supervises `jaxforge train`: its batches are adapted")
+    config = _train_config(command)
+    timeout = args.hang_timeout
+    if timeout is None:
+        timeout = (config.train.hang_timeout if config else 0.0) or _HANG_TIMEOUT_SEC
+    elastic = {"elastic_processes": most * args.nproc, "elastic_min_processes": least * args.nproc}
+    command = [*command, *(f"--distributed.{key}={value}" for key, value in elastic.items())]
+    secret = f"{os.environ.get(_SECRET, '')}\n{args.peers}\n{shlex.join(command)}"
+    hosts = Hosts(
+        addresses, own, least, args.host_multiple, hashlib.sha256(secret.encode()).hexdigest(),
+        timeout, args.join_timeout,
+    )  # fmt: skip
+    run = urls.path(config.checkpoint.dir, "checkpoint.dir") if config else None
+    return ElasticSupervisor(command, args.nproc, policy, run, hosts)
+
+
+def _host_range(text: str | None, n_hosts: int) -> tuple[int, int]:
+    """Return the smallest and largest number of hosts; by default 1 and all."""
+    if text is None:
+        return 1, n_hosts
+    least, colon, most = text.partition(":")
+    if not (least.isdigit() and (most.isdigit() or not colon)):
+        raise UserError(f"--hosts {text}: give MIN:MAX, such as 2:4")
+    numbers = int(least), int(most or least)
+    if not 1 <= numbers[0] <= numbers[1]:
+        raise UserError(f"--hosts {text}: MIN must be at least 1, and at most MAX")
+    return numbers
+
+
+def _host_index(index: int | None, addresses: Sequence[str]) -> int:
+    """Return the number of this host: the option, the scheduler's, or that of its name."""
+    names = [parse_address(address)[0] for address in addresses]
+    for variable in _INDEX_VARIABLES:
+        if index is None and os.environ.get(variable, "").isdigit():
+            index = int(os.environ[variable])
+    if index is None:
+        own = {socket.gethostname(), socket.gethostname().partition(".")[0], socket.getfqdn()}
+        matching = [i for i, name in enumerate(names) if name in own]
+        index = matching[0] if len(matching) == 1 else None
+    if index is None or not 0 <= index < len(addresses):
+        raise UserError(
+            f"the number of this host in --peers is {'unknown' if index is None else index}: set "
+            f"--host-index from 0 to {len(addresses) - 1}"
+        )
+    return index
 
 
 def run_directory(command: Sequence[str]) -> Path | None:
@@ -360,6 +127,12 @@ def run_directory(command: Sequence[str]) -> Path | None:
     Raises:
         UserError: the config cannot be loaded.
     """
+    config = _train_config(command)
+    return urls.path(config.checkpoint.dir, "checkpoint.dir") if config else None
+
+
+def _train_config(command: Sequence[str]) -> "JobConfig | None":
+    """Return the config of a command that trains; None for other commands."""
     arguments = _arguments_of_train(command)
     if arguments is None:
         return None
@@ -370,7 +143,7 @@ def run_directory(command: Sequence[str]) -> Path | None:
     if not args.config:
         return None
     config = load_config(args.config, overrides, trust.never)
-    return urls.path(config.checkpoint.dir, "checkpoint.dir")
+    return getattr(config, "known", config)
 
 
 def _arguments_of_train(command: Sequence[str]) -> Sequence[str] | None:
@@ -405,6 +178,40 @@ def parser() -> CommandParser:
         help="processes on this machine, one GPU each (1)")  # fmt: skip
     add("--restart-on", type=int, action="append", default=[], metavar="CODE",
         help="further exit code that leads to a restart, such as 75; repeatable")  # fmt: skip
+    add(
+        "--elastic",
+        action="store_true",
+        help="take part in a job whose hosts may leave and return; run this on every host",
+    )
+    add("--hosts", metavar="MIN:MAX", help="numbers of hosts of an elastic job (1 to all)")
+    add(
+        "--peers",
+        default="",
+        metavar="NAME:PORT,...",
+        help="address of each host's supervisor, in the same order on every host",
+    )
+    add(
+        "--host-index",
+        type=int,
+        metavar="N",
+        help="number of this host in --peers, from 0 (SLURM_NODEID, JOB_COMPLETION_INDEX, or by "
+        "its name)",
+    )
+    add(
+        "--host-multiple",
+        type=int,
+        default=1,
+        metavar="N",
+        help="hosts that hold one copy of the model together, and leave together (1)",
+    )
+    add(
+        "--hang-timeout",
+        type=float,
+        metavar="SEC",
+        help="seconds until a silent host counts as lost (train.hang_timeout)",
+    )
+    add("--join-timeout", type=float, default=300.0, metavar="SEC",
+        help="seconds that the first start waits for all hosts (300)")  # fmt: skip
     add("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     return parser
 

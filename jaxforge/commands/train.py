@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NoReturn
 
-from jaxforge.cli.process import began_env
+from jaxforge.cli.process import began_env, note_process_start
 from jaxforge.cli.running import leave, run_main
 from jaxforge.commands.command_line import CommandParser
 from jaxforge.config.job import JobConfig
@@ -112,6 +112,7 @@ def run(config: JobConfig | UnresolvedConfig, hooks: "Sequence[Hook]" = ()) -> E
 def entry() -> NoReturn:
     """Run the command of this process and exit."""
     os.environ.update(began_env())
+    note_process_start()
     leave(run_main(main, uses_devices=True, outlives_reader=True))
 
 

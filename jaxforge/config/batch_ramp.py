@@ -72,19 +72,25 @@ class BatchRamp:
     Attributes:
         stages: the first has start 0, then starts increase.
         rows: sequences of one microbatch over all data-parallel ranks.
+        padded_size: sequences of an update whose last microbatch is padded; None without padding.
     """
 
     stages: tuple[Stage, ...]
     rows: int
+    padded_size: int | None = None
 
     def accum(self, step: int) -> int:
         """Return the microbatches of the update after `step` updates."""
         starts = [stage.start for stage in self.stages]
         return self.stages[bisect_right(starts, step) - 1].accum
 
+    def sequences(self, accum: int) -> int:
+        """Return the number of sequences in an update of `accum` microbatches, without padding."""
+        return self.padded_size or accum * self.rows
+
     def samples(self, step: int) -> int:
         """Return the number of sequences in the first `step` updates."""
-        return sum(n * accum for _, n, accum in self.spans(0, step)) * self.rows
+        return sum(n * self.sequences(accum) for _, n, accum in self.spans(0, step))
 
     def samples_at(self, step: int, point: tuple[int, int]) -> int:
         """Return the sequences drawn after `step` updates, counted from a known point of the run.
@@ -102,7 +108,7 @@ class BatchRamp:
         end = self.samples(since) + samples
         start, accum = [stage for stage in self.stages if self.samples(stage.start) <= end][-1]
         left = end - self.samples(start)
-        return start + -(-left // (accum * self.rows)) - since
+        return start + -(-left // self.sequences(accum)) - since
 
     def spans(self, step: int, n_updates: int) -> Iterator[Span]:
         """Split the `n_updates` updates after `step` into non-empty spans of one batch size."""

@@ -36,6 +36,10 @@ class DistributedConfig(Section):
     ring."""
     ep: PositiveInt = 1
     """Expert parallelism: experts are sharded; like dp_shard, this axis also shards the batch."""
+    elastic_processes: PositiveInt | None = None
+    """Processes of the whole job. With fewer, dp shrinks and batches stay the same."""
+    elastic_min_processes: PositiveInt = 1
+    """Smallest number of processes of an elastic job; checked when it starts."""
     heartbeat_timeout_sec: PositiveInt = 100
     """Seconds without a heartbeat after which a process is considered lost and the job ends."""
     nccl_timeout_sec: PositiveInt = 1800
@@ -52,3 +56,8 @@ class DistributedConfig(Section):
         """Yield the broken rules between the keys of this section."""
         if self.dp_shard == 0:
             yield "dp_shard = 0 must be at least 1, or -1 for all remaining devices"
+        if self.elastic_processes and self.elastic_min_processes > self.elastic_processes:
+            yield (
+                f"elastic_min_processes = {self.elastic_min_processes} must be at most "
+                f"elastic_processes = {self.elastic_processes}"
+            )

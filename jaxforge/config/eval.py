@@ -91,6 +91,8 @@ class EvalConfig(EvalSource):
     """Updates between evaluations."""
     start_step: Steps = 0
     """Updates before the first evaluation, which follows at the next multiple of interval."""
+    batch_size: PositiveInt | None = None
+    """Sequences per evaluation batch; by default those of a training microbatch of all ranks."""
     steps: PositiveInt = 50
     """Batches per evaluation and set; each evaluation uses the same batches."""
     datasets: tuple[EvalDataset, ...] = ()

@@ -69,6 +69,14 @@ class JobConfig(Section):
         """True if updates skip experts without tokens."""
         return self.model.is_moe and bool(self.optimizer.skip_idle_experts)
 
+    def eval_batch_size(self, dp: int) -> int:
+        """Return the sequences of a batch of an evaluation.
+
+        Args:
+            dp: Number of data-parallel ranks, dp_replicate * dp_shard * ep.
+        """
+        return self.eval.batch_size or self.train.microbatch_size(dp)
+
     def with_idle_experts_skipped(self) -> "JobConfig":
         """Return a copy of the config whose updates skip experts without tokens."""
         optimizer = self.optimizer.model_copy(update={"skip_idle_experts": True})

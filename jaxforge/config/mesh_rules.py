@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from jaxforge.config.axes import BATCH_AXES, Mesh, Rule, cp_strategy, data_parallel
 from jaxforge.config.fixes import smaller_axis
 from jaxforge.config.job import JobConfig
-from jaxforge.config.model import GATED_DELTA_NET, MAMBA2
+from jaxforge.config.model import ATTENTION, GATED_DELTA_NET, LATENT_ATTENTION, MAMBA2, NO_MIXER
 from jaxforge.config.points import ATTENTION_WEIGHTS
 from jaxforge.config.problems import Problem, divisors, multiples, nearest, single_change
 
@@ -23,21 +23,11 @@ def kv_heads_divide_by_tp(config: JobConfig, mesh: Mesh) -> Iterator[Problem]:
         yield from _divides(config, "model.n_kv_heads", config.model.n_kv_heads, mesh, "tp")
 
 
-def mamba_heads_divide_by_tp(config: JobConfig, mesh: Mesh) -> Iterator[Problem]:
-    """Require whole heads of Mamba-2 per tensor-parallel rank, and whole groups or a single one."""
-    if MAMBA2 not in config.model.mixers:
-        return
-    settings = config.model.mamba2
-    yield from _divides(config, "model.mamba2.heads", settings.heads, mesh, "tp")
-    if settings.groups > 1:  # a single group is not split
-        yield from _divides(config, "model.mamba2.groups", settings.groups, mesh, "tp")
-
-
-def delta_net_heads_divide_by_tp(config: JobConfig, mesh: Mesh) -> Iterator[Problem]:
-    """Require whole key heads of Gated DeltaNet per tensor-parallel rank."""
-    if GATED_DELTA_NET in config.model.mixers:
-        key_heads = config.model.gated_delta_net.key_heads  # a divisor of the value heads
-        yield from _divides(config, "model.gated_delta_net.key_heads", key_heads, mesh, "tp")
+def mixer_heads_divide_by_tp(config: JobConfig, mesh: Mesh) -> Iterator[Problem]:
+    """Require a whole number of the heads and groups of mixers per tensor-parallel rank."""
+    for mixer, table in config.model.mixer_tables.items():
+        for key, size in table.split_sizes.items():
+            yield from _divides(config, f"model.{mixer}.{key}", size, mesh, "tp")
 
 
 def convolutions_fit_parts(config: JobConfig, mesh: Mesh) -> Iterator[Problem]:
@@ -154,10 +144,13 @@ def dim_divides_by_cp_and_ep(config: JobConfig, mesh: Mesh) -> Iterator[Problem]
 
 
 def global_batch_divides(config: JobConfig, mesh: Mesh) -> Iterator[Problem]:
-    """Require a global batch that divides into microbatches and equal shares per rank."""
+    """Require a global batch that divides into microbatches and equal shares per rank.
+
+    An elastic job that has lost processes pads its batches instead (`config.elastic`).
+    """
     batch, accum = config.train.global_batch_size, config.train.grad_accum_steps
     dp = data_parallel(mesh)
-    if batch and batch % (accum * dp):
+    if batch and batch % (accum * dp) and not config.distributed.elastic_processes:
         axes = BATCH_AXES if mesh["ep"] > 1 else BATCH_AXES[:2]
         sizes = " * ".join(str(mesh[axis]) for axis in axes)
         fitting = (steps for steps in divisors(batch) if batch % (steps * dp) == 0)
@@ -229,30 +222,42 @@ def microbatches_fill_pipeline(config: JobConfig, mesh: Mesh) -> Iterator[str | 
             yield Problem(what, (multiples(key, least, unit),))
 
 
-def pipeline_stages_have_equal_layers(config: JobConfig, mesh: Mesh) -> Iterator[Problem]:
-    """Require the same mixers and feed-forwards in all stages, because they run one program."""
-    parts, pp = config.model.layer_parts, mesh["pp"]
-    if pp == 1 or len(set(parts)) == 1:
+def different_stages_exchange_in_groups(config: JobConfig, mesh: Mesh) -> Iterator[Problem]:
+    """Refuse neighbour exchanges over cp in stages with different layers.
+
+    A permutation of XLA involves the devices of all stages, which then run different layers.
+    """
+    pp, cp, chunks = mesh["pp"], mesh["cp"], config.distributed.chunks
+    if pp == 1 or cp == 1 or _stages_are_equal(config, pp * chunks):
         return
-    stages = pp * config.distributed.chunks
-    length = len(parts) // stages
-    if len(parts) % stages or any(part != parts[i % length] for i, part in enumerate(parts)):
-        kinds = ", ".join(sorted({" and ".join(part) for part in parts}))
-        fixes = [smaller_axis(config, "pp", pp)]
-        if len({part.mixer for part in parts}) == 1:
-            fixes.append(({"model.moe_frequency": 1, "model.moe_first_dense_layers": 0},))
+    fixes = smaller_axis(config, "pp", pp), smaller_axis(config, "cp", cp)
+    where = f"with distributed.cp = {cp} in {pp * chunks} pipeline stages of different layers"
+    recurrent = sorted({*config.model.mixers} - {ATTENTION, LATENT_ATTENTION, NO_MIXER})
+    if recurrent:
+        yield Problem(f"mixers {', '.join(recurrent)} are not supported {where}", fixes)
+    elif cp_strategy(config) == "ring":
+        ulysses = single_change("distributed.cp_strategy", "ulysses")
         yield Problem(
-            f"distributed.pp = {pp} makes {stages} stages, which must have the same layers, but "
-            f"the {len(parts)} layers ({kinds}) do not repeat in each {length or 1} layers",
-            tuple(fixes),
+            f'distributed.cp_strategy = "ring" is not supported {where}', (ulysses, *fixes)
         )
+
+
+def _stages_are_equal(config: JobConfig, stages: int) -> bool:
+    """Return whether virtual stages have the same mixers and feed-forwards, or all layers do."""
+    parts = config.model.layer_parts
+    length, longer = divmod(len(parts), stages)
+    is_periodic = all(part == parts[i % max(1, length)] for i, part in enumerate(parts))
+    return len(set(parts)) == 1 or (not longer and is_periodic)
 
 
 def biased_stages_have_equal_layers(config: JobConfig, mesh: Mesh) -> Iterator[Problem]:
     """Require equal layers per stage if the output of a layer has a bias.
 
-    A shorter stage is padded with a layer of zeros, whose output bias would receive gradients.
+    In a model of one kind of layers, a shorter stage is padded with a layer of zeros, whose output
+    bias would receive gradients.
     """
+    if len(config.model.stacks) > 1:
+        return
     model, parts = config.model, mesh["pp"] * config.distributed.chunks
     after = model.norm_type == "layernorm" and model.norm_placement != "pre"
     if mesh["pp"] > 1 and model.n_layers % parts and (model.o_bias or model.mlp_bias or after):
@@ -316,8 +321,7 @@ def pipeline_offloads_nothing(config: JobConfig, mesh: Mesh) -> Iterator[Problem
 MESH_RULES: tuple[Rule, ...] = (
     heads_divide_by_tp,
     kv_heads_divide_by_tp,
-    mamba_heads_divide_by_tp,
-    delta_net_heads_divide_by_tp,
+    mixer_heads_divide_by_tp,
     seq_len_divides_by_cp_and_tp,
     heads_divide_by_cp,
     seq_len_divides_by_ring_chunks,
@@ -332,7 +336,7 @@ MESH_RULES: tuple[Rule, ...] = (
     batch_sizes_agree,
     every_stage_has_layers,
     microbatches_fill_pipeline,
-    pipeline_stages_have_equal_layers,
+    different_stages_exchange_in_groups,
     biased_stages_have_equal_layers,
     experts_divide_by_ep,
     expert_width_divides_by_tp,

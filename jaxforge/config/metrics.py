@@ -42,6 +42,10 @@ class MetricsConfig(Section):
     """Log energy and power of NVIDIA GPUs, read by NVML; needs nvidia-ml-py."""
     max_attention_logit_interval: NonNegativeInt = 0
     """Updates between measurements of the largest attention logit; 0 disables them."""
+    prometheus_port: int = Field(default=0, ge=0, le=65535)
+    """Port of /metrics, /healthz and /readyz on each host; 0: off. See docs/metrics.md."""
+    prometheus_address: str = "0.0.0.0"
+    """Address of prometheus_port; "127.0.0.1" for clients on the same machine only."""
     peak_tflops: PositiveFloat | None = None
     """Peak TFLOP/s of one device, for MFU; if not set, the value of the data sheet if known."""
     enable_wandb: bool = False

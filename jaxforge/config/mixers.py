@@ -1,7 +1,7 @@
 """Settings of the mixers, each a table of `[model]` with the mixer's name."""
 
 from collections.abc import Iterator
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
@@ -9,7 +9,19 @@ from jaxforge.config.problems import Problem, divisors, multiples, nearest
 from jaxforge.config.section import Section
 
 
-class GatedDeltaNetConfig(Section):
+class MixerConfig(Section):
+    """Table of a mixer."""
+
+    has_mup_rules: ClassVar[bool] = False
+    """Whether muP has rules for the parameters."""
+
+    @property
+    def split_sizes(self) -> dict[str, int]:
+        """Numbers of heads and groups that tp must divide, by key."""
+        return {}
+
+
+class GatedDeltaNetConfig(MixerConfig):
     """`[model.gated_delta_net]`: linear attention with the gated delta rule, as in Qwen3-Next."""
 
     key_heads: PositiveInt = 16
@@ -23,6 +35,11 @@ class GatedDeltaNetConfig(Section):
     """Width of a value head."""
     conv_size: Annotated[int, Field(ge=2)] = 4
     """Tokens in the causal convolutions of queries, keys and values, including the token itself."""
+
+    @property
+    def split_sizes(self) -> dict[str, int]:
+        """Number of key heads, a divisor of the number of value heads."""
+        return {"key_heads": self.key_heads}
 
     @property
     def key_size(self) -> int:
@@ -47,7 +64,7 @@ class GatedDeltaNetConfig(Section):
             )
 
 
-class Mamba2Config(Section):
+class Mamba2Config(MixerConfig):
     """`[model.mamba2]`: state-space layers of Mamba-2, as in Nemotron-H, Granite 4 and Bamba.
 
     Default values are those of the 2.7B model of the paper (arXiv:2405.21060).
@@ -78,6 +95,11 @@ class Mamba2Config(Section):
     """Smallest initial time step. Initial time steps of heads are uniform in their logarithm."""
     init_time_step_max: PositiveFloat = 0.1
     """Largest initial time step."""
+
+    @property
+    def split_sizes(self) -> dict[str, int]:
+        """Numbers of heads and groups; a single group is not split."""
+        return {"heads": self.heads} | ({"groups": self.groups} if self.groups > 1 else {})
 
     @property
     def inner_size(self) -> int:
@@ -114,8 +136,10 @@ class Mamba2Config(Section):
                 yield f"{first} = {least} must be less than {last} = {most}"
 
 
-class LatentAttentionConfig(Section):
+class LatentAttentionConfig(MixerConfig):
     """`[model.latent_attention]`: multi-head latent attention, as in DeepSeek-V2 and V3."""
+
+    has_mup_rules = True
 
     q_rank: PositiveInt | None = None
     """Width of the latent from which queries are computed; if not set, queries are computed from

@@ -8,7 +8,12 @@ from typing import Annotated, Literal, NamedTuple
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from jaxforge.config.mixers import GatedDeltaNetConfig, LatentAttentionConfig, Mamba2Config
+from jaxforge.config.mixers import (
+    GatedDeltaNetConfig,
+    LatentAttentionConfig,
+    Mamba2Config,
+    MixerConfig,
+)
 from jaxforge.config.problems import Problem, divisors, multiples, nearest, single_change
 from jaxforge.config.section import Section
 from jaxforge.registry import Registry
@@ -30,6 +35,9 @@ MAMBA2 = "mamba2"
 
 MIXERS = Registry("model.mixer", ATTENTION, GATED_DELTA_NET, LATENT_ATTENTION, MAMBA2, NO_MIXER)
 """Registered mixers (`model.mixer`), the part of a layer that exchanges information of tokens."""
+
+MIXER_TABLES = (GATED_DELTA_NET, LATENT_ATTENTION, MAMBA2)
+"""Mixers with a table of settings, which has the name of the mixer."""
 
 FeedForward = Literal["dense", "experts", "none"]
 
@@ -456,6 +464,11 @@ class ModelConfig(Section):
         return tuple(dict.fromkeys(parts.mixer for parts in self.layer_parts))
 
     @property
+    def mixer_tables(self) -> dict[str, MixerConfig]:
+        """Settings of the mixers of the layers, by name of the mixer."""
+        return {name: getattr(self, name) for name in self.mixers if name in MIXER_TABLES}
+
+    @property
     def is_moe(self) -> bool:
         """True if some blocks have experts."""
         return any(self.has_experts)
@@ -661,7 +674,7 @@ class ModelConfig(Section):
                 "feed-forward: change mixer, mixer_pattern or feed_forward_pattern"
             )
         mixers, fields = {mixer for mixer, _ in parts}, type(self).model_fields
-        for mixer in (GATED_DELTA_NET, LATENT_ATTENTION, MAMBA2):
+        for mixer in MIXER_TABLES:
             if mixer not in mixers and getattr(self, mixer) != fields[mixer].default:
                 yield (
                     f'[model.{mixer}] has no effect: no layer has mixer = "{mixer}". Set mixer or '
@@ -669,8 +682,8 @@ class ModelConfig(Section):
                 )
         if self.mixer_pattern and self.mixer != ATTENTION:
             yield f'mixer = "{self.mixer}" has no effect with mixer_pattern: remove it'
-        for mixer in (GATED_DELTA_NET, MAMBA2):
-            if mixer in mixers and self.mup_base_width is not None:
+        for mixer, table in self.mixer_tables.items():
+            if self.mup_base_width is not None and not table.has_mup_rules:
                 yield (
                     f"mup_base_width = {self.mup_base_width} is not supported with mixer = "
                     f'"{mixer}": muP has no rule for the recurrence. Remove it'

@@ -1,5 +1,6 @@
 """Rules between sections of a configuration (`rules.py`)."""
 
+import math
 from collections.abc import Iterator
 
 from jaxforge.cli.suggestions import choices
@@ -7,7 +8,9 @@ from jaxforge.config.axes import Mesh, Rule, data_parallel
 from jaxforge.config.job import JobConfig
 from jaxforge.config.optimizer import OPTIMIZERS
 from jaxforge.config.problems import Problem, nearest, single_change
-from jaxforge.config.train import CROSS_ENTROPIES, EIGHT_BIT
+from jaxforge.config.train import CROSS_ENTROPIES, EIGHT_BIT, SHORTEST_HANG_TIMEOUT
+
+_REPORT_SEC = 20  # after train.hang_timeout: all processes report a hang, process 0 ends last
 
 
 def seq_len_fits_model(config: JobConfig, mesh: Mesh) -> Iterator[Problem]:
@@ -201,6 +204,24 @@ def moment_storage_is_supported(config: JobConfig, mesh: Mesh) -> Iterator[Probl
         )
 
 
+def hang_is_reported_before_the_end(config: JobConfig, mesh: Mesh) -> Iterator[Problem]:
+    """Require that a hang is reported before JAX ends the processes of the job."""
+    heartbeat, timeout = config.distributed.heartbeat_timeout_sec, config.train.hang_timeout
+    longest = heartbeat - _REPORT_SEC
+    if timeout <= max(0, longest):
+        return
+    fitting = longest if longest >= SHORTEST_HANG_TIMEOUT else 0
+    yield Problem(
+        f"train.hang_timeout = {timeout:g} requires distributed.heartbeat_timeout_sec of at least "
+        f"{math.ceil(timeout) + _REPORT_SEC}, not {heartbeat}, so that processes report a hang "
+        "before JAX ends them",
+        (
+            single_change("train.hang_timeout", fitting),
+            single_change("distributed.heartbeat_timeout_sec", math.ceil(timeout) + _REPORT_SEC),
+        ),
+    )
+
+
 SECTION_RULES: tuple[Rule, ...] = (
     seq_len_fits_model,
     eval_has_source,
@@ -216,6 +237,7 @@ SECTION_RULES: tuple[Rule, ...] = (
     fp8_has_layers,
     schedule_free_has_no_schedule,
     moment_storage_is_supported,
+    hang_is_reported_before_the_end,
 )
 
 

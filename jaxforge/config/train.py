@@ -45,6 +45,9 @@ class BatchStage(Section):
             yield "a stage requires either grad_accum_steps or global_batch_size"
 
 
+SHORTEST_HANG_TIMEOUT = 10.0
+"""Smallest value of hang_timeout other than 0, in seconds."""
+
 _CAN_OFFLOAD = ("full", "dots_with_no_batch_dims_saveable")
 """Values of activation_checkpointing whose saved activations JAX can offload to the host."""
 
@@ -166,6 +169,8 @@ class TrainConfig(Section):
     """Timeout between steps in seconds; allow for 32 steps, as the host runs ahead of devices."""
     watchdog_checkpoint_sec: NonNegativeFloat = 1800.0
     """Timeout for saving a checkpoint in seconds."""
+    hang_timeout: NonNegativeFloat = 30.0
+    """Seconds until a hanging job names the culprit, and ends if one is silent; 0 disables it."""
     nccl_health_check_interval: NonNegativeInt = 0
     """Updates between checks of the communication between devices; 0 disables them."""
     health_check_timeout_sec: PositiveFloat = 10.0
@@ -185,6 +190,11 @@ class TrainConfig(Section):
             yield from self._sample_ramp_problems(SampleRamp(*self.rampup_batch_size))
         elif self.batch_ramp:
             yield from self._ramp_problems()
+        if 0 < self.hang_timeout < SHORTEST_HANG_TIMEOUT:
+            yield (
+                f"hang_timeout = {self.hang_timeout:g} must be 0 (off) or at least "
+                f"{SHORTEST_HANG_TIMEOUT:g}: processes have a heartbeat per second"
+            )
         if self.mixed_precision == "fp16":
             yield from self._loss_scale_problems()
         if self.param_rounding != "nearest" and self.param_dtype != "bfloat16":
@@ -293,14 +303,28 @@ class TrainConfig(Section):
         Args:
             dp: Number of data-parallel ranks, dp_replicate * dp_shard * ep.
         """
-        return BatchRamp(self.stages(), self.microbatch_size(dp))
+        rows = self.microbatch_size(dp)
+        size = self.update_sequences(self.grad_accum_steps * rows)
+        is_padded = size < self.grad_accum_steps * rows
+        return BatchRamp(self.stages(), rows, size if is_padded else None)
 
     def microbatch_size(self, dp: int) -> int:
         """Return the sequences of one microbatch over all data-parallel ranks.
+
+        A global batch that does not divide is rounded up. The rules allow this only for a job that
+        has lost processes (`config.elastic`).
 
         Args:
             dp: Number of data-parallel ranks, dp_replicate * dp_shard * ep.
         """
         if self.global_batch_size is None:
             return self.batch_size * dp
-        return self.global_batch_size // self.grad_accum_steps
+        return -(-self.global_batch_size // (self.grad_accum_steps * dp)) * dp
+
+    def update_sequences(self, rows: int) -> int:
+        """Return the sequences of an update, without padding.
+
+        Args:
+            rows: Rows of all microbatches of the update.
+        """
+        return rows if self.global_batch_size is None else min(rows, self.global_batch_size)

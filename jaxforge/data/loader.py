@@ -4,12 +4,13 @@ The index spaces:
 
     position    counts sequences over the whole run, epochs included: 0, 1, 2, ...
     index       a sequence of the source: `order[position]`
-    update      one optimizer step; it covers `accum * rows` consecutive positions
+    update      one optimizer step; it covers `size` consecutive positions
     microbatch  `rows` consecutive positions of an update
     row         a sequence within its microbatch; rows are what the mesh splits
 
-so that, from `first` on,  position = first + (update * accum + microbatch) * rows + row.
-Each process reads only the rows of its own devices.
+so that, from `first` on,  position = first + update * size + microbatch * rows + row.
+Usually size = accum * rows. It is smaller if the ranks do not divide it: then the last rows of an
+update are padding. Each process reads only the rows of its own devices.
 """
 
 import collections
@@ -60,15 +61,17 @@ def training_batches(
     """
     rows = config.train.microbatch_size(data_parallel_size(mesh))
     accum = accum or config.train.grad_accum_steps
-    layout = _Layout(mesh, accum, rows, config.train.seq_len)
+    size = config.train.update_sequences(accum * rows)
+    layout = _Layout(mesh, accum, rows, config.train.seq_len, size)
     order: Order | range
     if isinstance(dataset, Streaming):
         dataset = dataset.start(first, layout.rows, layout.local_rows)
         order = range(len(dataset))
     else:
-        end = first + n_updates * accum * rows
+        end = first + n_updates * size
         order = _order(config, mesh, dataset, segments, range(first, end))
-    updates = UpdateBatches(dataset, order, layout, first, n_updates)
+    filled = _Padded(dataset, marks_padding=True) if layout.is_padded else dataset
+    updates = UpdateBatches(filled, order, layout, first, n_updates)
     options = read_options(config.data, dataset, updates.sequences_per_item, config.train.seq_len)
     return _to_devices(iter(grain.MapDataset.source(updates).to_iter_dataset(options)), layout)
 
@@ -121,8 +124,9 @@ def eval_batches(
 ) -> Iterator[dict[str, jax.Array]]:
     """Return batches [1, rows, seq] of an evaluation set in file order, or of some sequences.
 
-    The last batch is padded with rows whose labels are all ignored. Batches for models with
-    experts have `is_padding`, so that no expert receives these rows.
+    The last batch is padded with rows whose labels are all ignored, and so is each batch whose size
+    the ranks do not divide. Batches for models with experts have `is_padding`, so that no expert
+    receives these rows.
 
     Args:
         config: the validated config.
@@ -130,12 +134,13 @@ def eval_batches(
         dataset: the evaluation set.
         sequences: numbers of the sequences; None: all.
     """
-    rows = config.train.microbatch_size(data_parallel_size(mesh))
-    layout = _Layout(mesh, 1, rows, config.train.seq_len)
-    n_batches = -(-len(dataset if sequences is None else sequences) // rows)
-    order: Sequence[int] = range(n_batches * rows)
+    dp = data_parallel_size(mesh)
+    size = config.eval_batch_size(dp)
+    layout = _Layout(mesh, 1, -(-size // dp) * dp, config.train.seq_len, size)
+    n_batches = -(-len(dataset if sequences is None else sequences) // size)
+    order: Sequence[int] = range(n_batches * size)
     if sequences is not None:
-        order = [*sequences, *[len(dataset)] * (n_batches * rows - len(sequences))]
+        order = [*sequences, *[len(dataset)] * (n_batches * size - len(sequences))]
     filled = _Padded(dataset, marks_padding=config.model.is_moe)
     updates = UpdateBatches(filled, order, layout, 0, n_batches)
     if not is_remote(dataset):
@@ -152,8 +157,11 @@ class _Padded:
         marks_padding: whether each example has `is_padding`.
     """
 
-    def __init__(self, dataset: Dataset, *, marks_padding: bool = False) -> None:
+    def __init__(self, dataset: Dataset | Mixture, *, marks_padding: bool = False) -> None:
         self._dataset, self._marks_padding = dataset, marks_padding
+
+    def __len__(self) -> int:
+        return len(self._dataset)
 
     def batch(self, indices: Sequence[int]) -> Example:
         beyond = np.array(indices) >= len(self._dataset)
@@ -167,10 +175,19 @@ class _Padded:
 
 
 class _Layout:
-    """Shape and sharding of a batch, and the rows that this process reads."""
+    """Shape and sharding of a batch, and the rows that this process reads.
 
-    def __init__(self, mesh: Mesh, accum: int, rows: int, seq_len: int) -> None:
-        self.accum, self.rows = accum, rows
+    Args:
+        mesh: mesh of the batch.
+        accum: microbatches of an update.
+        rows: rows of a microbatch.
+        seq_len: tokens of a sequence.
+        size: sequences of an update; further rows are padding.
+    """
+
+    def __init__(self, mesh: Mesh, accum: int, rows: int, seq_len: int, size: int) -> None:
+        self.accum, self.rows, self.size = accum, rows, size
+        self.is_padded = size < accum * rows
         self.tokens = accum * rows * seq_len
         self._mesh = mesh
         by_rows = NamedSharding(mesh, partition_spec(SEQUENCES))
@@ -223,16 +240,25 @@ class UpdateBatches:
 
     def __getitem__(self, item: int) -> list[Example]:
         """Return the updates of an item, each [accum, local rows, ...]."""
-        accum, rows, local = self._layout.accum, self._layout.rows, self._layout.local_rows
+        layout, local = self._layout, self._layout.local_rows
         begin = int(item) * self._per_item
         n_updates = min(self._per_item, self._n_updates - begin)
-        start = self._first + begin * accum * rows
-        microbatches = range(start, start + n_updates * accum * rows, rows)
-        indices = [self._order[first + row] for first in microbatches for row in local]
-        shape = (n_updates, accum, len(local))
+        start = self._first + begin * layout.size
+        updates = range(start, start + n_updates * layout.size, layout.size)
+        slots = [first + row for first in range(0, layout.accum * layout.rows, layout.rows)
+                 for row in local]  # fmt: skip
+        indices = [self._index(first, slot) for first in updates for slot in slots]
+        shape = (n_updates, layout.accum, len(local))
         examples = self._dataset.batch(indices).items()
         arrays = {name: array.reshape(*shape, *array.shape[1:]) for name, array in examples}
         return [{name: array[i] for name, array in arrays.items()} for i in range(n_updates)]
+
+    def _index(self, first: int, slot: int) -> int:
+        """Return the index of the sequence in a slot of the update whose first position is given.
+
+        Slots after the last sequence of the update get the index of padding.
+        """
+        return self._order[first + slot] if slot < self._layout.size else len(self._dataset)
 
 
 def _to_devices(items: Iterator[list[Example]], layout: _Layout) -> Iterator[dict[str, jax.Array]]:

@@ -124,9 +124,9 @@ def _with_batch(trained: TrainedModel, as_trained: JobConfig, batch_size: int | 
             f"--batch-size {batch_size} must be a multiple of the {groups} data-parallel groups of "
             f"devices: change it to {-(-batch_size // groups) * groups}, or raise --distributed.tp"
         )
-    rows = batch_size or as_trained.train.microbatch_size(groups)
-    train = trained.config.train.model_copy(update={"batch_size": -(-rows // groups)})
-    return trained.config.model_copy(update={"train": train})
+    rows = batch_size or as_trained.eval_batch_size(groups)
+    section = trained.config.eval.model_copy(update={"batch_size": rows})
+    return trained.config.model_copy(update={"eval": section})
 
 
 def _finite(metrics: Mapping[str, float]) -> dict[str, float | None]:

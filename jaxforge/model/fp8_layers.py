@@ -13,7 +13,7 @@ from flax import nnx
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from jaxforge.aux_outputs import Max
-from jaxforge.config.model import AMAX_HISTORIES, LAYERS, ModelConfig
+from jaxforge.config.model import AMAX_HISTORIES, ModelConfig
 from jaxforge.config.train import TrainConfig
 from jaxforge.errors import UserError
 from jaxforge.kernels import fp8
@@ -131,9 +131,9 @@ def next_histories(
         order: order of the layers in `amax`.
     """
     arrays = flatten_dict(state)
-    for stack, layers in config.stacks.items():
-        for name, (by_layer,) in amax.items():
-            rows = by_layer if stack == LAYERS else by_layer[order.rows_with(layers)]
+    for stack in config.stacks:
+        for name, (by_row,) in amax.items():
+            rows = order.rows_of_stack(stack, by_row)
             for i, history in enumerate(AMAX_HISTORIES):
                 path = (stack, *name.split("."), history)
                 if path in arrays:

@@ -11,6 +11,9 @@ from jaxtyping import Array, PyTree
 
 from jaxforge.model.layer import LayerOut
 from jaxforge.model.plan import LayerKind, LayerPlan
+from jaxforge.parallel import collectives
+from jaxforge.parallel.layer_switch import LayerResult, change_if, own_arrays, run_layer
+from jaxforge.parallel.stages import Locations
 
 Layer = Callable[[Array, PyTree], tuple[Array, PyTree]]
 """(x, (parameters, other inputs)) -> (x, other outputs)."""
@@ -126,19 +129,59 @@ def run_period(
     return x_BSD, stack_outputs(period, outs)
 
 
+def run_rows(
+    names: Sequence[str],
+    layer: Callable[[LayerKind, str, bool], Layer],
+    x_BSD: Array,
+    layers: tuple[LayerKind, Locations],
+    inputs: LayerInputs,
+) -> tuple[Array, LayerOut]:
+    """Run the layers of a pipeline stage whose layers differ from those of other stages.
+
+    Args:
+        names: names of the stacks (`Stack.stack_names`).
+        layer: (kind, name of the stack, whether in a loop) -> the layer function.
+        x_BSD: input of the first layer.
+        layers: kinds and locations of the rows of the stage, as arrays.
+        inputs: parameters and states of the stage's layers.
+    """
+    stacks, states = inputs
+
+    def run_row(carry: tuple[Array, PyTree], row: tuple[LayerKind, Locations]) -> Any:  # noqa: ANN401
+        (x_BSD, states), (kind, location) = carry, row
+
+        def run(name: str) -> LayerResult[LayerOut]:
+            state = None if states is None else _row(states[name], location.row)
+            y_BSD, out = layer(kind, name, True)(x_BSD, (_row(stacks[name], location.row), state))
+            return y_BSD, (jax.tree.leaves(out.cache), out._replace(cache=None))
+
+        layers = [functools.partial(run, name) for name in names]
+        varying = collectives.varying_axes((x_BSD, location))
+        x_BSD, (shared, out) = run_layer(location.stack, layers, x_BSD, varying)
+        for i, name in enumerate(names if states is not None else ()):
+            like, structure = jax.tree.flatten(_row(states[name], location.row))
+            new = jax.tree.unflatten(structure, own_arrays(shared, like))
+            set_row = functools.partial(_with_row, row=location.row, new=new)
+            states = {**states, name: change_if(location.stack == i, set_row, states[name])}
+        return (x_BSD, states), out
+
+    (x_BSD, states), out = jax.lax.scan(run_row, (x_BSD, states), layers)
+    return x_BSD, out._replace(cache=states)
+
+
 def split_periods(period: Sequence[str], repeats: int, stacked: PyTree) -> PyTree:
     """Reshape rows of a stage to [repetitions of a period, layers of a period, ...].
 
-    With one layer in a period, nothing changes.
+    With one layer in a period, or without a period, nothing changes.
     """
-    if len(period) == 1:
+    if len(period) < 2:
         return stacked
     return jax.tree.map(lambda leaf: leaf.reshape(repeats, -1, *leaf.shape[1:]), stacked)
 
 
 def join_periods(period: Sequence[str], stacked: PyTree) -> PyTree:
     """Undo `split_periods`."""
-    if len(period) == 1:
+    if len(period) < 2:
         return stacked
     return jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), stacked)
 
@@ -220,3 +263,7 @@ def _slice_layers(rows: LayerInputs, plan: LayerPlan, layers: slice) -> LayerInp
 
 def _row(stacked: PyTree, row: int) -> PyTree:
     return jax.tree.map(lambda leaf: leaf[row], stacked)
+
+
+def _with_row(stacked: PyTree, row: Array, new: PyTree) -> PyTree:
+    return jax.tree.map(lambda leaf, new: leaf.at[row].set(new), stacked, new)

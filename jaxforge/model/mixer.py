@@ -6,19 +6,20 @@ choose the mixer of each layer.
 """
 
 from collections.abc import Callable, Mapping
-from typing import ClassVar, NamedTuple, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, PyTree
+from jaxtyping import Array, Float, Int, PyTree
 
-from jaxforge.aux_outputs import Max
 from jaxforge.config.model import MIXERS, ModelConfig
+from jaxforge.kernels.context_parallel import context_size
 from jaxforge.kernels.fp8 import LayerPrecision
 from jaxforge.model.cost import MixerCost
 from jaxforge.model.layer import Context, LayerSettings
 from jaxforge.model.linear import Declare
+from jaxforge.parallel.sharding import Axes, automatic_axes, automatic_spec
 
 
 class MixerOut(NamedTuple):
@@ -27,13 +28,11 @@ class MixerOut(NamedTuple):
     Attributes:
         y: output to add to the residual stream.
         cache: the next decoding state, if the mixer was given one.
-        amax: amax of the linear layers, if the layer records them.
         captured: values of the mixer that the layer captures, by name (`config.points`).
     """
 
     y: Float[Array, "b s d"]
     cache: PyTree = None
-    amax: Mapping[str, Max] = {}
     captured: Mapping[str, Array] = {}
 
 
@@ -85,7 +84,7 @@ class Mixer(nnx.Module):
                 given, and every row is one document.
             cache: decoding state; None in training and evaluation.
             settings: settings of the layer.
-            precision: precision of linear layers in 8 bits.
+            precision: precision of linear layers in 8 bits, an argument of their calls.
         """
         raise NotImplementedError
 
@@ -128,6 +127,42 @@ class Mixer(nnx.Module):
             share: size of a dimension that `tp` splits -> size on one device.
         """
         raise NotImplementedError
+
+
+def mix_shares(
+    mix: Callable[[Any, Any, Array | None], Array],
+    weights: PyTree,
+    tokens: PyTree,
+    segment_ids: Int[Array, "b s"] | None,
+    *,
+    weight_axes: PyTree,
+    channels: Axes,
+) -> Float[Array, "b s heads v"]:
+    """Call `mix` on each device's share, if devices share sequences, as it communicates.
+
+    Args:
+        mix: computes values of heads from weights, tokens and their documents.
+        weights: tree of parameters.
+        tokens: tree of arrays [b, s, channels].
+        segment_ids: document of each token, for packed rows.
+        weight_axes: logical axes of each array of `weights`, in the same tree.
+        channels: logical axis of the channels of each array of `tokens`.
+    """
+    names = automatic_axes()
+    if context_size() == 1 or not names:
+        return mix(weights, tokens, segment_ids)
+    of_weights = jax.tree.map(lambda _, axes: automatic_spec(*axes), weights, weight_axes)
+    specs = [automatic_spec("batch", "context", axis) for axis in channels]
+    of_tokens = jax.tree.unflatten(jax.tree.structure(tokens), specs)
+    of_ids = None if segment_ids is None else automatic_spec("batch", "context")
+    run = jax.shard_map(
+        mix,
+        in_specs=(of_weights, of_tokens, of_ids),
+        out_specs=automatic_spec("batch", "context", "heads", None),
+        axis_names=names,
+        check_vma=False,  # results of collectives vary as `out_specs` says
+    )
+    return run(weights, tokens, segment_ids)
 
 
 AnyMixer = TypeVar("AnyMixer", bound=Mixer)

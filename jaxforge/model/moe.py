@@ -94,19 +94,15 @@ def empty_expert_aux(config: ModelConfig) -> AuxOutputs:
     )
 
 
-def expert_counts(
-    config: ModelConfig, stats: dict[str, Array], order: Stack, stack: str
-) -> Float[Array, "l e"]:
+def expert_counts(stats: dict[str, Array], order: Stack, stack: str) -> Float[Array, "l e"]:
     """Return the number of assignments per expert in an update, for each row of a stack.
 
     Args:
-        config: the model.
         stats: statistics of the layers, by row of `order`.
         order: order of all layers.
         stack: name of a stack of layers with experts.
     """
-    counts = stats["counts"]
-    return counts[order.rows_with(config.stacks[stack])] if len(config.stacks) > 1 else counts
+    return order.rows_of_stack(stack, stats["counts"])
 
 
 def next_state(
@@ -128,7 +124,7 @@ def next_state(
     """
     flat = flatten_dict(state)
     counts_of: dict[tuple[str, ...], Array] = {
-        (stack,): expert_counts(config, stats[LAYERS], order, stack) for stack in config.moe_stacks
+        (stack,): expert_counts(stats[LAYERS], order, stack) for stack in config.moe_stacks
     }
     if config.has_experts[-1]:
         counts_of |= {(MTP, depth): of["counts"] for depth, of in stats.get(MTP, {}).items()}

@@ -1,5 +1,6 @@
 """Modules of a decoder: declarations of the parameters, and the forward pass of a block."""
 
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping
 
@@ -116,8 +117,6 @@ class Block(nnx.Module):
             normed_BSD = _normed(self.shared_norm or self.attention_norm, x_BSD)
             mixed = mix(normed_BSD, context, cache)
             y_BSD = self._residual_term(self.attention_post_norm, mixed.y)
-        if precision:
-            precision.amax.update(mixed.amax)
         if not is_parallel:
             x_BSD = split_sequence(_add(x_BSD, y_BSD))
         entering = x_BSD if self.shared_norm is None else normed_BSD
@@ -137,9 +136,11 @@ class Block(nnx.Module):
         """Return the mixer, rematerialized if only its inside is; None if there is no mixer."""
         if self.parts.mixer == NO_MIXER:
             return None
-        mixer = getattr(self, self.parts.mixer)
-        run = functools.partial(mixer, settings=settings, precision=precision)
-        return remat.attention(settings.runtime.save, run)
+        save = settings.runtime.save
+        mix = functools.partial(getattr(self, self.parts.mixer), settings=settings)
+        if precision and save == "selective":
+            return functools.partial(_rematerialized, mix, precision)
+        return remat.attention(save, functools.partial(mix, precision=precision))
 
     def _captured(
         self, values: Mapping[str, Array | None], x_BSD: Float[Array, "b s d"], capture: Capture
@@ -255,6 +256,20 @@ class Transformer(nnx.Module):
             self.output_head = OutputHead(config, declare)
         if config.mtp_depth:  # last, so that the other initial values do not depend on it
             self.mtp = PredictionModules(config, declare)
+
+
+def _rematerialized(
+    mix: Callable[..., MixerOut], precision: LayerPrecision, *inputs: PyTree
+) -> MixerOut:
+    """Run a mixer that records amax in `jax.checkpoint`, which values leave only as outputs."""
+
+    def record(*inputs: PyTree) -> tuple[MixerOut, dict[str, Max]]:
+        own = dataclasses.replace(precision, amax={})
+        return mix(*inputs, precision=own), own.amax
+
+    mixed, amax = remat.attention("selective", record)(*inputs)
+    precision.amax.update(amax)
+    return mixed
 
 
 def _build_feed_forward(

@@ -100,8 +100,11 @@ class LayerPlan(NamedTuple):
     def stage_period(self, stack: Stack) -> tuple[str, ...]:
         """Return the stacks of consecutive layers that repeat in every virtual stage.
 
-        Stages run one program, so they scan over repetitions of these layers.
+        Stages run one program, so they scan over repetitions of these layers. (): stages have
+        different layers, whose parameters are at `Stack.locations`.
         """
+        if not stack.has_equal_stages:
+            return ()
         if stack.is_padded or len(set(self.stacks)) == 1:
             return self.stacks[:1]
         lengths = (n for n in range(1, stack.per_chunk + 1) if stack.per_chunk % n == 0)

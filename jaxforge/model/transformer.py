@@ -41,6 +41,7 @@ from jaxforge.model.layer_scan import (
     concatenate_outputs,
     join_periods,
     run_period,
+    run_rows,
     run_unstacked,
     split_into_groups,
     split_periods,
@@ -55,7 +56,7 @@ from jaxforge.model.rope import rotations
 from jaxforge.model.runtime import Runtime, gpu_capability, runtime_for
 from jaxforge.parallel.mesh import STAGES
 from jaxforge.parallel.sharding import automatic_axes, automatic_size, constrain
-from jaxforge.parallel.stages import Stack, forward_pipeline
+from jaxforge.parallel.stages import Locations, Stack, forward_pipeline
 
 _COMPUTE_DTYPES = {
     "fp32": jnp.float32,
@@ -123,7 +124,8 @@ class Model:
     ) -> None:
         self.recipe = recipe
         self.config, self.dtype, self.runtime = config, dtype, runtime or Runtime()
-        self.plan, self.stack = build_layer_plan(config), stack or Stack(config.n_layers)
+        self.plan = build_layer_plan(config)
+        self.stack = (stack or Stack(config.n_layers))._replace(names=self.plan.stacks)
         if recipe is not None:
             self.plan = fp8_layers.mark_bf16_layers(self.plan, recipe)
         self._param_dtype = param_dtype
@@ -207,8 +209,10 @@ class Model:
         return moe.next_params(self.config, params, state, progress)
 
     def _stacked(self, arrays: Params) -> Params:
-        layers = {name: arrays[name] for name in self.config.stacks if name in arrays}
-        return {**arrays, **jax.tree.map(self.stack.stack, layers)}
+        stacks = [name for name in self.config.stacks if name in arrays]
+        return arrays | {
+            name: jax.tree.map(self.stack.of(name).stack, arrays[name]) for name in stacks
+        }
 
     def hidden(
         self,
@@ -247,11 +251,12 @@ class Model:
             x_BSD, layer_outs = run_unstacked(self.plan, layer, apart, x_BSD)
             out = LayerOut([out.cache for out in layer_outs])
         elif self.stack.stages > 1 and STAGES in automatic_axes():
-            kinds = jax.tree.map(jnp.asarray, self.plan.kinds_by_row(self.stack))
+            locations = None if self.stack.has_equal_stages else self.stack.locations()
+            rows = jax.tree.map(jnp.asarray, (self.plan.kinds_by_row(self.stack), locations))
             run = functools.partial(self._run_stage, capture)
-            stacks = {name: params[name] for name in self.config.stacks}
+            layers = *rows, {name: params[name] for name in self.config.stacks}
             x_BSD, cache, outputs = forward_pipeline(
-                run, self.stack, (kinds, stacks), x_BSD, context, cache,
+                run, self.stack, layers, x_BSD, context, cache,
                 is_recurrent=self.is_recurrent and cache is not None,
             )  # fmt: skip
             out = LayerOut(cache, *outputs)
@@ -378,14 +383,18 @@ class Model:
     def _run_stage(
         self,
         capture: Capture,
-        layers: tuple[LayerKind, Params],
+        layers: tuple[LayerKind, Locations | None, Params],
         x: Array,
         context: Context,
         cache: PyTree,
     ) -> tuple[Array, PyTree, tuple[AuxOutputs, PyTree]]:
-        kinds, stacks = layers
-        period = self.plan.stage_period(self.stack)
+        kinds, locations, stacks = layers
         layer = functools.partial(self._layer, context, capture)
+        if locations is not None:
+            names = self.stack.stack_names
+            x, out = run_rows(names, layer, x, (kinds, locations), LayerInputs(stacks, cache))
+            return x, out.cache, (out.aux, out.activations)
+        period = self.plan.stage_period(self.stack)
         body = functools.partial(run_period, period, layer)
         repeats = self.stack.per_chunk // len(period)
         x, out = jax.lax.scan(
@@ -485,15 +494,14 @@ class Model:
 
     def empty_cache(self, batch: int, length: int) -> Cache:
         """Return the decoding state of `batch` sequences of up to `length` tokens, by stack."""
-        is_padded = self.stack.is_padded
 
-        def stacked(layers: Sequence[int]) -> PyTree:
+        def stacked(stack: str, layers: Sequence[int]) -> PyTree:
             mixer = mixer_class(self.config.layer_parts[layers[0]].mixer)
             state = mixer.empty_cache(self.config, batch, length, self.dtype)
-            rows = len(self.stack.rows()) if is_padded else len(layers)
+            rows = len(self.stack.of(stack).rows())
             return jax.tree.map(lambda x: jnp.broadcast_to(x, (rows, *x.shape)), state)
 
-        return {name: stacked(layers) for name, layers in self.config.stacks.items()}
+        return {name: stacked(name, layers) for name, layers in self.config.stacks.items()}
 
     def extend_cache(self, cache: Cache, tokens: int) -> Cache:
         """Return a decoding state with room for more tokens."""

@@ -93,6 +93,14 @@ def _list(processes: Sequence[str]) -> str:
     return f"{label} {shown}" + (f" and {more} more" if more > 0 else "")
 
 
+def index_on_host() -> int:
+    """Return the number of processes of this host before this one. Every process must call this."""
+    if jax.process_count() == 1:
+        return 0
+    hosts = gather(socket.gethostname())
+    return hosts[: jax.process_index()].count(hosts[jax.process_index()])
+
+
 def gather(text: str) -> list[str]:
     """Return the text of each process, in order. Every process must call this function."""
     own = text.encode()

@@ -7,6 +7,7 @@ Otherwise `jax.distributed` detects the cluster.
 
 import atexit
 import contextlib
+import dataclasses
 import importlib.util
 import logging
 import os
@@ -15,11 +16,12 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
+from jax.experimental import multihost_utils
 
 from jaxforge.cli import streams
 from jaxforge.cli.process import end_now
@@ -68,6 +70,33 @@ def initialize(heartbeat_timeout_sec: int = 100, env: Mapping[str, str] = os.env
         return
     log.info("process %d of %d, %d local devices", jax.process_index(), jax.process_count(),
              jax.local_device_count())  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """A job of several processes, as this process sees it.
+
+    Attributes:
+        index: index of this process.
+        count: number of processes.
+        address: address of the coordination service, in process 0.
+        client: client of the coordination service, with the methods `key_value_*`.
+    """
+
+    index: int
+    count: int
+    address: str
+    client: Any
+
+
+def joined_job() -> Job | None:
+    """Return the job that this process has joined; None for a single process."""
+    # JAX has no public name for the client of the service, which is JAX's only key-value store.
+    state = multihost_utils.distributed.global_state
+    if state.client is None or state.num_processes == 1:
+        return None
+    address = state.coordinator_address or "an unknown address"
+    return Job(state.process_id, state.num_processes, address, state.client)
 
 
 def _join(arguments: dict[str, Any], heartbeat_timeout_sec: int) -> None:
@@ -170,12 +199,17 @@ def open_devices(env: Mapping[str, str] = os.environ) -> None:
 
 
 @contextlib.contextmanager
-def exit_at_once_on_failure() -> Iterator[None]:
+def exit_at_once_on_failure(
+    note_failure: Callable[[BaseException], None] | None = None,
+) -> Iterator[None]:
     """End a process of several that fails within the block, without waiting for the others.
 
     At exit, JAX would wait for all processes, and these wait in a collective for this one: the job
     would hang. So this process ends as soon as its message is printed, and the others notice its
     loss. After a `JobStorageError`, which all processes raise, they end together.
+
+    Args:
+        note_failure: called with the failure before the process ends.
     """
     try:
         yield
@@ -187,6 +221,8 @@ def exit_at_once_on_failure() -> Iterator[None]:
         if jax.process_count() == 1:
             raise
         failure = peer_lost_error(error) or error
+        if note_failure is not None:
+            note_failure(failure)
         code = getattr(failure, "exit_code", Exit.ERROR.code)
         atexit.register(end_now, code)  # runs before JAX's handler, which was registered earlier
         if failure is error:

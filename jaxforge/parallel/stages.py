@@ -1,7 +1,8 @@
 """Assignment of layers to pipeline stages, and a forward pass through the stages."""
 
 import functools
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -15,6 +16,18 @@ from jaxforge.parallel.mesh import STAGES
 from jaxforge.parallel.sharding import manual_over
 
 
+class Locations(NamedTuple):
+    """Parameters of layers in a pipeline whose stages have different layers.
+
+    Attributes:
+        stack: index of a layer's stack in `Stack.stack_names`; the number of stacks: no layer.
+        row: row of the layer among those of its stack that are on the same virtual stage.
+    """
+
+    stack: Any
+    row: Any
+
+
 class Stack(NamedTuple):
     """Order of layers in stacked parameters: stage after stage, and within a stage chunk by chunk.
 
@@ -22,67 +35,131 @@ class Stack(NamedTuple):
     virtual stages have one more layer, as in KempnerForge, and the others a row of zeros. A block
     of zeros adds zero to the residual stream, and gets no gradient.
 
-    A model with several stacks of parameters has the same layers in each virtual stage. A stack
-    with some of the layers is in the same order, by its own rows (`stack`, `unstack`).
+    A model with several stacks of parameters has an order of all layers, which is also that of
+    their auxiliary outputs, and an order of the layers of each stack (`of`). In each of them, all
+    virtual stages have the same number of rows.
 
     Attributes:
-        layers: number of layers of the model.
+        layers: number of layers.
         stages: size of the mesh axis `pp`.
         chunks: number of virtual stages of a stage.
+        names: name of each layer's stack; (): there is one stack.
+        counts: number of layers of each virtual stage; (): as equal as possible.
     """
 
     layers: int
     stages: int = 1
     chunks: int = 1
+    names: tuple[str, ...] = ()
+    counts: tuple[int, ...] = ()
+
+    @property
+    def layer_counts(self) -> tuple[int, ...]:
+        """Number of layers of each virtual stage."""
+        virtual_stages = self.stages * self.chunks
+        each, longer = divmod(self.layers, virtual_stages)
+        return self.counts or tuple(each + (i < longer) for i in range(virtual_stages))
 
     @property
     def per_chunk(self) -> int:
         """Number of rows of a virtual stage."""
-        return -(-self.layers // (self.stages * self.chunks))
+        return max(self.layer_counts)
 
     @property
     def is_padded(self) -> bool:
         """True if some rows hold no layer."""
-        return self.layers != self.per_chunk * self.stages * self.chunks
+        return len(set(self.layer_counts)) > 1
+
+    @property
+    def stack_names(self) -> tuple[str, ...]:
+        """Names of the stacks; (): there is one stack."""
+        names = tuple(sorted(set(self.names)))
+        return names if len(names) > 1 else ()
 
     @property
     def is_in_order(self) -> bool:
         """True if row i holds layer i, and there are no other rows."""
         return not self.is_padded and (self.stages == 1 or self.chunks == 1)
 
+    @property
+    def is_checkpoint_order(self) -> bool:
+        """True if the layers of all stacks are in order."""
+        orders = [self.of(name) for name in self.stack_names] or [self]
+        return all(order.is_in_order for order in orders)
+
+    @property
+    def has_equal_stages(self) -> bool:
+        """True if all virtual stages have the same stacks in the same order.
+
+        In a model with one stack, a row of zeros replaces a missing layer.
+        """
+        return not self.stack_names or len(set(self._names_by_virtual_stage())) == 1
+
+    def of(self, name: str) -> "Stack":
+        """Return the order of the layers of a stack, which are numbered from 0."""
+        if not self.stack_names:
+            return self
+        counts = tuple(names.count(name) for names in self._names_by_virtual_stage())
+        return Stack(sum(counts), self.stages, self.chunks, counts=counts)
+
+    def _names_by_virtual_stage(self) -> list[tuple[str, ...]]:
+        ends = itertools.accumulate(self.layer_counts)
+        return [self.names[end - n : end] for n, end in zip(self.layer_counts, ends, strict=True)]
+
     def rows(self) -> np.ndarray:
         """Return the layer of each row; -1: no layer."""
-        each, longer = divmod(self.layers, self.stages * self.chunks)
         rows = np.full((self.stages, self.chunks, self.per_chunk), -1)
         first = 0
-        for virtual in range(self.stages * self.chunks):
-            n = each + (virtual < longer)
+        for virtual, n in enumerate(self.layer_counts):
             chunk, stage = divmod(virtual, self.stages)
             rows[stage, chunk, :n] = first + np.arange(n)
             first += n
         return rows.reshape(-1)
+
+    def locations(self) -> Locations:
+        """Return the location of each row of all layers [rows]."""
+        stack = np.full((self.stages, self.chunks, self.per_chunk), len(self.stack_names), np.int32)
+        row = np.zeros_like(stack)
+        for virtual, names in enumerate(self._names_by_virtual_stage()):
+            chunk, stage = divmod(virtual, self.stages)
+            for i, name in enumerate(names):
+                stack[stage, chunk, i] = self.stack_names.index(name)
+                row[stage, chunk, i] = names[:i].count(name)
+        return Locations(stack.reshape(-1), row.reshape(-1))
 
     def stack(self, by_layer: Array) -> Array:
         """Return stacked rows from an array with one entry per layer; zeros in empty rows."""
         if self.is_in_order:
             return by_layer
         padded = jnp.concatenate([by_layer, jnp.zeros_like(by_layer[:1])])  # index -1: zeros
-        return padded[self._replace(layers=len(by_layer)).rows()]
+        return padded[self.rows()]
 
     def unstack(self, rows: Array) -> Array:
         """Undo `stack`: return an array with one entry per layer."""
-        if self.is_in_order:
-            return rows
-        order = self.part(len(rows)).rows()
-        return rows[np.argsort(order)[(order < 0).sum() :]]
+        return rows if self.is_in_order else rows[self._rows_of_layers()]
 
-    def part(self, rows: int) -> "Stack":
-        """Return the order of a stack with `rows` rows, which may hold some of the layers only."""
-        return self if rows == len(self.rows()) else self._replace(layers=rows)
+    def rows_of_stack(self, name: str, by_row: Array) -> Array:
+        """Return the entries of the layers of a stack, in the order of its rows.
 
-    def rows_with(self, layers: Sequence[int]) -> np.ndarray:
-        """Return the rows that hold some of the layers."""
-        return np.flatnonzero(np.isin(self.rows(), layers))
+        Args:
+            name: name of the stack.
+            by_row: array with an entry per row of all layers.
+
+        Returns:
+            An array with an entry per row of the stack; zeros in empty rows.
+        """
+        if not self.stack_names:
+            return by_row
+        layers = np.flatnonzero(np.array(self.names) == name)
+        rows, order = self._rows_of_layers()[layers], self.of(name)
+        if not order.is_padded:
+            return by_row[np.sort(rows)]
+        return order.stack(by_row[rows])
+
+    def _rows_of_layers(self) -> np.ndarray:
+        """Return the row of each layer."""
+        rows = self.rows()
+        return np.argsort(rows)[(rows < 0).sum() :]
 
 
 def is_stack(name: str) -> bool:

@@ -16,7 +16,7 @@ from jaxforge.config.job import JobConfig
 from jaxforge.config.model import MODELS
 from jaxforge.config.reading.load import load_config
 from jaxforge.errors import UserError, printable
-from jaxforge.runs import lines, starts
+from jaxforge.runs import attempts, lines, starts
 from jaxforge.runs.loads import LoadReader, Loads
 from jaxforge.storage import trust
 from jaxforge.storage.untrusted_json import (
@@ -30,6 +30,7 @@ from jaxforge.storage.untrusted_json import (
     is_time,
     read_lines,
 )
+from jaxforge.telemetry.goodput import Attempt
 from jaxforge.telemetry.sinks import SAMPLES
 
 _METRICS = "metrics.jsonl"
@@ -83,6 +84,7 @@ class Run:
         loads: load of experts; None without experts.
         starts: results of `starts.read`, the latest last.
         samples: lines of samples.jsonl with generated texts, the latest last.
+        attempts: attempts of each process (`attempts.read`); empty for a run of an older version.
         omissions: messages about damaged parts of files, which are skipped.
     """
 
@@ -94,6 +96,7 @@ class Run:
     loads: Loads | None
     starts: Sequence[Mapping[str, Any]]
     samples: Sequence[Mapping[str, Any]]
+    attempts: Mapping[int, Sequence[Attempt]] = dataclasses.field(default_factory=dict)
     omissions: Sequence[str] = ()
 
     @property
@@ -270,6 +273,7 @@ class RunReader:
         config = load_config(config_file, trusts=trust.never)
         begun, strange = read_lines(self._path / starts.FILE_NAME, _START)
         samples, unreadable = read_lines(self._path / SAMPLES, _SAMPLE)
+        accounts, unusable = attempts.read(self._path)
         toml = config_file.read_text(encoding="utf-8")
         if toml not in self._parameters:
             noted = begun[-1].get("parameters") if begun else None
@@ -283,7 +287,8 @@ class RunReader:
             loads=loads,
             starts=begun,
             samples=samples,
-            omissions=[*omissions, *strange, *unreadable],
+            attempts=accounts,
+            omissions=[*omissions, *strange, *unreadable, *unusable],
         )
 
 

@@ -9,7 +9,7 @@ metrics.jsonl     an object per logged step (`telemetry.sinks.JsonlSink`)
 starts.jsonl      an object per start: time, command, versions (`starts`)
 samples.jsonl     an object per generated text (`eval.sample_interval`)
 activations/      step_<n>/: captured activations (`eval.activations_interval`)
-logs/             a log per process
+logs/             a log and an account of time (`attempts`) per process
 tokenizer/        a copy of the data's tokenizer, where there is one
 huggingface/      config.json and generation_config.json that it began with, for exports
 checkpoints/      `checkpoint.manager`
@@ -31,7 +31,7 @@ from jaxforge.config.reading.load import load_config, load_config_of_run
 from jaxforge.config.reading.unresolved import UnresolvedConfig
 from jaxforge.data.corpus.tokenizer import Tokenizer, load_tokenizer, tokenizer_of
 from jaxforge.errors import UserError
-from jaxforge.runs import starts
+from jaxforge.runs import attempts, starts
 from jaxforge.storage import mirror, safe_files, trust, urls
 from jaxforge.storage.untrusted_json import Field, Omissions, is_step, sound_lines
 
@@ -152,7 +152,8 @@ def open_mirror(config: JobConfig) -> mirror.Mirror | None:
     run = root(config)
     if not urls.in_bucket(run):
         return None
-    logs = [f"logs/process_{jax.process_index()}.log"]
+    process = jax.process_index()
+    logs = [f"logs/process_{process}.log", attempts.file_name(process)]
     shared = [
         _CONFIG,
         _CONFIGS,
@@ -164,7 +165,7 @@ def open_mirror(config: JobConfig) -> mirror.Mirror | None:
         "progress.txt",
         _TOKENIZER,
     ]  # process 0 resumes from them
-    return mirror.Mirror(run, jax.process_index(), logs + shared * (jax.process_index() == 0))
+    return mirror.Mirror(run, process, logs + shared * (process == 0))
 
 
 def prepare(run: Path, config: JobConfig) -> None:

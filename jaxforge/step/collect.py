@@ -70,7 +70,7 @@ def collect_metrics(names: Iterable[str], step: StepOutputs) -> dict[str, Any]:
 
 def _norms_per_layer(step: StepOutputs, tree: Params) -> dict[str, Float[Array, "..."]]:
     others = {name: part for name, part in tree.items() if name not in step.stacks}
-    norms = [_norms_of_rows(tree[name], step.stack) for name in step.stacks]
+    norms = [_norms_of_rows(tree[name], step.stack.of(name)) for name in step.stacks]
     order = np.argsort([layer for layers in step.stacks.values() for layer in layers])
     by_layer = norms[0] if len(norms) == 1 else jnp.concatenate(norms)[order]
     return {LAYERS: by_layer, **{name: global_norm(part) for name, part in others.items()}}
@@ -86,7 +86,9 @@ def _norms_of_rows(stacked: PyTree, stack: Stack) -> Float[Array, "rows"]:
 
 def _count_zeros(step: StepOutputs) -> Float[Array, ""]:
     """Count zeros in the gradients: rows as integers, their sum in float32, exact up to 2^24."""
-    layers = jax.tree.map(step.stack.unstack, {name: step.grads[name] for name in step.stacks})
+    layers = {
+        name: jax.tree.map(step.stack.of(name).unstack, step.grads[name]) for name in step.stacks
+    }
     counts = [
         jnp.sum(jnp.sum(g == 0, axis=-1, dtype=jnp.int32).astype(jnp.float32))
         for g in jax.tree.leaves({**step.grads, **layers})

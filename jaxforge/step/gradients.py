@@ -289,7 +289,7 @@ def pipelined(
     functions = _stage_functions(model, config, other_state, other_weights)
     # Layers that repeat in all stages are one row of the program of a stage.
     period = model.plan.stage_period(model.stack)
-    repeats = model.stack.per_chunk * d.chunks // len(period)
+    repeats = model.stack.per_chunk * d.chunks // max(1, len(period))
     stacks, layer_state = split_periods(period, repeats, (stacks, layer_state))
     params = {**other_params, **stacks}
     stage = spmd.Stage(schedule, functions, params, layer_state, (batch, token_weights))
@@ -343,17 +343,21 @@ def _stage_functions(
 
     period = model.plan.stage_period(model.stack)
     layers = {
-        stack: remat.block(saves.save, functools.partial(layer, stack)) for stack in set(period)
+        stack: remat.block(saves.save, functools.partial(layer, stack))
+        for stack in model.config.stacks
     }
 
-    def run_layers(
+    def run_layer(
+        stack: str, kind: LayerKind, rows: Params, x: Array, inputs: tuple[Context, Params]
+    ) -> tuple[tuple[Array, LossTerms], AuxOutputs]:
+        context, states = inputs
+        return layers[stack](kind, rows[stack], x, (context, states.get(stack, {})))
+
+    def run_period(
         kinds: LayerKind, rows: Params, x: Array, inputs: tuple[Context, Params]
     ) -> tuple[tuple[Array, LossTerms], AuxOutputs]:
-        """Run the layers of a period; with several layers, arrays have a dimension of them."""
+        """Run the layers of a period; arrays have a dimension of them."""
         context, states = inputs
-        if len(period) == 1:
-            (stack,) = period
-            return layers[stack](kinds, rows[stack], x, (context, states.get(stack, {})))
         outs, used = [], Counter[str]()
         for i, stack in enumerate(period):
             params, state = row_of_layer(LayerInputs(rows, {stack: {}, **states}), stack, used)
@@ -368,20 +372,25 @@ def _stage_functions(
         hidden = model.final_norm(variables, x)
         return loss_function(variables, hidden, batch, _join_weights(tokens, other_weights))
 
-    rows = model.plan.kinds_by_row(model.stack), model.stack.rows() >= 0
+    locations = None if period else model.stack.locations()
+    rows = model.plan.kinds_by_row(model.stack), model.stack.rows() >= 0, locations
     stages = config.distributed.pp
-    kinds, is_layer = jax.tree.map(lambda column: column.reshape(stages, -1), rows)
+    kinds, is_layer, locations = jax.tree.map(lambda column: column.reshape(stages, -1), rows)
+    branches = tuple(
+        spmd.Branch((stack,), functools.partial(run_layer, stack)) for stack in model.config.stacks
+    )
     if len(period) > 1:
         kinds = jax.tree.map(lambda rows: rows.reshape(stages, -1, len(period)), kinds)
         is_layer = is_layer[:, :: len(period)]  # no row of such stages is empty
+        branches = (spmd.Branch(tuple(model.config.stacks), run_period),)
     return spmd.StageFunctions(
-        embed, context, run_layers, loss, kinds, is_layer, saves.saves_residuals
+        embed, context, branches, loss, kinds, is_layer, locations, saves.saves_residuals
     )
 
 
 def _axes_by_period(axes: Params, period: Sequence[str]) -> Params:
     """Return the logical axes of parameters after `split_periods`."""
-    if len(period) == 1:
+    if len(period) < 2:
         return axes
     stacks, others = split_layers(axes)
     return {**others, **_by_axes(lambda a: (a[0], None, *a[1:]), stacks)}

@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxforge.aux_outputs import metric_value
 from jaxforge.config.job import JobConfig
 from jaxforge.config.model import LAYERS
-from jaxforge.config.train import EIGHT_BIT
+from jaxforge.config.train import EIGHT_BIT, TrainConfig
 from jaxforge.kernels.masking import padding_of
 from jaxforge.model.moe import expert_counts
 from jaxforge.model.transformer import Model
@@ -146,7 +146,7 @@ def make_train_step(
         extra: dict[str, Any] = {"applied": applied} if in_place else {}
         if config.skips_idle_experts:
             extra["reached"] = {
-                stack: expert_counts(config.model, loss.statistics[LAYERS], model.stack, stack) > 0
+                stack: expert_counts(loss.statistics[LAYERS], model.stack, stack) > 0
                 for stack in config.model.moe_stacks
             }
         updates, opt_state = optimizer.update(
@@ -164,7 +164,7 @@ def make_train_step(
             (state.params, state.opt_state, state.model_state),
             is_selected,
         )
-        counts = _next_counts(state.counts, batch, n_valid, good)
+        counts = _next_counts(state.counts, batch, n_valid, good, config.train)
         new = TrainState(state.step + 1, params, opt_state, verdict, counts, model_state)
         new = select(is_running, new, state, is_selected)
         loss = _nan_without_labels(loss, n_valid)
@@ -231,15 +231,21 @@ def _aux_metrics(loss: Loss, stack: Stack) -> Metrics:
 
 
 def _next_counts(
-    counts: Counts, batch: Batch, n_valid: Int[Array, ""], applied: Bool[Array, ""]
+    counts: Counts,
+    batch: Batch,
+    n_valid: Int[Array, ""],
+    applied: Bool[Array, ""],
+    config: TrainConfig,
 ) -> Counts:
     """Return the counts after one attempted step on a batch [microbatches, sequences, tokens]."""
     largest, rows, length = batch["labels"].shape
     microbatches, is_padding = microbatch_count(batch), padding_of(batch)
     samples = microbatches * rows
+    if isinstance(samples, int):
+        samples = config.update_sequences(samples)
     padding: int | Array = 0
     if is_padding is not None:
-        padding = jnp.sum(is_padding, dtype=jnp.int32) - (largest - microbatches) * rows * length
+        padding = jnp.sum(is_padding, dtype=jnp.int32) - (largest * rows - samples) * length
     return Counts(
         samples=counts.samples.plus(samples),
         tokens=counts.tokens.plus(jnp.where(applied, samples * length, 0)),

@@ -5,6 +5,7 @@
                                 same machine:  a process with its pid and start time exists
                                 other machine: run.lock changes within PATIENCE_SEC
                                 alive ─► UserError      dead ─► take over
+                                earlier roster of the same elastic job: dead
     take over                   replace run.lock ─► wait SETTLE_SEC ─► is it still ours?
 
 Invariants, also after kill -9 and between hosts:
@@ -14,6 +15,9 @@ Invariants, also after kill -9 and between hosts:
   raises.
 - A lock without beats is stale after `PATIENCE_SEC`. Versions of the file are compared with each
   other, never with a clock, so clocks of hosts need not agree.
+- The hosts of an elastic job agree on numbered rosters (`supervision.rosters`). A process of a
+  later roster takes the lock at once: processes of earlier rosters may be stopped, but never
+  continue the run.
 - File-system locks are not used: some network disks lack them, or keep them for lost hosts.
 
 In a bucket, a beat rewrites the object with or without a trailing space.
@@ -37,6 +41,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxforge.cli.process import ROSTER_VARIABLE
 from jaxforge.errors import StorageError, UserError
 from jaxforge.storage import safe_files, urls
 
@@ -144,7 +149,7 @@ class RunLock:
         content = _read(self._path)
         if content is None:
             return False  # the holder has just released it: try to create it again
-        if _is_alive(self._path, content):
+        if not _is_superseded(content, self._text) and _is_alive(self._path, content):
             raise UserError(
                 f"{self._path.parent} is in use by {_describe_holder(_read(self._path) or '')}: "
                 "two jobs would overwrite each other's metrics and checkpoints. Wait until it "
@@ -182,7 +187,9 @@ def holder(run: Path) -> str | None:
 
 def this_process() -> dict[str, Any]:
     """Describe this process as its lock file does."""
+    job, _, roster = os.environ.get(ROSTER_VARIABLE, "").partition(" ")
     return {
+        **({"job": job, "roster": int(roster)} if job else {}),
         "host": socket.gethostname(),
         "process": os.getpid(),
         "since": time.strftime("%Y-%m-%d %H:%M:%S"),
@@ -270,6 +277,14 @@ def _is_alive(path: Path, text: str) -> bool:
     log.info("%s belongs to %s: waiting up to %g s for a heartbeat",
              path, _describe_holder(text), PATIENCE_SEC)  # fmt: skip
     return is_renewed(path)
+
+
+def _is_superseded(text: str, own: str) -> bool:
+    """Return whether the lock belongs to an earlier roster of the elastic job that `own` names."""
+    holder, ours = _parse_holder(text), _parse_holder(own)
+    roster = holder.get("roster")
+    is_same_job = "job" in ours and holder.get("job") == ours["job"]
+    return is_same_job and isinstance(roster, int) and roster < ours["roster"]
 
 
 def is_renewed(path: Path) -> bool:

@@ -10,7 +10,6 @@ Nothing is copied from the device between two logged steps.
 import collections
 import contextlib
 import logging
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -22,6 +21,7 @@ from jaxforge.state.progress import Progress
 from jaxforge.storage.traffic import Traffic, traffic
 from jaxforge.telemetry.energy import EnergyMeter
 from jaxforge.telemetry.epochs import describe_epoch, epoch_summary
+from jaxforge.telemetry.goodput import ActivityClock, goodput_metrics
 from jaxforge.telemetry.measures import Smoothed, StepCost, Sums, aux_metrics, collected, memory
 from jaxforge.telemetry.metric_writers import MetricWriter
 from jaxforge.telemetry.sinks import Metrics, Sample
@@ -100,6 +100,7 @@ class Tracker:
         extras: `metrics.collect`: additional metrics to log.
         left_out: sequences of each update of `train.iterations_to_skip`, by its number.
         energy: the energy counter of the GPUs; None if it is not read.
+        clock: the clock of this process, from which all times are taken.
     """
 
     def __init__(
@@ -112,7 +113,9 @@ class Tracker:
         extras: Sequence[str] = (),
         left_out: Mapping[int, int] | None = None,
         energy: EnergyMeter | None = None,
+        clock: ActivityClock | None = None,
     ) -> None:
+        self._activities = clock or ActivityClock()
         self._datasets, self._extras, self._left_out = datasets, extras, left_out or {}
         self._writers, self._cost, self._progress = writers, cost, progress
         self._last_step = last_step
@@ -125,19 +128,23 @@ class Tracker:
         self._smoothed, self._sums = Smoothed(), Sums(skipped=progress.skipped)
         self._energy, self._paused_joules = energy, 0.0
         self._first_traffic = self._traffic = traffic()
-        self._paused = self._waited = self._launching = 0.0
-        self._has_batch = time.perf_counter()
-        self.start_clock()
+        self._launching = 0.0
+        self._begin_interval()
+        self._has_batch = self._fetched.seconds
 
     def start_clock(self) -> None:
         """Start timing here, so that setup and compilation do not count as step time."""
+        self._activities.begin_steps(self._progress.step)
+        self._begin_interval()
+
+    def _begin_interval(self) -> None:
         progress = self._progress
         self._warned = progress.nonfinite, progress.spikes
         self._fetched = _Mark(
             progress.step,
             progress.samples,
-            self._clock(),
-            self._waited,
+            self._activities.unpaused(),
+            self._activities.waited(),
             self._sums,
             self._traffic,
             self._joules(),
@@ -149,10 +156,9 @@ class Tracker:
     @contextlib.contextmanager
     def waiting_for_data(self) -> Iterator[None]:
         """Count the time of the block as `train/data_wait_sec` of the step."""
-        start = time.perf_counter()
-        yield
-        self._has_batch = time.perf_counter()
-        self._waited += self._has_batch - start
+        with self._activities.during("data_wait"):
+            yield
+        self._has_batch = self._activities.unpaused()
 
     def note_attention_logit(self, step: int, logit: float) -> None:
         """Record the largest attention logit of a step, for the next line of each writer."""
@@ -165,7 +171,7 @@ class Tracker:
             step: number of the step.
             metrics: metrics of the step, on the device.
         """
-        self._launching += time.perf_counter() - self._has_batch
+        self._launching += self._activities.unpaused() - self._has_batch
         self.flush()
         by_dataset = _OF_DATASETS if self._datasets else ()
         optional = [name for name in (*_AUX, "loss_scale") if name in metrics]
@@ -175,8 +181,9 @@ class Tracker:
         losses = metrics["loss"], metrics["skipped"], labels
         previous, self._epoch = self._epoch, self._epochs(self._progress.samples)
         ends_epoch = self._epoch > previous
-        self._latest = _Launched(step, fetched, self._waited, *losses, ends_epoch)
+        self._latest = _Launched(step, fetched, self._activities.waited(), *losses, ends_epoch)
         self._launched.append(self._latest)
+        self._activities.launched(step)
 
     def flush(self) -> None:
         """Wait for the latest step and log it, if it is due.
@@ -225,7 +232,7 @@ class Tracker:
 
     def host_times(self) -> HostTimes:
         """Return the time that this host has spent so far."""
-        return HostTimes(self._clock(), self._waited, self._launching)
+        return HostTimes(self._activities.unpaused(), self._activities.waited(), self._launching)
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -236,12 +243,10 @@ class Tracker:
         self.flush()
         if self._latest is not None:
             jax.block_until_ready(self._latest.metrics)  # this wait is still step time
-        start, joules = time.perf_counter(), self._joules()
-        yield
+        joules = self._joules()
+        with self._activities.during("other"):
+            yield
         self._paused_joules += self._joules() - joules
-        seconds = time.perf_counter() - start
-        self._paused += seconds
-        self._has_batch += seconds  # the block is not part of a launch either
 
     def close(self, exit_code: int = 0) -> bool:
         """Log the latest step if it is due, and close the writers.
@@ -284,8 +289,9 @@ class Tracker:
         samples = int(values["counts"].samples)
         since = self._fetched
         now = _Mark(
-            step, samples, self._clock(), latest.waited, self._sums, traffic(), self._joules()
-        )
+            step, samples, self._activities.unpaused(), latest.waited, self._sums, traffic(),
+            self._joules(),
+        )  # fmt: skip
         self._fetched = now
         speed, padding = self._speed(since, now), int(values["counts"].padding)
         metrics = {
@@ -306,6 +312,7 @@ class Tracker:
             **aux_metrics(values),
             **self._smoothed.update(losses, _steps(since, now), speed),
             **memory(jax.local_devices()),
+            **goodput_metrics(self._activities.run()),
         }
         if writers:
             self._logged = metrics
@@ -388,9 +395,6 @@ class Tracker:
             if tokens:
                 metrics[f"loss/{name}"] = nats / tokens
         return metrics
-
-    def _clock(self) -> float:
-        return time.perf_counter() - self._paused
 
     def _joules(self) -> float:
         """Return the energy of a GPU, without pauses."""

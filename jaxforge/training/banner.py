@@ -40,7 +40,7 @@ def _rows(program: Program, state: TrainState, progress: Progress) -> Iterator[t
     m, t, d = config.model, config.train, config.distributed
     device = jax.devices()[0]
     ramp = t.ramp(data_parallel_size(mesh))
-    samples = ramp.rows * t.grad_accum_steps
+    samples = ramp.sequences(t.grad_accum_steps)
     yield (
         "model",
         (

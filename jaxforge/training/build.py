@@ -64,7 +64,7 @@ def build_trainer(config: JobConfig, mesh: Mesh, session: Session) -> Trainer:
         program.step, program.pads_batches = session.make_step(program), False
     model = program.model
     session.lock.acquire()
-    files = RunFiles.open(config, model, watchdog)
+    files = RunFiles.open(config, model, watchdog, session.attempt)
     saver = files.saver
     has_begun = not files.is_new or config.checkpoint.load_path
     with watchdog.naming("restoring a checkpoint" if has_begun else "initializing"):
@@ -110,7 +110,7 @@ def build_trainer(config: JobConfig, mesh: Mesh, session: Session) -> Trainer:
         ),
         callbacks=callbacks,
         instruments=Instruments(
-            tracker, watchdog, profiler, open_attention_logits(config, program)
+            tracker, watchdog, profiler, open_attention_logits(config, program), session.attempt
         ),
     )
 

@@ -1,23 +1,28 @@
 """Instruments of a run: metrics, watchdog and profiler."""
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import jax
 from rich.console import Console
 
 from jaxforge.config.batch_ramp import BatchRamp
 from jaxforge.config.job import JobConfig
+from jaxforge.parallel import agreement
 from jaxforge.program import Program
+from jaxforge.runs.attempts import AttemptLog
 from jaxforge.state.progress import Progress
 from jaxforge.storage import mirror
 from jaxforge.storage.run_lock import RunLock
+from jaxforge.telemetry import prometheus
 from jaxforge.telemetry.console import banner
 from jaxforge.telemetry.energy import EnergyMeter
 from jaxforge.telemetry.live_line import LiveLine
 from jaxforge.telemetry.measures import StepCost
-from jaxforge.telemetry.metric_writers import check_libraries, open_writers
+from jaxforge.telemetry.metric_writers import MetricWriter, check_libraries, open_writers
 from jaxforge.telemetry.profiler import Profiler
+from jaxforge.telemetry.prometheus import RunMetrics
 from jaxforge.telemetry.tracker import Tracker
 from jaxforge.training.callbacks.callback import Callback
 from jaxforge.training.health.attention_logits import AttentionLogits
@@ -36,16 +41,20 @@ class Session:
         console: console for the banner and lines of metrics.
         watchdog: ends the process if it hangs.
         lock: lock of the run directory.
+        attempt: records the account of this attempt.
         live: the live line of a terminal; None without one.
         make_step: makes the update; None takes `Program.step`.
+        metrics: values for Prometheus; None if they are not served.
     """
 
     callbacks: Sequence[Callback]
     console: Console
     watchdog: Watchdog
     lock: RunLock
+    attempt: AttemptLog
     live: LiveLine | None = None
     make_step: MakeStep | None = None
+    metrics: RunMetrics | None = None
 
     def show_banner(self, rows: Mapping[str, str]) -> None:
         """Print the banner of the run."""
@@ -61,12 +70,14 @@ class Instruments:
         watchdog: ends the process if it hangs.
         profiler: traces the steps of `[profiling]`.
         attention_logits: measures the largest attention logit; None if it is off.
+        attempt: records the account of this attempt; None if it is not recorded.
     """
 
     tracker: Tracker
     watchdog: Watchdog
     profiler: Profiler
     attention_logits: AttentionLogits | None = None
+    attempt: AttemptLog | None = None
 
 
 def open_attention_logits(config: JobConfig, program: Program) -> AttentionLogits | None:
@@ -86,6 +97,38 @@ def open_profiler(config: JobConfig) -> Profiler:
     return Profiler(config.profiling, mirror.files(config.checkpoint.dir))
 
 
+@contextlib.contextmanager
+def serving_metrics(config: JobConfig, watchdog: Watchdog) -> Iterator[RunMetrics | None]:
+    """Serve metrics and health in the block, if `metrics.prometheus_port` is set.
+
+    Every process of the job must call this: several of one host use consecutive ports.
+
+    Args:
+        config: the resolved config.
+        watchdog: tells the activity of this process, and whether it hangs.
+
+    Raises:
+        UserError: the library is not installed.
+    """
+    section = config.metrics
+    if not section.prometheus_port:
+        yield None
+        return
+    prometheus.check_library()
+    values = RunMetrics(
+        jax.process_index(), config.train.max_steps, watchdog.clock, watchdog.activity
+    )
+    server = prometheus.start_server(
+        values, watchdog.clock, lambda: watchdog.idle(0.0), section.prometheus_address,
+        section.prometheus_port + agreement.index_on_host(),
+    )  # fmt: skip
+    try:
+        yield values
+    finally:
+        if server is not None:
+            server.stop()
+
+
 def open_tracker(
     session: Session, config: JobConfig, progress: Progress, ramp: BatchRamp
 ) -> Tracker:
@@ -97,13 +140,18 @@ def open_tracker(
         progress: the counters of the run.
         ramp: sequences of each update.
     """
-    cost = StepCost.of(config, ramp.rows * config.train.grad_accum_steps)
+    cost = StepCost.of(config, ramp.sequences(config.train.grad_accum_steps))
     examples = progress.sequences_per_epoch
     writers = open_writers(
         session.console, config, progress.run_id, progress.step, cost, examples, session.live
     )
+    if session.metrics is not None:
+        writers.append(MetricWriter("Prometheus", session.metrics, config.metrics.log_interval))
     names = [dataset.label for dataset in config.data.datasets]
     extras = config.metrics.collect
-    left_out = {n: ramp.accum(n - 1) * ramp.rows for n in config.train.iterations_to_skip}
+    left_out = {n: ramp.sequences(ramp.accum(n - 1)) for n in config.train.iterations_to_skip}
     energy = EnergyMeter() if config.metrics.log_energy else None
-    return Tracker(writers, cost, progress, config.train.max_steps, names, extras, left_out, energy)
+    return Tracker(
+        writers, cost, progress, config.train.max_steps, names, extras, left_out, energy,
+        session.watchdog.clock,
+    )  # fmt: skip

@@ -8,7 +8,7 @@ import jax
 from rich.console import Console
 
 from jaxforge.cli import streams
-from jaxforge.cli.process import began, end_now
+from jaxforge.cli.process import began, end_now, process_start
 from jaxforge.cli.running import wide_console
 from jaxforge.config.job import JobConfig
 from jaxforge.config.reading.unresolved import UnresolvedConfig
@@ -16,6 +16,7 @@ from jaxforge.exit_codes import Exit
 from jaxforge.parallel import host_memory, multihost
 from jaxforge.program import Program
 from jaxforge.runs import run_directory
+from jaxforge.runs.attempts import AttemptLog
 from jaxforge.storage.run_lock import RunLock
 from jaxforge.telemetry.console import setup_logging
 from jaxforge.telemetry.live_line import LiveLine
@@ -23,7 +24,7 @@ from jaxforge.training.build import build_trainer
 from jaxforge.training.callbacks.callback import Callback
 from jaxforge.training.health import out_of_memory
 from jaxforge.training.health.watchdog import Limits, Watchdog
-from jaxforge.training.instruments import MakeStep, Session
+from jaxforge.training.instruments import MakeStep, Session, serving_metrics
 from jaxforge.training.preemption import Signals
 from jaxforge.training.resolution import resolve
 
@@ -53,10 +54,11 @@ def train(
     setup_logging(console)
     host_memory.keep_freed_memory()
     known = config.known if isinstance(config, UnresolvedConfig) else config
-    with Watchdog(Limits.of(known.train)) as watchdog:
+    with Watchdog(Limits.of(known.train), since=process_start()) as watchdog:
         multihost.initialize(known.distributed.heartbeat_timeout_sec)
         with (
-            multihost.exit_at_once_on_failure(),
+            watchdog.watching_peers(known.train.hang_timeout),
+            multihost.exit_at_once_on_failure(watchdog.note_failure),
             open_live_line(console, known, watchdog) as live,
         ):
             config = resolve(config, watchdog)
@@ -64,10 +66,14 @@ def train(
             with (
                 Signals(config.train.shutdown_timeout_sec) as signals,
                 RunLock(run_directory.root(config)) as lock,
+                AttemptLog(watchdog.clock) as attempt,
                 program.context(),
                 out_of_memory.explained(config, program.mesh),
+                serving_metrics(config, watchdog) as metrics,
             ):
-                session = Session(callbacks, console, watchdog, lock, live, make_step)
+                session = Session(
+                    callbacks, console, watchdog, lock, attempt, live, make_step, metrics
+                )
                 trainer = build_trainer(config, program.mesh, session)
                 reason: Exit | None = None
                 try:
@@ -78,6 +84,7 @@ def train(
                             reason = trainer.close(reason)
             assert reason is not None  # nothing was raised
             if reason is Exit.UNHEALTHY or signals.has_background_thread:
+                attempt.close(reason.code)
                 end_now(reason.code)  # a thread may still compile: no clean exit
             return reason
 

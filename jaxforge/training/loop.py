@@ -231,7 +231,9 @@ class Trainer:
 
     def _next_batch(self, signals: Signals) -> tuple[Batch, Controls]:
         data, progress = self.updates.data, self.progress
-        with self.instruments.tracker.waiting_for_data(), signals.interrupting():
+        instruments = self.instruments
+        waiting = instruments.watchdog.naming("waiting for data")
+        with instruments.tracker.waiting_for_data(), waiting, signals.interrupting():
             batch = next(data)
         data.note_mixture(progress)
         return batch, data.controls(progress.step, self.config.train.iterations_to_skip)
@@ -266,10 +268,11 @@ class Trainer:
         """
         progress, bad_steps, first = self.progress, self.bad_steps, self.progress.samples
         microbatches, rows, length = batch["labels"].shape
-        progress.advance(microbatches * rows, microbatches * rows * length)
+        sequences = self.config.train.update_sequences(microbatches * rows)
+        progress.advance(sequences, sequences * length)
         self.instruments.tracker.end_step(progress.step, metrics)
         bad_steps.note(metrics["consecutive"])
-        self.instruments.watchdog.tick(progress.step)
+        self.instruments.watchdog.tick(progress.step, metrics["consecutive"])
         attribution = None if bad_steps.fault else bad_steps.attribution
         if attribution and not bad_steps.had_halted(progress) and int(metrics["consecutive"]):
             self.state, bad_steps.fault = attribution.examine(
@@ -395,6 +398,7 @@ class Trainer:
 
     def _finish(self, reason: Exit, exits: Exits) -> Exit:
         self._follow_device()
+        self.instruments.watchdog.clock.end_steps()
         if self._has_halted and not self.bad_steps.rollback and reason is not Exit.MACHINE:
             reason = Exit.NON_FINITE
             self.instruments.tracker.log_latest()
@@ -418,6 +422,7 @@ class Trainer:
             Why the process ends: `Exit.STORAGE` if metrics or logs are lost.
         """
         step, tokens = self.progress.step, self.progress.tokens
+        self.instruments.watchdog.clock.end_steps()  # also after a failure
         losses: list[StorageError] = []
 
         def note_loss(end: Callable[..., object], *arguments: object) -> None:
@@ -427,15 +432,23 @@ class Trainer:
                 log.error("%s", error)
                 losses.append(error)
 
-        def close_tracker(_: object, failure: BaseException | None, __: object) -> None:
+        def code(failure: BaseException | None) -> int:
             failure = failure or sys.exception() or (losses[0] if losses else None)
-            if not self.instruments.tracker.close(exit_code(reason, failure)):
+            return exit_code(reason, failure)
+
+        def close_tracker(_: object, failure: BaseException | None, __: object) -> None:
+            if not self.instruments.tracker.close(code(failure)):
                 losses.append(StorageError("metrics are lost"))
+
+        def close_attempt(_: object, failure: BaseException | None, __: object) -> None:
+            if self.instruments.attempt is not None:
+                self.instruments.attempt.close(code(failure))
 
         # Pushed in reverse: the profiler closes first and the mirror last. Each callback of the
         # stack runs even if an earlier one fails; the last failure is raised.
         with contextlib.ExitStack() as stack:
             stack.callback(note_loss, self.saver.close_mirror)
+            stack.push(close_attempt)
             stack.push(close_tracker)
             callbacks = [*self.callbacks][::-1]
             for callback in callbacks:

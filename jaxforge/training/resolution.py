@@ -2,7 +2,7 @@
 
 import jax
 
-from jaxforge.config import rules
+from jaxforge.config import elastic, rules
 from jaxforge.config.job import JobConfig
 from jaxforge.config.reading.unresolved import UnresolvedConfig
 from jaxforge.data.epoch import sequences_per_epoch
@@ -18,10 +18,14 @@ def resolve(config: JobConfig | UnresolvedConfig, watchdog: Watchdog) -> JobConf
         UserError: processes have different configs, the run was moved, or the config breaks a rule.
     """
     agreement.check(job_facts.facts_of_start(config) if jax.process_count() > 1 else {})
+    known = config.known if isinstance(config, UnresolvedConfig) else config
+    n_devices = elastic.full_devices(known, jax.device_count(), jax.process_count())
     if isinstance(config, UnresolvedConfig):
         run_directory.check_not_moved(config)
         with watchdog.section("data"):  # for lengths in epochs
-            config = config.resolve(jax.device_count(), sequences_per_epoch)
+            config = config.resolve(n_devices, sequences_per_epoch)
+    elastic.check_shrinkable(config, n_devices)
+    config = elastic.shrink(config, n_devices, jax.device_count())
     rules.check(config, jax.device_count())
     compilation.use_cache(config.train)
     return config

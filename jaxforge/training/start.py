@@ -16,6 +16,7 @@ from jaxforge.model.transformer import Model, parameter_count
 from jaxforge.parallel import agreement
 from jaxforge.parallel.mesh import data_parallel_size
 from jaxforge.runs import run_directory, starts
+from jaxforge.runs.attempts import AttemptLog
 from jaxforge.state.progress import Progress
 from jaxforge.storage import mirror, trust
 from jaxforge.telemetry.console import add_log_file
@@ -32,20 +33,23 @@ class RunFiles:
 
     Attributes:
         saver: the checkpoints of the run.
-        begins: True if the run has no checkpoint yet.
+        is_new: True if the run has no checkpoint yet.
     """
 
     saver: Saver
     is_new: bool
 
     @classmethod
-    def open(cls, config: JobConfig, model: Model, watchdog: Watchdog) -> "RunFiles":
+    def open(
+        cls, config: JobConfig, model: Model, watchdog: Watchdog, attempt: AttemptLog
+    ) -> "RunFiles":
         """Open the run directory, whose lock is held. Only logs are written.
 
         Args:
             config: the resolved config.
             model: the model.
             watchdog: writes the stacks of a hanging process into the directory.
+            attempt: records this attempt in the directory.
 
         Raises:
             UserError: the run had checkpoints that no longer exist.
@@ -53,6 +57,7 @@ class RunFiles:
         copier = run_directory.open_mirror(config)
         files = mirror.files(config.checkpoint.dir)
         add_log_file(files)
+        attempt.open(files, jax.process_index())
         run_directory.log_config_changes(files, config)
         for answer in answers(config):
             log.info("%s", answer)

@@ -80,7 +80,7 @@ def _length(config: JobConfig, ramp: BatchRamp, per_epoch: int | None) -> Iterat
 
 def _batch(config: JobConfig, ramp: BatchRamp) -> Iterator[str]:
     for start, accum in ramp.stages:
-        size = accum * ramp.rows
+        size = ramp.sequences(accum)
         yield _at(
             start,
             f"{size:,} sequences, {size * config.train.seq_len:,} tokens: "

@@ -45,7 +45,8 @@ NAMES = "cosine, linear, wsd, constant, rex, none"
         ),
         (
             "[model]\nbatchsize = 3",
-            "x.toml:2: unknown key model.batchsize; did you mean train.batch_size?",
+            "x.toml:2: unknown key model.batchsize; did you mean train.batch_size or "
+            "eval.batch_size?",
         ),
         ("dim = 64\n[train]", "x.toml:1: unknown key dim; did you mean model.dim?"),
         ("[optimiser]\nlr = 1", "x.toml:1: unknown key optimiser; did you mean optimizer?"),

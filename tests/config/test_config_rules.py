@@ -21,6 +21,12 @@ SMALL = [
 
 PIPELINED = ["distributed.pp=2", "train.grad_accum_steps=4", "train.batch_size=1"]
 MIXED = ["data.datasets=[{'path':'a','name':'web'},{'path':'b','name':'code'}]"]
+DIFFERENT = [
+    "model.num_experts=4",
+    "model.moe_first_dense_layers=1",
+    "distributed.pp=2",
+    "distributed.cp=2",
+]
 INTERLEAVED = ["distributed.pp_schedule=interleaved_1f1b", "distributed.pp_chunks=3"]
 CAPTURING = [
     "eval.activations_interval=2",
@@ -45,6 +51,22 @@ def test_small_run_accepts_any_power_of_two_devices():
 
 
 CASES = [
+    (
+        1,
+        ["distributed.heartbeat_timeout_sec=50"],
+        ["distributed.heartbeat_timeout_sec=49"],
+        "train.hang_timeout = 30 requires distributed.heartbeat_timeout_sec of at least 50, "
+        "not 49, so that processes report a hang before JAX ends them: change "
+        "train.hang_timeout to 29 or distributed.heartbeat_timeout_sec to 50",
+    ),
+    (
+        1,
+        ["distributed.heartbeat_timeout_sec=10", "train.hang_timeout=0"],
+        ["distributed.heartbeat_timeout_sec=10", "train.hang_timeout=10"],
+        "train.hang_timeout = 10 requires distributed.heartbeat_timeout_sec of at least 30, "
+        "not 10, so that processes report a hang before JAX ends them: change "
+        "train.hang_timeout to 0 or distributed.heartbeat_timeout_sec to 30",
+    ),
     (
         1,
         ["train.seq_len=64"],
@@ -512,14 +534,16 @@ def test_all_proposals_are_tested():
     ("rule", "good", "bad", "keys"),
     [
         (
-            mesh_rules.pipeline_stages_have_equal_layers,
-            ["model.num_experts=4", "distributed.pp=2"],
-            [
-                "model.num_experts=4",
-                "distributed.pp=2",
-                "model.moe_first_dense_layers=1",
-            ],
-            ("model.moe_frequency", "distributed.pp"),
+            mesh_rules.different_stages_exchange_in_groups,
+            [*DIFFERENT, "distributed.cp_strategy=ulysses"],
+            [*DIFFERENT, "distributed.cp_strategy=ring"],
+            ("distributed.cp_strategy", "distributed.pp", "distributed.cp"),
+        ),
+        (
+            mesh_rules.different_stages_exchange_in_groups,
+            ["model.mixer=mamba2", "distributed.pp=2", "distributed.cp=2"],
+            ["model.mixer=mamba2", *DIFFERENT],
+            ("distributed.pp", "distributed.cp"),
         ),
         (
             mesh_rules.experts_divide_by_ep,

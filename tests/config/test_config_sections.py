@@ -97,6 +97,8 @@ def ramp(*stages, key="grad_accum_steps", **train):
         (TrainConfig, MEGATRON, {**MEGATRON, "global_batch_size": 56}),  # not by 16
         (TrainConfig, MEGATRON, {**MEGATRON, "grad_accum_steps": 2}),  # 24 are half a microbatch
         (TrainConfig, MEGATRON, {**MEGATRON, "rampup_batch_size": (16, 0, 100)}),
+        (TrainConfig, {"hang_timeout": 10}, {"hang_timeout": 9.9}),
+        (TrainConfig, {"hang_timeout": 0}, {"hang_timeout": -1}),
         (TrainConfig, MEGATRON, {**MEGATRON, **ramp((0, 48), key="global_batch_size")}),
         (TrainConfig, ramp((0, 8), **SEQUENCES), ramp((0, 4), key="global_batch_size")),
         (

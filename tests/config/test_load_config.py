@@ -180,6 +180,7 @@ def test_every_key_of_kempnerforge_loads():
                 "watchdog_setup_sec",
                 "watchdog_step_sec",
                 "watchdog_checkpoint_sec",
+                "hang_timeout",
             )
         ),
         *(
@@ -272,8 +273,17 @@ def test_every_key_of_kempnerforge_loads():
                 "mup_base_head_dim",
             )
         ),
-        *(("distributed", key) for key in ("pp_chunks", "heartbeat_timeout_sec", "cp_strategy")),
-        *(("eval", key) for key in ("datasets", "functions", "start_step")),
+        *(
+            ("distributed", key)
+            for key in (
+                "pp_chunks",
+                "heartbeat_timeout_sec",
+                "cp_strategy",
+                "elastic_processes",
+                "elastic_min_processes",
+            )
+        ),
+        *(("eval", key) for key in ("batch_size", "datasets", "functions", "start_step")),
         *(("eval", f"sample_{key}") for key in ("interval", "prompts", "tokens", "temperature")),
         *(
             ("eval", f"activations_{key}")
@@ -303,6 +313,8 @@ def test_every_key_of_kempnerforge_loads():
                 "max_attention_logit_interval",
                 "log_energy",
                 "device_speed_interval",
+                "prometheus_port",
+                "prometheus_address",
             )
         ),
         *(

@@ -51,8 +51,8 @@ def values_and_gradients(attend, q, k, v, sinks=None, **options):
 @pytest.mark.parametrize(
     ("heads", "h", "length", "packed", "window", "options"),
     [
-        ((4, 4), 16, 96, False, None, {}),
-        ((2, 1), 256, 64, True, 20, {}),
+        pytest.param((4, 4), 16, 96, False, None, {}, marks=pytest.mark.slow),
+        pytest.param((2, 1), 256, 64, True, 20, {}, marks=pytest.mark.slow),
         ((4, 1), 16, 50, False, 1, {}),
         # heads are padded to 32
         ((4, 2), 24, 110, True, 40, {"scoring": Scoring(softcap=2.0), "sinks": FOUR_SINKS}),

@@ -60,6 +60,11 @@ def recurrence(tokens, ids, state):
     return jnp.moveaxis(y, 0, 1), state
 
 
+def compiled_recurrence(tokens, ids, state):
+    """Run the recurrence as one program: each operation alone would be compiled as another."""
+    return jax.jit(lambda tokens, state: recurrence(tokens, ids, state))(tokens, state)
+
+
 def values_and_gradients(rule, ids, tokens, state, d_y, d_last):
     """Return outputs, final state, and gradients of all inputs."""
     (y, last), back = jax.vjp(lambda tokens, state: rule(tokens, ids, state), tokens, state)
@@ -101,18 +106,19 @@ def test_chunks_match_recurrence(length, is_packed):
 
 def test_large_chunks_match_recurrence():
     tokens, state = drawn(100)
-    expected = recurrence(tokens, packed(100), state)
-    for ours, theirs in zip(gated_delta_rule(tokens, packed(100), state), expected, strict=True):
+    expected = compiled_recurrence(tokens, packed(100), state)
+    result = jax.jit(gated_delta_rule)(tokens, packed(100), state)
+    for ours, theirs in zip(result, expected, strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=TOLERANCE, atol=TOLERANCE)
 
 
 def test_steps_match_recurrence():
     tokens, state = drawn(5)
-    y, last = recurrence(tokens, None, state)
-    outputs = []
+    y, last = compiled_recurrence(tokens, None, state)
+    outputs, step = [], jax.jit(gated_delta_step)
     for i in range(5):
         token = DeltaTokens(*(x[:, i : i + 1] for x in tokens))
-        out, state = gated_delta_step(token, state)
+        out, state = step(token, state)
         outputs.append(out)
     np.testing.assert_allclose(np.concatenate(outputs, 1), y, rtol=TOLERANCE, atol=TOLERANCE)
     np.testing.assert_allclose(state, last, rtol=TOLERANCE, atol=TOLERANCE)
@@ -121,27 +127,27 @@ def test_steps_match_recurrence():
 def test_tokens_without_decay_and_beta_leave_state_unchanged():
     tokens, state = drawn(20)
     silent = tokens._replace(log_decay=0 * tokens.log_decay, beta=0 * tokens.beta)
-    np.testing.assert_array_equal(gated_delta_rule(silent, None, state)[1], state)
+    np.testing.assert_array_equal(jax.jit(gated_delta_rule)(silent, None, state)[1], state)
 
 
 def test_repeated_keys_lose_no_digits_in_float32():
     """With equal keys and a beta of 1, powers of the matrix reach binomial coefficients."""
     strict = np.tril(np.ones((64, 64), np.float32), -1)
     expected = np.eye(64) - np.eye(64, k=-1)
-    np.testing.assert_array_equal(invert_unit_lower(strict), expected)
+    np.testing.assert_array_equal(jax.jit(invert_unit_lower)(strict), expected)
 
 
 def test_bfloat16_values_keep_float32_state():
     tokens, state = drawn(40)
     half = DeltaTokens(*(jnp.asarray(x, jnp.bfloat16) for x in tokens))
-    y, last = gated_delta_rule(half)
+    y, last = jax.jit(gated_delta_rule)(half)
     assert (y.dtype, last.dtype) == (jnp.bfloat16, jnp.float32)
     same = DeltaTokens(*(np.asarray(x, np.float64) for x in half))
-    expected = recurrence(same, None, jnp.zeros_like(state))[1]
+    expected = compiled_recurrence(same, None, np.zeros_like(state))[1]
     np.testing.assert_allclose(last, expected, atol=1e-5)
 
 
-@pytest.mark.parametrize("strategy", ["ulysses", "ring"])
+@pytest.mark.parametrize("strategy", [pytest.param("ulysses", marks=pytest.mark.slow), "ring"])
 def test_devices_that_share_sequences_compute_same_rule(strategy):
     """Documents start in the middle of parts and at their first tokens; one spans five parts."""
     tokens, state = drawn(64)
@@ -149,7 +155,8 @@ def test_devices_that_share_sequences_compute_same_rule(strategy):
     ids[1, 56:] += 1
     d_y, no_direction = directions(tokens, state)[0], np.zeros_like(state)
     inputs = tokens, np.zeros_like(state), d_y, no_direction
-    y, _, (gradients, _) = values_and_gradients(recurrence, ids, *inputs)
+    reference = jax.jit(functools.partial(values_and_gradients, recurrence, ids))
+    y, _, (gradients, _) = reference(*inputs)
 
     def in_order(change, x):
         return np.moveaxis(change(np.moveaxis(x, 1, -1), strategy, 4), -1, 1)

@@ -67,9 +67,9 @@ def assert_all_close(ours, expected):
 @pytest.mark.parametrize(
     ("kv_heads", "seen", "scoring", "packed"),
     [
-        (6, {}, PLAIN, False),
+        pytest.param(6, {}, PLAIN, False, marks=pytest.mark.slow),
         (2, {}, PLAIN, True),
-        (1, {"window": 7}, PLAIN, True),
+        pytest.param(1, {"window": 7}, PLAIN, True, marks=pytest.mark.slow),
         (2, {"window": 40}, Scoring(scale=0.7, softcap=2.0), False),
         (2, {"chunk": 16}, PLAIN, True),
     ],

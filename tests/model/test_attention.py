@@ -198,7 +198,7 @@ def test_blockwise_capped_gradients_match_reference(window, scoring):
     [
         (6, True, None, None, PLAIN),
         (2, False, 100, None, CAPPED),
-        (2, False, None, 100, PLAIN),
+        pytest.param(2, False, None, 100, PLAIN, marks=pytest.mark.slow),
         (2, True, None, 128, CAPPED),
     ],
 )

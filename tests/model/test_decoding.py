@@ -108,8 +108,11 @@ def test_complete_matches_stream(sampling):
     "shape",
     [
         {"n_layers": 2},
-        {"n_layers": 3, "num_experts": 4, "moe_first_dense_layers": 1, "sliding_window": 4,
-         "attention_pattern": ("full", "sliding", "sliding")},
+        pytest.param(
+            {"n_layers": 3, "num_experts": 4, "moe_first_dense_layers": 1, "sliding_window": 4,
+             "attention_pattern": ("full", "sliding", "sliding")},
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["one kind of layer", "two stacks"],
 )  # fmt: skip
@@ -166,7 +169,12 @@ def on_mesh(**axes):
 
 @pytest.mark.parametrize(
     ("axes", "sampling"),
-    [(MESHES[0], GREEDY), (MESHES[1], DRAWN), (MESHES[2], DRAWN), (MESHES[3], GREEDY)],
+    [
+        (MESHES[0], GREEDY),
+        pytest.param(MESHES[1], DRAWN, marks=pytest.mark.slow),  # the next mesh has its axis
+        (MESHES[2], DRAWN),
+        (MESHES[3], GREEDY),
+    ],
     ids=str,
 )
 def test_completions_do_not_depend_on_mesh(axes, sampling):

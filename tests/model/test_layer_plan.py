@@ -165,8 +165,10 @@ def total_of_one_by_one(**layers):
 @pytest.mark.parametrize(
     ("save", "unroll", "layers"),
     [  # both plans, with several policies and numbers of unrolled layers
-        ("none", 1, MIXED), ("none", 6, PERIODIC), ("full", 1, MIXED), ("full", 3, PERIODIC),
-        ("selective", 1, PERIODIC), ("selective", 6, MIXED),
+        ("none", 1, MIXED), ("full", 3, PERIODIC),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in (
+            ("none", 6, PERIODIC), ("full", 1, MIXED), ("selective", 1, PERIODIC),
+            ("selective", 6, MIXED))),
     ],
     ids=lambda value: {id(MIXED): "mixed", id(PERIODIC): "period"}.get(id(value)),
 )  # fmt: skip

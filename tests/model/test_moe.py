@@ -152,9 +152,12 @@ MESHES = {  # cases that run on several devices, which share load and capacity
 
 
 SLOW = {
+    "deepseek",
     "gpt-oss",
     "kempnerforge",
     "kempnerforge, in groups and warming up",
+    "softmax, chosen by bias in groups",
+    "sigmoid without bias",
 }  # covered by another case in large part
 
 

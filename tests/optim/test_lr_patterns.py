@@ -38,7 +38,14 @@ def random_like(tree, seed):
     return jax.tree.map(lambda leaf: jax.random.normal(next(keys), leaf.shape), tree)
 
 
-@pytest.mark.parametrize("name", ["adamw", "lion", "muon", "schedule_free_adamw"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "adamw",
+        "muon",
+        *(pytest.param(n, marks=pytest.mark.slow) for n in ("lion", "schedule_free_adamw")),
+    ],
+)
 def test_factor_equals_the_rule_at_that_learning_rate(name):
     """A parameter with factor f moves as with lr · f and the same decay, as in a group of torch."""
     axes = Model(config().model).axes
@@ -103,12 +110,17 @@ def test_adamw_with_patterns_equals_parameter_groups_of_torch():
     "settings",
     [
         {},
-        {"train": {"param_dtype": "bfloat16", "param_rounding": "kahan"}},
-        {"train": {"param_dtype": "bfloat16", "param_rounding": "stochastic"}},
         {"train": {"opt_state_dtype": "8bit"}},
-        {"optimizer": {"name": "muon"}},
-        {"distributed": {"dp_shard": 4, "tp": 2}},
-        pytest.param({"distributed": {"pp": 2, "dp_shard": 4}}, marks=pytest.mark.slow),
+        *(
+            pytest.param(settings, marks=pytest.mark.slow)
+            for settings in (
+                {"train": {"param_dtype": "bfloat16", "param_rounding": "stochastic"}},
+                {"distributed": {"dp_shard": 4, "tp": 2}},
+                {"train": {"param_dtype": "bfloat16", "param_rounding": "kahan"}},
+                {"optimizer": {"name": "muon"}},
+                {"distributed": {"pp": 2, "dp_shard": 4}},
+            )
+        ),
     ],
     ids=str,
 )

@@ -2,6 +2,10 @@
 
 import socket
 
+import pytest
+
+from jaxforge.runs import attempts
+from jaxforge.telemetry.goodput import account
 from tests.machine import PATIENCE
 
 
@@ -9,6 +13,26 @@ def free_port():
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         return s.getsockname()[1]
+
+
+def check_account(run, processes, codes):
+    """Check the account of a run against the wall clock; return the accounts of all processes.
+
+    Args:
+        run: the run.
+        processes: number of processes of the job.
+        codes: exit code of each attempt of process 0; None for a killed process.
+    """
+    by_process, damage = attempts.read(run.directory)
+    assert (sorted(by_process), damage) == (list(range(processes)), [])
+    assert [attempt.code for attempt in by_process[0]] == codes
+    accounts = []
+    for of_process in by_process.values():
+        seconds, wall = account(of_process), of_process[-1].seen - of_process[0].began
+        assert sum(seconds.values()) == pytest.approx(wall, rel=0.01)
+        assert all(seconds[name] > 0 for name in ("start", "compile", "step", "save"))
+        accounts.append(seconds)
+    return accounts
 
 
 def start_both(run, *overrides, torchrun=False, count=2, of_last=(), env=None):

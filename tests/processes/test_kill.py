@@ -9,7 +9,9 @@ import time
 
 import pytest
 
+from jaxforge.runs import attempts
 from tests.machine import wait_until
+from tests.processes.launching import check_account
 
 pytestmark = pytest.mark.usefixtures("one_device")
 
@@ -21,8 +23,9 @@ def test_killed_at_random_moments(new_run):
     """Half of the kills anywhere, half while a checkpoint is half written: it is stopped there."""
     undisturbed, killed = new_run("undisturbed"), new_run("killed")
     undisturbed.finish_here(*OVERRIDES)
-    rng, torn = random.Random(0), 0
+    rng, torn, moments = random.Random(0), 0, []
     for kill in range(KILLS):
+        moments.append(time.time())
         process = killed.start(*OVERRIDES)
         wait_until(functools.partial(written_since, killed, time.time() + 0.1), process)
         time.sleep(rng.uniform(0.0, 0.3))
@@ -30,12 +33,44 @@ def test_killed_at_random_moments(new_run):
             wait_until(functools.partial(stopped_in_a_save, killed, process), process)
         process.send_signal(signal.SIGKILL)
         process.wait()
+        moments.append(time.time())
         torn += saving(killed)
     killed.finish_here(*OVERRIDES)
     assert torn >= KILLS // 2
     assert killed.losses() == undisturbed.losses()
     assert sorted(killed.losses()) == list(range(1, STEPS + 1))
     assert not saving(killed)
+    check_time(killed, moments)
+
+
+def check_time(run, moments):
+    """All time between the first start and the last end is accounted for, and none twice."""
+    (seconds,) = check_account(run, 1, [None] * KILLS + [0])
+    assert seconds["down"] > 0
+    times = [
+        time for item in attempts.read(run.directory)[0][0] for time in (item.began, item.seen)
+    ]
+    for i in range(0, 2 * KILLS, 2):  # a process begins after its command, and dies seen
+        assert moments[i] - 0.02 <= times[i] <= times[i + 1] <= moments[i + 1]
+    last = [line for line in run.lines() if "goodput/ratio" in line][-1]
+    assert last["goodput/down_sec"] == pytest.approx(seconds["down"], abs=0.01)  # is not lost
+    assert 0 < last["goodput/ratio"] < 1
+
+
+@pytest.mark.slow  # quick: tests/telemetry/test_goodput.py and tests/training/test_rollback.py
+def test_repeated_steps_of_a_killed_run_are_rework(new_run):
+    run = new_run()
+    process = run.start("--train.max_steps=1000000", "--checkpoint.interval=1000000")
+    path = run.directory / attempts.file_name(0)
+    wait_until(lambda: path.exists() and json.loads(path.read_text())["step"] > 5, process)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    (killed,) = attempts.read(run.directory)[0][0]
+    run.finish_here(f"--train.max_steps={killed.step + 20}", "--checkpoint.interval=1000000")
+    (seconds,) = check_account(run, 1, [None, 0])
+    again = attempts.read(run.directory)[0][0][1].seconds
+    assert again["rework"] == seconds["rework"] > 0
+    assert again["step"] > 0
 
 
 def written_since(run, moment):

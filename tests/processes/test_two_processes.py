@@ -10,7 +10,7 @@ import socket
 import numpy as np
 import pytest
 
-from tests.processes.launching import finish_both, start_both
+from tests.processes.launching import check_account, finish_both, free_port, start_both
 
 pytestmark = pytest.mark.usefixtures("one_device")
 
@@ -44,12 +44,17 @@ def test_number_of_processes_does_not_change_the_run(new_run, count, mesh, named
                "--eval.activations_sequences=2", "--train.verify_interval=1"]  # fmt: skip
     alone.finish_here(*OVERRIDES, *capture)
     limit = "--train.exit_duration_in_mins=0.001"
+    port = free_port()
+    metrics = f"--metrics.prometheus_port={port}"
     started = start_both(
-        run, *OVERRIDES, *mesh, *capture, *WATCH, limit, torchrun=True, count=count
+        run, *OVERRIDES, *mesh, *capture, *WATCH, limit, metrics, torchrun=True, count=count
     )
     outputs = finish_both(started, code=75)
     check_all_say_that_their_time_is_up(run, outputs)
     check_both_capture_the_same(run, alone)
+    check_account(run, count, [75])
+    for index, output in enumerate(outputs):  # processes of one host have ports of their own
+        assert f"http://0.0.0.0:{port + index}/metrics" in output
     assert named in outputs[0]
     assert "[step 1]" in outputs[0]
     assert not any("[step 1]" in output for output in outputs[1:])
@@ -122,6 +127,7 @@ class Requests(jf.Callback):
 """
 
 
+@pytest.mark.slow  # one process: callbacks/test_control.py; agreement of both: the next test
 def test_requests_of_one_process_take_effect_on_both_after_same_step(new_run, tmp_path):
     run = new_run()
     (tmp_path / "requests_of_one.py").write_text(REQUESTS)

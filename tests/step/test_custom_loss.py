@@ -90,7 +90,10 @@ def builtin_capped_results():
 
 @pytest.mark.parametrize(
     ("loss", "axes"),
-    [("plain", {"dp_shard": 1}), ("with_aux", {"pp": 2, "dp_shard": 2, "tp": 2})],
+    [
+        pytest.param("plain", {"dp_shard": 1}, marks=pytest.mark.slow),
+        ("with_aux", {"pp": 2, "dp_shard": 2, "tp": 2}),
+    ],
 )
 def test_custom_loss_uses_soft_capped_logits(loss, axes):
     """Also with pipeline stages, each with a share of the logits."""

@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 
 from jaxforge.checkpoint.manager import Checkpoints
+from jaxforge.checkpoint.relayout import by_layer
+from jaxforge.checkpoint.restore import Saved, start_from
 from jaxforge.model import experts
 from tests import torch_names
 from tests.conftest import tiny_config
@@ -39,6 +41,9 @@ MODELS = {
         "activation": "gelu", "n_layers": 4,
     },
 }  # fmt: skip
+MODELS["leading"] = {  # DeepSeek-V3's leading dense layers
+    **MODELS["deepseek"], "n_layers": 5, "moe_first_dense_layers": 2,
+}  # fmt: skip
 UPDATE, MICROBATCH = {"grad_sync": "update"}, {"grad_sync": "microbatch"}
 FULL = {"activation_checkpointing": "full"}
 
@@ -61,12 +66,13 @@ def run(job):
     batches = random_batches(job, 3)
     batches[1]["labels"][0, :, :8] = -100
     state, metrics = ours.run(ours.state(), batches)
-    unstack = functools.partial(jax.tree.map, lambda x: np.asarray(ours.model.stack.unstack(x)))
+    of = ours.model.stack.of
     arrays = jax.device_get((state.params, state.model_state))
     stacks = job.model.stacks
     named = [
         torch_names.to_torch(
-            {k: unstack(v) if k in stacks else v for k, v in tree.items()}, job.model
+            {k: jax.tree.map(of(k).unstack, v) if k in stacks else v for k, v in tree.items()},
+            job.model,
         )
         for tree in arrays
     ]
@@ -88,6 +94,13 @@ DATA_AND_TENSOR = ("softmax", MICROBATCH, {"dp_shard": 2, "ep": 2, "tp": 2})
 MESHES = [
     pytest.param(*DATA_AND_TENSOR, marks=pytest.mark.slow),
     pytest.param("deepseek", UPDATE, {"pp": 2, "ep": 2, "tp": 2}, marks=pytest.mark.slow),
+    pytest.param("leading", UPDATE, {"pp": 2, "ep": 2, "tp": 2}, marks=pytest.mark.slow),
+    pytest.param(
+        "leading",
+        {**MICROBATCH, **FULL},
+        {"pp": 2, "dp_shard": 2, "cp": 2, "pp_schedule": "interleaved_1f1b"},
+        marks=pytest.mark.slow,
+    ),
     ("kempnerforge", {**UPDATE, **FULL}, {"dp_replicate": 2, "dp_shard": 2, "ep": 2}),
     pytest.param("kempnerforge", MICROBATCH, {"dp_shard": 4, "tp": 2}, marks=pytest.mark.slow),
 ]
@@ -106,26 +119,37 @@ def test_updates_do_not_depend_on_the_mesh(model, train, axes):
     check_same(run(config(model, train, **axes)), on_one_device(model))
 
 
-def test_run_resumes_on_any_mesh(tmp_path):
-    """Bit-exactly on the mesh that it was saved on."""
-    other = config("kempnerforge", {**UPDATE, **FULL}, dp_replicate=2, dp_shard=2, ep=2)
-    job = config("kempnerforge", MICROBATCH, dp_shard=4, tp=2)
+def check_resumes(directory, job, other):
+    """Resume a run bit-exactly on its own mesh, and closely on another mesh."""
     ours, batches = setup(job), random_batches(job, 2)
     state, _ = ours.run(ours.state(), batches[:1])
     section = job.checkpoint.model_copy(update={"async_mode": "disabled"})
-    saved = Checkpoints(tmp_path, section, ours.model.axes, stack=ours.model.stack)
+    saved = Checkpoints(directory, section, ours.model.axes, stack=ours.model.stack)
     saved.save(progress_of(state), state)
     saved.close()
-    expected = jax.device_get(ours.run(state, batches[1:])[0])
+    expected = by_layer(ours.run(state, batches[1:])[0], ours.model.stack)
     for resumed_job in (job, other):
         resumed = setup(resumed_job)
-        like = resumed.abstract_state()
-        restored, _ = Checkpoints(tmp_path, section, read_only=True).restore(like, 1)
-        state = jax.device_get(resumed.run(restored, batches[1:])[0])
+        source = Saved(Checkpoints(directory, section, read_only=True), 1)
+        restored, _ = start_from(source, resumed)
+        state = by_layer(resumed.run(restored, batches[1:])[0], resumed.model.stack)
         same = np.testing.assert_array_equal
         if resumed_job is other:
             same = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=5e-5)
-        jax.tree.map(same, state, expected)
+        jax.tree.map(same, jax.device_get(state), jax.device_get(expected))
+
+
+@pytest.mark.slow
+def test_run_resumes_on_any_mesh(tmp_path):
+    other = config("kempnerforge", {**UPDATE, **FULL}, dp_replicate=2, dp_shard=2, ep=2)
+    check_resumes(tmp_path, config("kempnerforge", MICROBATCH, dp_shard=4, tp=2), other)
+
+
+@pytest.mark.slow
+def test_run_in_stages_of_different_layers_resumes_on_any_mesh(tmp_path):
+    """The biases of routers are among the restored arrays."""
+    job = config("leading", {**UPDATE, **FULL}, pp=2, ep=2, pp_schedule="interleaved_1f1b")
+    check_resumes(tmp_path, job, config("leading", MICROBATCH, pp=2, dp_shard=2))
 
 
 @pytest.mark.parametrize(("model", "train", "axes"), [DATA_AND_TENSOR, MESHES[1]], ids=str)

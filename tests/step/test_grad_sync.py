@@ -174,10 +174,19 @@ CASES = {
 
 @pytest.mark.parametrize(
     ("name", "mode"),
-    [(name, "update" if i % 2 else "microbatch") for i, name in enumerate(CASES)]
-    + [
-        pytest.param(name, mode, marks=pytest.mark.slow)
-        for name, mode in (("accumulated", "update"), ("1f1b", "microbatch"))
+    [
+        ("tp, chunked loss", "microbatch"),
+        ("1f1b", "update"),
+        *(
+            pytest.param(name, mode, marks=pytest.mark.slow)
+            for name, mode in (
+                ("accumulated", "microbatch"),
+                ("accumulated", "update"),
+                ("1f1b", "microbatch"),
+                ("hsdp, products saved", "update"),
+                ("nothing recomputed", "microbatch"),
+            )
+        ),
     ],
 )
 def test_memory_estimate_is_close_to_compiler(name, mode):

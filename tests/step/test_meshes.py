@@ -16,8 +16,8 @@ from tests.helpers import (
 )
 
 STEPS = 10
-# Combinations of two axes are covered by the mesh with three, which the test of an opaque kernel
-# runs with both kinds of `grad_sync`.
+# Combinations of two axes are covered by the mesh with three, which runs with `microbatch` here and
+# with `update` in the test of an opaque kernel.
 CASES = [
     ({"dp_shard": 8}, "update"),
     ({"dp_replicate": 2, "dp_shard": 2, "tp": 2}, "microbatch"),
@@ -56,7 +56,9 @@ def test_losses_do_not_depend_on_the_mesh(mesh, grad_sync):
         np.testing.assert_allclose(ours_leaf, leaf, atol=2e-4)
 
 
-@pytest.mark.parametrize("grad_sync", ["update", "microbatch"])
+@pytest.mark.parametrize(
+    "grad_sync", ["update", pytest.param("microbatch", marks=pytest.mark.slow)]
+)
 def test_opaque_kernel_runs_on_each_device_separately(grad_sync, monkeypatch):
     use_unsplittable_kernel(monkeypatch)
     mesh = {"dp_replicate": 2, "dp_shard": 2, "tp": 2}
@@ -66,7 +68,9 @@ def test_opaque_kernel_runs_on_each_device_separately(grad_sync, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("mesh", "accum"), [({}, 8), ({"dp_shard": 2, "dp_replicate": 2}, 2)], ids=str
+    ("mesh", "accum"),
+    [pytest.param({}, 8, marks=pytest.mark.slow), ({"dp_shard": 2, "dp_replicate": 2}, 2)],
+    ids=str,
 )
 def test_losses_do_not_depend_on_the_accumulation_split(mesh, accum):
     ours = setup(config(accum, z=1e-4, **mesh))
@@ -88,6 +92,7 @@ def test_bfloat16_compute_runs_on_every_kind_of_axis():
     assert {leaf.dtype for leaf in jax.tree.leaves(state.params)} == {np.dtype("float32")}
 
 
+@pytest.mark.slow
 def test_biases_are_split_with_their_heads():
     """EVERY_OPTION in test_context.py covers all biases, reduced per microbatch."""
     model = {"qkv_bias": True, "head_dim": 24}  # dim / n_heads would be 16

@@ -234,6 +234,12 @@ def test_run_resumes_bit_exactly(on_one_device, tmp_path):
     restored, _ = Checkpoints(tmp_path, section, read_only=True).restore(ours.abstract_state(), 2)
     state, _ = ours.run(restored, batches[2:4])
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(state), states[4])
+    for depth in (0, 1, 3):
+        like = setup(job({"mtp_depth": depth})).abstract_state()
+        with pytest.raises(
+            UserError, match=f"mtp_depth = {depth}, but .* 2 modules of .*depth = 2"
+        ):
+            Checkpoints(tmp_path, section, read_only=True).restore(like, 2)
 
 
 def test_further_labels_stay_within_documents():

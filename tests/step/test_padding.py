@@ -123,7 +123,8 @@ def test_padding_does_not_change_prompt_logits():
     job = tiny_config(model={**MODELS["softmax"], "moe_capacity_factor": 0.6})
     ours, rng = setup(job), np.random.default_rng(0)
     params, prompts = ours.state().params, rng.integers(0, 64, (3, 5))
-    logits = np.asarray(ours.model.logits(params, ours.model.hidden(params, prompts)))[:, -1]
+    run = jax.jit(lambda params: ours.model.logits(params, ours.model.hidden(params, prompts)))
+    logits = np.asarray(run(params))[:, -1]
     decoder = Decoder(ours.model, params, max_tokens=1, sampling=Sampling(0.0), rows=4)
     result = decoder.complete(prompts.tolist(), range(3))
     assert [item.tokens for item in result] == logits.argmax(-1)[:, None].tolist()

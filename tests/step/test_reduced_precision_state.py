@@ -88,6 +88,7 @@ def test_bad_step_changes_nothing(halfway):
     assert_same(before, bits(state))
 
 
+@pytest.mark.slow
 def test_run_resumes_with_another_mesh_and_rounding(halfway, tmp_path):
     """Losses are close: the order of sums differs, and both rounding methods are unbiased."""
     path, saved, batches, _, losses = halfway

@@ -211,7 +211,9 @@ def test_chunked_loss_matches_plain_loss(chunk):
     np.testing.assert_allclose(a["grad_norm"], b["grad_norm"], rtol=1e-5)
 
 
-@pytest.mark.parametrize("grad_sync", ["update", "microbatch"])
+@pytest.mark.parametrize(
+    "grad_sync", ["update", pytest.param("microbatch", marks=pytest.mark.slow)]
+)
 def test_chunks_are_counted_per_device(grad_sync):
     """Chunks are 16 tokens on each of 4 devices with 2 sequences: slices of 8 positions."""
     train = {

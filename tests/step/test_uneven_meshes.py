@@ -43,7 +43,7 @@ def on_one_device(kind):
 
 KINDS = {"dense": {}, "muon": {"optimizer": MUON}, "experts": {"model": EXPERTS}}
 CASES = [  # requested axes, and the resulting dp_replicate and dp_shard
-    ("dense", MICROBATCH, {"dp_shard": 6}, (3, 2)),
+    pytest.param("dense", MICROBATCH, {"dp_shard": 6}, (3, 2), marks=pytest.mark.slow),
     ("dense", MICROBATCH, {"dp_shard": 3, "tp": 2}, (3, 1)),
     ("dense", UPDATE, {"dp_replicate": 2, "dp_shard": 3}, (6, 1)),
     pytest.param("dense", UPDATE, {"pp": 2, "dp_shard": 3}, (3, 1), marks=pytest.mark.slow),
@@ -87,6 +87,7 @@ def job(path, name, **keys):
     )
 
 
+@pytest.mark.slow
 def test_run_resumes_and_evaluates_on_other_devices(tmp_path, capsys):
     assert train.run(job(tmp_path, "whole")) is Exit.COMPLETED
     reported = [line for line in capsys.readouterr().err.splitlines() if "does not divide" in line]

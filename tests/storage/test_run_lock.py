@@ -19,6 +19,7 @@ from jaxforge.storage import run_lock
 from jaxforge.storage.run_lock import RunLock
 from jaxforge.training.hooks import Hook
 from tests.conftest import tiny_config
+from tests.machine import wait_until
 
 pytestmark = pytest.mark.usefixtures("one_device")
 
@@ -58,6 +59,25 @@ def test_second_job_is_refused_until_first_ends(tmp_path):
         first.check()
     assert not list((tmp_path / "run").iterdir())
     assert not is_refused(tmp_path / "run")
+
+
+def test_later_roster_of_an_elastic_job_takes_the_lock_of_a_live_process(tmp_path, monkeypatch):
+    def lock(roster):
+        monkeypatch.setenv("JAXFORGE_ROSTER", roster)
+        return RunLock(tmp_path)
+
+    monkeypatch.setattr(run_lock, "BEAT_SEC", 0.01)
+    first, other, earlier, later = map(lock, ("job 4", "other 5", "job 4", "job 5"))
+    with first, later:
+        first.take()  # this process is alive
+        for refused in (other, earlier):
+            with pytest.raises(UserError, match="in use by process"):
+                refused.take()
+        later.take()
+        wait_until(lambda: first._is_lost)
+        with pytest.raises(UserError, match="taken over"):
+            first.check()
+        later.check()
 
 
 def test_lock_of_zombie_process_is_stale(tmp_path):

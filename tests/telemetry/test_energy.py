@@ -53,7 +53,7 @@ def nvml(monkeypatch):
     monkeypatch.setattr(jax, "local_devices", lambda: devices)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,GPU-5")
     clock = types.SimpleNamespace(perf_counter=lambda: fake.seconds)
-    monkeypatch.setattr("jaxforge.telemetry.tracker.time", clock)
+    monkeypatch.setattr("jaxforge.telemetry.goodput.time", clock)
     return fake
 
 

@@ -30,7 +30,7 @@ class Clock:
 def clock(monkeypatch):
     clock = Clock()
     monkeypatch.setattr(
-        "jaxforge.telemetry.tracker.time", types.SimpleNamespace(perf_counter=clock)
+        "jaxforge.telemetry.goodput.time", types.SimpleNamespace(perf_counter=clock)
     )
     return clock
 

@@ -69,12 +69,15 @@ def random_params(model):
     return jax.tree_util.tree_map_with_path(leaf, Model(model).abstract)
 
 
-def save_run(path, config, params=None):
-    """A run directory of jaxforge at step 3, which has moved no moment: nothing is compiled."""
+def save_run(path, config, params=None, state=None):
+    """A run directory of jaxforge at step 3; by default its moments are 0: nothing is compiled."""
     ours, params = setup(config), params or random_params(config.model)
-    like = jax.eval_shape(lambda given: init_train_state(ours.model, given, ours.optimizer), params)
-    state = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), like)
-    state = jax.device_put(dataclasses.replace(state, params=params))
+    if state is None:
+        like = jax.eval_shape(
+            lambda given: init_train_state(ours.model, given, ours.optimizer), params
+        )
+        state = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), like)
+        state = jax.device_put(dataclasses.replace(state, params=params))
     run_directory.prepare(path, config)
     section = config.checkpoint.model_copy(update={"async_mode": "disabled"})
     saved = Checkpoints(path, section, ours.model.axes, config.model_dump(mode="json"))

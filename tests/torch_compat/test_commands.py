@@ -450,6 +450,7 @@ def test_full_disk_leaves_no_checkpoint(big, tmp_path, command):
     assert not list(tmp_path.rglob("*.partial"))
 
 
+@pytest.mark.slow  # quick in test_convert.py
 @pytest.mark.processes
 def test_processes_share_conversion(big, tmp_path):
     directory, config = big

@@ -50,7 +50,14 @@ def bring(source, destination, config, *options):
     return destination
 
 
-@pytest.mark.parametrize("name", MODELS)
+def marked(names, slow):
+    """Return names as parameters; those that another name covers are slow."""
+    return [pytest.param(n, marks=pytest.mark.slow if n in slow else ()) for n in names]
+
+
+@pytest.mark.parametrize(
+    "name", marked(MODELS, ("softmax", "selection bias", "sigmoid in some layers"))
+)
 def test_dcp_round_trip_is_bit_exact(tmp_path, name):
     config = trained(tmp_path / "run", model=MODELS[name])
     dcp = export(tmp_path / "run", tmp_path / "dcp")
@@ -224,10 +231,11 @@ def our_logits(run, tokens):
     trained = inference.open_run(run, devices=jax.devices()[:1])
     with trained.in_use() as params:
         model = Model(trained.config.model)
-        return np.asarray(model.logits(params, model.hidden(params, tokens)))
+        run = jax.jit(lambda params: model.logits(params, model.hidden(params, tokens)))
+        return np.asarray(run(params))
 
 
-@pytest.mark.parametrize("name", [name for name in MODELS if name != "selection bias"])
+@pytest.mark.parametrize("name", marked([*MODELS][:-1], ("softmax",)))
 def test_exported_model_equals_torch_logits(tmp_path, name):
     trained(tmp_path / "run", model=MODELS[name])
     model = tiny_config(model=MODELS[name]).model
@@ -246,7 +254,7 @@ def test_exported_model_equals_torch_logits(tmp_path, name):
     assert np.abs(ours - theirs).max() < 1e-5 * np.abs(theirs).max()
 
 
-@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("packed", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_bfloat16_torch_checkpoint_is_imported(tmp_path, packed):
     """The mean load is a buffer, which torch casts with the model."""
     config = tiny_config(model={**SIGMOID, **SOME, "moe_packed_experts": packed})

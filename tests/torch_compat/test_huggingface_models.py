@@ -486,8 +486,13 @@ WINDOWS = pytest.mark.parametrize(
     ("case", "keys", "windows"),
     [
         ("Mistral", {}, [8, 8]),
-        ("Mistral", {"sliding_window": 100}, [100, 100]),
-        ("Qwen2", {"layer_types": ["full_attention", "sliding_attention"]}, [None, 8]),
+        pytest.param("Mistral", {"sliding_window": 100}, [100, 100], marks=pytest.mark.slow),
+        pytest.param(
+            "Qwen2",
+            {"layer_types": ["full_attention", "sliding_attention"]},
+            [None, 8],
+            marks=pytest.mark.slow,
+        ),
         ("Qwen3", {"layer_types": ["sliding_attention", "full_attention"]}, [8, None]),
     ],
 )

@@ -184,7 +184,10 @@ FAMILIES = {
 }
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family",
+    ["Bamba", *(pytest.param(name, marks=pytest.mark.slow) for name in ("Gemma2", "GPTNeoX"))],
+)
 def test_transformers_modules_are_located_by_name(tmp_path, monkeypatch, family):
     """The families have post-norms, padding tokens, fused projections and renamed keys."""
     transformers = pytest.importorskip("transformers")

@@ -5,10 +5,11 @@ import json
 import jax
 import numpy as np
 import pytest
-from flax.traverse_util import flatten_dict
 
+from jaxforge.checkpoint.manager import Checkpoints
 from jaxforge.config.model import ModelConfig
 from jaxforge.errors import UserError
+from tests.helpers import setup, underway
 from torch_compat.checkpoint import checkpoints
 from torch_compat.convert.source import Request
 
@@ -126,26 +127,61 @@ def test_8_bit_export_keeps_the_input_projection(published, tmp_path):
     assert not scaled & {f"model.layers.2.{name}.weight" for name in (*OWN, "embed_tokens")}
 
 
+DENSE = {"dim": 32, "n_layers": 2, "n_heads": 4, "vocab_size": 96, "ffn_hidden_dim": 48}
+
+
 @pytest.fixture(scope="module")
 def dense_run(tmp_path_factory):
-    """Return a run of a dense model with two modules."""
-    shape = {"dim": 32, "n_layers": 2, "n_heads": 4, "vocab_size": 96, "ffn_hidden_dim": 48}
-    model = ModelConfig(**shape, mtp_depth=2, norm_eps=1e-5)
-    return save_run(tmp_path_factory.mktemp("dense") / "run", config_of(model))
+    """Return a run of a dense model with two modules, whose moments are random."""
+    config = config_of(ModelConfig(**DENSE, mtp_depth=2, norm_eps=1e-5))
+    state = underway(setup(config), 3)
+    return save_run(tmp_path_factory.mktemp("dense") / "run", config, state=state)
 
 
-def test_dcp_keeps_modules_and_moments(dense_run, tmp_path):
-    dcp, again = tmp_path / "dcp", tmp_path / "again"
-    plan = convert(Request(checkpoints.find(dense_run), dcp, "dcp"), dcp / "step_3")
-    assert any("KempnerForge has no model.mtp_depth" in note for note in plan.notes)
-    config = tmp_path / "config.toml"
+@pytest.fixture(scope="module")
+def dense_dcp(dense_run, tmp_path_factory):
+    """Return its export to DCP, and the notes of the export."""
+    dcp = tmp_path_factory.mktemp("dense") / "dcp"
+    return dcp, convert(Request(checkpoints.find(dense_run), dcp, "dcp"), dcp / "step_3").notes
+
+
+def test_dcp_keeps_modules_and_moments(dense_run, dense_dcp, tmp_path):
+    dcp, notes = dense_dcp
+    assert any("KempnerForge has no model.mtp_depth" in note for note in notes)
+    again, config = tmp_path / "again", tmp_path / "config.toml"
     config.write_text((dense_run / "config.toml").read_text())
     request = Request(checkpoints.find(dcp), again, "jaxforge", config=config)
     convert(request, again / "checkpoints" / "step_3")
-    (model, before), (_, after) = params_of(dense_run), params_of(again)
-    assert model.mtp_depth == 2
-    assert ("mtp", "1", "attention", "q_proj", "weight") in flatten_dict(after)
-    jax.tree.map(np.testing.assert_array_equal, before, after)
+    ours = setup(config_of(ModelConfig(**DENSE, mtp_depth=2, norm_eps=1e-5)))
+    before, after = (
+        Checkpoints(run, ours.config.checkpoint, read_only=True).restore(ours.abstract_state(), 3)
+        for run in (dense_run, again)
+    )
+    states = jax.device_get((before[0], after[0]))
+    moments = states[1].opt_state
+    in_module = [
+        leaf
+        for path, leaf in jax.tree_util.tree_leaves_with_path(moments)
+        if "mtp" in jax.tree_util.keystr(path)
+    ]
+    assert len(in_module) > 4  # several of each module
+    assert all(np.any(leaf) for leaf in in_module)
+    for first, other in zip(*map(jax.tree.leaves, states), strict=True):
+        np.testing.assert_array_equal(first, other)
+
+
+@pytest.mark.parametrize("depth", [0, 1, 3])
+def test_another_depth_is_refused_with_the_stored_one(dense_run, dense_dcp, tmp_path, depth):
+    config = tmp_path / "config.toml"
+    config.write_text((dense_run / "config.toml").read_text())
+    request = Request(checkpoints.find(dense_dcp[0]), tmp_path / "run", "jaxforge", config=config,
+                      overrides=[f"--model.mtp_depth={depth}"])  # fmt: skip
+    message = (
+        rf"model\.mtp_depth = {depth}, but the checkpoint has 2 modules of multi-token prediction: "
+        r"set model\.mtp_depth = 2$"
+    )
+    with pytest.raises(UserError, match=message):
+        convert(request, tmp_path / "run" / "checkpoints" / "step_3")
 
 
 def test_other_formats_leave_modules_out(dense_run, tmp_path):

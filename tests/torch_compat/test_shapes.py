@@ -4,10 +4,13 @@ import itertools
 
 import pytest
 
+from jaxforge.config.model import ModelConfig
+from jaxforge.model.mixer import parameter_shapes
 from tests.conftest import tiny_config
 from torch_compat.checkpoint import training_state
 from torch_compat.checkpoint.shapes import parameters, untrained
 from torch_compat.checkpoint.state import abstract_target
+from torch_compat.checkpoint.validation import INVISIBLE_KEYS, invisible_differences
 
 MODEL = {"dim": 16, "n_layers": 3, "n_heads": 4, "vocab_size": 500, "ffn_hidden_dim": 24}
 OPTIONS = {
@@ -98,3 +101,33 @@ def test_optimizer_state_has_documented_shapes(name):
     moments, scalars = training_state.fields(config)
     assert abstract_target(config).moments == moments
     assert abstract_target(config).scalars == scalars
+
+
+@pytest.mark.parametrize(
+    ("mixer", "trained", "changed", "key"),
+    [
+        (
+            "gated_delta_net",
+            {"key_heads": 2, "key_head_dim": 8, "value_heads": 4},
+            {"key_heads": 4, "key_head_dim": 4, "value_heads": 4},
+            "key_heads",
+        ),
+        (
+            "mamba2",
+            {"heads": 8, "groups": 2, "state_size": 6},
+            {"heads": 8, "groups": 1, "state_size": 12},
+            "groups",
+        ),
+    ],
+)
+def test_heads_that_change_no_shape_are_compared_with_those_of_the_weights(
+    mixer, trained, changed, key
+):
+    models = [
+        ModelConfig(dim=32, n_heads=4, mixer=mixer, **{mixer: table})
+        for table in (trained, changed)
+    ]
+    assert parameter_shapes(models[0], mixer) == parameter_shapes(models[1], mixer)
+    (difference,) = invisible_differences(*models, INVISIBLE_KEYS)
+    was, now = trained[key], changed[key]
+    assert difference == f"model.{mixer}.{key} is {now} and the weights were trained with {was}"

@@ -74,7 +74,7 @@ def reference_logits(path, pack):
     inputs, labels = windows[:, :-1], windows[:, 1:]
     docs = np.cumsum(inputs == EOS, axis=1) - (inputs == EOS)
     hidden = jax.jit(model.hidden)(params(), inputs, docs if pack else None)
-    logits = np.asarray(model.logits(params(), hidden), np.float64)
+    logits = np.asarray(jax.jit(model.logits)(params(), hidden), np.float64)
     return logits, labels, inputs != EOS if pack else np.ones_like(labels, bool)
 
 

@@ -9,6 +9,8 @@ import pytest
 from jaxforge import program as program_module
 from jaxforge.commands import train
 from jaxforge.exit_codes import Exit
+from jaxforge.runs import attempts
+from jaxforge.telemetry.goodput import account
 from jaxforge.training.hooks import Hook
 from tests.conftest import tiny_config
 
@@ -100,11 +102,23 @@ def test_run_continues_past_ten_nans_in_a_row(whole):
     assert [line for line in lines(whole) if line.get("train/rollbacks") == 1]
 
 
+def test_time_of_a_rollback_is_accounted_for(whole):
+    (attempt,) = attempts.read(whole / "run")[0][0]
+    seconds = account([attempt])
+    assert sum(seconds.values()) == pytest.approx(attempt.seen - attempt.began, rel=0.01)
+    assert all(seconds[name] > 0 for name in ("compile", "save", "rollback", "step", "rework"))
+    line = [line for line in lines(whole) if "goodput/ratio" in line][-1]
+    assert (attempt.step, line["goodput/rework_sec"]) == (40, seconds["rework"])
+
+
 def test_resume_after_rollback_equals_uninterrupted_run(whole, tmp_path):
     stop = {"exit_interval": 33}
     assert train.run(config(tmp_path, range(22, 32), train=stop)) is Exit.INTERVAL
     assert train.run(config(tmp_path, range(22, 32))) is Exit.COMPLETED
     assert losses(tmp_path) == losses(whole)
+    first, second = attempts.read(tmp_path / "run")[0][0]
+    assert (first.code, second.code) == (Exit.INTERVAL.code, 0)
+    assert second.seconds["restore"] > 0
 
 
 def test_repeated_trouble_rolls_back_further_up_to_limit(tmp_path, poisonous, capsys):

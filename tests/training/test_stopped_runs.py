@@ -83,7 +83,7 @@ def whole(tmp_path_factory):
     return lines(path, "whole")
 
 
-@pytest.mark.parametrize("step", [4, 8])
+@pytest.mark.parametrize("step", [4, pytest.param(8, marks=pytest.mark.slow)])
 def test_stopped_evaluation_resumes_at_its_batch(tmp_path, whole, step):
     first = Log(at=f"begin {step}")
     assert train.run(config(tmp_path, "run"), [first]) is Exit.SIGNAL

@@ -16,7 +16,7 @@ from tests.processes.conftest import Run
 pytestmark = pytest.mark.usefixtures("one_device")
 
 SETTINGS = ["--train.max_steps=5", "--checkpoint.interval=1"]
-TIMES = ("time", "sec", "step_time", "tflops", "mfu", "gpu/")
+TIMES = ("time", "sec", "step_time", "tflops", "mfu", "gpu/", "goodput/")
 
 
 def numbers(run):

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from jaxforge.config.job import JobConfig
-from jaxforge.config.model import MAMBA2, ModelConfig
+from jaxforge.config.model import MIXER_TABLES, ModelConfig
 from jaxforge.errors import UserError
 from torch_compat.checkpoint.validation import has_effect
 from torch_compat.families import FAMILIES, UNSUPPORTED_FAMILIES, Family
@@ -243,8 +243,6 @@ def network_settings(model: ModelConfig) -> dict[str, Any]:
     keys = {k: v for k, v in model.model_dump().items() if k not in _NOT_COMPARED}
     keys = {k: v for k, v in keys.items() if not k.startswith("moe_")} | _experts(model)
     keys |= _mixer_settings(model)
-    if not model.has_latent_attention:
-        keys["latent_attention"] = None
     has_dense_layers = any(parts.feed_forward == "dense" for parts in model.layer_parts)
     keys |= {
         "n_kv_heads": model.kv_heads,
@@ -287,8 +285,11 @@ def _experts(model: ModelConfig) -> dict[str, Any]:
 
 def _mixer_settings(model: ModelConfig) -> dict[str, Any]:
     """Return the settings of mixers that layers have, without those of the initialization."""
-    settings = {key: value for key, value in model.mamba2 if not key.startswith("init_")}
-    return {MAMBA2: settings if MAMBA2 in model.mixers else None}
+    tables = {
+        mixer: {key: value for key, value in table if not key.startswith("init_")}
+        for mixer, table in model.mixer_tables.items()
+    }
+    return dict.fromkeys(MIXER_TABLES) | tables
 
 
 def _effective_spans(spans: Sequence[int | None], model: ModelConfig) -> tuple[int | None, ...]:

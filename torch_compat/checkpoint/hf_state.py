@@ -4,6 +4,7 @@ import functools
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -399,9 +400,10 @@ def _drop_shared(
 def _differences(config: Mapping[str, Any], model: ModelConfig, where: str) -> Iterator[str]:
     theirs = make_config({"model": model_table(config, where)}, source=where).model
     for key in INVISIBLE_KEYS:
-        if has_effect(key, model) and getattr(theirs, key) != getattr(model, key):
+        was, now = map(attrgetter(key), (theirs, model))
+        if has_effect(key, model) and was != now:
             yield (
-                f"{CONFIG} has {key} = {getattr(theirs, key)} and [model] {getattr(model, key)}: "
+                f"{CONFIG} has {key} = {was} and [model] {now}: "
                 "the weights were trained with the former"
             )
     if theirs.windows != model.windows:

@@ -1,8 +1,9 @@
 """Checks that a checkpoint matches a model config, and that it was written correctly."""
 
 from collections.abc import Iterator, Mapping
+from operator import attrgetter
 
-from jaxforge.config.model import ModelConfig
+from jaxforge.config.model import MIXER_TABLES, ModelConfig
 from jaxforge.errors import StorageError, UserError
 from torch_compat.checkpoint.state import AbstractTarget, CheckpointState
 from torch_compat.formats.lazy import LazyTensor
@@ -11,7 +12,8 @@ from torch_compat.names.translation import shorten_problems
 
 _STRUCTURE = ("n_heads", "kv_heads", "activation", "norm_unit_offset", "parallel_residual",
               "position_embedding", "qk_norm_type", "qk_norm_scope", "qk_l2_norm", "moe_router",
-              "moe_score_inputs", "latent_attention")  # fmt: skip
+              "moe_score_inputs", "latent_attention", "gated_delta_net.key_heads",
+              "mamba2.groups")  # fmt: skip
 _CONSTANTS = ("norm_eps", "rope_theta", "rope_scaling", "qk_norm_eps", "partial_rotary_factor",
               "attention_chunk_size", "local_rope_theta", "rope_pattern", "attention_scale",
               "attn_logit_softcap", "final_logit_softcap", "embedding_multiplier",
@@ -19,7 +21,8 @@ _CONSTANTS = ("norm_eps", "rope_theta", "rope_scaling", "qk_norm_eps", "partial_
               "moe_routed_scaling", "moe_groups", "moe_top_k_groups", "moe_group_score",
               "moe_capacity_factor", "bias_update", "swiglu_limit", "clip_qkv", "alibi_max_bias",
               "attn_temperature_scale", "attn_temperature_floor",
-              "mup_base_width", "mup_base_head_dim")  # fmt: skip
+              "mup_base_width", "mup_base_head_dim", "mamba2.time_step_min",
+              "mamba2.time_step_max")  # fmt: skip
 INVISIBLE_KEYS = (*_STRUCTURE, *_CONSTANTS)
 """Keys of `[model]` that do not affect the shapes of the weights."""
 
@@ -65,7 +68,7 @@ def invisible_differences(
         keys: keys of `[model]` to compare; by default constants that a user may change.
     """
     for key in keys:
-        was, now = getattr(trained, key), getattr(model, key)
+        was, now = map(attrgetter(key), (trained, model))
         if was != now and has_effect(key, model):
             yield f"model.{key} is {now} and the weights were trained with {was}"
 
@@ -78,8 +81,8 @@ def has_effect(key: str, model: ModelConfig) -> bool:
         return model.qk_norm or model.qk_l2_norm
     if key == "attn_temperature_floor":
         return model.attn_temperature_scale is not None
-    if key == "latent_attention":
-        return model.has_latent_attention
+    if (table := key.partition(".")[0]) in MIXER_TABLES:
+        return table in model.mixers
     return model.is_moe or not key.startswith("moe_")
 
 

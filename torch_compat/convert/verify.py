@@ -3,6 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -237,7 +238,7 @@ def _run_facts(checkpoint: CheckpointState, config: JobConfig) -> dict[str, Any]
     further = {k: v for k, v in config.optimizer if k not in _IN_GROUPS}
     facts |= {f"optimizer.{key}": value for key, value in further.items()}
     facts |= {f"schedule.{key}": value for key, value in config.scheduler}
-    facts |= {f"model.{key}": getattr(config.model, key) for key in INVISIBLE_KEYS}
+    facts |= {f"model.{key}": attrgetter(key)(config.model) for key in INVISIBLE_KEYS}
     return {**facts, "schedule.max_steps": config.train.max_steps}
 
 

@@ -27,7 +27,7 @@ HEAD_BIAS = "output_head.proj.bias"
 EMBEDDING = "token_embedding.embedding.weight"
 POSITIONS = "position_embedding.weight"
 _EXPERT = re.compile(r"layers\.\d+\.mlp\.experts\.(\d+)\..*")
-_MODULE = re.compile(r"layers\.\d+\.((embedding|hidden|output)_norm|input_proj)\..*")
+_MODULE = re.compile(r"layers\.(\d+)\.(?:(?:embedding|hidden|output)_norm|input_proj)\..*")
 _ROUTER = re.compile(r"layers\.\d+\.mlp\.router\.gate\.weight")
 _WRAPPERS = ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 
@@ -390,6 +390,16 @@ def differences(
             "the others are lost and cannot be recovered"
         )
         wanted = {name: shape for name, shape in wanted.items() if not _EXPERT.fullmatch(name)}
+    left_over = list(left_over)
+    depth, stored = _modules(wanted), _modules([*tensors, *left_over])
+    if depth != stored:
+        yield (
+            f"model.mtp_depth = {len(depth)}, but the checkpoint has {len(stored)} modules of "
+            f"multi-token prediction: set model.mtp_depth = {len(stored)}"
+        )
+        others = tuple(f"layers.{layer}." for layer in depth ^ stored)
+        wanted = {name: shape for name, shape in wanted.items() if not name.startswith(others)}
+        left_over = [key for key in left_over if not key.startswith(others)]
     yield from (f"missing: {name}" for name in wanted if name not in tensors)
     yield from (f"left over: {key}" for key in left_over)
     for name, shape in wanted.items():
@@ -397,6 +407,11 @@ def differences(
             yield f"{name} is {list(tensors[name].shape)}, but {list(shape)} in the model"
         if name in tensors and tensors[name].dtype.kind == "c":
             yield f"{name} is {tensors[name].dtype}: only computed tables may be complex"
+
+
+def _modules(names: Iterable[str]) -> set[int]:
+    """Return the layers that are modules of multi-token prediction."""
+    return {int(match[1]) for name in names if (match := _MODULE.fullmatch(name))}
 
 
 def _lost_experts(

@@ -14,7 +14,9 @@ _LEFT_OUT = {
         "non_persistent_interval", "non_persistent_dir", "replica_interval", "replica_dir",
         "export_interval", "export_last",
     ),
-    "metrics": ("enable_wandb", "enable_tensorboard", "tensorboard_dir", "log_progress"),
+    "metrics": (
+        "enable_wandb", "enable_tensorboard", "tensorboard_dir", "log_progress", "prometheus_port",
+    ),
     "profiling": ("enable", "trace_dir"),
 }  # fmt: skip
 

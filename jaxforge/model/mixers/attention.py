@@ -1,6 +1,5 @@
 """Causal self-attention with grouped queries, with or without a cache of keys and values."""
 
-import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -90,8 +89,6 @@ class Attention(Mixer):
     ) -> MixerOut:
         """Attend to the tokens of `x` and, with a cache, to all earlier tokens."""
         kind, plan = settings.kind, settings.plan
-        # A separate record of amax: values leave a `jax.checkpoint` only as its outputs.
-        precision = precision and dataclasses.replace(precision, amax={})
         c, q, k = self.config, self.q_proj(x_BSD, precision), self.k_proj(x_BSD, precision)
         if c.qk_norm and c.qk_norm_scope == "projection":
             q, k = self.q_norm(q), self.k_norm(k)
@@ -127,7 +124,7 @@ class Attention(Mixer):
             gate_BSHh = self._split_heads(self.gate_proj(x_BSD, precision), "heads")
             y_BSHh *= jax.nn.sigmoid(gate_BSHh)
         y_BSD = self.o_proj(y_BSHh.reshape(*x_BSD.shape[:2], -1), precision)
-        return MixerOut(y_BSD, cache, precision.amax if precision else {}, captured)
+        return MixerOut(y_BSD, cache, captured)
 
     @classmethod
     def empty_cache(cls, config: ModelConfig, batch: int, length: int, dtype: jnp.dtype) -> KVCache:

@@ -10,7 +10,6 @@
 each value head in float32, and the last inputs of the convolutions.
 """
 
-import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -21,7 +20,6 @@ from jaxtyping import Array, Float, Int
 
 from jaxforge.config.model import GATED_DELTA_NET, ModelConfig
 from jaxforge.kernels.causal_convolution import ConvolutionState, causal_convolution
-from jaxforge.kernels.context_parallel import context_size
 from jaxforge.kernels.fp8 import LayerPrecision
 from jaxforge.kernels.gated_delta import (
     DeltaState,
@@ -32,9 +30,9 @@ from jaxforge.kernels.gated_delta import (
 from jaxforge.model.cost import MixerCost
 from jaxforge.model.layer import Context, LayerSettings
 from jaxforge.model.linear import Declare, Linear, convolution_weights, residual_std
-from jaxforge.model.mixer import Mixer, MixerOut, SavedValues, register_mixer
+from jaxforge.model.mixer import Mixer, MixerOut, SavedValues, mix_shares, register_mixer
 from jaxforge.model.norm import RMSNorm
-from jaxforge.parallel.sharding import automatic_axes, automatic_spec, constrain
+from jaxforge.parallel.sharding import constrain
 
 _LARGEST_RATE = 16.0  # initial exp(a) are uniform up to this value, as in Mamba-2
 
@@ -112,8 +110,6 @@ class GatedDeltaNet(Mixer):
         precision: LayerPrecision | None = None,
     ) -> MixerOut:
         """Mix the tokens of `x` and, with a decoding state, all earlier tokens."""
-        # A separate record of amax: values leave a `jax.checkpoint` only as its outputs.
-        precision = precision and dataclasses.replace(precision, amax={})
         inputs = _Inputs(
             self.q_proj(x_BSD, precision),
             self.k_proj(x_BSD, precision),
@@ -124,14 +120,17 @@ class GatedDeltaNet(Mixer):
         weights = _Convolutions(self.q_conv[...], self.k_conv[...], self.v_conv[...])
         if cache is None:
             mix = functools.partial(self._mix, strategy=settings.runtime.context)
-            y_BSHv = _per_device(mix, weights, inputs, context.segment_ids)
+            y_BSHv = mix_shares(
+                mix, weights, inputs, context.segment_ids,
+                weight_axes=_WEIGHT_AXES, channels=_AXES,
+            )  # fmt: skip
         else:
             y_BSHv, cache = self._extend(weights, inputs, context, cache)
         y_BSHv = constrain(y_BSHv, "batch", "context", "heads", None)
         gate_BSHv = self.gate_proj(x_BSD, precision).reshape(y_BSHv.shape)
         y_BSHv = self.norm(y_BSHv.astype(jnp.float32)) * jax.nn.silu(gate_BSHv.astype(jnp.float32))
         y_BSD = self.o_proj(y_BSHv.astype(x_BSD.dtype).reshape(*x_BSD.shape[:2], -1), precision)
-        return MixerOut(y_BSD, cache, precision.amax if precision else {})
+        return MixerOut(y_BSD, cache)
 
     def _log_decay(self, x_BSH: Float[Array, "b s H"]) -> Float[Array, "b s H"]:
         rate, bias = jnp.exp(self.decay_log[...].astype(jnp.float32)), self.decay_bias[...]
@@ -232,28 +231,7 @@ class GatedDeltaNet(Mixer):
 _AXES = ("kv_heads", "kv_heads", "heads", "heads", "heads")
 """Logical axes of the channels of `_Inputs`."""
 
-
-def _per_device(
-    mix: Callable[..., Array],
-    weights: _Convolutions,
-    inputs: _Inputs,
-    segment_ids: Int[Array, "b s"] | None,
-) -> Float[Array, "b s H v"]:
-    """Call a function on each device's share, if devices share sequences: it communicates."""
-    axes = automatic_axes()
-    if context_size() == 1 or not axes:
-        return mix(weights, inputs, segment_ids)
-    of_weights = _Convolutions._make(automatic_spec(axis, None) for axis in _AXES[:3])
-    of_inputs = _Inputs._make(automatic_spec("batch", "context", axis) for axis in _AXES)
-    of_tokens = None if segment_ids is None else automatic_spec("batch", "context")
-    run = jax.shard_map(
-        mix,
-        in_specs=(of_weights, of_inputs, of_tokens),
-        out_specs=automatic_spec("batch", "context", "heads", None),
-        axis_names=axes,
-        check_vma=False,  # results of collectives vary as `out_specs` says
-    )
-    return run(weights, inputs, segment_ids)
+_WEIGHT_AXES = _Convolutions._make((axis, None) for axis in _AXES[:3])
 
 
 def _log_rates(key: Array, shape: tuple[int, ...], dtype: jnp.dtype) -> Array:

@@ -22,7 +22,6 @@ takes the form with fewer multiply-adds for its numbers of queries and keys: abs
 tokens, decompressed for prompts (`absorbs`).
 """
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -108,8 +107,6 @@ class LatentAttention(Mixer):
         precision: LayerPrecision | None = None,
     ) -> MixerOut:
         """Attend to the tokens of `x` and, with a cache, to all earlier tokens."""
-        # A separate record of amax: values leave a `jax.checkpoint` only as its outputs.
-        precision = precision and dataclasses.replace(precision, amax={})
         q_BSHh = self._queries(x_BSD, context, settings, precision)
         tokens_BSr = self._tokens(x_BSD, context, settings, precision)
         captured: dict[str, Array] = {}
@@ -134,7 +131,7 @@ class LatentAttention(Mixer):
                 y_BSHv = cached_attention(q_BSHh, *kv, mask, self.scoring)
         y_BSHv = constrain_heads(y_BSHv, "heads")
         y_BSD = self.o_proj(y_BSHv.reshape(*x_BSD.shape[:2], -1), precision)
-        return MixerOut(y_BSD, cache, precision.amax if precision else {}, captured)
+        return MixerOut(y_BSD, cache, captured)
 
     def _queries(
         self,

@@ -14,7 +14,6 @@ are small, for itself. Devices that share sequences (`cp`) pass on the last inpu
 convolutions and the effect of their tokens on the states.
 """
 
-import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -39,13 +38,12 @@ from jaxforge.kernels.state_space import (
 from jaxforge.model.cost import MixerCost
 from jaxforge.model.layer import Context, LayerSettings
 from jaxforge.model.linear import Declare, Linear, convolution_weights, residual_std
-from jaxforge.model.mixer import Mixer, MixerOut, SavedValues, register_mixer
+from jaxforge.model.mixer import Mixer, MixerOut, SavedValues, mix_shares, register_mixer
 from jaxforge.model.runtime import Runtime
 from jaxforge.parallel.sharding import (
     Axes,
     automatic_axes,
     automatic_size,
-    automatic_spec,
     constrain,
 )
 
@@ -151,8 +149,6 @@ class Mamba2(Mixer):
         precision: LayerPrecision | None = None,
     ) -> MixerOut:
         """Mix the tokens of `x` and, with a decoding state, all earlier tokens."""
-        # A separate record of amax: values leave a `jax.checkpoint` only as its outputs.
-        precision = precision and dataclasses.replace(precision, amax={})
         z_BSI = self.z_proj(x_BSD, precision)
         projections = _Projections(
             self.x_proj(x_BSD, precision),
@@ -162,14 +158,14 @@ class Mamba2(Mixer):
         )
         if cache is None:
             mix = functools.partial(self._mix, runtime=settings.runtime)
-            y_BSHP = self._per_device(mix, projections, context.segment_ids)
+            y_BSHP = self._mix_shares(mix, projections, context.segment_ids)
         else:
             assert context.segment_ids is None  # a cache holds one document per row
             y_BSHP, cache = self._extend(self._weights(), projections, context.is_padding, cache)
         y_BSHP = constrain(y_BSHP, "batch", "context", "heads", None)
         y_BSI = self.norm(y_BSHP.reshape(z_BSI.shape), z_BSI)
         y_BSD = self.out_proj(y_BSI, precision)
-        return MixerOut(y_BSD, cache, precision.amax if precision else {})
+        return MixerOut(y_BSD, cache)
 
     def _weights(self) -> _Weights:
         convolutions = (self.x_conv, self.b_conv, self.c_conv)
@@ -250,37 +246,29 @@ class Mamba2(Mixer):
         steps = time_steps(dt, weights.dt_bias, self.config.time_step_limits, is_padding)
         return Inputs(x, steps, -jnp.exp(weights.a_log), b.astype(x.dtype), c.astype(x.dtype))
 
-    def _per_device(
+    def _mix_shares(
         self,
         mix: Callable[..., Array],
         projections: _Projections,
         segment_ids: Int[Array, "b s"] | None,
     ) -> Float[Array, "b s heads p"]:
-        """Call `mix` on each device's share if devices share sequences, as it communicates."""
-        weights, names = self._weights(), automatic_axes()
-        if context_size() == 1 or not names:
-            return mix(weights, projections, segment_ids)
+        """Call `mix` on each device's share, if devices share sequences."""
         axes = _projection_axes(self.config)
-        if axes[1] is None:  # gradients of B and C are summed over tp, in float32
+        if axes[1] is None and context_size() > 1 and automatic_axes():
+            # Gradients of B and C are summed over tp, in float32.
             b, c = (u.astype(jnp.float32) for u in (projections.b, projections.c))
             projections = projections._replace(b=b, c=c)
-        of_heads, has_bias = automatic_spec("heads"), self.config.conv_bias
+        has_bias = self.config.conv_bias
         of_weights = _Weights._make(
             (
-                tuple(automatic_spec(axis, None) for axis in axes[:3]),
-                tuple(automatic_spec(axis) if has_bias else None for axis in axes[:3]),
-                *(of_heads, of_heads, of_heads),
+                tuple((axis, None) for axis in axes[:3]),
+                tuple((axis,) if has_bias else None for axis in axes[:3]),
+                *[("heads",)] * 3,
             )
         )
-        of_tokens = _Projections._make(automatic_spec("batch", "context", axis) for axis in axes)
-        of_ids = None if segment_ids is None else automatic_spec("batch", "context")
-        return jax.shard_map(
-            mix,
-            in_specs=(of_weights, of_tokens, of_ids),
-            out_specs=automatic_spec("batch", "context", "heads", None),
-            axis_names=names,
-            check_vma=False,  # results of collectives vary as `out_specs` says
-        )(weights, projections, segment_ids)
+        return mix_shares(
+            mix, self._weights(), projections, segment_ids, weight_axes=of_weights, channels=axes
+        )
 
     @classmethod
     def empty_cache(

@@ -33,11 +33,12 @@ from jaxtyping import Array, Bool, PyTree
 from jaxforge.aux_outputs import AuxOutputs, LossTerms, combine, merge
 from jaxforge.config.model import LAYERS
 from jaxforge.parallel import collectives
+from jaxforge.parallel.layer_switch import LayerResult, change_if, own_arrays, run_layer
 from jaxforge.parallel.mesh import STAGES
 from jaxforge.parallel.pipeline.schedule import Phase, Schedule
 from jaxforge.parallel.pipeline.tick_arrays import Actions, Column, TickArrays
 from jaxforge.parallel.sharding import constrain
-from jaxforge.parallel.stages import only_rows, split_layers
+from jaxforge.parallel.stages import Locations, only_rows, split_layers
 
 Microbatch = Any
 """A tree of arrays [b, ...]."""
@@ -49,29 +50,43 @@ Pull = Callable[[LayerOutputs], tuple[Params, Array, PyTree]]
 Result = TypeVar("Result")
 
 
+class Branch(NamedTuple):
+    """Layers with the same structure.
+
+    Attributes:
+        stacks: names of the stacks that hold the parameters of a row.
+        layer: (kind, parameters of the row by stack, x, (context, non-trainable state of the row by
+            stack)) -> ((x, loss terms), other auxiliary outputs). A row is a layer, or the layers
+            of a period. A `jax.checkpoint` inside decides which residuals are saved.
+    """
+
+    stacks: tuple[str, ...]
+    layer: Callable[[PyTree, Params, Array, PyTree], tuple[LayerOutputs, AuxOutputs]]
+
+
 class StageFunctions(NamedTuple):
     """Functions of a pipelined model. Each is differentiable in its parameters and in x.
 
     Attributes:
         embed: (params, microbatch) -> input of the first layer, x [b, s, d].
         context: (x, microbatch) -> properties of the tokens that all layers use.
-        layer: (kind, parameters of a row, x, (context, non-trainable state of the row)) -> ((x,
-            loss terms), other auxiliary outputs). Parameters are by stack; a row is a layer, or
-            the layers of a period. A `jax.checkpoint` inside decides which
-            residuals are saved.
+        branches: structures of layers. With one branch, stages have equal layers. Otherwise there
+            is a branch for each stack, in the order of `Locations.stack`.
         loss: (params, x, microbatch) -> auxiliary outputs, which include the loss.
         kinds: kinds of the layers in arrays [stages, rows].
         is_layer: whether a row of a stage holds a layer [stages, rows].
+        locations: parameters of each row [stages, rows]; None: there is one branch.
         saves_residuals: whether residuals are stored from the forward of a chunk to its backward.
             Otherwise the input of the chunk is stored, and the layers run again.
     """
 
     embed: Callable[[Params, Microbatch], Array]
     context: Callable[[Array, Microbatch], PyTree]
-    layer: Callable[[PyTree, Params, Array, PyTree], tuple[LayerOutputs, AuxOutputs]]
+    branches: tuple[Branch, ...]
     loss: Callable[[Params, Array, Microbatch], AuxOutputs]
     kinds: PyTree
     is_layer: Bool[np.ndarray, "stages rows"]
+    locations: Locations | None
     saves_residuals: bool
 
 
@@ -89,7 +104,8 @@ class StageFunctions(NamedTuple):
 # code.
 #
 # Invariant: all devices execute the same operations in every tick, idle stages included. Idle work
-# is computed on zeros or stale values, and is masked before it reaches a sum.
+# is computed on zeros or stale values, and is masked before it reaches a sum. Only if stages have
+# different layers does the layer of a row depend on the stage (`layer_switch`).
 class Carry(NamedTuple):
     """Carry of the scan over ticks.
 
@@ -159,8 +175,8 @@ class Stage:
         self.schedule, self.functions, self.state, self.batch = schedule, functions, state, batch
         self.layers, self.outer = split_layers(params)
         self.index = jax.lax.axis_index(STAGES)
-        by_stage = jax.tree.map(jnp.asarray, (functions.kinds, functions.is_layer))
-        self.kinds, self.is_layer = jax.tree.map(lambda rows: rows[self.index], by_stage)
+        self.kinds, self.is_layer = self._of_stage((functions.kinds, functions.is_layer))
+        self.locations = self._of_stage(functions.locations)
         # Under `check_vma`, a scan's carry must vary over the same mesh axes at its start and end.
         self.varying = collectives.varying_axes(batch) | {STAGES}
         self._forward = (
@@ -296,12 +312,12 @@ class Stage:
         """Return the output of a chunk, its input for the ring, and its auxiliary outputs."""
         context = self.functions.context(x, microbatch)
 
-        def run_layer(x: Array, row: Array) -> tuple[Array, AuxOutputs]:
-            layer, params, given = self._layer_inputs(context, row)
+        def run(branch: Branch, x: Array, row: Array) -> LayerResult[AuxOutputs]:
+            layer, params, given = self._layer_inputs(context, branch, row)
             (y, terms), aux = layer(params, x, given)
-            return y, aux._replace(loss_terms=terms)
+            return y, ([], aux._replace(loss_terms=terms))
 
-        y, aux = jax.lax.scan(run_layer, x, self._rows_of(chunk))
+        y, (_, aux) = jax.lax.scan(self._select_branch(run), x, self._rows_of(chunk))
         return y, x, aux
 
     def _forward_with_residuals(
@@ -310,14 +326,29 @@ class Stage:
         """Return the output of a chunk, (output, residuals) for the ring, and auxiliary outputs."""
         context = self.functions.context(x, microbatch)
 
-        def run_layer(x: Array, row: Array) -> tuple[Array, tuple[list[Array], AuxOutputs]]:
-            layer, params, given = self._layer_inputs(context, row)
+        def run(branch: Branch, x: Array, row: Array) -> LayerResult[AuxOutputs]:
+            layer, params, given = self._layer_inputs(context, branch, row)
             (y, terms), pull, aux = jax.vjp(layer, params, x, given, has_aux=True)
             saved, _ = split_pull(pull, (params, given))
             return y, (saved, aux._replace(loss_terms=terms))
 
-        y, (saved, aux) = jax.lax.scan(run_layer, x, self._rows_of(chunk))
+        y, (saved, aux) = jax.lax.scan(self._select_branch(run), x, self._rows_of(chunk))
         return y, (y, saved), aux
+
+    def _select_branch(
+        self, run: Callable[[Branch, Array, Array], LayerResult[Result]]
+    ) -> Callable[[Array, Array], LayerResult[Result]]:
+        """Return (x, row) -> the result of `run` for the branch of the row."""
+        branches = self.functions.branches
+        if self.locations is None:
+            return functools.partial(run, branches[0])
+        of_rows = self.locations.stack
+
+        def run_row(x: Array, row: Array) -> LayerResult[Result]:
+            layers = [functools.partial(run, branch, x, row) for branch in branches]
+            return run_layer(of_rows[row], layers, x, self.varying)
+
+        return run_row
 
     def _backward(
         self,
@@ -331,29 +362,57 @@ class Stage:
         """Return the gradient of a chunk's input, and `grads` with those of its layers added."""
         context = self.functions.context(d_y, microbatch)
 
-        def run_layer(carry: tuple[Array, Params], inputs: tuple[Array, list[Array]]) -> Any:  # noqa: ANN401
+        def run_row(carry: tuple[Array, Params], inputs: tuple[Array, list[Array]]) -> Any:  # noqa: ANN401
             (d_y, grads), (row, saved) = carry, inputs
-            # `jax.vjp` returns a pytree whose structure is static and whose leaves are residuals.
-            # Tracing it here on a dummy input (d_y) gives the structure; the leaves come from the
-            # ring. The compiler removes the computation, because its results are not used.
-            layer, params, given = self._layer_inputs(context, row)
-            (_, terms), pull, _ = jax.vjp(layer, params, d_y, given, has_aux=True)
-            _, rebuild = split_pull(pull, (params, given))
-            is_real = is_busy & self.is_layer[row]
-            # Loss terms of a layer enter the loss with weight 1. Rows without a layer, and idle
-            # stages, must not contribute.
-            d_terms = jax.tree.map(lambda term: jnp.where(is_real, jnp.ones_like(term), 0), terms)
-            d_layer, d_x, _ = rebuild(saved)((d_y, d_terms))
-            grads = jax.tree.map(lambda g, d: g.at[row].add(d.astype(g.dtype)), grads, d_layer)
-            return (d_x, grads), None
+
+            def run(branch: Branch, d_y: Array, row: Array) -> LayerResult[None]:
+                # `jax.vjp` returns a pytree whose structure is static and whose leaves are
+                # residuals. Tracing it here on a dummy input (d_y) gives the structure; the leaves
+                # come from the ring. The compiler removes the computation, because its results are
+                # not used.
+                layer, params, given = self._layer_inputs(context, branch, row)
+                (_, terms), pull, _ = jax.vjp(layer, params, d_y, given, has_aux=True)
+                like, rebuild = split_pull(pull, (params, given))
+                is_real = is_busy & self.is_layer[row]
+                # Loss terms of a layer enter the loss with weight 1. Rows without a layer, and idle
+                # stages, must not contribute.
+                d_terms = jax.tree.map(
+                    lambda term: jnp.where(is_real, jnp.ones_like(term), 0), terms
+                )
+                d_layer, d_x, _ = rebuild(own_arrays(saved, like))((d_y, d_terms))
+                return d_x, (jax.tree.leaves(d_layer), None)
+
+            d_x, (d_layer, _) = self._select_branch(run)(d_y, row)
+            return (d_x, self._add_row(grads, row, d_layer)), None
 
         rows = self._rows_of(chunk)
-        return jax.lax.scan(run_layer, (d_y, grads), (rows, saved), reverse=True)[0]
+        return jax.lax.scan(run_row, (d_y, grads), (rows, saved), reverse=True)[0]
+
+    def _add_row(self, grads: Params, row: Array, d_layer: list[Array]) -> Params:
+        """Add the gradients of a row, which are leaves in the order of its parameters."""
+        if self.locations is None:
+            return _add_leaves(grads, row, d_layer)
+        for i, branch in enumerate(self.functions.branches):
+            (stack,), at = branch.stacks, self._row_in_stack(branch, row)
+            like = jax.tree.leaves(_row_of(self.layers[stack], at))
+            add = functools.partial(_add_leaves, row=at, leaves=own_arrays(d_layer, like))
+            is_own = self.locations.stack[row] == i
+            grads = {**grads, stack: change_if(is_own, add, grads[stack])}
+        return grads
 
     def _rows_of(self, chunk: Array | int) -> Array:
         """Return the rows of a chunk's layers among those of the stage."""
-        n = jax.tree.leaves(self.layers)[0].shape[0] // self.schedule.chunks
+        n = len(self.is_layer) // self.schedule.chunks
         return chunk * n + jnp.arange(n)
+
+    def _row_in_stack(self, branch: Branch, row: Array) -> Array:
+        """Return the row of a layer in the stack of its branch."""
+        if self.locations is None:
+            return row
+        (stack,) = branch.stacks
+        n = jax.tree.leaves(self.layers[stack])[0].shape[0] // self.schedule.chunks
+        chunk = row // (len(self.is_layer) // self.schedule.chunks)
+        return chunk * n + self.locations.row[row]
 
     def _merge_layer_aux(
         self, total: AuxOutputs, aux: AuxOutputs, chunk: Array, is_real: Array
@@ -368,12 +427,15 @@ class Stage:
         )  # fmt: skip
 
     def _layer_inputs(
-        self, context: PyTree, row: Array
+        self, context: PyTree, branch: Branch, row: Array
     ) -> tuple[LayerFunction, Params, tuple[PyTree, PyTree]]:
         """Return the function of a row's layer, its parameters, and its other inputs."""
-        given = context, _row_of(self.state, row)
+        at = self._row_in_stack(branch, row)
+        params = {stack: self.layers[stack] for stack in branch.stacks}
+        state = {stack: self.state[stack] for stack in branch.stacks if stack in self.state}
+        given = context, _row_of(state, at)
         kind = jax.tree.map(lambda kinds: kinds[row], self.kinds)
-        return functools.partial(self.functions.layer, kind), _row_of(self.layers, row), given
+        return functools.partial(branch.layer, kind), _row_of(params, at), given
 
     def _run_if(
         self, column: Column, now: Array, action: Callable[[], Result], otherwise: Result,
@@ -397,6 +459,10 @@ class Stage:
         if (column >= 0).all() or (cheap and self.schedule.chunks == 1):
             return action()
         return jax.lax.cond(now >= 0, action, lambda: otherwise)
+
+    def _of_stage(self, by_stage: PyTree) -> PyTree:
+        """Return the entries of this stage, from arrays with one entry per stage."""
+        return jax.tree.map(lambda rows: rows[self.index], jax.tree.map(jnp.asarray, by_stage))
 
     def _own_action(self, actions: Actions) -> Actions:
         return Actions(*(column[self.index] for column in actions))
@@ -433,6 +499,11 @@ class Stage:
 
 def _row_of(stacked: PyTree, row: Array) -> PyTree:
     return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, row, 0, keepdims=False), stacked)
+
+
+def _add_leaves(grads: PyTree, row: Array, leaves: list[Array]) -> PyTree:
+    d_layer = jax.tree.unflatten(jax.tree.structure(grads), leaves)
+    return jax.tree.map(lambda g, d: g.at[row].add(d.astype(g.dtype)), grads, d_layer)
 
 
 def _add(total: PyTree, grads: PyTree) -> PyTree:

@@ -231,6 +231,7 @@ class _Parts(NamedTuple):
         """
         stacks = {len(rows) for rows in self.train.model.config.stacks.values()}
         layers = stacks | {-(-n // self.train.mesh.shape[STAGES]) for n in stacks}
+        layers.add(self.train.model.stack.per_chunk)  # in stages of different layers
         weights = set(self._weights())
 
         def saved(carry: str) -> float:

@@ -182,7 +182,7 @@ def _updates(past: PastRun, walk: Walk, grads: PyTree) -> PyTree:
     """Return the updates for gradients with layers in model order."""
     stacks, stack = past.config.model.stacks, past.model.stack
     laid_out = {
-        name: jax.tree.map(lambda x: np.asarray(stack.stack(x)), part) if name in stacks else part
+        name: jax.device_get(jax.tree.map(stack.of(name).stack, part)) if name in stacks else part
         for name, part in grads.items()
     }
     shardings = param_shardings(past.model.abstract, past.model.axes, past.mesh)
@@ -195,7 +195,7 @@ def _in_order(past: PastRun, tree: Params) -> PyTree:
     """Return a tree on the host, with the layers of each stack in model order."""
     stacks, stack = past.config.model.stacks, past.model.stack
     return {
-        name: jax.tree.map(stack.unstack, part) if name in stacks else part
+        name: jax.tree.map(stack.of(name).unstack, part) if name in stacks else part
         for name, part in jax.device_get(tree).items()
     }
 

@@ -20,7 +20,7 @@ _FEWEST = 16  # minimum number of buckets of a curve
 _MARKS = 200  # marks on a curve; each is a few pixels wide
 _AXIS_POINTS = 1000  # of the maps from steps to tokens and hours
 _DERIVED = re.compile(
-    r"smoothed/.*|train/(tokens|samples|valid_tokens)|gpu/mem_utilization|eval/(.*/)?perplexity"
+    r"smoothed/.*|goodput/.*_sec|train/(tokens|samples|valid_tokens)|gpu/mem_utilization|eval/(.*/)?perplexity"
 )
 _LAYER = re.compile(r"/layers\.([0-9]{1,6})$")
 _MARKED = ("train/loss", "train/grad_norm")

@@ -7,7 +7,7 @@ import numpy as np
 
 from jaxforge.runs.reading import Run
 from jaxforge.tools.pages.parts import Pool, document, escape_surrogates, paragraphs
-from jaxforge.tools.report import charts, tables
+from jaxforge.tools.report import charts, goodput, tables
 from jaxforge.tools.report.heat_map import bands, heat_maps
 from jaxforge.tools.report.names import AXES
 
@@ -46,7 +46,7 @@ def parts(runs: Sequence[Run]) -> dict[str, Any]:
             "bands": bands() if maps else [],
             "columns": pool.columns,
         }  # fmt: skip
-        above, below = tables.facts(runs), tables.below(runs)
+        above, below = tables.facts(runs) + goodput.bars(runs), tables.below(runs)
     messages = [message for run in runs for message in run.omissions]
     return {
         "facts": escape_surrogates(above) + paragraphs(messages),

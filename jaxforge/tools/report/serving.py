@@ -1,19 +1,16 @@
 """Server of `--watch`: a live page of running jobs, for this machine only."""
 
-import contextlib
 import errno
 import hashlib
 import json
-import socket
-import sys
 import threading
 from collections.abc import Sequence
 from http import HTTPStatus
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
+from jaxforge.cli.http_server import BoundedServer, QuietHandler
 from jaxforge.errors import UserError
 from jaxforge.runs.reading import NotYetError, readers
 from jaxforge.tools.pages.parts import document, paragraphs
@@ -21,8 +18,6 @@ from jaxforge.tools.report import run_page
 from jaxforge.tools.report.names import AXES
 
 ADDRESS = "127.0.0.1"
-_CONNECTIONS = 64  # concurrent connections; each has a thread
-_SECONDS = 10  # timeout of an idle connection
 
 
 class LivePage:
@@ -70,7 +65,7 @@ _NO_RUNS: dict[str, Any] = {
 }
 
 
-class Server(ThreadingHTTPServer):
+class Server(BoundedServer):
     """HTTP server for this machine only, by name or by address.
 
     Args:
@@ -81,13 +76,8 @@ class Server(ThreadingHTTPServer):
         UserError: the port is taken.
     """
 
-    daemon_threads = True
-    request_queue_size = _CONNECTIONS
-
     def __init__(self, live: LivePage, port: int) -> None:
         self.live = live
-        self._open: list[Any] = []  # connections, the oldest first
-        self._slots = threading.BoundedSemaphore(_CONNECTIONS)
         try:
             super().__init__((ADDRESS, port), ReportHandler)
         except (OSError, OverflowError) as error:
@@ -95,39 +85,11 @@ class Server(ThreadingHTTPServer):
             why = "is taken" if is_taken else f"cannot be served ({error})"
             raise UserError(f"port {port} {why}; name another: --watch PORT") from error
 
-    def process_request(self, request: Any, client_address: Any) -> None:  # noqa: ANN401
-        """Handle a request in a thread; beyond the limit, the oldest connection is closed."""
-        if not self._slots.acquire(blocking=False):
-            with contextlib.suppress(OSError, IndexError):  # the connection may have ended
-                self._open[0].shutdown(socket.SHUT_RDWR)
-            if not self._slots.acquire(timeout=_SECONDS):
-                super().shutdown_request(request)
-                return
-        self._open.append(request)
-        super().process_request(request, client_address)
 
-    def shutdown_request(self, request: Any) -> None:  # noqa: ANN401
-        """Close a connection and release its slot."""
-        super().shutdown_request(request)
-        self._open.remove(request)
-        self._slots.release()
-
-    def handle_error(self, request: Any, client_address: Any) -> None:  # noqa: ANN401
-        """Print a traceback, except for clients that have disconnected."""
-        if not isinstance(sys.exception(), ConnectionError | TimeoutError):
-            super().handle_error(request, client_address)
-
-    @property
-    def port(self) -> int:
-        """Port of the server."""
-        return int(self.server_address[1])
-
-
-class ReportHandler(BaseHTTPRequestHandler):
+class ReportHandler(QuietHandler):
     """Answer requests of browsers for the page of a report."""
 
     server: Server
-    timeout = _SECONDS
 
     def do_GET(self) -> None:
         """Send the page, or its data if they are newer than the client's."""
@@ -159,17 +121,7 @@ class ReportHandler(BaseHTTPRequestHandler):
             self._answer(HTTPStatus.OK, "application/json", json.dumps(parts))
 
     def _answer(self, status: HTTPStatus, kind: str, text: str) -> None:
-        body = text.encode()
-        self.send_response(status)
-        self.send_header("Content-Type", f"{kind}; charset=utf-8")
-        self.send_header("Content-Length", str(len(body)))
-        self.send_header("Cache-Control", "no-store")
-        self.send_header("X-Content-Type-Options", "nosniff")
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, format: str, *args: object) -> None:
-        """Suppress the log line of each request."""
+        self.answer(status, f"{kind}; charset=utf-8", text.encode())
 
 
 _NAMES = (ADDRESS, "localhost")

@@ -13,6 +13,7 @@ from jaxforge.config.job import short_toml
 from jaxforge.runs.reading import Run
 from jaxforge.telemetry.numbers import duration, exact, human
 from jaxforge.tools.pages.parts import Rows, details, fact_list, table
+from jaxforge.tools.report import goodput
 from jaxforge.tools.report.charts import constants
 from jaxforge.tools.report.names import metric_name
 
@@ -39,6 +40,7 @@ def below(runs: Sequence[Run]) -> str:
         + (table("What did not change", ["metric", "value"], unchanged) if unchanged else "")
         + _samples(runs)
         + "".join(_experts(run) for run in runs)
+        + "".join(goodput.below(run) for run in runs)
         + "".join(_starts(run) for run in runs)
         + "".join(
             details(f"config.toml of {run.name}", f"<pre>{escape(redacted(run.toml))}</pre>")

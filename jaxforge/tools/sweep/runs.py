@@ -38,7 +38,10 @@ if os.getppid() == int(sys.argv[1]):  # otherwise the parent has already ended
 
 A preexec_fn would be unsafe between fork and exec, because JAX's threads run in this process.
 """
-_CHANGEABLE = ("checkpoint.", "metrics.", "profiling.", "distributed.", "train.watchdog_")
+_CHANGEABLE = (
+    *("checkpoint.", "metrics.", "profiling.", "distributed."),
+    *("train.watchdog_", "train.hang_timeout"),
+)
 """Prefixes of keys that may change when a run resumes: they do not affect its results."""
 
 

@@ -125,12 +125,12 @@ def sequence_activations(
     Args:
         compute: computes the activations of a batch.
         params: parameters, with non-trainable state.
-        config: `[train]` determines the size of a batch.
+        config: its `eval_batch_size` is the size of a batch.
         mesh: the mesh of the parameters.
         dataset: the dataset.
         numbers: indices of the sequences.
     """
-    size = config.train.microbatch_size(data_parallel_size(mesh))
+    size = config.eval_batch_size(data_parallel_size(mesh))
     batches = eval_batches(config, mesh, dataset, numbers)
     for first, batch in zip(range(0, len(numbers), size), batches, strict=True):
         yield from compute(params, batch, range(min(size, len(numbers) - first)))

@@ -9,6 +9,8 @@ checkpoints have separate limits (`[train] watchdog_*_sec`):
             ...
         with watchdog.section("evaluation"):  # like training: setup first, then a tick per batch
             ...
+        with watchdog.watching_peers(timeout):  # reports of a job name the culprit (`peers`)
+            ...
 
 The loop launches steps ahead of the devices, so a tick does not mean that a step is finished. But
 when the devices stop, launches stop soon after (the runtime allows about 32 steps in flight), and
@@ -35,9 +37,15 @@ from typing import Literal, TextIO
 
 from jaxforge.cli.process import end_now
 from jaxforge.config.train import TrainConfig
+from jaxforge.errors import PeerLostError
 from jaxforge.exit_codes import Exit
+from jaxforge.parallel import multihost
 from jaxforge.storage import safe_files
+from jaxforge.telemetry.goodput import ActivityClock, Category
 from jaxforge.telemetry.live_line import Activity
+from jaxforge.training.health.heartbeats import Status
+from jaxforge.training.health.peers import PeerWatch
+from jaxforge.training.health.stall import Result, Stall
 
 log = logging.getLogger(__name__)
 
@@ -50,8 +58,20 @@ _ACTIVITIES: dict[SectionName, str] = {
     "data": "loading data",
     "end": "finishing",
 }
+_STEP_KEY = "watchdog_step_sec"
+_CATEGORIES: dict[str, Category] = {
+    "evaluation": "evaluation",
+    "checkpoint": "save",
+    "data": "start",
+    "end": "other",
+    "compiling": "compile",
+    "restoring a checkpoint": "restore",
+    "rolling back": "rollback",
+}
+"""Section or activity -> category of its time (`telemetry.goodput`)."""
 POLL_SEC = 1.0
 _LINGER_SEC = 10.0  # between the report of a hang and the end of the process
+_COORDINATOR_SEC = 5.0  # additional time of process 0: without its service, JAX ends the others
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,14 +112,28 @@ class Watchdog:
     Args:
         limits: limits of the sections.
         expire: called with the message of an expired limit; by default `die`.
+        since: start of the process, by `time.perf_counter`; None means now.
+
+    Attributes:
+        clock: attributes the time of sections and activities to categories.
     """
 
-    def __init__(self, limits: Limits, expire: Callable[[str], None] | None = None) -> None:
+    def __init__(
+        self,
+        limits: Limits,
+        expire: Callable[[str], None] | None = None,
+        since: float | None = None,
+    ) -> None:
         self._limits, self._expire = limits, expire or self.die
+        self.clock = ActivityClock(since)
         self._lock = threading.Lock()
         self._sections = [self._new("training")]
         self._last_step: int | None = None
+        self._stall = Stall()
+        self._peers: PeerWatch | None = None
         self._stacks: Path | None = None
+        self._table = ""  # processes of the job, for the report
+        self._has_expired = False
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
@@ -115,13 +149,46 @@ class Watchdog:
         """Append stacks to this file too; before this call they go to stderr only."""
         self._stacks = path
 
-    def tick(self, step: int | None = None) -> None:
-        """Record progress: `step` is launched, or another batch of an evaluation."""
+    @contextlib.contextmanager
+    def watching_peers(self, timeout: float) -> Iterator[None]:
+        """Watch the other processes of the job within the block.
+
+        Args:
+            timeout: `train.hang_timeout` in seconds; 0 watches nothing.
+        """
+        job = multihost.joined_job()
+        if not timeout or job is None:
+            yield
+            return
+        with PeerWatch(timeout, job, self.status) as self._peers:
+            try:
+                yield
+            finally:
+                self._peers = None
+
+    def note_failure(self, error: BaseException) -> None:
+        """Tell the other processes of the job why this one fails, or find the one that is lost."""
+        if isinstance(error, PeerLostError) and self._has_expired:
+            self._thread.join()  # others ended after their reports, and so does this process
+        if self._peers:
+            self._peers.note_failure(error)
+
+    def tick(self, step: int | None = None, result: Result | None = None) -> None:
+        """Record progress: `step` is launched, or another batch of an evaluation.
+
+        Args:
+            step: the step; None for a batch.
+            result: a result of the step, which shows when the devices have finished it.
+        """
         with self._lock:
             section = self._sections[-1]
             section.idle = 0.0
+            if step is None:
+                self._stall.progress()
+            else:
+                self._stall.launch(result if self._peers else None)
             if section.name in ("training", "evaluation"):
-                section.limit, section.key = self._limits.step, "watchdog_step_sec"
+                section.limit, section.key = self._limits.step, _STEP_KEY
             if section.name == "training":
                 section.activity, section.since = "", time.monotonic()
             if step is not None:
@@ -139,11 +206,14 @@ class Watchdog:
         section = self._new(name)
         with self._lock:
             self._sections.append(section)
+            self._stall.progress()
         try:
-            yield
+            with self.clock.during(_CATEGORIES.get(name, self.clock.current)):
+                yield
         finally:
             with self._lock:
                 self._sections.pop()
+                self._stall.progress()
 
     @contextlib.contextmanager
     def naming(self, activity: str) -> Iterator[None]:
@@ -155,7 +225,8 @@ class Watchdog:
         section = self._sections[-1]
         before, section.activity, section.since = section.activity, activity, time.monotonic()
         try:
-            yield
+            with self.clock.during(_CATEGORIES.get(activity, self.clock.current)):
+                yield
         finally:
             section.activity, section.since = before, time.monotonic()
 
@@ -165,12 +236,24 @@ class Watchdog:
             section = self._sections[-1]
             return Activity(self._last_step, section.activity, time.monotonic() - section.since)
 
+    def status(self) -> Status:
+        """Return the state of the training thread for the other processes of the job."""
+        with self._lock:
+            section, stall = self._sections[-1], self._stall
+            is_training = section.name == "training" and section.key == _STEP_KEY
+            return Status(
+                self._last_step, section.name, section.activity,
+                has_own_limit=section.key != _STEP_KEY, idle=stall.seconds,
+                is_unusual=is_training and stall.is_unusual(),
+            )  # fmt: skip
+
     def idle(self, seconds: float) -> str | None:
         """Count seconds without progress.
 
         Returns:
             The message of an expired limit, or None.
         """
+        self._stall.count(seconds)  # without the lock: it asks the runtime
         with self._lock:
             section = self._sections[-1]
             section.idle += seconds
@@ -193,35 +276,81 @@ class Watchdog:
 
     def _watch(self) -> None:
         while not self._stopped.wait(POLL_SEC):
-            if message := self.idle(POLL_SEC):
+            message, peers = self.idle(POLL_SEC), self._peers
+            if peers:
+                message = self._examine_job(peers, message)
+            if message:
+                self._has_expired = True
                 self._expire(message)
                 return
+
+    def _examine_job(self, peers: PeerWatch, message: str | None) -> str | None:
+        """Return the message of a hang of the job, or None.
+
+        Args:
+            peers: watch over the other processes.
+            message: message of an expired limit of this process, or None.
+        """
+        autopsy = peers.suspect(POLL_SEC)
+        if message:
+            autopsy = peers.examine()
+        elif autopsy is None:
+            return None
+        is_end = message is not None or autopsy.has_lost_process
+        line = f"{message or self._describe_stall(is_end=is_end)}; {autopsy.verdict()}"
+        self._table = autopsy.table()
+        if is_end:
+            peers.note_hang()
+            return line
+        self._start_report(line, is_end=False)
+        return None
+
+    def _describe_stall(self, *, is_end: bool) -> str:
+        status = self.status()
+        when = "before the first step"
+        if status.step is not None:
+            when = f"after launching step {status.step}"
+        return f"{'hung' if is_end else 'may hang'}: no progress for {status.idle:.0f} s, {when}"
 
     def die(self, message: str, linger: float = _LINGER_SEC) -> None:
         """Report a hang and exit with the code of `Exit.HUNG`.
 
-        The report is written by a separate thread, since the hanging thread may hold a lock or wait
-        for a disk. At a prompt and in a notebook, the process does not exit.
+        At a prompt and in a notebook, the process does not exit.
 
         Args:
             message: description of the hang.
             linger: seconds until the exit. The limits of all processes of a job expire at about the
                 same time, and without process 0 the others would end before they report.
         """
-        threading.Thread(target=self._report, args=(message,), daemon=True).start()
-        time.sleep(linger)
+        self._start_report(message, is_end=True)
+        is_coordinator = self._peers is not None and self._peers.is_coordinator
+        time.sleep(linger + _COORDINATOR_SEC * is_coordinator)
         end_now(Exit.HUNG.code, flush=False)
 
-    def _report(self, message: str) -> None:
-        with contextlib.suppress(OSError, ValueError):  # stderr may be closed
-            if sys.__stderr__ is not None:
-                _dump(message, sys.__stderr__)
+    def _start_report(self, message: str, *, is_end: bool) -> None:
+        """Report a hang in a separate thread, since a disk or a lock may hang.
+
+        Args:
+            message: description of the hang.
+            is_end: True if the process ends; the stacks are then also written to stderr.
+        """
+        threading.Thread(target=self._report, args=(message, is_end), daemon=True).start()
+
+    def _report(self, message: str, is_end: bool) -> None:
+        text = f"{message}\n{self._table}".strip()
+        if is_end:
+            with contextlib.suppress(OSError, ValueError):  # stderr may be closed
+                if sys.__stderr__ is not None:
+                    _dump(text, sys.__stderr__)
         if self._stacks is not None:
             with TextIOWrapper(safe_files.open_to_append(self._stacks)) as file:
-                _dump(message, file)
-        log.error("%s; exiting with code %d", message, Exit.HUNG.code)
+                _dump(text, file)
+        if is_end:
+            log.error("%s; exiting with code %d", message, Exit.HUNG.code)
+        else:
+            log.warning("%s; stacks are in %s", message, self._stacks)
 
 
-def _dump(message: str, file: TextIO) -> None:
-    print(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {message}", file=file, flush=True)
+def _dump(text: str, file: TextIO) -> None:
+    print(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}", file=file, flush=True)
     faulthandler.dump_traceback(file, all_threads=True)

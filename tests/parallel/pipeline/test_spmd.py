@@ -34,6 +34,9 @@ KINDS = {
     "rope_pattern": (True, False, True), "attention_pattern": ("chunked", "full", "sliding"),
     "tie_embeddings": True, "qk_norm": True, "activation": "relu",
 }  # fmt: skip
+PARTS = {  # layers of one part, whose order differs between stages
+    "mixer_pattern": ("attention", "none"), "feed_forward_pattern": ("none", "dense"),
+}  # fmt: skip
 
 
 def config(layers, microbatches, model=None, train=None, optimizer=None, **distributed):
@@ -68,8 +71,12 @@ def run(job, n=3, packed=False, make=setup):
     step = make(job)
     state, metrics = step.run(step.state(), batches(job, n, packed))
     params = jax.device_get(state.params)
-    unstack = functools.partial(jax.tree.map, lambda x: np.asarray(step.model.stack.unstack(x)))
-    return metrics, {**params, "layers": unstack(params["layers"])}, params
+    stacks, stack = job.model.stacks, step.model.stack
+    by_layer = {
+        name: jax.tree.map(stack.of(name).unstack, part) if name in stacks else part
+        for name, part in params.items()
+    }
+    return metrics, by_layer, params
 
 
 @functools.cache
@@ -113,6 +120,15 @@ CASES = [  # each schedule, reduction, recomputation and axis in several combina
     ),
     (3, 5, {"pp": 2, "dp_shard": 2, "pp_schedule": "gpipe"}, {**MICROBATCH, **FULL}, TIED),
     (5, 4, {"pp": 2, "tp": 2, **INTERLEAVED}, MICROBATCH, TIED),
+    (3, 2, {"pp": 2}, {}, PARTS),
+    pytest.param(
+        7,
+        4,
+        {"pp": 2, "dp_shard": 2, "tp": 2, **INTERLEAVED},
+        {**MICROBATCH, **FULL},
+        PARTS,
+        marks=pytest.mark.slow,
+    ),
     pytest.param(
         6,
         8,
@@ -274,6 +290,7 @@ def evaluated(layers, axes=(), make=setup, model=None):
         pytest.param(5, {"pp": 2, "dp_shard": 2, **INTERLEAVED}, TIED, marks=pytest.mark.slow),
         pytest.param(5, {"pp": 4}, TIED, marks=pytest.mark.slow),
         (6, {"pp": 2, "dp_shard": 2, "tp": 2}, KINDS),
+        (3, {"pp": 2}, PARTS),
     ],
 )
 def test_pipelined_evaluation_equals_plain_evaluation(layers, axes, model):

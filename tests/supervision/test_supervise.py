@@ -11,9 +11,11 @@ from pathlib import Path
 import pytest
 
 from jaxforge.commands import supervise
-from jaxforge.commands.supervise import Policy, main, run_directory
+from jaxforge.commands.supervise import main, run_directory
 from jaxforge.errors import UserError
 from jaxforge.exit_codes import Exit
+from jaxforge.supervision.processes import Ended, Group
+from jaxforge.supervision.restarts import Policy
 from tests.machine import PATIENCE, wait_until
 
 ROOT = Path(__file__).parents[1]
@@ -102,7 +104,7 @@ def test_restarts_without_progress_are_bounded(child, caplog):
     caplog.set_level("INFO", "jaxforge.supervise")
     assert main([*QUICK, "--max-restarts=2", *child.command("sys.exit(70)")]) == 70
     assert child.starts() == 3
-    assert caplog.text.count("the command ended with 70: hung: the watchdog saw no progress") == 3
+    assert caplog.text.count("the command ended with 70: hung: no progress") == 3
     assert "3 consecutive starts without progress, --max-restarts 2: exit code 70" in caplog.text
 
 
@@ -243,18 +245,18 @@ def test_loss_of_peer_is_not_the_cause(child):
         "while Path('/proc', first.read_text()).exists(): time.sleep(0.01)\n"
         "sys.exit(2)"
     )
-    assert main([*QUICK, "--nproc=2", *child.command(body)]) == 2
+    assert main([*QUICK, "--peer-grace=60", "--nproc=2", *child.command(body)]) == 2
     assert child.starts() == 1
 
 
 def test_kill_by_supervisor_is_not_the_cause():
-    group = supervise.Group([], 0, queue.SimpleQueue(), {})
+    group = Group([], [], queue.SimpleQueue())
     group._running, group.codes = {0: None, 1: None}, [None, None]
-    group.ended(supervise.Ended(0, Exit.ABORTED.code))
+    group.ended(Ended(0, Exit.ABORTED.code))
     group._running.clear()
     group.kill()
     group._running[1] = None
-    group.ended(supervise.Ended(1, 137))
+    group.ended(Ended(1, 137))
     assert group.code == Exit.ABORTED.code
 
 

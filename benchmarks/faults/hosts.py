@@ -1,0 +1,223 @@
+"""Hosts of an elastic job on one machine: supervisors, and networks that can be cut.
+
+With network namespaces, each host has an address of its own on a bridge, and `cut` takes its link
+down: packets are lost without an answer, as when a cable is pulled.
+"""
+
+import contextlib
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import psutil
+
+from benchmarks.faults import data
+from benchmarks.faults.case import PATIENCE, ROOT, Broken, Run, _free_port
+
+N_HOSTS = 4
+TIMEOUT = 6.0
+"""`--hang-timeout` of the supervisors, in seconds."""
+
+
+_SETTINGS = Path("/etc/netns")
+
+
+class Network:
+    """A bridge with a network namespace for each host.
+
+    Args:
+        name: prefix of the names of its devices, at most eight characters.
+        count: number of hosts.
+    """
+
+    def __init__(self, name: str, count: int) -> None:
+        self._name, self._count = name, count
+
+    def __enter__(self) -> "Network":
+        _ip("link", "add", self._name, "type", "bridge")
+        _ip("link", "set", self._name, "up")
+        for host in range(self._count):
+            space, link, end = self.space(host), f"{self._name}o{host}", f"{self._name}i{host}"
+            _ip("netns", "add", space)
+            # `ip netns exec` mounts this over /etc/hosts: processes announce the address of their
+            # host's name, which must not be that of the loopback.
+            hosts = _SETTINGS / space / "hosts"
+            hosts.parent.mkdir(parents=True, exist_ok=True)
+            hosts.write_text(f"127.0.0.1 localhost\n{self.address(host)} {socket.gethostname()}\n")
+            _ip("link", "add", link, "type", "veth", "peer", "name", end)
+            _ip("link", "set", end, "netns", space)
+            _ip("link", "set", link, "master", self._name, "up")
+            for command in (
+                ("link", "set", "lo", "up"),
+                ("addr", "add", f"{self.address(host)}/24", "dev", end),
+                ("link", "set", end, "up"),
+            ):
+                _ip("-n", space, *command)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for host in range(self._count):
+            _ip("netns", "del", self.space(host))
+            shutil.rmtree(_SETTINGS / self.space(host))
+        _ip("link", "del", self._name)
+
+    def space(self, host: int) -> str:
+        """Return the name of a host's namespace."""
+        return f"{self._name}{host}"
+
+    def address(self, host: int) -> str:
+        """Return the address of a host."""
+        return f"10.77.0.{host + 1}"
+
+    def connect(self, host: int, *, is_connected: bool) -> None:
+        """Connect a host to the others, or cut it off."""
+        _ip("link", "set", f"{self._name}o{host}", "up" if is_connected else "down")
+
+
+def can_make_networks() -> bool:
+    """Return whether this user may create network namespaces."""
+    if os.geteuid() or not shutil.which("ip"):
+        return False
+    is_made = subprocess.run(["ip", "netns", "add", "jaxforge-try"], capture_output=True).returncode
+    subprocess.run(["ip", "netns", "del", "jaxforge-try"], capture_output=True)
+    return is_made == 0
+
+
+def _ip(*arguments: str) -> None:
+    subprocess.run(["ip", *arguments], check=True)
+
+
+class Hosts:
+    """Supervisors of an elastic job with one process and one device per host.
+
+    Args:
+        run: the run that they train.
+        network: network of the hosts; None for ports of this machine.
+        overrides: further settings of the run.
+    """
+
+    def __init__(self, run: Run, network: Network | None, overrides: Sequence[str] = ()) -> None:
+        self._run, self._network, self._overrides = run, network, overrides
+        names = [network.address(i) if network else "127.0.0.1" for i in range(N_HOSTS)]
+        self._peers = ",".join(f"{name}:{_free_port()}" for name in names)
+        self.supervisors: dict[int, subprocess.Popen[bytes]] = {}
+        self._frozen: list[psutil.Process] = []
+
+    def __enter__(self) -> "Hosts":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.thaw()
+        for host in list(self.supervisors):
+            self.signal(host, signal.SIGKILL)
+            self.supervisors[host].wait()
+
+    def start(self, *hosts: int) -> None:
+        """Start the supervisors of some hosts."""
+        for host in hosts:
+            inside = ["ip", "netns", "exec", self._network.space(host)] if self._network else []
+            command = [
+                *inside, sys.executable, "-m", "jaxforge.supervise", "--elastic",
+                f"--peers={self._peers}", f"--host-index={host}", f"--hang-timeout={TIMEOUT}",
+                "--peer-grace=3", "--backoff=1", "--", sys.executable, "-m", "jaxforge.train",
+                "--config", str(self._run.config), f"--checkpoint.dir={self._run.directory}",
+                f"--data.dataset_path={self._run.tokens / data.TRAINING}",
+                f"--eval.dataset_path={self._run.tokens / data.HELD_OUT}",
+                '--plugins.hooks=["benchmarks.faults.pace.Pace"]', "--distributed.dp_shard=-1",
+                *self._overrides,
+            ]  # fmt: skip
+            with self._log(host).open("ab") as file:
+                self.supervisors[host] = subprocess.Popen(
+                    command, cwd=ROOT, env=self._run._environment(0, 1, 0), stdout=file,
+                    stderr=subprocess.STDOUT,
+                )  # fmt: skip
+
+    def _log(self, host: int) -> Path:
+        return self._run.directory.with_suffix(f".host{host}.log")
+
+    def output(self, host: int) -> str:
+        """Return the output of a host's supervisor and processes."""
+        return self._log(host).read_text(errors="replace")
+
+    def processes(self, host: int) -> list[psutil.Process]:
+        """Return the processes of a host, its supervisor first."""
+        with contextlib.suppress(psutil.NoSuchProcess):
+            supervisor = psutil.Process(self.supervisors[host].pid)
+            return [supervisor, *supervisor.children(recursive=True)]
+        return []
+
+    def signal(self, host: int, number: int) -> None:
+        """Send a signal to the supervisor and all processes of a host."""
+        for process in self.processes(host):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.send_signal(number)
+
+    def freeze(self, host: int) -> None:
+        """Stop all processes of a host until `thaw`."""
+        processes = self.processes(host)
+        for process in processes:
+            process.suspend()
+        self._frozen += processes
+
+    def thaw(self) -> None:
+        """Let the stopped processes run."""
+        for process in self._frozen:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.resume()
+        self._frozen.clear()
+
+    def roster(self, host: int) -> list[int]:
+        """Return the hosts of the latest roster that a host has joined."""
+        rosters = re.findall(r"roster \d+: hosts? ([\d, ]+) of", self.output(host))
+        return [int(number) for number in rosters[-1].split(",")] if rosters else []
+
+    def wait_until(self, true: Callable[[], bool], what: str) -> float:
+        """Wait until a condition is true; return the seconds.
+
+        Raises:
+            Broken: it does not become true.
+        """
+        began = time.monotonic()
+        while not true():
+            if time.monotonic() - began > PATIENCE:
+                ends = "\n".join(self.output(host)[-600:] for host in self.supervisors)
+                raise Broken(f"not within {PATIENCE:.0f} s: {what}\n{ends}")
+            time.sleep(0.05)
+        return time.monotonic() - began
+
+    def await_step(self, step: int) -> float:
+        """Wait until a step is logged; return the seconds."""
+        return self.wait_until(lambda: self._run.last_logged() >= step, f"step {step}")
+
+    def await_roster(self, *hosts: int) -> float:
+        """Wait until exactly these hosts have joined a roster together; return the seconds."""
+        return self.wait_until(
+            lambda: all(self.roster(host) == list(hosts) for host in hosts), f"roster {hosts}"
+        )
+
+    def resumed_from(self, host: int) -> int:
+        """Wait until the process of a host that has process 0 resumes; return the step."""
+        steps: list[str] = []
+
+        def has_resumed() -> bool:
+            latest = self.output(host).rpartition(" supervise: roster ")[2]
+            steps[:] = re.findall(r"resuming from step (\d+)", latest)
+            return bool(steps)
+
+        self.wait_until(has_resumed, "a resumed run")
+        return int(steps[-1])
+
+    def codes(self, *hosts: int) -> list[int]:
+        """Return the exit codes of supervisors."""
+        try:
+            return [self.supervisors[host].wait(PATIENCE) for host in hosts]
+        except subprocess.TimeoutExpired:
+            ends = "\n".join(self.output(host)[-600:] for host in hosts)
+            raise Broken(f"a supervisor did not end: {ends}") from None

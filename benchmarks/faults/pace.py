@@ -1,0 +1,13 @@
+"""Slow steps, so that faults from outside hit a short run in its steps."""
+
+import time
+
+from jaxforge.training.hooks import Hook, StepContext
+
+
+class Pace(Hook):
+    """Hook that sleeps after each step."""
+
+    def on_step_end(self, context: StepContext) -> None:
+        """Sleep."""
+        time.sleep(0.1)

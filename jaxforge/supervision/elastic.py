@@ -1,0 +1,352 @@
+"""Supervisor of one host of an elastic job, which continues when hosts leave and takes them back.
+
+Each host runs one such supervisor. They agree on rosters (`rosters.py`), and each starts and ends
+the processes of its own host:
+
+    a process ends, or a host falls silent     all hosts end their processes; the leader publishes
+                                               a roster of the remaining hosts
+    a host returns                             it joins after the next save
+    a supervisor is asked to stop              all processes save; the other hosts continue without
+    the run is completed, or cannot go on      all supervisors end with the exit code
+
+Nothing is restored here: processes choose the newest state that all of them can read when they
+start, and `distributed.elastic_processes` makes them keep the batches of the whole job.
+"""
+
+import dataclasses
+import logging
+import math
+import queue
+import shlex
+import signal
+import time
+import uuid
+from collections.abc import Sequence
+from pathlib import Path
+
+from jaxforge import exit_codes
+from jaxforge.cli.process import ROSTER_VARIABLE, began_env, listening, new_command_env
+from jaxforge.exit_codes import AGREED, Exit
+from jaxforge.supervision import rosters
+from jaxforge.supervision.members import Members
+from jaxforge.supervision.processes import Ended, Event, Group, environments, free_port
+from jaxforge.supervision.restarts import Policy, newest_step, progressed, record, stop_code
+from jaxforge.supervision.rosters import Phase, Roster, Status, View
+from jaxforge.supervision.supervisor import FORWARDED
+
+log = logging.getLogger("jaxforge.supervise")
+
+_TICK_SEC = 0.25
+_LOOK_SEC = 2.0  # between two looks at the checkpoints of the run
+_AGREED_CODES = {reason.code for reason in AGREED}
+_STOPS = {Exit.SIGNAL.code, Exit.INTERRUPT.code}
+
+
+@dataclasses.dataclass(frozen=True)
+class Hosts:
+    """The hosts of an elastic job.
+
+    Attributes:
+        addresses: address of the supervisor of each host, as "name:port".
+        own: number of this host.
+        least: smallest number of hosts.
+        multiple: number of hosts that hold one copy of the model together.
+        key: identifies the job; the same on all hosts.
+        timeout: seconds until a silent host counts as lost.
+        join_timeout: seconds that the first roster waits for all hosts.
+    """
+
+    addresses: Sequence[str]
+    own: int
+    least: int
+    multiple: int
+    key: str
+    timeout: float
+    join_timeout: float
+
+
+class ElasticSupervisor:
+    """Runs the processes of one host in each roster that includes the host.
+
+    Args:
+        command: command of each process.
+        per_host: number of processes of each host.
+        policy: restart policy.
+        run: run directory, for progress and the log.
+        hosts: the hosts of the job.
+    """
+
+    def __init__(
+        self, command: Sequence[str], per_host: int, policy: Policy, run: Path | None, hosts: Hosts
+    ) -> None:
+        self._command, self._per_host, self._policy = command, per_host, policy
+        self._run, self._hosts = run, hosts
+        self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        has_limit = Exit.DURATION.code not in policy.again
+        self._env = {**new_command_env(), **(began_env() if has_limit else {})}
+        self._incarnation = uuid.uuid4().hex
+        self._group: Group | None = None
+        self._roster: Roster | None = None
+        self._attempt = self._regroup = 0
+        self._code: int | None = None
+        self._final: int | None = None
+        self._stopping: signal.Signals | None = None
+        self._deadline = math.inf
+        self._step, self._looked = -1, -math.inf
+        self._spare_step: int | None = None
+        self._asked_to_save = False
+        self._failures, self._not_before = 0, 0.0
+        self._began, self._first_step = 0.0, -1
+        self._created = self._started = time.monotonic()
+        self._supervisors: dict[int, str] = {}
+        self._waiting_for = ""
+        self._ended_at: float | None = None
+
+    def run(self) -> int:
+        """Take part in the job until it ends, or until this host is asked to leave it.
+
+        Returns:
+            The exit code of the job, or of a stop.
+        """
+        hosts = self._hosts
+        members = Members(hosts.addresses, hosts.own, hosts.key, hosts.timeout, self._status)
+        with members, listening(FORWARDED, self._events.put):
+            while self._final is None:
+                self._handle(self._next_event(), members)
+                self._look()
+                view = members.view()
+                self._adopt(view)
+                if self._group is not None:
+                    self._watch(self._group, view)
+                else:
+                    self._while_idle(view, members.name)
+            self._record(members.view())
+            members.publish()  # so that the others need no timeout
+            log.info("done: exit code %d", self._final)
+            return self._final
+
+    def _status(self) -> Status:
+        phase: Phase = "idle" if self._group is None else "running"
+        return Status(
+            self._hosts.own, self._incarnation, "ended" if self._final is not None else phase,
+            self._roster, self._attempt, self._code, self._stopping is not None, self._regroup,
+            self._step,
+        )  # fmt: skip
+
+    def _next_event(self) -> Event | None:
+        try:
+            return self._events.get(timeout=_TICK_SEC)
+        except queue.Empty:
+            return None
+
+    def _handle(self, event: Event | None, members: Members) -> None:
+        """Handle the end of a process, or a signal to this supervisor."""
+        now = time.monotonic()
+        match event:
+            case Ended() if self._group is not None:
+                self._group.ended(event)
+                log.info("process %d of this host ended with %d: %s",
+                         event.index, event.code, exit_codes.meaning(event.code))  # fmt: skip
+                if event.code not in _AGREED_CODES:
+                    self._deadline = min(self._deadline, now + self._policy.peer_grace)
+                if not self._group.running:
+                    self._end_attempt(self._group.code, members.view())
+            case signal.Signals():
+                self._stopping = event
+                log.info("%s: this host leaves the job", event.name)
+                members.publish()
+                if self._group is None:
+                    self._final = stop_code(event)
+                else:
+                    self._group.send(event)
+                    self._deadline = min(self._deadline, now + self._policy.grace)
+
+    def _look(self) -> None:
+        """Look up the newest checkpoint now and then."""
+        now = time.monotonic()
+        if now - self._looked >= _LOOK_SEC:
+            self._step, self._looked = newest_step(self._run), now
+
+    # Plans
+
+    def _adopt(self, view: View) -> None:
+        """Adopt the newest roster, and start the processes of this host if it belongs to it."""
+        roster = view.newest_roster
+        if roster and (self._roster is None or roster.number > self._roster.number):
+            self._record(view)
+            self._roster = roster
+            if self._group is not None:
+                log.warning(
+                    "%s continued without this host, which was silent: its processes are killed",
+                    rosters.describe(roster.hosts),
+                )
+                self._group.kill()
+        roster = self._roster
+        if roster is None or self._group is not None or roster.number <= self._attempt:
+            return
+        if self._hosts.own in roster.hosts and self._stopping is None:
+            self._start(roster, view)
+
+    def _start(self, roster: Roster, view: View) -> None:
+        total = len(roster.hosts) * self._per_host
+        log.info("roster %d: %s of %d, %d processes: %s", roster.number,
+                 rosters.describe(roster.hosts), len(self._hosts.addresses), total,
+                 shlex.join(self._command))  # fmt: skip
+        self._code, self._regroup = None, 0
+        self._attempt = roster.number  # last: other threads publish the status
+        self._deadline, self._spare_step, self._asked_to_save = math.inf, None, False
+        self._began, self._first_step = time.time(), newest_step(self._run)
+        self._started = time.monotonic()
+        self._supervisors = {
+            host: status.incarnation for host, status in view.alive.items() if host in roster.hosts
+        }
+        first = rosters.first_process(roster, self._hosts.own, self._per_host)
+        env = environments(
+            {**self._env, ROSTER_VARIABLE: f"{self._hosts.key} {roster.number}"},
+            roster.coordinator, first, self._per_host, total,
+        )  # fmt: skip
+        self._group = Group(self._command, env, self._events)
+
+    def _watch(self, group: Group, view: View) -> None:
+        """End the processes of this host when those of another host have ended."""
+        roster, now = self._roster, time.monotonic()
+        assert roster is not None
+        for host in roster.hosts:
+            if host in view.alive:
+                self._supervisors.setdefault(host, view.alive[host].incarnation)
+        lost = [host for host in rosters.lost_hosts(roster, view, self._supervisors)
+                if host in view.alive or host in view.gone
+                or now - self._started > self._hosts.timeout]  # fmt: skip
+        codes = {view.alive[host].code if host in view.alive else None for host in lost}
+        if lost and self._deadline == math.inf and not codes <= _AGREED_CODES:
+            log.warning("%s left the job: the processes of this host have %g s to end",
+                        rosters.describe(lost), self._policy.peer_grace)  # fmt: skip
+            self._deadline = now + self._policy.peer_grace
+        if now > self._deadline:
+            log.warning("still running: SIGKILL")
+            group.kill()
+            self._deadline = math.inf
+        self._regroup_if_useful(roster, group, view)
+
+    def _regroup_if_useful(self, roster: Roster, group: Group, view: View) -> None:
+        """Let the processes save and end after the next save, if idle hosts could join."""
+        leader = view.alive.get(min(roster.hosts))
+        if leader is not None and leader.regroup == roster.number:
+            self._regroup = roster.number
+        if self._hosts.own != min(roster.hosts):
+            return
+        if not rosters.can_grow(roster, view, self._hosts.multiple):
+            self._spare_step = None
+            return
+        if self._spare_step is None:
+            self._spare_step = self._step
+            log.info("a host has come: it joins after the next save")
+        if self._step > self._spare_step:
+            self._regroup = roster.number
+        # All hosts must know the reason first, or they would take the stop for an ordinary one.
+        if self._regroup and not self._asked_to_save and rosters.have_heard(roster, view):
+            self._asked_to_save = True
+            group.send(signal.SIGTERM)  # JAX's preemption service tells the other processes
+
+    # Ends
+
+    def _end_attempt(self, code: int, view: View) -> None:
+        """Note the end of the processes of this host."""
+        self._group, self._code, self._deadline = None, code, math.inf
+        progress = progressed(self._run, self._first_step, time.monotonic() - self._started)
+        hosts = self._roster.hosts if self._roster else ()
+        has_shrunk = any(host not in view.alive or view.alive[host].leaves for host in hosts)
+        self._failures = 0 if progress or has_shrunk or self._regroup else self._failures + 1
+        delay = self._decide(code)
+        self._not_before = time.monotonic() + (delay or 0.0)
+        self._ended_at = time.time()
+
+    def _decide(self, code: int) -> float | None:
+        """Return the pause before the next roster; set `_final` if there is none for this host."""
+        if self._stopping is not None:
+            self._final = stop_code(self._stopping)
+        elif code in _STOPS:
+            return 0.0  # `_while_idle` finds out who has asked for the stop
+        elif code == 0 or not self._policy.runs_again(code):
+            self._final = code
+        elif self._failures == 0:
+            return 0.0
+        else:
+            delay = self._policy.next_delay(code, self._failures)
+            if delay is None:
+                self._final = code
+            return delay
+        return None
+
+    def _while_idle(self, view: View, name: str) -> None:
+        """Publish the next roster if this host leads, or end if the job has been stopped."""
+        if self._final is not None:
+            return
+        if self._roster and (verdict := rosters.verdict(self._roster, view)) is not None:
+            log.info("another host has ended the job with %d: %s",
+                     verdict, exit_codes.meaning(verdict))  # fmt: skip
+            self._final = verdict
+        elif self._is_stopped(view):
+            self._final = self._code
+        if self._final is not None:
+            return
+        now, least = time.monotonic(), self._hosts.least
+        if self._roster is None and now - self._created < self._hosts.join_timeout:
+            least = len(self._hosts.addresses)  # the first roster waits for all hosts
+        hosts = rosters.next_hosts(view, least, self._hosts.multiple)
+        self._log_waiting(view, hosts, least)
+        if hosts and view.is_leader and now >= self._not_before:
+            number = max(view.newest_roster.number if view.newest_roster else 0, self._attempt) + 1
+            self._record(view)
+            self._roster = Roster(number, hosts, f"{name}:{free_port()}")
+
+    def _is_stopped(self, view: View) -> bool:
+        """Return whether all processes have stopped although no host leaves or joins."""
+        roster = self._roster
+        if roster is None or self._code not in _STOPS or self._attempt != roster.number:
+            return False
+        statuses = [view.alive.get(host) for host in roster.hosts]
+        return not self._regroup and all(
+            status is not None
+            and not status.leaves
+            and self._supervisors.get(status.host, status.incarnation) == status.incarnation
+            and status.attempt == roster.number
+            and status.code == self._code
+            for status in statuses
+        )
+
+    def _log_waiting(self, view: View, hosts: Sequence[int], least: int) -> None:
+        """Say once what the job waits for."""
+        absent = [host for host in range(view.n_hosts) if host not in view.alive]
+        text = ""
+        if not hosts and absent and len(view.candidates) < max(least, 1):
+            text = f"waiting for {rosters.describe(absent)}: at least {least} hosts are needed"
+        elif not hosts and absent and not rosters.is_running(view):
+            text = (
+                f"waiting: {rosters.describe(absent)} may be running without this host, as these "
+                "hosts are not the majority of the previous roster"
+            )
+        if text and text != self._waiting_for:
+            log.info("%s", text)
+        self._waiting_for = text
+
+    def _record(self, view: View) -> None:
+        """Append a line about the latest attempt to the log of the run, on one host."""
+        roster = self._roster
+        if roster is None or self._attempt != roster.number or self._ended_at is None:
+            return
+        alive = {*view.alive, self._hosts.own}
+        if self._hosts.own == min(host for host in roster.hosts if host in alive):
+            line = {
+                "start": roster.number,
+                "began": self._began,
+                "ended": self._ended_at,
+                "hosts": roster.hosts,
+                "codes": [self._code],
+                "code": self._code,
+                "steps": [self._first_step, newest_step(self._run)],
+                "signal": self._stopping.name if self._stopping else None,
+                "again_in_sec": None if self._final is not None else 0.0,
+            }
+            record(self._run, line)
+        self._ended_at = None

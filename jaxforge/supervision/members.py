@@ -1,0 +1,184 @@
+"""Exchange of statuses between the hosts of an elastic job, over TCP.
+
+Every host connects to every other one each `BEAT_SEC`, sends its status as one line and reads the
+other's status. A host is alive while its status arrives. It is silent after a timeout, which also
+means that it may be stopped, or cut off from this host. It is gone if its machine refuses
+connections: then its supervisor, and with it all its processes, have ended.
+
+Lines carry the job's key, a hash of a shared secret, so that jobs on the same machines cannot
+confuse each other's hosts. Commands never travel: a host only runs its own command line.
+"""
+
+import contextlib
+import dataclasses
+import logging
+import socket
+import socketserver
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from jaxforge.errors import UserError
+from jaxforge.supervision.rosters import Status, View
+
+log = logging.getLogger("jaxforge.supervise")
+
+BEAT_SEC = 1.0
+"""Seconds between two messages to a host."""
+
+_ANSWER_SEC = 5.0  # until a message counts as lost
+_REFUSALS = 3  # in a row until a host counts as gone: its supervisor may be restarting
+_MESSAGE_BYTES = 1 << 16
+
+
+@dataclasses.dataclass
+class _Peer:
+    """Another host.
+
+    Attributes:
+        address: host name and port of its supervisor.
+        status: its latest status; None before the first one.
+        heard: when that arrived, by `time.monotonic`.
+        refusals: connections in a row that its machine refused.
+    """
+
+    address: tuple[str, int]
+    status: Status | None = None
+    heard: float = 0.0
+    refusals: int = 0
+
+
+class Members:
+    """The hosts of a job, as far as this host hears them.
+
+    Args:
+        addresses: address of each host, as "name:port".
+        host: number of this host.
+        key: identifies the job.
+        timeout: seconds without a status after which a host is silent.
+        status: returns the status of this host.
+
+    Raises:
+        UserError: an address is wrong, or the port of this host is in use.
+    """
+
+    def __init__(
+        self,
+        addresses: Sequence[str],
+        host: int,
+        key: str,
+        timeout: float,
+        status: Callable[[], Status],
+    ) -> None:
+        self._key, self._timeout, self._status = key, timeout, status
+        self._host, self._n_hosts = host, len(addresses)
+        parsed = [parse_address(address) for address in addresses]
+        self.name = parsed[host][0]
+        self._peers = {i: _Peer(address) for i, address in enumerate(parsed) if i != host}
+        self._lock, self._ended = threading.Lock(), threading.Event()
+        try:
+            self._server = _Server(("", parsed[host][1]), self._answer)
+        except OSError as error:
+            raise UserError(
+                f"cannot listen at port {parsed[host][1]} of host {host} ({error.strerror}): end "
+                "the program that uses the port, or change --peers on all hosts"
+            ) from error
+
+    def __enter__(self) -> "Members":
+        threading.Thread(target=self._server.serve_forever, args=(0.1,), daemon=True).start()
+        for host in self._peers:
+            threading.Thread(target=self._converse, args=(host,), daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._server.shutdown()
+        self._server.server_close()
+
+    def view(self) -> View:
+        """Return the hosts as this one sees them."""
+        now = time.monotonic()
+        with self._lock:
+            others = {
+                host: peer.status
+                for host, peer in self._peers.items()
+                if peer.status and now - peer.heard < self._timeout and peer.refusals < _REFUSALS
+            }
+            gone = {host for host, peer in self._peers.items() if peer.refusals >= _REFUSALS}
+            last = {host: peer.status for host, peer in self._peers.items() if peer.status}
+        return View(self._status(), others, gone, self._n_hosts, last)
+
+    def publish(self) -> None:
+        """Send the status of this host to all others now, once."""
+        for host in self._peers:
+            self._exchange(host)
+
+    def _converse(self, host: int) -> None:
+        while not self._ended.wait(BEAT_SEC):
+            self._exchange(host)
+
+    def _exchange(self, host: int) -> None:
+        peer = self._peers[host]
+        try:
+            with socket.create_connection(peer.address, timeout=_ANSWER_SEC) as connection:
+                connection.sendall(self._message())
+                with connection.makefile("rb") as file:
+                    self._receive(file.readline(_MESSAGE_BYTES))
+        except ConnectionRefusedError:
+            with self._lock:
+                peer.refusals += 1
+        except OSError as error:
+            log.debug("host %d does not answer: %s", host, error)
+
+    def _message(self) -> bytes:
+        return f"{self._key} {self._status().to_json()}\n".encode()
+
+    def _receive(self, line: bytes) -> bool:
+        """Note the status in a line; return False if the line belongs to no host of this job."""
+        key, _, text = line.partition(b" ")
+        if key.decode(errors="replace") != self._key:
+            return False
+        try:
+            status = Status.from_json(text)
+            peer = self._peers[status.host]
+        except (ValueError, KeyError, TypeError) as error:
+            log.warning("a message from no host of this job was ignored: %s", error)
+            return False
+        with self._lock:
+            peer.status, peer.heard, peer.refusals = status, time.monotonic(), 0
+        return True
+
+    def _answer(self, line: bytes) -> bytes:
+        return self._message() if self._receive(line) else b""
+
+
+class _Server(socketserver.ThreadingTCPServer):
+    """Server that answers each line with the status of this host."""
+
+    allow_reuse_address = True
+    daemon_threads = True
+
+    def __init__(self, address: tuple[str, int], answer: Callable[[bytes], bytes]) -> None:
+        self.answer = answer
+        super().__init__(address, _Handler)
+
+
+class _Handler(socketserver.StreamRequestHandler):
+    timeout = 10.0
+
+    def handle(self) -> None:
+        assert isinstance(self.server, _Server)
+        with contextlib.suppress(OSError):  # the other host is gone: its next message tells
+            self.wfile.write(self.server.answer(self.rfile.readline(_MESSAGE_BYTES)))
+
+
+def parse_address(text: str) -> tuple[str, int]:
+    """Return host name and port of an address.
+
+    Raises:
+        UserError: the text is no address.
+    """
+    name, _, port = text.strip().rpartition(":")
+    if not name or not port.isdigit() or not 0 < int(port) < 65536:
+        raise UserError(f"--peers: {text!r} must be the name of a host and a port: name:port")
+    return name.strip("[]"), int(port)

@@ -1,0 +1,122 @@
+"""Tests of recurrent mixers with experts, interleaved stages, 8-bit products, moments, resuming."""
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+from jax.flatten_util import ravel_pytree
+
+from jaxforge.checkpoint.manager import Checkpoints
+from tests.conftest import tiny_config
+from tests.helpers import losses_and_gradients, progress_of, random_batches, setup
+
+ROWS, TOKENS = 4, 24
+SHAPE = {"dim": 32, "n_layers": 2, "n_heads": 4, "vocab_size": 64, "ffn_hidden_dim": 48,
+         "init_std": 0.1}  # fmt: skip
+MIXERS = {
+    "gated_delta_net": {
+        "key_heads": 2, "value_heads": 4, "key_head_dim": 8, "value_head_dim": 16, "conv_size": 3,
+    },
+    "mamba2": {"heads": 8, "head_dim": 8, "state_size": 6, "groups": 2, "chunk_size": 5},
+}  # fmt: skip
+EXPERTS = {"num_experts": 4, "moe_top_k": 2, "moe_expert_dim": 16, "moe_shared_experts": 1}
+EXPERT_PARALLEL = {"dp_shard": 2, "ep": 2}
+INTERLEAVED = {"pp": 2, "pp_schedule": "interleaved_1f1b", "pp_chunks": 2}
+FP8 = {"mixed_precision": "fp8", "fp8_scaling": "delayed", "fp8_amax_history_len": 3,
+       "num_layers_at_start_in_bf16": 0, "num_layers_at_end_in_bf16": 0,
+       "activation_checkpointing": "selective"}  # fmt: skip
+
+both_mixers = pytest.mark.parametrize("mixer", MIXERS)
+
+
+def config(mixer, model=(), train=(), **mesh):
+    """Return a config whose layers all have this mixer."""
+    own = {"mixer": mixer, mixer: MIXERS[mixer]}
+    groups = mesh.get("dp_shard", 1) * mesh.get("ep", 1)
+    rows = {"batch_size": ROWS // groups, "seq_len": TOKENS, "grad_accum_steps": 2}
+    return tiny_config(
+        model={**SHAPE, **own, **dict(model)},
+        train={**rows, **dict(train)},
+        distributed={"dp_shard": 1, **mesh},
+        scheduler={"name": "none"},
+    )
+
+
+def packed_batches(job, n):
+    batches = random_batches(job, n)
+    ends = np.random.default_rng(1).random(batches[0]["labels"].shape) < 0.15
+    return [{**batch, "segment_ids": np.cumsum(ends, axis=-1)} for batch in batches]
+
+
+def values(job):
+    """Return the loss and all gradients of a packed batch, with the layers in their order."""
+    ours = setup(job)
+    losses, grads = losses_and_gradients(ours, packed_batches(job, 1))
+    grads["layers"] = jax.tree.map(
+        lambda x: np.asarray(ours.model.stack.unstack(x[0])), grads["layers"]
+    )
+    return losses, ravel_pytree(grads)[0]
+
+
+@functools.cache
+def alone(mixer, model):
+    return values(config(mixer, model))
+
+
+@pytest.mark.parametrize(
+    ("mixer", "model", "mesh", "grad_sync"),
+    [
+        ("gated_delta_net", EXPERTS, EXPERT_PARALLEL, "update"),
+        ("gated_delta_net", {"n_layers": 4}, INTERLEAVED, "update"),
+        pytest.param(
+            "gated_delta_net", EXPERTS, EXPERT_PARALLEL, "microbatch", marks=pytest.mark.slow
+        ),
+        pytest.param("mamba2", EXPERTS, EXPERT_PARALLEL, "update", marks=pytest.mark.slow),
+        pytest.param("mamba2", EXPERTS, EXPERT_PARALLEL, "microbatch", marks=pytest.mark.slow),
+        pytest.param("mamba2", {"n_layers": 4}, INTERLEAVED, "update", marks=pytest.mark.slow),
+        pytest.param(
+            "gated_delta_net", {**EXPERTS, "n_layers": 4}, {**INTERLEAVED, **EXPERT_PARALLEL},
+            "microbatch", marks=pytest.mark.slow,
+        ),
+    ],
+)  # fmt: skip
+def test_losses_and_gradients_match_single_device(mixer, model, mesh, grad_sync):
+    losses, gradients = values(config(mixer, model, {"grad_sync": grad_sync}, **mesh))
+    expected_losses, expected = alone(mixer, tuple(model.items()))
+    np.testing.assert_allclose(losses, expected_losses, rtol=1e-5)
+    np.testing.assert_allclose(gradients, expected, atol=1e-5 * np.abs(expected).max())
+
+
+@pytest.mark.slow
+@both_mixers
+def test_8_bit_products_do_not_depend_on_the_mesh(mixer):
+    """Rounding of bf16 sums moves some values to the next of 8 bits."""
+    results = []
+    for mesh in ({}, {"dp_shard": 2, "tp": 2}):
+        ours = setup(config(mixer, train=FP8, **mesh))
+        results.append(ours.run(ours.state(), packed_batches(ours.config, 2))[1])
+    np.testing.assert_allclose(results[1]["loss"], results[0]["loss"], rtol=1e-3)
+    np.testing.assert_allclose(results[1]["grad_norm"], results[0]["grad_norm"], rtol=3e-2)
+
+
+@both_mixers
+def test_run_in_8_bits_resumes_bit_exactly(mixer, tmp_path):
+    """Products and moments have 8 bits, and experts are spread over devices."""
+    train = {**FP8, "opt_state_dtype": "8bit"}
+    ours = setup(config(mixer, {**EXPERTS, "dim": 64}, train, ep=2))  # whole blocks of moments
+    batches = packed_batches(ours.config, 3)
+    section = ours.config.checkpoint.model_copy(update={"async_mode": "disabled"})
+    saved = Checkpoints(tmp_path, section, ours.model.axes, stack=ours.model.stack)
+    state, _ = ours.run(ours.state(), batches[:2])
+    saved.save(progress_of(state), state)
+    saved.close()
+    expected = jax.device_get(ours.run(state, batches[2:])[0])
+    assert {"int8", "uint8"} <= {leaf.dtype.name for leaf in jax.tree.leaves(expected.opt_state)}
+    recorded = expected.model_state["layers"][mixer]
+    projections = {name for name in expected.params["layers"][mixer] if name.endswith("_proj")}
+    assert recorded.keys() == projections
+    assert all(np.all(history > 0) for history in jax.tree.leaves(recorded))
+    restored, _ = Checkpoints(tmp_path, section, read_only=True).restore(ours.abstract_state(), 2)
+    resumed = jax.device_get(ours.run(restored, batches[2:])[0])
+    jax.tree.map(np.testing.assert_array_equal, resumed, expected)
