@@ -3,13 +3,15 @@
     python benchmarks/bucket_server.py DIRECTORY --delay 0.05 --failures 0.01
 
 Prints its port. The server answers GET (with ranges), HEAD and listings of any bucket. Each answer
-is delayed, and a share of the answers to GET is 503.
+is delayed, and a share of the answers to GET is 503. All answers together are limited to
+`--bandwidth` megabytes per second.
 """
 
 import argparse
 import asyncio
 import random
 import re
+import time
 from email.utils import formatdate
 from pathlib import Path
 from urllib.parse import parse_qs, unquote, urlsplit
@@ -17,6 +19,7 @@ from xml.sax.saxutils import escape
 
 _REASONS = {200: "OK", 206: "Partial Content", 404: "Not Found", 416: "Range Not Satisfiable",
             503: "Slow Down"}  # fmt: skip
+_PART = 1 << 20  # bytes
 
 
 class BucketServer:
@@ -26,10 +29,14 @@ class BucketServer:
         directory: the files; names below it are keys.
         delay: seconds before each answer.
         failures: share of GET requests that are answered with 503.
+        bandwidth: bytes per second of all answers together; 0 is unlimited.
     """
 
-    def __init__(self, directory: Path, delay: float, failures: float) -> None:
+    def __init__(
+        self, directory: Path, delay: float, failures: float, bandwidth: float = 0.0
+    ) -> None:
         self._directory, self._delay, self._failures = directory, delay, failures
+        self._bandwidth, self._free_at = bandwidth, 0.0
         self._random = random.Random(0)
 
     async def serve(self) -> None:
@@ -45,10 +52,19 @@ class BucketServer:
                 method, target, _ = head.split(" ", 2)
                 span = re.search(r"(?im)^range: bytes=(\d+)-(\d*)", head)
                 await asyncio.sleep(self._delay)
-                writer.write(self._answer(method, target, span))
-                await writer.drain()
+                await self._send(writer, self._answer(method, target, span))
         except (asyncio.IncompleteReadError, ConnectionError):
             writer.close()
+
+    async def _send(self, writer: asyncio.StreamWriter, answer: bytes) -> None:
+        for start in range(0, len(answer), _PART):
+            part = answer[start : start + _PART]
+            if self._bandwidth:
+                now = time.monotonic()
+                self._free_at = max(self._free_at, now) + len(part) / self._bandwidth
+                await asyncio.sleep(self._free_at - now)
+            writer.write(part)
+            await writer.drain()
 
     def _answer(self, method: str, target: str, span: re.Match[str] | None) -> bytes:
         parts = urlsplit(target)
@@ -100,8 +116,10 @@ def main() -> None:
     parser.add_argument("directory", type=Path)
     parser.add_argument("--delay", type=float, default=0.0, help="seconds before each answer")
     parser.add_argument("--failures", type=float, default=0.0, help="share of GETs with 503")
+    parser.add_argument("--bandwidth", type=float, default=0.0, help="MB/s; 0: unlimited")
     args = parser.parse_args()
-    asyncio.run(BucketServer(args.directory, args.delay, args.failures).serve())
+    server = BucketServer(args.directory, args.delay, args.failures, args.bandwidth * 1e6)
+    asyncio.run(server.serve())
 
 
 if __name__ == "__main__":

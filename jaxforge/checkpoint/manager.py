@@ -12,7 +12,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,12 @@ from jax.experimental import multihost_utils
 from jaxtyping import PyTree
 from orbax.checkpoint import checkpoint_managers as policies
 
-from jaxforge.checkpoint import job_saves, layout, orbax_buckets  # noqa: F401 (patches Orbax)
+from jaxforge.checkpoint import (
+    job_saves,
+    layout,
+    orbax_buckets,  # noqa: F401 (patches Orbax)
+    validation,
+)
 from jaxforge.checkpoint.checksums import (
     Checksums,
     ChecksumsHandler,
@@ -38,7 +43,6 @@ from jaxforge.checkpoint.paths import (
     check_no_torch_checkpoints,
     check_path,
     is_durable,
-    is_precision_specific,
 )
 from jaxforge.checkpoint.relayout import by_layer
 from jaxforge.checkpoint.save_policy import milestones
@@ -51,7 +55,6 @@ from jaxforge.checkpoint.sealed_progress import (
     unseal_progress,
 )
 from jaxforge.config.checkpoint import CheckpointConfig
-from jaxforge.config.model import MTP
 from jaxforge.errors import JobStorageError, PeerLostError, StorageError, UserError
 from jaxforge.parallel.multihost import peer_lost_error
 from jaxforge.parallel.stages import Stack
@@ -291,7 +294,8 @@ class Checkpoints:
             saved = self._saved_tree(step)
             like = {name: part for name, part in like.items() if name in saved}
             like = layout.drop_unsaved(like, saved)
-            self._check_fits(like, {name: saved[name] for name in like}, step)
+            part = {name: saved[name] for name in like}
+            validation.check_model(like, part, self.path(step))
             state = self._read(step, state=_restore_args(like, partial=True)).state
             self._check_bits(state, saved, step)
         return state
@@ -403,41 +407,9 @@ class Checkpoints:
         """
         saved = self._saved_tree(step)
         tree = layout.drop_unsaved(layout.to_tree(like), saved)
-        self._check_fits(tree, saved, step)
-        self._check_optimizer(tree["optimizer"], saved, step)
+        validation.check_model(tree, saved, self.path(step))
+        validation.check_optimizer(tree["optimizer"], saved["optimizer"], self.path(step))
         return tree, saved
-
-    def _check_fits(self, wanted: PyTree, saved_tree: PyTree, step: int) -> None:
-        """Raise UserError with the first array whose shape differs."""
-        saved, shapes = (_shapes(layout.variables(tree)) for tree in (saved_tree, wanted))
-        stored, depth = _modules(saved), _modules(shapes)
-        if stored != depth:
-            raise UserError(
-                f"{self.path(step)} does not fit [model]: model.mtp_depth = {depth}, but the "
-                f"checkpoint has {stored} modules of multi-token prediction: set "
-                f"model.mtp_depth = {stored}"
-            )
-        spare = {name for name in saved.keys() - shapes.keys() if is_precision_specific(name)}
-        for name in sorted((shapes.keys() | saved.keys()) - spare):
-            expected, actual = shapes.get(name, "absent"), saved.get(name, "absent")
-            if expected != actual:
-                raise UserError(
-                    f"{self.path(step)} does not fit [model]: {name} is {actual} in the checkpoint "
-                    f"and {expected} in the config; change [model] or checkpoint.dir"
-                )
-
-    def _check_optimizer(self, wanted: PyTree, saved_tree: PyTree, step: int) -> None:
-        saved, asked = (
-            layout.drop_precision_specific(t) for t in (saved_tree["optimizer"], wanted)
-        )
-        if _shapes(saved) != _shapes(asked):
-            ours, theirs = sorted(asked), sorted(saved)
-            raise UserError(
-                f"{self.path(step)} has the state of another optimizer than "
-                f"{layout.differing_key(ours, theirs)} asks for: it holds {', '.join(theirs)}, "
-                f"where {', '.join(ours)} are expected; bring it back, or start a new run from it "
-                'with checkpoint.load_path and checkpoint.exclude_from_loading = ["optimizer"]'
-            )
 
     def _check_bits(self, restored: PyTree, saved_tree: PyTree, step: int) -> None:
         """Compare checksums, if the checkpoint has them; old versions did not write any."""
@@ -566,13 +538,3 @@ def _summary(error: BaseException) -> str:
         return error.strerror + (f": {error.filename}" if error.filename else "")
     text = str(error).split(" [tensorstore_spec=")[0].split(" [os_error_code=")[0]
     return text if len(text) < 160 else "... " + text[-160:]
-
-
-def _modules(names: Iterable[str]) -> int:
-    """Return the number of modules of multi-token prediction with these parameters."""
-    paths = (name.split(".") for name in names)
-    return len({path[1] for path in paths if path[0] == MTP})
-
-
-def _shapes(tree: PyTree) -> dict[str, tuple[int, ...]]:
-    return {name: tuple(leaf.shape) for name, leaf in flatten_dict(tree, sep=".").items()}

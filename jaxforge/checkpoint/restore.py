@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Protocol
 
 import jax
@@ -14,6 +14,8 @@ from jaxforge.checkpoint.layout import drop_unsaved, fill_missing, model_tree
 from jaxforge.checkpoint.manager import Checkpoints
 from jaxforge.checkpoint.paths import find, has_run
 from jaxforge.checkpoint.relayout import by_layer, by_stage
+from jaxforge.checkpoint.replica.reading import ReplicaError
+from jaxforge.checkpoint.replica.source import Replica
 from jaxforge.config.job import JobConfig
 from jaxforge.errors import UserError
 from jaxforge.program import Program
@@ -86,8 +88,12 @@ def starting_state(
     checkpoints: Checkpoints,
     open_foreign: Callable[[str, JobConfig], Source] | None = None,
     local: Checkpoints | None = None,
+    replicas: Sequence[Replica] = (),
 ) -> tuple[TrainState, Progress]:
     """Return the starting state: the newest own checkpoint, else `checkpoint.load_path`, else new.
+
+    A replica is preferred to a checkpoint of the same step. A replica that cannot be restored is
+    left out with a warning. A damaged checkpoint is an error.
 
     A checkpoint of weights only starts at step 0. `checkpoint.exclude_from_loading` excludes parts
     of `load_path`: without "model", weights are new; without "optimizer", moments and schedule
@@ -98,12 +104,22 @@ def starting_state(
         checkpoints: checkpoints of the run.
         open_foreign: opens a `load_path` that is no jaxforge run. None: `load_path` must be one.
         local: local checkpoints of the run (`checkpoint.local`).
+        replicas: complete replicas of the run in memory (`checkpoint.replica`).
     """
     config = program.config
-    own = [source for source in (checkpoints, local) if source and source.latest() is not None]
-    if own:
-        newest = max(own, key=lambda source: source.latest() or 0)
-        return start_from(Saved(newest, newest.latest() or 0), program)
+    own: list[Saved | Replica] = [
+        *replicas,
+        *(
+            Saved(source, step)
+            for source in (checkpoints, local)
+            if source and (step := source.latest()) is not None
+        ),
+    ]
+    for newest in sorted(own, key=lambda saved: saved.step, reverse=True):  # stable: replicas first
+        try:
+            return start_from(newest, program)
+        except ReplicaError as error:
+            log.warning("%s; the next older checkpoint is used", error)
     if not config.checkpoint.load_path:
         return program.init(), Progress()
     load_path = config.checkpoint.load_path  # path or URL

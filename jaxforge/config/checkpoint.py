@@ -38,6 +38,10 @@ class CheckpointConfig(Section):
     """Updates between additional checkpoints in non_persistent_dir; 0 disables them."""
     non_persistent_dir: PathText | None = None
     """Fast disk of the node, shared by all its processes, for temporary checkpoints."""
+    replica_interval: NonNegativeInt = 0
+    """Updates between copies of the state in memory of this host and of a peer; 0 disables them."""
+    replica_dir: PathText | None = None
+    """Directory in memory (tmpfs) for these copies; by default /dev/shm."""
     async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "async"
     """Save in the background while training continues, or block until the save is complete."""
     keep_last_n: int = 3

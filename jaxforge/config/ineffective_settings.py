@@ -218,6 +218,7 @@ _STEPS_BETWEEN: dict[str, Callable[[JobConfig], bool]] = {
     "train.exit_interval": lambda config: True,
     "train.verify_interval": lambda config: True,
     "checkpoint.non_persistent_interval": lambda config: True,
+    "checkpoint.replica_interval": lambda config: True,
     "eval.activations_interval": lambda config: True,
     "early_stop.patience_steps": lambda config: config.early_stop.active,
     "metrics.device_speed_interval": lambda config: True,

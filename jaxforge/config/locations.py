@@ -16,6 +16,7 @@ _BUCKETS = {
 }
 _LOCAL = {
     "checkpoint.non_persistent_dir": "a fast disk of the node",
+    "checkpoint.replica_dir": "a directory in the memory of the host",
     "data.cache_dir": "a fast disk of the node",
     "metrics.tensorboard_dir": "a directory in the run, which is copied to its bucket",
     "profiling.trace_dir": "a directory in the run, which is copied to its bucket",

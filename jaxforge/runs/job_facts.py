@@ -22,6 +22,7 @@ PER_HOST = {
     "train.compilation_cache_dir": "a cache of the host",
     "train.executable": "a copy of one program, which is checked when it is loaded",
     "checkpoint.non_persistent_dir": "looked at by all processes when it is opened",
+    "checkpoint.replica_dir": "a directory of the host",
     "profiling": "traces change nothing, and are of the processes that profiling.hosts names",
 }
 """Sections and keys that may differ between processes, with the reason."""

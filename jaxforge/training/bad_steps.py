@@ -7,6 +7,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Int
 
 from jaxforge.checkpoint.manager import Checkpoints
+from jaxforge.checkpoint.replica.replicas import Replicas
 from jaxforge.config.job import JobConfig
 from jaxforge.data import loader
 from jaxforge.data.dataset import Dataset, Mixture, Streaming
@@ -54,7 +55,7 @@ class BadSteps:
         model: Model,
         dataset: Dataset | Mixture | Streaming,
         progress: Progress,
-        checkpoints: tuple[Checkpoints, Checkpoints | None],
+        checkpoints: tuple[Checkpoints, Checkpoints | None, Replicas | None],
         restore: Callable[[int], tuple[TrainState, Progress]],
     ) -> "BadSteps":
         """Return the tracker with the reactions and checks that `[train]` enables.
@@ -65,7 +66,7 @@ class BadSteps:
             model: the model.
             dataset: the training data.
             progress: the counters of the run.
-            checkpoints: permanent and non-persistent checkpoints.
+            checkpoints: permanent and non-persistent checkpoints, and replicas.
             restore: returns state and progress of the checkpoint of a step.
         """
         train = config.train

@@ -6,7 +6,7 @@ import logging
 import jax
 from jax.sharding import Mesh
 
-from jaxforge.checkpoint.restore import Saved, start_from, starting_state
+from jaxforge.checkpoint.restore import Saved, start_from
 from jaxforge.config.job import JobConfig
 from jaxforge.parallel import compilation
 from jaxforge.parallel.xla_flags import Option
@@ -68,7 +68,7 @@ def build_trainer(config: JobConfig, mesh: Mesh, session: Session) -> Trainer:
     saver = files.saver
     has_begun = not files.is_new or config.checkpoint.load_path
     with watchdog.naming("restoring a checkpoint" if has_begun else "initializing"):
-        state, progress = starting_state(program, saver.permanent, open_foreign, saver.local)
+        state, progress = saver.start(program, open_foreign)
     ramp = batch_ramp(config, mesh)
     record_data(config, progress, dataset, identity, rows=ramp.rows, has_begun=bool(has_begun))
     data = TrainingData.of(config, mesh, dataset, ramp)
@@ -100,7 +100,13 @@ def build_trainer(config: JobConfig, mesh: Mesh, session: Session) -> Trainer:
         ),
         saver=saver,
         bad_steps=BadSteps.of(
-            config, mesh, model, dataset, progress, (saver.permanent, saver.local), restore
+            config,
+            mesh,
+            model,
+            dataset,
+            progress,
+            (saver.permanent, saver.local, saver.replicas),
+            restore,
         ),
         callbacks=callbacks,
         instruments=Instruments(

@@ -287,6 +287,7 @@ class Trainer:
             or any(callback.waits for callback in due)
             or self.saver.is_due(step)
             or self.saver.is_local_due(step)
+            or self.saver.is_replica_due(step)
         )
 
     def _end_step(self, metrics: Metrics) -> None:
@@ -304,6 +305,8 @@ class Trainer:
             self._save(evaluation)
         elif self.saver.is_local_due(step):
             self._save(permanent=False)
+        if self.saver.is_replica_due(step) and not self._at_end:
+            self._replicate()
 
     def _save(self, evaluation: dict[str, float] | None = None, *, permanent: bool = True) -> None:
         with self.instruments.tracker.paused(), self.instruments.watchdog.section("checkpoint"):
@@ -319,14 +322,26 @@ class Trainer:
             if permanent:
                 self.callbacks.call(Callback.on_checkpoint_save, self.progress.step, path)
 
+    def _replicate(self) -> None:
+        """Start to copy the state to the memory of this host and of its peer."""
+        with self.instruments.tracker.paused(), self.instruments.watchdog.section("checkpoint"):
+            self._follow_device()
+            if self._has_halted:
+                return
+            self.progress.callbacks |= self.callbacks.states()
+            metrics = self.saver.replicate(self.progress, self.state)
+        self.instruments.tracker.log(self.progress.step, metrics)
+
     def _note_durable(self) -> None:
-        durable = list(self.saver.newly_durable())
-        if durable and self.bad_steps.had_halted(self.progress):
+        durable, replicas = list(self.saver.newly_durable()), list(self.saver.new_replicas())
+        if (durable or replicas) and self.bad_steps.had_halted(self.progress):
             self._follow_device()  # to log under the last step that took place
         for save in durable:
             self.instruments.tracker.log(self.progress.step, save.metrics)
             if save.is_permanent:
                 self.callbacks.call(Callback.on_checkpoint_durable, save.step, save.path)
+        for metrics in replicas:
+            self.instruments.tracker.log(self.progress.step, metrics)
 
     def _early_end(self, evaluation: dict[str, float]) -> Exit | None:
         """Apply `[early_stop]` to the latest logged metrics and evaluation.

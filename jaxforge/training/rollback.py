@@ -15,6 +15,7 @@ from collections.abc import Callable
 import jax
 
 from jaxforge.checkpoint.manager import Checkpoints
+from jaxforge.checkpoint.replica.replicas import Replicas
 from jaxforge.state.progress import Progress
 from jaxforge.state.train_state import TrainState, with_counts
 
@@ -27,6 +28,7 @@ class Rollback:
     Args:
         checkpoints: permanent checkpoints, the targets of rollbacks.
         local: non-persistent checkpoints; those after the target are removed too.
+        replicas: copies in memory; those after the target are removed too.
         restore: returns state and progress of the checkpoint of a step.
         limit: `train.max_rollbacks`.
     """
@@ -35,10 +37,11 @@ class Rollback:
         self,
         checkpoints: Checkpoints,
         local: Checkpoints | None,
+        replicas: Replicas | None,
         restore: Callable[[int], tuple[TrainState, Progress]],
         limit: int,
     ) -> None:
-        self._checkpoints, self._local = checkpoints, local
+        self._checkpoints, self._local, self._replicas = checkpoints, local, replicas
         self._restore, self._limit = restore, limit
 
     def target(self, progress: Progress) -> int | None:
@@ -70,6 +73,8 @@ class Rollback:
         state, earlier = self._restore(target)
         for checkpoints in filter(None, (self._checkpoints, self._local)):
             checkpoints.discard_after(target)
+        if self._replicas:
+            self._replicas.discard_after(target)
         log.warning(
             "rolled back from step %d to step %d; the %d samples drawn since then are skipped",
             progress.step, target, progress.samples - earlier.samples,

@@ -1,28 +1,36 @@
-"""Saves of a run: permanent checkpoints, and non-persistent ones."""
+"""Saves of a run: permanent checkpoints, non-persistent ones, and replicas in memory."""
 
 import contextlib
 import copy
 import dataclasses
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+
+import jax
 
 from jaxforge.checkpoint.local import open_local
 from jaxforge.checkpoint.manager import Checkpoints
+from jaxforge.checkpoint.replica.replicas import Replicas
+from jaxforge.checkpoint.restore import Source, starting_state
 from jaxforge.checkpoint.save_policy import SavePolicy
 from jaxforge.config.checkpoint import CheckpointConfig
 from jaxforge.config.job import JobConfig
+from jaxforge.errors import UserError
 from jaxforge.model.transformer import Model
-from jaxforge.runs import run_directory
+from jaxforge.parallel import agreement
+from jaxforge.program import Program
+from jaxforge.runs import run_directory, starts
 from jaxforge.state.progress import Progress
 from jaxforge.state.train_state import TrainState
+from jaxforge.storage import mirror as mirrors
 from jaxforge.storage import urls
 from jaxforge.storage.mirror import Mirror
 
 log = logging.getLogger(__name__)
 
-_PERMANENT, _LOCAL = "checkpoint", "local_checkpoint"  # in metrics
+_PERMANENT, _LOCAL, _REPLICA = "checkpoint", "local_checkpoint", "replica"  # in metrics
 
 
 def open_checkpoints(config: JobConfig, model: Model) -> Checkpoints:
@@ -57,6 +65,7 @@ class Saver:
         permanent: the checkpoints in the run directory.
         local: checkpoints in `checkpoint.non_persistent_dir`; None without them.
         mirror: copies the other files of the run to its bucket; None for a run on disk.
+        replicas: copies of the state in memory; None without them.
 
     Attributes:
         loaded: the checkpoint from which this start continues; None for a new run.
@@ -69,9 +78,10 @@ class Saver:
         permanent: Checkpoints,
         local: Checkpoints | None = None,
         mirror: Mirror | None = None,
+        replicas: Replicas | None = None,
     ) -> None:
         self._config, self._policy, self._mirror = config, policy, mirror
-        self.permanent, self.local = permanent, local
+        self.permanent, self.local, self.replicas = permanent, local, replicas
         self.loaded: Path | None = None
         self._stored: Progress | None = None
         self._amendment: Progress | None = None
@@ -87,16 +97,40 @@ class Saver:
             mirror: copies the other files of the run to its bucket; None for a run on disk.
 
         Raises:
-            UserError: `checkpoint.non_persistent_dir` cannot be used.
+            UserError: `checkpoint.non_persistent_dir` or `checkpoint.replica_dir` cannot be used.
         """
         section, resolved = config.checkpoint, config.model_dump(mode="json")
         permanent = open_checkpoints(config, model)
         local = open_local(section, model.axes, resolved, model.stack)
-        saver = cls(section, SavePolicy(config), permanent, local, mirror)
+        replicas = None
+        if section.replica_interval:
+            run, origin = run_directory.root(config), _origin(config)
+            replicas = Replicas.open(section, run, origin, resolved, model.stack)
+        saver = cls(section, SavePolicy(config), permanent, local, mirror, replicas)
         saver.loaded = saver.newest()
         if saver.loaded is None and section.load_path:
             saver.loaded = urls.path(section.load_path, "checkpoint.load_path")
         return saver
+
+    def start(
+        self, program: Program, open_foreign: Callable[[str, JobConfig], Source]
+    ) -> tuple[TrainState, Progress]:
+        """Return the state and progress from which this start continues.
+
+        Args:
+            program: program of the run.
+            open_foreign: see `starting_state`.
+        """
+        sources = self.replicas.sources if self.replicas else ()
+        state, progress = starting_state(program, self.permanent, open_foreign, self.local, sources)
+        if not sources or not self.replicas:
+            return state, progress
+        restored = self.replicas.note_start(progress.step)
+        self.loaded = restored.path if restored else self.newest() or self.loaded
+        for checkpoints in self._checkpoints.values():
+            if checkpoints.latest() == progress.step:
+                checkpoints.saved_step = progress.step
+        return state, progress
 
     def is_empty(self) -> bool:
         """Return whether there is no checkpoint yet."""
@@ -113,6 +147,25 @@ class Saver:
     def is_local_due(self, step: int) -> bool:
         """Return whether a non-persistent checkpoint is due."""
         return _LOCAL in self._checkpoints and step % self._config.non_persistent_interval == 0
+
+    def is_replica_due(self, step: int) -> bool:
+        """Return whether a replica in memory is due."""
+        return self.replicas is not None and step % self._config.replica_interval == 0
+
+    def replicate(self, progress: Progress, state: TrainState) -> dict[str, float]:
+        """Start to copy the state to the memory of this host and of its peer.
+
+        Args:
+            progress: the counters of the run.
+            state: the state of the same step.
+
+        Returns:
+            The metrics of the call.
+        """
+        assert self.replicas is not None
+        start = time.perf_counter()
+        self.replicas.save(progress, state)
+        return {f"{_REPLICA}/blocking_sec": time.perf_counter() - start}
 
     def save(
         self,
@@ -168,10 +221,14 @@ class Saver:
         """Raise the failure of a save in the background, if there is one."""
         for checkpoints in self._checkpoints.values():
             checkpoints.check()
+        if self.replicas:
+            self.replicas.check()
 
     def newest(self) -> Path | None:
-        """Return the newest checkpoint, permanent or not; None without one."""
-        newest = [
+        """Return the newest checkpoint, permanent or not, or replica; None without one."""
+        sources = self.replicas.sources if self.replicas else []
+        newest = [(replica.step, replica.path) for replica in sources]
+        newest += [
             (step, checkpoints.path(step))
             for checkpoints in self._checkpoints.values()
             if (step := checkpoints.latest()) is not None
@@ -187,6 +244,12 @@ class Saver:
                 path = checkpoints.path(step)
                 yield DurableSave(step, path, checkpoints is self.permanent, metrics)
 
+    def new_replicas(self) -> Iterator[dict[str, float]]:
+        """Yield the metrics of each replica that became complete since the last call."""
+        if self.replicas:
+            for seconds, size in self.replicas.newly_complete().values():
+                yield {f"{_REPLICA}/save_sec": seconds, f"{_REPLICA}/bytes": float(size)}
+
     def wait(self) -> None:
         """Wait until every permanent checkpoint is durable and up to date."""
         self.permanent.wait()
@@ -199,10 +262,35 @@ class Saver:
             together: see `Checkpoints.close`.
         """
         with contextlib.ExitStack() as stack:  # each is closed, even if another fails
+            if self.replicas:  # the last to be closed, when the newest checkpoint is durable
+                stack.callback(self._close_replicas, self.replicas, together=together)
             for checkpoints in self._checkpoints.values():
                 stack.callback(checkpoints.close, together=together)
+
+    def _close_replicas(self, replicas: Replicas, *, together: bool) -> None:
+        replicas.close(together=together, durable_step=self.latest())
 
     def close_mirror(self) -> None:
         """Copy the remaining files to the bucket; the last action of a run."""
         if self._mirror:
             self._mirror.close()
+
+
+def _origin(config: JobConfig) -> str | None:
+    """Return the origin of the replicas that the run directory records; None if it has none.
+
+    A directory that was removed and begins a new run records another origin, so that the new run
+    never starts from replicas of the old one. Only process 0 has the files of a run in a bucket.
+
+    Raises:
+        UserError: the records are damaged. Every process raises.
+    """
+    origin, failure = None, None
+    try:
+        if jax.process_index() == 0:
+            records = starts.read(mirrors.files(config.checkpoint.dir))
+            origin = next((r["replicas"] for r in reversed(records) if "replicas" in r), None)
+    except UserError as error:
+        failure = error
+    agreement.raise_on_all(failure)
+    return origin

@@ -94,7 +94,9 @@ class RunFiles:
             _note_trust(config)
             devices = f"{jax.device_count()} x {jax.devices()[0].device_kind}"
             parameters = parameter_count(model.abstract)
-            starts.note(run, progress.step, parameters=parameters, devices=devices)
+            replicas = self.saver.replicas
+            more = {"replicas": replicas.origin} if replicas else {}
+            starts.note(run, progress.step, parameters=parameters, devices=devices, **more)
         dp = data_parallel_size(mesh)
         write_summary(run, schedule_summary(config, dp, progress.sequences_per_epoch))
 

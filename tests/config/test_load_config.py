@@ -298,6 +298,8 @@ def test_every_key_of_kempnerforge_loads():
                 "export_last",
                 "non_persistent_interval",
                 "non_persistent_dir",
+                "replica_interval",
+                "replica_dir",
             )
         ),
         *(("metrics", key) for key in ("tensorboard_interval", "wandb_interval", "peak_tflops")),

@@ -67,6 +67,7 @@ def test_differing_versions_code_and_environment_are_reported(facts, monkeypatch
         "--train.compilation_cache_dir=/fast",
         "--train.executable=/fast/step",
         "--checkpoint.non_persistent_dir=/fast",
+        "--checkpoint.replica_dir=/memory",
         "--profiling.enable=true",
         "--profiling.trace_dir=/fast",
     ],

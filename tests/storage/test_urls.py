@@ -14,9 +14,9 @@ from jaxforge.storage import urls
 from torch_compat import __main__ as torch_compat
 
 KEYS = [
-    "checkpoint.dir", "checkpoint.load_path", "checkpoint.non_persistent_dir", "data.dataset_path",
-    "data.tokenizer_path", "eval.dataset_path", "metrics.tensorboard_dir", "profiling.trace_dir",
-    "train.compilation_cache_dir",
+    "checkpoint.dir", "checkpoint.load_path", "checkpoint.non_persistent_dir",
+    "checkpoint.replica_dir", "data.dataset_path", "data.tokenizer_path", "eval.dataset_path",
+    "metrics.tensorboard_dir", "profiling.trace_dir", "train.compilation_cache_dir",
 ]  # fmt: skip
 TABLES = {
     "data.datasets[0].path": "--data.datasets=[{'path': 'gs:/b/r'}]",

@@ -97,6 +97,7 @@ def test_documentation_lists_every_metric(run):
     logged |= {"smoothed/mfu", "train/rollbacks", "train/loss_scale"}
     logged |= Traffic(1, 1, 1, 1, 1).since(Traffic()).keys()
     logged |= {"local_checkpoint/blocking_sec", "local_checkpoint/save_sec"}
+    logged |= {"replica/blocking_sec", "replica/save_sec", "replica/bytes"}
     reported = {name: np.ones(1) for name in ROUTER_OUTPUTS} | {"expert_counts": np.ones((1, 2))}
     logged |= {name for name in moe_metrics(reported) if "/layers." not in name}
     table = (ROOT / "docs" / "metrics.md").read_text().partition("##")[0]

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import threading
 
@@ -135,6 +136,32 @@ class Dies(Hook):
     def on_step_end(self, context):
         if context.step == 5:
             raise ZeroDivisionError
+
+
+def test_replica_in_memory_is_used_after_failure(tmp_path, whole):
+    replica = {"replica_interval": 2, "replica_dir": str(tmp_path / "memory")}
+    with pytest.raises(ZeroDivisionError):
+        train.run(config(tmp_path, "run", checkpoint=replica), [Dies()])
+    assert {path.parent.name[:6] for path in tmp_path.rglob("0.data")} == {"step_2", "step_4"}
+    assert not list((tmp_path / "run" / "checkpoints").glob("step_*"))
+    log = Log()
+    stop = config(tmp_path, "run", checkpoint=replica, exit_interval=6)
+    assert train.run(stop, [log]) is Exit.INTERVAL
+    assert log.events == ["save 6", "Exit.INTERVAL 6"]  # the evaluation of step 4 is not repeated
+    assert not list(tmp_path.rglob("0.data"))  # step 6 is on disk
+    assert train.run(config(tmp_path, "run")) is Exit.COMPLETED
+    assert lines(tmp_path, "run") == whole
+
+
+def test_new_run_in_emptied_directory_ignores_old_replicas(tmp_path):
+    replica = {"replica_interval": 2, "replica_dir": str(tmp_path / "memory")}
+    with pytest.raises(ZeroDivisionError):
+        train.run(config(tmp_path, "run", checkpoint=replica), [Dies()])
+    shutil.rmtree(tmp_path / "run")
+    log = Log()
+    again = config(tmp_path, "run", checkpoint=replica, exit_interval=1)
+    assert train.run(again, [log]) is Exit.INTERVAL
+    assert log.events == ["save 1", "Exit.INTERVAL 1"]
 
 
 def test_local_checkpoint_is_used_while_it_exists(tmp_path, whole):

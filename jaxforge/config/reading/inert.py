@@ -11,7 +11,8 @@ _LEFT_OUT = {
     "data": ("mixture_file", "cache_dir"),
     "train": ("compilation_cache_dir", "executable"),
     "checkpoint": (
-        "non_persistent_interval", "non_persistent_dir", "export_interval", "export_last",
+        "non_persistent_interval", "non_persistent_dir", "replica_interval", "replica_dir",
+        "export_interval", "export_last",
     ),
     "metrics": (
         "enable_wandb", "enable_tensorboard", "tensorboard_dir", "log_progress", "prometheus_port",

@@ -110,6 +110,9 @@ NAMES: Mapping[str, Name] = {
     "checkpoint/save_sec": Name("Time of a save", "seconds", SAVING, zero=True),
     "local_checkpoint/blocking_sec": Name("Held up by local saves", "seconds", SAVING, zero=True),
     "local_checkpoint/save_sec": Name("Time of a local save", "seconds", SAVING, zero=True),
+    "replica/blocking_sec": Name("Held up by replicas", "seconds", SAVING, zero=True),
+    "replica/save_sec": Name("Time of a replica", "seconds", SAVING, zero=True),
+    "replica/bytes": Name("Size of a replica", "bytes of process 0", SAVING, zero=True),
 }
 """Metrics with fixed names, in the order of the page."""
 

@@ -1,0 +1,325 @@
+"""Replicas of a run: saves in the background, and the replicas from which a run can start.
+
+    step n      ... train ... | copy to host memory | train ...
+    thread                      prune, write own files ── send to the peer ── all done? ── complete
+
+Two steps at most are in memory: before a step is written, all but the newest complete step are
+removed. A replica that fails on any process counts as absent on all, and training continues.
+"""
+
+import functools
+import hashlib
+import logging
+import os
+import secrets
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import orbax.checkpoint as ocp
+from flax.traverse_util import flatten_dict
+
+from jaxforge.checkpoint import layout
+from jaxforge.checkpoint.checksums import Checksums, begin
+from jaxforge.checkpoint.relayout import by_layer
+from jaxforge.checkpoint.replica import complete_groups, transfer
+from jaxforge.checkpoint.replica.peers import (
+    DOMAIN,
+    Process,
+    choose_peers,
+    gather,
+    own_address,
+)
+from jaxforge.checkpoint.replica.shards import (
+    HostShard,
+    blocks_of,
+    copy_shards,
+    copy_tree,
+    locate,
+)
+from jaxforge.checkpoint.replica.source import Replica
+from jaxforge.checkpoint.replica.store import Group, Manifest, Store
+from jaxforge.checkpoint.sealed_progress import crc32, seal_progress
+from jaxforge.config.checkpoint import CheckpointConfig
+from jaxforge.errors import UserError
+from jaxforge.parallel import agreement
+from jaxforge.parallel.stages import Stack
+from jaxforge.state.progress import Progress
+from jaxforge.state.train_state import TrainState
+
+log = logging.getLogger(__name__)
+
+_MEMORY = "/dev/shm"
+_AGREE_SEC = 600  # time for the slowest process to finish a replica after the first one
+_END_SEC, _ALONE_SEC = 60.0, 1.0  # time for a replica to finish in a job, or a process, that ends
+
+
+class Replicas:
+    """Replicas of a run on the hosts of the job.
+
+    Args:
+        store: the replicas of this host.
+        server: serves them to other processes; None for a single process.
+        processes: the processes of the job.
+        attempt: identifies this start of the job.
+        origin: identifies the run; recorded in the run directory.
+        config_crc32: checksum of the resolved config.
+        stack: order of layers in saved states.
+
+    Attributes:
+        sources: the complete replicas of earlier processes, the newest first.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        server: transfer.Server | None,
+        processes: Sequence[Process],
+        attempt: str,
+        origin: str,
+        config_crc32: int,
+        stack: Stack,
+    ) -> None:
+        self._store, self._server, self._processes = store, server, processes
+        self._attempt, self.origin = attempt, origin
+        self._config_crc32, self._stack = config_crc32, stack
+        self.sources: list[Replica] = []
+        self._peer: int | None = None
+        self._begun: Group | None = None
+        self._complete: Group | None = None
+        self._thread: threading.Thread | None = None
+        self._failure: Exception | None = None
+        self._took: dict[int, tuple[float, int]] = {}
+
+    @classmethod
+    def open(
+        cls,
+        config: CheckpointConfig,
+        run: Path,
+        origin: str | None,
+        resolved_config: dict[str, Any],
+        stack: Stack,
+    ) -> "Replicas":
+        """Open the replicas of this host, and exchange with other processes what each host holds.
+
+        Args:
+            config: the `[checkpoint]` section.
+            run: the run directory.
+            origin: the recorded origin of the run, on process 0; None for a new run.
+            resolved_config: the config, whose checksum is stored.
+            stack: order of layers in states.
+
+        Raises:
+            UserError: the directory cannot be used.
+        """
+        random = [origin or secrets.token_hex(8), secrets.token_hex(4), secrets.token_hex(32)]
+        origin, attempt, secret = gather(random)[0]
+        store, token = Store(_directory(config, run, str(origin))), bytes.fromhex(secret)
+        failure = None
+        try:
+            store.open()
+        except OSError as error:
+            failure = UserError(
+                f"checkpoint.replica_dir: {error.filename}: {error.strerror}. Set "
+                "checkpoint.replica_dir to a directory in memory (tmpfs)"
+            )
+        agreement.raise_on_all(failure)
+        server = None
+        if jax.process_count() > 1:
+            server = transfer.Server(store, own_address(), token)
+        identity = store.identity()
+        domain = os.environ.get(DOMAIN) or identity
+        address = server.address if server else ("", 0)
+        records = gather([identity, domain, address, complete_groups.inventory(store)])
+        processes = [Process(host, name, transfer.Address(*at)) for host, name, at, _ in records]
+        replicas = cls(
+            store, server, processes, attempt, str(origin), crc32(resolved_config), stack
+        )
+        replicas._choose_peer()
+        held = [inventory for _, _, _, inventory in records]
+        replicas.sources = [
+            Replica(group, senders, holders, store, processes, token)
+            for group, senders, holders in complete_groups.complete(held)
+        ]
+        return replicas
+
+    def _choose_peer(self) -> None:
+        if self._server is None:
+            return
+        peers = choose_peers(self._processes)
+        own = jax.process_index()
+        self._peer = peers[own]
+        self._server.accept([i for i, peer in enumerate(peers) if peer == own])
+        if self._peer is None and own == 0:
+            log.warning(
+                "replicas are only in the memory of this host: there is no host in another failure "
+                "domain (%s)", self._processes[own].domain,
+            )  # fmt: skip
+
+    def note_start(self, step: int) -> Replica | None:
+        """Remove replicas that are newer than the state from which this start continues.
+
+        Args:
+            step: the step at which this start begins.
+
+        Returns:
+            The replica from which the state was restored; None if it is from elsewhere.
+        """
+        restored = next((replica for replica in self.sources if replica.is_restored), None)
+        self.sources = []
+        self._complete = restored.group if restored else None
+        self._store.remove(lambda group: group.step > step)
+        return restored
+
+    def save(self, progress: Progress, state: TrainState) -> None:
+        """Copy a state to host memory, and start to write and send it in the background.
+
+        A step that was saved since the last rollback is not saved again.
+
+        Args:
+            progress: progress of the run, including the step.
+            state: state of the step. It may be donated as soon as this returns.
+        """
+        group = Group(progress.step, f"{self._attempt}-{len(progress.rollbacks)}")
+        if group == self._begun:
+            return
+        self.wait()  # memory may not suffice for copies of two states
+        self._begun = group
+        tree = layout.to_tree(by_layer(state, self._stack))
+        copied = copy_tree(tree)
+        hashes = begin(copied)
+        shards = copy_shards(copied, is_copied=copied is not tree)
+        if self._server and all(device.platform == "cpu" for device in jax.local_devices()):
+            # Collectives of concurrent programs could mix their messages: hash before the step.
+            jax.block_until_ready(jax.live_arrays())
+        arrays = {
+            name: (tuple(leaf.shape), str(leaf.dtype))
+            for name, leaf in flatten_dict(tree, sep=".").items()
+        }
+        sealed = seal_progress(progress, self._config_crc32)
+        self._thread = threading.Thread(
+            target=self._replicate, args=(group, shards, hashes, arrays, sealed), daemon=True
+        )
+        self._thread.start()
+
+    def _replicate(
+        self,
+        group: Group,
+        shards: list[HostShard],
+        hashes: Any,  # noqa: ANN401
+        arrays: dict[str, tuple[tuple[int, ...], str]],
+        progress: dict[str, Any],
+    ) -> None:
+        """Write and send the files of this process, and agree with the others on the result."""
+        began, failure, size = time.monotonic(), "", 0
+        try:
+            # Other work would slow down the copies on CPUs, and the step that waits for them.
+            jax.block_until_ready([shard.data for shard in shards])
+            self._store.remove(functools.partial(self._is_obsolete, group))
+            describe = functools.partial(_describe, arrays, locate(shards), progress, hashes())
+            own = jax.process_index()
+            size = self._store.write(group, own, blocks_of(shards), describe)
+            if self._peer is not None and self._server is not None:
+                address = transfer.Address(*self._processes[self._peer].address)
+                transfer.put(address, self._server.token, group, own, self._store)
+        except (OSError, jax.errors.JaxRuntimeError) as error:
+            failure = f"process {jax.process_index()}: {error}"
+        except Exception as error:  # raised by `check`
+            self._failure = error
+            failure = f"process {jax.process_index()}: {error}"
+        failures = _agree(group, failure)
+        if failures:
+            self._store.remove(lambda other: other == group)
+            log.warning("no replica of step %d: %s", group.step, "; ".join(failures[:3]))
+            return
+        self._complete = group
+        self._took[group.step] = time.monotonic() - began, size
+
+    def _is_obsolete(self, current: Group, group: Group) -> bool:
+        """Return whether a group is removed before `current` is written.
+
+        Processes of this host, or those whose peers are here, may already write a later step.
+        """
+        is_later = group.attempt == current.attempt and group.step >= current.step
+        return group != self._complete and not is_later
+
+    def newly_complete(self) -> dict[int, tuple[float, int]]:
+        """Return step -> seconds and bytes of the replicas completed since the last call."""
+        if self._thread and self._thread.is_alive():
+            return {}
+        took, self._took = self._took, {}
+        return took
+
+    def check(self) -> None:
+        """Raise an unexpected error of the background thread; never block."""
+        if self._failure:
+            raise self._failure
+
+    def wait(self) -> None:
+        """Wait until the replica in progress is complete, or has failed."""
+        if self._thread:
+            self._thread.join()
+        self.check()
+
+    def discard_after(self, step: int) -> None:
+        """Remove later replicas. Every process must call this function at the same point."""
+        self.wait()
+        self._store.remove(lambda group: group.step > step)
+        if self._complete and self._complete.step > step:
+            self._complete = None
+
+    def close(self, *, together: bool, durable_step: int | None) -> None:
+        """Stop the server. Remove the replicas if a checkpoint has replaced them.
+
+        Args:
+            together: whether all processes of the job call this.
+            durable_step: step of the newest permanent checkpoint.
+        """
+        if self._thread:
+            self._thread.join(_END_SEC if together else _ALONE_SEC)
+        if self._server:
+            self._server.close()
+        newest = self._complete.step if self._complete else 0
+        if together and durable_step is not None and durable_step >= newest:
+            self._store.remove_all()
+        self.check()
+
+
+def _directory(config: CheckpointConfig, run: Path, origin: str) -> Path:
+    memory = Path(config.replica_dir or _MEMORY)
+    digest = hashlib.sha256(str(run).encode()).hexdigest()[:16]
+    return memory / f"jaxforge_{os.getuid()}" / f"{run.name}-{digest}" / origin
+
+
+def _describe(
+    arrays: dict[str, tuple[tuple[int, ...], str]],
+    shards: list[Any],
+    progress: dict[str, Any],
+    checksums: Checksums,
+    size: int,
+    block_crcs: list[int],
+) -> bytes:
+    return Manifest(
+        jax.process_count(), arrays, shards, size, block_crcs, progress, checksums
+    ).encode()
+
+
+def _agree(group: Group, failure: str) -> list[str]:
+    """Return the failures of all processes, once all have finished a replica.
+
+    The coordination service is used because the training loop may be within a collective.
+    """
+    if jax.process_count() == 1:
+        return [failure] if failure else []
+    client: Any = ocp.multihost.get_jax_distributed_client()
+    prefix = f"jaxforge/replica/{group.name}/"
+    try:
+        if failure:
+            client.key_value_set(f"{prefix}{jax.process_index()}", failure)
+        client.wait_at_barrier(f"{prefix}done", _AGREE_SEC * 1000)
+        return [text for _, text in client.key_value_dir_get(prefix)]
+    except jax.errors.JaxRuntimeError as error:
+        return [failure or f"the processes did not agree: {str(error)[:160]}"]

@@ -1,0 +1,233 @@
+"""Replicas on one host: files in a directory in memory (tmpfs), which outlives the processes.
+
+    <replica_dir>/jaxforge_<uid>/<run>/<origin>/step_<n>.<attempt>/<sender>.data   bytes of shards
+                                                                   <sender>.json   manifest
+
+A sender is a process that saved. Its data are one file, and the manifest says where each shard is.
+The host of the sender and its peer hold the same two files. Each file gets its name when it is
+complete, the manifest last. A manifest holds the CRC-32 of every block of the data, and its own.
+"""
+
+import dataclasses
+import json
+import os
+import re
+import shutil
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from jaxforge.checkpoint.sealed_progress import add_seal, check_seal
+from jaxforge.storage import safe_files
+
+BLOCK = 1 << 18
+"""Bytes of data per checksum."""
+
+_GROUP = re.compile(r"step_(\d+)\.([0-9a-f]+-\d+)")
+_PARTIAL = ".partial"
+
+
+class Group(NamedTuple):
+    """The files of all senders of one save.
+
+    Attributes:
+        step: the saved step.
+        attempt: identifies the start of the job and the number of its rollbacks. Files of two
+            attempts at a step may differ in their last bits, and are never combined.
+    """
+
+    step: int
+    attempt: str
+
+    @property
+    def name(self) -> str:
+        """Name of the directory."""
+        return f"step_{self.step}.{self.attempt}"
+
+    @classmethod
+    def parse(cls, name: str) -> "Group | None":
+        """Return the group of a directory name; None for other names."""
+        match = _GROUP.fullmatch(name)
+        return cls(int(match[1]), match[2]) if match else None
+
+
+class Shard(NamedTuple):
+    """Location of a part of an array in the data of its sender.
+
+    Attributes:
+        array: name of the array.
+        start: index of the first element in the array.
+        shape: shape of the part.
+        offset: first byte in the data.
+    """
+
+    array: str
+    start: tuple[int, ...]
+    shape: tuple[int, ...]
+    offset: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Manifest:
+    """Description of the data of one sender.
+
+    Attributes:
+        senders: number of processes that saved.
+        arrays: shape and dtype of each array of the state.
+        shards: the sender's parts of the arrays.
+        size: bytes of the data.
+        block_crcs: CRC-32 of each block of the data.
+        progress: sealed progress (`sealed_progress.seal_progress`).
+        checksums: hash of each array (`checksums.begin`).
+    """
+
+    senders: int
+    arrays: dict[str, tuple[tuple[int, ...], str]]
+    shards: list[Shard]
+    size: int
+    block_crcs: list[int]
+    progress: dict[str, Any]
+    checksums: dict[str, int]
+
+    def encode(self) -> bytes:
+        """Return the content of the file."""
+        return json.dumps(add_seal(dataclasses.asdict(self))).encode()
+
+    @classmethod
+    def decode(cls, content: bytes) -> "Manifest":
+        """Return the manifest of a file.
+
+        Raises:
+            ValueError: the content is damaged.
+        """
+        values = json.loads(content)
+        if not isinstance(values, dict) or "crc32" not in values:
+            raise ValueError("a manifest of a replica is incomplete")
+        check_seal(values, "a manifest of a replica")
+        values.pop("crc32")
+        arrays = {name: (tuple(shape), dtype) for name, (shape, dtype) in values["arrays"].items()}
+        shards = [Shard(name, tuple(at), tuple(shape), offset)
+                  for name, at, shape, offset in values["shards"]]  # fmt: skip
+        return cls(**{**values, "arrays": arrays, "shards": shards})
+
+
+class BlockSums:
+    """CRC-32 of each block of a stream of bytes."""
+
+    def __init__(self) -> None:
+        self.values: list[int] = []
+        self._size = 0
+
+    def update(self, data: memoryview) -> None:
+        """Add bytes to the stream."""
+        while data:
+            filled = self._size % BLOCK
+            part = data[: BLOCK - filled]
+            if filled:
+                self.values[-1] = zlib.crc32(part, self.values[-1])
+            else:
+                self.values.append(zlib.crc32(part))
+            self._size += len(part)
+            data = data[len(part) :]
+
+
+class Store:
+    """Replicas of a run on this host. Several processes of the host share the directory.
+
+    Args:
+        directory: the directory of the run, private to this user.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+
+    def open(self) -> None:
+        """Create the directory; remove partial files, and replicas of other runs at its path.
+
+        Raises:
+            OSError: the directory cannot be used.
+        """
+        parents = [self.directory.parents[1], self.directory.parent, self.directory]
+        for path in parents:
+            safe_files.private_directory(path)
+        for path in self.directory.parent.iterdir():
+            if path != self.directory:
+                shutil.rmtree(path, ignore_errors=True)
+        for path in self.directory.rglob(f".*{_PARTIAL}"):
+            path.unlink(missing_ok=True)
+
+    def identity(self) -> str:
+        """Return a name of the directory that is the same for all processes that share it."""
+        try:
+            boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        except OSError:
+            boot = os.uname().nodename
+        status = self.directory.stat()
+        return f"{boot}/{status.st_dev}/{status.st_ino}"
+
+    def groups(self) -> list[Group]:
+        """Return the groups with a directory, in order of steps."""
+        names = (path.name for path in self.directory.iterdir())
+        return sorted(group for name in names if (group := Group.parse(name)))
+
+    def manifests(self, group: Group) -> Iterator[tuple[int, Manifest]]:
+        """Yield the senders of a group with complete files, and their manifests."""
+        for path in sorted((self.directory / group.name).glob("*.json")):
+            try:
+                sender = int(path.stem)
+                manifest = Manifest.decode(path.read_bytes())
+                is_whole = self.data_path(group, sender).stat().st_size == manifest.size
+            except (OSError, ValueError):
+                continue  # damaged: this copy does not count
+            if is_whole:
+                yield sender, manifest
+
+    def data_path(self, group: Group, sender: int) -> Path:
+        """Return the path of a sender's data."""
+        return self.directory / group.name / f"{sender}.data"
+
+    def manifest_path(self, group: Group, sender: int) -> Path:
+        """Return the path of a sender's manifest."""
+        return self.directory / group.name / f"{sender}.json"
+
+    def write(
+        self, group: Group, sender: int, blocks: Iterable[memoryview],
+        describe: Callable[[int, list[int]], bytes],
+    ) -> int:  # fmt: skip
+        """Write the two files of a sender.
+
+        Args:
+            group: the save.
+            sender: the process that saved.
+            blocks: the data, in order.
+            describe: returns the content of the manifest, given size and checksums of the data.
+
+        Returns:
+            The size of the data.
+
+        Raises:
+            OSError: a file cannot be written; no partial file remains.
+            ValueError: raised by `describe`.
+        """
+        path, sums, size = self.data_path(group, sender), BlockSums(), 0
+        path.parent.mkdir(mode=0o700, exist_ok=True)
+        with safe_files.replacing(path) as file:
+            for block in blocks:
+                file.write(block)
+                sums.update(block)
+                size += len(block)
+            file.flush()
+            content = describe(size, sums.values)  # before the data get their name
+        with safe_files.replacing(self.manifest_path(group, sender)) as file:
+            file.write(content)
+        return size
+
+    def remove(self, is_obsolete: Callable[[Group], bool]) -> None:
+        """Remove groups; another process of the host may remove the same ones."""
+        for group in filter(is_obsolete, self.groups()):
+            shutil.rmtree(self.directory / group.name, ignore_errors=True)
+
+    def remove_all(self) -> None:
+        """Remove the directory of the run."""
+        shutil.rmtree(self.directory.parent, ignore_errors=True)
