@@ -7,7 +7,7 @@ import re
 from collections import Counter
 from pathlib import Path
 
-LIMIT = re.compile(r"timeout=\d|\.wait\(\d|monotonic\(\) \+ \d")
+LIMIT = re.compile(r"(?<![\w-])timeout=\d|\.wait\(\d|monotonic\(\) \+ \d")
 
 
 def test_time_that_a_process_has_stands_in_one_place():

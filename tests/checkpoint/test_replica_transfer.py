@@ -10,6 +10,7 @@ from jaxforge.checkpoint.replica import complete_groups, transfer
 from jaxforge.checkpoint.replica.peers import Process, choose_peers, own_address
 from jaxforge.checkpoint.replica.reading import Copy, Reader
 from jaxforge.checkpoint.replica.store import BLOCK, Group, Manifest, Shard, Store
+from tests.machine import PATIENCE
 
 TOKEN = b"t" * 32
 GROUP = Group(7, "ab-0")
@@ -97,7 +98,7 @@ def test_other_requests_return_nothing(hosts, changes, message):
 
 
 def test_message_of_excessive_length_ends_the_connection(hosts):
-    with socket.create_connection(hosts[0].server.address, timeout=30) as connection:
+    with socket.create_connection(hosts[0].server.address, timeout=PATIENCE) as connection:
         transfer.receive(connection, 32)
         connection.sendall(b"d" * 32 + (1 << 31).to_bytes(4, "big"))
         assert connection.recv(1) == b""

@@ -110,7 +110,7 @@ def test_hosts_read_their_rows_of_the_same_batches(directories, order):
     )
 
     def read(rows):
-        layout = types.SimpleNamespace(accum=2, rows=4, local_rows=rows, tokens=ROWS * SEQ)
+        layout = types.SimpleNamespace(accum=2, rows=4, local_rows=rows, tokens=ROWS * SEQ, size=8)
         updates = loader.UpdateBatches(dataset, of_mixture, layout, 0, 9)
         return [update for i in range(len(updates)) for update in updates[i]]
 

@@ -13,7 +13,7 @@ import pytest
 from jaxforge.commands.supervise import main
 from jaxforge.errors import UserError
 from jaxforge.supervision.processes import free_port
-from tests.machine import wait_until
+from tests.machine import PATIENCE, wait_until
 
 ROOT = Path(__file__).parents[2]
 
@@ -61,7 +61,7 @@ sys.exit(75)
 class Job:
     """A job with a supervisor for each host."""
 
-    def __init__(self, directory, n_hosts, least=1, timeout=30.0, multiple=1):
+    def __init__(self, directory, n_hosts, least=1, silent_after=30.0, multiple=1):
         self.directory, self.supervisors = directory, {}
         self.script = directory / "child.py"
         self.script.write_text(CHILD)
@@ -69,7 +69,7 @@ class Job:
         addresses = [f"127.0.0.1:{free_port('127.0.0.1')}" for _ in range(n_hosts)]
         self.options = {
             "addresses": addresses, "least": least, "multiple": multiple, "key": "job",
-            "timeout": timeout, "join_timeout": 60.0, "script": str(self.script),
+            "timeout": silent_after, "join_timeout": 60.0, "script": str(self.script),
             "run": str(directory),
         }  # fmt: skip
 
@@ -112,7 +112,7 @@ class Job:
         self.supervisors[host].wait()
 
     def codes(self, *hosts):
-        return [self.supervisors[host].wait(60) for host in hosts]
+        return [self.supervisors[host].wait(PATIENCE) for host in hosts]
 
     def log(self, host):
         return (self.directory / f"log-{host}").read_text()
@@ -155,7 +155,7 @@ def test_job_shrinks_twice_grows_again_and_completes(new_job):
 
 
 def test_stopped_host_is_left_out_and_ends_its_own_processes_when_it_returns(new_job):
-    job = new_job(3, timeout=1.5)
+    job = new_job(3, silent_after=1.5)
     job.start(0, 1, 2)
     job.await_roster(0, 1, 2)
     job.supervisors[0].send_signal(signal.SIGSTOP)
@@ -168,7 +168,7 @@ def test_stopped_host_is_left_out_and_ends_its_own_processes_when_it_returns(new
 
 
 def test_host_without_majority_waits(new_job):
-    job = new_job(2, timeout=1.0)
+    job = new_job(2, silent_after=1.0)
     job.start(0, 1)
     job.await_roster(0, 1)
     job.supervisors[0].send_signal(signal.SIGSTOP)  # as if cut off: it may still run

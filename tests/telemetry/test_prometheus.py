@@ -24,6 +24,7 @@ from jaxforge.telemetry.prometheus import GAUGES, MetricsServer, RunMetrics
 from jaxforge.training.health.watchdog import Limits, Watchdog
 from jaxforge.training.instruments import serving_metrics
 from tests.conftest import tiny_config
+from tests.machine import PATIENCE
 from tests.processes.launching import free_port
 
 ROOT = Path(__file__).parents[2]
@@ -34,7 +35,7 @@ def get(port, path, accept=""):
     """Return status, content type and text of a response."""
     request = urllib.request.Request(f"http://127.0.0.1:{port}{path}", headers={"Accept": accept})
     try:
-        with urllib.request.urlopen(request, timeout=60) as response:
+        with urllib.request.urlopen(request, timeout=PATIENCE) as response:
             return response.status, response.headers["Content-Type"], response.read().decode()
     except urllib.error.HTTPError as error:
         return error.code, error.headers["Content-Type"], error.read().decode()

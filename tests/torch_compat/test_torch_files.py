@@ -145,10 +145,16 @@ def test_import_and_export_resume_in_torch_with_the_same_next_update(
     original.load_state_dict(job[0].state_dict())
     uninterrupted = llama.adamw(list(original.parameters()))
     uninterrupted.load_state_dict(copy.deepcopy(job[1].state_dict()))
+    for parameter, same in zip(resumed.parameters(), original.parameters(), strict=True):
+        assert torch.equal(parameter, same)
+        moments, expected = optimizer.state[parameter], uninterrupted.state[same]
+        assert all(torch.equal(moments[name], expected[name]) for name in expected)
+    # On some processors, the last bits of torch's products depend on addresses in memory.
     for step in (STEPS, STEPS + 1):
-        assert update(resumed, optimizer, step) == update(original, uninterrupted, step)
+        loss = update(resumed, optimizer, step)
+        assert loss == pytest.approx(update(original, uninterrupted, step), rel=1e-6)
     for key, tensor in original.state_dict().items():
-        assert torch.equal(tensor, resumed.state_dict()[key]), key
+        torch.testing.assert_close(resumed.state_dict()[key], tensor, rtol=1e-5, atol=1e-6, msg=key)
 
 
 def test_export_counts_parameters_in_the_order_of_modules(job, tmp_path, config_file):

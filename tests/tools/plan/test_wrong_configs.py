@@ -116,9 +116,10 @@ WRONG = {
         {"model": {"n_layers": 3, "o_bias": True}, "distributed": PP, "train": FOUR},
         "model.n_layers", "3",
     ),
-    "stages of two kinds of layers": Wrong(
-        {"model": {**EXPERTS, "moe_first_dense_layers": 1}, "distributed": PP, "train": FOUR},
-        "distributed.pp", "2",
+    "ring in stages of two kinds of layers": Wrong(
+        {"model": {**EXPERTS, "moe_first_dense_layers": 1}, "train": FOUR,
+         "distributed": {**PP, "cp": 2, "cp_strategy": "ring"}},
+        "distributed.cp_strategy", "ring",
     ),
     "ep without experts": Wrong({"distributed": {"ep": 2}}, "distributed.ep", "2"),
     "experts and ep": Wrong(
