@@ -7,8 +7,9 @@ import collections
 import errno
 import logging
 import os
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from jaxforge.errors import StorageError
 from jaxforge.storage import safe_files
@@ -18,6 +19,10 @@ log = logging.getLogger(__name__)
 
 _MAX_WAITING = 100_000  # lines of about 600 bytes
 _LISTED = 5  # line numbers in a message
+
+
+IsRepeated = Callable[[Mapping[str, Any]], bool]
+"""Whether a resumed run writes a line again."""
 
 
 class LineFile:
@@ -49,8 +54,12 @@ class LineFile:
             self._dropped += 1
         self._write_waiting()
 
-    def rewind(self, step: int) -> None:
+    def rewind(self, step: int, is_repeated: IsRepeated = lambda line: False) -> None:
         """Drop the lines of later steps, as `keep_sound_lines` does.
+
+        Args:
+            step: the step from which the run continues.
+            is_repeated: whether the run will write a line of this step again.
 
         Raises:
             OSError: the file cannot be read or changed.
@@ -58,7 +67,7 @@ class LineFile:
         earlier = (waiting for waiting in self._waiting if waiting[0] <= step)
         self._waiting = collections.deque(earlier)
         if self._path.exists():
-            keep_sound_lines(self._path, step)
+            keep_sound_lines(self._path, step, is_repeated)
         self._close_file()  # the path may name another file now
 
     def close(self) -> None:
@@ -106,7 +115,9 @@ class LineFile:
         return f"{self._path} lacks the last {count} lines{of_steps}: {reason}"
 
 
-def keep_sound_lines(path: Path, last_step: int | None = None) -> None:
+def keep_sound_lines(
+    path: Path, last_step: int | None = None, is_repeated: IsRepeated = lambda line: False
+) -> None:
     """Drop the lines after a step, and move damaged lines to a file next to this one.
 
     A line is sound if it is a JSON object with an integer `step`. The damaged lines of
@@ -115,6 +126,7 @@ def keep_sound_lines(path: Path, last_step: int | None = None) -> None:
     Args:
         path: a file of lines.
         last_step: drop lines of later steps; by default keep all.
+        is_repeated: whether to drop a line of `last_step`, too.
 
     Raises:
         OSError: the file cannot be read or changed.
@@ -128,7 +140,9 @@ def keep_sound_lines(path: Path, last_step: int | None = None) -> None:
             step = None if problem else value.get("step")
             if type(step) is not int:
                 damaged.add(count)
-            elif last_step is not None and step > last_step:
+            elif last_step is not None and (
+                step > last_step or (step == last_step and is_repeated(value))
+            ):
                 later.add(count)
             elif not damaged and not later:
                 first_end += len(line)

@@ -121,6 +121,8 @@ def open_writers(
     cost: StepCost | None = None,
     examples: int | None = None,
     live: LiveLine | None = None,
+    *,
+    repeats_evaluation: bool = False,
 ) -> list[MetricWriter]:
     """Open all sinks of `[metrics]`.
 
@@ -132,12 +134,17 @@ def open_writers(
         cost: tokens and FLOPs of an update; by default, those of the config without samples.
         examples: sequences of the training data, for formats that print them.
         live: the live line of a terminal; None for plain lines.
+        repeats_evaluation: whether the run repeats the evaluation of the step.
 
     Raises:
         UserError: the settings of a sink do not work.
         StorageError: `metrics.jsonl` cannot be read or changed.
     """
     metrics, train, run = config.metrics, config.train, mirror.files(config.checkpoint.dir)
+
+    def jsonl_sink() -> Sink:
+        path = run / "metrics.jsonl"
+        return JsonlSink(path, step, repeats_evaluation=repeats_evaluation)
 
     def console_sink() -> Sink:
         if live is not None:
@@ -157,7 +164,7 @@ def open_writers(
         return _open(name, sink, interval or metrics.log_interval, catches_up=catches_up)
 
     writers = [
-        writer("metrics.jsonl", lambda: JsonlSink(run / "metrics.jsonl", step), catches_up=True),
+        writer("metrics.jsonl", jsonl_sink, catches_up=True),
         writer("the console", console_sink),
     ]
     if metrics.enable_tensorboard:

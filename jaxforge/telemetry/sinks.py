@@ -3,7 +3,7 @@
 import json
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -46,6 +46,11 @@ class Sink(Protocol):
         """Flush and close; the process is about to end with this code."""
 
 
+def has_evaluation(metrics: Mapping[str, Any]) -> bool:
+    """Return whether a line of metrics holds results of an evaluation."""
+    return any(name.startswith("eval/") for name in metrics)
+
+
 class JsonlSink:
     """`metrics.jsonl` and `samples.jsonl`: one JSON object with `step` and `time` per line.
 
@@ -55,9 +60,11 @@ class JsonlSink:
     Args:
         path: the file of metrics.
         resumed_step: the step from which the run continues; 0 for a new run.
+        repeats_evaluation: whether the run repeats the evaluation of that step, because it was
+            killed before the checkpoint recorded the end of the evaluation.
     """
 
-    def __init__(self, path: Path, resumed_step: int) -> None:
+    def __init__(self, path: Path, resumed_step: int, *, repeats_evaluation: bool = False) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         samples_path = path.with_name(SAMPLES)
         for file in (path, samples_path):
@@ -68,6 +75,8 @@ class JsonlSink:
         self._metrics, self._samples = LineFile(path), LineFile(samples_path)
         path.touch()
         self.rewind(resumed_step)
+        if repeats_evaluation:
+            self._metrics.rewind(resumed_step, has_evaluation)
 
     def write(self, step: int, metrics: Metrics) -> None:
         """Append one line of metrics."""

@@ -143,8 +143,9 @@ def open_tracker(
     cost = StepCost.of(config, ramp.sequences(config.train.grad_accum_steps))
     examples = progress.sequences_per_epoch
     writers = open_writers(
-        session.console, config, progress.run_id, progress.step, cost, examples, session.live
-    )
+        session.console, config, progress.run_id, progress.step, cost, examples, session.live,
+        repeats_evaluation=progress.validation is not None,
+    )  # fmt: skip
     if session.metrics is not None:
         writers.append(MetricWriter("Prometheus", session.metrics, config.metrics.log_interval))
     names = [dataset.label for dataset in config.data.datasets]

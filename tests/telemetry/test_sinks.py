@@ -116,6 +116,16 @@ def test_damaged_lines_are_moved_without_losing_others(tmp_path, messages, start
     assert sorted(p.name for p in tmp_path.iterdir()) == [aside.name, path.name]
 
 
+@pytest.mark.parametrize("repeats", [False, True])
+def test_evaluation_that_a_resumed_run_repeats_is_dropped(tmp_path, repeats):
+    path = tmp_path / "metrics.jsonl"
+    evaluations = [b'{"step": %d, "eval/loss": 2.0}\n' % step for step in (1, 2)]
+    lines = [line(1), evaluations[0], line(2), evaluations[1], line(3)]
+    path.write_bytes(b"".join(lines))
+    JsonlSink(path, 2, repeats_evaluation=repeats)
+    assert path.read_bytes() == b"".join(lines[:3] if repeats else lines[:4])
+
+
 @pytest.mark.parametrize(
     ("before", "after"),
     [
