@@ -7,7 +7,6 @@ import os
 import random
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.faults import data
+from jaxforge.supervision.processes import free_port
 
 ROOT = Path(__file__).parents[2]
 STEPS, INTERVAL, EVALUATION = 200, 10, 50
@@ -160,7 +160,7 @@ class Run:
         self, *overrides: str, fault: Sequence[Any] = (), n: int = 1, only: int | None = None
     ) -> Job:
         """Start `n` processes, all or `only` one of them with a fault: (name, arguments)."""
-        port = _free_port()
+        port = free_port("127.0.0.1")
         self._starts += 1
         commands, environments, outputs = [], [], []
         for index in range(n):
@@ -356,9 +356,3 @@ class Case:
         """Wait until a condition is true or the job has ended."""
         while not true() and not job.ended:
             time.sleep(0.01)
-
-
-def _free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]

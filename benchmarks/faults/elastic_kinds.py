@@ -86,6 +86,12 @@ def nearly_matches(case: Case) -> None:
     case.identical = ours == theirs
 
 
+def await_end(case: Case, hosts: Hosts, *numbers: int, code: int = 0) -> None:
+    """Wait until the supervisors of some hosts have ended with an exit code."""
+    case.codes += hosts.codes(*numbers)
+    require(set(case.codes) == {code}, f"exit codes {case.codes}")
+
+
 def moment(case: Case, hosts: Hosts, phase: str) -> None:
     """Wait for a moment of a phase: "start", "steps", "save" or "evaluation"."""
     if phase == "start":
@@ -130,8 +136,7 @@ def lost(
                 restore(hosts, network, strike, victims)
                 hosts.await_roster(*ALL)
             expected = ALL if returns else left
-            case.codes += hosts.codes(*expected)
-            require(set(case.codes) == {0}, f"exit codes {case.codes}")
+            await_end(case, hosts, *expected)
         nearly_matches(case)
 
     return scenario
@@ -159,8 +164,7 @@ def restarted(strike: Strike, victims: Sequence[int], phase: str = "steps") -> C
             moment(case, hosts, phase)
             for host in victims:
                 strike(hosts, network, host)
-            case.codes += hosts.codes(*ALL)
-            require(set(case.codes) == {0}, f"exit codes {case.codes}")
+            await_end(case, hosts, *ALL)
         nearly_matches(case)
 
     return scenario
@@ -174,8 +178,7 @@ def frozen_for_seconds(case: Case) -> None:
         hosts.freeze(host)
         time.sleep(TIMEOUT / 3)
         hosts.thaw()
-        case.codes += hosts.codes(*ALL)
-        require(set(case.codes) == {0}, f"exit codes {case.codes}")
+        await_end(case, hosts, *ALL)
         require(hosts.roster(0) == list(ALL), "hosts left the job")
     nearly_matches(case)
 
@@ -191,8 +194,7 @@ def link_fails_now_and_then(case: Case) -> None:
             time.sleep(case.rng.uniform(0.05, 0.5))
             network.connect(host, is_connected=True)
             time.sleep(case.rng.uniform(0.2, 1.0))
-        case.codes += hosts.codes(*ALL)
-        require(set(case.codes) == {0}, f"exit codes {case.codes}")
+        await_end(case, hosts, *ALL)
     nearly_matches(case)
 
 
@@ -209,8 +211,7 @@ def halves_are_separated(case: Case) -> None:
         for host in (2, 3):
             network.connect(host, is_connected=True)
         hosts.await_roster(*ALL)
-        case.codes += hosts.codes(*ALL)
-        require(set(case.codes) == {0}, f"exit codes {case.codes}")
+        await_end(case, hosts, *ALL)
     nearly_matches(case)
 
 
@@ -223,8 +224,7 @@ def second_fault_in_recovery(case: Case) -> None:
         time.sleep(case.rng.uniform(0, 5))
         kill(hosts, network, 0)
         hosts.await_roster(1, 2)
-        case.codes += hosts.codes(1, 2)
-        require(set(case.codes) == {0}, f"exit codes {case.codes}")
+        await_end(case, hosts, 1, 2)
     nearly_matches(case)
 
 
@@ -238,8 +238,7 @@ def shrinks_twice_and_grows(case: Case) -> None:
         hosts.await_roster(2, 3)
         hosts.start(0, 1)
         hosts.await_roster(*ALL)
-        case.codes += hosts.codes(*ALL)
-        require(set(case.codes) == {0}, f"exit codes {case.codes}")
+        await_end(case, hosts, *ALL)
     nearly_matches(case)
 
 
@@ -249,7 +248,6 @@ def all_are_preempted(case: Case) -> None:
         moment(case, hosts, "steps")
         for host in ALL:
             hosts.supervisors[host].terminate()
-        case.codes += hosts.codes(*ALL)
-        require(set(case.codes) == {75}, f"exit codes {case.codes}")
+        await_end(case, hosts, *ALL, code=75)
     case.goes_on()
     nearly_matches(case)

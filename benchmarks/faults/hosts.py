@@ -19,7 +19,8 @@ from pathlib import Path
 import psutil
 
 from benchmarks.faults import data
-from benchmarks.faults.case import PATIENCE, ROOT, Broken, Run, _free_port
+from benchmarks.faults.case import PATIENCE, ROOT, Broken, Run
+from jaxforge.supervision.processes import free_port
 
 N_HOSTS = 4
 TIMEOUT = 6.0
@@ -106,7 +107,7 @@ class Hosts:
     def __init__(self, run: Run, network: Network | None, overrides: Sequence[str] = ()) -> None:
         self._run, self._network, self._overrides = run, network, overrides
         names = [network.address(i) if network else "127.0.0.1" for i in range(N_HOSTS)]
-        self._peers = ",".join(f"{name}:{_free_port()}" for name in names)
+        self._peers = ",".join(f"{name}:{free_port('127.0.0.1')}" for name in names)
         self.supervisors: dict[int, subprocess.Popen[bytes]] = {}
         self._frozen: list[psutil.Process] = []
 

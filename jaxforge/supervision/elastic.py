@@ -25,12 +25,19 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from jaxforge import exit_codes
-from jaxforge.cli.process import ROSTER_VARIABLE, began_env, listening, new_command_env
+from jaxforge.cli.process import ROSTER_VARIABLE, listening
 from jaxforge.exit_codes import AGREED, Exit
 from jaxforge.supervision import rosters
 from jaxforge.supervision.members import Members
 from jaxforge.supervision.processes import Ended, Event, Group, environments, free_port
-from jaxforge.supervision.restarts import Policy, newest_step, progressed, record, stop_code
+from jaxforge.supervision.restarts import (
+    Policy,
+    command_env,
+    newest_step,
+    progressed,
+    record,
+    stop_code,
+)
 from jaxforge.supervision.rosters import Phase, Roster, Status, View
 from jaxforge.supervision.supervisor import FORWARDED
 
@@ -82,8 +89,7 @@ class ElasticSupervisor:
         self._command, self._per_host, self._policy = command, per_host, policy
         self._run, self._hosts = run, hosts
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
-        has_limit = Exit.DURATION.code not in policy.again
-        self._env = {**new_command_env(), **(began_env() if has_limit else {})}
+        self._env = command_env(policy)
         self._incarnation = uuid.uuid4().hex
         self._group: Group | None = None
         self._roster: Roster | None = None

@@ -12,6 +12,7 @@ from typing import Any
 
 from jaxforge import exit_codes
 from jaxforge.checkpoint.paths import is_durable
+from jaxforge.cli.process import began_env, new_command_env
 from jaxforge.exit_codes import Exit
 from jaxforge.storage import safe_files, urls
 
@@ -68,6 +69,15 @@ class Policy:
         log.info("restarting in %.1f s (restart %d of %d without progress)",
                  delay, failures, self.max_restarts)  # fmt: skip
         return delay
+
+
+def command_env(policy: Policy) -> dict[str, str]:
+    """Return the environment of a command under a restart policy.
+
+    The time limit of a job covers all starts, unless reaching it leads to a restart.
+    """
+    has_limit = Exit.DURATION.code not in policy.again
+    return {**new_command_env(), **(began_env() if has_limit else {})}
 
 
 def newest_step(run: Path | None) -> int:

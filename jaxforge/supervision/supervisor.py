@@ -10,10 +10,17 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from jaxforge import exit_codes
-from jaxforge.cli.process import began_env, listening, new_command_env
-from jaxforge.exit_codes import AGREED, Exit
+from jaxforge.cli.process import listening
+from jaxforge.exit_codes import AGREED
 from jaxforge.supervision.processes import Ended, Event, Group, environments, free_port
-from jaxforge.supervision.restarts import Policy, newest_step, progressed, record, stop_code
+from jaxforge.supervision.restarts import (
+    Policy,
+    command_env,
+    newest_step,
+    progressed,
+    record,
+    stop_code,
+)
 
 log = logging.getLogger("jaxforge.supervise")
 
@@ -38,9 +45,7 @@ class Supervisor:
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self._stopping: signal.Signals | None = None
         self._starts = self._failures = 0
-        # The time limit of a job covers all starts, unless reaching it leads to a restart.
-        has_limit = Exit.DURATION.code not in policy.again
-        self._env = {**new_command_env(), **(began_env() if has_limit else {})}
+        self._env = command_env(policy)
 
     def run(self) -> int:
         """Start the command as often as necessary.

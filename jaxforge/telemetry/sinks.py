@@ -74,9 +74,10 @@ class JsonlSink:
                 )
         self._metrics, self._samples = LineFile(path), LineFile(samples_path)
         path.touch()
-        self.rewind(resumed_step)
-        if repeats_evaluation:
-            self._metrics.rewind(resumed_step, has_evaluation)
+        self._metrics.rewind(
+            resumed_step, has_evaluation if repeats_evaluation else lambda line: False
+        )
+        self._samples.rewind(resumed_step)
 
     def write(self, step: int, metrics: Metrics) -> None:
         """Append one line of metrics."""

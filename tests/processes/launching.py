@@ -1,18 +1,11 @@
 """Runs of several processes on this machine."""
 
-import socket
-
 import pytest
 
 from jaxforge.runs import attempts
+from jaxforge.supervision.processes import free_port
 from jaxforge.telemetry.goodput import account
 from tests.machine import PATIENCE
-
-
-def free_port():
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
 
 
 def check_account(run, processes, codes):
