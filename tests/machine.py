@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 
-PATIENCE = 1800
+PATIENCE = 900
 """Timeout in seconds that only a hang exceeds, however busy the machine is."""
 
 LARGEST_CACHE = 3e9

@@ -13,7 +13,6 @@ Nothing is restored here: processes choose the newest state that all of them can
 start, and `distributed.elastic_processes` makes them keep the batches of the whole job.
 """
 
-import dataclasses
 import logging
 import math
 import queue
@@ -22,6 +21,7 @@ import signal
 import time
 import uuid
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from jaxforge import exit_codes
@@ -38,7 +38,7 @@ from jaxforge.supervision.restarts import (
     record,
     stop_code,
 )
-from jaxforge.supervision.rosters import Phase, Roster, Status, View
+from jaxforge.supervision.rosters import Roster, Status, View
 from jaxforge.supervision.supervisor import FORWARDED
 
 log = logging.getLogger("jaxforge.supervise")
@@ -49,7 +49,7 @@ _AGREED_CODES = {reason.code for reason in AGREED}
 _STOPS = {Exit.SIGNAL.code, Exit.INTERRUPT.code}
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Hosts:
     """The hosts of an elastic job.
 
@@ -90,15 +90,12 @@ class ElasticSupervisor:
         self._run, self._hosts = run, hosts
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self._env = command_env(policy)
-        self._incarnation = uuid.uuid4().hex
+        self._own = Status(hosts.own, uuid.uuid4().hex)  # replaced whole: other threads send it
         self._group: Group | None = None
-        self._roster: Roster | None = None
-        self._attempt = self._regroup = 0
-        self._code: int | None = None
         self._final: int | None = None
         self._stopping: signal.Signals | None = None
         self._deadline = math.inf
-        self._step, self._looked = -1, -math.inf
+        self._looked = -math.inf
         self._spare_step: int | None = None
         self._asked_to_save = False
         self._failures, self._not_before = 0, 0.0
@@ -115,7 +112,7 @@ class ElasticSupervisor:
             The exit code of the job, or of a stop.
         """
         hosts = self._hosts
-        members = Members(hosts.addresses, hosts.own, hosts.key, hosts.timeout, self._status)
+        members = Members(hosts.addresses, hosts.own, hosts.key, hosts.timeout, lambda: self._own)
         with members, listening(FORWARDED, self._events.put):
             while self._final is None:
                 self._handle(self._next_event(), members)
@@ -126,18 +123,11 @@ class ElasticSupervisor:
                     self._watch(self._group, view)
                 else:
                     self._while_idle(view, members.name)
+            self._own = replace(self._own, phase="ended")
             self._record(members.view())
-            members.publish()  # so that the others need no timeout
+            members.publish(self._hosts.timeout)  # the others would continue without this host
             log.info("done: exit code %d", self._final)
             return self._final
-
-    def _status(self) -> Status:
-        phase: Phase = "idle" if self._group is None else "running"
-        return Status(
-            self._hosts.own, self._incarnation, "ended" if self._final is not None else phase,
-            self._roster, self._attempt, self._code, self._stopping is not None, self._regroup,
-            self._step,
-        )  # fmt: skip
 
     def _next_event(self) -> Event | None:
         try:
@@ -159,6 +149,7 @@ class ElasticSupervisor:
                     self._end_attempt(self._group.code, members.view())
             case signal.Signals():
                 self._stopping = event
+                self._own = replace(self._own, leaves=True)
                 log.info("%s: this host leaves the job", event.name)
                 members.publish()
                 if self._group is None:
@@ -171,24 +162,26 @@ class ElasticSupervisor:
         """Look up the newest checkpoint now and then."""
         now = time.monotonic()
         if now - self._looked >= _LOOK_SEC:
-            self._step, self._looked = newest_step(self._run), now
+            self._looked = now
+            self._own = replace(self._own, step=newest_step(self._run))
 
     # Plans
 
     def _adopt(self, view: View) -> None:
         """Adopt the newest roster, and start the processes of this host if it belongs to it."""
         roster = view.newest_roster
-        if roster and (self._roster is None or roster.number > self._roster.number):
+        known = self._own.roster
+        if roster and (known is None or roster.number > known.number):
             self._record(view)
-            self._roster = roster
+            self._own = replace(self._own, roster=roster)
             if self._group is not None:
                 log.warning(
                     "%s continued without this host, which was silent: its processes are killed",
                     rosters.describe(roster.hosts),
                 )
                 self._group.kill()
-        roster = self._roster
-        if roster is None or self._group is not None or roster.number <= self._attempt:
+        roster = self._own.roster
+        if roster is None or self._group is not None or roster.number <= self._own.attempt:
             return
         if self._hosts.own in roster.hosts and self._stopping is None:
             self._start(roster, view)
@@ -198,8 +191,7 @@ class ElasticSupervisor:
         log.info("roster %d: %s of %d, %d processes: %s", roster.number,
                  rosters.describe(roster.hosts), len(self._hosts.addresses), total,
                  shlex.join(self._command))  # fmt: skip
-        self._code, self._regroup = None, 0
-        self._attempt = roster.number  # last: other threads publish the status
+        self._own = replace(self._own, phase="running", attempt=roster.number, code=None, regroup=0)
         self._deadline, self._spare_step, self._asked_to_save = math.inf, None, False
         self._began, self._first_step = time.time(), newest_step(self._run)
         self._started = time.monotonic()
@@ -215,7 +207,7 @@ class ElasticSupervisor:
 
     def _watch(self, group: Group, view: View) -> None:
         """End the processes of this host when those of another host have ended."""
-        roster, now = self._roster, time.monotonic()
+        roster, now = self._own.roster, time.monotonic()
         assert roster is not None
         for host in roster.hosts:
             if host in view.alive:
@@ -238,19 +230,19 @@ class ElasticSupervisor:
         """Let the processes save and end after the next save, if idle hosts could join."""
         leader = view.alive.get(min(roster.hosts))
         if leader is not None and leader.regroup == roster.number:
-            self._regroup = roster.number
+            self._own = replace(self._own, regroup=roster.number)
         if self._hosts.own != min(roster.hosts):
             return
         if not rosters.can_grow(roster, view, self._hosts.multiple):
             self._spare_step = None
             return
         if self._spare_step is None:
-            self._spare_step = self._step
+            self._spare_step = self._own.step
             log.info("a host has come: it joins after the next save")
-        if self._step > self._spare_step:
-            self._regroup = roster.number
+        if self._own.step > self._spare_step:
+            self._own = replace(self._own, regroup=roster.number)
         # All hosts must know the reason first, or they would take the stop for an ordinary one.
-        if self._regroup and not self._asked_to_save and rosters.have_heard(roster, view):
+        if self._own.regroup and not self._asked_to_save and rosters.have_heard(roster, view):
             self._asked_to_save = True
             group.send(signal.SIGTERM)  # JAX's preemption service tells the other processes
 
@@ -258,14 +250,15 @@ class ElasticSupervisor:
 
     def _end_attempt(self, code: int, view: View) -> None:
         """Note the end of the processes of this host."""
-        self._group, self._code, self._deadline = None, code, math.inf
+        self._group, self._deadline = None, math.inf
         progress = progressed(self._run, self._first_step, time.monotonic() - self._started)
-        hosts = self._roster.hosts if self._roster else ()
+        hosts = self._own.roster.hosts if self._own.roster else ()
         has_shrunk = any(host not in view.alive or view.alive[host].leaves for host in hosts)
-        self._failures = 0 if progress or has_shrunk or self._regroup else self._failures + 1
+        self._failures = 0 if progress or has_shrunk or self._own.regroup else self._failures + 1
         delay = self._decide(code)
         self._not_before = time.monotonic() + (delay or 0.0)
         self._ended_at = time.time()
+        self._own = replace(self._own, phase="idle" if self._final is None else "ended", code=code)
 
     def _decide(self, code: int) -> float | None:
         """Return the pause before the next roster; set `_final` if there is none for this host."""
@@ -288,36 +281,38 @@ class ElasticSupervisor:
         """Publish the next roster if this host leads, or end if the job has been stopped."""
         if self._final is not None:
             return
-        if self._roster and (verdict := rosters.verdict(self._roster, view)) is not None:
+        roster = self._own.roster
+        if roster and (verdict := rosters.verdict(roster, view)) is not None:
             log.info("another host has ended the job with %d: %s",
                      verdict, exit_codes.meaning(verdict))  # fmt: skip
             self._final = verdict
         elif self._is_stopped(view):
-            self._final = self._code
+            self._final = self._own.code
         if self._final is not None:
             return
         now, least = time.monotonic(), self._hosts.least
-        if self._roster is None and now - self._created < self._hosts.join_timeout:
+        if roster is None and now - self._created < self._hosts.join_timeout:
             least = len(self._hosts.addresses)  # the first roster waits for all hosts
         hosts = rosters.next_hosts(view, least, self._hosts.multiple)
         self._log_waiting(view, hosts, least)
         if hosts and view.is_leader and now >= self._not_before:
-            number = max(view.newest_roster.number if view.newest_roster else 0, self._attempt) + 1
+            known = view.newest_roster.number if view.newest_roster else 0
+            number = max(known, self._own.attempt) + 1
             self._record(view)
-            self._roster = Roster(number, hosts, f"{name}:{free_port()}")
+            self._own = replace(self._own, roster=Roster(number, hosts, f"{name}:{free_port()}"))
 
     def _is_stopped(self, view: View) -> bool:
         """Return whether all processes have stopped although no host leaves or joins."""
-        roster = self._roster
-        if roster is None or self._code not in _STOPS or self._attempt != roster.number:
+        own, roster = self._own, self._own.roster
+        if roster is None or own.code not in _STOPS or own.attempt != roster.number:
             return False
         statuses = [view.alive.get(host) for host in roster.hosts]
-        return not self._regroup and all(
+        return not own.regroup and all(
             status is not None
             and not status.leaves
             and self._supervisors.get(status.host, status.incarnation) == status.incarnation
             and status.attempt == roster.number
-            and status.code == self._code
+            and status.code == own.code
             for status in statuses
         )
 
@@ -338,8 +333,8 @@ class ElasticSupervisor:
 
     def _record(self, view: View) -> None:
         """Append a line about the latest attempt to the log of the run, on one host."""
-        roster = self._roster
-        if roster is None or self._attempt != roster.number or self._ended_at is None:
+        own, roster = self._own, self._own.roster
+        if roster is None or own.attempt != roster.number or self._ended_at is None:
             return
         alive = {*view.alive, self._hosts.own}
         if self._hosts.own == min(host for host in roster.hosts if host in alive):
@@ -348,8 +343,8 @@ class ElasticSupervisor:
                 "began": self._began,
                 "ended": self._ended_at,
                 "hosts": roster.hosts,
-                "codes": [self._code],
-                "code": self._code,
+                "codes": [own.code],
+                "code": own.code,
                 "steps": [self._first_step, newest_step(self._run)],
                 "signal": self._stopping.name if self._stopping else None,
                 "again_in_sec": None if self._final is not None else 0.0,

@@ -108,27 +108,39 @@ class Members:
             last = {host: peer.status for host, peer in self._peers.items() if peer.status}
         return View(self._status(), others, gone, self._n_hosts, last)
 
-    def publish(self) -> None:
-        """Send the status of this host to all others now, once."""
-        for host in self._peers:
-            self._exchange(host)
+    def publish(self, patience: float = 0.0) -> None:
+        """Send the status of this host to all others now.
+
+        Args:
+            patience: seconds in which hosts that are alive but do not answer are tried again.
+        """
+        deadline = time.monotonic() + patience
+        left = list(self._peers)
+        while left := [host for host in left if not self._exchange(host)]:
+            alive = self.view().alive
+            left = [host for host in left if host in alive]
+            if not left or time.monotonic() >= deadline:
+                return
+            time.sleep(BEAT_SEC)
 
     def _converse(self, host: int) -> None:
         while not self._ended.wait(BEAT_SEC):
             self._exchange(host)
 
-    def _exchange(self, host: int) -> None:
+    def _exchange(self, host: int) -> bool:
+        """Exchange statuses with a host; return False if it did not answer."""
         peer = self._peers[host]
         try:
             with socket.create_connection(peer.address, timeout=_ANSWER_SEC) as connection:
                 connection.sendall(self._message())
                 with connection.makefile("rb") as file:
-                    self._receive(file.readline(_MESSAGE_BYTES))
+                    return self._receive(file.readline(_MESSAGE_BYTES))
         except ConnectionRefusedError:
             with self._lock:
                 peer.refusals += 1
         except OSError as error:
             log.debug("host %d does not answer: %s", host, error)
+        return False
 
     def _message(self) -> bytes:
         return f"{self._key} {self._status().to_json()}\n".encode()

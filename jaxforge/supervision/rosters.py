@@ -166,8 +166,17 @@ def has_majority(previous: Collection[int], view: View) -> bool:
 
 
 def is_running(view: View) -> bool:
-    """Return whether a host still has processes."""
-    return any(status.phase == "running" for status in view.alive.values())
+    """Return whether a host has processes, or is about to start those of the newest roster.
+
+    The latest status of a host may be older than its adoption of that roster.
+    """
+    roster = view.newest_roster
+    return any(
+        status.phase == "running"
+        or (roster and host in roster.hosts and status.attempt < roster.number
+            and host in view.candidates)
+        for host, status in view.alive.items()
+    )  # fmt: skip
 
 
 def next_hosts(view: View, least: int, multiple: int) -> tuple[int, ...]:

@@ -54,6 +54,14 @@ def test_next_roster_waits_for_running_hosts():
     assert rosters.next_hosts(view(idle(0), idle(1), idle(2)), 1, 1) == (0, 1, 2)
 
 
+def test_next_roster_waits_for_hosts_that_have_not_started_the_newest():
+    """The latest status heard of a host may be older than its start."""
+    late = idle(1, roster=None)
+    assert rosters.next_hosts(view(idle(0, code=75), late, idle(2)), 1, 1) == ()
+    leaves = idle(1, roster=None, leaves=True)
+    assert rosters.next_hosts(view(idle(0), leaves, idle(2), idle(3)), 1, 1) == (0, 2, 3)
+
+
 def test_hosts_that_leave_or_have_ended_do_not_run_again():
     seen = view(idle(0, leaves=True), idle(1), idle(2, phase="ended"), idle(3), own=1)
     assert rosters.next_hosts(seen, 1, 1) == (1, 3)

@@ -26,6 +26,12 @@ _SKIPPED = 1 << 20  # bytes per read of data that are not used
 _LARGEST_HEADER = 1 << 20  # of a long name, or of extended attributes
 _PAX = re.compile(rb"(\d{1,9}) ([^=\n]+)=")
 _TEXTS = ("txt", "text")
+_COMPRESSED = {
+    b"\x1f\x8b": "gzip: name it .tar.gz",
+    b"\x28\xb5\x2f\xfd": "zstd: decompress it, or compress it by gzip",
+    b"\xfd7zXZ": "xz: decompress it, or compress it by gzip",
+    b"BZh": "bzip2: decompress it, or compress it by gzip",
+}
 _NAMED = 8  # parts of a sample that a message names
 
 
@@ -191,10 +197,7 @@ class _Archive:
         try:
             info = tarfile.TarInfo.frombuf(block, "utf-8", "surrogateescape")
         except tarfile.HeaderError as error:
-            reason = str(error)
-            if block.startswith(b"\x1f\x8b"):
-                reason = "it is compressed by gzip: name it .tar.gz"
-            raise self._damaged(reason) from error
+            raise self._damaged(str(error)) from error
         if info.size < 0:
             raise self._damaged("a member has a negative size")
         return info
@@ -226,10 +229,18 @@ class _Archive:
         data = self._file.read(size)
         while len(data) < size and (more := self._file.read(size - len(data))):
             data += more
+        if self._size == 0:
+            self._check_start(data)
         self._grow(len(data))
         if len(data) < size:
             raise self._truncated()
         return data
+
+    def _check_start(self, data: bytes) -> None:
+        """Refuse a compressed archive, which may be shorter than a header, by its first bytes."""
+        for start, advice in _COMPRESSED.items():
+            if data.startswith(start):
+                raise self._damaged(f"it is compressed by {advice}")
 
     def _skip(self, size: int) -> None:
         self._left = 0

@@ -1,8 +1,10 @@
 """Tar archives of samples, and hostile ones."""
 
+import bz2
 import gzip
 import io
 import json
+import lzma
 import os
 import re
 import subprocess
@@ -170,6 +172,9 @@ def test_truncated_archive_is_refused(tmp_path, packed, end):
     [
         (b"words " * 200, "is no tar archive, or damaged (invalid header)"),
         (gzip.compress(tar(MEMBERS)), "(it is compressed by gzip: name it .tar.gz)"),
+        (gzip.compress(b""), "(it is compressed by gzip: name it .tar.gz)"),
+        (lzma.compress(tar(MEMBERS)), "(it is compressed by xz: decompress it, or"),
+        (bz2.compress(tar(MEMBERS)), "(it is compressed by bzip2: decompress it, or"),
         (header("1.jpg", 1 << 60) + b"x" * 512, "is truncated"),
         (header("1.txt", 1 << 60) + b"x" * 512, "is truncated"),
         (header("x", 1 << 40, tarfile.XHDTYPE), "(a header has 1,099,511,627,776 bytes)"),
