@@ -32,6 +32,7 @@ from jaxforge.tools.plan.dry_run_memory import (
     memory_rows,
     model_rows,
     parse_devices,
+    replica_rows,
     this_device,
     too_large,
 )
@@ -92,7 +93,7 @@ def run(config: UnresolvedConfig, devices: str) -> int:
         _show("mixture", mixture)
     _show("model", model_rows(model))
     _show("memory of a device, an estimate", memory_rows(fits))
-    _show("run", [run_row])
+    _show("run", [run_row, *replica_rows(resolved, mesh, model)])
     if notes := [*notes, *answers(resolved)]:
         _show("notes", notes)
     platform = kinds[0].platform
