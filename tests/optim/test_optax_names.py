@@ -23,6 +23,11 @@ OTHER_INPUTS = {  # the loss, a function of it, another optimizer, or a constant
     "optax.contrib.sophia",
 }  # fmt: skip
 
+OF_EACH_KIND = {  # with and without decay, with a mask, and with state of other shapes
+    "optax.adafactor", "optax.adan", "optax.sgd", "optax.contrib.ademamix",
+    "optax.contrib.madgrad", "optax.contrib.muon",
+}  # fmt: skip
+
 
 def names():
     """Return the names of optax's functions that take a learning rate."""
@@ -46,7 +51,11 @@ def config_of(name, **sections):
     return tiny_config(optimizer=optimizer, train={"grad_clip_norm": 1e9}, **sections)
 
 
-@pytest.mark.parametrize("name", sorted(set(names()) - OTHER_INPUTS))
+@pytest.mark.parametrize(
+    "name",
+    [name if name in OF_EACH_KIND else pytest.param(name, marks=pytest.mark.slow)
+     for name in sorted(set(names()) - OTHER_INPUTS)],
+)  # fmt: skip
 def test_named_optimizer_equals_that_of_optax(name):
     """Weights decay at the learning rate, vectors not; three updates of a warm-up."""
     config = config_of(name, scheduler={"name": "constant", "warmup_steps": 4})
@@ -116,8 +125,10 @@ def test_options_need_an_optimizer_of_optax():
 
 
 @pytest.mark.parametrize(
-    "name", ["optax.contrib.muon", "optax.adafactor", "optax.contrib.ademamix"]
-)
+    "name",
+    ["optax.contrib.muon", *(pytest.param(name, marks=pytest.mark.slow)
+                             for name in ("optax.adafactor", "optax.contrib.ademamix"))],
+)  # fmt: skip
 def test_run_is_sharded_and_resumes(name, tmp_path):
     """State with other shapes than parameters, or of some of them, on two devices."""
     job = config_of(name, distributed={"dp_shard": 2})
