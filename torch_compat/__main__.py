@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jaxforge.cli.running import run_main
-from jaxforge.commands.command_line import CommandParser, positive_int
+from jaxforge.commands.command_line import CommandParser, add_weights_option, positive_int
 from jaxforge.errors import UserError
 from torch_compat.formats.workers import Share, Workers
 
@@ -118,6 +118,7 @@ def _add_convert_options(parser: argparse.ArgumentParser) -> None:
                              "megatron: the parent directory of iter_<n>")  # fmt: skip
     parser.add_argument("--to", choices=["jaxforge", *_TARGETS], required=True)
     _add_source_options(parser, dialect="--from-dialect")
+    add_weights_option(parser)
     _add_fill_option(parser)
     _add_dialect_options(parser)
     _add_write_options(parser)
@@ -145,6 +146,7 @@ def _add_export_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config", type=Path, help="replaces the config in the checkpoint")
     _add_dialect_options(parser)
     parser.add_argument("--weights-only", action="store_true", help="export no optimizer state")
+    add_weights_option(parser)
     _add_write_options(parser)
     parser.set_defaults(run=_export, from_dialect=None, fill_optimizer=False, resize_vocab=False)
 
@@ -312,6 +314,7 @@ def _options(args: argparse.Namespace) -> "ReadOptions":
         weights_only=args.weights_only,
         fill_optimizer=args.fill_optimizer,
         resize_vocab=args.resize_vocab,
+        weights=getattr(args, "weights", "raw"),
     )
 
 

@@ -162,6 +162,18 @@ def early_stop_metric_is_logged(config: JobConfig, mesh: Mesh) -> Iterator[str]:
         yield f'early_stop.metric = "{stop.metric}" is not a metric of [eval]{near}'
 
 
+def exported_average_exists(config: JobConfig, mesh: Mesh) -> Iterator[Problem]:
+    """Require an average of the parameters if it is to be exported."""
+    if config.checkpoint.export_weights == "ema" and not config.train.averages_weights:
+        yield Problem(
+            'checkpoint.export_weights = "ema" requires train.ema_decay, which is 0',
+            (
+                single_change("train.ema_decay", 0.999),
+                single_change("checkpoint.export_weights", "raw"),
+            ),
+        )
+
+
 def fp8_has_layers(config: JobConfig, mesh: Mesh) -> Iterator[Problem]:
     """Require at least one layer with 8-bit products."""
     train, layers = config.train, config.model.n_layers
@@ -234,6 +246,7 @@ SECTION_RULES: tuple[Rule, ...] = (
     torch_ranks_share_a_microbatch,
     best_metric_is_logged,
     early_stop_metric_is_logged,
+    exported_average_exists,
     fp8_has_layers,
     schedule_free_has_no_schedule,
     moment_storage_is_supported,

@@ -297,6 +297,7 @@ def test_every_key_of_kempnerforge_loads():
                 "best_metric",
                 "export_interval",
                 "export_last",
+                "export_weights",
                 "non_persistent_interval",
                 "non_persistent_dir",
                 "replica_interval",
