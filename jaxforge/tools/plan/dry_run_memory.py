@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import jax
 from jax.sharding import AbstractMesh, Mesh
+from jaxtyping import PyTree
 
 from jaxforge.checkpoint.replica.memory import describe_memory
 from jaxforge.config.job import JobConfig
@@ -103,9 +104,8 @@ def fits_by_device(
     return first_model, fits
 
 
-def replica_rows(config: JobConfig, mesh: AnyMesh, model: Model) -> list[str]:
+def replica_rows(config: JobConfig, state: PyTree) -> list[str]:
     """Return a row about replicas in the memory of hosts, if there are any."""
-    state = Program(config, mesh, model=model).abstract_state()
     text = describe_memory(config.checkpoint, state)
     return [f"replicas: {text}"] if text else []
 
