@@ -144,9 +144,14 @@ def main() -> int:
     options = parse()
     mounts = may_mount()
     chosen = [kind for kind in KINDS if options.only in kind.name]
-    networks = can_make_networks()
-    kinds = [kind for kind in chosen
-             if (mounts or not kind.mounts) and (networks or not kind.has_network)]  # fmt: skip
+    networks, compiler = can_make_networks(), shutil.which("cc") is not None
+    kinds = [
+        kind
+        for kind in chosen
+        if (mounts or not kind.mounts)
+        and (networks or not kind.has_network)
+        and (compiler or not kind.compiles)
+    ]
     root = options.directory or Path(tempfile.mkdtemp(prefix="jaxforge-faults-"))
     root.mkdir(parents=True, exist_ok=True)
     for old in ("cases", "undisturbed"):
@@ -158,7 +163,7 @@ def main() -> int:
     show(tallies.values())
     notes = []
     if left_out := [kind.name for kind in chosen if kind not in kinds]:
-        notes.append("left out, as this user may not mount or create networks here: "
+        notes.append("left out for want of cc, or of the right to mount or create networks: "
                      f"{', '.join(left_out)}")  # fmt: skip
     print("\n".join([*notes, *failures]))
     if failures:

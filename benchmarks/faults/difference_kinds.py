@@ -1,6 +1,5 @@
 """Processes that differ from one another, and clocks that are wrong."""
 
-import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -49,12 +48,12 @@ def other_code(case: Case) -> Variation:
 
 
 def other_version(case: Case) -> Variation:
-    """Return a variation with another version of jaxforge."""
+    """Return a variation whose metadata name another version of a package."""
     root = copy_code(case)
-    path = root / "jaxforge" / "__init__.py"
-    changed, n = re.subn(r'(__version__ = )"[^"]+"', r'\1"99.0"', path.read_text())
-    require(n == 1, "no version found")
-    path.write_text(changed)
+    package = case.rng.choice(["jaxforge", "optax", "grain"])
+    metadata = root / f"{package}-99.0.dist-info" / "METADATA"
+    metadata.parent.mkdir()
+    metadata.write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 99.0\n")
     return Variation(root=root)
 
 
@@ -126,7 +125,7 @@ DIFFERENCE_KINDS = (
          "nothing"),
     Kind("two processes: clock of one off by hours", 6, clock_of_one_host_is_off, "nothing", n=2),
     Kind("two processes: other code", 2, refused(other_code, "code of jaxforge"), _REFUSED, n=2),
-    Kind("two processes: other version", 2, refused(other_version, "version of jaxforge"), _REFUSED,
+    Kind("two processes: other version", 2, refused(other_version, "version of ", "99.0"), _REFUSED,
          n=2),
     Kind("two processes: other config", 6, refused(other_config, "process 0", "process 1"),
          _REFUSED, n=2),

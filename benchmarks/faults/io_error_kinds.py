@@ -142,7 +142,7 @@ _NEWEST = f"run/checkpoints/step_{STEPS // 2}"
 _UNREADABLE = "could not be read"
 _FAILED_SAVE = "a checkpoint could not be written"
 
-IO_ERROR_KINDS = (
+_COMPILED_KINDS = (
     Kind("EIO: arrays of a checkpoint, written", 6,
          on_the_way("run/checkpoints/*/d/*", STORAGE, _FAILED_SAVE), GOES_ON),
     Kind("EIO: indices of a checkpoint, written", 4,
@@ -180,5 +180,9 @@ IO_ERROR_KINDS = (
     Kind("EIO: starts.jsonl, read", 2,
          at_start("read", "run/starts.jsonl", STORAGE, WORDS, resumed=True), "says so"),
     Kind("EIO: header of a shard, read", 2, shard_at_start, "says so"),
-    Kind("EIO: mapped page of a shard", 4, mapped_page, GOES_ON),
 )  # fmt: skip
+
+IO_ERROR_KINDS = (
+    *(kind._replace(compiles=True) for kind in _COMPILED_KINDS),
+    Kind("EIO: mapped page of a shard", 4, mapped_page, GOES_ON),
+)

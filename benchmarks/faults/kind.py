@@ -24,6 +24,7 @@ class Kind(NamedTuple):
         mounts: whether the fault needs to mount file systems.
         n: processes of a run.
         has_network: whether the fault needs network namespaces.
+        compiles: whether the fault needs a C compiler.
     """
 
     name: str
@@ -33,6 +34,7 @@ class Kind(NamedTuple):
     mounts: bool = False
     n: int = 1
     has_network: bool = False
+    compiles: bool = False
 
 
 GOES_ON = "goes on from the newest durable step"
