@@ -5,6 +5,7 @@ import dataclasses
 import gc
 import json
 import shutil
+import sys
 import threading
 import time
 from pathlib import Path
@@ -399,6 +400,7 @@ def test_damaged_checkpoint_error_names_previous_step(tmp_path, damage, message)
         start(checkpoints(tmp_path, ours), ours)
 
 
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 def test_unreadable_checkpoint_is_not_called_damaged(tmp_path):
     """Address 0 of a process' memory cannot be read, and the system says EIO, as of a bad disk."""
     ours, state = trained()

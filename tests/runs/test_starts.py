@@ -2,6 +2,7 @@
 
 import json
 import logging
+import sys
 
 import pytest
 
@@ -26,6 +27,7 @@ def test_each_start_appends_line(tmp_path, monkeypatch):
     assert [item.name for item in tmp_path.iterdir()] == ["starts.jsonl"]
 
 
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 def test_failing_disk_is_a_storage_failure(tmp_path):
     """Address 0 of a process' memory cannot be read, and the system says EIO, as of a bad disk."""
     (tmp_path / "starts.jsonl").symlink_to("/proc/self/mem")

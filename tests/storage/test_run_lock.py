@@ -261,6 +261,7 @@ def test_active_run_refuses_jobs_but_not_readers(tmp_path):
         assert generate.main([str(tmp_path), "--prompt=a", "--max-tokens=1"]) == 0
 
 
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="mounts a disk")
 def test_full_disk_is_a_storage_failure(tmp_path):
     """A lock on a full disk ends with 74, as a save does: the supervisor may wait for space."""
     mount = f"mount -t tmpfs -o size=4k tmpfs {tmp_path} && head -c 4096 /dev/zero > {tmp_path}/all"
