@@ -158,7 +158,7 @@ def flipped_in_replica(copies: Sequence[int], *said: str) -> Callable[[Case], No
         job = case.run.start(*settings, n=2, variations=variations)
         require(set(job.wait()) == {0}, f"does not go on: {job.tail()}")
         output = job.output()
-        resumed = int(re.findall(r"resuming from step (\d+)", output)[-1])
+        resumed = int(re.findall(r"resuming from (?:the replica of )?step (\d+)", output)[-1])
         case.notes["steps before the replica"] = newest - resumed
         require(resumed == newest if len(copies) < 2 else resumed < newest, f"from {resumed}")
         case.says(output, *said)

@@ -131,8 +131,8 @@ DIFFERENCE_KINDS = (
          _REFUSED, n=2),
     Kind("two processes: other environment", 2,
          refused(other_environment, "JAX_DEFAULT_MATMUL_PRECISION"), _REFUSED, n=2),
-    Kind("two processes: other data", 4, refused(other_data, "data.dataset_path"), _REFUSED, n=2,
-         mounts=True),
-    Kind("two processes: no data on one", 2, refused(lacking_data, "data.dataset_path"), _REFUSED,
-         n=2, mounts=True),
+    Kind("two processes: other data", 4, refused(other_data, data.TRAINING, "differs between"),
+         _REFUSED, n=2, mounts=True),
+    Kind("two processes: no data on one", 2,
+         refused(lacking_data, data.TRAINING, "no file matches"), _REFUSED, n=2, mounts=True),
 )  # fmt: skip
