@@ -17,6 +17,7 @@ CHAPTERS = {
         "prepare_terabytes",
         "launching",
         "elastic",
+        "averaging",
         "plan",
         "scaling",
         "torch_compat",

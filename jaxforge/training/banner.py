@@ -8,7 +8,9 @@ import jax
 from jax.sharding import Mesh
 
 import jaxforge
+from jaxforge.checkpoint.replica.memory import describe_memory
 from jaxforge.config.job import JobConfig
+from jaxforge.config.train import TrainConfig
 from jaxforge.model.fp8_layers import describe_products
 from jaxforge.model.runtime import gpu_capability
 from jaxforge.model.transformer import Model, active_parameter_count, parameter_count
@@ -57,6 +59,7 @@ def _rows(program: Program, state: TrainState, progress: Progress) -> Iterator[t
         ),
     )
     yield "optimizer", _optimizer(config)
+    yield "average", describe_average(t, bytes_per_device(state.ema))
     yield (
         "devices",
         (
@@ -88,6 +91,7 @@ def _rows(program: Program, state: TrainState, progress: Progress) -> Iterator[t
         ),
     )
     yield "on the host", ", ".join(t.offload)
+    yield "replicas", describe_memory(config.checkpoint, state)
     yield "data", _data(config, progress.sequences_per_epoch)
     yield "length", _length(config, ramp.samples(t.max_steps), progress)
     seed = t.seed if t.data_seed is None else f"{t.seed}, of the data {t.data_seed}"
@@ -147,6 +151,23 @@ def _optimizer(config: JobConfig) -> str:
     factors = "".join(f", lr x {f:g} for {pattern}" for pattern, f in o.lr_patterns.items())
     frozen = "".join(f", {pattern} frozen" for pattern in o.freeze_patterns)
     return f"{o.name}, moments in {moments}{rounded}{idle}{factors}{frozen}"
+
+
+def describe_average(train: TrainConfig, nbytes: int) -> str:
+    """Describe the average of the parameters; empty without one.
+
+    Args:
+        train: the `[train]` section.
+        nbytes: bytes of the average on a device.
+    """
+    if not train.averages_weights:
+        return ""
+    every = f", every {train.ema_interval} updates" if train.ema_interval > 1 else ""
+    start = f", from update {train.ema_start + 1:,} on" if train.ema_start else ""
+    return (
+        f"of the parameters, decay {train.ema_decay:g}{every}{start}, in {train.ema_dtype}: "
+        f"{gigabytes(nbytes)} per device"
+    )
 
 
 def _experts(model: Model) -> str:
