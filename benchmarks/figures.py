@@ -178,17 +178,32 @@ def experts_tpu() -> str:
 def drill() -> str:
     """Return the table of faults and their outcomes."""
     matches = result("faults-cpu")
-    rows = [
+    rows = matches["rows"]
+    same = all((row["date"], row["versions"]) == (rows[0]["date"], rows[0]["versions"])
+               for row in rows)  # fmt: skip
+    cells = [
         [row["kind"], row["count"], _codes(row["codes"]),
-         f"{row['identical']} of {row['compared']}", row["expected"]]
-        for row in matches["rows"]
+         f"{row['identical']} of {row['compared']}", row["expected"],
+         *([] if same else [_dates(row, matches["versions"])])]
+        for row in rows
     ]  # fmt: skip
     head = ["fault", "times", "exit codes", "bit-identical", "what must hold"]
-    failed = [failure for row in matches["rows"] for failure in row["failures"]]
+    failed = [failure for row in rows for failure in row["failures"]]
     notes = [
-        f"- {note}" for note in (*matches["notes"], f"what did not hold: {failed or 'nothing'}")
-    ]
-    return "\n".join([origin(matches), "", *notes, "", table(head, rows)])
+        f"{sum(row['count'] for row in rows)} faults, "
+        f"{sum(row['torn'] for row in rows)} left a half-written checkpoint",
+        *matches["notes"], f"what did not hold: {failed or 'nothing'}",
+    ]  # fmt: skip
+    listed = "\n".join(f"- {note}" for note in notes)
+    return f"{origin(matches)}\n\n{listed}\n\n{table(head + ([] if same else ['date']), cells)}"
+
+
+def _dates(row: Mapping[str, Any], versions: Mapping[str, str]) -> str:
+    """Return the dates of a row, and those of its versions that differ from the page's."""
+    others = [f"{name} {each}" for name, each in row["versions"].items()
+              if each != versions.get(name)]  # fmt: skip
+    span = row["date"] if row["began"] == row["date"] else f"{row['began']} to {row['date']}"
+    return f"{span} ({', '.join(others)})" if others else span
 
 
 def growth() -> str:

@@ -1,5 +1,13 @@
 """Errors that are not bugs (bugs are assertions): commands print a message without a traceback."""
 
+import errno
+
+FAILING_STORAGE = {
+    errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.ESTALE, errno.ETIMEDOUT, errno.ENOTCONN,
+    errno.EHOSTDOWN, errno.EHOSTUNREACH,
+}  # fmt: skip
+"""Numbers of system errors that are no mistake of the user: the disk is full or does not answer."""
+
 
 class UserError(ValueError):
     """A mistake of the user. The message says what is wrong, where, and what to change."""
@@ -21,6 +29,19 @@ class PeerLostError(RuntimeError):
     """The loss of another process of the job. A restart of all processes resumes the run."""
 
     exit_code = 134  # the code of processes that the JAX runtime ends for this reason
+
+
+def file_error(location: object, error: OSError) -> UserError | StorageError:
+    """Return the error for a file that a command needs, with one message.
+
+    Args:
+        location: the file or the setting that names it.
+        error: the error of the system.
+    """
+    if isinstance(error, StorageError):
+        return error  # of a bucket, with its location
+    kind = StorageError if error.errno in FAILING_STORAGE else UserError
+    return kind(f"{location}: {error.strerror}")
 
 
 def printable(message: str) -> str:

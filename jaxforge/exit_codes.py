@@ -82,8 +82,8 @@ class Exit(enum.Enum):
     )
     STORAGE = (
         74,
-        "a checkpoint, or lines of metrics, could not be written (disk full, say); the checkpoints "
-        "before are whole (EX_IOERR)",
+        "a checkpoint, data or lines of metrics could not be written or read (disk full, say); the "
+        "checkpoints before are whole (EX_IOERR)",
         False,
     )
     SIGNAL = (

@@ -44,9 +44,9 @@ def test_stale_figure_is_found():
 def test_front_page_figures_match_the_drill():
     kinds = FIGURES["result"]("faults-cpu")["rows"]
     runs, kinds_of_faults = re.search(
-        r"breaks some (\d+) short runs in over (\d+) ways", (ROOT / "README.md").read_text()
+        r"breaks over (\d+) short runs in over (\d+) ways", (ROOT / "README.md").read_text()
     ).groups()
-    assert abs(sum(kind["count"] for kind in kinds) - int(runs)) <= 10
+    assert sum(kind["count"] for kind in kinds) > int(runs)
     assert len(kinds) > int(kinds_of_faults)
     assert not any(kind["failures"] for kind in kinds)
 

@@ -1,25 +1,26 @@
-"""Fault injection: break training runs in over 200 ways and check the result.
+"""Fault injection: break over 1,000 training runs and check the result.
 
-    python -m benchmarks.faults [--quick] [--only TEXT] [--jobs N] [--keep]
+    python -m benchmarks.faults [--quick] [--only TEXT] [--jobs N] [--minutes M] [--keep]
 
 Every fault hits a short run of a tiny model in real processes. Location and time come from a
 generator seeded by the fault's name and number. Results must be bit-identical to an undisturbed
 run: loss, gradient norm, learning rate and counts of every step, each exactly once, and each
 evaluation.
+
+Each run replaces the rows of its kinds in `benchmarks/results/faults-cpu.json`. With `--minutes`,
+it continues them: a complete drill may consist of several such runs.
 """
 
 import argparse
-import collections
 import concurrent.futures
-import dataclasses
 import os
 import shutil
 import sys
 import tempfile
 import time
 import traceback
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -28,41 +29,13 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # benchmarks import one anot
 
 import results
 
+from benchmarks.faults import record
 from benchmarks.faults.case import Broken, Case, Shared
 from benchmarks.faults.hosts import can_make_networks
 from benchmarks.faults.kinds import KINDS, Kind
+from benchmarks.faults.record import Tally, continued
 
 _INSIDE = "JAXFORGE_FAULTS_MAY_MOUNT"
-
-
-@dataclasses.dataclass
-class Tally:
-    """Outcomes of one kind of fault."""
-
-    kind: str
-    expected: str
-    count: int = 0
-    codes: collections.Counter[int] = dataclasses.field(default_factory=collections.Counter)
-    notes: list[dict[str, float]] = dataclasses.field(default_factory=list)
-    compared: int = 0
-    identical: int = 0
-    torn: int = 0
-    failures: list[str] = dataclasses.field(default_factory=list)
-
-    def add(self, case: Case, failure: str | None) -> None:
-        """Count a fault."""
-        self.count += 1
-        self.codes.update(case.codes)
-        self.compared += case.identical is not None
-        self.identical += bool(case.identical)
-        self.torn += case.torn
-        self.notes += [case.notes] if case.notes else []
-        if failure:
-            self.failures.append(f"{case.name}: {failure}")
-
-    def row(self) -> dict[str, Any]:
-        """Return the row for JSON."""
-        return {**dataclasses.asdict(self), "codes": dict(sorted(self.codes.items()))}
 
 
 def meet(kind: Kind, number: int, shared: Shared, *, keep: bool) -> tuple[Case, str | None]:
@@ -78,28 +51,57 @@ def meet(kind: Kind, number: int, shared: Shared, *, keep: bool) -> tuple[Case, 
     return case, failure
 
 
-def drill(kinds: list[Kind], shared: Shared, options: argparse.Namespace) -> list[Tally]:
-    """Run all faults; those of several processes run last, one at a time."""
-    tallies = {kind.name: Tally(kind.name, kind.expected) for kind in kinds}
-    console, began = Console(), time.monotonic()
+def drill(
+    kinds: list[Kind], tallies: dict[str, Tally], shared: Shared, options: argparse.Namespace
+) -> list[str]:
+    """Run all faults that the tallies lack; those of several processes run last, one at a time.
+
+    Kinds take turns, in proportion to their counts, so that a part of a drill has all of them.
+
+    Returns:
+        What did not hold in this run.
+    """
+    console, began, failures = Console(), time.monotonic(), []
+
+    def minutes() -> float:
+        return (time.monotonic() - began) / 60
+
+    def meet_in_time(kind: Kind, number: int) -> tuple[Case, str | None] | None:
+        if options.minutes and minutes() > options.minutes:
+            return None
+        return meet(kind, number, shared, keep=options.keep)
+
     for alone in (False, True):
-        faults = [(kind, number) for kind in kinds if (kind.n > 1) == alone
-                  for number in range(1 if options.quick else kind.count)]  # fmt: skip
+        faults = missing([kind for kind in kinds if (kind.n > 1) == alone], tallies, options.quick)
         with concurrent.futures.ThreadPoolExecutor(1 if alone else options.jobs) as pool:
-            meetings = {pool.submit(meet, *fault, shared, keep=options.keep): fault
-                        for fault in faults}  # fmt: skip
+            meetings = {pool.submit(meet_in_time, *fault): fault for fault in faults}
             for meeting in concurrent.futures.as_completed(meetings):
-                case, failure = meeting.result()
+                outcome = meeting.result()
+                if outcome is None:
+                    continue
+                case, failure = outcome
                 tallies[meetings[meeting][0].name].add(case, failure)
-                minutes = (time.monotonic() - began) / 60
+                failures += [f"{case.name}: {failure}"] if failure else []
                 measured = ", ".join(f"{name} {x:.3g}" for name, x in case.notes.items())
                 verdict = f"FAILED: {failure}" if failure else f"as it should {measured}"
-                console.print(f"{minutes:5.1f} min  {case.name}: {case.codes} {verdict}",
+                console.print(f"{minutes():5.1f} min  {case.name}: {case.codes} {verdict}",
                               highlight=False, markup=False)  # fmt: skip
-    return list(tallies.values())
+    return failures
 
 
-def show(tallies: list[Tally]) -> None:
+def missing(
+    kinds: list[Kind], tallies: dict[str, Tally], quick: bool = False
+) -> list[tuple[Kind, int]]:
+    """Return the numbered faults that tallies lack, rarest kinds first."""
+    faults = [
+        (kind, number)
+        for kind in kinds
+        for number in range(tallies[kind.name].count, 1 if quick else kind.count)
+    ]
+    return sorted(faults, key=lambda fault: fault[1] / fault[0].count)
+
+
+def show(tallies: Iterable[Tally]) -> None:
     """Print the table."""
     table = Table("fault", "times", "exit codes", "bit-identical", "must hold", "failed",
                   title="faults")  # fmt: skip
@@ -129,6 +131,9 @@ def parse() -> argparse.Namespace:
     parser = results.arguments(__doc__)
     parser.add_argument("--only", default="", help="kinds whose names hold this text")
     parser.add_argument("--jobs", type=int, default=2, help="faults at a time")
+    parser.add_argument(
+        "--minutes", type=float, help="starts no fault later, and continues the recorded counts"
+    )
     parser.add_argument("--keep", action="store_true", help="keeps the files of every fault")
     parser.add_argument("--directory", type=Path, help="where to work; by default a temporary one")
     return parser.parse_args()
@@ -139,28 +144,34 @@ def main() -> int:
     options = parse()
     mounts = may_mount()
     chosen = [kind for kind in KINDS if options.only in kind.name]
-    networks = can_make_networks()
-    kinds = [kind for kind in chosen
-             if (mounts or not kind.mounts) and (networks or not kind.has_network)]  # fmt: skip
+    networks, compiler = can_make_networks(), shutil.which("cc") is not None
+    kinds = [
+        kind
+        for kind in chosen
+        if (mounts or not kind.mounts)
+        and (networks or not kind.has_network)
+        and (compiler or not kind.compiles)
+    ]
     root = options.directory or Path(tempfile.mkdtemp(prefix="jaxforge-faults-"))
+    root.mkdir(parents=True, exist_ok=True)
     for old in ("cases", "undisturbed"):
         shutil.rmtree(root / old, ignore_errors=True)
-    tallies = drill(kinds, Shared(root), options)
-    show(tallies)
-    notes = [f"{sum(tally.count for tally in tallies)} faults, "
-             f"{sum(tally.torn for tally in tallies)} left a half-written checkpoint"]  # fmt: skip
+    named = [(kind.name, kind.expected) for kind in kinds]
+    is_part = options.minutes is not None and not options.quick
+    tallies = continued(named) if is_part else {name: Tally(name, text) for name, text in named}
+    failures = drill(kinds, tallies, Shared(root), options)
+    show(tallies.values())
+    notes = []
     if left_out := [kind.name for kind in chosen if kind not in kinds]:
-        notes.append("left out, as this user may not mount or create networks here: "
+        notes.append("left out for want of cc, or of the right to mount or create networks: "
                      f"{', '.join(left_out)}")  # fmt: skip
-    failures = [failure for tally in tallies for failure in tally.failures]
     print("\n".join([*notes, *failures]))
     if failures:
         print(f"files of what failed: {root / 'cases'}")
     elif not options.keep:
         shutil.rmtree(root)
-    if not options.quick and not options.only:
-        results.write_json("faults", [tally.row() for tally in tallies],
-                      ("jax", "orbax-checkpoint", "grain"), notes=notes)  # fmt: skip
+    if not options.quick:
+        record.write(tallies.values(), [kind.name for kind in KINDS], notes)
     return bool(failures)
 
 

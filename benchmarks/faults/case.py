@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +54,24 @@ interval = {INTERVAL}
 log_interval = 1
 """
 
+
+@dataclasses.dataclass(frozen=True)
+class Variation:
+    """Differences of a process from the others of its job.
+
+    Attributes:
+        overrides: further settings.
+        environment: further environment variables.
+        root: directory of the code.
+        wrapper: command that starts the process.
+    """
+
+    overrides: Sequence[str] = ()
+    environment: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    root: Path = ROOT
+    wrapper: Sequence[str] = ()
+
+
 Curve = list[dict[str, Any]]
 """What was logged of steps and evaluations, in order, less what depends on the clock."""
 
@@ -75,6 +93,7 @@ class Job:
         commands: command of each process.
         environments: environment of each process.
         outputs: output file of each process.
+        roots: working directory of each process.
     """
 
     def __init__(
@@ -82,13 +101,16 @@ class Job:
         commands: Sequence[Sequence[str]],
         environments: Sequence[dict[str, str]],
         outputs: Sequence[Path],
+        roots: Sequence[Path],
     ) -> None:
         self._outputs = outputs
         self.processes = []
-        for command, environment, output in zip(commands, environments, outputs, strict=True):
+        for command, environment, output, root in zip(
+            commands, environments, outputs, roots, strict=True
+        ):
             with output.open("wb") as file:
                 process = subprocess.Popen(
-                    command, cwd=ROOT, env=environment, stdout=file, stderr=subprocess.STDOUT
+                    command, cwd=root, env=environment, stdout=file, stderr=subprocess.STDOUT
                 )
             self.processes.append(process)
 
@@ -113,18 +135,21 @@ class Job:
         while not self.ended and time.monotonic() < deadline:
             time.sleep(0.005)
 
-    def wait(self) -> list[int]:
+    def wait(self, patience: float = PATIENCE) -> list[int]:
         """Return the exit codes; those of signals are negative.
+
+        Args:
+            patience: seconds after which a process is taken to hang.
 
         Raises:
             Broken: a process does not end.
         """
-        deadline = time.monotonic() + PATIENCE
+        deadline = time.monotonic() + patience
         try:
             return [p.wait(max(0.1, deadline - time.monotonic())) for p in self.processes]
         except subprocess.TimeoutExpired:
             self.kill()
-            raise Broken(f"did not end within {PATIENCE:.0f} s: {self.tail()}") from None
+            raise Broken(f"did not end within {patience:.0f} s: {self.tail()}") from None
 
     def output(self) -> str:
         """Return the output of all processes."""
@@ -142,11 +167,23 @@ class Run:
         directory: directory of the run; data and outputs are next to it.
         compiled: compilation cache that all runs share.
         tokens: directory that `data.write` wrote.
+
+    Attributes:
+        location: `checkpoint.dir`, if it is not the directory.
+        data: settings of the data, if they are not those of `tokens`.
+        settings: further settings of each start.
+        environment: further environment variables of all processes.
+        fetch: copies a run from its location to the directory.
     """
 
     def __init__(self, directory: Path, compiled: Path, tokens: Path) -> None:
         self.directory, self._compiled, self.tokens = directory, compiled, tokens
         self._starts = 0
+        self.location = str(directory)
+        self.data: Sequence[str] = ()
+        self.settings: Sequence[str] = ()
+        self.environment: dict[str, str] = {}
+        self.fetch: Callable[[], None] = lambda: None
         self.config = directory.with_suffix(".toml")
         directory.parent.mkdir(parents=True, exist_ok=True)
         self.config.write_text(CONFIG)
@@ -157,26 +194,44 @@ class Run:
         return self.directory / "checkpoints"
 
     def start(
-        self, *overrides: str, fault: Sequence[Any] = (), n: int = 1, only: int | None = None
+        self,
+        *overrides: str,
+        fault: Sequence[Any] = (),
+        n: int = 1,
+        only: int | None = None,
+        variations: Mapping[int, Variation] | None = None,
     ) -> Job:
-        """Start `n` processes, all or `only` one of them with a fault: (name, arguments)."""
+        """Start processes.
+
+        Args:
+            overrides: further settings.
+            fault: name and arguments of a fault in `inject`.
+            n: number of processes.
+            only: number of the process with the fault; by default all have it.
+            variations: differences of processes, by their numbers.
+        """
         port = free_port("127.0.0.1")
         self._starts += 1
-        commands, environments, outputs = [], [], []
+        commands, environments, outputs, roots = [], [], [], []
         for index in range(n):
             broken = fault if only in (None, index) else ()
-            module = [f"{__package__}.inject", fault[0], json.dumps(fault[1])] if broken else []
-            commands.append(self._command(module or ["jaxforge.train"], overrides))
-            environments.append(self._environment(port, n, index))
+            other = (variations or {}).get(index) or Variation()
+            module = [f"{__package__}.inject", broken[0], json.dumps(broken[1])] if broken else []
+            command = self._command(module or ["jaxforge.train"], [*overrides, *other.overrides])
+            commands.append([*other.wrapper, *command])
+            environments.append({**self._environment(port, n, index), **other.environment})
             outputs.append(self.directory.with_suffix(f".{self._starts}.{index}.log"))
-        return Job(commands, environments, outputs)
+            roots.append(other.root)
+        return Job(commands, environments, outputs, roots)
 
     def _command(self, module: Sequence[str], overrides: Sequence[str]) -> list[str]:
+        tokens = self.data or [
+            f"--data.dataset_path={self.tokens / data.TRAINING}",
+            f"--eval.dataset_path={self.tokens / data.HELD_OUT}",
+        ]
         return [
             sys.executable, "-m", *module, "--config", str(self.config),
-            f"--checkpoint.dir={self.directory}",
-            f"--data.dataset_path={self.tokens / data.TRAINING}",
-            f"--eval.dataset_path={self.tokens / data.HELD_OUT}", *overrides,
+            f"--checkpoint.dir={self.location}", *tokens, *self.settings, *overrides,
         ]  # fmt: skip
 
     def _environment(self, port: int, n: int, index: int) -> dict[str, str]:
@@ -189,6 +244,7 @@ class Run:
             "PYTHONUNBUFFERED": "1",
             "JAX_COMPILATION_CACHE_DIR": str(self._compiled),
             "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+            **self.environment,
             **(several if n > 1 else {}),
         }
 
@@ -303,18 +359,20 @@ class Case:
         if not keep:
             shutil.rmtree(self._root)
 
-    def ends(self, job: Job, *codes: int, noisy: bool = False) -> str:
+    def ends(self, job: Job, *codes: int, noisy: bool = False, patience: float = PATIENCE) -> str:
         """Wait for a job with a fault and return its output.
 
         Args:
             job: the job.
             codes: allowed exit codes.
             noisy: whether libraries may print tracebacks.
+            patience: seconds after which a process is taken to hang.
 
         Raises:
             Broken: the job ended with another code or with a traceback.
         """
-        seen = job.wait()
+        seen = job.wait(patience)
+        self.run.fetch()
         self.codes += seen
         self.torn |= self.run.is_torn()
         require(set(seen) <= set(codes), f"exit codes {seen}, not {codes}: {job.tail()}")
@@ -327,11 +385,12 @@ class Case:
         for text in texts:
             require(text in output, f"does not say {text!r}: {output[-1500:]}")
 
-    def goes_on(self, *overrides: str, fault: Sequence[Any] = (), n: int = 1) -> None:
-        """Run the command again, from the newest durable step to the end."""
+    def goes_on(self, *overrides: str, fault: Sequence[Any] = (), n: int = 1) -> str:
+        """Run the command again, from the newest durable step to the end; return the output."""
         durable = self.run.durable()
         job = self.run.start(*overrides, fault=fault, n=n)
         require(set(job.wait()) == {0}, f"does not go on: {job.tail()}")
+        self.run.fetch()
         output = job.output()
         if durable:
             self.says(output, f"resuming from step {durable[-1]} ")
@@ -339,6 +398,7 @@ class Case:
             require("resuming" not in output, "resumes, from nothing")
         require(self.run.durable()[-1] == STEPS, "the last step is not saved")
         require(not self.run.is_torn(), "a torn checkpoint is left")
+        return output
 
     def matches(self, reference: Run, unlike: Sequence[int] = ()) -> None:
         """Compare the curve with that of another run, except for the steps `unlike`."""

@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,8 +24,10 @@ from jaxtyping import Array
 
 from benchmarks.faults import data
 from jaxforge import program as program_module
+from jaxforge.checkpoint import restore
 from jaxforge.cli.running import leave, run_main
 from jaxforge.commands import train
+from jaxforge.data.token_file import TokenFile
 from jaxforge.data.tokens import TokenShards
 from jaxforge.model.transformer import Params
 from jaxforge.parallel import compilation
@@ -122,6 +125,31 @@ def signal_in_evaluation(batch: int, number: int, pause: float = 0.0) -> None:
     evaluation.eval_batches = batches
 
 
+def signal_in_restore(number: int, seconds: float = 0.0) -> None:
+    """Send a signal some time after a restore has started."""
+    start_from = restore.start_from
+
+    def restored(*args: Any) -> Any:  # noqa: ANN401
+        later(seconds, lambda: hit(number))
+        if not seconds:
+            time.sleep(0.2)  # the signal is received before the restore
+        return start_from(*args)
+
+    restore.start_from = restored
+
+
+def make_file_in_restore(path: str) -> None:
+    """Create a file when a restore starts, and wait until somebody may have reacted."""
+    start_from = restore.start_from
+
+    def restored(*args: Any) -> Any:  # noqa: ANN401
+        Path(path).touch()
+        time.sleep(1)
+        return start_from(*args)
+
+    restore.start_from = restored
+
+
 def signal_while_waiting(window: int, number: int) -> None:
     """Send a signal while the loop waits for a read that never ends."""
     before_windows(window, functools.partial(_stall, number))
@@ -147,6 +175,39 @@ def cut(window: int, path: str) -> None:
     before_windows(window, lambda: os.truncate(path, 1000))
 
 
+def cut_mapped(window: int, path: str, size: int) -> None:
+    """Truncate a file of tokens once it is mapped for `window` or later ones.
+
+    The kernel then sends the signal of a page that cannot be read.
+    """
+    armed = threading.Event()
+    before_windows(window, armed.set)
+    map_file = TokenFile.map
+
+    def map_and_cut(self: TokenFile, *args: Any) -> Any:  # noqa: ANN401
+        tokens = map_file(self, *args)
+        if armed.is_set() and str(self.path) == path:
+            os.truncate(path, size)
+        return tokens
+
+    TokenFile.map = map_and_cut
+
+
+def make_file(step: int, path: str, until: int | None = None) -> Hook:
+    """Create a file after a step, and remove it after another."""
+
+    def act(now: int) -> bool:
+        if until is not None and now >= until:
+            Path(path).unlink()
+            return True
+        if now == step and until is not None:
+            time.sleep(1)  # a save that is under way gets done
+        Path(path).touch()
+        return until is None
+
+    return AfterStep(step, act)
+
+
 def before_windows(window: int, action: Callable[[], object]) -> None:
     """Call a function before each read of a window from `window` on."""
     batch = TokenShards.batch
@@ -170,6 +231,20 @@ def clock_jump(step: int, seconds: float) -> Hook:
         return True
 
     return AfterStep(step, jump)
+
+
+def clock_from_start(offset: float = 0.0, rate: float = 1.0) -> None:
+    """Set Python's clocks off, or let them run slow or fast, from the first import on."""
+    for name, shift in (("time", offset), ("monotonic", 0.0), ("perf_counter", 0.0)):
+        clock = getattr(time, name)
+        began = clock()
+
+        def altered(
+            clock: Callable[[], float] = clock, began: float = began, shift: float = shift
+        ) -> float:
+            return began + shift + (clock() - began) * rate
+
+        setattr(time, name, altered)
 
 
 def fill_disk(step: int, directory: str, until: int | None = None) -> Hook:
@@ -277,7 +352,8 @@ SPOILERS = {
 FAULTS: dict[str, Callable[..., Hook | None]] = {
     fault.__name__: fault
     for fault in (signal_in_step, signal_in_save, signal_in_compilation, signal_in_evaluation,
-                  signal_while_waiting, hang_in_read, vanish, cut, clock_jump, fill_disk,
+                  signal_in_restore, signal_while_waiting, hang_in_read, vanish, cut, cut_mapped,
+                  make_file, make_file_in_restore, clock_jump, clock_from_start, fill_disk,
                   read_only, spoil, mend_when_run_again)
 }  # fmt: skip
 

@@ -4,15 +4,16 @@ A scenario starts a run with a fault, checks how it ends, and usually restarts i
 `Broken` reports what did not hold.
 """
 
-import os
 import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
 
 from benchmarks.faults import data
+from benchmarks.faults.bucket_kinds import BUCKET_KINDS
 from benchmarks.faults.case import INTERVAL, STEPS, Case, require
+from benchmarks.faults.damage_kinds import DAMAGE_KINDS
+from benchmarks.faults.difference_kinds import DIFFERENCE_KINDS
 from benchmarks.faults.elastic_kinds import (
     all_are_preempted,
     cut,
@@ -31,32 +32,27 @@ from benchmarks.faults.elastic_kinds import (
     shrinks_twice_and_grows,
 )
 from benchmarks.faults.hosts import N_HOSTS
-
-USER, MACHINE, GAVE_UP, HUNG, STORAGE, STOPPED, INTERRUPTED = 2, 16, 65, 70, 74, 75, 130
-KILLED = -signal.SIGKILL
-
-
-class Kind(NamedTuple):
-    """Kind of fault.
-
-    Attributes:
-        name: name of the fault.
-        count: number of such faults in a complete drill.
-        scenario: function that injects the fault and checks the result.
-        expected: description of the expected behaviour.
-        mounts: whether the fault needs to mount file systems.
-        n: processes of a run.
-        has_network: whether the fault needs network namespaces.
-    """
-
-    name: str
-    count: int
-    scenario: Callable[[Case], None]
-    expected: str
-    mounts: bool = False
-    n: int = 1
-    has_network: bool = False
-
+from benchmarks.faults.io_error_kinds import IO_ERROR_KINDS
+from benchmarks.faults.kind import (
+    GAVE_UP,
+    GOES_ON,
+    HUNG,
+    INTERRUPTED,
+    KILLED,
+    MACHINE,
+    SAVES,
+    STOPPED,
+    STORAGE,
+    USER,
+    Kind,
+    array_files,
+    copy_half_run,
+    flip,
+    least_saved,
+    remove,
+    truncate,
+)
+from benchmarks.faults.recovery_kinds import RECOVERY_KINDS
 
 # Kills and signals
 
@@ -85,15 +81,6 @@ def killed_in_save(case: Case) -> None:
     least_saved(case, step + 1)
     case.goes_on()
     case.matches(case.shared.undisturbed())
-
-
-def least_saved(case: Case, logged: int) -> None:
-    """Return the least step that must be saved: a save waits for the previous save.
-
-    A step is logged before it is saved: the save of step `logged` may not have started.
-    """
-    newest, started = max(case.run.durable(), default=0), (logged - 1) // INTERVAL * INTERVAL
-    require(newest >= started - INTERVAL, f"step {logged} logged, {newest} saved")
 
 
 def stopped(case: Case, fault: tuple, code: int, n: int = 1, only: int | None = None) -> None:
@@ -243,40 +230,13 @@ def rolled_back(what: str, *, killed: bool = False) -> Callable[[Case], None]:
 # Storage
 
 
-def array_files(checkpoint: Path) -> list[Path]:
-    """Return the files with numbers; smaller files are indices."""
-    files = sorted((checkpoint / "state").rglob("d/*"))
-    return [path for path in files if path.stat().st_size > 100_000]
-
-
-def flip(path: Path, case: Case) -> None:
-    """Change one byte."""
-    with path.open("r+b") as file:
-        at = case.rng.randrange(path.stat().st_size)
-        file.seek(at)
-        byte = file.read(1)[0] ^ (1 << case.rng.randrange(8))
-        file.seek(at)
-        file.write(bytes([byte]))
-
-
-def truncate(path: Path, case: Case) -> None:
-    """Truncate the file at a random byte."""
-    os.truncate(path, case.rng.randrange(path.stat().st_size))
-
-
-def remove(path: Path, case: Case) -> None:
-    """Remove the file."""
-    path.unlink()
-
-
 def damaged(
     harm: Callable[[Path, Case], None], files: Callable[[Path], list[Path]] = array_files
 ) -> Callable[[Case], None]:
     """Damage the newest checkpoint while no process runs."""
 
     def scenario(case: Case) -> None:
-        half = case.shared.undisturbed(f"--train.exit_interval={STEPS // 2}", code=STOPPED)
-        shutil.copytree(half.directory, case.run.directory)
+        copy_half_run(case)
         newest = case.run.checkpoints / f"step_{STEPS // 2}"
         harm(case.rng.choice(files(newest)), case)
         output = case.ends(case.run.start(), USER, noisy=True)
@@ -352,8 +312,7 @@ def read_only_later(case: Case) -> None:
 
 def shard_gone_at_start(case: Case) -> None:
     """Remove a shard between two starts; plain files have no manifest that would reveal it."""
-    half = case.shared.undisturbed(f"--train.exit_interval={STEPS // 2}", code=STOPPED)
-    shutil.copytree(half.directory, case.run.directory)
+    copy_half_run(case)
     training = case.own_tokens() / data.TRAINING
     moved = training.rename(training.with_name("elsewhere"))
     output = case.ends(case.run.start(), USER)
@@ -461,8 +420,6 @@ def _of_hosts(
 
 
 TERM, USR1, INT = signal.SIGTERM, signal.SIGUSR1, signal.SIGINT
-_GOES_ON = "goes on from the newest durable step"
-_SAVES = "saves that very step and goes on"
 _LEFT_OUT = "as if the batch's update were left out"
 _CONTINUES = "the other hosts continue"
 _RETURNS = "the others continue, and take the host back"
@@ -470,57 +427,62 @@ _ALL_AGAIN = "all hosts start again"
 _DAMAGED = "names the checkpoint, goes on from the one before once it is removed"
 
 KINDS = (
-    Kind("kill -9, at any time", 40, killed_anywhere, _GOES_ON),
-    Kind("kill -9, during a save", 24, killed_in_save, _GOES_ON),
-    Kind("a signal, at any time", 18, signalled_anywhere, _GOES_ON),
-    Kind("SIGTERM, compiling", 6, asked_to_stop(TERM, STOPPED, "signal_in_compilation"), _SAVES),
-    Kind("SIGTERM, in a step", 8,
-         asked_to_stop(TERM, STOPPED, "signal_in_step", step=range(1, STEPS)), _SAVES),
-    Kind("SIGTERM, saving", 8,
-         asked_to_stop(TERM, STOPPED, "signal_in_save", step=range(10, STEPS, 10)), _SAVES),
-    Kind("SIGTERM, evaluating", 8,
-         asked_to_stop(TERM, STOPPED, "signal_in_evaluation", batch=range(6)), _SAVES),
-    Kind("SIGTERM, waiting for data", 6,
-         asked_to_stop(TERM, STOPPED, "signal_while_waiting", window=range(0, 1025, 1024)), _SAVES),
-    Kind("SIGUSR1, in a step", 6,
-         asked_to_stop(USR1, STOPPED, "signal_in_step", step=range(1, STEPS)), _SAVES),
-    Kind("SIGINT, in a step", 6,
-         asked_to_stop(INT, INTERRUPTED, "signal_in_step", step=range(1, STEPS)), _SAVES),
+    Kind("kill -9, at any time", 220, killed_anywhere, GOES_ON),
+    Kind("kill -9, during a save", 120, killed_in_save, GOES_ON),
+    Kind("a signal, at any time", 90, signalled_anywhere, GOES_ON),
+    Kind("SIGTERM, compiling", 8, asked_to_stop(TERM, STOPPED, "signal_in_compilation"), SAVES),
+    Kind("SIGTERM, in a step", 30,
+         asked_to_stop(TERM, STOPPED, "signal_in_step", step=range(1, STEPS)), SAVES),
+    Kind("SIGTERM, saving", 30,
+         asked_to_stop(TERM, STOPPED, "signal_in_save", step=range(10, STEPS, 10)), SAVES),
+    Kind("SIGTERM, evaluating", 24,
+         asked_to_stop(TERM, STOPPED, "signal_in_evaluation", batch=range(6)), SAVES),
+    Kind("SIGTERM, waiting for data", 8,
+         asked_to_stop(TERM, STOPPED, "signal_while_waiting", window=range(0, 1025, 1024)), SAVES),
+    Kind("SIGUSR1, in a step", 18,
+         asked_to_stop(USR1, STOPPED, "signal_in_step", step=range(1, STEPS)), SAVES),
+    Kind("SIGINT, in a step", 18,
+         asked_to_stop(INT, INTERRUPTED, "signal_in_step", step=range(1, STEPS)), SAVES),
     Kind("NaN loss, skip", 4, one_bad_step("NaN loss"), _LEFT_OUT),
     Kind("NaN gradient, skip", 4, one_bad_step("NaN gradient"), _LEFT_OUT),
     Kind("infinite loss, skip", 4, one_bad_step("infinite loss"), _LEFT_OUT),
     Kind("NaN loss, warn", 2, warned, "counted, and applied"),
     Kind("NaN loss, run again: the same", 2, same_answer_again, _LEFT_OUT),
-    Kind("NaN loss, run again: another", 3, another_answer_again, _GOES_ON),
-    Kind("NaN loss, stop", 3, stops_at_once("NaN loss", "on_nonfinite"), _GOES_ON),
-    Kind("NaNs in a row, skip", 4, gives_up, _GOES_ON),
+    Kind("NaN loss, run again: another", 3, another_answer_again, GOES_ON),
+    Kind("NaN loss, stop", 3, stops_at_once("NaN loss", "on_nonfinite"), GOES_ON),
+    Kind("NaNs in a row, skip", 4, gives_up, GOES_ON),
     Kind("NaNs in a row, rollback", 4, rolled_back("NaN loss"), "as if the span were not there"),
-    Kind("NaNs in a row, rollback, kill -9", 6, rolled_back("NaN loss", killed=True),
+    Kind("NaNs in a row, rollback, kill -9", 24, rolled_back("NaN loss", killed=True),
          "as if the span were not there"),
     Kind("spike, skip", 4, one_bad_step("spike"), _LEFT_OUT),
-    Kind("spike, stop", 3, stops_at_once("spike", "on_spike"), _GOES_ON),
+    Kind("spike, stop", 3, stops_at_once("spike", "on_spike"), GOES_ON),
     Kind("spikes in a row, rollback", 3, rolled_back("spike"), "as if the span were not there"),
-    Kind("newest checkpoint: flipped bit", 8, damaged(flip), _DAMAGED),
-    Kind("newest checkpoint: array file cut", 6, damaged(truncate), _DAMAGED),
-    Kind("newest checkpoint: array file missing", 4, damaged(remove), _DAMAGED),
-    Kind("newest checkpoint: metadata cut or missing", 6,
+    Kind("newest checkpoint: flipped bit", 32, damaged(flip), _DAMAGED),
+    Kind("newest checkpoint: array file cut", 18, damaged(truncate), _DAMAGED),
+    Kind("newest checkpoint: array file missing", 12, damaged(remove), _DAMAGED),
+    Kind("newest checkpoint: metadata cut or missing", 18,
          lambda case: damaged(case.rng.choice([truncate, remove]), metadata_files)(case), _DAMAGED),
-    Kind("disk full, at a save", 6, disk_full_at_save, _GOES_ON, mounts=True),
-    Kind("disk full, between saves", 4, disk_full_between_saves, "no line is lost", mounts=True),
+    Kind("disk full, at a save", 18, disk_full_at_save, GOES_ON, mounts=True),
+    Kind("disk full, between saves", 12, disk_full_between_saves, "no line is lost", mounts=True),
     Kind("disk full, at the start", 2, disk_full_at_start, "says so", mounts=True),
     Kind("read-only, at the start", 2, read_only_at_start, "says so", mounts=True),
-    Kind("read-only, on the way", 4, read_only_later, _GOES_ON, mounts=True),
-    Kind("data gone, at the start", 2, shard_gone_at_start, _GOES_ON),
-    Kind("shard gone, on the way", 4, shard_harmed_on_the_way("vanish", "No such file"), _GOES_ON),
-    Kind("shard cut, on the way", 2, shard_harmed_on_the_way("cut", "greater than"), _GOES_ON),
-    Kind("a read hangs", 2, read_hangs, _GOES_ON),
-    Kind("a read hangs, and the run ends before it is missed", 2, read_hangs_at_the_end, _SAVES),
-    Kind("clock jumps", 6, clock_jumps, "nothing"),
-    Kind("two processes: signal to one", 4, one_of_two_is_told_to_stop, _SAVES, n=2),
-    Kind("two processes: signal to one, evaluating", 2, one_of_two_is_told_while_evaluating,
-         _SAVES, n=2),
-    Kind("two processes: kill -9 of one", 4, one_of_two_is_killed, _GOES_ON, n=2),
+    Kind("read-only, on the way", 12, read_only_later, GOES_ON, mounts=True),
+    Kind("data gone, at the start", 2, shard_gone_at_start, GOES_ON),
+    Kind("shard gone, on the way", 6, shard_harmed_on_the_way("vanish", "No such file"), GOES_ON),
+    Kind("shard cut, on the way", 4, shard_harmed_on_the_way("cut", "greater than"), GOES_ON),
+    Kind("a read hangs", 4, read_hangs, GOES_ON),
+    Kind("a read hangs, and the run ends before it is missed", 4, read_hangs_at_the_end, SAVES),
+    Kind("clock jumps", 18, clock_jumps, "nothing"),
+    Kind("two processes: signal to one", 12, one_of_two_is_told_to_stop, SAVES, n=2),
+    Kind("two processes: signal to one, evaluating", 6, one_of_two_is_told_while_evaluating,
+         SAVES, n=2),
+    Kind("two processes: kill -9 of one", 12, one_of_two_is_killed, GOES_ON, n=2),
     Kind("two processes: NaN from one", 2, nan_from_one_host, _LEFT_OUT, n=2),
+    *RECOVERY_KINDS,
+    *DIFFERENCE_KINDS,
+    *DAMAGE_KINDS,
+    *BUCKET_KINDS,
+    *IO_ERROR_KINDS,
     *(_of_hosts(f"{what}: {whom}", lost(strike, victims), _CONTINUES, has_network=strike is cut)
       for what, strike in (("host killed", kill), ("host stopped", freeze), ("host cut off", cut),
                            ("host preempted", preempt))

@@ -47,6 +47,7 @@ from jaxforge.checkpoint.paths import (
     is_durable,
     no_average,
 )
+from jaxforge.checkpoint.read_errors import is_storage_failure
 from jaxforge.checkpoint.relayout import by_layer
 from jaxforge.checkpoint.save_policy import milestones
 from jaxforge.checkpoint.sealed_progress import (
@@ -63,7 +64,7 @@ from jaxforge.parallel.multihost import peer_lost_error
 from jaxforge.parallel.stages import Stack
 from jaxforge.state.progress import Progress
 from jaxforge.state.train_state import TrainState, with_counts
-from jaxforge.storage import safe_files, urls
+from jaxforge.storage import atomic_directory, urls
 
 log = logging.getLogger(__name__)
 
@@ -242,7 +243,7 @@ class Checkpoints:
         if jax.process_index() == 0 and path.exists():  # the checkpoint may have been deleted
             with self._naming_failure():
                 config_crc32 = stored_config_crc32(json.loads(path.read_bytes()))
-                safe_files.replace_text(path, json.dumps(seal_progress(progress, config_crc32)))
+                atomic_directory.write_json(path, seal_progress(progress, config_crc32))
 
     def restore(self, like: TrainState, step: int) -> tuple[TrainState, Progress]:
         """Restore state and progress of a step.
@@ -459,16 +460,21 @@ class Checkpoints:
     def _naming_damage(self, step: int) -> Iterator[None]:
         try:
             yield
-        except UserError:
+        except (UserError, StorageError):
             raise
         except Exception as error:  # Orbax raises plain `Exception` for an unreadable array
             if lost := peer_lost_error(error):
                 raise lost from error
             earlier = max((other for other in self.steps() if other < step), default=None)
             hint = f"remove it to go on from step {earlier}, or " if earlier is not None else ""
+            why = _summary(error.__cause__ or error)
+            if is_storage_failure(error):
+                raise StorageError(
+                    f"{self.path(step)} could not be read ({why}); nothing was changed: run the "
+                    "same command again once the storage answers"
+                ) from error
             raise UserError(
-                f"{self.path(step)} is damaged ({_summary(error.__cause__ or error)}); {hint}bring "
-                "it back from a copy"
+                f"{self.path(step)} is damaged ({why}); {hint}bring it back from a copy"
             ) from error
 
 

@@ -30,7 +30,7 @@ from jaxforge.config.job import JobConfig
 from jaxforge.config.reading.load import load_config, load_config_of_run
 from jaxforge.config.reading.unresolved import UnresolvedConfig
 from jaxforge.data.corpus.tokenizer import Tokenizer, load_tokenizer, tokenizer_of
-from jaxforge.errors import UserError
+from jaxforge.errors import UserError, file_error
 from jaxforge.runs import attempts, starts
 from jaxforge.storage import mirror, safe_files, trust, urls
 from jaxforge.storage.untrusted_json import Field, Omissions, is_step, sound_lines
@@ -119,6 +119,7 @@ def rename_old_metrics(run: Path) -> None:
 
     Raises:
         UserError: the directory cannot be written.
+        StorageError: the disk is full or fails.
     """
     if jax.process_index() != 0 or not any(step for step, _ in _logged_steps(run / _METRICS)):
         return
@@ -131,7 +132,7 @@ def rename_old_metrics(run: Path) -> None:
             try:
                 (run / name).rename(aside)
             except OSError as error:
-                raise UserError(f"{run / name}: {error.strerror}") from error
+                raise file_error(run / name, error) from error
             log.warning("this run begins anew: %s is now %s", name, aside.name)
 
 
@@ -173,6 +174,7 @@ def prepare(run: Path, config: JobConfig) -> None:
 
     Raises:
         UserError: the directory cannot be written.
+        StorageError: the disk is full or fails.
     """
     if jax.process_index() != 0 and not urls.in_bucket(config.checkpoint.dir):
         return  # for a run in a bucket, each process has its own local files
@@ -184,7 +186,7 @@ def prepare(run: Path, config: JobConfig) -> None:
         _put_aside_if_damaged(run / _CONFIG)
         _replace(run / _CONFIG, config)
     except OSError as error:
-        raise UserError(f"checkpoint.dir = {run}: {error.strerror}") from error
+        raise file_error(f"checkpoint.dir = {run}", error) from error
 
 
 def _put_aside_if_damaged(path: Path) -> None:
@@ -201,6 +203,7 @@ def record_start(run: Path, config: JobConfig, step: int) -> None:
 
     Raises:
         UserError: the directory cannot be written.
+        StorageError: the disk is full or fails.
     """
     if jax.process_index() != 0:
         return
@@ -210,7 +213,7 @@ def record_start(run: Path, config: JobConfig, step: int) -> None:
         for undone in (start for start in _starts(run) if start > step):
             _from_step(run, undone).unlink()
     except OSError as error:
-        raise UserError(f"checkpoint.dir = {run}: {error.strerror}") from error
+        raise file_error(f"checkpoint.dir = {run}", error) from error
 
 
 def config_of_step(run: Path, step: int) -> JobConfig:

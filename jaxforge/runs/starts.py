@@ -16,7 +16,7 @@ from typing import Any
 
 import jaxforge
 from jaxforge.cli.redaction import redacted_command
-from jaxforge.errors import UserError
+from jaxforge.errors import UserError, file_error
 from jaxforge.storage import safe_files
 from jaxforge.storage.line_file import keep_sound_lines
 
@@ -37,6 +37,7 @@ def note(run: Path, step: int, **more: Any) -> None:  # noqa: ANN401
 
     Raises:
         UserError: the directory cannot be written.
+        StorageError: the disk is full or fails.
     """
     start = {"step": step, "time": round(time.time(), 3), "command": _command(sys.argv),
              "versions": versions(), "git": git_state(Path(jaxforge.__file__)), **more}  # fmt: skip
@@ -46,7 +47,7 @@ def note(run: Path, step: int, **more: Any) -> None:  # noqa: ANN401
         lines = [json.dumps(record) + "\n" for record in [*read(run), start]]
         safe_files.replace_text(run / FILE_NAME, "".join(lines))
     except OSError as error:
-        raise UserError(f"{run / FILE_NAME}: {error.strerror}") from error
+        raise file_error(run / FILE_NAME, error) from error
 
 
 def read(run: Path) -> list[dict[str, Any]]:

@@ -42,7 +42,7 @@ from typing import Any
 import numpy as np
 
 from jaxforge.cli.process import ROSTER_VARIABLE
-from jaxforge.errors import StorageError, UserError
+from jaxforge.errors import StorageError, UserError, file_error
 from jaxforge.storage import safe_files, urls
 
 log = logging.getLogger(__name__)
@@ -90,6 +90,7 @@ class RunLock:
 
         Raises:
             UserError: another job holds the lock, or the directory cannot be written.
+            StorageError: the disk is full or fails.
         """
         import jax  # imported here because conversions do not need it
 
@@ -97,10 +98,11 @@ class RunLock:
         if jax.process_index() == 0:
             try:
                 self.take()
-            except UserError as error:
-                problem = str(error)
-        if problem := _broadcast_text(problem):
-            raise UserError(problem)
+            except (UserError, StorageError) as error:
+                problem = f"{type(error).__name__} {error}"
+        kind, _, message = _broadcast_text(problem).partition(" ")
+        if kind:
+            raise (StorageError if kind == StorageError.__name__ else UserError)(message)
 
     def check(self) -> None:
         """Check that the directory still exists and that this job still holds its lock.
@@ -127,7 +129,7 @@ class RunLock:
         """Acquire the lock for this process alone.
 
         Raises:
-            UserError: as `acquire`.
+            UserError, StorageError: as `acquire`.
         """
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -135,8 +137,10 @@ class RunLock:
                 pass
         except OSError as error:
             is_file = self._path.parent.is_file()
-            why = "it is a file, not a directory" if is_file else error.strerror
-            raise UserError(f"checkpoint.dir = {self._path.parent}: {why}") from error
+            setting = f"checkpoint.dir = {self._path.parent}"
+            if is_file:
+                raise UserError(f"{setting}: it is a file, not a directory") from error
+            raise file_error(setting, error) from error
         self._is_held, self._directory = True, _identity(self._path.parent)
         self._heartbeat.start()
 

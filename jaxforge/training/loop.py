@@ -81,6 +81,7 @@ class Trainer:
         """
         exits = Exits(self.config.train, signals, since)
         tracker, profiler = self.instruments.tracker, self.instruments.profiler
+        self.callbacks.compare_processes()
         self.callbacks.call(Callback.on_train_begin, self.config)
         if self.saver.loaded is not None:
             self._note_load(self.saver.loaded)

@@ -15,7 +15,7 @@ from jaxforge.config.batch_ramp import BatchRamp
 from jaxforge.config.job import JobConfig, toml
 from jaxforge.config.points import ATTENTION_WEIGHTS, LOGITS, STREAM
 from jaxforge.config.scheduler import SCHEDULERS
-from jaxforge.errors import UserError
+from jaxforge.errors import file_error
 from jaxforge.optim.schedule import learning_rate_after
 from jaxforge.parallel.device_memory import gigabytes
 from jaxforge.storage import safe_files
@@ -33,13 +33,14 @@ def write_summary(run: Path, text: str) -> None:
 
     Raises:
         UserError: the file cannot be written.
+        StorageError: the disk is full or fails.
     """
     if jax.process_index() != 0:
         return
     try:
         safe_files.replace_text(run / FILE, text)
     except OSError as error:
-        raise UserError(f"checkpoint.dir = {run}: {error.strerror}") from error
+        raise file_error(f"checkpoint.dir = {run}", error) from error
 
 
 def schedule_summary(config: JobConfig, dp: int, sequences_per_epoch: int | None = None) -> str:

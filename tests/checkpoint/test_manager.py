@@ -5,6 +5,7 @@ import dataclasses
 import gc
 import json
 import shutil
+import sys
 import threading
 import time
 from pathlib import Path
@@ -19,9 +20,11 @@ from jax.experimental import multihost_utils
 from jaxforge.checkpoint import layout
 from jaxforge.checkpoint.manager import Checkpoints
 from jaxforge.checkpoint.paths import find
+from jaxforge.checkpoint.read_errors import is_storage_failure
 from jaxforge.checkpoint.restore import starting_state
 from jaxforge.errors import StorageError, UserError
 from jaxforge.state.progress import Progress
+from jaxforge.supervision.processes import free_port
 from tests.conftest import tiny_config
 from tests.helpers import progress_of, random_batches, setup
 from tests.machine import PATIENCE
@@ -395,6 +398,34 @@ def test_damaged_checkpoint_error_names_previous_step(tmp_path, damage, message)
     pattern = rf"step_2 is damaged \(.*{message}.*remove it .* step 1, or"
     with pytest.raises(UserError, match=pattern):
         start(checkpoints(tmp_path, ours), ours)
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_unreadable_checkpoint_is_not_called_damaged(tmp_path):
+    """Address 0 of a process' memory cannot be read, and the system says EIO, as of a bad disk."""
+    ours, state = trained()
+    saved = checkpoints(tmp_path, ours)
+    saved.save(Progress(step=1), state)
+    saved.close()
+    metadata = tmp_path / "checkpoints" / "step_1" / "progress" / "metadata"
+    metadata.unlink()
+    metadata.symlink_to("/proc/self/mem")
+    with pytest.raises(StorageError, match=r"step_1 could not be read \(Input/output error"):
+        start(checkpoints(tmp_path, ours), ours)
+
+
+def test_unreachable_bucket_is_a_storage_failure():
+    retries = {"max_retries": 1, "initial_delay": "1ms", "max_delay": "1ms"}
+    spec = {"driver": "s3", "bucket": "bucket", "path": "key", "aws_region": "us-east-1",
+            "endpoint": f"http://127.0.0.1:{free_port('127.0.0.1')}",
+            "aws_credentials": {"type": "anonymous"}, "s3_request_retries": retries}  # fmt: skip
+    with pytest.raises(ValueError, match="Could not connect") as raised:
+        ts.KvStore.open(spec).result().read("").result()
+    assert is_storage_failure(raised.value)
+    local = ValueError("UNKNOWN: Failed to read from file [os_error_code='5'] [source locations]")
+    assert is_storage_failure(Exception("outer")) is False
+    assert is_storage_failure(local)
+    assert not is_storage_failure(ValueError("DATA_LOSS: CRC-32C mismatch"))
 
 
 def test_restore_model_checks_weights_and_casts(tmp_path):

@@ -2,10 +2,11 @@
 
 import json
 import logging
+import sys
 
 import pytest
 
-from jaxforge.errors import UserError
+from jaxforge.errors import StorageError, UserError
 from jaxforge.runs import run_directory, starts
 from tests.conftest import tiny_config
 
@@ -24,6 +25,14 @@ def test_each_start_appends_line(tmp_path, monkeypatch):
     assert first["time"] <= second["time"]
     assert {"python", "jax", "numpy"} <= set(first["versions"])
     assert [item.name for item in tmp_path.iterdir()] == ["starts.jsonl"]
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_failing_disk_is_a_storage_failure(tmp_path):
+    """Address 0 of a process' memory cannot be read, and the system says EIO, as of a bad disk."""
+    (tmp_path / "starts.jsonl").symlink_to("/proc/self/mem")
+    with pytest.raises(StorageError, match=r"starts\.jsonl: Input/output error"):
+        starts.note(tmp_path, 0)
 
 
 def test_secrets_are_removed(tmp_path, monkeypatch):

@@ -5,6 +5,7 @@ import logging
 import os
 import signal
 import subprocess
+import sys
 import threading
 import types
 
@@ -184,7 +185,8 @@ def test_all_processes_get_refusal_of_process_0(tmp_path, monkeypatch, process):
         """Simulate the broadcast of a refusal by process 0."""
         broadcasts.append(page)
         reported = np.zeros_like(page)
-        reported[:6] = np.frombuffer("in üse".encode()[:6], np.uint8)
+        text = np.frombuffer("UserError in üse".encode()[:16], np.uint8)
+        reported[: text.size] = text
         return reported if process else page
 
     monkeypatch.setattr(jax, "process_count", lambda: 2)
@@ -257,3 +259,18 @@ def test_active_run_refuses_jobs_but_not_readers(tmp_path):
             train.run(config(tmp_path))
         assert contents(tmp_path) == before
         assert generate.main([str(tmp_path), "--prompt=a", "--max-tokens=1"]) == 0
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="mounts a disk")
+def test_full_disk_is_a_storage_failure(tmp_path):
+    """A lock on a full disk ends with 74, as a save does: the supervisor may wait for space."""
+    mount = f"mount -t tmpfs -o size=4k tmpfs {tmp_path} && head -c 4096 /dev/zero > {tmp_path}/all"
+    code = "from pathlib import Path; from jaxforge.storage.run_lock import RunLock; import sys\n"
+    code += "try: RunLock(Path(sys.argv[1])).take()\nexcept OSError as error: print(error)"
+    command = f'{mount} && exec "$0" -c "$1" "$2"'
+    namespace = ["unshare", "-rm", "sh", "-c"]
+    if subprocess.run([*namespace, f"mount -t tmpfs tmpfs {tmp_path}"]).returncode:
+        pytest.skip("this user may not mount")
+    ran = subprocess.run([*namespace, command, sys.executable, code, tmp_path],
+                         capture_output=True, text=True)  # fmt: skip
+    assert ran.stdout == f"checkpoint.dir = {tmp_path}: No space left on device\n", ran.stderr

@@ -11,13 +11,17 @@ import numpy as np
 import pytest
 from run_config import CONFIG
 
+from jaxforge.checkpoint.manager import Checkpoints
 from jaxforge.checkpoint.paths import find
 from jaxforge.commands import evaluate, generate, train
 from jaxforge.commands import report as report_main
 from jaxforge.data.corpus.manifest import Manifest, Shard
 from jaxforge.errors import UserError
 from jaxforge.runs.reading import MetricsFile
+from jaxforge.state.progress import Progress
 from jaxforge.storage import COMMITTED, urls
+from tests.conftest import tiny_config
+from tests.helpers import setup
 from torch_compat import __main__ as torch_compat
 
 
@@ -132,6 +136,17 @@ def test_run_resumes_after_copy_to_bucket(bucket, toml, tmp_path):
     more = [f"--checkpoint.load_path={bucket}/run", "--train.max_steps=19"]
     assert train.main([f"--config={toml}", f"--checkpoint.dir={tmp_path}/on", *more]) == 0
     assert sorted(losses(tmp_path / "on")) == [18, 19]
+
+
+def test_progress_of_saved_step_is_amended_in_bucket(bucket):
+    """An evaluation that ends after the save of its step is recorded in the checkpoint."""
+    ours = setup(tiny_config())
+    saved = Checkpoints(urls.path(f"{bucket}/run"), ours.config.checkpoint, ours.model.axes)
+    saved.save(Progress(step=1), ours.state())
+    evaluated = Progress(step=1, samples=3)
+    saved.amend(evaluated)
+    assert saved.progress(1).samples == 3
+    saved.close()
 
 
 def test_bucket_metrics_are_read_incrementally(bucket):

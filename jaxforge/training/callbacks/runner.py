@@ -3,6 +3,7 @@
 import contextlib
 import inspect
 import itertools
+import json
 import logging
 import re
 import time
@@ -16,6 +17,7 @@ from jax.experimental import multihost_utils
 
 from jaxforge.errors import UserError
 from jaxforge.exit_codes import Exit
+from jaxforge.parallel import agreement
 from jaxforge.training.callbacks.callback import Callback, IntervalContext
 from jaxforge.training.callbacks.control import Control, Requests
 from jaxforge.training.callbacks.evaluation import Evaluation
@@ -56,6 +58,21 @@ class Callbacks:
         self.watches_steps = any(_handles(callback, "on_step_end") for callback in callbacks)
         self.control = Control()
         self._has_users = any(not isinstance(callback, RunCallback) for callback in callbacks)
+        self._are_alike = True
+
+    def compare_processes(self) -> None:
+        """Compare the callbacks of users of all processes. Collective: all processes must call.
+
+        Some processes may have callbacks that others lack. Only steps at which every process knows
+        of a collective may then have one.
+        """
+        if jax.process_count() == 1:
+            return
+        own = [[type(callback).__qualname__, str(callback.every)] for callback in self
+               if not isinstance(callback, RunCallback)]  # fmt: skip
+        texts = agreement.gather(json.dumps(own))
+        self._has_users = any(map(json.loads, texts))
+        self._are_alike = len(set(texts)) == 1
 
     def due(self, step: int, paused: Callable[[], AbstractContextManager[None]]) -> list[Callback]:
         """Return the callbacks whose `on_interval` is due. Call this once per step.
@@ -126,8 +143,8 @@ class Callbacks:
         """Return and clear the requests of all processes; the same on every process.
 
         With several processes, requests wait until the processes agree: after an `on_interval` of
-        users or an evaluation, every `CHECK_INTERVAL` steps, and if `is_forced`. Without callbacks
-        of users there is nothing to agree on.
+        users (if all processes have the same callbacks) or an evaluation, every `CHECK_INTERVAL`
+        steps, and if `is_forced`. Without callbacks of users there is nothing to agree on.
 
         Args:
             step: steps attempted.
@@ -138,7 +155,9 @@ class Callbacks:
         if jax.process_count() == 1:
             return self.control.take()
         has_acted = any(
-            callback.follows_evaluation or not isinstance(callback, RunCallback) for callback in due
+            callback.follows_evaluation
+            or (self._are_alike and not isinstance(callback, RunCallback))
+            for callback in due
         )
         if not self._has_users or not (has_acted or is_forced or step % CHECK_INTERVAL == 0):
             return Requests()
@@ -200,12 +219,15 @@ class Callbacks:
         if not is_alone and step % CHECK_INTERVAL:
             return set()
         now = time.monotonic()
-        are_over = [now - self._previous[i] >= length for i, length in self._durations.items()]
-        if not is_alone:
+        is_over = {i: now - self._previous[i] >= x for i, x in self._durations.items()}
+        shared = [i for i in is_over
+                  if self._are_alike or isinstance(self._callbacks[i], RunCallback)]  # fmt: skip
+        if shared and not is_alone:
             with paused():
-                verdicts = np.array(are_over, np.int32)
-                are_over = multihost_utils.broadcast_one_to_all(verdicts).astype(bool).tolist()
-        elapsed = {i for i, is_over in zip(self._durations, are_over, strict=True) if is_over}
+                verdicts = np.array([is_over[i] for i in shared], np.int32)
+                verdicts = multihost_utils.broadcast_one_to_all(verdicts).astype(bool)
+                is_over.update(zip(shared, verdicts.tolist(), strict=True))
+        elapsed = {i for i, over in is_over.items() if over}
         self._previous.update(dict.fromkeys(elapsed, now))
         return elapsed
 

@@ -9,7 +9,7 @@ import pytest
 
 from jaxforge.errors import UserError
 from jaxforge.exit_codes import Exit
-from jaxforge.training.callbacks import control
+from jaxforge.training.callbacks import control, runner
 from jaxforge.training.callbacks.control import Control, Requests
 from jaxforge.training.callbacks.evaluation import Evaluation
 from jaxforge.training.callbacks.runner import Callbacks
@@ -187,6 +187,26 @@ def test_processes_agree_only_at_common_steps(monkeypatch):
     assert users.requests(21, [evaluation], paused).save
     users.control.request_save()
     assert users.requests(21, [], paused, is_forced=True).save
+
+
+def test_callback_of_one_process_causes_no_collective_that_the_other_lacks(monkeypatch):
+    """Both processes agree after every tenth step, whichever has the callback."""
+    gathered = ['[["Looking", "1"]]', "[]"]
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(runner.agreement, "gather", lambda _: gathered)
+    monkeypatch.setattr(
+        control.multihost_utils, "process_allgather", lambda own: np.stack([own, own])
+    )
+    collectives = []
+    for callbacks in (Callbacks([Looking([])]), Callbacks([])):
+        callbacks.compare_processes()
+        collectives.append([])
+        for step in range(1, 21):
+            due = callbacks.due(step, contextlib.nullcontext)
+            callbacks.control.request_save()
+            if callbacks.requests(step, due, contextlib.nullcontext).save:
+                collectives[-1].append(step)
+    assert collectives == [[10, 20], [10, 20]]
 
 
 def test_events_of_steps_evaluations_and_checkpoints_are_called():
