@@ -152,9 +152,11 @@ def flipped_in_replica(copies: Sequence[int], *said: str) -> Callable[[Case], No
         case.ends(case.run.start(*settings, fault=fault, n=2, variations=variations),
                   KILLED, 1, -signal.SIGABRT)  # fmt: skip
         newest = max(_complete(hosts[0]) & _complete(hosts[1]))
+        at = None  # the same byte: copies that are damaged in different blocks mend each other
         for i in copies:
             (path,) = hosts[i].rglob(f"step_{newest}.*/0.data")
-            flip(path, case)
+            at = case.rng.randrange(path.stat().st_size) if at is None else at
+            flip(path, case, at, at + 1)
         job = case.run.start(*settings, n=2, variations=variations)
         require(set(job.wait()) == {0}, f"does not go on: {job.tail()}")
         output = job.output()

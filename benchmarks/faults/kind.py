@@ -70,10 +70,10 @@ def array_files(checkpoint: Path) -> list[Path]:
     return [path for path in files if path.stat().st_size > 100_000]
 
 
-def flip(path: Path, case: Case, first: int = 0) -> None:
-    """Flip a bit of a byte from `first` on."""
+def flip(path: Path, case: Case, first: int = 0, end: int | None = None) -> None:
+    """Flip a bit of a byte from `first` on, before `end`."""
     with path.open("r+b") as file:
-        at = case.rng.randrange(first, path.stat().st_size)
+        at = case.rng.randrange(first, end or path.stat().st_size)
         file.seek(at)
         byte = file.read(1)[0] ^ (1 << case.rng.randrange(8))
         file.seek(at)
