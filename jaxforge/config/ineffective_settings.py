@@ -28,6 +28,7 @@ def ineffective_settings(config: JobConfig, platform: str) -> list[str]:
         *rates,
         *_data(config),
         *_precision(config, platform),
+        *_optimizer(config),
         *_experts(config),
         *_mtp(config),
         *_average(config),
@@ -100,6 +101,20 @@ def _precision(config: JobConfig, platform: str) -> Iterator[str]:
             f'train.mixed_precision = "{precision}" is slow on CPUs, which compute in float32: '
             f"change {describe_change({'train.mixed_precision': 'fp32'})}"
         )
+
+
+def _optimizer(config: JobConfig) -> Iterator[str]:
+    """Warn of keys that belong to another optimizer."""
+    section = config.optimizer
+    for prefix, name in (("muon_", "muon"), ("schedule_free_", "schedule_free_adamw")):
+        keys = [key for key in type(section).model_fields if key.startswith(prefix)]
+        for key in keys if section.name != name else ():
+            value = getattr(section, key)
+            if value != type(section).model_fields[key].default:
+                yield (
+                    f"optimizer.{key} = {short_toml(value)} has no effect with optimizer.name = "
+                    f'"{section.name}": remove it, or set optimizer.name to "{name}"'
+                )
 
 
 def _experts(config: JobConfig) -> Iterator[str]:

@@ -127,17 +127,14 @@ def state_shardings(
     params = param_shardings(model.abstract, model.axes, mesh)
     traced = jax.jit(optimizer.init).trace(model.abstract)
     shapes = traced.out_info
-    opt_state = jax.tree.map(  # moments are dicts shaped like the parameters or a subset of them
-        lambda node: part_like(node, params) if isinstance(node, dict) else replicated,
-        shapes,
-        is_leaf=lambda node: isinstance(node, dict),
-    )
-    opt_state = jax.tree.map(  # counts per expert have only the first dimensions of the parameter
-        lambda leaf, sharding: NamedSharding(
-            sharding.mesh, PartitionSpec(*sharding.spec[: len(leaf.shape)])
-        ),
-        shapes, opt_state,
-    )  # fmt: skip
+
+    def like_params(node: Any) -> Any:  # noqa: ANN401  # moments of all parameters or of some
+        if not isinstance(node, dict):
+            return replicated
+        return jax.tree.map(_like_parameter, node, part_like(node, params), part_like(node, whole))
+
+    whole: Any = model.abstract
+    opt_state = jax.tree.map(like_params, shapes, is_leaf=lambda node: isinstance(node, dict))
     jax.tree_util.tree_map_with_path(_check_blocks, shapes, opt_state)
     spaces = [leaf.memory_space for leaf in traced.jaxpr.out_avals]
     in_memory = jax.tree.unflatten(jax.tree.structure(shapes), spaces)
@@ -148,6 +145,20 @@ def state_shardings(
     model_state = param_shardings(*model.state, mesh)
     ema = params if has_average else {}
     return TrainState(replicated, params, opt_state, guard, counts, model_state, ema)
+
+
+def _like_parameter(
+    leaf: jax.ShapeDtypeStruct, sharding: NamedSharding, parameter: jax.ShapeDtypeStruct
+) -> NamedSharding:
+    """Return the sharding of a moment, given that of its parameter.
+
+    A moment has the dimensions of the parameter, with a scale per block for 8 bits, or only the
+    first ones: a count per expert, or a mean per row. Others, which optax may have, are replicated.
+    """
+    n = len(leaf.shape)
+    is_split = n == len(parameter.shape) or leaf.shape == parameter.shape[:n]
+    spec = sharding.spec[:n] if is_split else ()
+    return NamedSharding(sharding.mesh, PartitionSpec(*spec))
 
 
 def _in_memory(sharding: NamedSharding, space: object) -> NamedSharding:

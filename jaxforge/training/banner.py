@@ -8,6 +8,7 @@ import jax
 from jax.sharding import Mesh
 
 import jaxforge
+from jaxforge.checkpoint.replica.memory import describe_memory
 from jaxforge.config.job import JobConfig
 from jaxforge.config.train import TrainConfig
 from jaxforge.model.fp8_layers import describe_products
@@ -90,6 +91,7 @@ def _rows(program: Program, state: TrainState, progress: Progress) -> Iterator[t
         ),
     )
     yield "on the host", ", ".join(t.offload)
+    yield "replicas", describe_memory(config.checkpoint, state)
     yield "data", _data(config, progress.sequences_per_epoch)
     yield "length", _length(config, ramp.samples(t.max_steps), progress)
     seed = t.seed if t.data_seed is None else f"{t.seed}, of the data {t.data_seed}"

@@ -326,7 +326,9 @@ def test_every_key_of_kempnerforge_loads():
         ),
         ("model", "attention_backend"),
         ("data", "mixture_file"),
-        *(("optimizer", key) for key in ("lr_patterns", "freeze_patterns")),
+        *(("optimizer", key) for key in ("lr_patterns", "freeze_patterns", "options")),
+        *(("optimizer", f"muon_{key}") for key in ("nesterov", "variant", "beta2", "scale")),
+        ("optimizer", "cautious_weight_decay"),
         *(
             ("metrics", key)
             for key in (

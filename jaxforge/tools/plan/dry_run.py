@@ -33,6 +33,7 @@ from jaxforge.tools.plan.dry_run_memory import (
     memory_rows,
     model_rows,
     parse_devices,
+    replica_rows,
     this_device,
     too_large,
 )
@@ -93,11 +94,11 @@ def run(config: UnresolvedConfig, devices: str) -> int:
     if mixture := mixture_rows(resolved, dp, data):
         _show("mixture", mixture)
     _show("model", model_rows(model))
-    ema = Program(resolved, mesh, model=model).abstract_state().ema
-    average = describe_average(resolved.train, device_memory.bytes_per_device(ema))
+    state = Program(resolved, mesh, model=model).abstract_state()
+    average = describe_average(resolved.train, device_memory.bytes_per_device(state.ema))
     parts = [f"of the state, average {average}"] if average else []
     _show("memory of a device, an estimate", [*memory_rows(fits), *parts])
-    _show("run", [run_row])
+    _show("run", [run_row, *replica_rows(resolved, state)])
     if notes := [*notes, *answers(resolved)]:
         _show("notes", notes)
     platform = kinds[0].platform

@@ -55,6 +55,14 @@ def test_dry_run_describes_the_start_and_writes_nothing(dry):
     assert said["run"].endswith("here/runs/debug: a new run\n\n")
 
 
+def test_dry_run_states_the_memory_of_replicas(dry):
+    """One parameter in float32 with two moments takes 12 bytes."""
+    said = dry(DEBUG, "--checkpoint.replica_interval=50")
+    count = float(re.search(r"([\d.]+)K parameters", said["model"])[1])
+    size = re.search(r"replicas: every 50 steps, 4 copies .* ([\d.]+) GB each", said["run"])[1]
+    assert float(size) * 1e9 == pytest.approx(12e3 * count, rel=0.02)
+
+
 def test_dry_run_opens_and_counts_data(dry, tmp_path):
     np.save(tmp_path / "a.npy", np.arange(1000, dtype=np.uint16) % 256)
     shards = f"--data.dataset_path={tmp_path}"
