@@ -39,7 +39,7 @@ ELSEWHERE = {
 COMPILERS = {"v": "libtpu", "h": "jax_cuda13_plugin"}
 """What a plan imports for a topology, by its first letter."""
 META = {
-    "averaging": {"RUN": "runs/mine", "DIR": "made"},
+    "averaging": {"RUN": "runs/mine", "RUN@400": "runs/mine@400", "DIR": "made"},
     "data": {"INPUT": "my_texts", "PATH": "chat_tokenizer", "DIR": "made"},
     "torch_compat": {
         "SRC": "old/checkpoints", "DST": "made", "RUN": "my_run", "PATH": "my_run",

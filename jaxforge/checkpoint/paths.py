@@ -105,6 +105,25 @@ def find(path: Path) -> tuple[Path, int]:
     return run, max(steps)
 
 
+def find_step(path: Path, step: int | None) -> tuple[Path, int]:
+    """Return the run directory and step of a checkpoint.
+
+    Args:
+        path: path of a run or of one of its checkpoints.
+        step: the step; None: the newest, or the one that `path` names.
+
+    Raises:
+        UserError: there is no such checkpoint.
+    """
+    run, newest = find(path)
+    if step is None:
+        return run, newest
+    try:
+        return find(run / SUBDIRECTORY / f"{PREFIX}_{step}")
+    except UserError as error:
+        raise UserError(f"{error}; the newest of {run} is step {find(run)[1]}") from None
+
+
 def durable_steps(run: Path) -> list[int]:
     """Return the steps of a run's durable checkpoints, unordered."""
     paths = filter(is_durable, (run / SUBDIRECTORY).glob(f"{PREFIX}_*"))

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import logging
 from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
 from typing import Protocol
 
 import jax
@@ -12,10 +13,11 @@ from jaxtyping import PyTree
 
 from jaxforge.checkpoint.layout import drop_unsaved, fill_missing, model_tree
 from jaxforge.checkpoint.manager import Checkpoints
-from jaxforge.checkpoint.paths import find, has_run
+from jaxforge.checkpoint.paths import find, find_step, has_run
 from jaxforge.checkpoint.relayout import by_layer, by_stage
 from jaxforge.checkpoint.replica.reading import ReplicaError
 from jaxforge.checkpoint.replica.source import Replica
+from jaxforge.config.checkpoint import CheckpointConfig
 from jaxforge.config.job import JobConfig
 from jaxforge.errors import UserError
 from jaxforge.program import Program
@@ -90,7 +92,10 @@ def starting_state(
     local: Checkpoints | None = None,
     replicas: Sequence[Replica] = (),
 ) -> tuple[TrainState, Progress]:
-    """Return the starting state: the newest own checkpoint, else `checkpoint.load_path`, else new.
+    """Return the starting state: the newest own checkpoint, else that of another run, else new.
+
+    Another run's checkpoint is that of `checkpoint.load_path` or `checkpoint.branch_from`. A branch
+    has the full state and goes on with the data; its best metric and early stopping begin anew.
 
     A replica is preferred to a checkpoint of the same step. A replica that cannot be restored is
     left out with a warning. A damaged checkpoint is an error.
@@ -120,25 +125,47 @@ def starting_state(
             return start_from(newest, program)
         except ReplicaError as error:
             log.warning("%s; the next older checkpoint is used", error)
-    if not config.checkpoint.load_path:
+    section, start_path = config.checkpoint, config.checkpoint.start_path
+    if not start_path:
         return program.init(), Progress()
-    load_path = config.checkpoint.load_path  # path or URL
     with contextlib.ExitStack() as stack:
         source: Source
-        if open_foreign is None or has_run(load_path):
-            run, step = find(urls.path(load_path, "checkpoint.load_path"))
-            theirs = Checkpoints(run, config.checkpoint, read_only=True)
+        if open_foreign is None or section.branch or has_run(start_path):
+            run, step = find_start(section)
+            theirs = Checkpoints(run, section, read_only=True)
             stack.callback(theirs.close)
             source = Saved(theirs, step)
         else:
-            source = open_foreign(load_path, config)
-        excluded = config.checkpoint.exclude_from_loading
-        state, progress = start_from(source, program, excluded)
+            source = open_foreign(start_path, config)
+        if section.branch and not source.has_optimizer:
+            raise UserError(
+                f"checkpoint.branch_from: {source.name} holds weights only. Start a new run with "
+                "its weights by checkpoint.load_path"
+            )
+        state, progress = start_from(source, program, section.exclude_from_loading)
     fresh = Progress()  # a new run begins here
+    if section.branch:
+        progress = dataclasses.replace(progress, best_metric=None, best_step=None, early_stop={})
+        return state, dataclasses.replace(
+            progress, run_id=fresh.run_id, validation=None, rollbacks=[]
+        )
     progress = dataclasses.replace(
         progress, run_id=fresh.run_id, validation=None, rollbacks=[], data={}
     )
     return state, progress
+
+
+def find_start(section: CheckpointConfig) -> tuple[Path, int]:
+    """Return the run and step from which a new run starts.
+
+    Raises:
+        UserError: the checkpoint does not exist, or is no checkpoint of jaxforge.
+    """
+    if section.branch:
+        run, step = section.branch
+        return find_step(urls.path(run, "checkpoint.branch_from"), step)
+    assert section.load_path
+    return find(urls.path(section.load_path, "checkpoint.load_path"))
 
 
 def start_from(

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Train, or report a dry run; return the exit code."""
-    args, overrides = parser().parse(sys.argv[1:] if argv is None else argv)
+    args, overrides = _parse(sys.argv[1:] if argv is None else argv)
     if args.devices and not args.dry_run:
         raise UserError(
             f"--devices {args.devices} requires --dry-run: add --dry-run, or remove --devices"
@@ -49,10 +49,17 @@ def parse_command_line(argv: Sequence[str]) -> UnresolvedConfig:
         UserError: an argument or the config is invalid.
         SystemExit: the arguments were `--help` (code 0).
     """
-    args, overrides = parser().parse(argv)
+    args, overrides = _parse(argv)
     if args.dry_run:
         raise UserError("--dry-run is for `jaxforge train`: remove it here")
     return _config(args, overrides)
+
+
+def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Return options and settings; `--branch-from` is a setting."""
+    args, overrides = parser().parse(argv)
+    branch = [f"--checkpoint.branch_from={args.branch_from}"] if args.branch_from else []
+    return args, [*overrides, *branch]
 
 
 def _config(args: argparse.Namespace, overrides: Sequence[str]) -> UnresolvedConfig:
@@ -82,6 +89,11 @@ def parser() -> CommandParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--config", metavar="FILE", help="config of the run (TOML)")
+    parser.add_argument(
+        "--branch-from", metavar="RUN@STEP",
+        help="start a new run from the full state of another run's checkpoint (or RUN@latest), "
+        "with the schedule of this config; sets checkpoint.branch_from",
+    )  # fmt: skip
     parser.add_argument(
         "--dry-run", action="store_true",
         help="report what the run would do, and whether it fits in memory; write nothing",

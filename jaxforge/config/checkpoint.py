@@ -1,7 +1,8 @@
 """`[checkpoint]`: contents and times of checkpoints, and the checkpoint to start from."""
 
 from collections.abc import Iterator
-from typing import Literal
+from pathlib import Path
+from typing import Literal, NamedTuple
 
 from pydantic import NonNegativeInt
 
@@ -23,6 +24,32 @@ class DynCkptWindow(Section):
         """Yield the broken rules between the keys of this table."""
         if self.stop < self.start:
             yield f"stop = {self.stop} must be at least start = {self.start}"
+
+
+class Branch(NamedTuple):
+    """Checkpoint of another run from which a run branches off.
+
+    Attributes:
+        run: path or URL of the other run.
+        step: step of the checkpoint; None: the newest.
+    """
+
+    run: str
+    step: int | None
+
+    def __str__(self) -> str:
+        return f"{self.run}@{_LATEST if self.step is None else self.step}"
+
+    @classmethod
+    def parse(cls, text: str) -> "Branch | None":
+        """Return the branch of "RUN@STEP" or "RUN@latest"; None for other text."""
+        run, _, step = text.rpartition("@")
+        if not run or not (step == _LATEST or step.isdecimal()):
+            return None
+        return cls(run, None if step == _LATEST else int(step))
+
+
+_LATEST = "latest"
 
 
 class CheckpointConfig(Section):
@@ -52,6 +79,8 @@ class CheckpointConfig(Section):
     """Metric for keep_best_n, lower is better, such as eval/loss or eval/<set>/loss."""
     load_path: PathText | None = None
     """Checkpoint to start from if dir contains none."""
+    branch_from: PathText | None = None
+    """RUN@STEP or RUN@latest: the full state to start from if dir has no checkpoint."""
     export_interval: NonNegativeInt = 0
     """Export every n-th checkpoint for inference to exports/ in the run; 0 disables exports."""
     export_last: bool = False
@@ -69,3 +98,32 @@ class CheckpointConfig(Section):
         """Yield the broken rules between the keys of this section."""
         if self.non_persistent_interval and not self.non_persistent_dir:
             yield "non_persistent_interval requires non_persistent_dir"
+        if self.branch_from is not None:
+            yield from self._branch_problems(self.branch_from)
+
+    def _branch_problems(self, text: str) -> Iterator[str]:
+        branch = Branch.parse(text)
+        if branch is None:
+            yield f'branch_from = "{text}" must be RUN@STEP or RUN@latest'
+        elif Path(branch.run).absolute() == Path(self.dir).absolute():
+            yield f'branch_from = "{text}" is the run in dir itself: change dir to a new directory'
+        if self.load_path is not None:
+            yield "branch_from and load_path both name a start: remove one of them"
+        if self.exclude_from_loading:
+            yield (
+                "exclude_from_loading does not apply to branch_from, which loads the full state: "
+                "remove it, or use load_path"
+            )
+
+    @property
+    def branch(self) -> Branch | None:
+        """The checkpoint of another run from which the run branches off."""
+        return None if self.branch_from is None else Branch.parse(self.branch_from)
+
+    @property
+    def start_path(self) -> str | None:
+        """Path or URL of the checkpoint, or run, from which a new run starts; None: from none."""
+        if self.branch is None:
+            return self.load_path
+        run, step = self.branch
+        return run if step is None else f"{run.rstrip('/')}/checkpoints/step_{step}"

@@ -6,6 +6,7 @@ from jaxforge.config.job import JobConfig, short_toml
 from jaxforge.storage import urls
 
 _BUCKETS = {
+    "checkpoint.branch_from",
     "checkpoint.dir",
     "data.dataset_path",
     "data.datasets.path",

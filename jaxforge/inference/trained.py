@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 
 from jaxforge.checkpoint.layout import model_tree, variables
 from jaxforge.checkpoint.manager import Checkpoints
-from jaxforge.checkpoint.paths import SUBDIRECTORY, WEIGHTS, Weights, find
+from jaxforge.checkpoint.paths import WEIGHTS, Weights, find_step
 from jaxforge.checkpoint.relayout import by_layer, by_stage
 from jaxforge.config import rules
 from jaxforge.config.job import JobConfig
@@ -126,7 +126,7 @@ def open_run(
     Raises:
         UserError: the checkpoint does not exist, or the config cannot run on these devices.
     """
-    run, step = _find(path, step)
+    run, step = find_step(path, step)
     config = run_directory.read_config(run, [*_ANY_MESH, *overrides, *_NO_TRAINING])
     devices = list(jax.devices() if devices is None else devices)
     # No accumulation; pipeline stages require at least as many microbatches as stages.
@@ -148,13 +148,3 @@ def _does_not_fit(error: BaseException, params: Params) -> str:
         f"of {has}. What helps: a smaller --batch-size, fewer tokens, or more devices to split "
         "them over (--distributed.tp)"
     )
-
-
-def _find(path: Path, step: int | None) -> tuple[Path, int]:
-    run, newest = find(path)
-    if step is None:
-        return run, newest
-    try:
-        return find(run / SUBDIRECTORY / f"step_{step}")
-    except UserError as error:
-        raise UserError(f"{error}; the newest of {run} is step {find(run)[1]}") from None

@@ -102,7 +102,8 @@ def check_not_lost(run: Path) -> None:
     last, has_saved = 0, False
     for step, is_saved in _logged_steps(run / _METRICS):
         last, has_saved = max(last, step), has_saved or is_saved
-    if not has_saved and not any(start.get("step") for start in starts.read(run)):
+    resumed = (start for start in starts.read(run) if "parent" not in start)
+    if not has_saved and not any(start.get("step") for start in resumed):
         return
     raise UserError(
         f"checkpoint.dir = {run}: the run there logged {last:,} steps and saved checkpoints, and "

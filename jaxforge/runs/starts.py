@@ -33,7 +33,8 @@ def note(run: Path, step: int, **more: Any) -> None:  # noqa: ANN401
     Args:
         run: the directory, on this machine.
         step: step at which the start begins.
-        more: further JSON fields, such as `parameters`.
+        more: further JSON fields, such as `parameters`, or the `parent` of a run that starts from
+            another one.
 
     Raises:
         UserError: the directory cannot be written.

@@ -29,7 +29,12 @@ from jaxforge.training.instruments import (
     open_tracker,
 )
 from jaxforge.training.loop import Trainer
-from jaxforge.training.start import RunFiles, open_foreign, resolve_skip_idle_experts
+from jaxforge.training.start import (
+    RunFiles,
+    open_foreign,
+    resolve_branch,
+    resolve_skip_idle_experts,
+)
 from jaxforge.training.training_data import TrainingData, batch_ramp, open_data, record_data
 from jaxforge.training.updates import Updates
 
@@ -51,7 +56,7 @@ def build_trainer(config: JobConfig, mesh: Mesh, session: Session) -> Trainer:
         UserError: the config, the data or a checkpoint cannot be used.
     """
     profiler = open_profiler(config)
-    config = resolve_skip_idle_experts(config)
+    config = resolve_skip_idle_experts(resolve_branch(config))
     users = [*session.callbacks, *named_callbacks(config)]
     flags = compilation.accepted_flags(config)
     saved = Executable(config.train.executable, mesh) if config.train.executable else None
@@ -66,7 +71,7 @@ def build_trainer(config: JobConfig, mesh: Mesh, session: Session) -> Trainer:
     session.lock.acquire()
     files = RunFiles.open(config, model, watchdog, session.attempt)
     saver = files.saver
-    has_begun = not files.is_new or config.checkpoint.load_path
+    has_begun = not files.is_new or config.checkpoint.start_path
     with watchdog.naming("restoring a checkpoint" if has_begun else "initializing"):
         state, progress = saver.start(program, open_foreign)
     ramp = batch_ramp(config, mesh)

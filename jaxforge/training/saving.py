@@ -108,8 +108,8 @@ class Saver:
             replicas = Replicas.open(section, run, origin, resolved, model.stack)
         saver = cls(section, SavePolicy(config), permanent, local, mirror, replicas)
         saver.loaded = saver.newest()
-        if saver.loaded is None and section.load_path:
-            saver.loaded = urls.path(section.load_path, "checkpoint.load_path")
+        if saver.loaded is None and section.start_path:
+            saver.loaded = urls.path(section.start_path, "checkpoint.load_path")
         return saver
 
     def start(

@@ -3,12 +3,14 @@
 import dataclasses
 import logging
 from pathlib import Path
+from typing import Any
 
 import jax
 from jax.sharding import Mesh
 
 from jaxforge.checkpoint import paths
-from jaxforge.checkpoint.restore import Source
+from jaxforge.checkpoint.restore import Source, find_start
+from jaxforge.config.checkpoint import Branch, CheckpointConfig
 from jaxforge.config.ineffective_settings import answers, ineffective_settings
 from jaxforge.config.job import JobConfig
 from jaxforge.errors import UserError
@@ -18,7 +20,7 @@ from jaxforge.parallel.mesh import data_parallel_size
 from jaxforge.runs import run_directory, starts
 from jaxforge.runs.attempts import AttemptLog
 from jaxforge.state.progress import Progress
-from jaxforge.storage import mirror, trust
+from jaxforge.storage import mirror, trust, urls
 from jaxforge.telemetry.console import add_log_file
 from jaxforge.training.health.watchdog import Watchdog
 from jaxforge.training.saving import Saver
@@ -89,16 +91,76 @@ class RunFiles:
         run_directory.prepare(run, config)
         run_directory.record_start(run, config, progress.step)
         if jax.process_index() == 0:
-            if self.is_new and config.checkpoint.load_path:
-                _keep_documents(config.checkpoint.load_path, run)
+            more: dict[str, Any] = {}
+            if self.is_new and config.checkpoint.start_path:
+                _keep_documents(config.checkpoint.start_path, run)
+                more["parent"] = _parent(config.checkpoint, progress)
             _note_trust(config)
             devices = f"{jax.device_count()} x {jax.devices()[0].device_kind}"
             parameters = parameter_count(model.abstract)
             replicas = self.saver.replicas
-            more = {"replicas": replicas.origin} if replicas else {}
+            more |= {"replicas": replicas.origin} if replicas else {}
             starts.note(run, progress.step, parameters=parameters, devices=devices, **more)
         dp = data_parallel_size(mesh)
         write_summary(run, schedule_summary(config, dp, progress.sequences_per_epoch))
+
+
+def _parent(section: CheckpointConfig, progress: Progress) -> dict[str, Any]:
+    """Return the record of the checkpoint from which a new run starts."""
+    if section.branch:
+        return {"run": section.branch.run, "step": progress.step, "is_branch": True}
+    return {"run": section.load_path, "step": progress.step, "is_branch": False}
+
+
+def resolve_branch(config: JobConfig) -> JobConfig:
+    """Return the config with the absolute path and the step of `checkpoint.branch_from`.
+
+    Every process of the job must call this function.
+
+    Raises:
+        UserError: there is no such checkpoint, the processes of the job see different ones, or the
+            run in `checkpoint.dir` is not this branch.
+    """
+    section = config.checkpoint
+    if section.branch is None:
+        return config
+    branch, failure = section.branch, None
+    try:
+        branch = _begun_branch(section, section.branch) or Branch(*_start(section))
+    except UserError as error:
+        failure = error
+    agreement.check({"checkpoint.branch_from": str(failure or branch)})
+    if failure:
+        raise failure
+    pinned = section.model_copy(update={"branch_from": str(branch)})
+    return config.model_copy(update={"checkpoint": pinned})
+
+
+def _start(section: CheckpointConfig) -> tuple[str, int]:
+    run, step = find_start(section)
+    return str(run), step
+
+
+def _begun_branch(section: CheckpointConfig, branch: Branch) -> Branch | None:
+    """Return the branch of the run in `checkpoint.dir`; None if it has no checkpoint.
+
+    Raises:
+        UserError: it is another branch, or none.
+    """
+    own = (section.dir, section.non_persistent_dir)
+    begun = next((path for path in own if path and paths.has_run(path)), None)
+    if begun is None:
+        return None
+    stored = (paths.stored_config(begun).get("checkpoint") or {}).get("branch_from")
+    recorded = Branch.parse(stored or "")
+    wanted = branch._replace(run=str(urls.path(branch.run).absolute()))
+    if recorded is None or wanted not in (recorded, recorded._replace(step=None)):
+        origin = f"branched off from {stored}" if stored else "is no branch"
+        raise UserError(
+            f"checkpoint.branch_from = {wanted}: the run in {begun} {origin}. Name a new "
+            "checkpoint.dir; to resume the run there, leave checkpoint.branch_from out"
+        )
+    return recorded
 
 
 def _note_trust(config: JobConfig) -> None:
@@ -130,7 +192,7 @@ def _check_not_lost(config: JobConfig) -> None:
 def resolve_skip_idle_experts(config: JobConfig) -> JobConfig:
     """Return the config with `optimizer.skip_idle_experts` as the run began, unless it is set.
 
-    The value comes from the checkpoints of the run, else from `checkpoint.load_path`. Runs of
+    The value comes from the checkpoints of the run, else from `checkpoint.start_path`. Runs of
     KempnerForge may have skipped experts without tokens; their continuation then skips them too.
 
     Raises:
@@ -142,7 +204,7 @@ def resolve_skip_idle_experts(config: JobConfig) -> JobConfig:
     own = (section.dir, section.non_persistent_dir)
     start = next((directory for directory in own if directory and paths.has_run(directory)), None)
     if start is None and "optimizer" not in section.exclude_from_loading:
-        start = section.load_path
+        start = section.start_path
     if start is None:
         return config
     if paths.has_run(start):

@@ -298,6 +298,7 @@ def test_every_key_of_kempnerforge_loads():
                 "export_interval",
                 "export_last",
                 "export_weights",
+                "branch_from",
                 "non_persistent_interval",
                 "non_persistent_dir",
                 "replica_interval",

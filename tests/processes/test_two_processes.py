@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from tests.processes.launching import check_account, finish_both, free_port, start_both
+from torch_compat.formats.ocdbt import open_arrays
 
 pytestmark = pytest.mark.usefixtures("one_device")
 
@@ -63,6 +64,26 @@ def test_number_of_processes_does_not_change_the_run(new_run, count, mesh, named
     run.finish_here(*OVERRIDES)
     losses = [list(item.losses().values()) for item in (run, alone)]
     np.testing.assert_allclose(*losses, rtol=2e-6)
+
+
+@pytest.mark.slow  # quick: training/test_branches.py and checkpoint/test_saved_ema.py
+def test_branch_of_two_processes_starts_an_average(new_run):
+    parent, alone, both = (new_run(name) for name in ("parent", "alone", "both"))
+    parent.finish_here("--train.max_steps=4")
+    settings = ["--train.max_steps=8", "--train.ema_decay=0.8",
+                f"--branch-from={parent.directory}@latest"]  # fmt: skip
+    alone.finish_here(*settings)
+    outputs = finish_both(start_both(both, *settings, "--distributed.dp_shard=2"))
+    assert "has no average of the parameters: train.ema_decay starts it" in outputs[0]
+    states = [
+        open_arrays(run.directory / "checkpoints" / "step_8" / "state") for run in (alone, both)
+    ]
+    names = [name for name in states[0] if name.startswith("ema.")]
+    assert names
+    for name in names:
+        expected, result = (state[name].all() for state in states)
+        np.testing.assert_allclose(result, expected, atol=2e-5, err_msg=name)
+        assert (expected != states[0][name.replace("ema.", "params.", 1)].all()).any()
 
 
 def test_processes_that_differ_are_refused_on_each(new_run):

@@ -66,7 +66,8 @@ class RunWriter(Writer):
 
 def config_for_run(config: JobConfig, run: Path) -> JobConfig:
     """Return the config for a run directory, with the directory as `checkpoint.dir`."""
-    checkpoint = config.checkpoint.model_copy(update={"dir": str(run), "load_path": None})
+    start = {"load_path": None, "branch_from": None}
+    checkpoint = config.checkpoint.model_copy(update={"dir": str(run), **start})
     return config.model_copy(update={"checkpoint": checkpoint})
 
 

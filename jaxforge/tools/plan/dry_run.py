@@ -121,8 +121,9 @@ def _as_started(config: JobConfig, *, is_elsewhere: bool) -> tuple[JobConfig, li
     section = config.checkpoint
     if not config.model.is_moe or config.optimizer.skip_idle_experts is not None:
         return config, []
-    for location in filter(None, (section.dir, section.load_path)):
-        is_named = location is section.load_path
+    start_path = section.start_path
+    for location in filter(None, (section.dir, start_path)):
+        is_named = location is start_path
         if urls.in_bucket(location) or (is_elsewhere and is_named and not Path(location).exists()):
             return config, [f"optimizer.skip_idle_experts: a start takes it from {location}, "
                             "which was not read"]  # fmt: skip

@@ -5,6 +5,7 @@ from pathlib import Path
 from jaxforge.checkpoint import paths
 from jaxforge.checkpoint.manager import Checkpoints
 from jaxforge.checkpoint.relayout import by_layer
+from jaxforge.checkpoint.restore import find_start
 from jaxforge.config.job import JobConfig
 from jaxforge.data.fingerprint import check_random_tokens, check_unchanged, fingerprints
 from jaxforge.errors import UserError
@@ -37,11 +38,15 @@ def run_directory_row(config: JobConfig, mesh: AnyMesh, model: Model | None, dat
         _, step = paths.find(Path(directory))
     except UserError:
         run_directory.check_not_lost(run)
-        return f"{run}: a new run"
-    resumes = f"{run}: resumes from step {step:,}"
+        if config.checkpoint.branch is None:
+            return f"{run}: a new run"
+        source, step = find_start(config.checkpoint)
+        resumes = f"{run}: a new run that branches off from step {step:,} of {source}"
+    else:
+        source, resumes = run, f"{run}: resumes from step {step:,}"
     if model is None:
         return resumes
-    checkpoints = Checkpoints(run, config.checkpoint, read_only=True)
+    checkpoints = Checkpoints(source, config.checkpoint, read_only=True)
     try:
         like = Program(config, mesh, model=model).abstract_state()
         progress = checkpoints.check_restorable(by_layer(like, model.stack), step)

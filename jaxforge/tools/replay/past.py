@@ -101,7 +101,7 @@ class PastRun(Program):
             state, progress = starting_state(self, no_checkpoints, open_foreign)
         if progress.step >= step:
             raise UserError(
-                f"the run began at step {progress.step}, with {self.config.checkpoint.load_path}: "
+                f"the run began at step {progress.step}, with {self.config.checkpoint.start_path}: "
                 f"it has no step {step}"
             )
         return state, progress

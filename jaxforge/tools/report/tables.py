@@ -56,11 +56,21 @@ def _facts_of_run(run: Run) -> Mapping[str, str]:
     m = run.config.model
     return {
         **_reached(run),
+        **_parent(run),
         "model": f"{m.n_layers} layers, dim {m.dim:,}, {m.n_heads}/{m.kv_heads} heads of "
         f"{m.head_size}, ffn {m.ffn_dim:,}, vocabulary {m.vocab_size:,}",
         "parameters": "?" if run.parameters is None else human(run.parameters),
         **(_of_start(run.starts[-1]) if run.starts else {}),
     }
+
+
+def _parent(run: Run) -> Mapping[str, str]:
+    """Return the checkpoint of another run from which a run began, if any."""
+    parent = run.starts[0].get("parent") if run.starts else None
+    if not parent:
+        return {}
+    name = "branch of" if parent["is_branch"] else "started from"
+    return {name: f"{parent['run']} at step {parent['step']:,}"}
 
 
 def _reached(run: Run) -> Mapping[str, str]:
