@@ -50,7 +50,7 @@ def build_optimizer(config: JobConfig, axes: PyTree) -> optax.GradientTransforma
 
     schedule, optimizer = learning_rate(config), config.optimizer
     optimizer.check_patterns(flatten_dict(axes, sep="."))
-    frozen = frozen_paths(axes, optimizer)
+    frozen = frozen_paths(axes, config)
     axes = split(axes, frozen)[1]
     make = functools.partial(skip_idle_experts, build) if config.skips_idle_experts else build
     rules = [make(schedule, axes)]
