@@ -57,6 +57,27 @@ def _check_adapters(wanted: Iterable[str], saved: Iterable[str], path: Path) -> 
         )
 
 
+def check_adapters(wanted: PyTree, saved: PyTree, source: str) -> None:
+    """Compare the shapes of adapters.
+
+    Args:
+        wanted: the adapters that `[lora]` asks for.
+        saved: those of the source.
+        source: name of the source, for the message.
+
+    Raises:
+        UserError: an adapter differs; the message names the first one.
+    """
+    expected, actual = _shapes(wanted), _shapes(saved)
+    for name in sorted(expected.keys() | actual.keys()):
+        ours, theirs = expected.get(name, "absent"), actual.get(name, "absent")
+        if ours != theirs:
+            raise UserError(
+                f"{source} does not fit [lora]: {name} is {theirs} in the adapter and {ours} in "
+                "the config. Set lora.rank and lora.targets as the adapter was trained"
+            )
+
+
 def check_optimizer(wanted: PyTree, saved: PyTree, path: Path) -> None:
     """Compare the shapes of the optimizer's state.
 

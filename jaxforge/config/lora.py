@@ -2,9 +2,8 @@
 
 import re
 from collections.abc import Iterator
-from typing import Annotated
 
-from pydantic import Field, NonNegativeInt, PositiveFloat
+from pydantic import NonNegativeInt, PositiveFloat
 
 from jaxforge.config.section import PathText, Section
 
@@ -21,8 +20,6 @@ class LoraConfig(Section):
     """The adapters' outputs are multiplied by alpha / rank."""
     use_rslora: bool = False
     """Multiply by alpha / √rank instead (arXiv:2312.03732), for high ranks."""
-    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Probability that an input of an adapter is set to zero in training."""
     targets: tuple[str, ...] = ()
     """Regular expressions; linear layers with a matching name are adapted. By default all are."""
     adapter: PathText | None = None

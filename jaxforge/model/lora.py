@@ -1,6 +1,6 @@
 """Low-rank adapters of linear layers (LoRA, arXiv:2106.09685).
 
-    y = x Wᵀ + b + s · dropout(x) Aᵀ Bᵀ       A [r, in], B [out, r], s = alpha / r
+    y = x Wᵀ + b + s · x Aᵀ Bᵀ       A [r, in], B [out, r], s = alpha / r
 
 W and b are frozen (`optim.freezing`). As in PEFT, A is initially uniform with bound 1/√in and B is
 zero, so that training begins with the model of W. Adapters are stored in float32 whatever the dtype

@@ -8,6 +8,7 @@ import jax
 from jax.sharding import Mesh
 
 import jaxforge
+from jaxforge.checkpoint.layout import split_adapters
 from jaxforge.config.job import JobConfig
 from jaxforge.model.fp8_layers import describe_products
 from jaxforge.model.runtime import gpu_capability
@@ -56,6 +57,7 @@ def _rows(program: Program, state: TrainState, progress: Progress) -> Iterator[t
             f"computing in {t.mixed_precision}"
         ),
     )
+    yield "adapters", _adapters(model)
     yield "optimizer", _optimizer(config)
     yield (
         "devices",
@@ -147,6 +149,15 @@ def _optimizer(config: JobConfig) -> str:
     factors = "".join(f", lr x {f:g} for {pattern}" for pattern, f in o.lr_patterns.items())
     frozen = "".join(f", {pattern} frozen" for pattern in o.freeze_patterns)
     return f"{o.name}, moments in {moments}{rounded}{idle}{factors}{frozen}"
+
+
+def _adapters(model: Model) -> str:
+    """Describe the adapters, the only trained parameters; empty without them."""
+    lora = model.adapters
+    if lora is None:
+        return ""
+    trained = human(parameter_count(split_adapters(model.abstract)[0]))
+    return f"rank {lora.rank}, outputs x {lora.scale:g}; {trained} trained parameters in float32"
 
 
 def _experts(model: Model) -> str:
