@@ -18,6 +18,7 @@ CHAPTERS = {
         "prepare_terabytes",
         "launching",
         "elastic",
+        "averaging",
         "plan",
         "scaling",
         "torch_compat",

@@ -99,14 +99,13 @@ class Program:
     @functools.cached_property
     def shapes(self) -> TrainState:
         """The shape and dtype of every array of the state, as `ShapeDtypeStruct`."""
-        return jax.eval_shape(
-            lambda params: init_train_state(self.model, params, self.optimizer), self.model.abstract
-        )
+        return jax.eval_shape(self.state_before_steps, self.model.abstract)
 
     @functools.cached_property
     def shardings(self) -> TrainState:
         """The `NamedSharding` of every array of the state."""
-        return state_shardings(self.model, self.optimizer, self.mesh)
+        has_average = self.config.train.averages_weights
+        return state_shardings(self.model, self.optimizer, self.mesh, has_average=has_average)
 
     def abstract_state(self) -> TrainState:
         """Return the shape, dtype and sharding of every array of the state."""
@@ -134,6 +133,17 @@ class Program:
         with jax.set_mesh(self.mesh), matmul_precision(self.config):
             yield
 
+    def state_before_steps(self, params: Params, model_state: Params | None = None) -> TrainState:
+        """Return the state before the first step for given parameters; may be traced.
+
+        Args:
+            params: the parameters.
+            model_state: non-trainable state; by default the initial one.
+        """
+        train = self.config.train
+        dtype = train.ema_dtype if train.averages_weights else None
+        return init_train_state(self.model, params, self.optimizer, model_state, ema_dtype=dtype)
+
     def init(self, seed: int | None = None) -> TrainState:
         """Return a new state, each array on its devices. The values do not depend on the mesh.
 
@@ -141,7 +151,7 @@ class Program:
             seed: seed of the parameters; by default `train.seed`.
         """
         make: Any = jax.jit(
-            lambda key: init_train_state(self.model, self.model.init(key), self.optimizer),
+            lambda key: self.state_before_steps(self.model.init(key)),
             out_shardings=self.shardings,
         )
         with self.context():
@@ -155,9 +165,7 @@ class Program:
                 state. They are donated.
         """
         make: Any = jax.jit(
-            lambda x: init_train_state(
-                self.model, x["params"], self.optimizer, x.get("model_state")
-            ),
+            lambda x: self.state_before_steps(x["params"], x.get("model_state")),
             donate_argnums=0,
             out_shardings=self.shardings,
         )

@@ -28,15 +28,17 @@ class Registry:
     Args:
         key: the key, such as "optimizer.name".
         ours: built-in names.
+        family: prefix of further names, such as "optax.", whose builder is registered for the
+            prefix and checks the rest of the name; "" for none.
     """
 
-    def __init__(self, key: str, *ours: str) -> None:
-        self.key, self.ours = key, ours
+    def __init__(self, key: str, *ours: str, family: str = "") -> None:
+        self.key, self.ours, self.family = key, ours, family
         self._builders: dict[str, Callable[..., Any] | None] = dict.fromkeys(ours)
 
     def names(self) -> tuple[str, ...]:
-        """Return all names in the order of registration."""
-        return tuple(self._builders)
+        """Return all names in the order of registration, without those of the family."""
+        return tuple(name for name in self._builders if name != self.family)
 
     def register(self, name: str) -> Callable[[Builder], Builder]:
         """Return a decorator that registers a builder as `name`.
@@ -62,7 +64,8 @@ class Registry:
         Raises:
             UserError: the name is not registered.
         """
-        builder = self._builders.get(name)
+        is_of_family = self.family and name.startswith(self.family)
+        builder = self._builders.get(self.family if is_of_family else name)
         if builder is None:
             names = self.names()
             raise UserError(
@@ -81,10 +84,12 @@ class Registry:
     def __get_pydantic_json_schema__(
         self, schema: CoreSchema, handler: GetJsonSchemaHandler
     ) -> dict[str, Any]:
-        return {**handler(schema), "enum": list(self.names()), "registered": True}
+        names = {"enum": list(self.names()), "registered": True}
+        return {**handler(schema), **names, **({"family": self.family} if self.family else {})}
 
     def _known(self, name: str, info: ValidationInfo) -> str:
         """Raise an error for an unknown name, unless plugins may still register it."""
-        if name not in self._builders and not (info.context or {}).get("may_be_unknown"):
+        is_known = name in self.names() or (self.family and name.startswith(self.family))
+        if not is_known and not (info.context or {}).get("may_be_unknown"):
             raise PydanticCustomError("unknown_name", "not a name that is registered")
         return name

@@ -24,7 +24,7 @@ from jaxforge.parallel.sharding import batch_shardings
 from jaxforge.program import Program
 from jaxforge.state.guard_state import GuardState
 from jaxforge.state.progress import Progress
-from jaxforge.state.train_state import Counts, TrainState, init_train_state
+from jaxforge.state.train_state import Counts, TrainState
 from jaxforge.step.context import spread_sequences
 from jaxforge.step.train_step import Controls
 
@@ -66,19 +66,18 @@ class Setup(Program):
         key = (
             config.model.model_dump_json(), config.optimizer.model_dump_json(), config.lora,
             config.train.param_dtype, config.train.opt_state_dtype, config.train.param_rounding,
+            config.train.averages_weights, config.train.ema_dtype,
             config.train.seed, config.distributed.pp, config.distributed.pp_schedule,
             self.model.scales_loss, self.model.recipe,
         )  # fmt: skip
         if key not in _BEGUN:
             of = self.model.stack.of
             make = jax.jit(
-                lambda p: init_train_state(
-                    self.model,
+                lambda p: self.state_before_steps(
                     {
                         name: jax.tree.map(of(name).stack, part) if name in stacks else part
                         for name, part in p.items()
-                    },
-                    self.optimizer,
+                    }
                 )
             )
             _BEGUN[key] = jax.device_get(make(drawn(config)))
@@ -203,6 +202,7 @@ def underway(ours: Setup, steps: int) -> TrainState:
         guard=GuardState.fresh(scales_loss=ours.model.scales_loss),
         counts=Counts.of(Progress(step=steps)),
         model_state=jax.tree.map(normal, like.model_state),
+        ema=jax.tree.map(normal, like.ema),
     )  # fmt: skip
 
 

@@ -112,7 +112,7 @@ def _configs() -> None:
 
 def _runs() -> None:
     """Train runs with the steps and layers used in pages; others are copies."""
-    train.run(_config("runs/mine", 410, 400, train={"seq_len": 8},
+    train.run(_config("runs/mine", 410, 400, train={"seq_len": 8, "ema_decay": 0.99},
                       metrics={"log_interval": 100}))  # fmt: skip
     train.run(_config("runs/quickstart", 100, 50, model={"n_layers": 6}))
     for name in ("one", "two", "other"):

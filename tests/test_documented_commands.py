@@ -39,6 +39,7 @@ ELSEWHERE = {
 COMPILERS = {"v": "libtpu", "h": "jax_cuda13_plugin"}
 """What a plan imports for a topology, by its first letter."""
 META = {
+    "averaging": {"RUN": "runs/mine", "DIR": "made"},
     "data": {"INPUT": "my_texts", "PATH": "chat_tokenizer", "DIR": "made"},
     "torch_compat": {
         "SRC": "old/checkpoints", "DST": "made", "RUN": "my_run", "PATH": "my_run",

@@ -88,8 +88,10 @@ def test_config_takes_registered_names_and_suggests_them(key, tmp_path):
     node = all_keys()[key]
     known = (node["items"] if is_list else node)["enum"]
     assert known[-1] == "my_own"
+    family = ", or optax.<name>" if key == "optimizer.name" else ""
     assert str(caught.value) == (
-        f'{path}:2: {item} = "my_ownn": expected one of {", ".join(known)}; did you mean "my_own"?'
+        f'{path}:2: {item} = "my_ownn": expected one of {", ".join(known)}{family}; did you mean '
+        '"my_own"?'
     )
     config = load_config(path, [f"--{key}=my_own"])
     assert value_of(config, key) == (("my_own",) if is_list else "my_own")

@@ -6,6 +6,7 @@
     export SRC DST --to dcp|pt|hf|megatron|peft
                                          export a run as a DCP, a file of torch.save, a Hugging Face
                                          or Megatron checkpoint, or an adapter of PEFT
+    average RUN --last N --output DIR    write the mean of the weights of several checkpoints
     inspect PATH [--json]                describe a checkpoint in any readable format
     verify A B [--json]                  compare two checkpoints (exit code 1 if they differ)
     lockstep --torch MODULE:FACTORY --checkpoint PATH
@@ -31,7 +32,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jaxforge.cli.running import run_main
-from jaxforge.commands.command_line import CommandParser, positive_int
+from jaxforge.commands.command_line import CommandParser, add_weights_option, positive_int
 from jaxforge.errors import UserError
 from torch_compat.formats.workers import Share, Workers
 
@@ -93,6 +94,9 @@ def parser() -> CommandParser:
     _add_convert_options(add("convert", help="convert a checkpoint between any two formats"))
     _add_import_options(add("import", help="import a PyTorch checkpoint as a run of jaxforge"))
     _add_export_options(add("export", help="export a run of jaxforge as a PyTorch checkpoint"))
+    _add_average_options(
+        commands.add_parser("average", help="average the weights of checkpoints", uses_runs=True)
+    )
     inspecting = commands.add_parser("inspect", help="describe the contents of a checkpoint")
     inspecting.add_argument("path")
     inspecting.add_argument("--json", action="store_true")
@@ -118,6 +122,7 @@ def _add_convert_options(parser: argparse.ArgumentParser) -> None:
                              "megatron: the parent directory of iter_<n>")  # fmt: skip
     parser.add_argument("--to", choices=["jaxforge", *_TARGETS], required=True)
     _add_source_options(parser, dialect="--from-dialect")
+    add_weights_option(parser)
     _add_fill_option(parser)
     _add_dialect_options(parser)
     _add_write_options(parser)
@@ -145,8 +150,23 @@ def _add_export_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config", type=Path, help="replaces the config in the checkpoint")
     _add_dialect_options(parser)
     parser.add_argument("--weights-only", action="store_true", help="export no optimizer state")
+    add_weights_option(parser)
     _add_write_options(parser)
     parser.set_defaults(run=_export, from_dialect=None, fill_optimizer=False, resize_vocab=False)
+
+
+def _add_average_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("source", metavar="RUN", help="a run directory")
+    which = parser.add_mutually_exclusive_group(required=True)
+    which.add_argument("--last", type=positive_int, metavar="N", help="the N newest checkpoints")
+    which.add_argument("--steps", type=_steps, metavar="A,B,...", help="checkpoints of these steps")
+    add("--output", required=True, metavar="DIR", help="new run directory for the mean")
+    add_weights_option(parser)
+    add("--max-memory", type=Size, default=Size("256MiB"),
+        help="memory for tensors in transit (256MiB)")  # fmt: skip
+    add("--dry-run", action="store_true", help="print what would be done")
+    parser.set_defaults(run=_average, process=Share(), processes=1, worker=None)
 
 
 def _add_source_options(parser: argparse.ArgumentParser, dialect: str = "--dialect") -> None:
@@ -217,6 +237,24 @@ def _share(text: str) -> Share:
     if not 0 <= share.process < share.processes:
         raise ValueError(text)
     return share
+
+
+def _steps(text: str) -> list[int]:
+    return [int(step) for step in text.split(",")]
+
+
+def _average(args: argparse.Namespace, _: Sequence[str]) -> int:
+    from jaxforge.storage import urls
+    from torch_compat.checkpoint.dcp_state import ReadOptions
+    from torch_compat.convert import average
+    from torch_compat.convert.source import Request
+
+    source = average.select(args.source, args.last, args.steps)
+    output = urls.path(args.output)
+    average.check_output(source.run, output)
+    options = ReadOptions(weights_only=True, weights=args.weights)
+    max_memory = args.max_memory.bytes
+    return _run(args, Request(source, output, "jaxforge", options=options, max_memory=max_memory))
 
 
 def _import(args: argparse.Namespace, overrides: Sequence[str]) -> int:
@@ -313,6 +351,7 @@ def _options(args: argparse.Namespace) -> "ReadOptions":
         weights_only=args.weights_only,
         fill_optimizer=args.fill_optimizer,
         resize_vocab=args.resize_vocab,
+        weights=getattr(args, "weights", "raw"),
     )
 
 

@@ -102,11 +102,18 @@ class Hosts:
         run: the run that they train.
         network: network of the hosts; None for ports of this machine.
         overrides: further settings of the run.
+        count: number of hosts.
     """
 
-    def __init__(self, run: Run, network: Network | None, overrides: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        run: Run,
+        network: Network | None,
+        overrides: Sequence[str] = (),
+        count: int = N_HOSTS,
+    ) -> None:
         self._run, self._network, self._overrides = run, network, overrides
-        names = [network.address(i) if network else "127.0.0.1" for i in range(N_HOSTS)]
+        names = [network.address(i) if network else "127.0.0.1" for i in range(count)]
         self._peers = ",".join(f"{name}:{free_port('127.0.0.1')}" for name in names)
         self.supervisors: dict[int, subprocess.Popen[bytes]] = {}
         self._frozen: list[psutil.Process] = []

@@ -8,6 +8,7 @@
     optimizer/expert_updates/... updates of each expert, if idle experts are skipped
     guard/...               counts of bad steps, losses of good ones
     model_state/...         non-trainable state of the model, if it has any
+    ema/...                 average of the parameters, if `train.ema_decay` is set
 
 The counts of samples and tokens are in `progress`, the JSON next to the arrays.
 
@@ -16,7 +17,9 @@ read it.
 """
 
 import dataclasses
+import logging
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -26,7 +29,7 @@ import orbax.checkpoint as ocp
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jaxtyping import PyTree
 
-from jaxforge.checkpoint.paths import is_precision_specific
+from jaxforge.checkpoint.paths import EMA, is_optional, is_precision_specific
 from jaxforge.config.lora import ADAPTER
 from jaxforge.config.model import EXPERTS, LAYERS
 from jaxforge.config.optimizer import EXPERT_FIELD
@@ -34,7 +37,9 @@ from jaxforge.model.transformer import Params, join
 from jaxforge.optim.trees import split
 from jaxforge.parallel.sharding import Axes
 from jaxforge.state.guard_state import GuardState
-from jaxforge.state.train_state import TrainState, part_like
+from jaxforge.state.train_state import TrainState, part_like, start_average
+
+log = logging.getLogger(__name__)
 
 Tree = dict[str, Any]
 
@@ -50,6 +55,7 @@ def to_tree(state: TrainState) -> Tree:
         **model_tree(state.params, state.model_state),
         "optimizer": _fields(state.opt_state),
         "guard": state.guard.arrays(),
+        **({EMA: state.ema} if state.ema else {}),
     }
 
 
@@ -77,18 +83,30 @@ def stored_state(state: TrainState) -> TrainState:
 
 
 def drop_unsaved(wanted: Tree, saved: Tree) -> Tree:
-    """Return the wanted tree without precision-specific arrays that were not saved."""
+    """Return the wanted tree without optional arrays that were not saved."""
     saved_names, flat = flatten_dict(saved, sep=".").keys(), flatten_dict(wanted, sep=".")
-    wanted_leaves = {
-        k: leaf for k, leaf in flat.items() if k in saved_names or not is_precision_specific(k)
-    }
+    wanted_leaves = {k: leaf for k, leaf in flat.items() if k in saved_names or not is_optional(k)}
     return wanted if len(wanted_leaves) == len(flat) else unflatten_dict(wanted_leaves, sep=".")
 
 
 def has_extra_leaves(wanted: Tree, saved: Tree) -> bool:
-    """Return whether precision-specific arrays were saved that the wanted tree lacks."""
+    """Return whether optional arrays were saved that the wanted tree lacks."""
     spare = flatten_dict(saved, sep=".").keys() - flatten_dict(wanted, sep=".").keys()
-    return any(map(is_precision_specific, spare))
+    return any(map(is_optional, spare))
+
+
+def log_average_changes(wanted: TrainState, saved: Tree, path: Path) -> None:
+    """Log whether a restore starts the average of the parameters anew, or drops it.
+
+    Args:
+        wanted: the state that the config asks for.
+        saved: the saved tree.
+        path: the checkpoint.
+    """
+    if wanted.ema and EMA not in saved:
+        log.info("%s has no average of the parameters: train.ema_decay starts it from them", path)
+    elif EMA in saved and not wanted.ema:
+        log.info("the average of the parameters in %s is dropped: train.ema_decay = 0", path)
 
 
 def drop_precision_specific(fields: Tree) -> Tree:
@@ -128,9 +146,16 @@ def variables(tree: Tree) -> Params:
 def from_tree(tree: Tree, like: TrainState) -> TrainState:
     """Return a state with the optimizer chain and the counts of `like`, and the stored parameters.
 
-    Precision-specific arrays that the tree lacks start from zeros.
+    Precision-specific arrays that the tree lacks start from zeros, the average of the parameters
+    from the parameters.
     """
     tree = fill_missing(tree, to_tree(like))
+    ema = tree.get(EMA, {})
+    if like.ema and not ema:
+        dtype = str(jax.tree.leaves(like.ema)[0].dtype)
+        at = jax.tree.map(lambda leaf: leaf.sharding, like.ema)
+        start: Any = jax.jit(start_average, static_argnums=1, out_shardings=at)
+        ema = start(tree["params"], dtype)
     return TrainState(
         step=tree["step"],
         params=tree["params"],
@@ -138,6 +163,7 @@ def from_tree(tree: Tree, like: TrainState) -> TrainState:
         guard=GuardState(**tree["guard"]),
         counts=like.counts,
         model_state=tree.get("model_state", {}),
+        ema=ema,
     )
 
 
@@ -160,7 +186,8 @@ def save_args(tree: Tree, axes: PyTree) -> Tree:
         if isinstance(value, dict) and not name.startswith(EXPERT_FIELD)
     }
     params = part_like(tree["params"], stacked)
-    return {**args, "params": params, "optimizer": {**args["optimizer"], **moments}}
+    average = {EMA: stacked} if EMA in tree else {}
+    return {**args, "params": params, "optimizer": {**args["optimizer"], **moments}, **average}
 
 
 def file_bytes(tree: Tree) -> int:

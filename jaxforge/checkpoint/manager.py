@@ -38,11 +38,14 @@ from jaxforge.checkpoint.checksums import (
     is_on_this_host,
 )
 from jaxforge.checkpoint.paths import (
+    EMA,
     PREFIX,
     SUBDIRECTORY,
+    Weights,
     check_no_torch_checkpoints,
     check_path,
     is_durable,
+    no_average,
 )
 from jaxforge.checkpoint.relayout import by_layer
 from jaxforge.checkpoint.save_policy import milestones
@@ -70,6 +73,7 @@ would receive its signals."""
 
 _ALONE_SEC = 60.0  # time for a save to end in a process that exits on its own
 
+_PARAMS = "params"
 _COMMIT_FILE = ocp.options.AtomicityOptions(mode=ocp.options.AtomicityMode.COMMIT_FILE)
 
 
@@ -251,6 +255,7 @@ class Checkpoints:
         """
         with self._naming_damage(step):
             tree, saved = self._fitting_trees(like, step)
+            layout.log_average_changes(like, saved, self.path(step))
             restored = self._read(
                 step,
                 progress=ocp.args.JsonRestore(),
@@ -289,17 +294,30 @@ class Checkpoints:
         with self._naming_damage(step):
             return bool(self._saved_tree(step)["optimizer"])
 
-    def restore_model(self, like: PyTree, step: int) -> PyTree:
-        """Restore only the model's part of the state of a step (`layout.model_tree`)."""
+    def restore_model(self, like: PyTree, step: int, weights: Weights = "raw") -> PyTree:
+        """Restore only the model's part of the state of a step (`layout.model_tree`).
+
+        Args:
+            like: requested shapes, dtypes and shardings.
+            step: a durable step.
+            weights: "ema" restores the average of the parameters in their place.
+
+        Raises:
+            UserError: the step is damaged, of another model, or has no average.
+        """
         with self._naming_damage(step):
             saved = self._saved_tree(step)
             like = {name: part for name, part in like.items() if name in saved}
             like = layout.drop_unsaved(like, saved)
             part = {name: saved[name] for name in like}
             validation.check_model(like, part, self.path(step))
+            if weights == "ema":
+                if EMA not in saved:
+                    raise UserError(no_average(self.path(step)))
+                like = {EMA if name == _PARAMS else name: part for name, part in like.items()}
             state = self._read(step, state=_restore_args(like, partial=True)).state
             self._check_bits(state, saved, step)
-        return state
+        return {_PARAMS if name == EMA else name: part for name, part in state.items()}
 
     def path(self, step: int) -> Path:
         """Return the directory of a step."""

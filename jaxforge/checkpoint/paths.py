@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 from jaxforge.cli.suggestions import path_hint
 from jaxforge.config.model import AMAX_HISTORIES
@@ -12,6 +12,12 @@ from jaxforge.storage import COMMITTED, urls
 
 SUBDIRECTORY = "checkpoints"
 PREFIX = "step"
+EMA = "ema"
+"""Name of the average of the parameters in a saved state."""
+
+Weights = Literal["raw", "ema"]
+"""Weights of a checkpoint: the parameters, or their average (`train.ema_decay`)."""
+WEIGHTS: tuple[Weights, ...] = get_args(Weights)
 
 
 def is_precision_specific(array: str) -> bool:
@@ -22,6 +28,22 @@ def is_precision_specific(array: str) -> bool:
     """
     prefixes = ("guard.loss_scale", f"optimizer.{COMPENSATION}.")
     return array.startswith(prefixes) or array.endswith(AMAX_HISTORIES)
+
+
+def is_optional(array: str) -> bool:
+    """Return whether a run can start without an array, or drop it, given its dotted name.
+
+    These are precision-specific arrays and the average of the parameters.
+    """
+    return array.startswith(f"{EMA}.") or is_precision_specific(array)
+
+
+def no_average(checkpoint: object) -> str:
+    """Return the message for a checkpoint that has no average of the parameters."""
+    return (
+        f"--weights ema: {checkpoint} has no average of the parameters, which a run keeps with "
+        "train.ema_decay. Remove --weights ema, or choose another checkpoint"
+    )
 
 
 def is_durable(checkpoint: Path) -> bool:

@@ -192,7 +192,9 @@ def start_from(
         state = by_stage(state, stack, like)
         if "model" in excluded:
             new = stored_state(program.init())
-            state = dataclasses.replace(state, params=new.params, model_state=new.model_state)
+            state = dataclasses.replace(
+                state, params=new.params, model_state=new.model_state, ema=new.ema
+            )
     elif "model" in excluded:
         progress = source.progress()
         state = _with_progress(program.init(), progress)

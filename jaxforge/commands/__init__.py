@@ -41,6 +41,7 @@ COMMANDS = {
     "convert": Command(_TORCH, "convert a checkpoint between formats", True),
     "import": Command(_TORCH, "make a run from a PyTorch or Hugging Face checkpoint", True),
     "export": Command(_TORCH, "write a run as PyTorch or Hugging Face checkpoint", True),
+    "average": Command(_TORCH, "average the weights of several checkpoints", True),
     "inspect": Command(_TORCH, "show the content of a checkpoint in any readable format", True),
     "verify": Command(_TORCH, "compare two checkpoints", True),
     "lockstep": Command(_TORCH, "compare a PyTorch model with jaxforge layer by layer", True),

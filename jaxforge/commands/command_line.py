@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
 
+from jaxforge.checkpoint.paths import WEIGHTS
 from jaxforge.cli import suggestions, typing_slips
 from jaxforge.cli.running import program, wide_console
 from jaxforge.errors import UserError
@@ -154,6 +155,15 @@ class CommandParser(argparse.ArgumentParser):
             meant |= _settings_by_name()
         close = difflib.get_close_matches(option.replace("-", "_"), meant, n=1)
         return f"; did you mean {' or '.join(meant[close[0]])}?" if close else ""
+
+
+def add_weights_option(parser: argparse.ArgumentParser) -> None:
+    """Add `--weights`, which chooses the weights of a checkpoint of a run."""
+    parser.add_argument(
+        "--weights", choices=WEIGHTS, default=WEIGHTS[0],
+        help="ema: the average of the parameters, which a run keeps with train.ema_decay "
+        "(default: raw, the parameters)",
+    )  # fmt: skip
 
 
 def positive_int(text: str) -> int:

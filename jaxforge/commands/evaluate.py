@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from jaxforge.cli.running import STDOUT, check_parent_directory, run_main
-from jaxforge.commands.command_line import CommandParser
+from jaxforge.commands.command_line import CommandParser, add_weights_option
 from jaxforge.errors import UserError
 from jaxforge.storage import urls
 
@@ -37,6 +37,7 @@ def parser() -> CommandParser:
     add = parser.add_argument
     add("run", metavar="RUN", help="run directory, or one of its checkpoints")
     add("--step", type=int, help="checkpoint to evaluate (default: the newest)")
+    add_weights_option(parser)
     add("--set", metavar="NAME=DIR", action="append", default=[],
         help="directory of token shards, or a pattern such as DIR/*.bin; repeatable "
         "(default: the run's [eval])")  # fmt: skip

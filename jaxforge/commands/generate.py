@@ -12,7 +12,7 @@ from pathlib import Path
 
 from jaxforge.cli.running import run_main
 from jaxforge.cli.sampling_options import check
-from jaxforge.commands.command_line import CommandParser
+from jaxforge.commands.command_line import CommandParser, add_weights_option
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -38,6 +38,7 @@ def parser() -> CommandParser:
     add = parser.add_argument
     add("run", metavar="RUN", help="run directory, or one of its checkpoints")
     add("--step", type=int, help="checkpoint to use; by default the newest")
+    add_weights_option(parser)
     add("--prompt", action="append", help="text to continue; repeatable")
     add("--prompts", metavar="FILE", type=Path,
         help='text file with a prompt per line, or .jsonl with "prompt" keys; "-" for standard '

@@ -12,8 +12,9 @@ import os
 import sys
 from collections.abc import Sequence
 
+from jaxforge.checkpoint.paths import WEIGHTS
 from jaxforge.cli.running import run_main
-from jaxforge.commands.command_line import CommandParser
+from jaxforge.commands.command_line import CommandParser, add_weights_option
 from jaxforge.errors import UserError
 
 _OURS = ("max_length", "max_gen_toks", "add_bos_token", "prefix_token_id", "seed")
@@ -45,6 +46,7 @@ def parser() -> CommandParser:
     add = parser.add_argument
     add("run", metavar="RUN", help="run directory, or one of its checkpoints")
     add("--step", type=int, help="checkpoint to evaluate (default: the newest)")
+    add_weights_option(parser)
     add("--tasks", nargs="+", required=True, metavar="NAME", help="tasks or task groups")
     add("--include_path", metavar="DIR", help="directory of custom tasks")
     add("--output_path", metavar="DIR", help="directory for results as JSON")
@@ -65,6 +67,7 @@ def _tasks(args: argparse.Namespace) -> list[str]:
 def _model(args: argparse.Namespace, others: Sequence[str]) -> list[str]:
     """Return lm_eval's arguments for the model."""
     own = {"run": args.run} | ({"step": args.step} if args.step is not None else {})
+    own |= {"weights": args.weights} if args.weights != WEIGHTS[0] else {}
     settings = [argument[2:].partition("=")[::2] for argument in others if _is_setting(argument)]
     given = [
         argument.partition("=")[::2] for part in args.model_args for argument in part.split(",")

@@ -58,6 +58,8 @@ class CheckpointConfig(Section):
     """Export the last checkpoint for inference when training ends."""
     export_dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Dtype of exported weights."""
+    export_weights: Literal["raw", "ema"] = "raw"
+    """Exported weights: the parameters, or their average (train.ema_decay)."""
     exclude_from_loading: tuple[Literal["model", "optimizer", "progress"], ...] = ()
     """Parts of load_path that are not loaded. Without "model", weights are new."""
     ignore_freeze_mismatch: bool = False

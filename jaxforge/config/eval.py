@@ -15,6 +15,9 @@ from jaxforge.registry import Registry
 METRICS = ("loss", "perplexity", "bits_per_byte")
 """Metrics that are logged for each evaluation set."""
 
+AVERAGE_PREFIX = "ema_"
+"""Prefix of the same metrics of the average of the parameters (`train.ema_decay`)."""
+
 EVAL_FUNCTIONS = Registry("eval.functions", "accuracy")
 """Registered evaluation functions (`training.eval_functions`)."""
 
@@ -177,7 +180,12 @@ class EvalConfig(EvalSource):
             return {dataset.name: dataset for dataset in self.datasets}
         return {"": self} if self.has_data else {}
 
-    def metric_names(self) -> tuple[str, ...]:
-        """Return the metrics of an evaluation: over all sets, then for each named set."""
+    def metric_names(self, *, has_average: bool = False) -> tuple[str, ...]:
+        """Return the metrics of an evaluation: over all sets, then for each named set.
+
+        Args:
+            has_average: whether the average of the parameters is evaluated too.
+        """
         sets = ["", *(f"{dataset.name}/" for dataset in self.datasets)]
-        return tuple(f"eval/{name}{metric}" for name in sets for metric in METRICS)
+        metrics = [*METRICS, *(AVERAGE_PREFIX + metric for metric in METRICS if has_average)]
+        return tuple(f"eval/{name}{metric}" for name in sets for metric in metrics)

@@ -28,8 +28,10 @@ def ineffective_settings(config: JobConfig, platform: str) -> list[str]:
         *rates,
         *_data(config),
         *_precision(config, platform),
+        *_optimizer(config),
         *_experts(config),
         *_mtp(config),
+        *_average(config),
         *schedule(config),
         *_intervals(config),
     ]
@@ -101,6 +103,20 @@ def _precision(config: JobConfig, platform: str) -> Iterator[str]:
         )
 
 
+def _optimizer(config: JobConfig) -> Iterator[str]:
+    """Warn of keys that belong to another optimizer."""
+    section = config.optimizer
+    for prefix, name in (("muon_", "muon"), ("schedule_free_", "schedule_free_adamw")):
+        keys = [key for key in type(section).model_fields if key.startswith(prefix)]
+        for key in keys if section.name != name else ():
+            value = getattr(section, key)
+            if value != type(section).model_fields[key].default:
+                yield (
+                    f"optimizer.{key} = {short_toml(value)} has no effect with optimizer.name = "
+                    f'"{section.name}": remove it, or set optimizer.name to "{name}"'
+                )
+
+
 def _experts(config: JobConfig) -> Iterator[str]:
     if config.optimizer.skip_idle_experts and not config.model.is_moe:
         yield (
@@ -115,6 +131,36 @@ def _mtp(config: JobConfig) -> Iterator[str]:
             f"train.mtp_loss_weight = {config.train.mtp_loss_weight:g} has no effect: the model "
             "predicts no further tokens (model.mtp_depth = 0); remove it, or set model.mtp_depth"
         )
+
+
+def _average(config: JobConfig) -> Iterator[str]:
+    """Yield settings of an average that is off, is too short, or is lost in rounding errors."""
+    train = config.train
+    if not train.averages_weights:
+        for key in ("ema_dtype", "ema_interval", "ema_start"):
+            if config.is_set(f"train.{key}"):
+                yield (
+                    f"train.{key} has no effect: train.ema_decay = 0 computes no average; remove "
+                    "it, or set train.ema_decay"
+                )
+        return
+    if train.ema_interval > train.max_steps - train.ema_start:
+        yield (
+            f"train.ema_interval = {train.ema_interval:,} and train.ema_start = "
+            f"{train.ema_start:,} leave no update of the average up to train.max_steps = "
+            f"{train.max_steps:,}: change {describe_change({'train.ema_interval': 1})}"
+        )
+    # An update rounds by up to a digit: a variance of 1/6 of its square, for evenly spread values.
+    digits = math.sqrt(1 / 6 / (1 - train.ema_decay**2))
+    if train.ema_dtype == "bfloat16" and digits > _LARGE_ERROR:
+        yield (
+            f'train.ema_dtype = "bfloat16" adds a random error of about {digits:.0f} in the last '
+            f"digit with train.ema_decay = {train.ema_decay:g}: change "
+            + describe_change({"train.ema_dtype": "float32"})
+        )
+
+
+_LARGE_ERROR = 2  # in units of the last digit
 
 
 def schedule(config: JobConfig) -> Iterator[str]:

@@ -8,12 +8,14 @@ from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
 from jaxforge.config.duration import Steps
 from jaxforge.config.problems import Problem, single_change
-from jaxforge.config.section import Section, Weights, WeightTable
+from jaxforge.config.section import Options, OptionTable, Section, Weights, WeightTable
 from jaxforge.errors import UserError
 from jaxforge.registry import Registry
 
-OPTIMIZERS = Registry("optimizer.name", "adamw", "lion", "schedule_free_adamw", "muon")
-"""Registered update rules (`optim.optimizer`)."""
+OPTIMIZERS = Registry(
+    "optimizer.name", "adamw", "lion", "schedule_free_adamw", "muon", family="optax."
+)
+"""Registered update rules (`optim.optimizer`), and those of optax by their names."""
 
 EXPERT_FIELD = "expert_"
 """Prefix of optimizer-state fields with a count per expert, such as `expert_updates`."""
@@ -30,6 +32,7 @@ Beta = Annotated[float, Field(ge=0, lt=1)]
 """Decay rate of a running mean."""
 
 
+_CAUTIOUS = ("adamw", "lion", "muon")
 _PATTERNS = ("decay_patterns", "no_decay_patterns", "freeze_patterns", "lr_patterns")
 
 
@@ -37,7 +40,9 @@ class OptimizerConfig(Section):
     """Update rule and its hyperparameters."""
 
     name: Annotated[str, OPTIMIZERS] = "adamw"
-    """Update rule."""
+    """Update rule, or an optimizer of optax, such as optax.adan or optax.contrib.ademamix."""
+    options: OptionTable = Field(default_factory=Options)
+    """Arguments of an optimizer of optax, as {b1 = 0.9}; lr and weight_decay keep their keys."""
     lr: PositiveFloat = 3e-4
     """Peak learning rate, multiplied by the schedule."""
     lr_scale_rule: Literal["none", "linear", "sqrt"] = "none"
@@ -46,6 +51,8 @@ class OptimizerConfig(Section):
     """Sequences per update for which lr was chosen."""
     weight_decay: NonNegativeFloat = 0.1
     """Decoupled weight decay of all parameters with more than one dimension."""
+    cautious_weight_decay: bool = False
+    """Decay only the elements that the step moves towards zero."""
     decay_patterns: tuple[str, ...] = ()
     """Regular expressions; parameters with a matching name decay, including vectors."""
     no_decay_patterns: tuple[str, ...] = ()
@@ -64,6 +71,14 @@ class OptimizerConfig(Section):
     """Momentum of Muon."""
     muon_ns_steps: PositiveInt = 5
     """Newton-Schulz iterations of Muon."""
+    muon_nesterov: bool = False
+    """Let Muon look ahead: orthogonalize gradient + muon_momentum * momentum."""
+    muon_variant: Literal["muon", "normuon"] = "muon"
+    """Muon, or NorMuon, which also brings the rows of a step to similar lengths."""
+    muon_beta2: Beta = 0.95
+    """Decay rate of NorMuon's mean square of each row."""
+    muon_scale: Literal["spectral", "rms"] = "spectral"
+    """Factor on Muon's steps: sqrt(max(1, rows / columns)), or 0.2 sqrt(max(rows, columns))."""
     muon_adam_lr: PositiveFloat | None = None
     """Learning rate of the parameters that Muon leaves to AdamW; if not set, lr."""
     schedule_free_warmup_steps: Steps = 0
@@ -108,6 +123,17 @@ class OptimizerConfig(Section):
                 f'lr_scale_rule = "{self.lr_scale_rule}" requires lr_base_batch, the sequences per '
                 "update for which lr was chosen",
                 (single_change("lr_scale_rule", "none"),),
+            )
+        if self.options and not self.name.startswith(OPTIMIZERS.family):
+            yield (
+                f'options are arguments of optimizers of optax, and name = "{self.name}" is none: '
+                "remove options, or name one, such as optax.adan"
+            )
+        if self.cautious_weight_decay and self.name not in _CAUTIOUS:
+            yield Problem(
+                f'cautious_weight_decay does not support name = "{self.name}", only '
+                f"{', '.join(_CAUTIOUS)}",
+                (single_change("cautious_weight_decay", False),),
             )
         yield from self.large_rates(LARGEST_LR)
         for key in _PATTERNS:

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
-Value = int | str
+Value = float | str
 """A value that a message may propose."""
 
 Change = Mapping[str, Value]

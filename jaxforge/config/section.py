@@ -125,6 +125,13 @@ WordTable = Annotated[
 """Type of a field that maps names to text; true, false and numbers are converted to text."""
 
 
+Options = Table[bool | int | float | str]
+OptionTable = Annotated[
+    Mapping[str, bool | int | float | str], AfterValidator(Table), PlainSerializer(dict)
+]
+"""Type of a field that maps names of arguments to plain values."""
+
+
 def _is_list(annotation: object) -> bool:
     """Return whether a field is a list, so that a bare item may stand for it."""
     return get_origin(annotation) is tuple and get_args(annotation)[-1] is ...

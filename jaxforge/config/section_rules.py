@@ -142,7 +142,7 @@ def torch_ranks_share_a_microbatch(config: JobConfig, mesh: Mesh) -> Iterator[st
 
 def best_metric_is_logged(config: JobConfig, mesh: Mesh) -> Iterator[str]:
     """Require that the metric that ranks checkpoints is logged."""
-    metric, known = config.checkpoint.best_metric, config.eval.metric_names()
+    metric, known = config.checkpoint.best_metric, _evaluation_metrics(config)
     if config.eval.enabled and metric not in known and not _has_terms(config):
         near = choices(metric, known)
         yield f'checkpoint.best_metric = "{metric}" is not a metric of [eval]{near}'
@@ -150,7 +150,7 @@ def best_metric_is_logged(config: JobConfig, mesh: Mesh) -> Iterator[str]:
 
 def early_stop_metric_is_logged(config: JobConfig, mesh: Mesh) -> Iterator[str]:
     """Require that the early-stop metric is logged."""
-    stop, known = config.early_stop, config.eval.metric_names()
+    stop, known = config.early_stop, _evaluation_metrics(config)
     if not stop.active or stop.patience_steps is None or not stop.metric.startswith("eval/"):
         return
     if not config.eval.enabled:
@@ -160,6 +160,18 @@ def early_stop_metric_is_logged(config: JobConfig, mesh: Mesh) -> Iterator[str]:
     elif stop.metric not in known and not _has_terms(config):
         near = choices(stop.metric, known)
         yield f'early_stop.metric = "{stop.metric}" is not a metric of [eval]{near}'
+
+
+def exported_average_exists(config: JobConfig, mesh: Mesh) -> Iterator[Problem]:
+    """Require an average of the parameters if it is to be exported."""
+    if config.checkpoint.export_weights == "ema" and not config.train.averages_weights:
+        yield Problem(
+            'checkpoint.export_weights = "ema" requires train.ema_decay, which is 0',
+            (
+                single_change("train.ema_decay", 0.999),
+                single_change("checkpoint.export_weights", "raw"),
+            ),
+        )
 
 
 def fp8_has_layers(config: JobConfig, mesh: Mesh) -> Iterator[Problem]:
@@ -222,7 +234,26 @@ def hang_is_reported_before_the_end(config: JobConfig, mesh: Mesh) -> Iterator[P
     )
 
 
+def adapters_are_supported(config: JobConfig, mesh: Mesh) -> Iterator[Problem]:
+    """Refuse settings that need the whole model in the run's own checkpoints."""
+    if not config.lora.rank:
+        return
+    rank = f"lora.rank = {config.lora.rank}"
+    if config.train.averages_weights:
+        yield Problem(
+            f"{rank} does not support train.ema_decay: adapters have no average",
+            (single_change("train.ema_decay", 0.0), single_change("lora.rank", 0)),
+        )
+    if "model" in config.checkpoint.exclude_from_loading:
+        yield Problem(
+            f'{rank} adapts the model of checkpoint.load_path, and "model" in '
+            "checkpoint.exclude_from_loading leaves it out",
+            (single_change("lora.rank", 0),),
+        )
+
+
 SECTION_RULES: tuple[Rule, ...] = (
+    adapters_are_supported,
     seq_len_fits_model,
     eval_has_source,
     captures_have_source,
@@ -234,11 +265,16 @@ SECTION_RULES: tuple[Rule, ...] = (
     torch_ranks_share_a_microbatch,
     best_metric_is_logged,
     early_stop_metric_is_logged,
+    exported_average_exists,
     fp8_has_layers,
     schedule_free_has_no_schedule,
     moment_storage_is_supported,
     hang_is_reported_before_the_end,
 )
+
+
+def _evaluation_metrics(config: JobConfig) -> tuple[str, ...]:
+    return config.eval.metric_names(has_average=config.train.averages_weights)
 
 
 def _has_terms(config: JobConfig) -> bool:

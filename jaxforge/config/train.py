@@ -111,6 +111,14 @@ class TrainConfig(Section):
     """Rounding of updates to bfloat16 parameters; see docs/precision.md."""
     opt_state_dtype: Dtype | Literal["8bit"] = "float32"
     """Storage dtype of optimizer moments; 8bit: blockwise for matrices, see docs/precision.md."""
+    ema_decay: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Decay of an exponential moving average of the parameters; 0 disables it, see averaging.md."""
+    ema_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Storage dtype of the average; bfloat16 is rounded stochastically, for short averages."""
+    ema_interval: PositiveInt = 1
+    """Updates between updates of the average."""
+    ema_start: Steps = 0
+    """Updates during which the average equals the parameters."""
     activation_checkpointing: Literal[
         "none",
         "full",
@@ -275,6 +283,11 @@ class TrainConfig(Section):
                     f"grad_accum_steps = {whole} / {self.grad_accum_steps}: {size} is not one"
                 )
                 return
+
+    @property
+    def averages_weights(self) -> bool:
+        """True if the state holds an exponential moving average of the parameters."""
+        return self.ema_decay > 0
 
     def stages(self) -> tuple[Stage, ...]:
         """Return the stages of the batch size; a single stage without a ramp."""

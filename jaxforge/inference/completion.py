@@ -47,7 +47,7 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Print prompts with their continuations, or write them as JSON Lines."""
     begin_command()
     prompts = _prompts(args)
-    trained = open_run(urls.path(args.run), overrides, step=args.step)
+    trained = open_run(urls.path(args.run), overrides, step=args.step, weights=args.weights)
     tokenizer = run_directory.read_tokenizer(trained.run)
     if args.no_bos:
         tokenizer = tokenizer.without_bos()

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 from rich.table import Table
 
+from jaxforge.checkpoint.paths import Weights
 from jaxforge.cli.running import STDOUT, wide_console, write_json
 from jaxforge.config.job import JobConfig
 from jaxforge.data import sources
@@ -27,7 +28,7 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     begin_command()
     trained, sums = evaluate(
         urls.path(args.run), overrides, sets=args.set, step=args.step,
-        batch_size=args.batch_size, steps=args.steps,
+        batch_size=args.batch_size, steps=args.steps, weights=args.weights,
     )  # fmt: skip
     if jax.process_index() == 0:
         _print(trained, sums, to_stderr=args.json == STDOUT)
@@ -45,6 +46,7 @@ def evaluate(
     batch_size: int | None = None,
     steps: int | None = None,
     devices: Sequence[jax.Device] | None = None,
+    weights: Weights = "raw",
 ) -> tuple[TrainedModel, dict[str, SetSums]]:
     """Evaluate a checkpoint of a run.
 
@@ -56,6 +58,7 @@ def evaluate(
         batch_size: sequences per batch, over all devices; by default as in training.
         steps: batches of each set; by default all.
         devices: the devices to use; all by default.
+        weights: "ema" evaluates the average of the parameters.
 
     Returns:
         The model, and the sums over each set by name.
@@ -64,7 +67,7 @@ def evaluate(
         UserError: checkpoint or set do not exist, or they do not match.
     """
     overrides = [*overrides, *set_overrides(sets)]
-    trained = open_run(path, overrides, step=step, devices=devices)
+    trained = open_run(path, overrides, step=step, devices=devices, weights=weights)
     as_trained = run_directory.read_config(trained.run, overrides)
     config = _with_batch(trained, as_trained, batch_size)
     if not config.eval.sources():
@@ -94,6 +97,7 @@ def report(trained: TrainedModel, sums: Mapping[str, SetSums]) -> dict[str, Any]
     return {
         "run": str(trained.run),
         "step": trained.step,
+        "weights": trained.weights,
         "mesh": mesh,
         "metrics": _finite(summary(sums)),
         "sets": sets,
@@ -135,7 +139,9 @@ def _finite(metrics: Mapping[str, float]) -> dict[str, float | None]:
 
 def _print(trained: TrainedModel, sums: Mapping[str, SetSums], *, to_stderr: bool) -> None:
     """Print a table with a row for each set, and a row for all if there are several."""
-    table = Table(title=f"{trained.run.name}, step {trained.step}", title_justify="left")
+    average = ", average of the parameters" if trained.weights == "ema" else ""
+    title = f"{trained.run.name}, step {trained.step}{average}"
+    table = Table(title=title, title_justify="left")
     table.add_column("set")
     functions = list(next(iter(sums.values())).functions)
     for name in ("tokens", "loss", "perplexity", "bits/byte", *functions):

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxforge.checkpoint.paths import SUBDIRECTORY, find
+from jaxforge.checkpoint.paths import SUBDIRECTORY, Weights, find
 from jaxforge.cli.sampling_options import check
 from jaxforge.config.job import JobConfig
 from jaxforge.data.corpus.prompts import Prompt, encode
@@ -37,6 +37,7 @@ class Run:
         path: a run directory, or one of its checkpoints.
         overrides: settings over the run's config, such as "--distributed.tp=2".
         step: the checkpoint to use; by default the newest, or the one that `path` names.
+        weights: "ema" uses the average of the parameters (`train.ema_decay`) in their place.
         trust_plugins: import the modules of the run's `[plugins]`, which runs their code. For runs
             that this user has trained on this machine, they are always imported.
     """
@@ -47,9 +48,11 @@ class Run:
         overrides: Sequence[str] = (),
         *,
         step: int | None = None,
+        weights: Weights = "raw",
         trust_plugins: bool = False,
     ) -> None:
         self._path, self._overrides, self._step = urls.path(path), tuple(overrides), step
+        self._weights = weights
         if trust_plugins:
             trust.grant(find(self._path)[0])
 
@@ -138,8 +141,9 @@ class Run:
         """
         named = [f"{name}={path}" for name, path in sets.items()]
         sums = evaluation.evaluate(
-            self._path, self._overrides, sets=named, step=self._step, steps=steps
-        )
+            self._path, self._overrides, sets=named, step=self._step, steps=steps,
+            weights=self._weights,
+        )  # fmt: skip
         return evaluation.report(*sums)
 
     @property
@@ -178,6 +182,7 @@ class Run:
         """
         source = self._trained.run / SUBDIRECTORY / f"step_{self.step}"
         command = [sys.executable, "-m", "torch_compat", "export", str(source), str(destination)]
+        command += [f"--weights={self._weights}"]
         command += ["--trust-plugins"] if trust.is_granted(self._trained.run) else []
         done = subprocess.run(
             [*command, "--to", to, *options], capture_output=True, text=True, check=False
@@ -189,7 +194,7 @@ class Run:
     @functools.cached_property
     def _trained(self) -> TrainedModel:
         multihost.initialize()
-        return open_run(self._path, self._overrides, step=self._step)
+        return open_run(self._path, self._overrides, step=self._step, weights=self._weights)
 
     @functools.cached_property
     def _params(self) -> Params:

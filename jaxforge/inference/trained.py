@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 
 from jaxforge.checkpoint.layout import model_tree, variables
 from jaxforge.checkpoint.manager import Checkpoints
-from jaxforge.checkpoint.paths import SUBDIRECTORY, find
+from jaxforge.checkpoint.paths import SUBDIRECTORY, WEIGHTS, Weights, find
 from jaxforge.checkpoint.relayout import by_layer, by_stage
 from jaxforge.checkpoint.restore import load_base
 from jaxforge.config import rules
@@ -47,11 +47,13 @@ class TrainedModel:
         run: the run directory.
         step: step of the checkpoint.
         program: model and mesh for the run's config with overrides, without accumulation.
+        weights: "ema" for the average of the parameters.
     """
 
     run: Path
     step: int
     program: Program
+    weights: Weights = "raw"
 
     @property
     def config(self) -> JobConfig:
@@ -98,7 +100,8 @@ class TrainedModel:
         """Read the parameters; each device reads only its own shards."""
         checkpoints = Checkpoints(self.run, self.config.checkpoint, read_only=True)
         try:
-            restored = checkpoints.restore_model(by_layer(like, self.model.stack), self.step)
+            wanted = by_layer(like, self.model.stack)
+            restored = checkpoints.restore_model(wanted, self.step, self.weights)
             params = variables(by_stage(restored, self.model.stack, like))
             if not self.config.lora.rank:
                 return params
@@ -114,6 +117,7 @@ def open_run(
     *,
     step: int | None = None,
     devices: Sequence[jax.Device] | None = None,
+    weights: Weights = "raw",
 ) -> TrainedModel:
     """Open a run directory, or one of its checkpoints.
 
@@ -123,6 +127,7 @@ def open_run(
             devices are `dp_shard`, whatever the mesh of training was.
         step: step of the checkpoint; by default the newest, or the one that `path` names.
         devices: the devices to use; all by default.
+        weights: "ema" reads the average of the parameters (`train.ema_decay`) in their place.
 
     Raises:
         UserError: the checkpoint does not exist, or the config cannot run on these devices.
@@ -134,7 +139,9 @@ def open_run(
     train = config.train.model_copy(update={"grad_accum_steps": config.distributed.pp})
     config = config.model_copy(update={"train": train})
     rules.check(config, len(devices))
-    trained = TrainedModel(run, step, Program(config, make_mesh(config, devices)))
+    if weights not in WEIGHTS:
+        raise UserError(f'weights = "{weights}": expected one of {", ".join(WEIGHTS)}')
+    trained = TrainedModel(run, step, Program(config, make_mesh(config, devices)), weights)
     _ = trained.model  # raises for an unregistered model before the checkpoint is read
     return trained
 

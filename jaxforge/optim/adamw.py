@@ -16,7 +16,7 @@ from jaxforge.model.linear import times
 from jaxforge.optim.eight_bit import ROOT
 from jaxforge.optim.moments import MomentStorage, init_moments
 from jaxforge.optim.schedule import Schedule
-from jaxforge.optim.update_rule import UpdateStep, transform
+from jaxforge.optim.update_rule import UpdateStep, change_of, transform
 
 
 class AdamWState(NamedTuple):
@@ -45,6 +45,7 @@ def adamw(
     weight_decay: PyTree,
     state_dtype: MomentStorage,
     lr_factors: PyTree | None = None,
+    is_cautious: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
     """Return AdamW as one optax transform.
 
@@ -61,6 +62,7 @@ def adamw(
         weight_decay: tree of floats, one per parameter.
         state_dtype: storage format of m and v; the arithmetic is float32.
         lr_factors: tree of floats, one per parameter, that multiply the step but not the decay.
+        is_cautious: whether to decay only elements that the step moves towards zero (`change_of`).
 
     `optim.update_rule.transform` documents the arguments of the update function.
     """
@@ -82,8 +84,8 @@ def adamw(
         step_size = lr / bias_correction(b1, t)
 
         def change(p: Array, direction: Array, decay: float, factor: float) -> tuple[Array]:
-            p32 = p.astype(jnp.float32)
-            return (p32 * (1 - lr * decay) - times(step_size, factor) * direction - p32,)
+            p_step = times(step_size, factor) * direction
+            return (change_of(p, p_step, lr * decay, is_cautious=is_cautious),)
 
         return step.advance(
             state, ("mu", "nu"), advance, change, params, grads, weight_decay, lr_factors,

@@ -9,7 +9,7 @@ from jaxtyping import Array, Int, PyTree
 from jaxforge.model.linear import times
 from jaxforge.optim.moments import MomentStorage, init_moments
 from jaxforge.optim.schedule import Schedule
-from jaxforge.optim.update_rule import UpdateStep, transform
+from jaxforge.optim.update_rule import UpdateStep, change_of, transform
 
 
 class LionState(NamedTuple):
@@ -33,6 +33,7 @@ def lion(
     weight_decay: PyTree,
     state_dtype: MomentStorage,
     lr_factors: PyTree | None = None,
+    is_cautious: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
     """Return Lion as one optax transform.
 
@@ -47,6 +48,7 @@ def lion(
         weight_decay: tree of floats, one per parameter.
         state_dtype: storage format of m; the arithmetic is float32.
         lr_factors: as in `adamw`.
+        is_cautious: as in `adamw`.
 
     `optim.update_rule.transform` documents the arguments of the update function.
     """
@@ -60,8 +62,8 @@ def lion(
 
     def update(step: UpdateStep, grads: PyTree, state: LionState, params: PyTree) -> tuple:
         def change(p: Array, direction: Array, decay: float, factor: float) -> tuple[Array]:
-            p32 = p.astype(jnp.float32)
-            return (p32 * (1 - step.lr * decay) - times(step.lr, factor) * direction - p32,)
+            p_step = times(step.lr, factor) * direction
+            return (change_of(p, p_step, step.lr * decay, is_cautious=is_cautious),)
 
         trees = params, grads, weight_decay, lr_factors
         return step.advance(state, ("mu",), advance, change, *trees)

@@ -1,4 +1,4 @@
-"""Muon (Jordan et al., 2024) as in KempnerForge: orthogonalized steps for matrices.
+"""Muon (Jordan et al., 2024) as in KempnerForge, and its variants: orthogonalized steps.
 
 Newton-Schulz iterations bring the singular values of the momentum near 1. They run on whole
 matrices, so that the result does not depend on the sharding. AdamW updates vectors, and matrices
@@ -7,7 +7,7 @@ with a large aspect ratio.
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -21,10 +21,11 @@ from jaxforge.optim.adamw import AdamWState, adamw
 from jaxforge.optim.moments import MomentStorage, init_moments
 from jaxforge.optim.schedule import Schedule
 from jaxforge.optim.trees import Path, join, split
-from jaxforge.optim.update_rule import UpdateStep, transform
+from jaxforge.optim.update_rule import UpdateStep, change_of, transform
 
 _MAX_ASPECT = 10
 _NORM_EPS = 1e-7
+_ROW_EPS = 1e-8
 _POLYNOMIAL = (3.4445, -4.7750, 2.0315)
 """Coefficients of x ← a x + b x³ + c x⁵, which multiplies a small x by a in each iteration, until
 x stays between 0.68 and 1.21."""
@@ -47,6 +48,7 @@ class MuonState(NamedTuple):
         momentum_scales: scales of 8-bit `momentum`; None for other storage formats.
         mu_scales: scales of 8-bit `mu`.
         nu_scales: scales of 8-bit `nu`.
+        row_nu: NorMuon's mean square of each row of orthogonalized momenta; None for Muon.
     """
 
     updates: Int[Array, ""]
@@ -56,6 +58,35 @@ class MuonState(NamedTuple):
     momentum_scales: PyTree | None = None
     mu_scales: PyTree | None = None
     nu_scales: PyTree | None = None
+    row_nu: PyTree | None = None
+
+
+class Variant(NamedTuple):
+    """Variant of Muon.
+
+    Attributes:
+        nesterov: whether gradient + momentum · b is orthogonalized instead of b.
+        beta2: decay rate of NorMuon's mean square of each row; None for Muon.
+        scale: factor on an orthogonal step by its numbers of rows and columns.
+    """
+
+    nesterov: bool
+    beta2: float | None
+    scale: Callable[[float, float], float]
+
+
+def spectral_scale(m: float, n: float) -> float:
+    """Return Muon's √max(1, m / n): changes of the outputs of a layer have equal sizes."""
+    return math.sqrt(max(1.0, m / n))
+
+
+def rms_scale(m: float, n: float) -> float:
+    """Return 0.2 √max(m, n): elements change as much as with AdamW (arXiv:2502.16982)."""
+    return 0.2 * math.sqrt(max(m, n))
+
+
+MUON = Variant(nesterov=False, beta2=None, scale=spectral_scale)
+"""Muon as in KempnerForge."""
 
 
 def muon(
@@ -72,13 +103,21 @@ def muon(
     lr_factors: PyTree | None = None,
     muon_factors: PyTree | None = None,
     takes: Takes | None = None,
+    is_cautious: bool = False,
+    variant: Variant = MUON,
 ) -> optax.GradientTransformationExtraArgs:
     """Return Muon for some parameters (`muon_takes`) and AdamW for the others, as one transform.
 
     With lr = schedule(updates) · lr_scale, per matrix p [m, n] (one layer's) with gradient g:
 
-        b ← momentum · b + g
-        p ← p (1 - lr · weight_decay) - lr · √max(1, m / n) · orthogonal(b)
+        b ← momentum · b + g,   u = g + momentum · b with Nesterov's look-ahead, else b
+        p ← p (1 - lr · weight_decay) - lr · scale(m, n) · orthogonal(u)
+
+    NorMuon (arXiv:2510.05491) divides each row of o = orthogonal(u) by its usual length, and keeps
+    the norm √min(m, n) of an orthogonal matrix:
+
+        v ← beta2 v + (1 - beta2) mean of o² over columns
+        p ← p (1 - lr · weight_decay) - lr · scale(m, n) · √min(m, n) · o' / ‖o'‖,   o' = o / √v
 
     Args:
         schedule: Muon's learning rate by the number of updates made.
@@ -93,6 +132,8 @@ def muon(
         lr_factors: as in `adamw`, for AdamW's parameters.
         muon_factors: as `lr_factors`, for Muon's parameters.
         takes: selects Muon's parameters; by default `muon_takes`.
+        is_cautious: as in `adamw`.
+        variant: the variant of Muon.
 
     `optim.update_rule.transform` documents the arguments of the update function. `lr_scale`
     multiplies both learning rates.
@@ -108,37 +149,45 @@ def muon(
         factors = None if lr_factors is None else split(lr_factors, paths)[1]
         return adamw(
             adam_schedule, betas=betas, eps=eps, weight_decay=decay, state_dtype=state_dtype,
-            lr_factors=factors,
+            lr_factors=factors, is_cautious=is_cautious,
         )  # fmt: skip
 
     def accumulate(_: tuple, g: Array, b: Array) -> tuple[Array, Array]:
         b = momentum * b + g
-        return b, b
+        return g + momentum * b if variant.nesterov else b, b
 
     def init(params: PyTree) -> MuonState:
         paths = for_muon(params)
         matrices, others = split(params, paths)
-        updates, mu, nu, *scales = adam(paths).init(others)
+        updates, *adams = adam(paths).init(others)
         buffers, buffers_scales = init_moments(matrices, state_dtype)
-        return MuonState(updates, buffers, mu, nu, buffers_scales, *scales)
+        row_nu = None
+        if variant.beta2 is not None:
+            names = split(axes, paths)[0]
+            row_nu = jax.tree.map(lambda p, n: jnp.zeros(_rows_shape(p.shape, n)), matrices, names)
+        mu, nu, mu_scales, nu_scales = adams
+        return MuonState(updates, buffers, mu, nu, buffers_scales, mu_scales, nu_scales, row_nu)
 
     def update(step: UpdateStep, grads: PyTree, state: MuonState, params: PyTree) -> tuple:
         paths = for_muon(params)
 
-        def change(
-            p: Array, b: Array, decay: float, factor: float, names: tuple[str, ...]
-        ) -> tuple[Array]:
+        def change(p: Array, u: Array, *details: Any) -> tuple[Array, ...]:  # noqa: ANN401
+            *row_nu, decay, factor, names = details
             m, n = _matrix_shape(p.shape, names)
-            direction = orthogonal(b.reshape(-1, m, n), ns_steps).reshape(p.shape)
-            p32, scale = p.astype(jnp.float32), math.sqrt(max(1.0, m / n))
-            scaled = times(step.lr, factor) * scale * direction
-            return (p32 * (1 - step.lr * decay) - scaled - p32,)
+            direction = orthogonal(u.reshape(-1, m, n), ns_steps)
+            if variant.beta2 is not None:
+                v = row_nu[0].reshape(-1, m)
+                direction, v = _normalize_rows(direction, v, variant.beta2)
+                row_nu = [v.reshape(row_nu[0].shape)]
+            p_step = times(step.lr, factor) * variant.scale(m, n) * direction.reshape(p.shape)
+            return change_of(p, p_step, step.lr * decay, is_cautious=is_cautious), *row_nu
 
         trees = (tree and split(tree, paths)[0] for tree in (weight_decay, muon_factors, axes))
         (matrices, others), (matrix_grads, other_grads) = split(params, paths), split(grads, paths)
         matrix_updates, new = step.advance(
-            state, ("momentum",), accumulate, change, matrices, matrix_grads, *trees
-        )
+            state, ("momentum",), accumulate, change, matrices, matrix_grads, *trees,
+            weights=() if variant.beta2 is None else ("row_nu",),
+        )  # fmt: skip
         other_updates, adams = adam(paths).update(
             other_grads,
             AdamWState(state.updates, state.mu, state.nu, state.mu_scales, state.nu_scales),
@@ -185,6 +234,23 @@ def orthogonal(g: Float[Array, "l m n"], steps: int) -> Float[Array, "l m n"]:
 
     norm = jnp.sqrt(jnp.sum(g * g, axis=(-2, -1), keepdims=True))
     return jax.lax.fori_loop(0, steps, iterate, g / (norm + _NORM_EPS))
+
+
+def _normalize_rows(
+    o: Float[Array, "l m n"], v: Float[Array, "l m"], beta2: float
+) -> tuple[Float[Array, "l m n"], Float[Array, "l m"]]:
+    """Return NorMuon's step of norm √min(m, n) for orthogonalized momenta, and the new v."""
+    m, n = o.shape[-2:]
+    v = beta2 * v + (1 - beta2) * jnp.mean(o * o, axis=-1)
+    o = o / (jnp.sqrt(v) + _ROW_EPS)[..., None]
+    norm = jnp.sqrt(jnp.sum(o * o, axis=(-2, -1), keepdims=True))
+    return o * (math.sqrt(min(m, n)) / (norm + _NORM_EPS)), v
+
+
+def _rows_shape(shape: tuple[int, ...], axes: tuple[str, ...]) -> tuple[int, ...]:
+    """Return the first dimensions of a parameter, up to the rows of its matrices."""
+    rows = next(i for i, axis in enumerate(axes) if axis not in (LAYERS, EXPERTS))
+    return shape[: rows + 1]
 
 
 def _matrix_shape(shape: tuple[Size, ...], axes: tuple[str, ...]) -> tuple[Size, Size]:

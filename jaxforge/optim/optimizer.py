@@ -18,10 +18,11 @@ from jaxforge.model import mup
 from jaxforge.model.linear import is_matrix
 from jaxforge.optim.adamw import adamw
 from jaxforge.optim.freezing import frozen_paths, trained_only
+from jaxforge.optim.from_optax import named_optax
 from jaxforge.optim.idle_experts import skip_idle_experts
 from jaxforge.optim.lion import lion
 from jaxforge.optim.moments import EightBit, MomentStorage, OnHost
-from jaxforge.optim.muon import muon, muon_takes
+from jaxforge.optim.muon import Variant, muon, muon_takes, rms_scale, spectral_scale
 from jaxforge.optim.rounding import compensation
 from jaxforge.optim.schedule import Rate, learning_rate
 from jaxforge.optim.schedule_free import schedule_free_adamw
@@ -89,6 +90,11 @@ def _muon(config: JobConfig, schedule: Rate, axes: PyTree) -> optax.GradientTran
         ns_steps=optimizer.muon_ns_steps,
         muon_factors=_factors(mup.muon_factor, config, axes),
         takes=lambda shape, names: muon_takes(mup.base_shape(config.model, shape, names), names),
+        variant=Variant(
+            nesterov=optimizer.muon_nesterov,
+            beta2=optimizer.muon_beta2 if optimizer.muon_variant == "normuon" else None,
+            scale=rms_scale if optimizer.muon_scale == "rms" else spectral_scale,
+        ),
         **_common(config, axes),
     )
 
@@ -99,7 +105,19 @@ def _register(name: str, rule: Callable[..., optax.GradientTransformationExtraAr
 
 _register("adamw", adamw)
 _register("lion", lambda schedule, eps, **options: lion(schedule, **options))
-_register("schedule_free_adamw", schedule_free_adamw)
+_register(
+    "schedule_free_adamw",
+    lambda schedule, is_cautious, **options: schedule_free_adamw(schedule, **options),
+)
+
+
+@register_optimizer(OPTIMIZERS.family)
+def _of_optax(
+    config: JobConfig, schedule: Rate, axes: PyTree
+) -> optax.GradientTransformationExtraArgs:
+    optimizer = config.optimizer
+    decay = decay_groups(axes, optimizer)
+    return named_optax(optimizer.name, schedule, optimizer.options, optimizer.weight_decay, decay)
 
 
 def _common(config: JobConfig, axes: PyTree) -> dict[str, Any]:
@@ -111,6 +129,7 @@ def _common(config: JobConfig, axes: PyTree) -> dict[str, Any]:
         "weight_decay": _decay_at_own_rate(axes, config.optimizer),
         "state_dtype": _moment_storage(config.train, axes),
         "lr_factors": _factors(mup.lr_factor, config, axes),
+        "is_cautious": config.optimizer.cautious_weight_decay,
     }
 
 

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Bool, Float, PyTree
 
@@ -81,6 +82,27 @@ class UpdateStep(NamedTuple):
         for name in moments:
             fields[name], fields[f"{name}_scales"] = split_scales(fields[name])
         return changes, state._replace(updates=optax.safe_increment(state.updates), **fields)
+
+
+def change_of(
+    p: Array, step: Array, decay: Array | float, *, is_cautious: bool
+) -> Float[Array, "..."]:
+    """Return the change of a parameter: p (1 - decay) - step - p, in float32.
+
+    Cautious decay (Chen et al., 2025, arXiv:2510.12402) leaves out the elements that the step moves
+    away from zero, where step · p < 0.
+
+    Args:
+        p: the parameter.
+        step: what is subtracted from it.
+        decay: learning rate times weight decay.
+        is_cautious: whether the decay is cautious.
+    """
+    p = p.astype(jnp.float32)
+    after_decay = 1 - decay
+    if is_cautious:
+        after_decay = jnp.where(step * p >= 0, after_decay, 1.0)
+    return p * after_decay - step - p
 
 
 def transform(

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import uuid
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 
@@ -12,13 +12,19 @@ class Validation:
     """State of an evaluation that is in progress.
 
     Attributes:
-        pending: sets that are not complete; the first may be partly evaluated.
+        pending: sets that are not complete; the first may be partly evaluated. "ema/<set>" is the
+            evaluation of a set by the average of the parameters.
         sums: sums over the batches evaluated so far (`evaluation.SetSums`) and their number, by
             set; final for sets that are no longer pending.
     """
 
     pending: list[str]
     sums: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
+
+    def drop(self, is_dropped: Callable[[str], bool]) -> None:
+        """Forget the sets whose names the function selects."""
+        self.pending = [name for name in self.pending if not is_dropped(name)]
+        self.sums = {name: sums for name, sums in self.sums.items() if not is_dropped(name)}
 
     @property
     def completed(self) -> list[str]:

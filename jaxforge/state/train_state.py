@@ -52,6 +52,7 @@ class TrainState:
         guard: counts of bad steps and recent good losses.
         counts: counts of samples and tokens.
         model_state: non-trainable state of the model.
+        ema: exponential moving average of the parameters; empty without `train.ema_decay`.
     """
 
     step: Int[Array, ""]
@@ -60,11 +61,17 @@ class TrainState:
     guard: GuardState
     counts: Counts
     model_state: Params = dataclasses.field(default_factory=dict)
+    ema: Params = dataclasses.field(default_factory=dict)
 
     @property
     def variables(self) -> Params:
         """Parameters and non-trainable state, as functions of the model take them."""
         return join(self.params, self.model_state)
+
+    @property
+    def averaged_variables(self) -> Params:
+        """The average of the parameters, and non-trainable state."""
+        return join(self.ema, self.model_state)
 
 
 def init_train_state(
@@ -72,18 +79,46 @@ def init_train_state(
     params: Params,
     optimizer: optax.GradientTransformation,
     model_state: Params | None = None,
+    *,
+    ema_dtype: str | None = None,
 ) -> TrainState:
-    """Return the state before the first step for given parameters."""
+    """Return the state before the first step for given parameters.
+
+    Args:
+        model: the model.
+        params: the parameters.
+        optimizer: the optimizer.
+        model_state: non-trainable state; by default the initial one.
+        ema_dtype: dtype of the average of the parameters; None without an average.
+    """
     step, counts = jnp.zeros((), jnp.int32), Counts.of(Progress())
     initial = model.initial_state() if model_state is None else model_state
     guard = GuardState.fresh(scales_loss=model.scales_loss)
-    return TrainState(step, params, optimizer.init(params), guard, counts, initial)
+    ema = {} if ema_dtype is None else start_average(params, ema_dtype)
+    return TrainState(step, params, optimizer.init(params), guard, counts, initial, ema)
+
+
+def start_average(params: Params, dtype: str) -> Params:
+    """Return the average of the parameters before any update: a copy in new arrays."""
+    return jax.tree.map(lambda leaf: jnp.array(leaf, dtype, copy=True), params)
 
 
 def state_shardings(
-    model: Model, optimizer: optax.GradientTransformation, mesh: Mesh | AbstractMesh
+    model: Model,
+    optimizer: optax.GradientTransformation,
+    mesh: Mesh | AbstractMesh,
+    *,
+    has_average: bool = False,
 ) -> TrainState:
-    """Return the NamedSharding of every array of the state; moments are sharded like parameters.
+    """Return the NamedSharding of every array of the state.
+
+    Moments and the average are sharded like the parameters.
+
+    Args:
+        model: the model.
+        optimizer: the optimizer.
+        mesh: the mesh.
+        has_average: whether the state holds an average of the parameters.
 
     Raises:
         UserError: the mesh splits a parameter, or the blocks of its moments, into unequal parts.
@@ -92,17 +127,14 @@ def state_shardings(
     params = param_shardings(model.abstract, model.axes, mesh)
     traced = jax.jit(optimizer.init).trace(model.abstract)
     shapes = traced.out_info
-    opt_state = jax.tree.map(  # moments are dicts shaped like the parameters or a subset of them
-        lambda node: part_like(node, params) if isinstance(node, dict) else replicated,
-        shapes,
-        is_leaf=lambda node: isinstance(node, dict),
-    )
-    opt_state = jax.tree.map(  # counts per expert have only the first dimensions of the parameter
-        lambda leaf, sharding: NamedSharding(
-            sharding.mesh, PartitionSpec(*sharding.spec[: len(leaf.shape)])
-        ),
-        shapes, opt_state,
-    )  # fmt: skip
+
+    def like_params(node: Any) -> Any:  # noqa: ANN401  # moments of all parameters or of some
+        if not isinstance(node, dict):
+            return replicated
+        return jax.tree.map(_like_parameter, node, part_like(node, params), part_like(node, whole))
+
+    whole: Any = model.abstract
+    opt_state = jax.tree.map(like_params, shapes, is_leaf=lambda node: isinstance(node, dict))
     jax.tree_util.tree_map_with_path(_check_blocks, shapes, opt_state)
     spaces = [leaf.memory_space for leaf in traced.jaxpr.out_avals]
     in_memory = jax.tree.unflatten(jax.tree.structure(shapes), spaces)
@@ -111,7 +143,22 @@ def state_shardings(
     others = jax.eval_shape(lambda: (fresh(), Counts.of(Progress())))
     guard, counts = jax.tree.map(lambda _: replicated, others)
     model_state = param_shardings(*model.state, mesh)
-    return TrainState(replicated, params, opt_state, guard, counts, model_state)
+    ema = params if has_average else {}
+    return TrainState(replicated, params, opt_state, guard, counts, model_state, ema)
+
+
+def _like_parameter(
+    leaf: jax.ShapeDtypeStruct, sharding: NamedSharding, parameter: jax.ShapeDtypeStruct
+) -> NamedSharding:
+    """Return the sharding of a moment, given that of its parameter.
+
+    A moment has the dimensions of the parameter, with a scale per block for 8 bits, or only the
+    first ones: a count per expert, or a mean per row. Others, which optax may have, are replicated.
+    """
+    n = len(leaf.shape)
+    is_split = n == len(parameter.shape) or leaf.shape == parameter.shape[:n]
+    spec = sharding.spec[:n] if is_split else ()
+    return NamedSharding(sharding.mesh, PartitionSpec(*spec))
 
 
 def _in_memory(sharding: NamedSharding, space: object) -> NamedSharding:

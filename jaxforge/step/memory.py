@@ -32,7 +32,7 @@ class StepMemory(NamedTuple):
     """Peak memory of a step on one device, in bytes.
 
     Attributes:
-        state: parameters, optimizer state and counters, as they are stored.
+        state: parameters, their average, optimizer state and counters, as they are stored.
         weights: copies of the weights in the compute dtype, gathered over the data axes: of all
             layers (`grad_sync = "update"`) or of the current layers.
         gradients: sums over microbatches (float32) and gradients of the current microbatch.

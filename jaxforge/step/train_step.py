@@ -16,6 +16,7 @@ from jaxforge.config.train import EIGHT_BIT, TrainConfig
 from jaxforge.kernels.masking import padding_of
 from jaxforge.model.moe import expert_counts
 from jaxforge.model.transformer import Model
+from jaxforge.optim.ema import build_average
 from jaxforge.optim.freezing import frozen_paths, keep_frozen
 from jaxforge.optim.moments import is_updated_in_place
 from jaxforge.optim.optimizer import global_norm, learning_rate, updates_made
@@ -113,6 +114,7 @@ def make_train_step(
     """
     lr, frozen = learning_rate(config), frozen_paths(model.axes, config)
     guard, add = Guard(config.train), build_apply(config.train)
+    average = build_average(config.train, frozen)
     # 8-bit and offloaded moments keep their old values themselves after a bad step, given
     # `applied`. Selecting between old and new here would keep both in memory.
     in_place = config.train.opt_state_dtype == EIGHT_BIT or "optimizer" in config.train.offload
@@ -120,7 +122,8 @@ def make_train_step(
 
     # One program computes, in this order:
     #
-    #   gradients and loss -> guard -> optimizer -> selection of new or old values -> metrics
+    #   gradients and loss -> guard -> optimizer -> average of the parameters
+    #   -> selection of new or old values -> metrics
     #
     # The host decides nothing in between. It may launch the next step before it has read this
     # step's metrics, because bad steps are rejected on the device.
@@ -161,14 +164,15 @@ def make_train_step(
         model_state = model.next_state(state.model_state, loss.statistics, progress)
         params = model.next_params(params, model_state, progress)
         params = keep_frozen(params, state.params, frozen)
-        params, opt_state, model_state = select(
+        ema = average(state.ema, params, updates_made(opt_state))
+        params, opt_state, model_state, ema = select(
             good,
-            (params, opt_state, model_state),
-            (state.params, state.opt_state, state.model_state),
+            (params, opt_state, model_state, ema),
+            (state.params, state.opt_state, state.model_state, state.ema),
             is_selected,
         )
         counts = _next_counts(state.counts, batch, n_valid, good, config.train)
-        new = TrainState(state.step + 1, params, opt_state, verdict, counts, model_state)
+        new = TrainState(state.step + 1, params, opt_state, verdict, counts, model_state, ema)
         new = select(is_running, new, state, is_selected)
         loss = _nan_without_labels(loss, n_valid)
         # The logged rate is that of the next update, by the count after this one.

@@ -52,6 +52,9 @@ GAUGES = {
     "train/data_wait_sec": _Gauge("data_wait_seconds", "Mean wait for data per step."),
     "train/mfu": _Gauge("mfu_ratio", "Model FLOPs utilization."),
     "eval/loss": _Gauge("evaluation_loss", "Loss of the last evaluation, in nats per token."),
+    "eval/ema_loss": _Gauge(
+        "evaluation_loss_of_average", "Loss of the average of the parameters, in nats per token."
+    ),
     "gpu/allocated_gb": _Gauge(
         "device_memory_allocated_bytes", "Memory in arrays of the fullest device.", _GIB
     ),

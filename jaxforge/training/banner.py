@@ -9,7 +9,9 @@ from jax.sharding import Mesh
 
 import jaxforge
 from jaxforge.checkpoint.layout import split_adapters
+from jaxforge.checkpoint.replica.memory import describe_memory
 from jaxforge.config.job import JobConfig
+from jaxforge.config.train import TrainConfig
 from jaxforge.model.fp8_layers import describe_products
 from jaxforge.model.runtime import gpu_capability
 from jaxforge.model.transformer import Model, active_parameter_count, parameter_count
@@ -59,6 +61,7 @@ def _rows(program: Program, state: TrainState, progress: Progress) -> Iterator[t
     )
     yield "adapters", _adapters(model)
     yield "optimizer", _optimizer(config)
+    yield "average", describe_average(t, bytes_per_device(state.ema))
     yield (
         "devices",
         (
@@ -90,6 +93,7 @@ def _rows(program: Program, state: TrainState, progress: Progress) -> Iterator[t
         ),
     )
     yield "on the host", ", ".join(t.offload)
+    yield "replicas", describe_memory(config.checkpoint, state)
     yield "data", _data(config, progress.sequences_per_epoch)
     yield "length", _length(config, ramp.samples(t.max_steps), progress)
     seed = t.seed if t.data_seed is None else f"{t.seed}, of the data {t.data_seed}"
@@ -158,6 +162,23 @@ def _adapters(model: Model) -> str:
         return ""
     trained = human(parameter_count(split_adapters(model.abstract)[0]))
     return f"rank {lora.rank}, outputs x {lora.scale:g}; {trained} trained parameters in float32"
+
+
+def describe_average(train: TrainConfig, nbytes: int) -> str:
+    """Describe the average of the parameters; empty without one.
+
+    Args:
+        train: the `[train]` section.
+        nbytes: bytes of the average on a device.
+    """
+    if not train.averages_weights:
+        return ""
+    every = f", every {train.ema_interval} updates" if train.ema_interval > 1 else ""
+    start = f", from update {train.ema_start + 1:,} on" if train.ema_start else ""
+    return (
+        f"of the parameters, decay {train.ema_decay:g}{every}{start}, in {train.ema_dtype}: "
+        f"{gigabytes(nbytes)} per device"
+    )
 
 
 def _experts(model: Model) -> str:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxforge.aux_outputs import Max, Mean, Metric
-from jaxforge.config.eval import EVAL_FUNCTIONS, METRICS
+from jaxforge.config.eval import AVERAGE_PREFIX, EVAL_FUNCTIONS, METRICS
 from jaxforge.config.train import TrainConfig
 from jaxforge.data.packing import IGNORE
 from jaxforge.errors import UserError
@@ -51,6 +51,7 @@ def build_eval_functions(
         UserError: a function is not registered. When called: two functions return the same name, or
             a function returns the name of a built-in metric or a maximum.
     """
+    averaged = [AVERAGE_PREFIX + name for name in METRICS]
     functions = {name: EVAL_FUNCTIONS[name](config, model) for name in names}
 
     def evaluate(
@@ -61,7 +62,7 @@ def build_eval_functions(
             result = function(params, hidden, batch)
             by_name = dict(result) if isinstance(result, Mapping) else {function_name: result}
             for name, value in by_name.items():
-                _check(name, value, function_name, {*METRICS, *sums})
+                _check(name, value, function_name, {*METRICS, *averaged, *sums})
             sums |= by_name
         return sums
 

@@ -1,6 +1,7 @@
 """Loss over held-out sets: token-weighted, with the same batches every time, on any mesh.
 
-Metrics of each set and, if sets have names, over all sets together:
+With `train.ema_decay`, the average of the parameters is evaluated too: its metrics have the prefix
+`ema_`. Metrics of each set and, if sets have names, over all sets together:
 
     loss           nats per valid token
     perplexity     exp(min(loss, 20)), as in KempnerForge
@@ -20,10 +21,12 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from jaxforge.aux_outputs import AuxOutputs, Mean
+from jaxforge.config.eval import AVERAGE_PREFIX
 from jaxforge.config.job import JobConfig
 from jaxforge.config.train import CROSS_ENTROPIES, TrainConfig
 from jaxforge.data.corpus.tokenizer import Tokenizer
@@ -111,9 +114,13 @@ def make_eval_step(
         UserError: an evaluation function is not registered.
     """
     compute_functions = build_eval_functions(functions, config, model)
+    abstract = flatten_dict(join(model.abstract, model.state.abstract))
     own_loss = None if config.loss_fn in CROSS_ENTROPIES else build_loss(config, model)
 
     def eval_step(params: Params, batch: Batch, byte_lengths: Int[Array, "v"]) -> BatchSums:
+        params = unflatten_dict(  # an average may have another dtype
+            {path: p.astype(abstract[path].dtype) for path, p in flatten_dict(params).items()}
+        )
         batch = spread_sequences(model, batch)
         loss_weights = update_loss_weights(batch, config)
         loss_weights = loss_weights._replace(token=loss_weights.token[0])
@@ -203,12 +210,12 @@ class Evaluator:
         self, terms: Iterable[str] = (), functions: Iterable[str] = ()
     ) -> dict[str, float]:
         zeros, results = dict.fromkeys(terms, 0.0), dict.fromkeys(functions, (0.0,))
-        return summary(
-            {
-                name: SetSums(n_bytes=0 if known else None, terms=zeros, functions=results)
-                for name, known in self._has_bytes.items()
-            }
-        )
+        sets = {
+            name: SetSums(n_bytes=0 if known else None, terms=zeros, functions=results)
+            for name, known in self._has_bytes.items()
+        }
+        has_average = self._config.train.averages_weights
+        return summary(sets) | (summary(sets, prefix=AVERAGE_PREFIX) if has_average else {})
 
     def evaluate(
         self,
@@ -244,18 +251,22 @@ class Evaluator:
         return _add_up(begun, sums, has_bytes=self._has_bytes[name]), not stopped
 
 
-def summary(sets: Mapping[str, SetSums], *, are_all: bool = True) -> dict[str, float]:
+def summary(
+    sets: Mapping[str, SetSums], *, are_all: bool = True, prefix: str = ""
+) -> dict[str, float]:
     """Return the logged metrics: `eval/loss` of all sets, `eval/<name>/loss` of each set.
 
     Args:
         sets: sums by set.
         are_all: False to leave out the metrics of all sets, because some sets were not evaluated.
+        prefix: prefix of the names within a set, such as "ema_" in `eval/<name>/ema_loss`.
     """
     total = merge_sums(sets.values()).metrics() if are_all else {}
-    metrics = {f"eval/{key}": value for key, value in total.items()}
+    metrics = {f"eval/{prefix}{key}": value for key, value in total.items()}
     for name, sums in sets.items():
         if name:
-            metrics |= {f"eval/{name}/{key}": value for key, value in sums.metrics().items()}
+            own = sums.metrics().items()
+            metrics |= {f"eval/{name}/{prefix}{key}": value for key, value in own}
     return metrics
 
 

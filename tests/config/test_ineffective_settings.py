@@ -70,6 +70,18 @@ def test_effective_settings_give_no_warning():
             {"optimizer": {"skip_idle_experts": True}},
             "optimizer.skip_idle_experts = true has no effect: the model has no experts",
         ),
+        (
+            {"train": {"ema_interval": 10}},
+            "train.ema_interval has no effect: train.ema_decay = 0 computes no average",
+        ),
+        (
+            {"train": {"ema_decay": 0.9, "ema_interval": 30, "ema_start": 30}},
+            "leave no update of the average up to train.max_steps = 50: change train.ema_interval",
+        ),
+        (
+            {"train": {"ema_decay": 0.999, "ema_dtype": "bfloat16"}},
+            'train.ema_dtype = "bfloat16" adds a random error of about 9 in the last digit',
+        ),
         ({"data": {"dataset_path": ""}}, "no data are set, so tokens are random"),
         (
             {"train": {"mixed_precision": "bf16"}},
@@ -126,6 +138,8 @@ def test_disabled_features_give_no_warning():
     off = {"enabled": False, "interval": 1000, "dataset_path": "data/web/train"}
     assert warnings_of({"eval": off, "metrics": {"straggler_report_interval": 999}}) == []
     assert warnings_of({"train": {"mixed_precision": "bf16"}}, "gpu") == []
+    short = {"ema_decay": 0.9, "ema_dtype": "bfloat16"}
+    assert warnings_of({"train": short}) == []
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)

@@ -291,6 +291,7 @@ def test_every_key_of_kempnerforge_loads():
                 "elastic_min_processes",
             )
         ),
+        *(("train", f"ema_{key}") for key in ("decay", "dtype", "interval", "start")),
         *(("eval", key) for key in ("batch_size", "datasets", "functions", "start_step")),
         *(("eval", f"sample_{key}") for key in ("interval", "prompts", "tokens", "temperature")),
         *(
@@ -304,6 +305,7 @@ def test_every_key_of_kempnerforge_loads():
                 "best_metric",
                 "export_interval",
                 "export_last",
+                "export_weights",
                 "non_persistent_interval",
                 "non_persistent_dir",
                 "replica_interval",
@@ -331,7 +333,9 @@ def test_every_key_of_kempnerforge_loads():
         ),
         ("model", "attention_backend"),
         ("data", "mixture_file"),
-        *(("optimizer", key) for key in ("lr_patterns", "freeze_patterns")),
+        *(("optimizer", key) for key in ("lr_patterns", "freeze_patterns", "options")),
+        *(("optimizer", f"muon_{key}") for key in ("nesterov", "variant", "beta2", "scale")),
+        ("optimizer", "cautious_weight_decay"),
         *(
             ("metrics", key)
             for key in (

@@ -69,7 +69,7 @@ def test_units_parse_from_command_line_and_file(tmp_path, given, updates):
 def test_step_keys_accept_durations():
     keys = {key for key, node in all_keys().items() if node.get("duration")}
     assert keys == {
-        "train.max_steps", "train.batch_ramp.start", "scheduler.warmup_steps",
+        "train.max_steps", "train.batch_ramp.start", "train.ema_start", "scheduler.warmup_steps",
         "scheduler.decay_steps", "scheduler.stable_steps", "optimizer.schedule_free_warmup_steps",
         "eval.interval", "eval.start_step", "eval.sample_interval",
         "eval.datasets.interval", "eval.datasets.start_step",

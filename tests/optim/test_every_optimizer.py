@@ -94,10 +94,14 @@ def test_moments_have_configured_dtype(name, dtype):
 ADAM = {"betas": (0.5, 0.5), "eps": 1e-2, "weight_decay": 1.0}
 CONSTANTS = {
     "adamw": ADAM,
-    "lion": {"betas": (0.0, 0.5), "weight_decay": 1.0},
-    "muon": {**ADAM, "muon_momentum": 0.5, "muon_ns_steps": 2, "muon_adam_lr": 1e-2},
+    "lion": {"betas": (0.0, 0.5), "weight_decay": 1.0, "cautious_weight_decay": True},
+    "muon": {
+        **ADAM, "muon_momentum": 0.5, "muon_ns_steps": 2, "muon_adam_lr": 1e-2,
+        "muon_nesterov": True, "muon_variant": "normuon", "muon_scale": "rms",
+        "cautious_weight_decay": True,
+    },
     "schedule_free_adamw": {**ADAM, "schedule_free_warmup_steps": 2},
-}
+}  # fmt: skip
 
 
 @functools.cache

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxforge.model.transformer import Model
-from jaxforge.optim.muon import muon, orthogonal
+from jaxforge.optim.muon import Variant, muon, orthogonal, rms_scale
 from jaxforge.optim.optimizer import build_optimizer
 from tests.conftest import tiny_config
 from tests.helpers import random_batches, setup
@@ -20,7 +20,7 @@ N = 50
 FOR_ADAMW = {"longer", "norm", "layers.flat", "layers.norm"}
 
 
-def make(schedule=problem.rate, dtype=jnp.float32):
+def make(schedule=problem.rate, dtype=jnp.float32, **options):
     return muon(
         schedule,
         lambda n: ADAM_RATIO * schedule(n),
@@ -31,6 +31,7 @@ def make(schedule=problem.rate, dtype=jnp.float32):
         eps=EPS,
         weight_decay=problem.DECAY,
         state_dtype=dtype,
+        **options,
     )
 
 
@@ -71,6 +72,28 @@ def test_fifty_updates_match_formulas():
     problem.assert_moments(state.mu, states, "mu", 1e-6, adamw_keys)
     problem.assert_moments(state.nu, states, "nu", 1e-5, adamw_keys)
     assert state.updates == N
+
+
+def test_normuon_with_look_ahead_matches_the_paper():
+    """Algorithm 1 of arXiv:2510.05491: each step has a root mean square of 0.2."""
+    variant = Variant(nesterov=True, beta2=0.9, scale=rms_scale)
+
+    def normuon(p, g, state, k, decay):
+        lr = float(problem.rate(k - 1))
+        if not uses_muon(p.shape):
+            return problem.adamw_update(p, g, state, k, ADAM_RATIO * lr, decay, BETAS, EPS)
+        b = state["momentum"] = MOMENTUM * state.get("momentum", np.zeros_like(p)) + g
+        o = newton_schulz((g + MOMENTUM * b).reshape(len(p), -1))
+        v = state["rows"] = 0.9 * state.get("rows", np.zeros(len(p))) + 0.1 * (o * o).mean(axis=1)
+        o = o / (np.sqrt(v)[:, None] + 1e-8)
+        o *= 0.2 * np.sqrt(o.size) / np.linalg.norm(o)
+        return p * (1 - lr * decay) - lr * o.reshape(p.shape)
+
+    expected, states = problem.reference(normuon, 20)
+    params, state = problem.run(make(variant=variant), 20)
+    problem.assert_params(params, expected, atol=2e-6)
+    muon_keys = {key for key in states if key[0] not in FOR_ADAMW}
+    problem.assert_moments(state.row_nu, states, "rows", 1e-5, muon_keys)
 
 
 def test_bfloat16_moments_are_updated_in_float32():

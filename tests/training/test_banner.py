@@ -5,6 +5,7 @@ import io
 import jax
 from rich.console import Console
 
+from jaxforge.parallel.device_memory import bytes_per_device, gigabytes
 from jaxforge.state.progress import Progress
 from jaxforge.telemetry.console import banner
 from jaxforge.training.banner import rows
@@ -31,6 +32,17 @@ def test_banner_shows_totals():
         " per device, for the arrays of a step; libraries, compiler, data and saves need more"
     )
     assert "on the host" not in reported
+
+
+def test_banner_shows_average_of_parameters():
+    train = {"ema_decay": 0.999, "ema_interval": 10, "ema_start": 1000}
+    ours = setup(tiny_config(distributed={"dp_shard": 2}, train=train))
+    size = gigabytes(bytes_per_device(ours.abstract_state().params))
+    assert banner_rows(Progress(), train=train)["average"] == (
+        "of the parameters, decay 0.999, every 10 updates, from update 1,001 on, in float32: "
+        f"{size} per device"
+    )
+    assert "average" not in banner_rows(Progress())
 
 
 def test_banner_without_data_shows_resumed_step():

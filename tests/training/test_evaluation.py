@@ -1,14 +1,17 @@
 """Evaluation weights every token equally, for any batch size, mesh and number of sets."""
 
 import functools
+import json
 import math
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax.traverse_util import unflatten_dict
 
 from jaxforge.aux_outputs import Max, Mean
+from jaxforge.commands import train
 from jaxforge.data import sources
 from jaxforge.data.corpus.manifest import Manifest, Shard
 from jaxforge.data.corpus.tokenizer import ByteTokenizer
@@ -19,6 +22,7 @@ from jaxforge.parallel.sharding import param_shardings
 from jaxforge.training.eval_functions import build_eval_functions, register_eval_function
 from jaxforge.training.evaluation import Evaluator, SetSums, summary
 from tests.conftest import tiny_config
+from torch_compat.formats.ocdbt import open_arrays
 
 SEQ, EOS = 32, 256
 VOCAB = 264
@@ -198,6 +202,47 @@ def test_metric_that_needs_bytes_raises_without_bytes(shards):
     Evaluator(job, mesh, model, sets, None).check_reports("eval/loss")
     with pytest.raises(UserError, match=r"bytes of tokens are unknown.*eval/loss, eval/perplexity"):
         Evaluator(job, mesh, model, sets, None).check_reports("eval/bits_per_byte")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.usefixtures("one_device")
+def test_run_evaluates_average_of_parameters(shards, tmp_path, capsys, dtype):
+    job = config(
+        shards, "a", "b", train={"ema_decay": 0.5, "ema_dtype": dtype, "max_steps": 3},
+        evaluation={"interval": 3},
+        checkpoint={"dir": str(tmp_path), "best_metric": "eval/ema_loss"},
+    )  # fmt: skip
+    assert train.run(job).code == 0
+    (metrics,) = (line for line in run_lines(tmp_path) if "eval/loss" in line)
+    arrays = open_arrays(tmp_path / "checkpoints" / "step_3" / "state")
+    losses = {}
+    for section, prefix in (("params", ""), ("ema", "ema_")):
+        weights = {
+            name.partition(".")[2]: np.asarray(leaf.all(), np.float32)
+            for name, leaf in arrays.items()
+            if name.startswith(f"{section}.")
+        }
+        for name in WINDOWS:
+            losses[f"eval/{name}/{prefix}loss"] = loss_of(shards / name, weights)
+    assert {name: metrics[name] for name in losses} == pytest.approx(losses, rel=1e-5)
+    assert metrics["eval/ema_loss"] != metrics["eval/loss"]
+    assert metrics["eval/ema_perplexity"] == pytest.approx(math.exp(metrics["eval/ema_loss"]))
+    assert f"eval_ema_loss={metrics['eval/ema_loss']:.4f}" in capsys.readouterr().out
+
+
+def run_lines(run):
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def loss_of(path, weights):
+    """Return the mean loss over single windows for parameters by dotted name."""
+    model = build_model(tiny_config(model={"vocab_size": VOCAB, "init_std": 0.3}))
+    windows = np.load(path / "a.npy").astype(np.int64)
+    windows = windows[: len(windows) // (SEQ + 1) * (SEQ + 1)].reshape(-1, SEQ + 1)
+    tree = unflatten_dict(weights, sep=".")
+    logits = model.logits(tree, model.hidden(tree, windows[:, :-1], None))
+    logp = jax.nn.log_softmax(jnp.asarray(logits, jnp.float32))
+    return -float(jnp.mean(jnp.take_along_axis(logp, windows[:, 1:, None], -1)))
 
 
 def test_evaluations_share_one_compiled_program(shards):

@@ -13,6 +13,7 @@ from jaxforge.runs import attempts
 from jaxforge.telemetry.goodput import account
 from jaxforge.training.hooks import Hook
 from tests.conftest import tiny_config
+from torch_compat.formats.ocdbt import open_arrays
 
 pytestmark = pytest.mark.usefixtures("one_device")
 
@@ -119,6 +120,24 @@ def test_resume_after_rollback_equals_uninterrupted_run(whole, tmp_path):
     first, second = attempts.read(tmp_path / "run")[0][0]
     assert (first.code, second.code) == (Exit.INTERVAL.code, 0)
     assert second.seconds["restore"] > 0
+
+
+def test_average_of_parameters_rolls_back(tmp_path, poisonous):
+    """The average covers the parameters of all checkpoints, and no step that was undone."""
+    decay = 0.7
+    job = config(tmp_path, [4, 5], 1, model={"n_layers": 1},
+                 train={"max_steps": 7, "nan_consecutive_max": 2, "ema_decay": decay})  # fmt: skip
+    assert train.run(job) is Exit.COMPLETED
+    assert progress(tmp_path, 7)["rollbacks"][0]["from"] == 6
+    assert saved(tmp_path) == list(range(8))
+    arrays = [open_arrays(tmp_path / "run/checkpoints" / f"step_{n}" / "state") for n in range(8)]
+    names = [name for name in arrays[0] if name.startswith("params.")]
+    for name in names:
+        mean, *others = (of_step[name].all().astype(np.float64) for of_step in arrays)
+        for params in others:
+            mean = decay * mean + (1 - decay) * params
+        average = arrays[-1][name.replace("params.", "ema.", 1)].all()
+        np.testing.assert_allclose(average, mean, rtol=1e-6, atol=1e-7)
 
 
 def test_repeated_trouble_rolls_back_further_up_to_limit(tmp_path, poisonous, capsys):

@@ -1,5 +1,6 @@
 """Evaluations that stop at any batch and resume: each batch once, equal metrics."""
 
+import dataclasses
 import json
 from collections import Counter
 
@@ -10,8 +11,9 @@ from jaxforge.aux_outputs import Mean
 from jaxforge.state.progress import Progress
 from jaxforge.state.train_state import TrainState
 from jaxforge.training import evaluation
-from jaxforge.training.callbacks.evaluation import ResumableEvaluation
+from jaxforge.training.callbacks.evaluation import ResumableEvaluation, passes
 from jaxforge.training.evaluation import BatchSums, Evaluator
+from tests.conftest import tiny_config
 
 SETS = {"a": 4, "b": 2, "c": 3}  # batches
 STEPS = 3  # at most
@@ -85,3 +87,44 @@ def test_stopped_evaluation_stores_pending_sets_and_sums(validations):
     assert (at.pending, at.completed) == (["b", "c"], ["a"])
     assert {name: sums["batches"] for name, sums in at.sums.items()} == {"a": 3, "b": 1}
     assert progress.stage == "validation"
+
+
+@pytest.mark.parametrize("batches_between_stops", [1, 3, 20])
+def test_average_is_evaluated_after_parameters(validations, batches_between_stops):
+    ours, _ = validations
+    state, seen = dataclasses.replace(STATE, ema="average"), []
+
+    def step(params, batch, _):
+        seen.append((params, batch))
+        loss = 2.0 if params == "average" else 3.0
+        return BatchSums(np.float32(loss), np.float32(1), np.int32(1))
+
+    ours._evaluator._step = step
+    names = passes(SETS, tiny_config(train={"ema_decay": 0.9}).train)
+    progress, notes = Progress(step=4), []
+    progress.begin_validation(names)
+    while not (metrics := ours.run(state, progress, after(batches_between_stops), note(notes))):
+        progress = through_json(progress)
+    batches = [("a", i) for i in range(3)] + [("b", i) for i in range(2)]
+    batches += [("c", i) for i in range(3)]
+    assert seen == [(p, batch) for p in ("params", "average") for batch in batches]
+    assert notes == batches
+    assert {name: value for name, value in metrics.items() if name.endswith("loss")} == {
+        **dict.fromkeys(("eval/loss", "eval/a/loss", "eval/b/loss", "eval/c/loss"), 3.0),
+        **dict.fromkeys(
+            ("eval/ema_loss", "eval/a/ema_loss", "eval/b/ema_loss", "eval/c/ema_loss"), 2.0
+        ),
+    }
+
+
+def note(notes):
+    return lambda name, batch: notes.append((name, batch))
+
+
+def test_stopped_evaluation_of_dropped_average_ends(validations):
+    ours, drawn_batches = validations
+    progress = Progress(step=4)
+    progress.begin_validation(passes(SETS, tiny_config(train={"ema_decay": 0.9}).train))
+    metrics = run(ours, progress, lambda: False)
+    assert not [name for name in metrics if "ema" in name]
+    assert set(drawn_batches.values()) == {1}

@@ -138,10 +138,17 @@ class CheckpointRef:
             checkpoint, stored = orbax_store.open_orbax(self._path)
             if stored.lora.rank:
                 return self._merged_run(checkpoint, stored, config, options)
+            if options.weights == "ema":
+                return checkpoint.averaged(str(self))
             return (
                 dataclasses.replace(checkpoint, moments=None)
                 if options.weights_only
                 else checkpoint
+            )
+        if options.weights == "ema":
+            raise UserError(
+                f"--weights ema: {self} is no run of jaxforge, whose checkpoints may have an "
+                "average of the parameters. Remove --weights"
             )
         mup.check_import(config.model, str(self))
         if self.format == "hf":

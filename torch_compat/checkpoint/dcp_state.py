@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxforge.checkpoint.paths import Weights
 from jaxforge.errors import UserError
 from jaxforge.state.progress import Progress
 from torch_compat.checkpoint import (
@@ -45,7 +46,7 @@ _NOT_MODEL = re.compile(
 
 @dataclasses.dataclass(frozen=True)
 class ReadOptions:
-    """ReadOptions of the user for reading a DCP checkpoint.
+    """Options of the user for reading a checkpoint.
 
     Attributes:
         dialect: name of the dialect. None: detect it.
@@ -55,6 +56,7 @@ class ReadOptions:
             in the data.
         fill_optimizer: replace absent optimizer state by zeros.
         resize_vocab: truncate a padded vocabulary, or extend it by rows of zeros.
+        weights: "ema": read the average of the parameters of a run of jaxforge in their place.
     """
 
     dialect: str | None = None
@@ -63,6 +65,7 @@ class ReadOptions:
     keep_step: bool = False
     fill_optimizer: bool = False
     resize_vocab: bool = False
+    weights: Weights = "raw"
 
 
 def sort_keys(dcp: Dcp, dialect: str | None = None) -> DcpKeys:

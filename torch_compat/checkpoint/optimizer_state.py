@@ -75,9 +75,12 @@ def optimizer_layout(config: JobConfig) -> OptimizerLayout:
     """Return the torch layout of the run's optimizer.
 
     Raises:
-        UserError: the optimizer is registered by the user.
+        UserError: the optimizer is registered by the user, of optax, or a variant without
+            counterpart.
     """
     name = config.optimizer.name
+    if name == "muon" and config.optimizer.muon_variant != "muon":
+        name = config.optimizer.muon_variant
     if name not in LAYOUTS:
         raise UserError(
             f'optimizer.name = "{name}": its counterpart in PyTorch is not known; convert with '

@@ -13,6 +13,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from jaxforge.checkpoint import layout
 from jaxforge.checkpoint.checksums import Checksums
 from jaxforge.checkpoint.manager import Checkpoints
+from jaxforge.checkpoint.paths import EMA
 from jaxforge.config.checkpoint import CheckpointConfig
 from jaxforge.config.job import JobConfig
 from jaxforge.state.guard_state import GuardState
@@ -61,7 +62,7 @@ def commit(
     tree = {name: _Staged(store, a.shape, a.dtype) for name, a in arrays.items()}
     nested = {"optimizer": {}, **unflatten_dict(tree, sep=".")}
     program = program_of(config)
-    like = program.shapes
+    like = program.shapes if EMA in nested else dataclasses.replace(program.shapes, ema={})
     if not nested["optimizer"]:
         like = dataclasses.replace(like, opt_state=())
     checkpoints = Checkpoints(

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxforge.checkpoint.paths import find, is_precision_specific
+from jaxforge.checkpoint.paths import EMA, find, is_precision_specific
 from jaxforge.checkpoint.sealed_progress import check_config, unseal_progress
 from jaxforge.config.job import JobConfig
 from jaxforge.config.reading.load import make_config
@@ -88,6 +88,7 @@ def open_orbax(path: Path, trusts: Decision = never) -> tuple[CheckpointState, J
     params: dict[str, LazyTensor] = {}
     model_state: dict[str, LazyTensor] = {}
     moments: dict[str, dict[str, LazyTensor]] = {}
+    ema: dict[str, LazyTensor] = {}
     scalars, guard = {}, {}
     for name, leaf in leaves.items():
         section, _, tail = name.partition(".")
@@ -97,6 +98,8 @@ def open_orbax(path: Path, trusts: Decision = never) -> tuple[CheckpointState, J
             params |= stacking.split(tail, leaf)
         elif section == "model_state":
             model_state |= stacking.split(tail, leaf)
+        elif section == EMA:
+            ema |= stacking.split(tail, leaf)
         elif section == "optimizer" and "." in tail:
             field, _, parameter = tail.partition(".")
             moments.setdefault(field, {}).update(stacking.split(parameter, leaf))
@@ -105,7 +108,7 @@ def open_orbax(path: Path, trusts: Decision = never) -> tuple[CheckpointState, J
         elif section == "guard":
             guard[tail] = leaf.all()
     checkpoint = CheckpointState(
-        params, moments or None, scalars, progress, guard, model_state=model_state
+        params, moments or None, scalars, progress, guard, model_state=model_state, ema=ema
     )
     return checkpoint, config
 
@@ -282,6 +285,7 @@ def finish_import(run: Path, checkpoint: Path) -> bool:
 
 def _tensors(checkpoint: CheckpointState, stacking: Stacking) -> dict[str, LazyTensor]:
     sections = {"params": checkpoint.params, "model_state": checkpoint.model_state}
+    sections[EMA] = checkpoint.ema
     moments = checkpoint.moments or {}
     sections |= {f"optimizer.{field}": of_field for field, of_field in moments.items()}
     return {

@@ -12,9 +12,11 @@ from typing import Any
 
 import numpy as np
 
+from jaxforge.checkpoint.paths import EMA, no_average
 from jaxforge.config.job import JobConfig
 from jaxforge.config.model import MODELS
 from jaxforge.config.optimizer import EXPERT_FIELD
+from jaxforge.errors import UserError
 from jaxforge.state.progress import Progress
 from torch_compat.checkpoint.optimizer_state import LAYOUTS, OptimizerLayout
 from torch_compat.checkpoint.shapes import Shape, parameters, untrained
@@ -40,6 +42,7 @@ class CheckpointState:
         dialect: dialect of the names in the checkpoint.
         notes: notes for the user.
         model_state: non-trainable state; empty if the checkpoint has none.
+        ema: average of the parameters (`train.ema_decay`); empty if the checkpoint has none.
     """
 
     params: Tensors
@@ -51,6 +54,7 @@ class CheckpointState:
     dialect: str = "jaxforge"
     notes: tuple[str, ...] = ()
     model_state: Tensors = dataclasses.field(default_factory=dict)
+    ema: Tensors = dataclasses.field(default_factory=dict)
 
     @property
     def counts_experts(self) -> bool:
@@ -73,12 +77,29 @@ class CheckpointState:
             self,
             params=others(self.params),
             model_state=others(self.model_state),
+            ema=others(self.ema),
             moments=self.moments and {field: others(t) for field, t in self.moments.items()},
         )
+
+    def averaged(self, where: str) -> "CheckpointState":
+        """Return the checkpoint with the average of the parameters in their place.
+
+        The moments are left out, because they belong to the parameters.
+
+        Args:
+            where: path of the checkpoint, for the message.
+
+        Raises:
+            UserError: the checkpoint has no average.
+        """
+        if not self.ema:
+            raise UserError(no_average(where))
+        return dataclasses.replace(self, params=self.ema, ema={}, moments=None, scalars={})
 
     def tensors(self) -> Iterator[tuple[str, LazyTensor]]:
         """Yield all tensors: `params.norm.weight`, `optimizer.mu.norm.weight`."""
         yield from self.model_tensors()
+        yield from ((f"{EMA}.{name}", tensor) for name, tensor in self.ema.items())
         for field, of_field in (self.moments or {}).items():
             yield from ((f"optimizer.{field}.{name}", t) for name, t in of_field.items())
 

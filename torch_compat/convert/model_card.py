@@ -16,7 +16,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxforge import __version__
+from jaxforge.checkpoint.paths import Weights
 from jaxforge.cli.redaction import redacted
+from jaxforge.config.eval import AVERAGE_PREFIX
 from jaxforge.config.job import JobConfig
 from jaxforge.errors import UserError
 from jaxforge.state.progress import Progress
@@ -42,8 +44,14 @@ class Logged(NamedTuple):
     evaluated: int
 
 
-def read_logged(run: Path, step: int) -> Logged:
-    """Return the last metrics in `metrics.jsonl`; the file may be missing or truncated."""
+def read_logged(run: Path, step: int, weights: Weights = "raw") -> Logged:
+    """Return the last metrics in `metrics.jsonl`; the file may be missing or truncated.
+
+    Args:
+        run: the run directory.
+        step: last step.
+        weights: the weights whose evaluation is returned.
+    """
     train: dict[str, Any] = {}
     evaluation: dict[str, Any] = {}
     with contextlib.suppress(OSError), (run / "metrics.jsonl").open("rb") as lines:
@@ -52,7 +60,16 @@ def read_logged(run: Path, step: int) -> Logged:
                 continue
             train = line if "train/loss" in line else train
             evaluation = line if "eval/loss" in line else evaluation
-    return Logged(train, evaluation, evaluation.get("step", 0))
+    step = evaluation.get("step", 0)
+    return Logged(train, dict(_of_weights(evaluation, weights)), step)
+
+
+def _of_weights(evaluation: Mapping[str, Any], weights: Weights) -> Iterator[tuple[str, Any]]:
+    """Yield the metrics of an evaluation that are of these weights, without their prefix."""
+    for name, value in evaluation.items():
+        parent, slash, metric = name.rpartition("/")
+        if metric.startswith(AVERAGE_PREFIX) == (weights == "ema"):
+            yield f"{parent}{slash}{metric.removeprefix(AVERAGE_PREFIX)}", value
 
 
 def model_card(
@@ -64,6 +81,7 @@ def model_card(
     logged: Logged | None,
     *,
     has_tokenizer: bool,
+    weights: Weights = "raw",
 ) -> str:
     """Return the text of the model card.
 
@@ -75,6 +93,7 @@ def model_card(
         model_type: Hugging Face's name of the family.
         logged: metrics of the run; None if the config does not describe how the model was trained.
         has_tokenizer: whether the directory of the card has a tokenizer.
+        weights: the exported weights.
     """
     m = config.model
     size = human(parameters)
@@ -104,6 +123,13 @@ def model_card(
     body = "\n\n".join(f"## {title}\n\n{text}" for title, text in sections.items() if text)
     how = "made" if logged else "converted"
     about = f"A decoder language model with {size} parameters{trained}, {how} with jaxforge."
+    if weights == "ema":
+        train = config.train
+        every = f", every {train.ema_interval} updates" if train.ema_interval > 1 else ""
+        about += (
+            " Its weights are an exponential moving average of the trained weights (decay "
+            f"{train.ema_decay:g}{every})."
+        )
     return f"{_front_matter(config, model_type)}\n# {_plain(name)}\n\n{about}\n\n{body}\n"
 
 

@@ -141,13 +141,19 @@ def open_source(request: Request) -> Source:
     """
     ref, to = request.source, request.to
     config = ref.required_config(request.config, request.overrides)
-    has_moments = to not in ("hf", "peft") and not request.options.weights_only
+    is_raw = request.options.weights == "raw"
+    has_moments = to not in ("hf", "peft") and not request.options.weights_only and is_raw
     files = ref.stamps()
     options = dataclasses.replace(
         request.options, weights_only=not has_moments, keep_step=to != "jaxforge"
     )
     checkpoint = ref.read(config, options)
     trained, notes = config, [*checkpoint.notes]
+    if checkpoint.ema and (to != "jaxforge" or not has_moments):
+        checkpoint = dataclasses.replace(checkpoint, ema={})
+        notes.append("left out: the average of the parameters, which --weights ema exports")
+    if not is_raw and to != "hf" and not request.options.weights_only:
+        notes.append("left out: optimizer state, which belongs to the parameters")
     if to != "jaxforge":
         mup.check_export(config.model, weights_only=not has_moments)
     if ref.format == "jaxforge":

@@ -61,15 +61,18 @@ class HfWriter(Writer):
 
     def _card(self, directory: Path) -> str:
         source, ref = self.source, self.source.ref
+        weights = self.request.options.weights
         name, logged = ref.title, model_card.Logged({}, {}, 0)
         if ref.format == "jaxforge":
             name = urls.path(source.trained.checkpoint.dir).name or ref.run.name
-            logged = model_card.read_logged(ref.run, int(ref.directory.name.rpartition("_")[2]))
+            step = int(ref.directory.name.rpartition("_")[2])
+            logged = model_card.read_logged(ref.run, step, weights)
         card = model_card.model_card(
             name, source.trained, source.checkpoint.progress,
             parameters=sum(math.prod(t.shape) for t in source.checkpoint.params.values()),
             model_type=self._family,
             logged=None if ref.format == "hf" else logged,
             has_tokenizer=(directory / "tokenizer.json").exists(),
+            weights=weights,
         )  # fmt: skip
         return redacted_message(card)

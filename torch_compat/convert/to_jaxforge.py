@@ -8,6 +8,7 @@ from jaxforge.checkpoint.paths import PREFIX, SUBDIRECTORY
 from jaxforge.config.job import JobConfig
 from jaxforge.errors import UserError
 from torch_compat.checkpoint import hf_state, orbax_store
+from torch_compat.convert import average
 from torch_compat.convert.source import Request, Source
 from torch_compat.convert.writer import Writer
 from torch_compat.formats.staging import Staging, Unit
@@ -42,6 +43,9 @@ class RunWriter(Writer):
         from jaxforge.runs import run_directory  # imported here: it imports JAX
 
         beside, ref = self._import.run_files, self.source.ref
+        if isinstance(ref, average.AveragedCheckpoint):
+            beside.mkdir(parents=True, exist_ok=True)
+            (beside / average.FILE).write_text(ref.about(self.request.options))
         if ref.format == "jaxforge":
             for name in (hf_state.TOKENIZER, hf_state.IMPORTED):
                 _copy_files(ref.run / name, beside / name)

@@ -188,6 +188,9 @@ def _by_parameter(
     if not weights_only and (x.moments is None) != (y.moments is None):
         notes.append("only one checkpoint has optimizer state, so that only weights were compared")
         weights_only = True
+    if not weights_only and bool(x.ema) != bool(y.ema):
+        notes.append("only one checkpoint has an average of the parameters: it was not compared")
+        x, y = (dataclasses.replace(state, ema={}) for state in (x, y))
     first, other = (
         _contents(ref, state, weights_only=weights_only) for ref, state in ((a, x), (b, y))
     )

@@ -93,6 +93,7 @@ class Replica:
         wanted = layout.drop_unsaved(layout.to_tree(like), saved)
         validation.check_model(wanted, saved, self.path)
         validation.check_optimizer(wanted["optimizer"], saved["optimizer"], self.path)
+        layout.log_average_changes(like, saved, self.path)
         state = layout.from_tree(self._read(saved, wanted), like)
         return with_counts(state, progress), progress
 

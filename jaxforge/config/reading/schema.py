@@ -104,7 +104,8 @@ def short_type(node: Node) -> str:
 def expected(node: Node) -> str:
     """Return the text after "expected": `an integer greater than 0`."""
     if alternatives(node):
-        return "one of " + ", ".join(alternatives(node))
+        family = f", or {node['family']}<name>" if "family" in node else ""
+        return "one of " + ", ".join(alternatives(node)) + family
     if node["type"] == "array":
         count = len(node.get("prefixItems", ()))
         return f"a list of {count} values" if count else "a list"

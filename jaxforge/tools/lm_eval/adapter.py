@@ -30,6 +30,7 @@ from lm_eval.models.utils import (
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from jaxforge import inference
+from jaxforge.checkpoint.paths import Weights
 from jaxforge.cli.sampling_options import check
 from jaxforge.errors import UserError
 from jaxforge.model.decoding import Decoder, padded_batch
@@ -58,6 +59,7 @@ class JaxforgeLM(TemplateLM):
         prefix_token_id: token before texts that are scored from their first token on; by default
             BOS, or EOS if the tokenizer has no BOS.
         seed: random seed, for tasks that sample.
+        weights: "ema" for the average of the parameters.
         device: PyTorch's device; without effect. JAX chooses devices (`JAX_PLATFORMS`).
         max_batch_size: limit for lm_eval's batch_size = "auto", which does not exist here; without
             effect.
@@ -77,13 +79,16 @@ class JaxforgeLM(TemplateLM):
         add_bos_token: bool | None = None,
         prefix_token_id: int | None = None,
         seed: int = 0,
+        weights: Weights = "raw",
         device: str | None = None,
         max_batch_size: int | None = None,
         **settings: object,
     ) -> None:
         super().__init__()
         overrides = [f"--{key}={value}" for key, value in settings.items()]
-        self._trained = inference.open_run(urls.path(run), _settings(overrides), step=step)
+        self._trained = inference.open_run(
+            urls.path(run), _settings(overrides), step=step, weights=weights
+        )
         self._text = run_directory.read_tokenizer(self._trained.run)
         if not str(batch_size).isdigit() or int(batch_size) < 1:
             raise UserError(f"batch_size={batch_size}: must be an integer of at least 1")

@@ -97,9 +97,9 @@ def disk_warnings(config: JobConfig) -> Iterator[str]:
 
 
 def checkpoint_bytes(config: JobConfig) -> int:
-    """Return the bytes of parameters and optimizer state."""
+    """Return the bytes of parameters, their average and optimizer state."""
     state = Program.without_devices(config).shapes
-    leaves = jax.tree.leaves((stored_params(state.params), state.opt_state))
+    leaves = jax.tree.leaves((stored_params(state.params), state.opt_state, state.ema))
     return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
 
 

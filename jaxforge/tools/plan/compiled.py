@@ -37,7 +37,7 @@ class Memory(NamedTuple):
         peak: peak usage, as the compiler reports it.
         capacity: memory that a program may use.
         parameters: trained parameters.
-        optimizer: optimizer state.
+        optimizer: optimizer state, and the average of the parameters.
         gradients: accumulated gradients, float32.
         activations: activations that the layers save for the backward pass.
         other: batch, gathered weights, working space of operations.
@@ -204,7 +204,7 @@ class _Parts(NamedTuple):
         """Split the peak into its parts; activations are 0 without a program."""
         parameters, optimizer = (
             bytes_per_device(self.state.params),
-            bytes_per_device(self.state.opt_state),
+            bytes_per_device((self.state.opt_state, self.state.ema)),
         )
         gradients = self._gradients()
         activations = self._saved(program) if program else 0

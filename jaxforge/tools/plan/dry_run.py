@@ -18,8 +18,9 @@ from jaxforge.config.job import JobConfig, toml
 from jaxforge.config.reading.schema import REGISTRIES
 from jaxforge.config.reading.unresolved import UnresolvedConfig
 from jaxforge.data.epoch import sequences_per_epoch
-from jaxforge.parallel import multihost
+from jaxforge.parallel import device_memory, multihost
 from jaxforge.parallel.mesh import abstract_mesh, data_parallel_size, describe_mesh, make_mesh
+from jaxforge.program import Program
 from jaxforge.runs import run_directory
 from jaxforge.storage import urls
 from jaxforge.telemetry.metric_writers import check_libraries
@@ -32,9 +33,11 @@ from jaxforge.tools.plan.dry_run_memory import (
     memory_rows,
     model_rows,
     parse_devices,
+    replica_rows,
     this_device,
     too_large,
 )
+from jaxforge.training.banner import describe_average
 from jaxforge.training.hooks import named_hook
 from jaxforge.training.start import resolve_skip_idle_experts
 from jaxforge.training.summary import schedule_summary
@@ -91,8 +94,11 @@ def run(config: UnresolvedConfig, devices: str) -> int:
     if mixture := mixture_rows(resolved, dp, data):
         _show("mixture", mixture)
     _show("model", model_rows(model))
-    _show("memory of a device, an estimate", memory_rows(fits))
-    _show("run", [run_row])
+    state = Program(resolved, mesh, model=model).abstract_state()
+    average = describe_average(resolved.train, device_memory.bytes_per_device(state.ema))
+    parts = [f"of the state, average {average}"] if average else []
+    _show("memory of a device, an estimate", [*memory_rows(fits), *parts])
+    _show("run", [run_row, *replica_rows(resolved, state)])
     if notes := [*notes, *answers(resolved)]:
         _show("notes", notes)
     platform = kinds[0].platform

@@ -5,8 +5,10 @@ from typing import NamedTuple
 
 import jax
 from jax.sharding import AbstractMesh, Mesh
+from jaxtyping import PyTree
 
 from jaxforge.checkpoint.layout import split_adapters
+from jaxforge.checkpoint.replica.memory import describe_memory
 from jaxforge.config.job import JobConfig
 from jaxforge.config.problems import describe_change
 from jaxforge.errors import UserError
@@ -101,6 +103,12 @@ def fits_by_device(
         assert first_error is not None
         raise first_error
     return first_model, fits
+
+
+def replica_rows(config: JobConfig, state: PyTree) -> list[str]:
+    """Return a row about replicas in the memory of hosts, if there are any."""
+    text = describe_memory(config.checkpoint, state)
+    return [f"replicas: {text}"] if text else []
 
 
 def model_rows(model: Model) -> Iterator[str]:

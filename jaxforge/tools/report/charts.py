@@ -20,11 +20,16 @@ _FEWEST = 16  # minimum number of buckets of a curve
 _MARKS = 200  # marks on a curve; each is a few pixels wide
 _AXIS_POINTS = 1000  # of the maps from steps to tokens and hours
 _DERIVED = re.compile(
-    r"smoothed/.*|goodput/.*_sec|train/(tokens|samples|valid_tokens)|gpu/mem_utilization|eval/(.*/)?perplexity"
+    r"smoothed/.*|goodput/.*_sec|train/(tokens|samples|valid_tokens)|gpu/mem_utilization|eval/(.*/)?(ema_)?perplexity"
 )
 _LAYER = re.compile(r"/layers\.([0-9]{1,6})$")
 _MARKED = ("train/loss", "train/grad_norm")
-_HEADLINE = ("train/loss", "eval/loss")
+_HEADLINE = {
+    "train/loss": "training",
+    "eval/loss": "evaluation",
+    "eval/ema_loss": "evaluation of the average",
+}
+"""Metrics of the first chart, and their labels."""
 
 
 class Constant(NamedTuple):
@@ -136,7 +141,7 @@ def _drawings(runs: Sequence[Run]) -> Iterable[_Drawing]:
     groups: dict[str, dict[str, list[tuple[str, Name]]]] = defaultdict(lambda: defaultdict(list))
     for metric in metrics:
         name = metric_name(metric)
-        if metric not in _HEADLINE or (metric == "eval/loss" and has_several_sets):
+        if metric not in _HEADLINE or (metric != "train/loss" and has_several_sets):
             groups[name.group][name.title].append((metric, name))
     for titles in groups.values():
         for title, members in titles.items():
@@ -146,7 +151,7 @@ def _drawings(runs: Sequence[Run]) -> Iterable[_Drawing]:
 def _headline(runs: Sequence[Run]) -> list[_Curve]:
     return [
         _Curve(i, metric, label)
-        for metric, label in zip(_HEADLINE, ("training", "evaluation"), strict=True)
+        for metric, label in _HEADLINE.items()
         for i, run in enumerate(runs)
         if metric in run.series
     ]

@@ -48,8 +48,13 @@ NAMES: Mapping[str, Name] = {
     "train/loss": Name("Training loss", _NATS, LOSS),
     "train/mtp_loss": Name("Loss of further tokens", _NATS, LOSS),
     "eval/loss": Name("Evaluation loss", _NATS, EVALUATION, "all sets"),
+    "eval/ema_loss": Name("Evaluation loss", _NATS, EVALUATION, "all sets, average"),
     "eval/bits_per_byte": Name("Evaluation, bits per byte", "bits", EVALUATION, "all sets"),
+    "eval/ema_bits_per_byte": Name(
+        "Evaluation, bits per byte", "bits", EVALUATION, "all sets, average"
+    ),
     "eval/perplexity": Name("Perplexity", "", EVALUATION, "all sets"),
+    "eval/ema_perplexity": Name("Perplexity", "", EVALUATION, "all sets, average"),
     "train/lr": Name("Learning rate", "of the next update", UPDATES, zero=True),
     "train/grad_norm": Name("Gradient norm", "before clipping", UPDATES),
     "train/params_norm": Name("Norm of the parameters", "", UPDATES),
@@ -117,6 +122,10 @@ NAMES: Mapping[str, Name] = {
 """Metrics with fixed names, in the order of the page."""
 
 _RULES: tuple[tuple[str, Name], ...] = (
+    (r"eval/(.+)/ema_loss", Name("Evaluation loss", _NATS, EVALUATION, "{}, average")),
+    (r"eval/(.+)/ema_bits_per_byte",
+     Name("Evaluation, bits per byte", "bits", EVALUATION, "{}, average")),
+    (r"eval/(.+)/ema_perplexity", Name("Perplexity", "", EVALUATION, "{}, average")),
     (r"eval/(.+)/loss", Name("Evaluation loss", _NATS, EVALUATION, "{}")),
     (r"eval/(.+)/bits_per_byte", Name("Evaluation, bits per byte", "bits", EVALUATION, "{}")),
     (r"eval/(.+)/perplexity", Name("Perplexity", "", EVALUATION, "{}")),

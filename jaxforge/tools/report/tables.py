@@ -1,6 +1,7 @@
 """Facts and tables of the page: differences, evaluations, samples, configs."""
 
 import itertools
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from html import escape
@@ -9,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from jaxforge.cli.redaction import redacted, redacted_line
+from jaxforge.config.eval import AVERAGE_PREFIX
 from jaxforge.config.job import short_toml
 from jaxforge.runs.reading import Run
 from jaxforge.telemetry.numbers import duration, exact, human
@@ -62,14 +64,13 @@ def _facts_of_run(run: Run) -> Mapping[str, str]:
 
 
 def _reached(run: Run) -> Mapping[str, str]:
-    loss, best = run.series["train/loss"], "none"
-    if "eval/loss" in run.series:
-        value, step = _best(run, "eval/loss")
-        best = f"{exact(value)} at step {step:,}"
+    loss = run.series["train/loss"]
+    average = "eval/ema_loss"
     skipped = f"{run.skipped:,} ({run.skipped / max(1, run.steps):.2%})" if run.skipped else "none"
     return {
         "smoothed loss": exact(loss.smoothed),
-        "best evaluation loss": best,
+        "best evaluation loss": _best_loss(run, "eval/loss"),
+        **({"best loss of the average": _best_loss(run, average)} if average in run.series else {}),
         "last loss": exact(loss.last),
         "steps": f"{run.steps:,} of {run.config.train.max_steps:,}",
         "tokens": f"{run.tokens:,}" if run.tokens < 1e7 else human(run.tokens),
@@ -78,6 +79,13 @@ def _reached(run: Run) -> Mapping[str, str]:
         "skipped steps": skipped,
         "resumed": _resumed(run),
     }
+
+
+def _best_loss(run: Run, name: str) -> str:
+    if name not in run.series:
+        return "none"
+    value, step = _best(run, name)
+    return f"{exact(value)} at step {step:,}"
 
 
 def _of_start(start: Mapping[str, Any]) -> Mapping[str, str]:
@@ -148,7 +156,7 @@ _EVALUATION = ["set", "loss", "perplexity", "bits per byte", "lowest loss", "at 
 def _evaluations(runs: Sequence[Run]) -> Rows:
     for run in runs:
         for name in run.series:
-            if not name.startswith("eval/") or not name.endswith("/loss"):
+            if not re.fullmatch(rf"eval/(.*/)?({AVERAGE_PREFIX})?loss", name):
                 continue
             label, (lowest, step) = metric_name(name).label, _best(run, name)
             others = [name.removesuffix("loss") + kind for kind in ("perplexity", "bits_per_byte")]

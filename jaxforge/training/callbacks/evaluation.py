@@ -1,12 +1,15 @@
 """Evaluations during training, which can stop and resume after any batch.
 
+With `train.ema_decay`, each set is evaluated a second time, by the average of the parameters.
 `Progress.validation` holds the pending sets and the sums so far. A run that stops within an
 evaluation resumes there: no batch, set or callback is skipped or repeated.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
+from jaxforge.config.eval import AVERAGE_PREFIX
 from jaxforge.config.job import JobConfig
+from jaxforge.config.train import TrainConfig
 from jaxforge.exit_codes import Exit
 from jaxforge.state.progress import Progress
 from jaxforge.state.train_state import TrainState
@@ -14,6 +17,8 @@ from jaxforge.training.callbacks.callback import Callback, EvalContext, Interval
 from jaxforge.training.callbacks.garbage import collecting_garbage
 from jaxforge.training.callbacks.run_callback import RunCallback, RunParts
 from jaxforge.training.evaluation import Evaluator, SetSums, summary
+
+_AVERAGE = "ema/"  # before the name of a set, which has no slash
 
 
 class Evaluation(RunCallback):
@@ -60,7 +65,8 @@ class Evaluation(RunCallback):
         """
         step, progress, section = context.step, context.progress, self._config.eval
         if progress.validation is None:
-            progress.begin_validation(section.due_sets(step) or section.sources())
+            sets = section.due_sets(step) or section.sources()
+            progress.begin_validation(passes(sets, self._config.train))
             context.start_save()
         assert progress.validation is not None
         if not progress.validation.sums:
@@ -83,6 +89,12 @@ class Evaluation(RunCallback):
         evaluated = EvalContext(step, context.state, context.control)
         context.callbacks.call(Callback.on_eval_end, metrics, step, evaluated)
         context.evaluation.update(metrics)
+
+
+def passes(sets: Iterable[str], train: TrainConfig) -> list[str]:
+    """Return the evaluations of sets: by the parameters, then by their average, if any."""
+    sets = list(sets)
+    return [*sets, *(f"{_AVERAGE}{name}" for name in sets if train.averages_weights)]
 
 
 class ResumableEvaluation:
@@ -109,23 +121,41 @@ class ResumableEvaluation:
             state: the state whose parameters are evaluated.
             progress: the counters of the run; holds the evaluation until it is complete.
             stop: called before each batch; a true result stops the evaluation.
-            note_batch: called with set and number of each batch after its launch.
+            note_batch: called with set and number of each batch after its launch, for the
+                parameters and not for their average.
 
         Returns:
             The metrics of the evaluated sets, and of all sets together if all were evaluated;
             None if the evaluation was stopped.
         """
         validation = progress.begin_validation(self._evaluator.names)
+        if not state.ema:  # the average was dropped at this start
+            validation.drop(lambda name: name.startswith(_AVERAGE))
         while validation.pending:
             name = validation.pending[0]
+            dataset = name.removeprefix(_AVERAGE)
+            is_average = name != dataset
             begun = SetSums(**validation.sums.get(name, {}))
             sums, is_whole = self._evaluator.evaluate(
-                state.variables, name, self._steps[name], begun, stop, note_batch
-            )
+                state.averaged_variables if is_average else state.variables,
+                dataset, self._steps[dataset], begun, stop,
+                (lambda *_: None) if is_average else note_batch,
+            )  # fmt: skip
             validation.sums[name] = sums._asdict()
             if not is_whole:
                 return None
             validation.pending.pop(0)
         progress.validation = None
-        sets = {name: SetSums(**sums) for name, sums in validation.sums.items()}
-        return summary(sets, are_all=len(sets) == len(self._evaluator.names))
+        return self._metrics({name: SetSums(**sums) for name, sums in validation.sums.items()})
+
+    def _metrics(self, sums: Mapping[str, SetSums]) -> dict[str, float]:
+        """Return the metrics of the parameters, and those of their average."""
+        average = {
+            name.removeprefix(_AVERAGE): s for name, s in sums.items() if name.startswith(_AVERAGE)
+        }
+        sets = {name: s for name, s in sums.items() if not name.startswith(_AVERAGE)}
+        are_all = len(sets) == len(self._evaluator.names)
+        metrics = summary(sets, are_all=are_all)
+        if average:
+            metrics |= summary(average, are_all=are_all, prefix=AVERAGE_PREFIX)
+        return metrics

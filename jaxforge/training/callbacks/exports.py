@@ -90,7 +90,8 @@ class Exporter(RunCallback):
             log.info("%s exists already: not exported again", target)
             return
         command = [sys.executable, "-m", "torch_compat", "export", str(path), str(target)]
-        options = ["--to=hf", f"--dtype={self._config.export_dtype}"]
+        dtype, weights = self._config.export_dtype, self._config.export_weights
+        options = ["--to=hf", f"--dtype={dtype}", f"--weights={weights}"]
         done = subprocess.run([*command, *options], capture_output=True, text=True, check=False)
         if done.returncode:
             message = done.stderr.strip().splitlines()[-1:] or ["no message"]

@@ -46,15 +46,18 @@ def explanation(message: str, config: JobConfig, mesh: Mesh) -> str:
     """
     program = Program(config, mesh, capacity=device_memory.capacity_per_device())
     state = program.abstract_state()
-    params, moments = bytes_per_device(state.params), bytes_per_device(state.opt_state)
+    params = bytes_per_device(state.params)
+    moments = bytes_per_device((state.opt_state, state.ema))
     limit = device_memory.capacity()
     whole = 2 * params + moments
     dp = data_parallel_size(mesh)
     rows, length = config.train.microbatch_size(dp) // dp, config.train.seq_len
+    average = " and average of parameters" if config.train.averages_weights else ""
     needs = (
         f"each device holds {gigabytes(params)} of parameters, as much of gradients and "
-        f"{gigabytes(moments)} of optimizer state: {gigabytes(whole)} of {gigabytes(limit)}. The "
-        f"remaining memory is for the activations of {rows:,} sequences of {length:,} tokens"
+        f"{gigabytes(moments)} of optimizer state{average}: {gigabytes(whole)} of "
+        f"{gigabytes(limit)}. The remaining memory is for the activations of {rows:,} sequences "
+        f"of {length:,} tokens"
     )
     reduces_whole = program.grad_sync.mode == "update" and token_parallel_size(mesh) > 1
     advice = (

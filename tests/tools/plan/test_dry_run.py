@@ -1,6 +1,7 @@
 """`train --dry-run` describes a start, raises its errors and writes nothing."""
 
 import re
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -10,15 +11,17 @@ from jaxforge.commands import init, train
 from jaxforge.config import load_config
 from jaxforge.errors import UserError
 from jaxforge.model.transformer import build_model
-from jaxforge.parallel.device_memory import bytes_per_device
+from jaxforge.parallel.device_memory import bytes_per_device, gigabytes
 from jaxforge.parallel.mesh import abstract_mesh
 from jaxforge.program import Program
 from jaxforge.step.memory import step_memory
 from jaxforge.tools.plan import dry_run_memory
+from jaxforge.tools.plan.checks import checkpoint_bytes
 from jaxforge.tools.plan.memory_fit import estimate_fit, with_batch_size
 from tests.shipped_configs import CONFIGS
 
 DEBUG = "configs/debug.toml"
+DEBUG_FILE = Path(__file__).parents[3] / DEBUG
 
 
 @pytest.fixture
@@ -50,6 +53,14 @@ def test_dry_run_describes_the_start_and_writes_nothing(dry):
         r"4 sequence\(s\) of a microbatch .* at most [\d,]+ fit", said["memory of a device"]
     )
     assert said["run"].endswith("here/runs/debug: a new run\n\n")
+
+
+def test_dry_run_states_the_memory_of_replicas(dry):
+    """One parameter in float32 with two moments takes 12 bytes."""
+    said = dry(DEBUG, "--checkpoint.replica_interval=50")
+    count = float(re.search(r"([\d.]+)K parameters", said["model"])[1])
+    size = re.search(r"replicas: every 50 steps, 4 copies .* ([\d.]+) GB each", said["run"])[1]
+    assert float(size) * 1e9 == pytest.approx(12e3 * count, rel=0.02)
 
 
 def test_dry_run_opens_and_counts_data(dry, tmp_path):
@@ -141,6 +152,30 @@ def test_dry_run_warns_if_named_machine_is_small(dry, tmp_path):
 def test_dry_run_supports_every_mesh_and_state(dry, setting):
     settings = ("--model.n_layers=4", "--model.max_seq_len=64", *setting.split())
     assert dry(DEBUG, "--devices", "8", *settings)["memory of a device"]
+
+
+def test_average_is_part_of_the_state_and_of_checkpoints(dry):
+    """The average has as many bytes as the parameters, which are float32 too."""
+    settings = ("--devices=2", "--distributed.dp_shard=2", "--train.ema_decay=0.99")
+    rows = dry(DEBUG, *settings)["memory of a device"]
+    size = re.search(r"of the state, average of the parameters, decay 0.99, in float32: (.+ GB)",
+                     rows)[1]  # fmt: skip
+    with_average, without = (load_config(DEBUG_FILE, [f"--train.ema_decay={d}"]) for d in (0.99, 0))
+    added = checkpoint_bytes(with_average) - checkpoint_bytes(without)
+    assert added == sum(4 * leaf.size for leaf in leaves(with_average))
+    state = state_of(with_average)
+    parameters = bytes_per_device(state.params)
+    assert size == gigabytes(parameters)
+    assert bytes_per_device(state) - bytes_per_device(state_of(without)) == parameters
+
+
+def leaves(config):
+    return jax.tree.leaves(Program.without_devices(config).shapes.params)
+
+
+def state_of(config):
+    mesh = abstract_mesh(config, 2)
+    return Program(config, mesh, model=build_model(config, "cpu")).abstract_state()
 
 
 def test_most_rows_is_the_largest_batch_that_fits(request):

@@ -83,6 +83,22 @@ def test_several_evaluation_sets_have_labels(tmp_path):
     assert [row[0] for row in page.rows()][:4] == ["set", "code.py", "all sets", "web"]
 
 
+def test_average_of_parameters_has_its_own_curves_and_rows(tmp_path):
+    names = ("eval/loss", "eval/ema_loss", "eval/web/ema_loss", "eval/ema_perplexity")
+    lines = [line(1)]
+    lines += [{"step": s, "time": 1e9, **dict(zip(names, values, strict=True))}
+              for s, values in ((1, (5, 4, 4.25, 54)), (2, (4.5, 3.5, 3.75, 33)))]  # fmt: skip
+    page = page_of(write_run(tmp_path / "run", lines))
+    labels = [curve["label"] for curve in page.curves("Loss")]
+    assert labels == ["training", "evaluation", "evaluation of the average"]
+    assert page.points("Loss")[2] == {1: 4, 2: 3.5}
+    curves = {curve["label"] for curve in page.curves("Evaluation loss")}
+    assert curves == {"all sets", "all sets, average", "web, average"}
+    assert page.facts()["best loss of the average"] == "3.5000 at step 2"
+    rows = {row[0]: row[1:] for row in page.rows()}
+    assert rows["all sets, average"] == ["3.5000", exact(33), "", "3.5000", "2"]
+
+
 def test_report_page_is_self_contained(tmp_path):
     page = page_of(write_run(tmp_path / "run", [line(1)]))
     for element in page.elements:
