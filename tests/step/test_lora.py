@@ -12,6 +12,7 @@ from jaxforge.config.lora import LoraConfig, is_adapter
 from jaxforge.config.model import ModelConfig
 from jaxforge.errors import UserError
 from jaxforge.model.transformer import Model
+from jaxforge.optim.optimizer import build_optimizer
 from tests.conftest import TINY, tiny_config
 from tests.helpers import lowered, random_batches, setup
 
@@ -191,6 +192,13 @@ def test_layers_without_a_pattern_have_no_adapter():
     names = flatten_dict(Model(ModelConfig(**TINY["model"]), adapters=lora).abstract, sep=".")
     layers = {n.rpartition(".")[0] for n in names if is_adapter(n)}
     assert layers == {"layers.attention.q_proj", "layers.attention.v_proj"}
+
+
+def test_freezing_all_adapters_is_refused():
+    settings = config(optimizer={"freeze_patterns": ["lora_[ab]"]})
+    axes = Model(settings.model, adapters=settings.lora).axes
+    with pytest.raises(UserError, match="freezes all adapters: there is nothing to train"):
+        build_optimizer(settings, axes)
 
 
 def test_experts_cannot_be_adapted():
