@@ -14,6 +14,7 @@ CHAPTERS = {
     "How-to guides": [
         "configs",
         "data",
+        "lora",
         "prepare_terabytes",
         "launching",
         "elastic",

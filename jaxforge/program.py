@@ -74,7 +74,9 @@ class Program:
     def without_devices(cls, config: JobConfig) -> "Program":
         """Return a program that has model, optimizer and shapes, but no mesh."""
         build = MODELS[config.model.model_type]
-        model = build(config.model, param_dtype=jnp.dtype(config.train.param_dtype))
+        options: dict[str, Any] = {"adapters": config.lora} if config.lora.rank else {}
+        param_dtype = jnp.dtype(config.train.param_dtype)
+        model = build(config.model, param_dtype=param_dtype, **options)
         return cls(config, model=model)
 
     @functools.cached_property

@@ -64,7 +64,7 @@ class Setup(Program):
         """
         config, stacks = self.config, self.config.model.stacks
         key = (
-            config.model.model_dump_json(), config.optimizer.model_dump_json(),
+            config.model.model_dump_json(), config.optimizer.model_dump_json(), config.lora,
             config.train.param_dtype, config.train.opt_state_dtype, config.train.param_rounding,
             config.train.averages_weights, config.train.ema_dtype,
             config.train.seed, config.distributed.pp, config.distributed.pp_schedule,
@@ -137,9 +137,10 @@ def placed(leaf: np.ndarray, sharding: NamedSharding) -> jax.Array:
 def drawn(config: JobConfig) -> Params:
     """Initial parameters on the host, a layer a row; drawn once for all that are alike."""
     train = config.train
-    key = (config.model.model_dump_json(), train.param_dtype, train.seed)
+    key = (config.model.model_dump_json(), config.lora, train.param_dtype, train.seed)
     if key not in _DRAWN:
-        model = Model(config.model, param_dtype=jnp.dtype(train.param_dtype))
+        adapters = config.lora if config.lora.rank else None
+        model = Model(config.model, param_dtype=jnp.dtype(train.param_dtype), adapters=adapters)
         _DRAWN[key] = jax.device_get(jax.jit(model.init)(jax.random.key(train.seed)))
     return _DRAWN[key]
 

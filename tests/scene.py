@@ -95,6 +95,7 @@ def _config(run: str, steps: int, interval: int, **sections: dict) -> JobConfig:
         "checkpoint": {"dir": run, "interval": interval},
         "eval": {"enabled": True, "dataset_path": "data/mine/validation", "steps": 2},
         "metrics": {"log_interval": 1},
+        "lora": {},
     }
     return tiny_config(**{name: keys.get(name, {}) | sections.get(name, {}) for name in keys})
 
@@ -117,6 +118,8 @@ def _runs() -> None:
     train.run(_config("runs/quickstart", 100, 50, model={"n_layers": 6}))
     for name in ("one", "two", "other"):
         shutil.copytree("runs/quickstart", f"runs/{name}")
+    adapted = {"dir": "runs/adapted", "load_path": "runs/mine", "interval": 4}
+    train.run(_config("runs/adapted", 4, 4, lora={"rank": 2}, checkpoint=adapted))
     capsule.main(["runs/mine", "--output", "mine.zip"])
 
 

@@ -41,9 +41,11 @@ COMPILERS = {"v": "libtpu", "h": "jax_cuda13_plugin"}
 META = {
     "averaging": {"RUN": "runs/mine", "RUN@400": "runs/mine@400", "DIR": "made"},
     "data": {"INPUT": "my_texts", "PATH": "chat_tokenizer", "DIR": "made"},
+    "lora": {"RUN": "runs/adapted", "MERGED": "made", "ADAPTER": "made"},
     "torch_compat": {
         "SRC": "old/checkpoints", "DST": "made", "RUN": "my_run", "PATH": "my_run",
         "A": "new", "B": "my_run", "MODULE:FACTORY": "mymodel:build",
+        "ADAPTED": "runs/adapted",
     },
 }  # fmt: skip
 """What stands for the words in capitals, by page."""

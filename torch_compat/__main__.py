@@ -1,11 +1,11 @@
 """`python -m torch_compat COMMAND`: convert and compare checkpoints of PyTorch and jaxforge.
 
-    convert SRC DST --to jaxforge|dcp|pt|hf|megatron [--config FILE]
+    convert SRC DST --to jaxforge|dcp|pt|hf|megatron|peft [--config FILE]
                                          convert a checkpoint between any two formats
     import SRC DST [--config FILE]       import a DCP, Megatron or Hugging Face checkpoint as a run
-    export SRC DST --to dcp|pt|hf|megatron
-                                         export a run as a DCP, a file of torch.save, or a
-                                         Hugging Face or Megatron checkpoint
+    export SRC DST --to dcp|pt|hf|megatron|peft
+                                         export a run as a DCP, a file of torch.save, a Hugging Face
+                                         or Megatron checkpoint, or an adapter of PEFT
     average RUN --last N --output DIR    write the mean of the weights of several checkpoints
     inspect PATH [--json]                describe a checkpoint in any readable format
     verify A B [--json]                  compare two checkpoints (exit code 1 if they differ)
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 _SIZE = re.compile(r"([\d.]+) *([kmgt]?)(i?)b?", re.IGNORECASE)
 _DIALECTS = "such as kempnerforge, torchtitan or hf-llama (docs/torch_compat.md lists all of them)"
-_TARGETS = ["dcp", "pt", "hf", "megatron"]
+_TARGETS = ["dcp", "pt", "hf", "megatron", "peft"]
 _MAX_SHOWN = 30  # differences that `verify` prints
 
 
@@ -117,8 +117,8 @@ def parser() -> CommandParser:
 def _add_convert_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source", help="a checkpoint, or a directory with `latest` or steps")
     parser.add_argument("destination",
-                        help="jaxforge: the run directory to create; hf: the directory to create; "
-                             "pt: the file; dcp: the parent directory of step_<n>; "
+                        help="jaxforge: the run directory to create; hf, peft: the directory to "
+                             "create; pt: the file; dcp: the parent directory of step_<n>; "
                              "megatron: the parent directory of iter_<n>")  # fmt: skip
     parser.add_argument("--to", choices=["jaxforge", *_TARGETS], required=True)
     _add_source_options(parser, dialect="--from-dialect")
@@ -143,8 +143,8 @@ def _add_export_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source", help="a run directory, or one of its checkpoints")
     parser.add_argument(
         "destination",
-        help="hf: the directory to create; pt: the file; dcp: the parent directory of step_<n>; "
-        "megatron: the parent directory of iter_<n>",
+        help="hf, peft: the directory to create; pt: the file; dcp: the parent directory of "
+        "step_<n>; megatron: the parent directory of iter_<n>",
     )
     parser.add_argument("--to", choices=_TARGETS, required=True)
     parser.add_argument("--config", type=Path, help="replaces the config in the checkpoint")
@@ -308,7 +308,8 @@ def _check_options(args: argparse.Namespace, source: "CheckpointRef") -> None:
         raise UserError(
             f"{ineffective[0]}: {source.directory} is a run of jaxforge. Remove the option"
         )
-    if args.fill_optimizer and (args.to == "hf" or args.weights_only or source.format == "hf"):
+    weights_only = args.to in ("hf", "peft") or source.format in ("hf", "peft") or args.weights_only
+    if args.fill_optimizer and weights_only:
         raise UserError("--fill-optimizer: no optimizer state is converted. Remove the option")
 
 

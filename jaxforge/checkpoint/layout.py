@@ -1,7 +1,7 @@
 """Layout of a train state in a checkpoint: plain nested dicts, named by content.
 
     step                    steps attempted
-    params/...              parameters, by module and name
+    params/...              parameters, by module and name; with LoRA, those of the adapters
     optimizer/updates       updates made
     optimizer/mu, nu/...    moments (`optim`), each a tree like params or a part of it
     optimizer/mu_scales/... scales of 8-bit moments
@@ -16,6 +16,7 @@ The layout does not depend on the order of the optimizer chain, and no Python cl
 read it.
 """
 
+import dataclasses
 import logging
 from collections.abc import Iterable
 from pathlib import Path
@@ -29,9 +30,11 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from jaxtyping import PyTree
 
 from jaxforge.checkpoint.paths import EMA, is_optional, is_precision_specific
+from jaxforge.config.lora import ADAPTER
 from jaxforge.config.model import EXPERTS, LAYERS
 from jaxforge.config.optimizer import EXPERT_FIELD
 from jaxforge.model.transformer import Params, join
+from jaxforge.optim.trees import split
 from jaxforge.parallel.sharding import Axes
 from jaxforge.state.guard_state import GuardState
 from jaxforge.state.train_state import TrainState, part_like, start_average
@@ -46,7 +49,7 @@ LEAST, _MOST = 64 << 20, 2 << 30  # smallest and largest size of a data file in 
 
 
 def to_tree(state: TrainState) -> Tree:
-    """Convert a state to nested dicts; leaves may be arrays or abstract values."""
+    """Convert the stored part of a state to nested dicts of arrays or abstract values."""
     return {
         "step": state.step,
         **model_tree(state.params, state.model_state),
@@ -57,8 +60,26 @@ def to_tree(state: TrainState) -> Tree:
 
 
 def model_tree(params: Params, model_state: Params) -> Tree:
-    """Return the model's part of the state."""
-    return {"params": params, **({"model_state": model_state} if model_state else {})}
+    """Return the model's part of the state that checkpoints hold."""
+    stored = stored_params(params)
+    return {"params": stored, **({"model_state": model_state} if model_state else {})}
+
+
+def stored_params(params: Params) -> Params:
+    """Return the parameters that checkpoints hold: adapters without the base, or all."""
+    adapters, _ = split_adapters(params)
+    return adapters or params
+
+
+def split_adapters(params: Params) -> tuple[Params, Params]:
+    """Split parameters into adapters and the base model; without adapters, the first is empty."""
+    paths = {path for path in flatten_dict(params) if path[-1] in ADAPTER}
+    return split(params, paths)
+
+
+def stored_state(state: TrainState) -> TrainState:
+    """Return a state with the parameters that checkpoints hold."""
+    return dataclasses.replace(state, params=stored_params(state.params))
 
 
 def drop_unsaved(wanted: Tree, saved: Tree) -> Tree:
@@ -123,7 +144,7 @@ def variables(tree: Tree) -> Params:
 
 
 def from_tree(tree: Tree, like: TrainState) -> TrainState:
-    """Return a state with the optimizer chain and the counts of `like`.
+    """Return a state with the optimizer chain and the counts of `like`, and the stored parameters.
 
     Precision-specific arrays that the tree lacks start from zeros, the average of the parameters
     from the parameters.
@@ -164,8 +185,9 @@ def save_args(tree: Tree, axes: PyTree) -> Tree:
         for name, value in tree["optimizer"].items()
         if isinstance(value, dict) and not name.startswith(EXPERT_FIELD)
     }
+    params = part_like(tree["params"], stacked)
     average = {EMA: stacked} if EMA in tree else {}
-    return {**args, "params": stacked, "optimizer": {**args["optimizer"], **moments}, **average}
+    return {**args, "params": params, "optimizer": {**args["optimizer"], **moments}, **average}
 
 
 def file_bytes(tree: Tree) -> int:

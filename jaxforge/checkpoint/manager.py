@@ -172,6 +172,7 @@ class Checkpoints:
         if step == self.saved_step:
             return None
         self.wait()  # memory may not suffice for copies of two states
+        state = layout.stored_state(state)
         tree = layout.to_tree(by_layer(state, self._stack) if self._stack else state)
         is_async = self._config.async_mode != "disabled"
         # The next step may overwrite the arrays of CPU devices, so these are copied. Arrays of

@@ -3,15 +3,24 @@
 import contextlib
 import dataclasses
 import logging
-from collections.abc import Callable, Collection, Sequence
+import types
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
+from flax.traverse_util import flatten_dict
 from jaxtyping import PyTree
 
-from jaxforge.checkpoint.layout import drop_unsaved, fill_missing, model_tree
+from jaxforge.checkpoint.checksums import begin
+from jaxforge.checkpoint.layout import (
+    drop_unsaved,
+    fill_missing,
+    model_tree,
+    split_adapters,
+    stored_state,
+)
 from jaxforge.checkpoint.manager import Checkpoints
 from jaxforge.checkpoint.paths import find, find_step, has_run
 from jaxforge.checkpoint.relayout import by_layer, by_stage
@@ -20,6 +29,8 @@ from jaxforge.checkpoint.replica.source import Replica
 from jaxforge.config.checkpoint import CheckpointConfig
 from jaxforge.config.job import JobConfig
 from jaxforge.errors import UserError
+from jaxforge.model.transformer import Params, join
+from jaxforge.parallel.sharding import param_shardings
 from jaxforge.program import Program
 from jaxforge.state.guard_state import GuardState
 from jaxforge.state.progress import Progress
@@ -55,6 +66,10 @@ class Source(Protocol):
         ...
 
 
+OpenForeign = Callable[[str, JobConfig], Source]
+"""(path, config) -> checkpoint of another code base."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Saved:
     """Step of a jaxforge run, as a `Source`."""
@@ -88,7 +103,7 @@ class Saved:
 def starting_state(
     program: Program,
     checkpoints: Checkpoints,
-    open_foreign: Callable[[str, JobConfig], Source] | None = None,
+    open_foreign: OpenForeign | None = None,
     local: Checkpoints | None = None,
     replicas: Sequence[Replica] = (),
 ) -> tuple[TrainState, Progress]:
@@ -122,27 +137,23 @@ def starting_state(
     ]
     for newest in sorted(own, key=lambda saved: saved.step, reverse=True):  # stable: replicas first
         try:
-            return start_from(newest, program)
+            return start_from(newest, program, open_foreign=open_foreign)
         except ReplicaError as error:
             log.warning("%s; the next older checkpoint is used", error)
-    section, start_path = config.checkpoint, config.checkpoint.start_path
-    if not start_path:
+    section = config.checkpoint
+    if config.lora.rank and not section.branch:
+        return _with_new_adapters(program, open_foreign)
+    if not section.start_path:
         return program.init(), Progress()
-    with contextlib.ExitStack() as stack:
-        source: Source
-        if open_foreign is None or section.branch or has_run(start_path):
-            run, step = find_start(section)
-            theirs = Checkpoints(run, section, read_only=True)
-            stack.callback(theirs.close)
-            source = Saved(theirs, step)
-        else:
-            source = open_foreign(start_path, config)
+    with _opened(section, config, open_foreign) as source:
         if section.branch and not source.has_optimizer:
             raise UserError(
                 f"checkpoint.branch_from: {source.name} holds weights only. Start a new run with "
                 "its weights by checkpoint.load_path"
             )
-        state, progress = start_from(source, program, section.exclude_from_loading)
+        state, progress = start_from(
+            source, program, section.exclude_from_loading, open_foreign=open_foreign
+        )
     fresh = Progress()  # a new run begins here
     if section.branch:
         progress = dataclasses.replace(progress, best_metric=None, best_step=None, early_stop={})
@@ -168,15 +179,45 @@ def find_start(section: CheckpointConfig) -> tuple[Path, int]:
     return find(urls.path(section.load_path, "checkpoint.load_path"))
 
 
+@contextlib.contextmanager
+def _opened(
+    section: CheckpointConfig, config: JobConfig, open_foreign: OpenForeign | None
+) -> Iterator[Source]:
+    """Open the start of a run: a run of jaxforge or, with `open_foreign`, any other checkpoint."""
+    path = section.start_path
+    assert path
+    if open_foreign is not None and not section.branch and not has_run(path):
+        yield open_foreign(path, config)
+        return
+    run, step = find_start(section)
+    with contextlib.closing(Checkpoints(run, section, read_only=True)) as checkpoints:
+        yield Saved(checkpoints, step)
+
+
+def _at(config: JobConfig, path: str) -> CheckpointConfig:
+    """Return the `[checkpoint]` section with another start."""
+    return config.checkpoint.model_copy(update={"load_path": path, "branch_from": None})
+
+
 def start_from(
-    source: Source, program: Program, excluded: Collection[str] = ()
+    source: Source,
+    program: Program,
+    excluded: Collection[str] = (),
+    *,
+    open_foreign: OpenForeign | None = None,
 ) -> tuple[TrainState, Progress]:
     """Restore state and progress of a checkpoint without the `excluded` parts.
+
+    Args:
+        source: the checkpoint.
+        program: program of the run.
+        excluded: see `starting_state`.
+        open_foreign: opens the model that adapters belong to, if it is no jaxforge run.
 
     Raises:
         UserError: the checkpoint holds weights only, and "model" is excluded.
     """
-    like, stack = program.abstract_state(), program.model.stack
+    like, stack = stored_state(program.abstract_state()), program.model.stack
     wanted = by_layer(like, stack)
     has_optimizer = source.has_optimizer and "optimizer" not in excluded
     if "model" in excluded and not source.has_optimizer:
@@ -189,7 +230,7 @@ def start_from(
         state, progress = source.restore(wanted)
         state = by_stage(state, stack, like)
         if "model" in excluded:
-            new = program.init()
+            new = stored_state(program.init())
             state = dataclasses.replace(
                 state, params=new.params, model_state=new.model_state, ema=new.ema
             )
@@ -206,9 +247,102 @@ def start_from(
         state = program.init_from(restored)
         progress = source.progress()
         state = _with_progress(state, progress)
+    if program.config.lora.rank:
+        base = load_base(program, open_foreign, progress.base)
+        state = dataclasses.replace(state, params=join(base.params, state.params))
     if "progress" in excluded:
         return _with_progress(state, Progress()), Progress()
     return state, progress
+
+
+class Base(NamedTuple):
+    """Model that adapters belong to.
+
+    Attributes:
+        params: its parameters.
+        model_state: its non-trainable state; empty if the checkpoint has none.
+        record: dtype and hash of each parameter, for `Progress.base`.
+    """
+
+    params: Params
+    model_state: Params
+    record: dict[str, Any]
+
+
+def load_base(
+    program: Program,
+    open_foreign: OpenForeign | None,
+    recorded: Mapping[str, Any] = types.MappingProxyType({}),
+) -> Base:
+    """Load the model that the adapters of a run belong to, from `checkpoint.load_path`.
+
+    Args:
+        program: program of the run.
+        open_foreign: opens a model that is no jaxforge run.
+        recorded: `Progress.base` of the checkpoint with the adapters.
+
+    Raises:
+        UserError: there is no model, it does not match the config, or it is not the recorded one.
+    """
+    config, model = program.config, program.model
+    path = config.checkpoint.load_path
+    if path is None:
+        raise UserError(
+            f"lora.rank = {config.lora.rank} adapts a trained model: set checkpoint.load_path to it"
+        )
+    abstract = split_adapters(model.abstract)[1], model.state.abstract
+    shardings = (
+        split_adapters(param_shardings(model.abstract, model.axes, program.mesh))[1],
+        param_shardings(*model.state, program.mesh),
+    )
+    like = jax.tree.map(
+        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+        model_tree(*abstract), model_tree(*shardings),
+    )  # fmt: skip
+    with _opened(_at(config, path), config, open_foreign) as source:
+        log.info("adapters belong to %s", source.name)
+        restored = source.restore_model(by_layer(like, model.stack))
+    hashes = begin(restored["params"])()
+    dtypes = {n: str(x.dtype) for n, x in flatten_dict(restored["params"], sep=".").items()}
+    record = {name: [dtypes[name], value] for name, value in hashes.items()}
+    _check_unchanged(path, record, recorded)
+    restored = by_stage(restored, model.stack, drop_unsaved(like, restored))
+    return Base(restored["params"], restored.get("model_state", {}), record)
+
+
+def _check_unchanged(path: str, record: Mapping[str, Any], recorded: Mapping[str, Any]) -> None:
+    """Compare a base model with the recorded one; arrays of another dtype are not compared."""
+    for name, (dtype, value) in recorded.items():
+        if name not in record or (record[name][0] == dtype and record[name][1] != value):
+            raise UserError(
+                f"checkpoint.load_path = {path} is not the model that the adapters were trained "
+                f"with: {name} differs. Restore that model, or set checkpoint.load_path to a copy"
+            )
+
+
+def _with_new_adapters(
+    program: Program, open_foreign: OpenForeign | None
+) -> tuple[TrainState, Progress]:
+    """Return the state before the first step: the base model, and new or loaded adapters."""
+    model, lora = program.model, program.config.lora
+    base = load_base(program, open_foreign)
+    like, _ = split_adapters(program.abstract_state().params)
+    if lora.adapter is not None:
+        section = _at(program.config, lora.adapter)
+        with _opened(section, program.config, open_foreign) as source:
+            log.info("starting with the adapters of %s", source.name)
+            adapters = source.restore_model({"params": by_layer(like, model.stack)})["params"]
+            adapters = by_stage(adapters, model.stack, like)
+    else:
+        shardings = jax.tree.map(lambda leaf: leaf.sharding, like)
+        draw: Any = jax.jit(lambda k: split_adapters(model.init(k))[0], out_shardings=shardings)
+        with program.context():
+            adapters = draw(jax.random.key(program.config.train.seed))
+    variables = {"params": join(base.params, adapters)}
+    if base.model_state:
+        like_state = {"model_state": program.abstract_state().model_state}
+        variables = fill_missing({**variables, "model_state": base.model_state}, like_state)
+    return program.init_from(variables), Progress(base=base.record)
 
 
 def _with_progress(state: TrainState, progress: Progress) -> TrainState:

@@ -8,6 +8,7 @@ from jaxtyping import PyTree
 
 from jaxforge.checkpoint import layout
 from jaxforge.checkpoint.paths import is_precision_specific
+from jaxforge.config.lora import is_adapter
 from jaxforge.config.model import MTP
 from jaxforge.errors import UserError
 
@@ -24,6 +25,7 @@ def check_model(wanted: PyTree, saved: PyTree, path: Path) -> None:
         UserError: an array differs; the message names the first one.
     """
     actual_shapes, shapes = (_shapes(layout.variables(tree)) for tree in (saved, wanted))
+    _check_adapters(shapes, actual_shapes, path)
     stored, depth = _modules(actual_shapes), _modules(shapes)
     if stored != depth:
         raise UserError(
@@ -37,6 +39,42 @@ def check_model(wanted: PyTree, saved: PyTree, path: Path) -> None:
             raise UserError(
                 f"{path} does not fit [model]: {name} is {actual} in the checkpoint "
                 f"and {expected} in the config; change [model] or checkpoint.dir"
+            )
+
+
+def _check_adapters(wanted: Iterable[str], saved: Iterable[str], path: Path) -> None:
+    """Check that both or neither of two models are adapters without their base."""
+    has_adapters = [any(map(is_adapter, names)) for names in (wanted, saved)]
+    if has_adapters == [False, True]:
+        raise UserError(
+            f"{path} holds adapters without the model they belong to. Set [lora] as in its run, or "
+            "merge them into a new run: python -m torch_compat convert RUN NEW --to jaxforge"
+        )
+    if has_adapters == [True, False]:
+        raise UserError(
+            f"{path} holds a whole model, and lora.rank asks for adapters. Set checkpoint.dir to a "
+            "new directory, and checkpoint.load_path to this model"
+        )
+
+
+def check_adapters(wanted: PyTree, saved: PyTree, source: str) -> None:
+    """Compare the shapes of adapters.
+
+    Args:
+        wanted: the adapters that `[lora]` asks for.
+        saved: those of the source.
+        source: name of the source, for the message.
+
+    Raises:
+        UserError: an adapter differs; the message names the first one.
+    """
+    expected, actual = _shapes(wanted), _shapes(saved)
+    for name in sorted(expected.keys() | actual.keys()):
+        ours, theirs = expected.get(name, "absent"), actual.get(name, "absent")
+        if ours != theirs:
+            raise UserError(
+                f"{source} does not fit [lora]: {name} is {theirs} in the adapter and {ours} in "
+                "the config. Set lora.rank and lora.targets as the adapter was trained"
             )
 
 

@@ -14,6 +14,7 @@ from jaxforge.config.early_stop import EarlyStopConfig
 from jaxforge.config.eval import EvalConfig, EvalDataset
 from jaxforge.config.ineffective_settings import answers
 from jaxforge.config.job import JobConfig
+from jaxforge.config.lora import LoraConfig
 from jaxforge.config.metrics import MetricsConfig
 from jaxforge.config.model import ModelConfig, RopeScaling
 from jaxforge.config.optimizer import OptimizerConfig
@@ -37,6 +38,7 @@ __all__ = [
     "EvalConfig",
     "EvalDataset",
     "JobConfig",
+    "LoraConfig",
     "MetricsConfig",
     "ModelConfig",
     "OptimizerConfig",

@@ -14,6 +14,7 @@ from jaxforge.config.data import DataConfig
 from jaxforge.config.distributed import DistributedConfig
 from jaxforge.config.early_stop import EarlyStopConfig
 from jaxforge.config.eval import EvalConfig
+from jaxforge.config.lora import LoraConfig
 from jaxforge.config.metrics import MetricsConfig
 from jaxforge.config.model import ModelConfig
 from jaxforge.config.optimizer import OptimizerConfig
@@ -32,6 +33,8 @@ class JobConfig(Section):
     """User modules; read first, because they register names that other sections may use."""
     model: ModelConfig = Field(default_factory=ModelConfig)
     """Model architecture."""
+    lora: LoraConfig = Field(default_factory=LoraConfig)
+    """Low-rank adapters."""
     train: TrainConfig = Field(default_factory=TrainConfig)
     """Batch size, length, precision and training loop."""
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
@@ -68,6 +71,10 @@ class JobConfig(Section):
     def skips_idle_experts(self) -> bool:
         """True if updates skip experts without tokens."""
         return self.model.is_moe and bool(self.optimizer.skip_idle_experts)
+
+    def freezes(self, name: str) -> bool:
+        """Return whether a parameter is frozen, by `lora.rank` or `optimizer.freeze_patterns`."""
+        return self.lora.freezes(name) or self.optimizer.freezes(name)
 
     def eval_batch_size(self, dp: int) -> int:
         """Return the sequences of a batch of an evaluation.

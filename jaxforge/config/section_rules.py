@@ -234,7 +234,26 @@ def hang_is_reported_before_the_end(config: JobConfig, mesh: Mesh) -> Iterator[P
     )
 
 
+def adapters_are_supported(config: JobConfig, mesh: Mesh) -> Iterator[Problem]:
+    """Refuse settings that need the whole model in the run's own checkpoints."""
+    if not config.lora.rank:
+        return
+    rank = f"lora.rank = {config.lora.rank}"
+    if config.train.averages_weights:
+        yield Problem(
+            f"{rank} does not support train.ema_decay: adapters have no average",
+            (single_change("train.ema_decay", 0.0), single_change("lora.rank", 0)),
+        )
+    if "model" in config.checkpoint.exclude_from_loading:
+        yield Problem(
+            f'{rank} adapts the model of checkpoint.load_path, and "model" in '
+            "checkpoint.exclude_from_loading leaves it out",
+            (single_change("lora.rank", 0),),
+        )
+
+
 SECTION_RULES: tuple[Rule, ...] = (
+    adapters_are_supported,
     seq_len_fits_model,
     eval_has_source,
     captures_have_source,

@@ -170,7 +170,7 @@ class Run:
         return activation_files.read(activation_files.step_directory(run, step))
 
     def export(self, destination: str | os.PathLike, *options: str, to: str = "hf") -> Path:
-        """Write a checkpoint for transformers ("hf"), PyTorch ("dcp") or Megatron ("megatron").
+        """Write a checkpoint for transformers ("hf"), PyTorch ("dcp"), Megatron or PEFT ("peft").
 
         Args:
             destination: a new directory.

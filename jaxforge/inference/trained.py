@@ -12,15 +12,17 @@ from jaxforge.checkpoint.layout import model_tree, variables
 from jaxforge.checkpoint.manager import Checkpoints
 from jaxforge.checkpoint.paths import WEIGHTS, Weights, find_step
 from jaxforge.checkpoint.relayout import by_layer, by_stage
+from jaxforge.checkpoint.restore import load_base
 from jaxforge.config import rules
 from jaxforge.config.job import JobConfig
 from jaxforge.errors import UserError
-from jaxforge.model.transformer import Model, Params
+from jaxforge.model.transformer import Model, Params, join
 from jaxforge.parallel import device_memory
 from jaxforge.parallel.mesh import make_mesh
 from jaxforge.parallel.sharding import param_shardings
 from jaxforge.program import Program
 from jaxforge.runs import run_directory
+from jaxforge.training.start import open_foreign
 
 # The mesh and the schedule of training do not apply to inference.
 _ANY_MESH = [
@@ -100,7 +102,11 @@ class TrainedModel:
         try:
             wanted = by_layer(like, self.model.stack)
             restored = checkpoints.restore_model(wanted, self.step, self.weights)
-            return variables(by_stage(restored, self.model.stack, like))
+            params = variables(by_stage(restored, self.model.stack, like))
+            if not self.config.lora.rank:
+                return params
+            recorded = checkpoints.progress(self.step).base
+            return join(load_base(self.program, open_foreign, recorded).params, params)
         finally:
             checkpoints.close()
 

@@ -99,8 +99,11 @@ def normal(std: float) -> Initializer:
     return jax.nn.initializers.normal(std)
 
 
-def convolution_weights(key: Array, shape: tuple[int, ...], dtype: jnp.dtype) -> Array:
-    """Draw weights from U(-1/√W, 1/√W), as torch does for convolutions of single channels."""
+def fan_in_uniform(key: Array, shape: tuple[int, ...], dtype: jnp.dtype) -> Array:
+    """Draw weights from U(-1/√n, 1/√n) for a last dimension of size n.
+
+    PyTorch does so for linear layers and for convolutions of single channels.
+    """
     limit = shape[-1] ** -0.5
     return jax.random.uniform(key, shape, dtype, -limit, limit)
 
@@ -127,7 +130,12 @@ class Linear(nnx.Module):
 
     Attributes:
         fp8: settings of 8-bit products; None: the layer never multiplies in 8 bits.
+        lora_scale: factor of the adapter's output (`model.lora`); None: there is no adapter.
+        lora_a, lora_b: matrices of the adapter, if there is one.
     """
+
+    lora_a: nnx.Param
+    lora_b: nnx.Param
 
     def __init__(
         self,
@@ -141,6 +149,7 @@ class Linear(nnx.Module):
         self.axes, self.backward = (out[1], inp[1]), declare.backward
         self.splits_sequences = declare.splits_sequences
         self.fp8: fp8.Fp8 | None = None
+        self.lora_scale: float | None = None
         self.weight = declare((out[0], inp[0]), self.axes, normal(std))
         self.has_bias = bias
         if bias:
@@ -161,11 +170,11 @@ class Linear(nnx.Module):
         bias = self.bias[...] if self.has_bias else None
         x_PSI = split_sequences(x)
         rows = x_PSI if self.splits_sequences else x_PSI.reshape(-1, x.shape[-1])
+        if is_decoding_step(x):
+            product: Callable[..., Array] = _stationary_product
+        else:
+            product = select_product(self.backward, x.dtype)
         if self.fp8 is None or (precision is not None and precision.in_8_bits is False):
-            if is_decoding_step(x):
-                product: Callable[..., Array] = _stationary_product
-            else:
-                product = select_product(self.backward, x.dtype)
             y = product(self.axes, x.dtype, self.backward, rows, self.weight[...], bias)
         elif precision is None:
             raise UserError(
@@ -179,7 +188,20 @@ class Linear(nnx.Module):
                 maxima = (jnp.max(getattr(self, name)[...]) for name in AMAX_HISTORIES)
                 amaxes = fp8.Amaxes(*maxima)
             y = fp8.product(self.fp8, rows, self.weight[...], bias, amaxes, precision)
+        if self.lora_scale is not None:
+            out, inp = self.axes
+            low = product((None, inp), x.dtype, self.backward, rows, self.lora_a[...], None)
+            high = product((out, None), x.dtype, self.backward, low, self.lora_b[...], None)
+            y = y + times(high, self.lora_scale)
         return merge_sequences(y.reshape(*x_PSI.shape[:-1], -1), len(x))
+
+    def whole_weight(self) -> Float[Array, "o i"]:
+        """Return the stored weight; with an adapter, W + s B A in the dtype of W."""
+        weight = self.weight[...]
+        if self.lora_scale is None:
+            return weight
+        update = self.lora_scale * (self.lora_b[...] @ self.lora_a[...])
+        return (weight.astype(FLOAT32) + update).astype(weight.dtype)
 
 
 def select_product(backward: Backward, dtype: jnp.dtype) -> Callable[..., Array]:

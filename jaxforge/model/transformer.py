@@ -11,9 +11,10 @@ stacked along a leading axis and run by `lax.scan`, so that compile time does no
 """
 
 import contextlib
+import copy
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple, TypeVar
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from typing import Any, ClassVar, NamedTuple, Self, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -23,10 +24,11 @@ from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from jaxforge.aux_outputs import AuxOutputs, LossWeights
 from jaxforge.config.job import JobConfig
+from jaxforge.config.lora import LoraConfig
 from jaxforge.config.model import EXPERTS, LAYERS, MODELS, MTP, ModelConfig
 from jaxforge.kernels.masking import padding_of, positions_in_documents
 from jaxforge.kernels.scoring import soft_cap
-from jaxforge.model import fp8_layers, moe, mup, remat
+from jaxforge.model import fp8_layers, lora, moe, mup, remat
 from jaxforge.model.layer import (
     NO_CAPTURE,
     Cache,
@@ -99,6 +101,7 @@ class Model:
         runtime: execution choices; by default the reference of the tests.
         stack: layers of the pipeline stages; by default there is one stage.
         recipe: settings of products in 8 bits; None: there are none.
+        adapters: settings of low-rank adapters; None: there are none.
 
     Attributes:
         runtime: execution choices.
@@ -121,8 +124,9 @@ class Model:
         runtime: Runtime | None = None,
         stack: Stack | None = None,
         recipe: fp8_layers.Recipe | None = None,
+        adapters: LoraConfig | None = None,
     ) -> None:
-        self.recipe = recipe
+        self.recipe, self.adapters = recipe, adapters
         self.config, self.dtype, self.runtime = config, dtype, runtime or Runtime()
         self.plan = build_layer_plan(config)
         self.stack = (stack or Stack(config.n_layers))._replace(names=self.plan.stacks)
@@ -153,6 +157,8 @@ class Model:
         module = type(self).network(self.config, declare)
         if self.recipe is not None:
             fp8_layers.convert(module, self.config, self.recipe, declare)
+        if self.adapters is not None:
+            lora.attach(module, self.config, self.adapters, declare)
         return module
 
     def _declared(self, state: nnx.State) -> Declared:
@@ -178,6 +184,21 @@ class Model:
         state = nnx.state(self._declare(jax.random.key(0)), Untrained)
         return self._stacked(nnx.to_pure_dict(state))
 
+    def with_frozen(self, paths: Set[tuple[str, ...]]) -> Self:
+        """Return a view of the model that declares some parameters as non-trainable state.
+
+        Args:
+            paths: paths of these parameters.
+        """
+        view = copy.copy(self)
+        trained, frozen = (
+            Declared(*(_leaves_at(tree, paths, chosen) for tree in (self.abstract, self.axes)))
+            for chosen in (False, True)
+        )
+        view.abstract, view.axes = trained
+        view.state = Declared(*map(join, frozen, self.state))
+        return view
+
     @property
     def scales_loss(self) -> bool:
         """True if gradients would underflow in the compute dtype without loss scaling."""
@@ -192,7 +213,7 @@ class Model:
                 those of modules of multi-token prediction under MTP, by depth.
             progress: completed fraction of the run's steps.
         """
-        if self.config.has_router_state:
+        if self.config.has_router_state and self.adapters is None:  # else routers are frozen
             state = moe.next_state(self.config, state, stats, self.stack, progress)
         if self.recipe is not None and self.recipe.scaling == "delayed":
             state = fp8_layers.next_histories(self.config, state, stats[LAYERS]["amax"], self.stack)
@@ -525,6 +546,12 @@ class Model:
         return {name: change(mixers[stacks[name][0]], state) for name, state in cache.items()}
 
 
+def _leaves_at(tree: Params, paths: Set[tuple[str, ...]], chosen: bool) -> Params:
+    """Return the leaves of a tree at the paths, or all others."""
+    flat = flatten_dict(tree)
+    return unflatten_dict({path: x for path, x in flat.items() if (path in paths) == chosen})
+
+
 def join(params: Params, state: Params) -> Params:
     """Merge parameters and non-trainable state into one tree."""
     if not state:
@@ -558,8 +585,12 @@ def build_model(
     recipe = fp8_layers.Recipe.of(t)
     if recipe is not None:
         fp8_layers.describe_products(recipe, platform, capability, "")  # raises on old GPUs
-    return build(config.model, dtype=dtype, param_dtype=jnp.dtype(t.param_dtype), runtime=runtime,
-                 stack=stack, **({} if recipe is None else {"recipe": recipe}))  # fmt: skip
+    options: dict[str, Any] = {} if recipe is None else {"recipe": recipe}
+    options |= {"adapters": config.lora} if config.lora.rank else {}
+    return build(
+        config.model, dtype=dtype, param_dtype=jnp.dtype(t.param_dtype), runtime=runtime,
+        stack=stack, **options,
+    )  # fmt: skip
 
 
 def register_model(name: str) -> Callable[[type[AnyModel]], type[AnyModel]]:

@@ -1,8 +1,7 @@
-"""Parameters that do not change (`optimizer.freeze_patterns`).
+"""Parameters that do not change (`optimizer.freeze_patterns`, and all but adapters with LoRA).
 
 A frozen parameter has no moments, no decay and no part in the gradient norm, as if PyTorch's
-`requires_grad` were False. The products of its gradient are not computed: nothing uses them, so the
-compiler removes them.
+`requires_grad` were False. The loss is not differentiated with respect to it (`step.gradients`).
 """
 
 from typing import Any
@@ -10,30 +9,21 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from flax.traverse_util import flatten_dict, unflatten_dict
-from jaxtyping import Array, PyTree
+from flax.traverse_util import flatten_dict
+from jaxtyping import PyTree
 
-from jaxforge.config.optimizer import OptimizerConfig
-from jaxforge.optim.rounding import Apply
+from jaxforge.config.job import JobConfig
 from jaxforge.optim.trees import Path, join, split
 
 
-def frozen_paths(axes: PyTree, optimizer: OptimizerConfig) -> frozenset[Path]:
+def frozen_paths(axes: PyTree, config: JobConfig) -> frozenset[Path]:
     """Return the paths of the frozen parameters.
 
     Args:
         axes: a tree with the structure of the parameters.
-        optimizer: the `[optimizer]` section.
+        config: the whole config.
     """
-    return frozenset(path for path in flatten_dict(axes) if optimizer.freezes(".".join(path)))
-
-
-def zero_frozen(grads: PyTree, frozen: frozenset[Path]) -> PyTree:
-    """Return gradients with zeros for frozen parameters."""
-    if not frozen:
-        return grads
-    flat = flatten_dict(grads)
-    return unflatten_dict({p: jnp.zeros_like(g) if p in frozen else g for p, g in flat.items()})
+    return frozenset(path for path in flatten_dict(axes) if config.freezes(".".join(path)))
 
 
 def keep_frozen(params: PyTree, before: PyTree, frozen: frozenset[Path]) -> PyTree:
@@ -41,21 +31,6 @@ def keep_frozen(params: PyTree, before: PyTree, frozen: frozenset[Path]) -> PyTr
     if not frozen:
         return params
     return join(split(params, frozen)[1], split(before, frozen)[0])
-
-
-def applied_to_trained(apply: Apply, frozen: frozenset[Path]) -> Apply:
-    """Return a function that adds updates to the trained parameters alone."""
-    if not frozen:
-        return apply
-
-    def apply_to_trained(
-        params: PyTree, updates: PyTree, opt_state: PyTree, step: Array
-    ) -> tuple[PyTree, PyTree]:
-        idle, trained = split(params, frozen)
-        trained, opt_state = apply(trained, split(updates, frozen)[1], opt_state, step)
-        return join(trained, idle), opt_state
-
-    return apply_to_trained
 
 
 def trained_only(

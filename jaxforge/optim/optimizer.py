@@ -14,6 +14,7 @@ from jaxforge.config.job import JobConfig
 from jaxforge.config.model import ModelConfig
 from jaxforge.config.optimizer import OPTIMIZERS, OptimizerConfig
 from jaxforge.config.train import EIGHT_BIT, TrainConfig
+from jaxforge.errors import UserError
 from jaxforge.model import mup
 from jaxforge.model.linear import is_matrix
 from jaxforge.optim.adamw import adamw
@@ -51,8 +52,13 @@ def build_optimizer(config: JobConfig, axes: PyTree) -> optax.GradientTransforma
 
     schedule, optimizer = learning_rate(config), config.optimizer
     optimizer.check_patterns(flatten_dict(axes, sep="."))
-    frozen = frozen_paths(axes, optimizer)
+    frozen = frozen_paths(axes, config)
     axes = split(axes, frozen)[1]
+    if not axes:
+        raise UserError(
+            f"optimizer.freeze_patterns = {list(optimizer.freeze_patterns)} freezes all adapters: "
+            "there is nothing to train. Remove the patterns that match lora_a and lora_b"
+        )
     make = functools.partial(skip_idle_experts, build) if config.skips_idle_experts else build
     rules = [make(schedule, axes)]
     has_factors = mup.width_ratio(config.model) != 1.0 or optimizer.lr_patterns

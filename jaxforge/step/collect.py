@@ -34,8 +34,8 @@ class StepOutputs(NamedTuple):
     """Results of a step from which metrics are computed.
 
     Attributes:
-        grads: gradients before clipping.
-        updates: updates that the optimizer computed.
+        grads: gradients of trained parameters before clipping.
+        updates: updates that the optimizer computed for trained parameters.
         applied: whether the updates were added to the parameters.
         params: parameters after the step.
         stack: the layer in each row of stacked parameters.
@@ -69,8 +69,12 @@ def collect_metrics(names: Iterable[str], step: StepOutputs) -> dict[str, Any]:
 
 
 def _norms_per_layer(step: StepOutputs, tree: Params) -> dict[str, Float[Array, "..."]]:
-    others = {name: part for name, part in tree.items() if name not in step.stacks}
-    norms = [_norms_of_rows(tree[name], step.stack.of(name)) for name in step.stacks]
+    # Gradients and updates lack frozen parameters, whose norms are 0.
+    others = {name: tree.get(name, {}) for name in step.params if name not in step.stacks}
+    norms = [
+        _norms_of_rows(tree[name], step.stack.of(name)) if name in tree else jnp.zeros(len(layers))
+        for name, layers in step.stacks.items()
+    ]
     order = np.argsort([layer for layers in step.stacks.values() for layer in layers])
     by_layer = norms[0] if len(norms) == 1 else jnp.concatenate(norms)[order]
     return {LAYERS: by_layer, **{name: global_norm(part) for name, part in others.items()}}
@@ -87,7 +91,9 @@ def _norms_of_rows(stacked: PyTree, stack: Stack) -> Float[Array, "rows"]:
 def _count_zeros(step: StepOutputs) -> Float[Array, ""]:
     """Count zeros in the gradients: rows as integers, their sum in float32, exact up to 2^24."""
     layers = {
-        name: jax.tree.map(step.stack.of(name).unstack, step.grads[name]) for name in step.stacks
+        name: jax.tree.map(step.stack.of(name).unstack, step.grads[name])
+        for name in step.stacks
+        if name in step.grads
     }
     counts = [
         jnp.sum(jnp.sum(g == 0, axis=-1, dtype=jnp.int32).astype(jnp.float32))

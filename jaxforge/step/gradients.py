@@ -23,6 +23,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from flax.traverse_util import flatten_dict
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, PyTree, Shaped
@@ -40,6 +41,8 @@ from jaxforge.model.layer_scan import LayerInputs, join_periods, row_of_layer, s
 from jaxforge.model.linear import is_matrix
 from jaxforge.model.plan import LayerKind
 from jaxforge.model.transformer import Model, Params, join
+from jaxforge.optim.freezing import frozen_paths
+from jaxforge.optim.trees import split
 from jaxforge.parallel import collectives
 from jaxforge.parallel.mesh import STAGES, token_parallel_size
 from jaxforge.parallel.pipeline import spmd
@@ -110,7 +113,32 @@ and the loss. Both are multiplied by the scale."""
 
 
 def make_gradients(model: Model, config: JobConfig, mesh: Mesh) -> Gradients:
-    """Return the function that computes the gradients of an update."""
+    """Return the function that computes the gradients of an update.
+
+    It takes all parameters and returns the gradients of those that are not frozen. Frozen
+    parameters are passed to the forward pass like non-trainable state.
+    """
+    frozen = frozen_paths(model.axes, config)
+    if not frozen:
+        return _gradients_of_all(model, config, mesh)
+    constant = frozen
+    if _stage_axes(mesh):  # a stage counts its layers by their differentiated parameters
+        trained_parts = {path[0] for path in flatten_dict(model.axes).keys() - frozen}
+        constant = frozenset(path for path in frozen if path[0] in trained_parts)
+    gradients = _gradients_of_all(model.with_frozen(constant), config, mesh)
+
+    def gradients_of_trained(
+        params: Params, state: Params, batch: Batch, scale: Array | None = None
+    ) -> tuple[Params, Loss]:
+        idle, others = split(params, constant)
+        grads, loss = gradients(others, join(idle, state), batch, scale)
+        return split(grads, frozen)[1], loss
+
+    return gradients_of_trained
+
+
+def _gradients_of_all(model: Model, config: JobConfig, mesh: Mesh) -> Gradients:
+    """Return the function that computes the gradients of all parameters of a model."""
     train, stages = config.train, _stage_axes(mesh)
     # Layers of wrappers, from the outside to the inside:
     #
@@ -176,7 +204,7 @@ def accumulate(
     """
     loss = _build_training_loss(config.train, model)
     if by_group:
-        params, token_weights = _vary_over_groups(model, params, token_weights)
+        params, state, token_weights = _vary_over_groups(model, params, state, token_weights)
 
     def microbatch_loss(params: Params, batch: Batch, tokens: TokenWeights) -> tuple[Array, Loss]:
         weights, variables = _join_weights(tokens, other_weights), join(params, state)
@@ -240,16 +268,21 @@ def _sum_first(
 
 
 def _vary_over_groups(
-    model: Model, params: Params, weights: TokenWeights
-) -> tuple[Params, TokenWeights]:
+    model: Model, params: Params, state: Params, weights: TokenWeights
+) -> tuple[Params, Params, TokenWeights]:
     """Let each group of devices differentiate its own copy; gradients are summed afterwards."""
+
     # Without `pcast`, autodiff would insert a psum for every use of a replicated weight, inside the
     # scan over microbatches. A varying copy has a varying gradient, which is reduced once at the
     # end.
-    params = jax.tree.map(
-        lambda param, axes: jax.lax.pcast(param, group_axes(axes), to="varying"), params, model.axes
-    )
-    return params, jax.tree.map(lambda w: jax.lax.pcast(w, DATA_AXES, to="varying"), weights)
+    # Frozen parameters in the state also vary: the explicit backward passes of products return a
+    # varying gradient for each operand, whether it is used or not.
+    def vary(array: Array, axes: Axes) -> Array:
+        return jax.lax.pcast(array, group_axes(axes), to="varying")
+
+    params = jax.tree.map(vary, params, model.axes)
+    state = jax.tree.map(vary, state, model.state.axes)
+    return params, state, jax.tree.map(lambda w: jax.lax.pcast(w, DATA_AXES, to="varying"), weights)
 
 
 def _add_group_dimension(grads: Params, loss: Loss) -> tuple[Params, Loss]:
@@ -283,7 +316,7 @@ def pipelined(
     d = config.distributed
     schedule = SCHEDULES[d.pp_schedule](d.pp, config.train.grad_accum_steps, d.chunks)
     if by_group:
-        params, token_weights = _vary_over_groups(model, params, token_weights)
+        params, state, token_weights = _vary_over_groups(model, params, state, token_weights)
     stacks, other_params = split_layers(params)
     layer_state, other_state = split_layers(state)
     functions = _stage_functions(model, config, other_state, other_weights)

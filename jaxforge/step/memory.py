@@ -16,6 +16,7 @@ from jaxforge.config.job import JobConfig
 from jaxforge.model.linear import is_matrix
 from jaxforge.model.mixers import mixer_class
 from jaxforge.model.transformer import Model
+from jaxforge.optim.freezing import frozen_paths
 from jaxforge.parallel.mesh import STAGES, data_parallel_size
 from jaxforge.parallel.pipeline.schedule import SCHEDULES
 from jaxforge.parallel.sharding import Axes, compute_axes, mesh_axes
@@ -123,7 +124,10 @@ class _Sizes:
     def gradients(self, whole: bool) -> int:
         """Return the bytes of all gradients before the optimizer runs."""
         total = 0
-        for _, leaf, axes in self._leaves():
+        frozen = frozen_paths(self.model.axes, self.config)
+        for path, leaf, axes in self._leaves():
+            if path in frozen:
+                continue
             elements = self._elements(leaf, compute_axes(axes) if whole else axes)
             grad = self._itemsize(leaf, axes) if whole else leaf.dtype.itemsize
             cast = self.bytes if leaf.dtype != self.model.dtype else 0  # shard in the compute dtype

@@ -17,10 +17,11 @@ from jaxforge.kernels.masking import padding_of
 from jaxforge.model.moe import expert_counts
 from jaxforge.model.transformer import Model
 from jaxforge.optim.ema import build_average
-from jaxforge.optim.freezing import applied_to_trained, frozen_paths, keep_frozen, zero_frozen
+from jaxforge.optim.freezing import frozen_paths, keep_frozen
 from jaxforge.optim.moments import is_updated_in_place
 from jaxforge.optim.optimizer import global_norm, learning_rate, updates_made
 from jaxforge.optim.rounding import build_apply
+from jaxforge.optim.trees import join, split
 from jaxforge.parallel.sharding import constrain
 from jaxforge.parallel.stages import Stack
 from jaxforge.state.train_state import Counts, TrainState
@@ -111,8 +112,8 @@ def make_train_step(
         shardings: `NamedSharding` of every array of the state.
         collect: metrics to compute, as `step.collect.check_collect` returns them.
     """
-    lr, frozen = learning_rate(config), frozen_paths(model.axes, config.optimizer)
-    guard, add = Guard(config.train), applied_to_trained(build_apply(config.train), frozen)
+    lr, frozen = learning_rate(config), frozen_paths(model.axes, config)
+    guard, add = Guard(config.train), build_apply(config.train)
     average = build_average(config.train, frozen)
     # 8-bit and offloaded moments keep their old values themselves after a bad step, given
     # `applied`. Selecting between old and new here would keep both in memory.
@@ -136,7 +137,7 @@ def make_train_step(
         batch = spread_sequences(model, with_further_tokens(batch, config.model))
         scale = guard.loss_scale(state.guard)
         grads, loss = gradients(state.params, state.model_state, batch, scale)
-        grads, loss = unscale(zero_frozen(grads, frozen), loss, scale)
+        grads, loss = unscale(grads, loss, scale)
         grad_norm = global_norm(grads)
         n_valid = jnp.sum(valid_tokens(batch["labels"]))
         # Without valid labels the gradient is 0, but decay and moments would change the weights.
@@ -155,7 +156,9 @@ def make_train_step(
         updates, opt_state = optimizer.update(
             grads, state.opt_state, state.params, lr_scale=controls.lr_scale, **extra
         )
-        params, opt_state = add(state.params, updates, opt_state, state.step)
+        idle, trained = split(state.params, frozen)
+        trained, opt_state = add(trained, updates, opt_state, state.step)
+        params = join(trained, idle)
         # Non-trainable state follows the statistics of the forward pass, not a gradient.
         progress = state.step / config.train.max_steps
         model_state = model.next_state(state.model_state, loss.statistics, progress)

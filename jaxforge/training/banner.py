@@ -8,6 +8,7 @@ import jax
 from jax.sharding import Mesh
 
 import jaxforge
+from jaxforge.checkpoint.layout import split_adapters
 from jaxforge.checkpoint.replica.memory import describe_memory
 from jaxforge.config.job import JobConfig
 from jaxforge.config.train import TrainConfig
@@ -58,6 +59,7 @@ def _rows(program: Program, state: TrainState, progress: Progress) -> Iterator[t
             f"computing in {t.mixed_precision}"
         ),
     )
+    yield "adapters", _adapters(model)
     yield "optimizer", _optimizer(config)
     yield "average", describe_average(t, bytes_per_device(state.ema))
     yield (
@@ -151,6 +153,15 @@ def _optimizer(config: JobConfig) -> str:
     factors = "".join(f", lr x {f:g} for {pattern}" for pattern, f in o.lr_patterns.items())
     frozen = "".join(f", {pattern} frozen" for pattern in o.freeze_patterns)
     return f"{o.name}, moments in {moments}{rounded}{idle}{factors}{frozen}"
+
+
+def _adapters(model: Model) -> str:
+    """Describe the adapters, the only trained parameters; empty without them."""
+    lora = model.adapters
+    if lora is None:
+        return ""
+    trained = human(parameter_count(split_adapters(model.abstract)[0]))
+    return f"rank {lora.rank}, outputs x {lora.scale:g}; {trained} trained parameters in float32"
 
 
 def describe_average(train: TrainConfig, nbytes: int) -> str:

@@ -89,7 +89,8 @@ def build_trainer(config: JobConfig, mesh: Mesh, session: Session) -> Trainer:
     files.record_start(config, model, progress, mesh)
 
     def restore(step: int) -> tuple[TrainState, Progress]:
-        return start_from(Saved(saver.permanent, step), program)
+        source = Saved(saver.permanent, step)
+        return start_from(source, program, open_foreign=open_foreign)
 
     return Trainer(
         config=config,

@@ -570,6 +570,18 @@ def test_all_proposals_are_tested():
             ("train.ema_decay to 0.999", 'checkpoint.export_weights to "raw"'),
         ),
         (
+            section_rules.adapters_are_supported,
+            ["lora.rank=2"],
+            ["lora.rank=2", "train.ema_decay=0.9"],
+            ("train.ema_decay to 0.0", "lora.rank to 0"),
+        ),
+        (
+            section_rules.adapters_are_supported,
+            ["lora.rank=2", 'checkpoint.exclude_from_loading=["optimizer"]'],
+            ["lora.rank=2", 'checkpoint.exclude_from_loading=["model"]'],
+            ("lora.rank to 0",),
+        ),
+        (
             section_rules.fp8_has_layers,
             ["train.mixed_precision=fp8", "distributed.tp=2", "model.n_layers=3"],
             ["train.mixed_precision=fp8", "model.n_layers=2"],

@@ -5,7 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from jaxforge.config import EarlyStopConfig, JobConfig, RopeScaling, answers, load_config
+from jaxforge.config import (
+    EarlyStopConfig,
+    JobConfig,
+    LoraConfig,
+    RopeScaling,
+    answers,
+    load_config,
+)
 from jaxforge.errors import UserError
 
 FULL = Path(__file__).parent / "data" / "kempnerforge_full.toml"
@@ -211,6 +218,7 @@ def test_every_key_of_kempnerforge_loads():
         ("optimizer", "skip_idle_experts"),
         *(("scheduler", key) for key in ("warmup_offset", "unit")),
         *(("early_stop", key) for key in EarlyStopConfig.model_fields),
+        *(("lora", key) for key in LoraConfig.model_fields),
         *(
             ("model", key)
             for key in (

@@ -170,6 +170,19 @@ def test_products_of_frozen_gradients_are_not_computed():
     assert flops([r"mlp\."]) < 0.9 * flops([])
 
 
+@pytest.mark.parametrize("distributed", [{"dp_shard": 2, "tp": 2}, {"pp": 2}], ids=str)
+def test_frozen_layers_have_no_gradients_on_any_mesh(distributed):
+    """Stages count their layers by parameters, and explicit backward passes check their types."""
+    optimizer, losses = {"freeze_patterns": ["^layers"]}, []
+    batches = random_batches(tiny_config(distributed=distributed), 1)
+    for mesh in ({}, distributed):
+        ours = setup(tiny_config(distributed=mesh, optimizer=optimizer))
+        loss, grads = losses_and_gradients(ours, batches)
+        assert set(grads) == {"token_embedding", "norm", "output_head"}
+        losses.append(loss)
+    np.testing.assert_allclose(losses[1], losses[0], rtol=1e-5)
+
+
 def test_freezing_everything_is_refused():
     settings = tiny_config(optimizer={"freeze_patterns": ["."]})
     with pytest.raises(UserError, match="freezes all parameters: there is nothing to train"):

@@ -17,6 +17,7 @@ from jaxforge.config.scheduler import SchedulerConfig
 from jaxforge.errors import UserError
 from jaxforge.storage import trust, urls
 from torch_compat.checkpoint import (
+    adapters,
     dcp_state,
     hf_config,
     hf_state,
@@ -27,15 +28,17 @@ from torch_compat.checkpoint import (
     train_state,
 )
 from torch_compat.checkpoint.dcp_state import ReadOptions
-from torch_compat.checkpoint.state import CheckpointState, abstract_target
-from torch_compat.formats import torch_file
+from torch_compat.checkpoint.state import CheckpointState, Tensors, abstract_target
+from torch_compat.families import FAMILIES
+from torch_compat.formats import safetensors, torch_file
 from torch_compat.formats.dcp_reader import Dcp, is_dcp, open_dcp, stage_directories
 from torch_compat.formats.files import Directory
 from torch_compat.formats.lazy import LazyTensor
 
-Format = Literal["jaxforge", "dcp", "pt", "hf"]
-"""Formats that are read. dcp: also a checkpoint of Megatron-Core; pt: a file of `torch.save`."""
-Target = Literal["jaxforge", "dcp", "pt", "hf", "megatron"]
+Format = Literal["jaxforge", "dcp", "pt", "hf", "peft"]
+"""Formats that are read. dcp: also a checkpoint of Megatron-Core; pt: a file of `torch.save`; peft:
+an adapter, read as its base model with merged weights, like runs that train adapters."""
+Target = Literal["jaxforge", "dcp", "pt", "hf", "megatron", "peft"]
 """Formats that are written."""
 
 _STEP = re.compile(r"(?:global_)?step[_-](\d+)|iter_(\d{7,})")  # MindSpeed writes global_step
@@ -79,6 +82,15 @@ class CheckpointRef:
         Raises:
             UserError: the config is invalid, or is needed and cannot be read.
         """
+        if self.format == "peft":
+            return self._base_of_peft().config(path, overrides, is_compared=is_compared)
+        config = self._stored_config(path, overrides, is_compared=is_compared)
+        return config and adapters.without_adapters(config)
+
+    def _stored_config(
+        self, path: Path | None, overrides: Sequence[str], *, is_compared: bool
+    ) -> JobConfig | None:
+        """Return the config of the checkpoint, with the `[lora]` section of a run."""
         directory = self.run if self.format == "jaxforge" else self.directory.path
         trusts = trust.if_granted(directory) if is_compared else trust.of_run(directory)
         if path is not None:
@@ -120,8 +132,12 @@ class CheckpointRef:
         Raises:
             UserError: the checkpoint does not match the config, or is damaged.
         """
+        if self.format == "peft":
+            return self._merged_peft(config, options)
         if self.format == "jaxforge":
-            checkpoint = orbax_store.open_orbax(self._path)[0]
+            checkpoint, stored = orbax_store.open_orbax(self._path)
+            if stored.lora.rank:
+                return self._merged_run(checkpoint, stored, config, options)
             if options.weights == "ema":
                 return checkpoint.averaged(str(self))
             return (
@@ -138,6 +154,79 @@ class CheckpointRef:
         if self.format == "hf":
             return hf_state.read(self.directory, abstract_target(config), options)
         return self._read_dcp(config, options)
+
+    def _merged_run(
+        self,
+        checkpoint: CheckpointState,
+        stored: JobConfig,
+        config: JobConfig,
+        options: ReadOptions,
+    ) -> CheckpointState:
+        """Return the weights of a run that trains adapters, merged into its base model."""
+        own = config.checkpoint.load_path or stored.checkpoint.load_path
+        if own is None:
+            raise UserError(f"{self}: its config names no base model: give --checkpoint.load_path")
+        base = find(own)
+        read = base.read(config, dataclasses.replace(options, weights_only=True))
+        assert checkpoint.progress is not None
+        adapters.check_base(read.params, checkpoint.progress.base, config.model, str(base))
+        merged = adapters.merge(read, checkpoint.params, stored.lora.scale)
+        note = f"adapters of {self} are merged into {base}; their optimizer state is left out"
+        state = checkpoint.model_state or merged.model_state
+        return dataclasses.replace(
+            merged, dialect="jaxforge", notes=(*read.notes, note), model_state=state
+        )
+
+    def _base_of_peft(self) -> "CheckpointRef":
+        """Return the base model of a PEFT adapter.
+
+        Raises:
+            UserError: the adapter names no directory of this machine.
+        """
+        base = adapters.read_config(self.directory).base
+        try:
+            return find(base)
+        except UserError as error:
+            raise UserError(
+                f"{self.directory}/{adapters.CONFIG}: base_model_name_or_path = {base!r} is no "
+                "checkpoint on this machine. Download the model and write its path there"
+            ) from error
+
+    def _merged_peft(self, config: JobConfig, options: ReadOptions) -> CheckpointState:
+        """Return the weights of the base model with the merged adapter."""
+        base = self._base_of_peft()
+        read = base.read(config, dataclasses.replace(options, weights_only=True))
+        scale = adapters.read_config(self.directory).scale
+        merged = adapters.merge(read, self.peft_adapter(config, base), scale)
+        note = f"the adapter of {self} is merged into {base}"
+        return dataclasses.replace(merged, notes=(*read.notes, note))
+
+    def peft_adapter(self, config: JobConfig, base: "CheckpointRef | None") -> Tensors:
+        """Return the tensors of a PEFT adapter by our names.
+
+        Args:
+            config: config with the model.
+            base: the base model, which determines the family; None: the first one that fits.
+
+        Raises:
+            UserError: the adapter does not fit the model.
+        """
+        family = hf_state.read_config(base.directory)[1] if base and base.format == "hf" else None
+        family = family or hf_config.select_family(config.model)
+        return adapters.read_peft(self.directory, FAMILIES[family].dialect, config.model)
+
+    def adapters(self) -> tuple[Tensors, JobConfig]:
+        """Return the adapters of a run by our names, and its config.
+
+        Raises:
+            UserError: the checkpoint is no run that trains adapters.
+        """
+        checkpoint, stored = (
+            orbax_store.open_orbax(self._path) if self.format == "jaxforge" else (None, None)
+        )
+        if checkpoint is None or stored is None or not stored.lora.rank:
+            raise UserError(f"{self} holds no adapters: --to peft exports runs with lora.rank")
+        return adapters.adapters_of(checkpoint.params), stored
 
     def _read_dcp(self, config: JobConfig, options: ReadOptions) -> CheckpointState:
         dcp, target = self.dcp(), abstract_target(config)
@@ -157,6 +246,9 @@ class CheckpointRef:
             return self.dcp().tensors
         if self.format == "hf":
             return hf_state.tensors(self.directory)
+        if self.format == "peft":
+            weights = self.directory.open(adapters.WEIGHTS)
+            return safetensors.open_file(weights, f"{self.directory}/{adapters.WEIGHTS}")
         return dict(orbax_store.open_orbax(self._path)[0].tensors())
 
     def stamps(self) -> dict[str, dict[str, str]]:
@@ -174,6 +266,8 @@ class CheckpointRef:
         if self.format == "hf":
             stamps = self.directory.stamps().items()
             return {str(self.directory): {n: s for n, s in stamps if hf_state.is_read(n)}}
+        if self.format == "peft":
+            return {str(self.directory): self.directory.stamps()} | self._base_of_peft()._stamps()
         if self.format == "pt":
             return {str(self): {self.file: self.directory.stamps()[self.file]}}
         if self.format == "dcp":
@@ -230,6 +324,8 @@ def find(path: str | os.PathLike) -> CheckpointRef:
     for candidate in (directory, *_latest(directory)):
         if is_dcp(candidate):
             return CheckpointRef("dcp", candidate.resolved())
+        if adapters.is_peft(candidate):
+            return CheckpointRef("peft", candidate.resolved())
         if hf_state.is_hf(candidate):
             return CheckpointRef("hf", candidate.resolved())
         megatron_files.check_format(candidate)

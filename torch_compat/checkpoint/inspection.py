@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxforge.storage import urls
-from torch_compat.checkpoint import dcp_state, hf_state, orbax_store, train_state
+from torch_compat.checkpoint import adapters, dcp_state, hf_state, orbax_store, train_state
 from torch_compat.checkpoint.checkpoints import CheckpointRef
 from torch_compat.checkpoint.hf_state import read_config
 from torch_compat.checkpoint.optimizer_state import LAYOUTS, common_settings
@@ -98,7 +98,17 @@ def _jaxforge(reference: CheckpointRef) -> tuple[dict[str, Any], Tensors]:
     }, dict(checkpoint.tensors())
 
 
-_READERS = {"dcp": _dcp, "pt": _dcp, "hf": _hf, "jaxforge": _jaxforge}
+def _peft(reference: CheckpointRef) -> tuple[dict[str, Any], Tensors]:
+    config, tensors = adapters.read_config(reference.directory), reference.raw()
+    return {
+        "dialect": "peft",
+        "parameters": _count(tensors.values()),
+        "base": config.base,
+        "scale": config.scale,
+    }, tensors
+
+
+_READERS = {"peft": _peft, "dcp": _dcp, "pt": _dcp, "hf": _hf, "jaxforge": _jaxforge}
 
 
 def _count(tensors: Any) -> int:  # noqa: ANN401 (any iterable of tensors)

@@ -5,6 +5,7 @@ Each process reads only the shards of its own devices from the files.
 
 import dataclasses
 import logging
+import math
 from pathlib import Path
 
 import jax
@@ -14,13 +15,14 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from jaxtyping import PyTree
 
 from jaxforge.checkpoint import layout, paths
+from jaxforge.checkpoint.validation import check_adapters
 from jaxforge.config.job import JobConfig
 from jaxforge.errors import UserError
 from jaxforge.state.guard_state import GuardState
 from jaxforge.state.progress import Progress
 from jaxforge.state.train_state import TrainState, with_counts
 from jaxforge.storage import urls
-from torch_compat.checkpoint import checkpoints, hf_state
+from torch_compat.checkpoint import adapters, checkpoints, hf_state
 from torch_compat.checkpoint.dcp_state import ReadOptions
 from torch_compat.checkpoint.eight_bit import check_moment_dtype
 from torch_compat.checkpoint.hf_config import CONFIG
@@ -82,10 +84,15 @@ class ForeignCheckpoint:
 
     def restore_model(self, like: PyTree) -> PyTree:
         """Restore the model's part of the state (`layout.model_tree`)."""
-        parts = {"params": self.checkpoint.params, "model_state": self.checkpoint.model_state}
+        parts: dict[str, Tensors] = {
+            "params": self.checkpoint.params,
+            "model_state": self.checkpoint.model_state,
+        }
         joined = {name: self.stacking.join(part) for name, part in parts.items()}
         saved = {name: unflatten_dict(part, sep=".") for name, part in joined.items()}
         wanted = layout.drop_unsaved(like, saved)
+        if adapters.adapters_of(self.checkpoint.params):
+            check_adapters(wanted["params"], saved["params"], self.name)
         return {name: self._arrays(part, wanted[name]) for name, part in parts.items() if part}
 
     def _arrays(self, entries: Tensors, like: PyTree) -> PyTree:
@@ -103,7 +110,10 @@ def open_foreign(path: str, config: JobConfig) -> ForeignCheckpoint:
         UserError: the checkpoint is missing, damaged, or of another model than `[model]`.
     """
     reference = checkpoints.find(path)
-    excluded = "optimizer" in config.checkpoint.exclude_from_loading
+    if reference.format == "peft" and path == config.lora.adapter:
+        return _open_adapter(reference, config)
+    # Adapters belong to the weights of a checkpoint alone.
+    excluded = bool(config.lora.rank) or ("optimizer" in config.checkpoint.exclude_from_loading)
     checkpoint = reference.read(config, ReadOptions(weights_only=excluded, keep_place=excluded))
     check_moment_dtype(checkpoint, config, str(reference))
     for note in checkpoint.notes:
@@ -111,6 +121,25 @@ def open_foreign(path: str, config: JobConfig) -> ForeignCheckpoint:
     step = "" if checkpoint.progress is None else f"step {checkpoint.progress.step} of "
     name = f"{step}{reference} ({checkpoint.dialect})"
     return ForeignCheckpoint(name, checkpoint, Stacking(config.model))
+
+
+def _open_adapter(reference: checkpoints.CheckpointRef, config: JobConfig) -> ForeignCheckpoint:
+    """Open an adapter of PEFT that a run starts from.
+
+    Raises:
+        UserError: it is damaged, or has another rank, scale or other layers than `[lora]`.
+    """
+    lora, base = config.lora, config.checkpoint.load_path
+    tensors = reference.peft_adapter(config, checkpoints.find(base) if base else None)
+    scale = adapters.read_config(reference.directory).scale
+    if not math.isclose(scale, lora.scale):
+        raise UserError(
+            f"{reference}: its outputs are multiplied by {scale:g}, and by {lora.scale:g} with "
+            "[lora]. Set lora.rank, lora.alpha and lora.use_rslora as in its adapter_config.json"
+        )
+    return ForeignCheckpoint(
+        f"{reference} (peft)", CheckpointState(tensors), Stacking(config.model)
+    )
 
 
 def copy_documents(path: str, run: Path) -> None:

@@ -142,7 +142,7 @@ def open_source(request: Request) -> Source:
     ref, to = request.source, request.to
     config = ref.required_config(request.config, request.overrides)
     is_raw = request.options.weights == "raw"
-    has_moments = to != "hf" and not request.options.weights_only and is_raw
+    has_moments = to not in ("hf", "peft") and not request.options.weights_only and is_raw
     files = ref.stamps()
     options = dataclasses.replace(
         request.options, weights_only=not has_moments, keep_step=to != "jaxforge"

@@ -9,6 +9,7 @@ from torch_compat.convert.to_dcp import DcpWriter
 from torch_compat.convert.to_hf import HfWriter
 from torch_compat.convert.to_jaxforge import RunWriter
 from torch_compat.convert.to_megatron import MegatronWriter
+from torch_compat.convert.to_peft import PeftWriter
 from torch_compat.convert.to_torch_file import TorchFileWriter
 from torch_compat.convert.writer import Writer
 from torch_compat.names.megatron import MEGATRON
@@ -19,6 +20,7 @@ WRITERS: Mapping[str, type[Writer]] = {
     "pt": TorchFileWriter,
     "hf": HfWriter,
     "megatron": MegatronWriter,
+    "peft": PeftWriter,
 }
 """Format -> writer."""
 

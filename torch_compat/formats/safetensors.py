@@ -158,7 +158,7 @@ def units(
     result = [
         unit
         for name, shard in zip(names, shards, strict=True)
-        for unit in _units_of_file(directory / name, shard, block)
+        for unit in units_of_file(directory / name, shard, block)
     ]
     if len(shards) == 1:
         return result, None
@@ -177,7 +177,8 @@ class _Part(NamedTuple):
         return math.prod(index_shape(self.region)) * self.tensor.dtype.itemsize
 
 
-def _units_of_file(path: Path, tensors: Mapping[str, LazyTensor], block: int) -> Iterator[Unit]:
+def units_of_file(path: Path, tensors: Mapping[str, LazyTensor], block: int) -> Iterator[Unit]:
+    """Yield the units that write one file; arguments as for `units`."""
     header, at = _header(tensors), 0
     parts: list[list[_Part]] = [[]]
     for tensor in tensors.values():

@@ -274,6 +274,14 @@ class NameMap:
         """
         return self._find(name)[1]
 
+    def rule_of(self, name: str) -> tuple[Rule, str]:
+        """Return the rule of a parameter and the dialect's key.
+
+        Raises:
+            UserError: the dialect has no such parameter.
+        """
+        return self._find(name)[:2]
+
     def find_key(self, name: str) -> str | None:
         """Return the dialect's key of a parameter, or None."""
         is_known = any(pattern.fullmatch(name) for pattern, _ in self._name_patterns)

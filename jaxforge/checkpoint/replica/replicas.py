@@ -188,7 +188,7 @@ class Replicas:
             return
         self.wait()  # memory may not suffice for copies of two states
         self._begun = group
-        tree = layout.to_tree(by_layer(state, self._stack))
+        tree = layout.to_tree(by_layer(layout.stored_state(state), self._stack))
         copied = copy_tree(tree)
         hashes = begin(copied)
         shards = copy_shards(copied, is_copied=copied is not tree)

@@ -30,7 +30,7 @@ from jaxforge.kernels.gated_delta import (
 )
 from jaxforge.model.cost import MixerCost
 from jaxforge.model.layer import Context, LayerSettings
-from jaxforge.model.linear import Declare, Linear, convolution_weights, residual_std
+from jaxforge.model.linear import Declare, Linear, fan_in_uniform, residual_std
 from jaxforge.model.mixer import Mixer, MixerOut, SavedValues, mix_shares, register_mixer
 from jaxforge.model.norm import RMSNorm
 from jaxforge.model.runtime import Runtime
@@ -94,7 +94,7 @@ class GatedDeltaNet(Mixer):
         self.gate_proj = project(values)
         self.beta_proj, self.decay_proj = project(heads), project(heads)
         self.q_conv, self.k_conv, self.v_conv = (
-            declare((size, c.conv_size), (axis, None), convolution_weights)
+            declare((size, c.conv_size), (axis, None), fan_in_uniform)
             for size, axis in (keys, keys, values)
         )
         self.decay_log = declare((c.value_heads,), ("heads",), _log_rates)

@@ -202,7 +202,7 @@ class LatentAttention(Mixer):
             dtype: dtype of the matrices.
             gathers: whether matrices are gathered over the data axes.
         """
-        weight = self.kv_b_proj.weight[...].astype(dtype)
+        weight = self.kv_b_proj.whole_weight().astype(dtype)
         if gathers:
             weight = collectives.all_gather_weight(weight, self.kv_b_proj.axes)
         by_head = weight.reshape(self.config.n_heads, -1, self.sizes.kv_rank)

@@ -37,7 +37,7 @@ from jaxforge.kernels.state_space import (
 )
 from jaxforge.model.cost import MixerCost
 from jaxforge.model.layer import Context, LayerSettings
-from jaxforge.model.linear import Declare, Linear, convolution_weights, residual_std
+from jaxforge.model.linear import Declare, Linear, fan_in_uniform, residual_std
 from jaxforge.model.mixer import Mixer, MixerOut, SavedValues, mix_shares, register_mixer
 from jaxforge.model.runtime import Runtime
 from jaxforge.parallel.sharding import (
@@ -90,7 +90,7 @@ class _Convolution(nnx.Module):
 
     def __init__(self, config: Mamba2Config, size: int, axis: str | None, declare: Declare) -> None:
         shape = (size, config.conv_size)
-        self.weight = declare(shape, (axis, None), convolution_weights)
+        self.weight = declare(shape, (axis, None), fan_in_uniform)
         if config.conv_bias:
             self.bias = declare((size,), (axis,), jax.nn.initializers.zeros)
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import jax
 
+from jaxforge.checkpoint.layout import stored_params
 from jaxforge.cli.suggestions import path_hint
 from jaxforge.config.axes import data_parallel
 from jaxforge.config.job import JobConfig, short_toml
@@ -98,7 +99,7 @@ def disk_warnings(config: JobConfig) -> Iterator[str]:
 def checkpoint_bytes(config: JobConfig) -> int:
     """Return the bytes of parameters, their average and optimizer state."""
     state = Program.without_devices(config).shapes
-    leaves = jax.tree.leaves((state.params, state.opt_state, state.ema))
+    leaves = jax.tree.leaves((stored_params(state.params), state.opt_state, state.ema))
     return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
 
 

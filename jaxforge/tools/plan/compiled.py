@@ -12,6 +12,8 @@ from jax.sharding import Mesh, NamedSharding
 
 from jaxforge.config.job import JobConfig
 from jaxforge.errors import UserError
+from jaxforge.optim.freezing import frozen_paths
+from jaxforge.optim.trees import split
 from jaxforge.parallel import compilation, targets, xla_flags
 from jaxforge.parallel.device_memory import bytes_per_device, capacity_per_device, is_out_of_memory
 from jaxforge.parallel.hardware import CHIPS
@@ -221,7 +223,10 @@ class _Parts(NamedTuple):
             spec = partition_spec(compute_axes(axes) if self._gathers_weights else axes)
             return 4 * math.prod(NamedSharding(self.train.mesh, spec).shard_shape(leaf.shape))
 
-        sizes = jax.tree.map(size, self.state.params, self.train.model.axes)
+        # Frozen parameters have no gradient.
+        frozen = frozen_paths(self.train.model.axes, self.train.config)
+        trees = (split(t, frozen)[1] for t in (self.state.params, self.train.model.axes))
+        sizes = jax.tree.map(size, *trees)
         return sum(jax.tree.leaves(sizes))
 
     def _saved(self, program: HloProgram) -> int:

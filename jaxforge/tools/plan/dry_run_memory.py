@@ -7,6 +7,7 @@ import jax
 from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import PyTree
 
+from jaxforge.checkpoint.layout import split_adapters
 from jaxforge.checkpoint.replica.memory import describe_memory
 from jaxforge.config.job import JobConfig
 from jaxforge.config.problems import describe_change
@@ -118,7 +119,10 @@ def model_rows(model: Model) -> Iterator[str]:
         f"vocabulary {c.vocab_size:,}"
     )
     active = f", {human(active_parameter_count(model))} active per token" if c.is_moe else ""
-    yield f"{human(parameter_count(model.abstract))} parameters{active}"
+    trained = ""
+    if model.adapters is not None:
+        trained = f", {human(parameter_count(split_adapters(model.abstract)[0]))} trained"
+    yield f"{human(parameter_count(model.abstract))} parameters{active}{trained}"
 
 
 def memory_rows(fits: dict[Device, Fit]) -> Iterator[str]:

@@ -89,7 +89,7 @@ class PastRun(Program):
         saved = max((step_ for step_ in self.checkpoints.steps() if step_ < step), default=None)
         if saved is not None and saved >= self.start:
             saved_state = Saved(self.checkpoints, saved)
-            state, progress = start_from(saved_state, self)
+            state, progress = start_from(saved_state, self, open_foreign=open_foreign)
             _catch_up(progress, self.checkpoints)
             return state, progress
         if self.start > 0:  # earlier steps belong to another config

@@ -16,6 +16,7 @@ from jaxforge.errors import UserError
 from jaxforge.model.layer import Capture
 from jaxforge.model.transformer import Params
 from jaxforge.parallel.sharding import param_shardings
+from jaxforge.state.train_state import part_like
 from jaxforge.step.gradients import Batch
 from jaxforge.tools.replay.compare import (
     SMALL,
@@ -186,6 +187,7 @@ def _updates(past: PastRun, walk: Walk, grads: PyTree) -> PyTree:
         for name, part in grads.items()
     }
     shardings = param_shardings(past.model.abstract, past.model.axes, past.mesh)
+    shardings = part_like(laid_out, shardings)  # frozen parameters have no gradient
     scale, state = walk.controls.lr_scale, walk.state
     update = jax.jit(lambda g, s, p: past.optimizer.update(g, s, p, lr_scale=scale)[0])
     return update(jax.device_put(laid_out, shardings), state.opt_state, state.params)

@@ -1,0 +1,200 @@
+"""LoRA adapters against PEFT and torch: updates, exports, imports and merged weights."""
+
+import json
+import shutil
+
+import jax
+import numpy as np
+import pytest
+from flax.traverse_util import flatten_dict
+
+from jaxforge.checkpoint.manager import Checkpoints
+from jaxforge.checkpoint.restore import starting_state
+from jaxforge.commands import train
+from jaxforge.config.lora import is_adapter
+from jaxforge.errors import UserError
+from jaxforge.training.start import open_foreign
+from tests.helpers import random_batches, setup
+from tests.torch_compat import huggingface
+from torch_compat.checkpoint import checkpoints, inspection
+from torch_compat.checkpoint.dcp_state import ReadOptions
+from torch_compat.convert.source import Request
+from torch_compat.convert.verify import verify
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+peft = pytest.importorskip("peft")
+
+pytestmark = pytest.mark.usefixtures("one_device")
+
+LORA = {"rank": 4, "alpha": 8.0}
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    """A directory with a small Llama of transformers, `hf`."""
+    path = tmp_path_factory.mktemp("peft")
+    config = transformers.LlamaConfig(
+        hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=128, max_position_embeddings=64, intermediate_size=48, head_dim=8,
+        initializer_range=0.1, tie_word_embeddings=False,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    transformers.LlamaForCausalLM(config).save_pretrained(path / "hf")
+    return path
+
+
+def config_of(path, name="run", **sections):
+    model = checkpoints.find(path / "hf").required_config(None, ()).model
+    checkpoint = {"dir": str(path / name), "load_path": str(path / "hf"), "interval": 10}
+    return huggingface.config_of(
+        model, lora={**LORA, **sections.pop("lora", {})},
+        checkpoint={**checkpoint, **sections.pop("checkpoint", {})},
+        optimizer={"lr": 0.01, "weight_decay": 0.1}, scheduler={"name": "none"},
+        train={"mixed_precision": "fp32", "seq_len": 32, "batch_size": 4, "max_steps": 10,
+               **sections.pop("train", {})},
+        **sections,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def trained(base):
+    """A run of ten updates, with its exports."""
+    train.run(config_of(base))
+    for to in ("hf", "peft"):
+        request = Request(checkpoints.find(base / "run"), base / f"as_{to}", to)
+        huggingface.convert(request, base / f"as_{to}")
+    return base
+
+
+def theirs(directory, adapter=None):
+    network = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    return network if adapter is None else peft.PeftModel.from_pretrained(network, adapter)
+
+
+def tokens():
+    return np.random.default_rng(1).integers(0, 128, (2, 24))
+
+
+def our_logits(run):
+    trained = huggingface.inference.open_run(run, ["--train.mixed_precision=fp32"])
+    with trained.in_use() as params:
+        return np.asarray(trained.model.logits(params, trained.model.hidden(params, tokens())))
+
+
+def test_updates_equal_those_of_peft(base):
+    """Ten updates of AdamW, of the same adapters on the same batches."""
+    config = config_of(base, "none")
+    ours = setup(config)
+    saved = Checkpoints(base / "none", config.checkpoint, read_only=True)
+    state, _ = starting_state(ours, saved, open_foreign)
+    network = theirs(base / "hf")
+    targets = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    network = peft.get_peft_model(
+        network, peft.LoraConfig(r=4, lora_alpha=8, target_modules=targets, lora_dropout=0.0)
+    )
+    named = dict(network.named_parameters())
+    with torch.no_grad():
+        for name, value in flatten_dict(jax.device_get(state.params), sep=".").items():
+            if is_adapter(name):
+                for layer in range(2):
+                    named[key_of(name, layer)].copy_(torch.from_numpy(np.array(value[layer])))
+    trainable = [p for p in network.parameters() if p.requires_grad]
+    assert len(trainable) == 2 * 2 * len(targets)
+    o = config.optimizer
+    optimizer = torch.optim.AdamW(
+        trainable, lr=o.lr, betas=o.betas, eps=o.eps, weight_decay=o.weight_decay
+    )
+    batches = random_batches(config, 10)
+    losses = []
+    for batch in batches:
+        inputs, labels = (torch.from_numpy(batch[k][0]) for k in ("input_ids", "labels"))
+        loss = torch.nn.functional.cross_entropy(
+            network(inputs).logits.flatten(0, 1), labels.flatten()
+        )
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(trainable, config.train.grad_clip_norm)
+        optimizer.step()
+        losses.append(loss.item())
+    state, metrics = ours.run(state, batches)
+    np.testing.assert_allclose(metrics["loss"], losses, rtol=1e-5)
+    for name, value in flatten_dict(jax.device_get(state.params), sep=".").items():
+        if is_adapter(name):
+            for layer in range(2):
+                expected = named[key_of(name, layer)].detach().numpy()
+                np.testing.assert_allclose(value[layer], expected, atol=1e-5, err_msg=name)
+
+
+def key_of(name, layer):
+    _, part, module, matrix = name.split(".")
+    part = {"attention": "self_attn"}.get(part, part)
+    matrix = {"lora_a": "lora_A", "lora_b": "lora_B"}[matrix]
+    return f"base_model.model.model.layers.{layer}.{part}.{module}.{matrix}.default.weight"
+
+
+def test_peft_loads_the_export_with_equal_logits(trained):
+    ours = our_logits(trained / "run")
+    network = theirs(trained / "hf", trained / "as_peft")
+    np.testing.assert_allclose(ours, huggingface.their_logits(network, tokens()), atol=1e-5)
+    plain = huggingface.their_logits(theirs(trained / "hf"), tokens())
+    assert np.abs(plain - ours).max() > 0.01
+    config = json.loads((trained / "as_peft" / "adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == str(trained / "hf")
+
+
+def test_merged_export_has_equal_logits(trained):
+    network = huggingface.open_theirs(trained / "as_hf")
+    logits = huggingface.their_logits(network, tokens())
+    np.testing.assert_allclose(our_logits(trained / "run"), logits, atol=1e-5)
+
+
+def test_import_of_a_peft_adapter_is_the_merged_model(trained):
+    notes = huggingface.load(trained / "as_peft", trained / "merged")
+    assert any("is merged into" in note for note in notes)
+    pair = (checkpoints.find(trained / name) for name in ("merged", "as_hf"))
+    result = verify(*pair, None, (), ReadOptions(), 1 << 28)
+    assert result.same, result.differences
+    ours, merged = (our_logits(trained / name) for name in ("run", "merged"))
+    np.testing.assert_allclose(merged, ours, atol=1e-5)
+    report = inspection.inspect(checkpoints.find(trained / "as_peft"))
+    assert (report["format"], report["scale"]) == ("peft", 2.0)
+
+
+def test_training_goes_on_from_a_peft_adapter(trained):
+    """The first loss is that of the adapter, so B was not initialized anew."""
+    section = {"adapter": str(trained / "as_peft")}
+    config = config_of(trained, "further", lora=section)
+    saved = Checkpoints(trained / "further", config.checkpoint, read_only=True)
+    started, _ = starting_state(setup(config), saved, open_foreign)
+    own = huggingface.params_of(trained / "run")[1]
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(started.params), own)
+
+
+@pytest.mark.parametrize(
+    ("lora", "message"),
+    [
+        ({"rank": 8, "alpha": 16.0}, "does not fit .lora.: layers.attention.k_proj.lora_a is"),
+        ({"alpha": 4.0}, "its outputs are multiplied by 2, and by 1 with .lora."),
+        ({"targets": ["attention"]}, "layers.mlp.down_proj.lora_a is .* and absent in the config"),
+    ],
+)
+def test_adapter_of_other_settings_is_refused(trained, lora, message):
+    config = config_of(trained, "refused", lora={"adapter": str(trained / "as_peft"), **lora})
+    saved = Checkpoints(trained / "refused", config.checkpoint, read_only=True)
+    with pytest.raises(UserError, match=message):
+        starting_state(setup(config), saved, open_foreign)
+
+
+def test_changed_base_is_refused_by_export(trained, tmp_path):
+    shutil.copytree(trained / "hf", tmp_path / "hf")
+    file = tmp_path / "hf" / "model.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-2] ^= 1  # in the last value
+    file.write_bytes(content)
+    request = Request(
+        checkpoints.find(trained / "run"), tmp_path / "out", "hf",
+        overrides=[f"--checkpoint.load_path={tmp_path / 'hf'}"],
+    )  # fmt: skip
+    with pytest.raises(UserError, match="is not the model that the adapters were trained with"):
+        huggingface.convert(request, tmp_path / "out")

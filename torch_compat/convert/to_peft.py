@@ -1,0 +1,67 @@
+"""Writer of adapters as directories that PEFT loads."""
+
+import functools
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch_compat.checkpoint import adapters, hf_config
+from torch_compat.checkpoint.checkpoints import find
+from torch_compat.checkpoint.validation import check_written
+from torch_compat.convert.source import Request, Source
+from torch_compat.convert.writer import Writer
+from torch_compat.families import FAMILIES
+from torch_compat.formats import safetensors
+from torch_compat.formats.files import Directory
+from torch_compat.formats.lazy import DTYPES
+from torch_compat.formats.staging import Unit
+
+
+class PeftWriter(Writer):
+    """Writer of a directory for `PeftModel.from_pretrained`."""
+
+    def __init__(self, request: Request, source: Source) -> None:
+        super().__init__(request, source)
+        tensors, config = source.ref.adapters()
+        imported = source.imported
+        family = hf_config.select_family(
+            config.model, request.dialect, imported and imported.config
+        )
+        self.label, self._lora = f"peft, {FAMILIES[family].dialect.name}", config.lora
+        if request.dtype:
+            tensors = {name: t.cast(DTYPES[request.dtype]) for name, t in tensors.items()}
+        dialect = FAMILIES[family].dialect
+        self._tensors = adapters.peft_tensors(tensors, dialect, config.model)
+        assert config.checkpoint.load_path is not None
+        base = find(source.target.config.checkpoint.load_path or config.checkpoint.load_path)
+        self._base = str(Path(str(base)).absolute()) if base.format == "hf" else None
+
+    def notes(self) -> list[str]:
+        """Return notes for the user."""
+        if self._base is not None:
+            return []
+        return [
+            "the base model is no directory of Hugging Face, so adapter_config.json names none: "
+            "export it with --to hf, and pass the model to PeftModel.from_pretrained"
+        ]
+
+    @functools.cached_property
+    def units(self) -> Sequence[Unit]:
+        """Parts of the safetensors file, and the config."""
+        path = self.staging.path
+        units = safetensors.units_of_file(path / adapters.WEIGHTS, self._tensors, self.block)
+        modules = adapters.modules_of(self._tensors)
+        content = json.dumps(adapters.config_json(self._lora, self._base, modules), indent=2)
+        return [*units, Unit("config", 0, lambda: _write(path / adapters.CONFIG, content))]
+
+    def complete(self, results: Mapping[str, Any]) -> None:
+        """Check the written tensors."""
+        directory = Directory(self.staging.path)
+        where = f"{directory}/{adapters.WEIGHTS}"
+        written = safetensors.open_file(directory.open(adapters.WEIGHTS), where)
+        check_written(written, self._tensors, where)
+
+
+def _write(path: Path, content: str) -> None:
+    path.write_text(content + "\n", "utf-8")
