@@ -17,7 +17,7 @@ from jaxforge.commands import train
 from jaxforge.exit_codes import Exit
 from jaxforge.program import Program
 from tests.conftest import tiny_config
-from tests.helpers import progress_of, random_batches, setup, underway
+from tests.helpers import devices_here, progress_of, random_batches, setup, underway
 from tests.processes.conftest import Run
 
 SMALL = {"n_layers": 2, "dim": 16, "n_heads": 2, "n_kv_heads": 1, "vocab_size": 32}
@@ -164,34 +164,37 @@ SETTINGS = [
 ]  # fmt: skip
 
 
+def finish(run, *settings, code=0):
+    with devices_here(1):
+        run.finish_here(*SETTINGS, *settings, code=code)
+
+
 def last_state(run):
     job = train.parse_command_line(run.command(*SETTINGS)[3:]).known
-    program = Program(job)
-    return jax.device_get(restored(run.directory, program))
+    with devices_here(1):
+        return jax.device_get(restored(run.directory, Program(job)))
 
 
-@pytest.mark.usefixtures("one_device")
 def test_resumed_run_has_average_of_whole_run(tmp_path):
     whole, resumed = (Run(tmp_path, name) for name in ("whole", "resumed"))
-    whole.finish_here(*SETTINGS)
+    finish(whole)
     expected = last_state(whole)
     assert expected.step == STEPS
     different = jax.tree.map(lambda a, b: bool((a != b).any()), expected.ema, expected.params)
     assert all(jax.tree.leaves(different))
-    resumed.finish_here(*SETTINGS, "--train.exit_interval=3", code=Exit.INTERVAL.code)
-    resumed.finish_here(*SETTINGS)
+    finish(resumed, "--train.exit_interval=3", code=Exit.INTERVAL.code)
+    finish(resumed)
     assert_equal(last_state(resumed), expected)
 
 
 @pytest.mark.slow  # quick: test_resumed_run_has_average_of_whole_run
-@pytest.mark.usefixtures("one_device")
 def test_killed_run_has_average_of_undisturbed_run(tmp_path):
     undisturbed, killed = (Run(tmp_path, name) for name in ("undisturbed", "killed"))
-    undisturbed.finish_here(*SETTINGS)
+    finish(undisturbed)
     process = killed.start(*SETTINGS)
     killed.wait_for_step(3, process)
     time.sleep(random.Random(0).uniform(0, 0.1))
     process.send_signal(signal.SIGKILL)
     process.communicate()
-    killed.finish_here(*SETTINGS)
+    finish(killed)
     assert_equal(last_state(killed), last_state(undisturbed))
