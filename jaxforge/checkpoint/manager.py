@@ -41,7 +41,6 @@ from jaxforge.checkpoint.paths import (
     EMA,
     PREFIX,
     SUBDIRECTORY,
-    Weights,
     check_no_torch_checkpoints,
     check_path,
     is_durable,
@@ -58,6 +57,7 @@ from jaxforge.checkpoint.sealed_progress import (
     stored_config_crc32,
     unseal_progress,
 )
+from jaxforge.checkpoint.weights import Weights
 from jaxforge.config.checkpoint import CheckpointConfig
 from jaxforge.errors import JobStorageError, PeerLostError, StorageError, UserError
 from jaxforge.parallel.multihost import peer_lost_error

@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any
 
 from jaxforge.cli.suggestions import path_hint
 from jaxforge.config.model import AMAX_HISTORIES
@@ -14,10 +14,6 @@ SUBDIRECTORY = "checkpoints"
 PREFIX = "step"
 EMA = "ema"
 """Name of the average of the parameters in a saved state."""
-
-Weights = Literal["raw", "ema"]
-"""Weights of a checkpoint: the parameters, or their average (`train.ema_decay`)."""
-WEIGHTS: tuple[Weights, ...] = get_args(Weights)
 
 
 def is_precision_specific(array: str) -> bool:

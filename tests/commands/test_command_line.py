@@ -118,7 +118,7 @@ def test_help_explains_a_key(capsys):
         ("jaxforge train --optimizer.muon_m", ["--optimizer.muon_momentum "]),
         ("jaxforge train --optimizer.name li", ["lion "]),
         ("jaxforge train --optimizer.name=li", ["--optimizer.name=lion "]),
-        ("jaxforge export --to ", ["dcp", "pt", "hf", "megatron"]),
+        ("jaxforge export --to ", ["dcp", "pt", "hf", "megatron", "peft"]),
     ],
 )
 def test_completion_lists_candidates(line, answers, tmp_path):

@@ -110,7 +110,7 @@ def test_resume_uses_newest_and_not_best_checkpoint(run, restored, tmp_path, mon
     saved.close()
     again = checkpoints(tmp_path, ours)
     assert again.steps() == [1, 3]
-    monkeypatch.setattr(restore, "start_from", lambda source, *_: source)
+    monkeypatch.setattr(restore, "start_from", lambda source, *_, **__: source)
     assert starting_state(ours, again) == Saved(again, 3)
     again.close()
 

@@ -30,7 +30,7 @@ from lm_eval.models.utils import (
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from jaxforge import inference
-from jaxforge.checkpoint.paths import Weights
+from jaxforge.checkpoint.weights import Weights
 from jaxforge.cli.sampling_options import check
 from jaxforge.errors import UserError
 from jaxforge.model.decoding import Decoder, padded_batch
