@@ -127,25 +127,32 @@ def signal_in_evaluation(batch: int, number: int, pause: float = 0.0) -> None:
 
 def signal_in_restore(number: int, seconds: float = 0.0) -> None:
     """Send a signal some time after a restore has started."""
-    start_from = restore.start_from
 
-    def restored(*args: Any) -> Any:  # noqa: ANN401
+    def act() -> None:
         later(seconds, lambda: hit(number))
         if not seconds:
             time.sleep(0.2)  # the signal is received before the restore
-        return start_from(*args)
 
-    restore.start_from = restored
+    before_restore(act)
 
 
 def make_file_in_restore(path: str) -> None:
     """Create a file when a restore starts, and wait until somebody may have reacted."""
-    start_from = restore.start_from
 
-    def restored(*args: Any) -> Any:  # noqa: ANN401
+    def act() -> None:
         Path(path).touch()
         time.sleep(1)
-        return start_from(*args)
+
+    before_restore(act)
+
+
+def before_restore(action: Callable[[], object]) -> None:
+    """Call a function before a start restores a checkpoint."""
+    start_from = restore.start_from
+
+    def restored(*args: Any, **options: Any) -> Any:  # noqa: ANN401
+        action()
+        return start_from(*args, **options)
 
     restore.start_from = restored
 
