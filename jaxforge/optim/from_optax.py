@@ -3,7 +3,7 @@
 import inspect
 from collections import Counter
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -130,9 +130,10 @@ def named_optax(
                 f"{hint(key, known)}{keys}"
             )
     arguments: dict[str, Any] = {**options, "learning_rate": schedule}
-    mask = next((mask for mask in _MASKS if mask in takes), None)
-    if "weight_decay" in takes and mask:
-        is_decayed = jax.tree.map(lambda rate: rate > 0, decay)
+    is_decayed = jax.tree.map(lambda rate: rate > 0, decay)
+    mask = next((mask for mask in _MASKS if mask in takes), "")
+    decays_itself = "weight_decay" in takes and mask
+    if decays_itself:
         arguments |= {"weight_decay": weight_decay, mask: is_decayed}
     elif "weight_decay" in takes:
         arguments["weight_decay"] = 0.0
@@ -145,9 +146,10 @@ def named_optax(
             f"{str(error).rstrip('.')}. Rules that need more than gradients and a schedule cannot "
             "be used by name: register a builder of your own (docs/library.md)"
         ) from error
-    if mask and "weight_decay" in takes:
+    if decays_itself:
         return from_optax(transform)
-    return from_optax(optax.chain(transform, _decoupled_decay(schedule, decay)))
+    decoupled = optax.add_decayed_weights(lambda n: -weight_decay * schedule(n), is_decayed)
+    return from_optax(optax.chain(transform, decoupled))
 
 
 def _factory(name: str) -> Any:  # noqa: ANN401
@@ -173,29 +175,3 @@ def _check_update(transform: optax.GradientTransformation, like: PyTree) -> None
     """Trace an update of small parameters, so that missing arguments are noticed at the start."""
     params = jax.tree.map(lambda _: jnp.zeros((8, 8)), like)
     jax.eval_shape(lambda p: transform.update(p, transform.init(p), p), params)
-
-
-class _DecayState(NamedTuple):
-    """State of the decoupled decay.
-
-    Attributes:
-        decays: number of updates made.
-    """
-
-    decays: Array
-
-
-def _decoupled_decay(schedule: Schedule, decay: PyTree) -> optax.GradientTransformation:
-    """Subtract lr · decay · p from the updates."""
-
-    def init(_: PyTree) -> _DecayState:
-        return _DecayState(jnp.zeros((), jnp.int32))
-
-    def update(
-        updates: PyTree, state: _DecayState, params: PyTree | None = None
-    ) -> tuple[PyTree, _DecayState]:
-        lr = schedule(state.decays)
-        updates = jax.tree.map(lambda u, p, rate: u - lr * rate * p, updates, params, decay)
-        return updates, _DecayState(optax.safe_increment(state.decays))
-
-    return optax.GradientTransformation(init, update)

@@ -5,7 +5,6 @@ from typing import NamedTuple
 
 import jax
 from jax.sharding import AbstractMesh, Mesh
-from jaxtyping import PyTree
 
 from jaxforge.checkpoint.layout import split_adapters
 from jaxforge.checkpoint.replica.memory import describe_memory
@@ -24,6 +23,7 @@ from jaxforge.parallel.device_memory import gigabytes
 from jaxforge.parallel.hardware import CHIPS
 from jaxforge.parallel.mesh import data_parallel_size
 from jaxforge.program import Program
+from jaxforge.state.train_state import TrainState
 from jaxforge.telemetry.numbers import human
 from jaxforge.tools.plan.memory_fit import SLACK, Fit, estimate_fit
 from jaxforge.tools.plan.topology import CPU, Topology
@@ -105,7 +105,7 @@ def fits_by_device(
     return first_model, fits
 
 
-def replica_rows(config: JobConfig, state: PyTree) -> list[str]:
+def replica_rows(config: JobConfig, state: TrainState) -> list[str]:
     """Return a row about replicas in the memory of hosts, if there are any."""
     text = describe_memory(config.checkpoint, state)
     return [f"replicas: {text}"] if text else []
