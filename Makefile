@@ -14,7 +14,7 @@ NOT_RUN = %/results.py %/figures.py %/aot.py %/pipeline_aot.py %/experts_aot.py 
   %/context.py %/planned.py %/kempnerforge_plans.py %/gpu_aot.py %/gpu.py %/tpu.py %/device_checks.py %/device_train.py %/device_planned.py %/device_numerics.py %/plain_jax.py %/precision.py %/kept.py %/poison.py %/harness.py
 STDLIB  = $(shell $(BIN)/python -c "import sysconfig; print(sysconfig.get_path('stdlib'))")
 
-.PHONY: train test test-all test-lines test-gpu-compiler test-torchtitan test-megatron test-lm-eval lint bench docs wheel clean
+.PHONY: train speedrun test test-all test-lines test-gpu-compiler test-torchtitan test-megatron test-lm-eval lint bench docs wheel clean
 
 train: $(VENV)/.run data/quickstart
 	@echo 'Training 300 updates: about seven minutes on two idle CPU cores. Ctrl-C saves, make train goes on.'
@@ -25,6 +25,9 @@ train: $(VENV)/.run data/quickstart
 	@printf '  $(BIN)/jaxforge %s\n' 'report runs/quickstart        # its curves, as a page' \
 	  'generate runs/quickstart --prompt "class"' \
 	  'prepare my_texts/ --output data/mine --tokenizer bpe   # your own text: it says how to go on'
+
+speedrun: $(VENV)/.run data/quickstart
+	$(BIN)/python -m jaxforge.train --config configs/speedrun/cpu.toml
 
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest -m "not slow" -n auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder

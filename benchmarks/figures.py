@@ -263,6 +263,22 @@ def mup_rates() -> str:
     return _whole("mup_rates-cpu")
 
 
+def speedrun() -> str:
+    """Return the table of what each trick of the speed run gains."""
+    matches = result("speedrun-cpu")
+    by_trick: dict[str, list[Any]] = {}
+    for row in matches["rows"]:
+        cells = by_trick.setdefault(row["case"], [])
+        if row["unit"] == "validation loss":
+            cells += [f"{row['theirs']:.3f}", f"{row['theirs'] - row['ours']:+.3f}"]
+        else:
+            cells.append(f"{row['ours'] / row['theirs']:.2f}")
+    head = ["trick", "loss without it", "gained", "time of an update, with / without"]
+    notes = [f"- {note}" for note in matches["notes"]]
+    rows = ([trick, *cells] for trick, cells in by_trick.items())
+    return "\n".join([origin(matches), "", *notes, "", table(head, rows)])
+
+
 def poison() -> str:
     """Return the table of the ranks at which replay names planted documents."""
     matches = result("poison-cpu")
@@ -304,12 +320,13 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "mup-coordinates": mup_coordinates,
     "mup-rates": mup_rates,
     "poison": poison,
+    "speedrun": speedrun,
 }
 """What a page may name."""
 SHOWN = {"remat-cpu", "pipeline-cpu", "pipeline-tpu", "kernels-cpu", "faults-cpu", "gpu_aot-h100",
          "experts_aot-tpu", "plan-none", "scaling-none", "kempnerforge_plans-none",
          "precision-cpu", "precision_kept-cpu", "kept-v5e", "kept-h100",
-         "mup-cpu", "mup_rates-cpu", "poison-cpu", "growth-cpu"}  # fmt: skip
+         "mup-cpu", "mup_rates-cpu", "poison-cpu", "growth-cpu", "speedrun-cpu"}  # fmt: skip
 """Results with tables of their own."""
 
 

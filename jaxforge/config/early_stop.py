@@ -19,6 +19,8 @@ class EarlyStopConfig(Section):
     """End after this many updates without improvement, checked whenever the metric is logged."""
     min_delta: NonNegativeFloat = 0.0
     """Smallest change of the metric that counts as an improvement."""
+    target: float | None = None
+    """End once the metric is at least as good as this value: the run measures the time to it."""
     max_steps: PositiveSteps | None = None
     """End after this many updates; the schedule still follows train.max_steps."""
     max_loss: PositiveFloat | None = None
@@ -28,8 +30,13 @@ class EarlyStopConfig(Section):
     max_grad_norm: PositiveFloat | None = None
     """End when train/grad_norm, before clipping, exceeds this value."""
 
+    @property
+    def uses_metric(self) -> bool:
+        """Whether a condition depends on `metric`."""
+        return self.active and (self.patience_steps is not None or self.target is not None)
+
     def problems(self) -> Iterator[str]:
         """Yield the broken rules between the keys of this section."""
-        limits = ("patience_steps", "max_steps", "max_loss", "min_lr", "max_grad_norm")
+        limits = ("patience_steps", "target", "max_steps", "max_loss", "min_lr", "max_grad_norm")
         if self.active and all(getattr(self, limit) is None for limit in limits):
             yield f"active = true requires one of {', '.join(limits)}"

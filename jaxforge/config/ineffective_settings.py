@@ -231,7 +231,7 @@ def _metrics_of_all_sets(config: JobConfig) -> Iterator[str]:
     stop, uses = config.early_stop, {}
     if config.checkpoint.keep_best_n:
         uses["checkpoint.best_metric"] = config.checkpoint.best_metric
-    if stop.active and stop.patience_steps is not None:
+    if stop.uses_metric:
         uses["early_stop.metric"] = stop.metric
     for key, metric in uses.items():
         prefix, _, name = metric.partition("/")

@@ -151,7 +151,7 @@ def best_metric_is_logged(config: JobConfig, mesh: Mesh) -> Iterator[str]:
 def early_stop_metric_is_logged(config: JobConfig, mesh: Mesh) -> Iterator[str]:
     """Require that the early-stop metric is logged."""
     stop, known = config.early_stop, _evaluation_metrics(config)
-    if not stop.active or stop.patience_steps is None or not stop.metric.startswith("eval/"):
+    if not stop.uses_metric or not stop.metric.startswith("eval/"):
         return
     if not config.eval.enabled:
         yield (

@@ -49,6 +49,11 @@ class EarlyStop:
                 f"by more than early_stop.min_delta = {stop.min_delta:g} for "
                 f"early_stop.patience_steps = {stop.patience_steps} steps"
             )
+        if self._reached_target(metrics):
+            yield (
+                f"{stop.metric} = {metrics[stop.metric]:.6g} has reached "
+                f"early_stop.target = {stop.target:g}"
+            )
         if stop.max_steps is not None and step >= stop.max_steps:
             yield f"early_stop.max_steps = {stop.max_steps} is reached"
         yield from self._above("max_loss", "train/loss", metrics)
@@ -70,6 +75,13 @@ class EarlyStop:
         if gain > stop.min_delta:
             self.memory.update(best=value, best_step=step)
         return step - self.memory["best_step"] >= stop.patience_steps
+
+    def _reached_target(self, metrics: Mapping[str, float]) -> bool:
+        """Return whether the metric was measured and is at least as good as the target."""
+        metric, target = self.config.metric, self.config.target
+        if target is None or metric not in metrics:
+            return False
+        return metrics[metric] <= target if is_loss(metric) else metrics[metric] >= target
 
     def _lr_fell(self, metrics: Mapping[str, float]) -> bool:
         if self.config.min_lr is None or "train/lr" not in metrics:

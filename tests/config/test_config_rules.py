@@ -349,6 +349,12 @@ CASES = [
     ),
     (
         1,
+        ["early_stop.active", "early_stop.target=3", "early_stop.metric=train/loss"],
+        ["early_stop.active", "early_stop.target=3"],
+        'early_stop.metric = "eval/loss" requires eval.enabled = true; or use "train/loss"',
+    ),
+    (
+        1,
         [*STOPPING, "eval.enabled", "eval.dataset_path=a", "early_stop.metric=train/loss"],
         [*STOPPING, "eval.enabled", "eval.dataset_path=a", "early_stop.metric=eval/perplex"],
         'early_stop.metric = "eval/perplex" is not a metric of [eval]; did you mean '

@@ -79,6 +79,15 @@ def test_limits_give_their_reason():
     )
 
 
+def test_run_ends_at_its_target():
+    loss = stop(target=3.28)
+    assert ends_at(loss, [5, 3.3, math.nan, 3.28]) == 40
+    assert loss.reason(50, {"train/loss": 1.0}) is None
+    assert loss.reason(60, {"eval/loss": 3.2}) == "eval/loss = 3.2 has reached early_stop.target = 3.28"
+    accuracy = stop(target=0.5, metric="model/accuracy")
+    assert ends_at(accuracy, [0.3, 0.49, 0.5], "model/accuracy") == 30
+
+
 def test_warmup_does_not_count_as_low_learning_rate():
     ours = stop(min_lr=1e-4)
     rates = [0, 5e-5, 1e-4, 3e-4, 1e-4, 9e-5]
