@@ -200,21 +200,36 @@ def _averaged(grams: RowsAndColumns, gradients: dict[Path, Array], beta: float) 
 
 def _first_bases(grams: RowsAndColumns, bases: RowsAndColumns, nu: dict[Path, Array]) -> tuple:
     """Return eigenvectors."""
-    del bases
-    return jax.tree.map(lambda gram: jnp.linalg.eigh(gram)[1], grams), nu
+    result: RowsAndColumns = {}, {}
+    last = jnp.zeros(())
+    for matrices, new in zip(grams, result, strict=True):
+        for path in sorted(matrices):
+            last = new[path] = jnp.linalg.eigh(_after(last, matrices[path]))[1]
+    return result, nu
 
 
 def _next_bases(grams: RowsAndColumns, bases: RowsAndColumns, nu: dict[Path, Array]) -> tuple:
     """Return bases after a power iteration, and variances with their rows and columns sorted."""
     nu = dict(nu)
     result: RowsAndColumns = {}, {}
+    last = jnp.zeros(())
     for axis, old, matrices, new in zip((_ROWS, _COLUMNS), bases, grams, result, strict=True):
-        for path, basis in old.items():
+        for path in sorted(old):
+            basis = _after(last, old[path])
             product = jnp.matmul(matrices[path], basis, precision=_EXACT)
             order = jnp.argsort(-jnp.sum(basis * product, axis=_ROWS), axis=-1)
-            new[path], _ = jnp.linalg.qr(_sorted(product, order, _COLUMNS))
+            last = new[path] = jnp.linalg.qr(_sorted(product, order, _COLUMNS))[0]
             nu[path] = _sorted(nu[path], order, axis)
     return result, nu
+
+
+def _after(last: Array, x: Array) -> Array:
+    """Return x, available only after `last` has been computed.
+
+    XLA's CPU runtime would decompose independent batches of matrices at once. Each waits for
+    threads of one pool, and with few threads all of them wait forever.
+    """
+    return x + 0.0 * last.ravel()[0]
 
 
 def _same_bases(grams: RowsAndColumns, bases: RowsAndColumns, nu: dict[Path, Array]) -> tuple:
