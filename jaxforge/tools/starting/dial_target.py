@@ -1,6 +1,5 @@
 """Machine of a dialled run: microbatches that fit its memory, and the time of an update."""
 
-import os
 from typing import NamedTuple
 
 from jaxforge.config import rules
@@ -76,13 +75,14 @@ class Target(NamedTuple):
             raise UserError(
                 "this machine has TPUs of an unknown kind. Add --topology, such as v6e:2x4"
             )
+        tflops = hardware.peak_tflops(kind.name)  # of variants of a chip, such as H100 PCIe
+        peak = None if tflops is None else tflops * 1e12
         for name, chip in hardware.CHIPS.items():
-            if chip.platform == "gpu" and chip.kinds[0] in kind.name.split():
+            if chip.target and chip.kinds[0] in kind.name.split() and chip.peak_flops == peak:
                 return cls.of_topology(Topology(name, (1, machine.devices)))
-        fraction = float(os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.75"))
-        device = Device(kind.name, "gpu", int(machine.memory * fraction), kind.capability)
-        peak = hardware.peak_tflops(kind.name)
-        rate = None if peak is None else SHARE_OF_PEAK * peak * 1e12
+        memory = hardware.usable_gpu_memory(machine.memory)
+        device = Device(kind.name, "gpu", memory, kind.capability)
+        rate = None if peak is None else SHARE_OF_PEAK * peak
         return cls(f"{machine.devices} x {kind.name}", machine.devices, device, rate)
 
 

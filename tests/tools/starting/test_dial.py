@@ -249,13 +249,19 @@ def test_cost_follows_from_speed_price_and_start():
     assert estimated["time of an update"] == f"{expected:.3g} s"
 
 
-def test_microbatches_make_up_the_batch():
-    for depth in (4, 20, 30):
-        run = dialled_run(dial_depth(depth, WISH), WISH, Target.of_topology(NODE), None)
-        rows, accum, remat, _ = run.split
-        assert rows * accum * 8 == run.config.train.global_batch_size
-        assert run.config.train.microbatch_size(8) == rows * 8
-        assert run.config.train.activation_checkpointing == remat
+@pytest.mark.parametrize(
+    ("depth", "machine", "remat"),
+    [(4, "h100:1x8", "none"), (20, "h100:1x8", "none"), (32, "v5e:4x4", "full")],
+)
+def test_microbatches_make_up_the_batch(depth, machine, remat):
+    target = Target.of_topology(Topology.parse(machine))
+    run = dialled_run(dial_depth(depth, WISH), WISH, target, None)
+    rows, accum, chosen, _ = run.split
+    n = target.n_devices
+    assert rows * accum * n == run.config.train.global_batch_size
+    assert run.config.train.microbatch_size(n) == rows * n
+    assert run.config.train.activation_checkpointing == chosen == remat
+    assert 2**13 <= rows * 2048 <= 2**15
 
 
 def driver(tmp_path, name, monkeypatch):
@@ -273,10 +279,10 @@ def test_this_machine_is_known_by_its_driver(tmp_path, monkeypatch):
     driver(tmp_path, "NVIDIA H100 80GB HBM3", monkeypatch)
     target = Target.of_machine(Machine.here())
     assert target == Target.of_topology(Topology.parse("h100:1x2"))
-    driver(tmp_path, "NVIDIA A100-SXM4-80GB", monkeypatch)
+    driver(tmp_path, "NVIDIA H100 PCIe", monkeypatch)
     target = Target.of_machine(Machine.here())
     assert (target.n_devices, target.topology) == (2, None)
-    assert target.rate == pytest.approx(0.4 * 312e12)
+    assert target.rate == pytest.approx(0.4 * 756e12)
     assert target.device.capacity == int(81559 * 2**20 * 0.75)
 
 
