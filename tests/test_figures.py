@@ -24,6 +24,13 @@ def test_tables_are_those_of_the_results(page):
     assert text.count("<!-- figures: ") == text.count("<!-- end of figures -->")
 
 
+def test_pictures_are_those_of_the_results(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    for name, content in FIGURES["pictures"]().items():
+        drawn = (ROOT / "docs" / name).read_text()
+        assert drawn == content, "run `python benchmarks/figures.py`"
+
+
 def test_every_table_and_with_them_every_result_is_on_a_page():
     named = [name for page in PAGES for name in NAMED.findall(page.read_text())]
     assert sorted(named) == sorted(FIGURES["TABLES"])
