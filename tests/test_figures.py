@@ -89,6 +89,7 @@ def test_floor_of_the_most_exact_machine_judges_each_row():
         "5M | tokens/s | torch: ratio 0.7 is below its floor of 0.75",
         "40M | tokens/s | torch: not measured",
     ]
+    assert FLOORS["below_floor"](of_amx, [{**row, "ratio": 0.76}], complete=False) == []
     above = [{**row, "ratio": 0.76}, {**row, "case": "40M", "ratio": 0.5}]
     assert FLOORS["below_floor"](of_amx, above) == []
     assert FLOORS["floors_for"](floors, "step-cpu", "aarch64, 2 cores, load 1") == {}
