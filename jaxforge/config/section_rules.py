@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 from jaxforge.cli.suggestions import choices
 from jaxforge.config.axes import Mesh, Rule, data_parallel
+from jaxforge.config.eval import TASKS_PREFIX
 from jaxforge.config.job import JobConfig
 from jaxforge.config.optimizer import OPTIMIZERS
 from jaxforge.config.problems import Problem, nearest, single_change
@@ -27,11 +28,27 @@ def seq_len_fits_model(config: JobConfig, mesh: Mesh) -> Iterator[Problem]:
 
 
 def eval_has_source(config: JobConfig, mesh: Mesh) -> Iterator[str]:
-    """Require a data source for evaluation."""
-    if config.eval.enabled and not config.eval.sources():
+    """Require a data source or tasks for evaluation."""
+    section = config.eval
+    if section.enabled and not section.sources() and not section.has_tasks:
         yield (
-            "eval.enabled = true requires data: set eval.dataset_path, eval.hf_dataset_name or "
-            "[[eval.datasets]], or eval.enabled = false"
+            "eval.enabled = true requires data: set eval.dataset_path, eval.hf_dataset_name, "
+            "[[eval.datasets]] or eval.tasks, or eval.enabled = false"
+        )
+
+
+def evaluated_average_exists(config: JobConfig, mesh: Mesh) -> Iterator[Problem]:
+    """Require an average of the parameters if tasks evaluate it."""
+    section = config.eval
+    if not section.enabled or not section.has_tasks or config.train.averages_weights:
+        return
+    if section.tasks_weights == "ema":
+        yield Problem(
+            'eval.tasks_weights = "ema" requires train.ema_decay, which is 0',
+            (
+                single_change("train.ema_decay", 0.999),
+                single_change("eval.tasks_weights", "raw"),
+            ),
         )
 
 
@@ -143,9 +160,18 @@ def torch_ranks_share_a_microbatch(config: JobConfig, mesh: Mesh) -> Iterator[st
 def best_metric_is_logged(config: JobConfig, mesh: Mesh) -> Iterator[str]:
     """Require that the metric that ranks checkpoints is logged."""
     metric, known = config.checkpoint.best_metric, _evaluation_metrics(config)
-    if config.eval.enabled and metric not in known and not _has_terms(config):
+    if not config.eval.enabled:
+        return
+    if metric.startswith(TASKS_PREFIX):
+        yield _refused_task_metric("checkpoint.best_metric", metric)
+    elif metric not in known and not _has_terms(config):
         near = choices(metric, known)
         yield f'checkpoint.best_metric = "{metric}" is not a metric of [eval]{near}'
+    elif config.checkpoint.keep_best_n and not config.eval.sources():
+        yield (
+            f'checkpoint.keep_best_n ranks by "{metric}", which requires an evaluation set: set '
+            "eval.dataset_path, or checkpoint.keep_best_n = 0"
+        )
 
 
 def early_stop_metric_is_logged(config: JobConfig, mesh: Mesh) -> Iterator[str]:
@@ -156,6 +182,13 @@ def early_stop_metric_is_logged(config: JobConfig, mesh: Mesh) -> Iterator[str]:
     if not config.eval.enabled:
         yield (
             f'early_stop.metric = "{stop.metric}" requires eval.enabled = true; or use "train/loss"'
+        )
+    elif stop.metric.startswith(TASKS_PREFIX):
+        yield _refused_task_metric("early_stop.metric", stop.metric)
+    elif not config.eval.sources():
+        yield (
+            f'early_stop.metric = "{stop.metric}" requires an evaluation set: set '
+            'eval.dataset_path, or use "train/loss"'
         )
     elif stop.metric not in known and not _has_terms(config):
         near = choices(stop.metric, known)
@@ -256,6 +289,7 @@ SECTION_RULES: tuple[Rule, ...] = (
     adapters_are_supported,
     seq_len_fits_model,
     eval_has_source,
+    evaluated_average_exists,
     captures_have_source,
     captured_layers_exist,
     text_datasets_have_tokenizer,
@@ -271,6 +305,11 @@ SECTION_RULES: tuple[Rule, ...] = (
     moment_storage_is_supported,
     hang_is_reported_before_the_end,
 )
+
+
+def _refused_task_metric(key: str, metric: str) -> str:
+    """Return the message for a metric of a task, whose better values may be higher."""
+    return f'{key} = "{metric}" is a metric of a task: use a loss, such as "eval/loss"'
 
 
 def _evaluation_metrics(config: JobConfig) -> tuple[str, ...]:

@@ -332,6 +332,19 @@ def test_every_key_of_kempnerforge_loads():
             ("metrics", f"mlflow_{key}")
             for key in ("interval", "tracking_uri", "experiment", "run_name", "run_id")
         ),
+        ("eval", "tasks"),
+        *(
+            ("eval", f"tasks_{key}")
+            for key in (
+                "path",
+                "core",
+                "interval",
+                "num_fewshot",
+                "limit",
+                "batch_size",
+                "weights",
+            )
+        ),
         ("model", "attention_backend"),
         ("data", "mixture_file"),
         *(("optimizer", key) for key in ("lr_patterns", "freeze_patterns", "options")),
