@@ -126,6 +126,17 @@ def load_tasks(section: EvalConfig, model: LmEvalModel) -> list[LmEvalTask]:
     return tasks
 
 
+def check_names(section: EvalConfig) -> None:
+    """Check that the tasks of `eval.tasks` exist, without reading their data.
+
+    Raises:
+        UserError: a task does not exist.
+    """
+    manager = _manager(section)
+    for entry in section.tasks:
+        _check_exists(manager, entry)
+
+
 def _name(entry: str, loaded: dict[str, Any]) -> str:
     """Return the name of a task or group; a file has the name of its outermost group or task."""
     if not _is_file(entry):

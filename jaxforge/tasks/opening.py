@@ -4,11 +4,12 @@ import importlib.util
 
 from jax.sharding import Mesh
 
+from jaxforge.config.eval import EvalConfig
 from jaxforge.config.job import JobConfig
 from jaxforge.data.corpus.tokenizer import Tokenizer
 from jaxforge.errors import UserError
 from jaxforge.model.transformer import Model
-from jaxforge.tasks.core import CoreBundle
+from jaxforge.tasks.core import CORE_TASKS, CoreBundle
 from jaxforge.tasks.task import Aggregate, Task, Tasks
 from jaxforge.tasks.text_model import TextModel, prefix_token
 
@@ -42,13 +43,36 @@ def open_tasks(
     return Tasks(text, tasks, aggregates, is_average=section.tasks_weights == "ema")
 
 
+def describe_tasks(section: EvalConfig) -> list[str]:
+    """Describe the tasks for a dry run, which checks their names but does not read their data.
+
+    Raises:
+        UserError: a task does not exist, or lm_eval is not installed.
+    """
+    rows = []
+    if section.tasks:
+        _require_lm_eval()
+        from jaxforge.tasks.lm_eval_tasks import check_names
+
+        check_names(section)
+        rows.append(f"tasks: {', '.join(section.tasks)}; a start reads their data")
+    if section.tasks_core:
+        bundle = CoreBundle.open(section.tasks_core)
+        rows.append(f"tasks: {len(bundle.descriptions)} of {len(CORE_TASKS)} of CORE")
+    return rows
+
+
 def _lm_eval_tasks(config: JobConfig, text: TextModel) -> list[Task]:
-    if importlib.util.find_spec("lm_eval") is None:
-        raise UserError(
-            "eval.tasks needs lm_eval, which is not installed: pip install 'jaxforge[lm-eval]'"
-        )
+    _require_lm_eval()
     from jaxforge.tasks.lm_eval_model import LmEvalModel
     from jaxforge.tasks.lm_eval_tasks import load_tasks
 
     model = LmEvalModel(text, seed=config.train.seed, shows_progress=False)
     return [*load_tasks(config.eval, model)]
+
+
+def _require_lm_eval() -> None:
+    if importlib.util.find_spec("lm_eval") is None:
+        raise UserError(
+            "eval.tasks needs lm_eval, which is not installed: pip install 'jaxforge[lm-eval]'"
+        )

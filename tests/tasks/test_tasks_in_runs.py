@@ -13,6 +13,7 @@ from jaxforge.config.reading.load import load_config
 from jaxforge.errors import UserError
 from jaxforge.exit_codes import Exit
 from jaxforge.tasks.core import CoreTask
+from jaxforge.tools.plan.dry_run_data import open_data
 from jaxforge.training import launch
 from jaxforge.training.hooks import Hook
 from jaxforge.training.summary import schedule_summary
@@ -209,3 +210,11 @@ def test_missing_lm_eval_names_the_command(whole, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"lm_eval, which is not installed: pip install 'jaxforge"):
         train.run(config(whole[0], "without", tasks=["piqa"]))
+
+
+def test_dry_run_describes_tasks(whole):
+    root, _ = whole
+    job = config(root, "dry")
+    _, rows = open_data(job, opens=True, is_elsewhere=False)
+    assert rows[-1] == "tasks: 3 of 22 of CORE"
+    assert open_data(job, opens=True, is_elsewhere=True)[1] == rows[:-1]
