@@ -6,6 +6,7 @@ The state of Python's and NumPy's global random generators is restored afterward
 
 import contextlib
 import difflib
+import functools
 import importlib.metadata
 import logging
 import random
@@ -148,6 +149,7 @@ def _is_file(entry: str) -> bool:
     return entry.endswith((".yaml", ".yml"))
 
 
+@functools.lru_cache(maxsize=1)
 def _manager(section: EvalConfig) -> TaskManager:
     """Return lm_eval's index of tasks; its own tasks are read only if they are needed.
 

@@ -43,6 +43,19 @@ def open_tasks(
     return Tasks(text, tasks, aggregates, is_average=section.tasks_weights == "ema")
 
 
+def check_task_names(section: EvalConfig) -> None:
+    """Check the names of `eval.tasks`, before parameters are initialized or restored.
+
+    Raises:
+        UserError: a task does not exist, or lm_eval is not installed.
+    """
+    if section.enabled and section.tasks:
+        _require_lm_eval()
+        from jaxforge.tasks.lm_eval_tasks import check_names
+
+        check_names(section)
+
+
 def describe_tasks(section: EvalConfig) -> list[str]:
     """Describe the tasks for a dry run, which checks their names but does not read their data.
 
@@ -51,10 +64,7 @@ def describe_tasks(section: EvalConfig) -> list[str]:
     """
     rows = []
     if section.tasks:
-        _require_lm_eval()
-        from jaxforge.tasks.lm_eval_tasks import check_names
-
-        check_names(section)
+        check_task_names(section)
         rows.append(f"tasks: {', '.join(section.tasks)}; a start reads their data")
     if section.tasks_core:
         bundle = CoreBundle.open(section.tasks_core)

@@ -181,6 +181,7 @@ def broken(root, name, **change):
 
 
 def message_of(root, capsys, *options):
+    """Return the message of a start that is refused before anything is trained."""
     argv = command(root, "refused", "--eval.enabled=true", *options)
     assert run_main(lambda: train.main(argv)) == 2
     assert not (root / "refused" / "metrics.jsonl").exists()
@@ -190,6 +191,7 @@ def message_of(root, capsys, *options):
 def test_unknown_names_raise_before_run(root, capsys):
     own = f"--eval.tasks_path={root / 'tasks'}"
     error = message_of(root, capsys, "--eval.tasks=lambada_opnai", own)
+    assert not (root / "refused").exists()  # before parameters are initialized
     assert '"lambada_opnai" is not a task of lm_eval' in error
     assert "did you mean lambada_openai" in error
     error = message_of(root, capsys, f"--eval.tasks={root / 'tasks' / 'local_choice.yaml'}")
