@@ -106,7 +106,8 @@ def _precision(config: JobConfig, platform: str) -> Iterator[str]:
 def _optimizer(config: JobConfig) -> Iterator[str]:
     """Warn of keys that belong to another optimizer."""
     section = config.optimizer
-    for prefix, name in (("muon_", "muon"), ("schedule_free_", "schedule_free_adamw")):
+    owners = {"muon_": "muon", "soap_": "soap", "schedule_free_": "schedule_free_adamw"}
+    for prefix, name in owners.items():
         keys = [key for key in type(section).model_fields if key.startswith(prefix)]
         for key in keys if section.name != name else ():
             value = getattr(section, key)
@@ -200,6 +201,12 @@ def _evaluation(config: JobConfig, tenth: int) -> Iterator[str]:
     """Yield evaluation sets that are never evaluated, and metrics that are never logged."""
     section, last = config.eval, config.train.max_steps
     if not section.enabled:
+        if section.has_tasks:
+            key = "eval.tasks" if section.tasks else "eval.tasks_core"
+            yield (
+                f"{key} has no effect with eval.enabled = false: change "
+                + describe_change({"eval.enabled": True})
+            )
         return
     messages = []
     for i, (name, schedule) in enumerate(section.schedules().items()):
@@ -218,7 +225,29 @@ def _evaluation(config: JobConfig, tenth: int) -> Iterator[str]:
                 f"{schedule.interval:,} up to train.max_steps = {last:,}, so evaluation never "
                 f"runs: change {describe_change({start_key: 0})}"
             )
-    yield from dict.fromkeys(messages) if messages else _metrics_of_all_sets(config)
+    if section.has_tasks:
+        messages += _tasks_never_run(config, tenth)
+    if not messages and section.sources():
+        messages += _metrics_of_all_sets(config)
+    yield from dict.fromkeys(messages)
+
+
+def _tasks_never_run(config: JobConfig, tenth: int) -> Iterator[str]:
+    """Yield the key whose value prevents every evaluation on tasks."""
+    section, last = config.eval, config.train.max_steps
+    schedule = section.tasks_schedule()
+    key = "eval.interval" if section.tasks_interval is None else "eval.tasks_interval"
+    if schedule.interval > last:
+        yield (
+            f"{key} = {schedule.interval:,} exceeds train.max_steps = {last:,}, so tasks are never "
+            f"evaluated: change {describe_change({key: tenth})}"
+        )
+    elif not schedule.due_steps(last):
+        yield (
+            f"eval.start_step = {schedule.start_step:,} leaves no multiple of {key} = "
+            f"{schedule.interval:,} up to train.max_steps = {last:,}, so tasks are never "
+            f"evaluated: change {describe_change({'eval.start_step': 0})}"
+        )
 
 
 def _metrics_of_all_sets(config: JobConfig) -> Iterator[str]:

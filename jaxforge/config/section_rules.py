@@ -5,8 +5,9 @@ from collections.abc import Iterator
 
 from jaxforge.cli.suggestions import choices
 from jaxforge.config.axes import Mesh, Rule, data_parallel
-from jaxforge.config.job import JobConfig
-from jaxforge.config.optimizer import OPTIMIZERS
+from jaxforge.config.eval import TASKS_PREFIX
+from jaxforge.config.job import JobConfig, short_toml
+from jaxforge.config.optimizer import UPDATED_BY_ROWS
 from jaxforge.config.problems import Problem, nearest, single_change
 from jaxforge.config.train import CROSS_ENTROPIES, EIGHT_BIT, SHORTEST_HANG_TIMEOUT
 
@@ -27,11 +28,27 @@ def seq_len_fits_model(config: JobConfig, mesh: Mesh) -> Iterator[Problem]:
 
 
 def eval_has_source(config: JobConfig, mesh: Mesh) -> Iterator[str]:
-    """Require a data source for evaluation."""
-    if config.eval.enabled and not config.eval.sources():
+    """Require a data source or tasks for evaluation."""
+    section = config.eval
+    if section.enabled and not section.sources() and not section.has_tasks:
         yield (
-            "eval.enabled = true requires data: set eval.dataset_path, eval.hf_dataset_name or "
-            "[[eval.datasets]], or eval.enabled = false"
+            "eval.enabled = true requires data: set eval.dataset_path, eval.hf_dataset_name, "
+            "[[eval.datasets]] or eval.tasks, or eval.enabled = false"
+        )
+
+
+def evaluated_average_exists(config: JobConfig, mesh: Mesh) -> Iterator[Problem]:
+    """Require an average of the parameters if tasks evaluate it."""
+    section = config.eval
+    if not section.enabled or not section.has_tasks or config.train.averages_weights:
+        return
+    if section.tasks_weights == "ema":
+        yield Problem(
+            'eval.tasks_weights = "ema" requires train.ema_decay, which is 0',
+            (
+                single_change("train.ema_decay", 0.999),
+                single_change("eval.tasks_weights", "raw"),
+            ),
         )
 
 
@@ -143,9 +160,18 @@ def torch_ranks_share_a_microbatch(config: JobConfig, mesh: Mesh) -> Iterator[st
 def best_metric_is_logged(config: JobConfig, mesh: Mesh) -> Iterator[str]:
     """Require that the metric that ranks checkpoints is logged."""
     metric, known = config.checkpoint.best_metric, _evaluation_metrics(config)
-    if config.eval.enabled and metric not in known and not _has_terms(config):
+    if not config.eval.enabled:
+        return
+    if metric.startswith(TASKS_PREFIX):
+        yield _refused_task_metric("checkpoint.best_metric", metric)
+    elif metric not in known and not _has_terms(config):
         near = choices(metric, known)
         yield f'checkpoint.best_metric = "{metric}" is not a metric of [eval]{near}'
+    elif config.checkpoint.keep_best_n and not config.eval.sources():
+        yield (
+            f'checkpoint.keep_best_n ranks by "{metric}", which requires an evaluation set: set '
+            "eval.dataset_path, or checkpoint.keep_best_n = 0"
+        )
 
 
 def early_stop_metric_is_logged(config: JobConfig, mesh: Mesh) -> Iterator[str]:
@@ -156,6 +182,13 @@ def early_stop_metric_is_logged(config: JobConfig, mesh: Mesh) -> Iterator[str]:
     if not config.eval.enabled:
         yield (
             f'early_stop.metric = "{stop.metric}" requires eval.enabled = true; or use "train/loss"'
+        )
+    elif stop.metric.startswith(TASKS_PREFIX):
+        yield _refused_task_metric("early_stop.metric", stop.metric)
+    elif not config.eval.sources():
+        yield (
+            f'early_stop.metric = "{stop.metric}" requires an evaluation set: set '
+            'eval.dataset_path, or use "train/loss"'
         )
     elif stop.metric not in known and not _has_terms(config):
         near = choices(stop.metric, known)
@@ -201,19 +234,44 @@ def schedule_free_has_no_schedule(config: JobConfig, mesh: Mesh) -> Iterator[str
 
 
 def moment_storage_is_supported(config: JobConfig, mesh: Mesh) -> Iterator[Problem]:
-    """Refuse offloaded or 8-bit moments for registered optimizers, which define their own state."""
+    """Refuse offloaded or 8-bit moments where no loop updates them part by part.
+
+    Registered optimizers define their own state, and SOAP rotates whole matrices.
+    """
     name = config.optimizer.name
-    if "optimizer" in config.train.offload and name not in OPTIMIZERS.ours:
+    if name in UPDATED_BY_ROWS:
+        return
+    if "optimizer" in config.train.offload:
         yield Problem(
-            f'train.offload = ["optimizer"] does not support optimizer.name = "{name}": moments of '
-            "registered optimizers stay on the device",
+            f'train.offload = ["optimizer"] does not support optimizer.name = "{name}": its '
+            "moments stay on the device",
         )
-    if config.train.opt_state_dtype == EIGHT_BIT and name not in OPTIMIZERS.ours:
+    if config.train.opt_state_dtype == EIGHT_BIT:
         yield Problem(
             f'train.opt_state_dtype = "8bit" does not support optimizer.name = "{name}", only '
-            f"{', '.join(OPTIMIZERS.ours)}",
+            f"{', '.join(UPDATED_BY_ROWS)}",
             (single_change("train.opt_state_dtype", "float32"),),
         )
+
+
+def logits_can_be_clipped(config: JobConfig, mesh: Mesh) -> Iterator[str]:
+    """Refuse QK-Clip where logits are not proportional to the weights of queries and keys."""
+    model, asked = config.model, f"optimizer.qk_clip = {config.optimizer.qk_clip}"
+    if config.optimizer.qk_clip is None:
+        return
+    reasons = {
+        "model.qk_norm": (model.qk_norm, "normalizes queries and keys, which bounds their logits"),
+        "model.qk_l2_norm": (model.qk_l2_norm, "normalizes them, which bounds their logits"),
+        "model.clip_qkv": (model.clip_qkv, "limits queries and keys after their projections"),
+        "lora.rank": (config.lora.rank, "does not train the weights of queries and keys"),
+        "model.mtp_depth": (model.mtp_depth, "has attention whose logits are not recorded"),
+    }
+    for key, (value, effect) in reasons.items():
+        if value:
+            yield (
+                f"{asked} does not support {key} = {short_toml(value)}, which {effect}. Remove one "
+                "of the two"
+            )
 
 
 def hang_is_reported_before_the_end(config: JobConfig, mesh: Mesh) -> Iterator[Problem]:
@@ -256,6 +314,7 @@ SECTION_RULES: tuple[Rule, ...] = (
     adapters_are_supported,
     seq_len_fits_model,
     eval_has_source,
+    evaluated_average_exists,
     captures_have_source,
     captured_layers_exist,
     text_datasets_have_tokenizer,
@@ -269,8 +328,14 @@ SECTION_RULES: tuple[Rule, ...] = (
     fp8_has_layers,
     schedule_free_has_no_schedule,
     moment_storage_is_supported,
+    logits_can_be_clipped,
     hang_is_reported_before_the_end,
 )
+
+
+def _refused_task_metric(key: str, metric: str) -> str:
+    """Return the message for a metric of a task, whose better values may be higher."""
+    return f'{key} = "{metric}" is a metric of a task: use a loss, such as "eval/loss"'
 
 
 def _evaluation_metrics(config: JobConfig) -> tuple[str, ...]:

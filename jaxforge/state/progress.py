@@ -13,9 +13,9 @@ class Validation:
 
     Attributes:
         pending: sets that are not complete; the first may be partly evaluated. "ema/<set>" is the
-            evaluation of a set by the average of the parameters.
+            evaluation of a set by the average of the parameters, "task/<task>" that of a task.
         sums: sums over the batches evaluated so far (`evaluation.SetSums`) and their number, by
-            set; final for sets that are no longer pending.
+            set; final for sets that are no longer pending. Metrics of complete tasks.
     """
 
     pending: list[str]

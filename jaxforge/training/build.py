@@ -15,6 +15,7 @@ from jaxforge.state.progress import Progress
 from jaxforge.state.train_state import TrainState
 from jaxforge.step.executable import Executable
 from jaxforge.step.train_step import CompiledSteps
+from jaxforge.tasks.opening import check_task_names
 from jaxforge.training.bad_steps import BadSteps
 from jaxforge.training.banner import rows
 from jaxforge.training.callbacks.order import callbacks_of
@@ -63,6 +64,7 @@ def build_trainer(config: JobConfig, mesh: Mesh, session: Session) -> Trainer:
     watchdog = session.watchdog
     with watchdog.section("data"):
         dataset, eval_data, identity = open_data(config)
+        check_task_names(config.eval)
     collect = [name for callback in users for name in callback.collect]
     program = Program(config, mesh, collect=collect)
     if session.make_step is not None:

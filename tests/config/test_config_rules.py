@@ -78,8 +78,8 @@ CASES = [
         1,
         ["eval.enabled", "eval.dataset_path=a"],
         ["eval.enabled"],
-        "eval.enabled = true requires data: set eval.dataset_path, eval.hf_dataset_name or "
-        "[[eval.datasets]], or eval.enabled = false",
+        "eval.enabled = true requires data: set eval.dataset_path, eval.hf_dataset_name, "
+        "[[eval.datasets]] or eval.tasks, or eval.enabled = false",
     ),
     (
         1,

@@ -333,12 +333,29 @@ def test_every_key_of_kempnerforge_loads():
             ("metrics", f"mlflow_{key}")
             for key in ("interval", "tracking_uri", "experiment", "run_name", "run_id")
         ),
+        ("eval", "tasks"),
+        *(
+            ("eval", f"tasks_{key}")
+            for key in (
+                "path",
+                "core",
+                "interval",
+                "num_fewshot",
+                "limit",
+                "batch_size",
+                "weights",
+            )
+        ),
         *(("metrics", f"trackio_{key}") for key in ("interval", "project", "run_name", "space")),
         ("model", "attention_backend"),
         ("data", "mixture_file"),
         *(("optimizer", key) for key in ("lr_patterns", "freeze_patterns", "options")),
         *(("optimizer", f"muon_{key}") for key in ("nesterov", "variant", "beta2", "scale")),
-        ("optimizer", "cautious_weight_decay"),
+        *(
+            ("optimizer", f"soap_{key}")
+            for key in ("precondition_frequency", "max_precond_dim", "shampoo_beta")
+        ),
+        *(("optimizer", key) for key in ("cautious_weight_decay", "qk_clip")),
         *(
             ("metrics", key)
             for key in (
