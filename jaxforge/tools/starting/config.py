@@ -52,7 +52,7 @@ def config_for_data(prepared: PreparedData, machine: Machine, run: Path) -> tupl
         "scheduler": _scheduler(),
         "data": list(_data(prepared)),
         "eval": list(_eval(prepared, size.seq_len)),
-        "checkpoint": _checkpoint(run),
+        "checkpoint": [*_checkpoint(run), *_base_model(prepared)],
         "metrics": [Line("log_interval", max(1, size.max_steps // _LOG_LINES))],
     }
     about = (
@@ -60,7 +60,12 @@ def config_for_data(prepared: PreparedData, machine: Machine, run: Path) -> tupl
         f"{machine} by jaxforge prepare.\n    jaxforge train --config "
         f"{prepared.directory / FILE_NAME}"
     )
-    if prepared.train.conversations:
+    if prepared.train.preferences:
+        about += (
+            "\nTo learn from pairs of answers, set the shape of your model, and"
+            " checkpoint.load_path to it."
+        )
+    elif prepared.train.conversations:
         about += (
             "\nThis trains from random weights. To fine-tune a model, set its shape and"
             " checkpoint.load_path as in\nconfigs/fine_tuning.toml."
@@ -132,6 +137,8 @@ def _train(prepared: PreparedData, machine: Machine, size: Size) -> Iterator[Lin
             yield Line("activation_checkpointing", "full", "otherwise no sequence fits in memory")
         if prepared.train.vocab_size >= _LARGE_VOCABULARY:
             yield Line("loss_fn", "chunked_cross_entropy", "logits are never all in memory")
+    if prepared.train.preferences:
+        yield Line("objective", "dpo", "[dpo] has its settings")
     yield Line("seed", 42, "of weights and data")
 
 
@@ -190,6 +197,12 @@ def _checkpoint(run: Path) -> list[Line]:
         Line("dir", str(run), "the run directory, from which the same command resumes"),
         Line("interval", "10%"),
     ]
+
+
+def _base_model(prepared: PreparedData) -> Iterator[Line]:
+    if prepared.train.preferences:
+        yield Line("load_path", "RUN", "your model, which is also the reference")
+        yield Line("exclude_from_loading", ["optimizer", "progress"], "a new run begins")
 
 
 def _preset_train(preset: Preset, prepared: PreparedData | None) -> Iterator[Line]:
