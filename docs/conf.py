@@ -15,6 +15,7 @@ CHAPTERS = {
         "configs",
         "data",
         "lora",
+        "preference_and_distillation",
         "prepare_terabytes",
         "launching",
         "elastic",

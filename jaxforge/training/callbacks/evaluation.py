@@ -47,7 +47,7 @@ class Evaluation(RunCallback):
         config = run.config
         if not config.eval.enabled:
             return None
-        evaluator = Evaluator(config, run.mesh, run.model, run.eval_data, run.tokenizer)
+        evaluator = Evaluator(config, run.mesh, run.model, run.eval_data, run.tokenizer, run.frozen)
         evaluator.check_reports(config.checkpoint.best_metric)
         if config.early_stop.active and config.early_stop.metric.startswith("eval/"):
             evaluator.check_reports(config.early_stop.metric, "early_stop.metric")
