@@ -127,6 +127,14 @@ def test_changed_reference_is_refused(runs, whole, other):
         train.run(dpo(runs, "whole", **settings))
 
 
+def test_run_that_starts_from_dpo_has_a_reference_of_its_own(runs, whole):
+    start = {"load_path": str(whole), "exclude_from_loading": []}
+    assert (
+        train.run(dpo(runs, "second", checkpoint=start, train={"max_steps": 5})) is Exit.COMPLETED
+    )
+    assert progress(runs / "second", 5)["frozen"] != progress(whole, 4)["frozen"]
+
+
 def test_adapters_have_their_base_as_reference(runs):
     lora, steps = {"rank": 2}, {"max_steps": 2}
     assert train.run(dpo(runs, "adapted", lora=lora, train=steps)) is Exit.COMPLETED
