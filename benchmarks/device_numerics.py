@@ -29,6 +29,16 @@ Arrays = list[np.ndarray]
 TOLERANCES = {"float32": 1e-4, "bfloat16": 2e-2}  # of bfloat16 are a few of its roundings, 2^-8
 
 
+MIXERS = {
+    "latent_attention": {"q_rank": 96, "kv_rank": 64, "nope_head_dim": 128, "rope_head_dim": 64,
+                         "value_head_dim": 128},
+    "gated_delta_net": {"key_heads": 2, "value_heads": 4, "key_head_dim": 64,
+                        "value_head_dim": 64},
+    "mamba2": {"heads": 8, "head_dim": 64, "state_size": 64},
+}  # fmt: skip
+"""Settings of all mixers but attention, with the head widths of DeepSeek-V3 in latent attention."""
+
+
 class Size(NamedTuple):
     """Sizes of attention and of grouped products."""
 
@@ -137,16 +147,30 @@ def updates(config: JobConfig, device: jax.Device, steps: int) -> np.ndarray:
 
 
 def losses(size: Size) -> Iterator[results.Claim]:
-    """Yield claims on losses in float32 and in the precision of a run.
+    """Yield claims on losses of a dense model and of one with experts.
 
     With experts, rounding may route rows to other experts.
     """
+    mixture = {"num_experts": 8, "moe_top_k": 2, "moe_expert_dim": 256}
+    return of_models({"dense": ({}, 1e-4), "experts": (mixture, 1e-3)}, size)
+
+
+def mixers(size: Size) -> Iterator[results.Claim]:
+    """Yield claims on losses of models with other mixers than attention."""
+    return of_models(
+        {name: ({"mixer": name, name: keys}, 1e-3) for name, keys in MIXERS.items()}, size
+    )
+
+
+def of_models(cases: dict[str, tuple[dict, float]], size: Size) -> Iterator[results.Claim]:
+    """Yield claims on losses in float32 and in the precision of a run.
+
+    `cases` has the settings of each model and the tolerance in float32.
+    """
     model = {"dim": 256, "n_layers": 2, "n_heads": 4, "vocab_size": 1024}
-    mixture = {**model, "num_experts": 8, "moe_top_k": 2, "moe_expert_dim": 256}
-    cases = {"dense": (model, 1e-4), "experts": (mixture, 1e-3)}
     precisions = ["fp32"] if jax.default_backend() == "cpu" else ["fp32", "bf16"]
     for name, (keys, tight) in cases.items():
-        result = [config_of(keys, size, precision) for precision in precisions]
+        result = [config_of({**model, **keys}, size, precision) for precision in precisions]
         reference = updates(result[0], jax.devices("cpu")[0], 10)
         for config, limit in zip(result, (tight, 2e-2), strict=False):
             matches = updates(config, jax.devices()[0], 10)
@@ -171,9 +195,9 @@ def config_of(model: dict, size: Size, precision: str) -> JobConfig:
 def main() -> int:
     """Print the claims and write the results; return 1 if a claim does not hold."""
     args = results.arguments(__doc__, cases=True).parse_args()
-    makers = {"attention": attention, "experts": experts, "losses": losses}
+    makers = {"attention": attention, "experts": experts, "losses": losses, "mixers": mixers}
     size = SIZES[args.quick]
-    claims = [claim for name, make in makers.items() if args.cases in name for claim in make(size)]
+    claims = (claim for name, make in makers.items() if args.cases in name for claim in make(size))
     return results.judge("numerics", claims, ("jax", "jaxlib"), write=not args.quick)
 
 

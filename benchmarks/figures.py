@@ -263,6 +263,20 @@ def mup_rates() -> str:
     return _whole("mup_rates-cpu")
 
 
+def optimizers() -> str:
+    """Return table, notes and pictures of optimizers at their best learning rates, by platform."""
+    parts = []
+    for name in measured("optimizers"):
+        parts += [_whole(name), *(f"- {note}" for note in result(name)["notes"])]
+        parts += [f"![]({picture})" for picture in (f"{name}-curves.svg", f"{name}-rates.svg")]
+    return "\n\n".join(parts)
+
+
+def measured(benchmark: str) -> list[str]:
+    """Return the names of a benchmark's results on all platforms, GPUs before CPUs."""
+    return sorted((path.stem for path in RESULTS.glob(f"{benchmark}-*.json")), reverse=True)
+
+
 def poison() -> str:
     """Return the table of the ranks at which replay names planted documents."""
     matches = result("poison-cpu")
@@ -303,14 +317,29 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "kept": storage,
     "mup-coordinates": mup_coordinates,
     "mup-rates": mup_rates,
+    "optimizers": optimizers,
     "poison": poison,
 }
 """What a page may name."""
 SHOWN = {"remat-cpu", "pipeline-cpu", "pipeline-tpu", "kernels-cpu", "faults-cpu", "gpu_aot-h100",
          "experts_aot-tpu", "plan-none", "scaling-none", "kempnerforge_plans-none",
          "precision-cpu", "precision_kept-cpu", "kept-v5e", "kept-h100",
-         "mup-cpu", "mup_rates-cpu", "poison-cpu", "growth-cpu"}  # fmt: skip
+         "mup-cpu", "mup_rates-cpu", "poison-cpu", "growth-cpu",
+         *measured("optimizers")}  # fmt: skip
 """Results with tables of their own."""
+
+
+def pictures() -> dict[str, str]:
+    """Return file name -> SVG of the curves of optimizers."""
+    from pictures import picture  # requires NumPy, which the tables do not
+
+    drawn = {}
+    for name in measured("optimizers"):
+        content = result(name)
+        curves, rates = ({"loss": content[key]} for key in ("curves", "rates"))
+        drawn[f"{name}-curves.svg"] = picture(curves, "tokens", log_x=False, log_y=False)
+        drawn[f"{name}-rates.svg"] = picture(rates, "learning rate", log_y=False)
+    return drawn
 
 
 def with_figures(text: str) -> str:
@@ -319,7 +348,9 @@ def with_figures(text: str) -> str:
 
 
 def write() -> None:
-    """Update all pages."""
+    """Update all pages and the pictures of results."""
+    for name, content in pictures().items():
+        (DOCS / name).write_text(content)
     for page in sorted(DOCS.glob("*.md")):
         text = page.read_text()
         if (new := with_figures(text)) != text:

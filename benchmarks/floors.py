@@ -40,12 +40,15 @@ def floors_for(
     return floors[result][max(matching, key=lambda words: len(words.split()))]
 
 
-def below_floor(floors: Mapping[str, float], rows: Sequence[Mapping[str, Any]]) -> list[str]:
+def below_floor(
+    floors: Mapping[str, float], rows: Sequence[Mapping[str, Any]], *, complete: bool = True
+) -> list[str]:
     """Return a message for each row below its floor, and for each floor without a row.
 
     Args:
         floors: floors of this machine, from `floors_for`.
         rows: rows of a result, each with `ratio`.
+        complete: False if the rows are a part of the result, so that floors may have no row.
     """
     ratios = {row_key(row): row["ratio"] for row in rows}
     fallen = [
@@ -54,4 +57,4 @@ def below_floor(floors: Mapping[str, float], rows: Sequence[Mapping[str, Any]]) 
         if key in ratios and ratios[key] < floor
     ]
     missing = [f"{key}: not measured" for key in floors if key not in ratios]
-    return fallen + missing
+    return fallen + missing * complete

@@ -10,8 +10,7 @@ import functools
 import os
 import statistics
 import sysconfig
-from collections.abc import Iterator, Mapping, Sequence
-from html import escape
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +18,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from axes import Scale, scale_of
 from figures import DOCS
 from jaxtyping import Array, Float, Int
+from pictures import picture, power_of_two
 from results import ELSEWHERE, arguments, write_json
 
 from jaxforge.config.job import JobConfig
@@ -148,59 +147,6 @@ def final_loss(width: int, *, mup: bool, lr: float, steps: int) -> float:
     return statistics.fmean(losses[-max(1, steps // 10) :])
 
 
-Curves = Mapping[str, Sequence[tuple[float, float]]]
-"""Points (x, y) by name of a curve."""
-
-
-def picture(panels: Mapping[str, Curves], x_label: str, *, log_y: bool) -> str:
-    """Return panels of curves on common axes as a self-contained SVG."""
-    width, height, left, top = 380, 250, 50, 34
-    every = [point for curves in panels.values() for points in curves.values() for point in points]
-    xs, ys = (np.array(axis) for axis in zip(*every, strict=True))
-    x, y = scale_of(xs, log=True), scale_of(ys, log=log_y)
-    whole = (len(panels) * (width + left) + 110, height + top + 50)
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {whole[0]} {whole[1]}" '
-        'font-family="sans-serif" font-size="12"><rect width="100%" height="100%" fill="white"/>'
-    ]
-    for i, (title, curves) in enumerate(panels.items()):
-        parts.append(f'<g transform="translate({left + i * (width + left)} {top})">')
-        parts.append(f'<text y="-12" font-weight="bold">{escape(title)}</text>')
-        parts += _axes(x, y, width, height, sorted(set(xs)), x_label)
-        for j, points in enumerate(curves.values()):
-            at = [(x.positions(a) * width, (1 - y.positions(b)) * height) for a, b in points]
-            line = " ".join(f"{a:.1f},{b:.1f}" for a, b in at)
-            stroke = f'fill="none" stroke="{COLOURS[j]}" stroke-width="2"'
-            parts.append(f'<polyline points="{line}" {stroke}/>')
-        parts.append("</g>")
-    names = next(iter(panels.values()))
-    for j, name in enumerate(names):
-        at = whole[0] - 105, top + 12 + 18 * j
-        parts.append(f'<text x="{at[0]}" y="{at[1]}" fill="{COLOURS[j]}">{escape(name)}</text>')
-    return "\n".join([*parts, "</svg>", ""])
-
-
-COLOURS = ("#0b62c4", "#c4510b", "#1a8a3c", "#8a2fb0", "#555555")
-
-
-def _axes(
-    x: Scale, y: Scale, width: int, height: int, xs: Sequence[float], x_label: str
-) -> Iterator[str]:
-    yield f'<path d="M0 0V{height}H{width}" fill="none" stroke="#888"/>'
-    for value, label in y.ticks(6):
-        at = float(1 - y.positions(value)) * height
-        yield f'<path d="M0 {at:.1f}H{width}" stroke="#ddd"/>'
-        yield f'<text x="-6" y="{at + 4:.1f}" text-anchor="end">{label}</text>'
-    for value in xs:
-        at, label = float(x.positions(value)) * width, _power(value)
-        yield f'<text x="{at:.1f}" y="{height + 18}" text-anchor="middle">{label}</text>'
-    yield f'<text x="{width}" y="{height + 36}" text-anchor="end">{escape(x_label)}</text>'
-
-
-def _power(value: float) -> str:
-    return f"{value:g}" if value >= 1 else f"2^{round(np.log2(value))}"
-
-
 def check_coordinates(widths: Sequence[int], *, write: bool) -> None:
     """Run the coordinate check; write and plot its results."""
     result = {how: coordinates(widths, mup=how == "muP") for how in ("standard", "muP")}
@@ -232,12 +178,12 @@ def compare_rates(
         curve = by_rate[how].setdefault(f"width {width}", [])
         for lr in rates:
             curve.append((lr, final_loss(width, mup=how == "muP", lr=lr, steps=steps)))
-            print(how, width, _power(lr), f"{curve[-1][1]:.3f}", flush=True)
+            print(how, width, power_of_two(lr), f"{curve[-1][1]:.3f}", flush=True)
     base = f"width {narrow}"  # muP equals the standard there
     by_rate["muP"] = {base: by_rate["standard"][base], **by_rate["muP"]}
     rows = [
-        {"": how, "of": name, **{_power(lr): round(loss, 3) for lr, loss in curve},
-         "best": _power(min(curve, key=lambda point: point[1])[0])}
+        {"": how, "of": name, **{power_of_two(lr): round(loss, 3) for lr, loss in curve},
+         "best": power_of_two(min(curve, key=lambda point: point[1])[0])}
         for how, curves in by_rate.items()
         for name, curve in curves.items()
     ]  # fmt: skip

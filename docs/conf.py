@@ -13,6 +13,7 @@ CHAPTERS = {
     "Tutorials": ["index", "getting_started", "from_kempnerforge"],
     "How-to guides": [
         "configs",
+        "dial",
         "data",
         "lora",
         "preference_and_distillation",

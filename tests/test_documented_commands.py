@@ -25,6 +25,7 @@ ROOT = Path(__file__).parents[1]
 ELSEWHERE = {
     r"make ": "sets up an environment, then trains the quickstart or runs tests",
     r"pip install ": "changes the environment",
+    r".*--push-to-hub": "needs a token of the Hub: torch_compat/test_hub.py",
     r".*lm_eval ": "needs lm_eval, and tasks from the Hub: `make test-lm-eval`",
     r".* --watch": "a server that runs until it is stopped: test_report_watch has it",
     r"srun .*llama_7b_gpu_64.toml": "needs 64 GPUs",
@@ -142,7 +143,7 @@ def code_of(words, monkeypatch):
     ("page", "line"), [item for item in DOCUMENTED if not is_elsewhere(item[1])]
 )
 def test_documented_command_does_what_it_says(page, line, here, monkeypatch, capsys):
-    match = re.search(r"--topology ([vh])", line)
+    match = re.search(r"plan .*--topology ([vh])", line)
     if match and importlib.util.find_spec(COMPILERS[match[1]]) is None:
         pytest.skip(f"needs {COMPILERS[match[1]]} to compile")
     if "lockstep" in line:

@@ -40,6 +40,7 @@ from torch_compat.formats.workers import Share, Workers
 if TYPE_CHECKING:
     from torch_compat.checkpoint.checkpoints import CheckpointRef
     from torch_compat.checkpoint.dcp_state import ReadOptions
+    from torch_compat.convert.hub import HubRepository
     from torch_compat.convert.source import Request
     from torch_compat.convert.verify import VerificationResult
 
@@ -152,6 +153,11 @@ def _add_export_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--weights-only", action="store_true", help="export no optimizer state")
     add_weights_option(parser)
     _add_write_options(parser)
+    parser.add_argument("--push-to-hub", metavar="OWNER/NAME",
+                        help="upload the result to a model of the Hugging Face Hub; the token is "
+                        "that of HF_TOKEN or `hf auth login`")  # fmt: skip
+    parser.add_argument("--private", action="store_true", help="create that model as private")
+    parser.add_argument("--revision", metavar="BRANCH", help="branch of that model")
     parser.set_defaults(run=_export, from_dialect=None, fill_optimizer=False, resize_vocab=False)
 
 
@@ -268,7 +274,36 @@ def _export(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     request = _request(args, overrides)
     if request.source.format != "jaxforge":
         raise UserError(f"{request.source.directory}: not a run of jaxforge. Import it first")
-    return _run(args, request)
+    return _run(args, request, _hub_repository(args, request))
+
+
+def _hub_repository(args: argparse.Namespace, request: "Request") -> "HubRepository | None":
+    """Return the checked repository of `--push-to-hub`; None without it.
+
+    Raises:
+        UserError: the Hub cannot take the result, or an option does not apply.
+    """
+    from jaxforge.storage import urls
+
+    if args.push_to_hub is None:
+        for option in ("private", "revision"):
+            if getattr(args, option):
+                raise UserError(f"--{option} only applies to --push-to-hub. Add it, or remove this")
+        return None
+    from torch_compat.convert.hub import FORMATS, HubRepository
+
+    if request.to not in FORMATS:
+        formats = " and ".join(f"--to {name}" for name in FORMATS)
+        raise UserError(f"--push-to-hub only applies to {formats}. Remove it with --to {args.to}")
+    if urls.in_bucket(request.destination):
+        raise UserError(
+            f"--push-to-hub uploads a local result, and {request.destination} is in a bucket. "
+            "Export to a local directory"
+        )
+    repository = HubRepository(args.push_to_hub, args.private, args.revision)
+    if args.process.process == 0:
+        repository.check()
+    return repository
 
 
 def _convert(args: argparse.Namespace, overrides: Sequence[str]) -> int:
@@ -355,8 +390,11 @@ def _options(args: argparse.Namespace) -> "ReadOptions":
     )
 
 
-def _run(args: argparse.Namespace, request: "Request") -> int:
-    """Plan a conversion, print a summary, and run it unless this is a dry run."""
+def _run(args: argparse.Namespace, request: "Request", hub: "HubRepository | None" = None) -> int:
+    """Plan a conversion, print a summary, and run it unless this is a dry run.
+
+    With `hub`, process 0 uploads the result.
+    """
     from rich.console import Console
 
     from jaxforge.storage import urls
@@ -372,6 +410,8 @@ def _run(args: argparse.Namespace, request: "Request") -> int:
         )
 
         notes, run = (*notes, *upload.notes(request)), upload.run
+    if hub is not None:
+        notes = (*notes, hub.note())
     if args.process.process == 0:
         console.print(plan.summary, markup=False, soft_wrap=True)
         for note in notes:
@@ -389,6 +429,8 @@ def _run(args: argparse.Namespace, request: "Request") -> int:
         result = run(request, plan, share, advance, workers)
     if result:
         print(result)
+    if result and hub is not None:
+        print(hub.push(result, f"Export step {plan.source.progress.step} with jaxforge"))
     return 0
 
 

@@ -22,7 +22,7 @@ COMMANDS = {
     "prepare": Command(
         "jaxforge.commands.prepare", "convert text or conversations to token shards"
     ),
-    "init": Command("jaxforge.commands.init", "write a config for a standard model size"),
+    "init": Command("jaxforge.commands.init", "write a config for a preset, a depth or a budget"),
     "train": Command("jaxforge.commands.train", "train or resume a run; --help lists all keys"),
     "supervise": Command(
         "jaxforge.commands.supervise", "run a command and restart it when it fails"

@@ -7,6 +7,7 @@
 import argparse
 import difflib
 import itertools
+import math
 import re
 import sys
 from collections.abc import Iterable, Sequence
@@ -171,6 +172,17 @@ def positive_int(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} must be an integer of at least 1")
     return int(text)
+
+
+def positive_float(text: str) -> float:
+    """Parse an option value that is a finite number above 0."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} must be a number above 0")
+    return value
 
 
 class _Help(argparse.Action):

@@ -28,6 +28,7 @@ _EXTRAS = {
     "data": ("pyarrow", "Parquet files and Hugging Face datasets"),
     "tensorboard": ("tensorboardX", "metrics.enable_tensorboard"),
     "wandb": ("wandb", "metrics.enable_wandb"),
+    "trackio": ("trackio", "metrics.enable_trackio"),
 }
 """Module and purpose of each optional extra."""
 _VARIABLES = ("JAX_PLATFORMS", "XLA_FLAGS", "LIBTPU_INIT_ARGS", "XLA_PYTHON_CLIENT_MEM_FRACTION",

@@ -107,7 +107,8 @@ def _precision(config: JobConfig, platform: str) -> Iterator[str]:
 def _optimizer(config: JobConfig) -> Iterator[str]:
     """Warn of keys that belong to another optimizer."""
     section = config.optimizer
-    for prefix, name in (("muon_", "muon"), ("schedule_free_", "schedule_free_adamw")):
+    owners = {"muon_": "muon", "soap_": "soap", "schedule_free_": "schedule_free_adamw"}
+    for prefix, name in owners.items():
         keys = [key for key in type(section).model_fields if key.startswith(prefix)]
         for key in keys if section.name != name else ():
             value = getattr(section, key)

@@ -13,9 +13,12 @@ from jaxforge.errors import UserError
 from jaxforge.registry import Registry
 
 OPTIMIZERS = Registry(
-    "optimizer.name", "adamw", "lion", "schedule_free_adamw", "muon", family="optax."
+    "optimizer.name", "adamw", "lion", "schedule_free_adamw", "muon", "soap", family="optax."
 )
 """Registered update rules (`optim.optimizer`), and those of optax by their names."""
+
+UPDATED_BY_ROWS = ("adamw", "lion", "schedule_free_adamw", "muon")
+"""Update rules whose moments are updated part by part, so that they can be packed or offloaded."""
 
 EXPERT_FIELD = "expert_"
 """Prefix of optimizer-state fields with a count per expert, such as `expert_updates`."""
@@ -32,7 +35,7 @@ Beta = Annotated[float, Field(ge=0, lt=1)]
 """Decay rate of a running mean."""
 
 
-_CAUTIOUS = ("adamw", "lion", "muon")
+_CAUTIOUS = ("adamw", "lion", "muon", "soap")
 _PATTERNS = ("decay_patterns", "no_decay_patterns", "freeze_patterns", "lr_patterns")
 
 
@@ -81,6 +84,12 @@ class OptimizerConfig(Section):
     """Factor on Muon's steps: sqrt(max(1, rows / columns)), or 0.2 sqrt(max(rows, columns))."""
     muon_adam_lr: PositiveFloat | None = None
     """Learning rate of the parameters that Muon leaves to AdamW; if not set, lr."""
+    soap_precondition_frequency: PositiveInt = 10
+    """Updates from one change of SOAP's eigenbases to the next."""
+    soap_max_precond_dim: PositiveInt = 10_000
+    """Rows or columns of a matrix beyond which SOAP leaves that side in its own basis."""
+    soap_shampoo_beta: Beta | None = None
+    """Decay rate of SOAP's means of G G^T and G^T G; if not set, the second of betas."""
     schedule_free_warmup_steps: Steps = 0
     """Warm-up updates of schedule-free AdamW."""
     skip_idle_experts: bool | None = None
@@ -128,6 +137,12 @@ class OptimizerConfig(Section):
             yield (
                 f'options are arguments of optimizers of optax, and name = "{self.name}" is none: '
                 "remove options, or name one, such as optax.adan"
+            )
+        if self.skip_idle_experts and self.name == "soap":
+            yield Problem(
+                'skip_idle_experts = true does not support name = "soap", whose bases are changed '
+                "for all experts at once",
+                (single_change("skip_idle_experts", False),),
             )
         if self.cautious_weight_decay and self.name not in _CAUTIOUS:
             yield Problem(

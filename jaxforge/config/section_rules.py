@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from jaxforge.cli.suggestions import choices
 from jaxforge.config.axes import Mesh, Rule, data_parallel
 from jaxforge.config.job import JobConfig
-from jaxforge.config.optimizer import OPTIMIZERS
+from jaxforge.config.optimizer import UPDATED_BY_ROWS
 from jaxforge.config.problems import Problem, nearest, single_change
 from jaxforge.config.train import CROSS_ENTROPIES, EIGHT_BIT, SHORTEST_HANG_TIMEOUT
 
@@ -201,17 +201,22 @@ def schedule_free_has_no_schedule(config: JobConfig, mesh: Mesh) -> Iterator[str
 
 
 def moment_storage_is_supported(config: JobConfig, mesh: Mesh) -> Iterator[Problem]:
-    """Refuse offloaded or 8-bit moments for registered optimizers, which define their own state."""
+    """Refuse offloaded or 8-bit moments where no loop updates them part by part.
+
+    Registered optimizers define their own state, and SOAP rotates whole matrices.
+    """
     name = config.optimizer.name
-    if "optimizer" in config.train.offload and name not in OPTIMIZERS.ours:
+    if name in UPDATED_BY_ROWS:
+        return
+    if "optimizer" in config.train.offload:
         yield Problem(
-            f'train.offload = ["optimizer"] does not support optimizer.name = "{name}": moments of '
-            "registered optimizers stay on the device",
+            f'train.offload = ["optimizer"] does not support optimizer.name = "{name}": its '
+            "moments stay on the device",
         )
-    if config.train.opt_state_dtype == EIGHT_BIT and name not in OPTIMIZERS.ours:
+    if config.train.opt_state_dtype == EIGHT_BIT:
         yield Problem(
             f'train.opt_state_dtype = "8bit" does not support optimizer.name = "{name}", only '
-            f"{', '.join(OPTIMIZERS.ours)}",
+            f"{', '.join(UPDATED_BY_ROWS)}",
             (single_change("train.opt_state_dtype", "float32"),),
         )
 

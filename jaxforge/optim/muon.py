@@ -7,7 +7,7 @@ with a large aspect ratio.
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,9 +15,9 @@ import optax
 from flax.traverse_util import flatten_dict
 from jaxtyping import Array, Float, Int, PyTree
 
-from jaxforge.config.model import EXPERTS, LAYERS
 from jaxforge.model.linear import is_matrix, times
 from jaxforge.optim.adamw import AdamWState, adamw
+from jaxforge.optim.matrices import matrix_shape, rows_shape
 from jaxforge.optim.moments import MomentStorage, init_moments
 from jaxforge.optim.schedule import Schedule
 from jaxforge.optim.trees import Path, join, split
@@ -33,8 +33,6 @@ x stays between 0.68 and 1.21."""
 
 Takes = Callable[[tuple[int, ...], tuple[str, ...]], bool]
 """(shape, logical axes) -> whether Muon updates a parameter."""
-
-Size = TypeVar("Size", int, float)
 
 
 class MuonState(NamedTuple):
@@ -164,7 +162,7 @@ def muon(
         row_nu = None
         if variant.beta2 is not None:
             names = split(axes, paths)[0]
-            row_nu = jax.tree.map(lambda p, n: jnp.zeros(_rows_shape(p.shape, n)), matrices, names)
+            row_nu = jax.tree.map(lambda p, n: jnp.zeros(rows_shape(p.shape, n)), matrices, names)
         mu, nu, mu_scales, nu_scales = adams
         return MuonState(updates, buffers, mu, nu, buffers_scales, mu_scales, nu_scales, row_nu)
 
@@ -173,7 +171,7 @@ def muon(
 
         def change(p: Array, u: Array, *details: Any) -> tuple[Array, ...]:  # noqa: ANN401
             *row_nu, decay, factor, names = details
-            m, n = _matrix_shape(p.shape, names)
+            m, n = matrix_shape(p.shape, names)
             direction = orthogonal(u.reshape(-1, m, n), ns_steps)
             if variant.beta2 is not None:
                 v = row_nu[0].reshape(-1, m)
@@ -207,7 +205,7 @@ def muon_takes(shape: tuple[float, ...], axes: tuple[str, ...]) -> bool:
     """
     if not is_matrix(axes):
         return False
-    m, n = _matrix_shape(shape, axes)
+    m, n = matrix_shape(shape, axes)
     return max(m, n) <= _MAX_ASPECT * min(m, n)
 
 
@@ -245,16 +243,3 @@ def _normalize_rows(
     o = o / (jnp.sqrt(v) + _ROW_EPS)[..., None]
     norm = jnp.sqrt(jnp.sum(o * o, axis=(-2, -1), keepdims=True))
     return o * (math.sqrt(min(m, n)) / (norm + _NORM_EPS)), v
-
-
-def _rows_shape(shape: tuple[int, ...], axes: tuple[str, ...]) -> tuple[int, ...]:
-    """Return the first dimensions of a parameter, up to the rows of its matrices."""
-    rows = next(i for i, axis in enumerate(axes) if axis not in (LAYERS, EXPERTS))
-    return shape[: rows + 1]
-
-
-def _matrix_shape(shape: tuple[Size, ...], axes: tuple[str, ...]) -> tuple[Size, Size]:
-    """Return rows and columns per layer or expert; all dimensions but the first are columns."""
-    sizes = zip(shape, axes, strict=True)
-    rows, *columns = (size for size, axis in sizes if axis not in (LAYERS, EXPERTS))
-    return rows, math.prod(columns)

@@ -27,6 +27,7 @@ from jaxforge.optim.muon import Variant, muon, muon_takes, rms_scale, spectral_s
 from jaxforge.optim.rounding import compensation
 from jaxforge.optim.schedule import Rate, learning_rate
 from jaxforge.optim.schedule_free import schedule_free_adamw
+from jaxforge.optim.soap import Preconditioning, soap
 from jaxforge.optim.trees import split
 from jaxforge.parallel.sharding import Axes
 
@@ -103,6 +104,19 @@ def _muon(config: JobConfig, schedule: Rate, axes: PyTree) -> optax.GradientTran
         ),
         **_common(config, axes),
     )
+
+
+@register_optimizer("soap")
+def _soap(config: JobConfig, schedule: Rate, axes: PyTree) -> optax.GradientTransformationExtraArgs:
+    optimizer = config.optimizer
+    beta = (
+        optimizer.betas[1] if optimizer.soap_shampoo_beta is None else optimizer.soap_shampoo_beta
+    )
+    preconditioning = Preconditioning(
+        beta, optimizer.soap_precondition_frequency, optimizer.soap_max_precond_dim
+    )
+    common = _common(config, axes)
+    return soap(schedule, axes=axes, preconditioning=preconditioning, **common)
 
 
 def _register(name: str, rule: Callable[..., optax.GradientTransformationExtraArgs]) -> None:

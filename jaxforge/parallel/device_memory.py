@@ -39,7 +39,12 @@ def bytes_per_device(tree: PyTree) -> int:
 def capacity() -> int:
     """Return the memory of a local device in bytes; for CPUs, the memory of the machine."""
     stats = jax.local_devices()[0].memory_stats() or {}
-    return stats.get("bytes_limit") or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return stats.get("bytes_limit") or host_memory()
+
+
+def host_memory() -> int:
+    """Return the memory of this machine in bytes."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def capacity_per_device() -> int:

@@ -97,8 +97,12 @@ class Chip(NamedTuple):
         """Memory that a program may use, in bytes; for GPUs, the memory that JAX allocates."""
         if self.platform == "tpu":
             return self.capacity
-        fraction = os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION", _PREALLOCATED)
-        return int(float(fraction) * self.capacity)
+        return usable_gpu_memory(self.capacity)
+
+
+def usable_gpu_memory(capacity: float) -> int:
+    """Return the bytes of a GPU that JAX allocates for programs."""
+    return int(float(os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION", _PREALLOCATED)) * capacity)
 
 
 _CHIPS = (

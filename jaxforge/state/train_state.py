@@ -150,15 +150,20 @@ def state_shardings(
 def _like_parameter(
     leaf: jax.ShapeDtypeStruct, sharding: NamedSharding, parameter: jax.ShapeDtypeStruct
 ) -> NamedSharding:
-    """Return the sharding of a moment, given that of its parameter.
+    """Return the sharding of an array of the optimizer state, given that of its parameter.
 
-    A moment has the dimensions of the parameter, with a scale per block for 8 bits, or only the
-    first ones: a count per expert, or a mean per row. Others, which optax may have, are replicated.
+    Dimensions with the size of the parameter's are split like it. These are all dimensions of a
+    moment, the first ones of a count per expert or a mean per row, and one side of the matrices of
+    SOAP. Scales of 8-bit moments are split like the moments. Others, which optax may have, are
+    replicated.
     """
     n = len(leaf.shape)
-    is_split = n == len(parameter.shape) or leaf.shape == parameter.shape[:n]
-    spec = sharding.spec[:n] if is_split else ()
-    return NamedSharding(sharding.mesh, PartitionSpec(*spec))
+    axes = [*sharding.spec, *[None] * n][:n]
+    if leaf.shape != parameter.shape[:n] and leaf.dtype != jnp.uint8:  # not scales
+        is_matrix = n == len(parameter.shape)
+        sizes = zip(axes, leaf.shape, parameter.shape, strict=False)
+        axes = [axis if is_matrix and size == whole else None for axis, size, whole in sizes]
+    return NamedSharding(sharding.mesh, PartitionSpec(*axes))
 
 
 def _in_memory(sharding: NamedSharding, space: object) -> NamedSharding:

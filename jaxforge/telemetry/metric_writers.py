@@ -22,11 +22,13 @@ from jaxforge.telemetry.measures import StepCost
 from jaxforge.telemetry.mlflow import MlflowSink
 from jaxforge.telemetry.sinks import JsonlSink, LineSink, Metrics, Sample, Sink
 from jaxforge.telemetry.tensorboard import TensorBoardSink
+from jaxforge.telemetry.trackio import TrackioSink
 from jaxforge.telemetry.wandb import WandbSink
 
 log = logging.getLogger(__name__)
 
-_LIBRARIES = {"tensorboard": "tensorboardX", "wandb": "wandb", "mlflow": "mlflow"}
+_LIBRARIES = {"tensorboard": "tensorboardX", "wandb": "wandb", "mlflow": "mlflow",
+              "trackio": "trackio"}  # fmt: skip
 """Extra of jaxforge -> module of its library."""
 PATIENCE = 3
 """Failures in a row after which a sink is disabled."""
@@ -129,7 +131,7 @@ def open_writers(
     Args:
         console: console for lines of metrics.
         config: the resolved config.
-        run_id: id of the run in W&B.
+        run_id: id of the run in trackers.
         step: the step from which the run continues.
         cost: tokens and FLOPs of an update; by default, those of the config without samples.
         examples: sequences of the training data, for formats that print them.
@@ -179,6 +181,9 @@ def open_writers(
     if metrics.enable_mlflow:
         interval = metrics.mlflow_interval
         writers.append(writer("MLflow", lambda: MlflowSink(config, run_id), interval))
+    if metrics.enable_trackio:
+        interval = metrics.trackio_interval
+        writers.append(writer("Trackio", lambda: TrackioSink(config, run_id), interval))
     return writers
 
 

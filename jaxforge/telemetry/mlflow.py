@@ -1,13 +1,11 @@
 """Metrics in MLflow."""
 
-import math
 from collections.abc import Sequence
-from numbers import Real
 
 from jaxforge.cli.redaction import redacted_value
 from jaxforge.config.job import JobConfig
 from jaxforge.errors import UserError
-from jaxforge.telemetry.sinks import Metrics, Sample
+from jaxforge.telemetry.sinks import Metrics, Sample, finite_numbers
 
 _TAG = "jaxforge.run_id"
 _LONGEST = 500  # characters of a parameter that every MLflow store takes
@@ -75,18 +73,9 @@ class MlflowSink:
         from mlflow.entities import Metric
 
         milliseconds = round(time.time() * 1000)
-        points = []
-        for name, value in metrics.items():
-            elements = (
-                {f"{name}/{i}": x for i, x in enumerate(value)}
-                if isinstance(value, list)
-                else {name: value}
-            )
-            points += [
-                Metric(key, float(x), milliseconds, step)
-                for key, x in elements.items()
-                if isinstance(x, Real) and math.isfinite(x)
-            ]
+        points = [
+            Metric(name, x, milliseconds, step) for name, x in finite_numbers(metrics).items()
+        ]
         self._client.log_batch(self.run_id, metrics=points)
 
     def write_samples(self, step: int, samples: Sequence[Sample]) -> None:

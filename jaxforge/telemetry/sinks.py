@@ -4,6 +4,7 @@ import json
 import math
 import time
 from collections.abc import Mapping, Sequence
+from numbers import Real
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -44,6 +45,21 @@ class Sink(Protocol):
 
     def close(self, exit_code: int) -> None:
         """Flush and close; the process is about to end with this code."""
+
+
+def finite_numbers(metrics: Metrics) -> dict[str, float]:
+    """Return the finite numbers of metrics; elements of a list are named `<name>/<index>`."""
+    numbers = {}
+    for name, value in metrics.items():
+        elements = (
+            {f"{name}/{i}": x for i, x in enumerate(value)}
+            if isinstance(value, list)
+            else {name: value}
+        )
+        for key, x in elements.items():
+            if isinstance(x, Real) and math.isfinite(x):
+                numbers[key] = float(x)
+    return numbers
 
 
 def has_evaluation(metrics: Mapping[str, Any]) -> bool:

@@ -326,6 +326,7 @@ def test_every_key_of_kempnerforge_loads():
                 "log_progress",
                 "collect",
                 "enable_mlflow",
+                "enable_trackio",
                 "max_attention_logit_interval",
                 "log_energy",
                 "device_speed_interval",
@@ -337,6 +338,7 @@ def test_every_key_of_kempnerforge_loads():
             ("metrics", f"mlflow_{key}")
             for key in ("interval", "tracking_uri", "experiment", "run_name", "run_id")
         ),
+        *(("metrics", f"trackio_{key}") for key in ("interval", "project", "run_name", "space")),
         ("model", "attention_backend"),
         ("data", "mixture_file"),
         *(("optimizer", key) for key in ("lr_patterns", "freeze_patterns", "options")),

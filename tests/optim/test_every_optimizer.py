@@ -101,6 +101,10 @@ CONSTANTS = {
         "cautious_weight_decay": True,
     },
     "schedule_free_adamw": {**ADAM, "schedule_free_warmup_steps": 2},
+    "soap": {
+        **ADAM, "soap_precondition_frequency": 1, "soap_max_precond_dim": 8,
+        "soap_shampoo_beta": 0.5, "cautious_weight_decay": True,
+    },
 }  # fmt: skip
 
 

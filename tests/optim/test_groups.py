@@ -91,8 +91,11 @@ def test_zero_gradients_only_shrink_matrices(name):
     @jax.jit
     def step(params):
         zero = jax.tree.map(jnp.zeros_like, params)
-        return optax.apply_updates(params, tx.update(zero, tx.init(params), params)[0])
+        updates, state = tx.update(zero, tx.init(params), params)
+        if name == "soap":  # its first update changes nothing
+            updates, _ = tx.update(zero, state, params)
+        return optax.apply_updates(params, updates)
 
-    for name, values in to_torch(jax.device_get(step(params))).items():
+    for parameter, values in to_torch(jax.device_get(step(params))).items():
         expected = 0.95 if values.ndim > 1 else 1.0
-        np.testing.assert_allclose(values, expected, rtol=1e-6, err_msg=name)
+        np.testing.assert_allclose(values, expected, rtol=1e-6, err_msg=parameter)

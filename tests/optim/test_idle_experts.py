@@ -32,7 +32,7 @@ REACHED[:, 0, 1], REACHED[:, 1, 2] = (
     False,
     True,
 )  # an expert that is always idle, and one that never is
-BUILTIN = OPTIMIZERS.names()
+BUILTIN = [name for name in OPTIMIZERS.names() if name != "soap"]
 
 
 def values(seed):

@@ -105,7 +105,7 @@ def test_offload_works_with_muon():
 
 def test_unsupported_offload_is_refused(own_names):
     OPTIMIZERS.register("mine")(lambda *_: None)
-    with pytest.raises(UserError, match="optimizers stay on the device"):
+    with pytest.raises(UserError, match="moments stay on the device"):
         check(tiny_config(train={"offload": ["optimizer"]}, optimizer={"name": "mine"}), 1)
     with pytest.raises(ValueError, match="moments of a floating-point dtype"):
         tiny_config(train={"offload": ["optimizer"], "opt_state_dtype": "8bit"})

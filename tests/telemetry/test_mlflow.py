@@ -49,6 +49,18 @@ def test_restart_continues_the_run_with_every_metric(store):
     ]
 
 
+def test_store_has_the_config_without_secrets(store, tmp_path, monkeypatch):
+    monkeypatch.setenv("MY_PASSWORD", "opensesame")
+    settings = tiny_config(
+        metrics={"enable_mlflow": True, "mlflow_tracking_uri": store,
+                 "trackio_run_name": "token=opensesame"},
+    )  # fmt: skip
+    MlflowSink(settings, "id1").close(exit_code=0)
+    stored = b"".join(path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
+    assert b"opensesame" not in stored
+    assert any(path.name == "model.n_layers" for path in tmp_path.rglob("*"))
+
+
 def test_failed_run_is_marked_as_failed(store):
     sink = MlflowSink(config(store), "id1")
     sink.close(exit_code=16)

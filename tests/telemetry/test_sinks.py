@@ -263,7 +263,11 @@ def test_wandb_without_setup_raises_before_run(tmp_path, wandb_environment):
         WandbSink(tmp_path, config_in(tmp_path), "abc")
 
 
-@pytest.mark.parametrize(("key", "library"), [("tensorboard", "tensorboardX"), ("wandb", "wandb")])
+@pytest.mark.parametrize(
+    ("key", "library"),
+    [("tensorboard", "tensorboardX"), ("wandb", "wandb"), ("mlflow", "mlflow"),
+     ("trackio", "trackio")],
+)  # fmt: skip
 def test_missing_library_names_its_extra(monkeypatch, key, library):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == library else 1)
     check_libraries(MetricsConfig())

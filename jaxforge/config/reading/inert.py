@@ -15,8 +15,8 @@ _LEFT_OUT = {
         "export_interval", "export_last",
     ),
     "metrics": (
-        "enable_wandb", "enable_tensorboard", "enable_mlflow", "tensorboard_dir", "log_progress",
-        "prometheus_port",
+        "enable_wandb", "enable_tensorboard", "enable_mlflow", "enable_trackio", "tensorboard_dir",
+        "log_progress", "prometheus_port",
     ),
     "profiling": ("enable", "trace_dir"),
 }  # fmt: skip

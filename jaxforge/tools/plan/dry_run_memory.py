@@ -56,15 +56,15 @@ def parse_devices(devices: str) -> tuple[int, list[Device]] | None:
     if not devices:
         return None
     if devices.isdigit() and int(devices):
-        return int(devices), [_chip(name) for name in CHIPS]
+        return int(devices), [chip_device(name) for name in CHIPS]
     try:
         topology = Topology.parse(devices)
     except ValueError as error:
         raise UserError(f"--devices: expected a number, or a machine: {error}") from error
     n = topology.n_devices
     if topology.chip == CPU:
-        return n, [Device("cpu", CPU, device_memory.capacity() // n)]
-    return n, [_chip(topology.chip)]
+        return n, [Device("cpu", CPU, device_memory.host_memory() // n)]
+    return n, [chip_device(topology.chip)]
 
 
 def this_device() -> Device:
@@ -74,7 +74,8 @@ def this_device() -> Device:
     return Device(device.device_kind, device.platform, capacity, gpu_capability(device))
 
 
-def _chip(name: str) -> Device:
+def chip_device(name: str) -> Device:
+    """Return the device of a chip by its name in `CHIPS`."""
     chip = CHIPS[name]
     capability = ".".join(map(str, chip.target.capability)) if chip.target else None
     return Device(name, chip.platform, chip.memory, capability)

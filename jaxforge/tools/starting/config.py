@@ -27,7 +27,9 @@ from jaxforge.tools.starting.toml_file import Line, Tables, to_text
 FILE_NAME = "train.toml"
 """Name of the config in a prepared directory."""
 
-_LARGE_VOCABULARY = 16_384  # from here on, logits dominate the memory
+LARGE_VOCABULARY = 16_384
+"""Entries from which on logits dominate the memory."""
+
 _EVAL_BATCHES = 20
 _LOG_LINES = 100
 _PLACEHOLDER = "data/mine"
@@ -50,9 +52,9 @@ def config_for_data(prepared: PreparedData, machine: Machine, run: Path) -> tupl
         "train": list(_train(prepared, machine, size)),
         "optimizer": [Line("lr", learning_rate(size.parameters), "AdamW's peak for this size")],
         "scheduler": _scheduler(),
-        "data": list(_data(prepared)),
-        "eval": list(_eval(prepared, size.seq_len)),
-        "checkpoint": [*_checkpoint(run), *_base_model(prepared)],
+        "data": list(data_lines(prepared)),
+        "eval": list(eval_lines(prepared, size.seq_len)),
+        "checkpoint": [*checkpoint_lines(run), *_base_model(prepared)],
         "metrics": [Line("log_interval", max(1, size.max_steps // _LOG_LINES))],
     }
     about = (
@@ -93,9 +95,9 @@ def config_of_preset(name: str, preset: Preset, prepared: PreparedData | None) -
             *(Line(key, value) for key, value in preset.distributed.items()),
             Line("dp_shard", -1, "FSDP over the remaining devices"),
         ],
-        "data": list(_data(prepared)) if prepared else _no_data(),
-        "eval": list(_eval(prepared, preset.seq_len)) if prepared else [],
-        "checkpoint": _checkpoint(Path("runs", name)),
+        "data": list(data_lines(prepared)) if prepared else placeholder_data(),
+        "eval": list(eval_lines(prepared, preset.seq_len)) if prepared else [],
+        "checkpoint": checkpoint_lines(Path("runs", name)),
         "metrics": [Line("log_interval", 10)],
     }
     about = f"{name}: {preset.about}, on {preset.machine} (jaxforge init --preset {name})."
@@ -135,7 +137,7 @@ def _train(prepared: PreparedData, machine: Machine, size: Size) -> Iterator[Lin
         yield Line("mixed_precision", "bf16", "weights, moments and gradients stay in float32")
         if size.recomputes:
             yield Line("activation_checkpointing", "full", "otherwise no sequence fits in memory")
-        if prepared.train.vocab_size >= _LARGE_VOCABULARY:
+        if prepared.train.vocab_size >= LARGE_VOCABULARY:
             yield Line("loss_fn", "chunked_cross_entropy", "logits are never all in memory")
     if prepared.train.preferences:
         yield Line("objective", "dpo", "[dpo] has its settings")
@@ -160,7 +162,8 @@ def _scheduler() -> list[Line]:
     ]
 
 
-def _data(prepared: PreparedData) -> Iterator[Line]:
+def data_lines(prepared: PreparedData) -> Iterator[Line]:
+    """Yield the lines of `[data]` for prepared data."""
     yield Line("dataset_path", prepared.at(TRAIN))
     if prepared.pattern != "*.npy":
         yield Line("file_pattern", prepared.pattern)
@@ -169,7 +172,8 @@ def _data(prepared: PreparedData) -> Iterator[Line]:
         yield Line("pack_sequences", True, "attention does not cross from one document to the next")
 
 
-def _no_data() -> list[Line]:
+def placeholder_data() -> list[Line]:
+    """Return the lines of `[data]` for data that are not prepared yet."""
     return [
         Line("dataset_path", f"{_PLACEHOLDER}/{TRAIN}",
              f"yours: jaxforge prepare TEXT --output {_PLACEHOLDER} --tokenizer bpe"),
@@ -177,7 +181,8 @@ def _no_data() -> list[Line]:
     ]  # fmt: skip
 
 
-def _eval(prepared: PreparedData, seq_len: int) -> Iterator[Line]:
+def eval_lines(prepared: PreparedData, seq_len: int) -> Iterator[Line]:
+    """Yield the lines of `[eval]` for the held-out set of prepared data."""
     held_out = prepared.validation
     if held_out is None:
         return
@@ -192,7 +197,8 @@ def _eval(prepared: PreparedData, seq_len: int) -> Iterator[Line]:
     yield Line("steps", _EVAL_BATCHES, "batches at most, the same in each evaluation")
 
 
-def _checkpoint(run: Path) -> list[Line]:
+def checkpoint_lines(run: Path) -> list[Line]:
+    """Return the lines of `[checkpoint]` for a run directory."""
     return [
         Line("dir", str(run), "the run directory, from which the same command resumes"),
         Line("interval", "10%"),
@@ -227,7 +233,7 @@ def _preset_train(preset: Preset, prepared: PreparedData | None) -> Iterator[Lin
     yield Line("mixed_precision", "fp32" if preset.is_on_cpu else "bf16")
     if preset.recomputes:
         yield Line("activation_checkpointing", "full", "recomputes blocks, for less memory")
-    if preset.model["vocab_size"] >= _LARGE_VOCABULARY:
+    if preset.model["vocab_size"] >= LARGE_VOCABULARY:
         yield Line("loss_fn", "chunked_cross_entropy", "logits are never all in memory")
     yield Line("seed", 42, "of weights and data")
 

@@ -67,12 +67,37 @@ class Machine(NamedTuple):
 
 def gpu_memories() -> list[float]:
     """Return the bytes of each NVIDIA GPU, from the driver."""
+    return [int(line) * 2.0**20 for line in _query_gpus("memory.total") if line.isdigit()]
+
+
+class GpuKind(NamedTuple):
+    """Kind of a GPU.
+
+    Attributes:
+        name: name by its driver, such as "NVIDIA H100 80GB HBM3".
+        capability: compute capability, such as "9.0".
+    """
+
+    name: str
+    capability: str
+
+
+def gpu_kind() -> GpuKind | None:
+    """Return the kind of this machine's first NVIDIA GPU, from the driver; None without a GPU."""
+    for line in _query_gpus("name,compute_cap"):
+        name, _, capability = line.rpartition(",")
+        return GpuKind(name.strip(), capability.strip())
+    return None
+
+
+def _query_gpus(fields: str) -> list[str]:
+    """Return a line for each NVIDIA GPU."""
     if not shutil.which("nvidia-smi"):
         return []
-    command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
-    lines = done.stdout.split() if done.returncode == 0 else []
-    return [int(line) * 2.0**20 for line in lines if line.isdigit()]
+    lines = done.stdout.splitlines() if done.returncode == 0 else []
+    return [line.strip() for line in lines]
 
 
 def _cores() -> int:

@@ -16,7 +16,7 @@ EPOCHS = 4  # almost as good as new text (Muennighoff et al., arXiv:2305.16264)
 FEWEST_UPDATES = 100  # fewer show no learning
 
 _SHORTEST = 64  # tokens; sequences are shortened to the held-out set's, but not below this
-_CPU_FLOPS = 4e10  # of a core, for models of a few million parameters
+CPU_FLOPS = 4e10  # of a core, for models of a few million parameters
 _CPU_SECONDS = 600
 _GPU_FLOPS = 1e14  # of a device: a third of an A100's peak
 _GPU_SECONDS = 86_400
@@ -89,7 +89,7 @@ def choose_size(prepared: PreparedData, machine: Machine) -> Size:
 def _flops(machine: Machine) -> float:
     """Return the FLOPs that the machine computes in the allowed time of a run."""
     if machine.is_cpu:
-        return machine.cores * _CPU_FLOPS * _CPU_SECONDS
+        return machine.cores * CPU_FLOPS * _CPU_SECONDS
     return machine.devices * _GPU_FLOPS * _GPU_SECONDS
 
 
@@ -117,7 +117,7 @@ def _seq_len(prepared: PreparedData, machine: Machine) -> int:
     available, held_out = longest_sequence(prepared.train), prepared.validation
     if held_out is not None and longest_sequence(held_out) >= _SHORTEST:
         available = min(available, longest_sequence(held_out))
-    return wanted if wanted <= available else _power_below(available)
+    return wanted if wanted <= available else power_below(available)
 
 
 def _batch(
@@ -125,19 +125,19 @@ def _batch(
 ) -> tuple[int, int, bool]:
     """Return sequences and microbatches of an update, and True if blocks must be recomputed."""
     if machine.memory is None:
-        return min(8, _power_below(per_epoch)), 1, False
+        return min(8, power_below(per_epoch)), 1, False
     # About two thousand updates of at most half a million tokens (as GPT-3's small models).
     wanted = min(2**19 / seq_len, max(2**14 / seq_len, sequences / 2000), per_epoch)
-    per_device = _power_below(wanted / machine.devices)
+    per_device = power_below(wanted / machine.devices)
     state = (_SPLIT / machine.devices + _WHOLE) * parameters
     saved = _ACTIVATIONS * shape.n_layers * shape.dim * seq_len
     rows = (machine.memory * _USABLE - state) / saved
     recomputes = rows < 1
-    microbatch = min(per_device, _power_below(rows), 64)
+    microbatch = min(per_device, power_below(rows), 64)
     return per_device * machine.devices, per_device // microbatch, recomputes
 
 
-def _power_below(number: float) -> int:
+def power_below(number: float) -> int:
     """Return the largest power of two up to a number; at least 1."""
     return 2 ** math.floor(math.log2(number)) if number >= 1 else 1
 

@@ -175,5 +175,5 @@ def test_init_does_not_overwrite_files(tmp_path, capsys):
     assert init.main(["--list"]) == 0
     listed = capsys.readouterr().out
     assert all(name in listed for name in PRESETS)
-    with pytest.raises(UserError, match="--preset NAME is required"):
+    with pytest.raises(UserError, match="--preset NAME, --depth N or --flops C is required"):
         init.main([])

@@ -1,0 +1,245 @@
+"""SOAP (Vyas et al., 2024, arXiv:2409.11321): AdamW in the eigenbases of Shampoo's matrices.
+
+Shampoo averages G Gᵀ and Gᵀ G of the gradients G of a matrix. In the bases of their eigenvectors,
+the elements of a gradient are nearly independent, so that a step by Adam's rule suits them better.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax.traverse_util import flatten_dict, unflatten_dict
+from jaxtyping import Array, Float, Int, PyTree
+
+from jaxforge.model.linear import is_matrix, times
+from jaxforge.optim.adamw import bias_correction
+from jaxforge.optim.matrices import matrix_shape, rows_shape
+from jaxforge.optim.moments import init_moments
+from jaxforge.optim.schedule import Schedule
+from jaxforge.optim.trees import Path
+from jaxforge.optim.update_rule import UpdateStep, change_of, transform
+from jaxforge.parallel.sharding import Axes
+
+RowsAndColumns = tuple[dict[Path, Array], dict[Path, Array]]
+"""Square matrices [..., m, m] for rows and [..., n, n] for columns, by path of the parameter."""
+
+_ROWS, _COLUMNS = -2, -1
+_EXACT = jax.lax.Precision.HIGHEST
+"""Precision of products that determine eigenvectors."""
+
+
+class SoapState(NamedTuple):
+    """State of SOAP. Vectors are in `mu` and `nu` only, as is a side that is too long.
+
+    Attributes:
+        updates: number of updates made, including the first one, which changes no parameter.
+        mu: running mean of the gradient, per parameter.
+        nu: running mean of the squared gradient in the eigenbases, per parameter.
+        row_gram: running mean of G Gᵀ, per matrix.
+        row_basis: approximate eigenvectors of `row_gram`, in columns.
+        column_gram: running mean of Gᵀ G, per matrix.
+        column_basis: approximate eigenvectors of `column_gram`, in columns.
+    """
+
+    updates: Int[Array, ""]
+    mu: PyTree
+    nu: PyTree
+    row_gram: PyTree
+    row_basis: PyTree
+    column_gram: PyTree
+    column_basis: PyTree
+
+
+class Preconditioning(NamedTuple):
+    """Settings of the eigenbases.
+
+    Attributes:
+        beta: decay rate of the running means of G Gᵀ and Gᵀ G.
+        interval: updates from one change of the bases to the next.
+        largest: rows or columns beyond which a side keeps its own basis.
+    """
+
+    beta: float
+    interval: int
+    largest: int
+
+
+def soap(
+    schedule: Schedule,
+    *,
+    axes: PyTree,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: PyTree,
+    state_dtype: jnp.dtype,
+    preconditioning: Preconditioning,
+    lr_factors: PyTree | None = None,
+    is_cautious: bool = False,
+) -> optax.GradientTransformationExtraArgs:
+    """Return SOAP as one optax transform.
+
+    With lr = schedule(updates) · lr_scale and t = updates, per matrix p [m, n] (one layer's) with
+    gradient G, and the bases R [m, m] and C [n, n] of the updates before:
+
+        M ← b1 M + (1 - b1) G,   V ← b2 V + (1 - b2) (Rᵀ G C)²
+        p ← p (1 - lr · weight_decay) - lr / (1 - b1^t) · R [(Rᵀ M C) / (√V / √(1 - b2^t) + eps)] Cᵀ
+        A ← beta A + (1 - beta) G Gᵀ,   B ← beta B + (1 - beta) Gᵀ G
+
+    Every `interval` updates, one power iteration changes the bases: columns of R are sorted by
+    diag(Rᵀ A R), rows of V alike, and R ← QR(A R); C and B in the same way. The first update
+    (t = 0) only sets A, B and their eigenvectors, as in the authors' code: no step depends on its
+    own gradient through a basis. A side with more than `largest` elements keeps R or C = 1. Vectors
+    have no bases, which is AdamW.
+
+    Args:
+        schedule: learning rate by the number of updates made.
+        axes: logical axes of every parameter.
+        betas: b1, b2.
+        eps: constant added to the denominator.
+        weight_decay: tree of floats, one per parameter.
+        state_dtype: dtype of M and V. Arithmetic, A, B, R and C are float32.
+        preconditioning: settings of the bases.
+        lr_factors: as in `adamw`.
+        is_cautious: as in `adamw`.
+
+    `optim.update_rule.transform` documents the arguments of the update function.
+    """
+    names, (beta, interval, largest) = flatten_dict(axes), preconditioning
+
+    def init(params: PyTree) -> SoapState:
+        mu, nu = (init_moments(params, state_dtype)[0] for _ in range(2))
+        zeros: RowsAndColumns = {}, {}
+        for path, p in flatten_dict(params).items():
+            if is_matrix(names[path]):
+                *stacked, _ = rows_shape(p.shape, names[path])
+                for square, size in zip(zeros, matrix_shape(p.shape, names[path]), strict=True):
+                    if size <= largest:
+                        square[path] = jnp.zeros((*stacked, size, size))
+        rows, columns = map(unflatten_dict, zeros)
+        return SoapState(jnp.zeros((), jnp.int32), mu, nu, rows, rows, columns, columns)
+
+    def update(step: UpdateStep, grads: PyTree, state: SoapState, params: PyTree) -> tuple:
+        is_first, t = state.updates == 0, jnp.maximum(state.updates, 1)
+        # The first update has the rate 0 and does not change moments.
+        lr = jnp.where(is_first, 0.0, step.lr)
+        b1, b2 = (jnp.where(is_first, 1.0, beta) for beta in betas)
+        correction, root_correction2 = (bias_correction(beta, t) for beta in betas)
+        root_correction2 = jnp.sqrt(root_correction2)
+        bases: RowsAndColumns = flatten_dict(state.row_basis), flatten_dict(state.column_basis)
+        grams: RowsAndColumns = flatten_dict(state.row_gram), flatten_dict(state.column_gram)
+
+        def advance(path: Path, p: Array, g: Array, m: Array, v: Array, *rates: float) -> tuple:
+            decay, factor = rates
+            basis = [by_path.get(path) for by_path in bases]
+            g, old_m, old_v = (_as_matrices(x, names[path]) for x in (g, m, v))
+            new_m = b1 * old_m + (1 - b1) * g
+            new_v = b2 * old_v + (1 - b2) * jnp.square(_into(basis, g))
+            direction = _into(basis, new_m) / (jnp.sqrt(new_v) / root_correction2 + eps)
+            direction = _out_of(basis, direction).reshape(p.shape)
+            p_step = times(lr / correction, factor) * direction
+            change = change_of(p, p_step, lr * decay, is_cautious=is_cautious)
+            return change, *(x.reshape(p.shape).astype(m.dtype) for x in (new_m, new_v))
+
+        factors = jax.tree.map(lambda _: 1.0, params) if lr_factors is None else lr_factors
+        trees = params, grads, state.mu, state.nu, weight_decay, factors
+        flat = [flatten_dict(tree) for tree in trees]
+        results = {path: advance(path, *(tree[path] for tree in flat)) for path in flat[0]}
+        changes, mu, nu = ({path: r[i] for path, r in results.items()} for i in range(3))
+        gradients = {path: _as_matrices(g, names[path]) for path, g in flat[1].items()}
+        grams = _averaged(grams, gradients, beta)
+        change_bases = jnp.where(is_first, 0, jnp.where(state.updates % interval == 0, 1, 2))
+        variances = {path: _as_matrices(v, names[path]) for path, v in nu.items()}
+        bases, variances = jax.lax.switch(
+            change_bases, (_first_bases, _next_bases, _same_bases), grams, bases, variances
+        )
+        nu = {path: variances[path].reshape(v.shape).astype(v.dtype) for path, v in nu.items()}
+        fields = mu, nu, grams[0], bases[0], grams[1], bases[1]
+        updates = optax.safe_increment(state.updates)
+        return unflatten_dict(changes), SoapState(updates, *map(unflatten_dict, fields))
+
+    return transform(schedule, state_dtype, init, update)
+
+
+def _as_matrices(x: Array, axes: Axes) -> Float[Array, "..."]:
+    """Return a parameter's array in float32, with its matrices in the last two dimensions."""
+    x = x.astype(jnp.float32)
+    if not is_matrix(axes):
+        return x
+    *stacked, _ = rows_shape(x.shape, axes)
+    return x.reshape(*stacked, *matrix_shape(x.shape, axes))
+
+
+def _into(basis: list[Array | None], x: Array) -> Array:
+    """Return Rᵀ x C."""
+    rows, columns = basis
+    x = x if rows is None else rows.mT @ x
+    return x if columns is None else x @ columns
+
+
+def _out_of(basis: list[Array | None], x: Array) -> Array:
+    """Return R x Cᵀ."""
+    rows, columns = basis
+    x = x if rows is None else rows @ x
+    return x if columns is None else x @ columns.mT
+
+
+def _averaged(grams: RowsAndColumns, gradients: dict[Path, Array], beta: float) -> RowsAndColumns:
+    """Return the running means of G Gᵀ and Gᵀ G."""
+
+    def averaged(path: Path, gram: Array, product: str) -> Array:
+        g = gradients[path]
+        return beta * gram + (1 - beta) * jnp.einsum(product, g, g, precision=_EXACT)
+
+    rows, columns = grams
+    return (
+        {path: averaged(path, a, "...mn,...kn->...mk") for path, a in rows.items()},
+        {path: averaged(path, b, "...mn,...mk->...nk") for path, b in columns.items()},
+    )
+
+
+def _first_bases(grams: RowsAndColumns, bases: RowsAndColumns, nu: dict[Path, Array]) -> tuple:
+    """Return eigenvectors."""
+    result: RowsAndColumns = {}, {}
+    last = jnp.zeros(())
+    for matrices, new in zip(grams, result, strict=True):
+        for path in sorted(matrices):
+            last = new[path] = jnp.linalg.eigh(_after(last, matrices[path]))[1]
+    return result, nu
+
+
+def _next_bases(grams: RowsAndColumns, bases: RowsAndColumns, nu: dict[Path, Array]) -> tuple:
+    """Return bases after a power iteration, and variances with their rows and columns sorted."""
+    nu = dict(nu)
+    result: RowsAndColumns = {}, {}
+    last = jnp.zeros(())
+    for axis, old, matrices, new in zip((_ROWS, _COLUMNS), bases, grams, result, strict=True):
+        for path in sorted(old):
+            basis = _after(last, old[path])
+            product = jnp.matmul(matrices[path], basis, precision=_EXACT)
+            order = jnp.argsort(-jnp.sum(basis * product, axis=_ROWS), axis=-1)
+            last = new[path] = jnp.linalg.qr(_sorted(product, order, _COLUMNS))[0]
+            nu[path] = _sorted(nu[path], order, axis)
+    return result, nu
+
+
+def _after(last: Array, x: Array) -> Array:
+    """Return x, available only after `last` has been computed.
+
+    XLA's CPU runtime would decompose independent batches of matrices at once. Each waits for
+    threads of one pool, and with few threads all of them wait forever.
+    """
+    return x + 0.0 * last.ravel()[0]
+
+
+def _same_bases(grams: RowsAndColumns, bases: RowsAndColumns, nu: dict[Path, Array]) -> tuple:
+    """Return the bases unchanged."""
+    del grams
+    return bases, nu
+
+
+def _sorted(x: Float[Array, "... m n"], order: Int[Array, "... k"], axis: int) -> Array:
+    """Return matrices with their rows or columns in the given order."""
+    return jnp.take_along_axis(
+        x, jnp.expand_dims(order, _COLUMNS if axis == _ROWS else _ROWS), axis=axis
+    )

@@ -1,0 +1,329 @@
+"""Config and table of a dialled run: each value with its reason, and the cost."""
+
+import datetime
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rich.table import Table
+
+from jaxforge.config.job import JobConfig
+from jaxforge.config.reading.load import make_config
+from jaxforge.config.reading.overrides import parse_overrides
+from jaxforge.parallel.device_memory import gigabytes
+from jaxforge.parallel.mesh import abstract_mesh, describe_mesh
+from jaxforge.telemetry.numbers import duration, human
+from jaxforge.tools.starting import dial_target
+from jaxforge.tools.starting.config import (
+    LARGE_VOCABULARY,
+    checkpoint_lines,
+    data_lines,
+    eval_lines,
+    in_epochs,
+    placeholder_data,
+)
+from jaxforge.tools.starting.dial import (
+    MUP_LR,
+    MUP_WIDTH,
+    STABLE,
+    WARMUP,
+    Dial,
+    Wish,
+    model_settings,
+    optimal_rate,
+    sequences,
+    shape,
+)
+from jaxforge.tools.starting.dial_target import Split, Target
+from jaxforge.tools.starting.prepared import PreparedData, windows
+from jaxforge.tools.starting.sizing import CPU_FLOPS, EPOCHS, TOKENS_PER_PARAMETER
+from jaxforge.tools.starting.toml_file import Line, Tables, to_text
+
+_GIVEN = "given"
+_LOG_LINES = 1000
+
+
+class DialledRun(NamedTuple):
+    """A complete run.
+
+    Attributes:
+        dial: sizes that do not depend on the machine.
+        wish: the request.
+        target: the machine.
+        config: the resolved config.
+        split: microbatches of an update.
+        tables: lines of the file.
+    """
+
+    dial: Dial
+    wish: Wish
+    target: Target
+    config: JobConfig
+    split: Split
+    tables: Tables
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the run, a whole number of updates."""
+        train = self.config.train
+        assert train.global_batch_size is not None
+        return train.max_steps * train.global_batch_size * train.seq_len
+
+    @property
+    def flops(self) -> int:
+        """Model FLOPs of the run."""
+        return self.tokens * self.dial.flops_per_token
+
+
+def dialled_run(dial: Dial, wish: Wish, target: Target, data: PreparedData | None) -> DialledRun:
+    """Return the run of a dial on a machine.
+
+    Args:
+        dial: sizes that do not depend on the machine.
+        wish: the request.
+        target: the machine.
+        data: the data; None if they are not prepared yet.
+
+    Raises:
+        UserError: a setting of the user is invalid, or the model does not fit the machine.
+    """
+    seq_len = dial.config.train.seq_len
+    batch = sequences(dial.batch_tokens, seq_len, target.n_devices)
+    given = wish.given.get("train.global_batch_size")
+    if isinstance(given, int) and given > 0:  # other values are refused below
+        batch = given
+    steps = max(1, round(dial.tokens / (batch * seq_len)))
+    tables = _tables(dial, wish, target, data, batch, steps)
+    config = make_config(_values(tables), wish.settings)
+    split = dial_target.split_batch(config, target)
+    config = make_config(_values(tables), [*wish.settings, *_as_settings(split)])
+    tables = {**tables, "train": [*tables["train"], *_split_lines(split)]}
+    return DialledRun(dial, wish, target, config, split, _with_settings(tables, wish))
+
+
+def file_text(run: DialledRun) -> str:
+    """Return the text of the config file."""
+    about = (
+        f"{human(run.dial.parameters)} parameters, {human(run.tokens)} tokens, "
+        f"{run.flops:.3g} FLOPs, for {run.target.name}\n(jaxforge init --depth {run.dial.depth}; "
+        "docs/dial.md has the formulas)."
+    )
+    return to_text(about, run.tables)
+
+
+def table_of_choices(run: DialledRun) -> Table:
+    """Return the table of the values that were chosen, with their reasons."""
+    table = _table("value", "chosen", "reason")
+    for section, lines in run.tables.items():
+        for line in lines:
+            if line.why:
+                table.add_row(f"{section}.{line.key}", str(line.value), line.why)
+    return table
+
+
+def table_of_cost(
+    run: DialledRun,
+    now: datetime.datetime,
+    *,
+    compiled: dial_target.Compiled | None = None,
+    tokens_per_second: float | None = None,
+    price: float | None = None,
+) -> Table:
+    """Return the table of sizes, cost and end of the run.
+
+    Args:
+        run: the run.
+        now: time of the start.
+        compiled: figures of `jaxforge plan`; by default, those of the shapes.
+        tokens_per_second: measured speed of all devices, which replaces the estimate.
+        price: price of a device hour.
+    """
+    table = _table("cost", "", "from")
+    for row in _size_rows(run, compiled):
+        table.add_row(*row)
+    seconds, source = _update_seconds(run, compiled, tokens_per_second)
+    if seconds is None:
+        table.add_row("time", "unknown", source)
+        return table
+    total = seconds * run.config.train.max_steps
+    hours = total * run.target.n_devices / 3600
+    table.add_row("time of an update", duration(seconds), source)
+    table.add_row("time of the run", duration(total), "without evaluations and checkpoints")
+    table.add_row("device hours", f"{hours:,.3g}", f"{run.target.n_devices} device(s)")
+    if price is not None:
+        table.add_row("price", f"{hours * price:,.2f}", f"at {price:g} per device hour")
+    table.add_row("end", _end(now, total), "if it starts now")
+    return table
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=None, header_style="bold")
+    for name, style in zip(columns, ("dim", None, None), strict=True):
+        table.add_column(name, style=style, overflow="fold")
+    return table
+
+
+def _size_rows(
+    run: DialledRun, compiled: dial_target.Compiled | None
+) -> Iterator[tuple[str, str, str]]:
+    capacity = gigabytes(run.target.device.capacity)
+    memory = compiled.memory if compiled else run.split.memory
+    method = "the compiled step" if compiled else "shapes"
+    mesh = abstract_mesh(run.config, run.target.n_devices)
+    yield "machine", run.target.name, f"mesh: {describe_mesh(mesh.shape)}"
+    yield "parameters", human(run.dial.parameters), "embedding and head included"
+    yield "tokens", human(run.tokens), f"{run.tokens / run.dial.parameters:.3g} for each parameter"
+    yield (
+        "FLOPs",
+        f"{run.flops:.3g}",
+        f"{run.dial.flops_per_token:.4g} for each token, attention in full (as train/mfu)",
+    )
+    yield "memory of a device", gigabytes(memory), f"of {capacity}, by {method}"
+
+
+def _update_seconds(
+    run: DialledRun, compiled: dial_target.Compiled | None, tokens_per_second: float | None
+) -> tuple[float | None, str]:
+    """Return the seconds of an update and their source."""
+    train = run.config.train
+    if tokens_per_second:
+        tokens = (train.global_batch_size or 0) * train.seq_len
+        return tokens / tokens_per_second, f"{tokens_per_second:,.0f} tokens/s, as given"
+    if compiled and compiled.seconds:
+        return compiled.seconds, "the compiled step (jaxforge plan)"
+    seconds = dial_target.update_seconds(run.config, run.target)
+    if seconds is None:
+        return None, f"the speed of {run.target.name}; add --tokens-per-second of a short run"
+    if run.target.is_cpu:
+        return seconds, f"{CPU_FLOPS / 1e9:.0f} GFLOP/s a core; a short run measures it"
+    share = dial_target.SHARE_OF_PEAK
+    return seconds, f"{share:.0%} causal MFU, as in published runs; --plan compiles the step"
+
+
+def _end(now: datetime.datetime, seconds: float) -> str:
+    try:
+        return (now + datetime.timedelta(seconds=seconds)).strftime("%Y-%m-%d %H:%M %Z").strip()
+    except OverflowError:
+        return "after the year 9999"
+
+
+def _tables(
+    dial: Dial, wish: Wish, target: Target, data: PreparedData | None, batch: int, steps: int
+) -> dict[str, list[Line]]:
+    run = Path("runs", f"d{dial.depth}")
+    seq_len = dial.config.train.seq_len
+    return {
+        "model": list(_model(dial, wish, data)),
+        "train": list(_train(dial, wish, target, data, batch, steps)),
+        "optimizer": [Line("lr", MUP_LR, _why_rate(dial))],
+        "scheduler": [
+            Line("name", "wsd", "constant rate: the run can be extended before the decay"),
+            Line("warmup_steps", WARMUP, "percentages are of max_steps"),
+            Line("stable_steps", STABLE, "then a linear decay over the last 20 %"),
+            Line("wsd_decay_type", "linear"),
+            Line("min_lr_ratio", 0.0),
+        ],
+        "distributed": [Line("dp_shard", -1, "FSDP over all devices")],
+        "data": list(data_lines(data)) if data else placeholder_data(),
+        "eval": list(eval_lines(data, seq_len)) if data else [],
+        "checkpoint": checkpoint_lines(run),
+        "metrics": [Line("log_interval", max(1, steps // _LOG_LINES))],
+    }
+
+
+def _model(dial: Dial, wish: Wish, data: PreparedData | None) -> Iterator[Line]:
+    reasons = {
+        "dim": "64 for each layer, rounded up to a multiple of 128 (nanochat)",
+        "n_layers": "the dial",
+        "n_heads": f"heads of {dial.config.model.head_size}",
+        "ffn_hidden_dim": "8/3 of dim, rounded to a multiple of 128 (SwiGLU of Llama)",
+        "vocab_size": "the tokenizer's" if data else "that of your tokenizer",
+        "init_std": f"of the muP model of width {MUP_WIDTH} (docs/mup.md)",
+        "mup_base_width": "the width at which init_std and lr were measured",
+    }
+    for key, value in {**shape(dial.depth), **model_settings(wish)}.items():
+        yield Line(key, value, reasons.get(key, ""))
+
+
+def _train(
+    dial: Dial,
+    wish: Wish,
+    target: Target,
+    data: PreparedData | None,
+    batch: int,
+    steps: int,
+) -> Iterator[Line]:
+    seq_len = dial.config.train.seq_len
+    law = f"{human(dial.batch_tokens)} by 0.2920 C^0.3271 (arXiv:2401.02954)"
+    at_least = ", at least one sequence for each device" if batch == target.n_devices else ""
+    yield Line("seq_len", wish.seq_len)
+    yield Line("global_batch_size", batch, f"{human(batch * seq_len)} tokens; {law}{at_least}")
+    yield Line("max_steps", steps, _why_so_long(dial, data, batch, steps))
+    if target.is_cpu:
+        yield Line("mixed_precision", "fp32", "CPUs have no fast bfloat16")
+    else:
+        yield Line("mixed_precision", "bf16", "weights, moments and gradients stay in float32")
+    if dial.config.model.vocab_size >= LARGE_VOCABULARY:
+        yield Line("loss_fn", "chunked_cross_entropy", "logits are never all in memory")
+    yield Line("seed", 42)
+
+
+def _why_so_long(dial: Dial, data: PreparedData | None, batch: int, steps: int) -> str:
+    seq_len = dial.config.train.seq_len
+    ratio = dial.tokens / dial.parameters
+    source = " (Chinchilla, arXiv:2203.15556)" if round(ratio) == TOKENS_PER_PARAMETER else ""
+    text = f"{human(dial.tokens)} tokens, {ratio:.3g} for each parameter{source}"
+    if data is None:
+        return text
+    epochs = steps * batch / max(1, windows(data.train, seq_len))
+    return f"{text}, {in_epochs(epochs)}" + (
+        f": more than {EPOCHS} help little" if epochs > EPOCHS else ""
+    )
+
+
+def _why_rate(dial: Dial) -> str:
+    hidden = MUP_LR * MUP_WIDTH / dial.config.model.dim
+    standard = optimal_rate(dial.compute_of_law)
+    return (
+        f"best muP rate at width {MUP_WIDTH} (docs/mup.md): {hidden:.2g} in hidden matrices; "
+        f"0.3118 C^-0.1250 is {standard:.2g}"
+    )
+
+
+def _split_lines(split: Split) -> list[Line]:
+    why = f"{split.rows} sequence(s) of a device at a time"
+    remat = "none" if split.remat == "none" else f"so that {split.rows} sequence(s) fit"
+    return [
+        Line("grad_accum_steps", split.accum, why),
+        Line("activation_checkpointing", split.remat, "" if remat == "none" else remat),
+    ]
+
+
+def _as_settings(split: Split) -> list[str]:
+    return [
+        f"--train.activation_checkpointing={split.remat}",
+        f"--train.grad_accum_steps={split.accum}",
+    ]
+
+
+def _values(tables: Tables) -> dict[str, Any]:
+    return {name: {line.key: line.value for line in lines} for name, lines in tables.items()}
+
+
+def _with_settings(tables: Tables, wish: Wish) -> Tables:
+    """Return the tables with the settings of the user in place of the chosen values."""
+    given: dict[str, dict[str, Any]] = {}
+    for setting in parse_overrides(wish.settings):
+        section, *keys, last = map(str, setting.path)
+        table = given.setdefault(section, {})
+        for key in keys:
+            table = table.setdefault(key, {})
+        table[last] = setting.value
+    names = (*tables, *given)
+    return {name: _replaced(tables.get(name, ()), given.get(name, {})) for name in names}
+
+
+def _replaced(lines: Iterable[Line], given: Mapping[str, Any]) -> list[Line]:
+    chosen = [Line(key, value, _GIVEN) for key, value in given.items()]
+    remaining = [line for line in lines if line.key not in given]
+    return [*remaining, *(line for line in chosen if line.value is not None)]

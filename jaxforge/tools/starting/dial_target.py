@@ -1,0 +1,207 @@
+"""Machine of a dialled run: microbatches that fit its memory, and the time of an update."""
+
+from typing import NamedTuple
+
+from jaxforge.config import rules
+from jaxforge.config.job import JobConfig
+from jaxforge.errors import UserError
+from jaxforge.parallel import device_memory, hardware
+from jaxforge.parallel.device_memory import gigabytes
+from jaxforge.parallel.mesh import abstract_mesh, data_parallel_size
+from jaxforge.telemetry.flops import causal_flops_per_token
+from jaxforge.tools.plan.dry_run_memory import Device, chip_device, fits_by_device
+from jaxforge.tools.plan.memory_fit import Fit
+from jaxforge.tools.plan.search import REMAT, compiled_report, replaced
+from jaxforge.tools.plan.topology import CPU, Topology
+from jaxforge.tools.starting.machine import Machine, gpu_kind
+from jaxforge.tools.starting.sizing import CPU_FLOPS
+
+_USABLE = 0.9
+"""Fraction of a device that the estimate of memory may fill."""
+_MOST_TOKENS = {"cpu": 2**13}
+_MOST_TOKENS_OF_CHIPS = 2**15
+"""Largest microbatch of a device: products of more tokens are not faster."""
+SHARE_OF_PEAK = 0.4
+"""Causal MFU of published runs of dense models: 35 to 49 % in the table of docs/plan.md."""
+_LEAST_TOKENS = 2**13
+"""Microbatch of a device below which blocks are recomputed instead, for larger products."""
+
+
+class Target(NamedTuple):
+    """Machine of a run.
+
+    Attributes:
+        name: name for the user.
+        n_devices: number of devices of the job.
+        device: kind of device.
+        rate: causal model FLOP/s of a run on a device; None if unknown.
+        topology: name for `jaxforge plan`; None for devices that it does not know.
+    """
+
+    name: str
+    n_devices: int
+    device: Device
+    rate: float | None
+    topology: Topology | None = None
+
+    @property
+    def is_cpu(self) -> bool:
+        """True for CPUs."""
+        return self.device.platform == CPU
+
+    @classmethod
+    def of_topology(cls, topology: Topology) -> "Target":
+        """Return the target of `--topology`."""
+        n = topology.n_devices
+        if topology.chip == CPU:
+            rate = Machine.parse(CPU).cores * CPU_FLOPS / n
+            device = Device(CPU, CPU, device_memory.host_memory() // n)
+            return cls(str(topology), n, device, rate, topology)
+        chip = hardware.CHIPS[topology.chip]
+        rate = SHARE_OF_PEAK * chip.peak_flops
+        return cls(str(topology), n, chip_device(topology.chip), rate, topology)
+
+    @classmethod
+    def of_machine(cls, machine: Machine) -> "Target":
+        """Return the target of this machine: its GPUs according to their driver, or its CPU.
+
+        Raises:
+            UserError: the machine has TPUs, whose kind only a program that holds them could query.
+        """
+        if machine.memory is None:
+            return cls.of_topology(Topology(CPU, (1,)))._replace(name=str(machine))
+        kind = gpu_kind()
+        if kind is None:
+            raise UserError(
+                "this machine has TPUs of an unknown kind. Add --topology, such as v6e:2x4"
+            )
+        tflops = hardware.peak_tflops(kind.name)  # of variants of a chip, such as H100 PCIe
+        peak = None if tflops is None else tflops * 1e12
+        for name, chip in hardware.CHIPS.items():
+            if chip.target and chip.kinds[0] in kind.name.split() and chip.peak_flops == peak:
+                return cls.of_topology(Topology(name, (1, machine.devices)))
+        memory = hardware.usable_gpu_memory(machine.memory)
+        device = Device(kind.name, "gpu", memory, kind.capability)
+        rate = None if peak is None else SHARE_OF_PEAK * peak
+        return cls(f"{machine.devices} x {kind.name}", machine.devices, device, rate)
+
+
+class Split(NamedTuple):
+    """Microbatches of an update, and their estimated memory.
+
+    Attributes:
+        rows: sequences of a microbatch on a device.
+        accum: microbatches of an update.
+        remat: value of `train.activation_checkpointing`.
+        memory: estimated bytes of a device.
+    """
+
+    rows: int
+    accum: int
+    remat: str
+    memory: int
+
+
+def split_batch(config: JobConfig, target: Target) -> Split:
+    """Return the microbatches that fit, with as little recomputation as large products allow.
+
+    Args:
+        config: the run, with `train.global_batch_size`, a multiple of the devices.
+        target: the machine.
+
+    Raises:
+        UserError: the settings are invalid for the machine, or not even one sequence fits.
+    """
+    rules.check(config, target.n_devices)
+    train, for_each = config.train, _sequences_of_device(config, target)
+    most = max(1, _MOST_TOKENS.get(target.device.platform, _MOST_TOKENS_OF_CHIPS) // train.seq_len)
+    least = _largest_divisor(for_each, min(most, -(-_LEAST_TOKENS // train.seq_len)))
+    if config.is_set("train.grad_accum_steps"):
+        most = least = for_each // train.grad_accum_steps
+    is_given = config.is_set("train.activation_checkpointing")
+    policies = (train.activation_checkpointing,) if is_given else REMAT
+    for remat in policies:
+        if for_each <= min(most, _most_rows(config, target, remat, accum=1)):
+            return _split(config, target, for_each, 1, remat)
+        several = _most_rows(config, target, remat, accum=2)
+        rows = _largest_divisor(for_each, min(most, several))
+        if rows >= least or (rows and remat == policies[-1]):
+            return _split(config, target, rows, for_each // rows, remat)
+    raise UserError(_too_large(config, target, policies[-1]))
+
+
+def _sequences_of_device(config: JobConfig, target: Target) -> int:
+    """Return the sequences of an update on a data-parallel device."""
+    assert config.train.global_batch_size is not None
+    dp = data_parallel_size(abstract_mesh(config, target.n_devices))
+    return config.train.global_batch_size // dp
+
+
+def _most_rows(config: JobConfig, target: Target, remat: str, *, accum: int) -> int:
+    """Return the largest number of sequences of a microbatch that fits a device."""
+    change = {"activation_checkpointing": remat, "grad_accum_steps": accum}
+    return _fit(replaced(config, change, {}), target).most_rows
+
+
+def _split(config: JobConfig, target: Target, rows: int, accum: int, remat: str) -> Split:
+    change = {"activation_checkpointing": remat, "grad_accum_steps": accum}
+    return Split(rows, accum, remat, _fit(replaced(config, change, {}), target).memory.total)
+
+
+def _fit(config: JobConfig, target: Target) -> Fit:
+    usable = target.device._replace(capacity=int(_USABLE * target.device.capacity))
+    _, fits = fits_by_device(config, abstract_mesh(config, target.n_devices), [usable])
+    return fits[usable]
+
+
+def _largest_divisor(number: int, most: int) -> int:
+    """Return the largest divisor of a number up to `most`; 0 if `most` is 0."""
+    return next((n for n in range(min(number, most), 0, -1) if number % n == 0), 0)
+
+
+def _too_large(config: JobConfig, target: Target, remat: str) -> str:
+    change = {"activation_checkpointing": remat, "grad_accum_steps": 2, "global_batch_size": None}
+    one_row = replaced(config, {**change, "batch_size": 1}, {})
+    need = _fit(one_row, target).memory.total
+    return (
+        f"the model does not fit: a step of one sequence needs about {gigabytes(need)} of a "
+        f"device, and {target.name} has {gigabytes(target.device.capacity)}. Choose a smaller "
+        "--depth or --flops, or more devices (--topology)"
+    )
+
+
+def update_seconds(config: JobConfig, target: Target) -> float | None:
+    """Return the seconds of an update at the rate of the target; None if it is unknown."""
+    if target.rate is None:
+        return None
+    train = config.train
+    assert train.global_batch_size is not None
+    flops = causal_flops_per_token(config.model, train.seq_len)
+    return train.global_batch_size * train.seq_len * flops / target.n_devices / target.rate
+
+
+class Compiled(NamedTuple):
+    """Figures of `jaxforge plan`.
+
+    Attributes:
+        memory: bytes of a device at the peak.
+        seconds: seconds of an update; None for devices with unknown rates.
+    """
+
+    memory: int
+    seconds: float | None
+
+
+def compile_plan(config: JobConfig, target: Target) -> Compiled:
+    """Compile the step as `jaxforge plan` does, and return its figures.
+
+    Raises:
+        UserError: the plan does not know the devices, or reports errors.
+    """
+    if target.topology is None:
+        raise UserError(f"--plan: {target.name} cannot be planned. Name the machine by --topology")
+    report = compiled_report(config, target.topology)
+    if report["errors"]:
+        raise UserError(f"--plan: {report['errors'][0]}")
+    step = report.get("step")
+    return Compiled(report["memory_per_device"]["peak_bytes"], step and step["seconds"])
