@@ -5,8 +5,8 @@
 Every optimizer trains the same model on the data of the quickstart (`make data/quickstart`), with
 warm-up and a cosine schedule. Learning rates are powers of two. The search starts at a usual rate
 and ends when the rates on both sides of the best one are worse. Each optimizer has a process of its
-own that compiles one step: the learning rate is an argument. Steps are timed while the other
-processes wait. Nothing is downloaded.
+own that compiles one step: the learning rate is an argument. On a GPU, steps are timed while the
+other processes wait. Nothing is downloaded.
 """
 
 import argparse
@@ -36,7 +36,10 @@ WINDOWS = 25  # points of a curve: means of the training loss
 
 
 class Size(NamedTuple):
-    """Size of the model and the run; the model has the vocabulary of the quickstart."""
+    """Size of the model and the run; the model has the vocabulary of the quickstart.
+
+    `timed` is the number of timed steps.
+    """
 
     dim: int
     n_layers: int
@@ -60,7 +63,7 @@ class Size(NamedTuple):
 
 SIZES = {
     "quick": Size(64, 2, 4, 64, 8, "fp32", 2),
-    "cpu": Size(64, 2, 8, 64, 200, "fp32", 10),
+    "cpu": Size(64, 2, 8, 64, 200, "fp32", 0),
     "gpu": Size(384, 6, 16, 256, 500, "bf16", 30),
 }
 
@@ -133,8 +136,10 @@ class Trial:
             self._batches = list(own_loop.open_batches(self.program, Progress()))
             self._start = self.program.init()
 
-    def milliseconds(self, steps: int) -> float:
-        """Return the median time of a step."""
+    def milliseconds(self, steps: int) -> float | None:
+        """Return the median time of some steps, or None for no steps."""
+        if not steps:
+            return None
         with self.program.context():
             state, seconds = self._fresh(), []
             for batch in self._batches[: steps + 1]:
@@ -255,10 +260,14 @@ def rows_of(measured: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
             f"above {first['optimizer']}": f"{loss - reference:+.3f}",
             "best rate": f"{case['best']:.2g}" + ("" if case["is_bracketed"] else " (last tried)"),
             "rates": len(case["losses"]),
-            "ms per step": round(case["milliseconds"], 2),
+            **_time_of(case["milliseconds"]),
             "bytes of state per parameter": round(case["bytes"], 2),
         })  # fmt: skip
     return rows
+
+
+def _time_of(milliseconds: float | None) -> dict[str, float]:
+    return {} if milliseconds is None else {"ms per step": round(milliseconds, 2)}
 
 
 def parse() -> argparse.Namespace:

@@ -82,16 +82,19 @@ def seq_len_divides_by_ring_chunks(config: JobConfig, mesh: Mesh) -> Iterator[Pr
 
 def attention_logits_need_whole_sequences(config: JobConfig, mesh: Mesh) -> Iterator[Problem]:
     """Refuse to measure attention logits with cp, where no device has all keys of a query."""
-    interval = config.metrics.max_attention_logit_interval
-    if interval and mesh["cp"] > 1:
-        yield Problem(
-            f"metrics.max_attention_logit_interval = {interval} is not supported with "
-            f"distributed.cp = {mesh['cp']}: no device has all keys of a query",
-            (
-                smaller_axis(config, "cp", mesh["cp"]),
-                single_change("metrics.max_attention_logit_interval", 0),
-            ),
-        )
+    if mesh["cp"] == 1:
+        return
+    for key, value, off in (
+        ("metrics.max_attention_logit_interval", config.metrics.max_attention_logit_interval, 0),
+        ("optimizer.qk_clip", config.optimizer.qk_clip, None),
+    ):
+        if value:
+            without = () if off is None else (single_change(key, off),)
+            yield Problem(
+                f"{key} = {value:g} is not supported with distributed.cp = {mesh['cp']}: no device "
+                "has all keys of a query",
+                (smaller_axis(config, "cp", mesh["cp"]), *without),
+            )
 
 
 def alibi_needs_whole_sequences(config: JobConfig, mesh: Mesh) -> Iterator[Problem]:

@@ -56,6 +56,11 @@ class OptimizerConfig(Section):
     """Decoupled weight decay of all parameters with more than one dimension."""
     cautious_weight_decay: bool = False
     """Decay only the elements that the step moves towards zero."""
+    qk_clip: PositiveFloat | None = None
+    """Largest attention logit of a head, enforced by scaling its queries and keys; else no limit.
+
+    After an update in which a head had a larger logit, its query and key weights are scaled down.
+    """
     decay_patterns: tuple[str, ...] = ()
     """Regular expressions; parameters with a matching name decay, including vectors."""
     no_decay_patterns: tuple[str, ...] = ()

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from jaxforge.cli.suggestions import choices
 from jaxforge.config.axes import Mesh, Rule, data_parallel
-from jaxforge.config.job import JobConfig
+from jaxforge.config.job import JobConfig, short_toml
 from jaxforge.config.optimizer import UPDATED_BY_ROWS
 from jaxforge.config.problems import Problem, nearest, single_change
 from jaxforge.config.train import CROSS_ENTROPIES, EIGHT_BIT, SHORTEST_HANG_TIMEOUT
@@ -221,6 +221,26 @@ def moment_storage_is_supported(config: JobConfig, mesh: Mesh) -> Iterator[Probl
         )
 
 
+def logits_can_be_clipped(config: JobConfig, mesh: Mesh) -> Iterator[str]:
+    """Refuse QK-Clip where logits are not proportional to the weights of queries and keys."""
+    model, asked = config.model, f"optimizer.qk_clip = {config.optimizer.qk_clip}"
+    if config.optimizer.qk_clip is None:
+        return
+    reasons = {
+        "model.qk_norm": (model.qk_norm, "normalizes queries and keys, which bounds their logits"),
+        "model.qk_l2_norm": (model.qk_l2_norm, "normalizes them, which bounds their logits"),
+        "model.clip_qkv": (model.clip_qkv, "limits queries and keys after their projections"),
+        "lora.rank": (config.lora.rank, "does not train the weights of queries and keys"),
+        "model.mtp_depth": (model.mtp_depth, "has attention whose logits are not recorded"),
+    }
+    for key, (value, effect) in reasons.items():
+        if value:
+            yield (
+                f"{asked} does not support {key} = {short_toml(value)}, which {effect}. Remove one "
+                "of the two"
+            )
+
+
 def hang_is_reported_before_the_end(config: JobConfig, mesh: Mesh) -> Iterator[Problem]:
     """Require that a hang is reported before JAX ends the processes of the job."""
     heartbeat, timeout = config.distributed.heartbeat_timeout_sec, config.train.hang_timeout
@@ -354,6 +374,7 @@ SECTION_RULES: tuple[Rule, ...] = (
     fp8_has_layers,
     schedule_free_has_no_schedule,
     moment_storage_is_supported,
+    logits_can_be_clipped,
     hang_is_reported_before_the_end,
 )
 

@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int
 from jaxforge.kernels.attention_backends import Keys, Queries, SegmentIds, Sinks, softmax_weights
 from jaxforge.kernels.masking import Mask, chunk_ids, select_chunk, select_window, visible
 from jaxforge.kernels.scoring import Scoring, Slopes, alibi_bias
-from jaxforge.parallel.sharding import constrain
+from jaxforge.parallel.sharding import automatic_size, constrain
 
 
 def attention_weights(
@@ -59,7 +59,7 @@ def max_logits(
 ) -> Float[Array, "b heads"]:
     """Return the largest scaled product of a query and a visible key.
 
-    Soft cap, sinks and ALiBi are left out.
+    Soft cap, sinks and ALiBi are left out. The result has no gradient.
 
     Args:
         masks: masks of the layers (`LayerPlan.masks`).
@@ -69,6 +69,7 @@ def max_logits(
         segment_ids: documents of packed rows.
         scoring: scale of the scores.
     """
+    q, k = jax.lax.stop_gradient((q, k))
     batch, length, heads, width = q.shape
     tokens, window = jnp.arange(length), select_window(masks, mask_index)
     ids_BS = _with_chunks(masks, mask_index, q, segment_ids)
@@ -84,11 +85,14 @@ def max_logits(
         return largest.reshape(batch, heads)
 
     queries = tokens, jnp.moveaxis(q, 1, 0), jnp.moveaxis(ids_BS, 1, 0)
-    largest = jnp.max(jax.lax.map(of_query, queries, batch_size=_QUERIES), axis=0)
+    rows = -(-batch // automatic_size("batch")) * -(-heads // automatic_size("heads"))
+    at_once = max(1, min(_QUERIES, _LOGITS // (rows * length)))
+    largest = jnp.max(jax.lax.map(of_query, queries, batch_size=at_once), axis=0)
     return constrain(largest, "batch", "heads")
 
 
-_QUERIES = 128  # queries whose logits are computed at once
+_QUERIES, _LOGITS = 128, 2**26
+"""Queries whose logits are computed at once, and the most logits of a device (256 MiB)."""
 
 
 def _with_chunks(

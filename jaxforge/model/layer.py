@@ -88,6 +88,11 @@ class LayerSettings(NamedTuple):
     runtime: Runtime
     capture: Capture = NO_CAPTURE
 
+    def with_point(self, name: str) -> "LayerSettings":
+        """Return settings that also capture the activation of this name."""
+        capture = self.capture._replace(points={*self.capture.points, name})
+        return self._replace(capture=capture)
+
 
 class LayerOut(NamedTuple):
     """Outputs of a layer in addition to x; outside of the layer scan, stacked by layer.

@@ -114,6 +114,21 @@ class Mixer(nnx.Module):
         return cache
 
     @classmethod
+    def scale_logits(
+        cls, config: ModelConfig, params: dict[str, Any], factors: Float[Array, "l heads"]
+    ) -> dict[str, Any]:
+        """Return parameters of stacked layers that multiply the logits of each head by a factor.
+
+        For `optimizer.qk_clip`. The mixer must also capture `config.points.MAX_LOGITS`.
+
+        Args:
+            config: the model.
+            params: parameters of the mixer.
+            factors: factors of at most 1.
+        """
+        raise NotImplementedError
+
+    @classmethod
     def cost(cls, config: ModelConfig) -> MixerCost:
         """Return the multiply-adds of one layer."""
         raise NotImplementedError

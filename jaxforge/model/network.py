@@ -78,6 +78,7 @@ class Block(nnx.Module):
         fp8_names: names of the linear layers in 8 bits in any stack, set by `fp8_layers.convert`.
             None: the model has none.
         records_amax: whether training records the amax of these layers.
+        records_max_logits: whether training records the largest attention logit of each head.
     """
 
     def __init__(
@@ -98,7 +99,7 @@ class Block(nnx.Module):
         self.mlp_post_norm = build_norm(config, declare) if after and has_mlp else None
         self.config = config
         self.fp8_names: tuple[str, ...] | None = None
-        self.records_amax = False
+        self.records_amax = self.records_max_logits = False
 
     def __call__(
         self,
@@ -112,7 +113,9 @@ class Block(nnx.Module):
         """Run one layer; `precision` is `self.precision(...)`, if a subclass has called it."""
         precision = precision or self.precision(settings.kind, context)
         is_parallel, normed_BSD = self.config.parallel_residual, x_BSD
-        mix, mixed, y_BSD = self._mixer(settings, precision), MixerOut(x_BSD), None
+        records_logits = self.records_max_logits and context.loss_weights is not None
+        of_mixer = settings.with_point(MAX_LOGITS) if records_logits else settings
+        mix, mixed, y_BSD = self._mixer(of_mixer, precision), MixerOut(x_BSD), None
         if mix is not None:
             normed_BSD = _normed(self.shared_norm or self.attention_norm, x_BSD)
             mixed = mix(normed_BSD, context, cache)
@@ -127,6 +130,10 @@ class Block(nnx.Module):
             # to a stack with other names.
             amax = {name: Max(jnp.zeros(2)) for name in self.fp8_names or ()} | precision.amax
             aux = aux._replace(statistics={**aux.statistics, "amax": amax})
+        if records_logits:
+            heads = jnp.zeros((1, self.config.n_heads))  # of a layer without logits
+            largest = Max(jnp.max(mixed.captured.get(MAX_LOGITS, heads), axis=0, initial=0.0))
+            aux = aux._replace(statistics={**aux.statistics, MAX_LOGITS: largest})
         values = {"attention": y_BSD, "mlp": z_BSD, **mixed.captured}
         return x_BSD, LayerOut(mixed.cache, aux, self._captured(values, x_BSD, settings.capture))
 

@@ -102,6 +102,8 @@ class Model:
         stack: layers of the pipeline stages; by default there is one stage.
         recipe: settings of products in 8 bits; None: there are none.
         adapters: settings of low-rank adapters; None: there are none.
+        records_max_logits: whether training records the largest attention logit of each head, as
+            the statistic `config.points.MAX_LOGITS`.
 
     Attributes:
         runtime: execution choices.
@@ -125,8 +127,10 @@ class Model:
         stack: Stack | None = None,
         recipe: fp8_layers.Recipe | None = None,
         adapters: LoraConfig | None = None,
+        records_max_logits: bool = False,
     ) -> None:
         self.recipe, self.adapters = recipe, adapters
+        self._records_max_logits = records_max_logits
         self.config, self.dtype, self.runtime = config, dtype, runtime or Runtime()
         self.plan = build_layer_plan(config)
         self.stack = (stack or Stack(config.n_layers))._replace(names=self.plan.stacks)
@@ -159,6 +163,8 @@ class Model:
             fp8_layers.convert(module, self.config, self.recipe, declare)
         if self.adapters is not None:
             lora.attach(module, self.config, self.adapters, declare)
+        for stack in self.config.stacks:
+            getattr(module, stack).records_max_logits = self._records_max_logits
         return module
 
     def _declared(self, state: nnx.State) -> Declared:
@@ -587,6 +593,7 @@ def build_model(
         fp8_layers.describe_products(recipe, platform, capability, "")  # raises on old GPUs
     options: dict[str, Any] = {} if recipe is None else {"recipe": recipe}
     options |= {"adapters": config.lora} if config.lora.rank else {}
+    options |= {"records_max_logits": True} if config.optimizer.qk_clip else {}
     return build(
         config.model, dtype=dtype, param_dtype=jnp.dtype(t.param_dtype), runtime=runtime,
         stack=stack, **options,

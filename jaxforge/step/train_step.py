@@ -12,9 +12,11 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxforge.aux_outputs import metric_value
 from jaxforge.config.job import JobConfig
 from jaxforge.config.model import LAYERS
+from jaxforge.config.points import MAX_LOGITS
 from jaxforge.config.train import EIGHT_BIT, TrainConfig
 from jaxforge.kernels.masking import padding_of
 from jaxforge.model.moe import expert_counts
+from jaxforge.model.qk_clip import check_mixers, clip_logits
 from jaxforge.model.transformer import Model, Params
 from jaxforge.optim.ema import build_average
 from jaxforge.optim.freezing import frozen_paths, keep_frozen
@@ -123,6 +125,8 @@ def make_train_step(
         collect: metrics to compute, as `step.collect.check_collect` returns them.
     """
     lr, frozen = learning_rate(config), frozen_paths(model.axes, config)
+    if (limit := config.optimizer.qk_clip) is not None:
+        check_mixers(config.model, frozen)
     guard, add = Guard(config.train), build_apply(config.train)
     average = build_average(config.train, frozen)
     # 8-bit and offloaded moments keep their old values themselves after a bad step, given
@@ -173,6 +177,9 @@ def make_train_step(
         progress = state.step / config.train.max_steps
         model_state = model.next_state(state.model_state, loss.statistics, progress)
         params = model.next_params(params, model_state, progress)
+        if limit is not None:
+            largest = loss.statistics[LAYERS][MAX_LOGITS].value
+            params = clip_logits(config.model, params, largest, model.stack, limit)
         params = keep_frozen(params, state.params, frozen)
         ema = average(state.ema, params, updates_made(opt_state))
         params, opt_state, model_state, ema = select(
@@ -191,6 +198,9 @@ def make_train_step(
             "applied": applied,
         }
         metrics |= _dataset_metrics(loss, batch) | _aux_metrics(loss, model.stack)
+        if limit is not None:
+            clipped = jnp.sum(largest > limit, dtype=jnp.int32)
+            metrics["logits"] = {"max_logit": jnp.max(largest), "clipped_heads": clipped}
         parts = StepOutputs(grads, updates, applied, new.params, model.stack, config.model.stacks)
         return new, metrics | collect_metrics(collect, parts)
 

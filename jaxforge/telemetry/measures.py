@@ -234,12 +234,16 @@ def collected(extras: Mapping[str, Any]) -> Metrics:
 
 
 def aux_metrics(values: Mapping[str, Any]) -> Metrics:
-    """Return metrics of auxiliary outputs: `terms/*`, `moe/*`, `train/mtp_loss`, else `model/*`.
+    """Return metrics of auxiliary outputs.
+
+    They are `terms/*`, `attention/*`, `moe/*`, `train/mtp_loss`, and `model/*` for all others.
 
     Metrics of `train.objective` keep their names, such as `dpo/accuracy`. An output with one number
     per layer becomes `model/<name>/layers.<i>`.
     """
     metrics = {f"terms/{name}": float(term) for name, term in values.get("losses", {}).items()}
+    logits = values.get("logits", {}).items()
+    metrics |= {f"attention/{name}": float(value) for name, value in logits}
     aux = dict(values.get("side", {}))
     by_depth = [float(loss) for loss in aux.pop(MTP_LOSS, ())]
     if by_depth:

@@ -404,7 +404,7 @@ class Tracker:
 MOST = 1000  # most steps between two reads from the device
 _FETCHED = ("grad_norm", "lr", "step", "counts", "skipped", "consecutive", "nonfinite", "spikes")
 _OF_DATASETS = ("dataset_nll", "dataset_tokens")
-_AUX = ("losses", "side")
+_AUX = ("losses", "side", "logits")
 
 
 def _steps(since: _Mark, now: _Mark) -> int:

@@ -343,7 +343,11 @@ def test_every_key_of_kempnerforge_loads():
         ("data", "mixture_file"),
         *(("optimizer", key) for key in ("lr_patterns", "freeze_patterns", "options")),
         *(("optimizer", f"muon_{key}") for key in ("nesterov", "variant", "beta2", "scale")),
-        ("optimizer", "cautious_weight_decay"),
+        *(
+            ("optimizer", f"soap_{key}")
+            for key in ("precondition_frequency", "max_precond_dim", "shampoo_beta")
+        ),
+        *(("optimizer", key) for key in ("cautious_weight_decay", "qk_clip")),
         *(
             ("metrics", key)
             for key in (

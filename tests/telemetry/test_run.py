@@ -10,7 +10,7 @@ import pytest
 from jaxforge.storage.traffic import Traffic
 from jaxforge.telemetry.epochs import epoch_summary
 from jaxforge.telemetry.expert_load import ROUTER_OUTPUTS, moe_metrics
-from jaxforge.telemetry.measures import StepCost, memory
+from jaxforge.telemetry.measures import StepCost, aux_metrics, memory
 from tests.processes.conftest import ROOT, Run
 from tests.telemetry.readers import events, wandb_history, wandb_records
 from tests.telemetry.traces import steps_in
@@ -98,6 +98,7 @@ def test_documentation_lists_every_metric(run):
     logged |= Traffic(1, 1, 1, 1, 1).since(Traffic()).keys()
     logged |= {"local_checkpoint/blocking_sec", "local_checkpoint/save_sec"}
     logged |= {"replica/blocking_sec", "replica/save_sec", "replica/bytes"}
+    logged |= aux_metrics({"logits": {"max_logit": 1.0, "clipped_heads": 1}}).keys()
     reported = {name: np.ones(1) for name in ROUTER_OUTPUTS} | {"expert_counts": np.ones((1, 2))}
     logged |= {name for name in moe_metrics(reported) if "/layers." not in name}
     table = (ROOT / "docs" / "metrics.md").read_text().partition("##")[0]

@@ -148,6 +148,26 @@ class Attention(Mixer):
         return longer
 
     @classmethod
+    def scale_logits(
+        cls, config: ModelConfig, params: dict[str, Any], factors: Float[Array, "l heads"]
+    ) -> dict[str, Any]:
+        """Return parameters with scaled queries and keys (`Mixer.scale_logits`).
+
+        Queries and keys of a head are each multiplied by the root of its factor. Query heads that
+        share a key head may have different factors. Their key has the root of the smallest one, and
+        each query the remainder, which exceeds 1 for a head that is not scaled: its logits stay the
+        same, and those of the others are multiplied by exactly their factors.
+        """
+        by_key = factors.reshape(len(factors), config.kv_heads, -1)
+        of_keys = jnp.sqrt(jnp.min(by_key, axis=-1))
+        of_queries = (by_key / of_keys[..., None]).reshape(factors.shape)
+        return {
+            **params,
+            "q_proj": scale_outputs(params["q_proj"], of_queries[..., None]),
+            "k_proj": scale_outputs(params["k_proj"], of_keys[..., None]),
+        }
+
+    @classmethod
     def cost(cls, config: ModelConfig) -> MixerCost:
         """Return the multiply-adds of one layer."""
         return attention_cost(config)
@@ -223,6 +243,19 @@ def attend_to_sequence(
         context.positions, scoring, sinks,
     )  # fmt: skip
     return y_BSHh, captured
+
+
+def scale_outputs(
+    linear: dict[str, Array], factors: Float[Array, "l heads #h"]
+) -> dict[str, Array]:
+    """Return weights [l, heads * h, d] and biases [l, heads * h] with their outputs scaled."""
+
+    def scaled(x: Array) -> Array:
+        by_head = x.reshape(*factors.shape[:2], -1, *x.shape[2:])
+        columns = factors.reshape(*factors.shape, *[1] * (x.ndim - 2))
+        return (by_head * columns).astype(x.dtype).reshape(x.shape)
+
+    return {name: scaled(x) for name, x in linear.items()}
 
 
 def constrain_heads(x_BSHh: Float[Array, "b s heads h"], axis: str) -> Float[Array, "b s heads h"]:

@@ -39,7 +39,7 @@ from jaxforge.model.cost import MixerCost
 from jaxforge.model.layer import Context, LayerSettings
 from jaxforge.model.linear import Declare, Linear, is_decoding_step, residual_std
 from jaxforge.model.mixer import Mixer, MixerOut, SavedValues, register_mixer
-from jaxforge.model.mixers.attention import attend_to_sequence, constrain_heads
+from jaxforge.model.mixers.attention import attend_to_sequence, constrain_heads, scale_outputs
 from jaxforge.model.norm import RMSNorm
 from jaxforge.model.rope import rotate
 from jaxforge.parallel import collectives
@@ -230,6 +230,33 @@ class LatentAttention(Mixer):
         """Return a cache with room for more tokens."""
         before = ((0, 0),) * (cache.tokens.ndim - 2)
         return LatentCache(jnp.pad(cache.tokens, (*before, (0, tokens), (0, 0))))
+
+    @classmethod
+    def scale_logits(
+        cls, config: ModelConfig, params: dict[str, Any], factors: Float[Array, "l heads"]
+    ) -> dict[str, Any]:
+        """Return parameters with scaled queries and keys (`Mixer.scale_logits`).
+
+        Channels without positions are multiplied by the root of the factor in queries and keys. The
+        rotary key is shared by all heads and stays the same, so that the rotary channels of queries
+        have the whole factor (arXiv:2507.20534, section 2.2).
+        """
+        s, each = config.latent_attention, factors[..., None]
+        shape = factors.shape
+        rope, values = (
+            jnp.broadcast_to(factor, (*shape, size))
+            for factor, size in ((each, s.rope_head_dim), (1.0, s.value_head_dim))
+        )
+        nope = jnp.broadcast_to(jnp.sqrt(each), (*shape, s.nope_head_dim))
+        queries = "q_proj" if s.q_rank is None else "q_b_proj"
+        of_queries, of_keys = (
+            jnp.concatenate([nope, others], axis=-1) for others in (rope, values)
+        )
+        return {
+            **params,
+            queries: scale_outputs(params[queries], of_queries),
+            "kv_b_proj": scale_outputs(params["kv_b_proj"], of_keys),
+        }
 
     @classmethod
     def cost(cls, config: ModelConfig) -> MixerCost:

@@ -60,6 +60,8 @@ NAMES: Mapping[str, Name] = {
     "train/params_norm": Name("Norm of the parameters", "", UPDATES),
     "train/update_norm": Name("Norm of the update", "", UPDATES, zero=True),
     "train/max_attention_logit": Name("Largest attention logit", "", UPDATES),
+    "attention/max_logit": Name("Largest attention logit", "of the update", UPDATES),
+    "attention/clipped_heads": Name("Heads scaled by QK-Clip", "of all layers", UPDATES, zero=True),
     "train/num_zeros_in_grad": Name("Zeros in the gradient", "elements", UPDATES, zero=True),
     "train/loss_scale": Name("Loss scale", "of the next step", UPDATES),
     "train/skipped_steps": Name("Skipped steps", "so far", UPDATES, zero=True),
