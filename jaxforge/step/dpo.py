@@ -45,8 +45,8 @@ class Answers(NamedTuple):
         rejected: sums over rejected answers.
     """
 
-    chosen: Float[Array, "*b pairs"]
-    rejected: Float[Array, "*b pairs"]
+    chosen: Float[Array, "... pairs"]
+    rejected: Float[Array, "... pairs"]
 
 
 def sum_answers(values: Float[Array, "*b s"], segment_ids: Int[Array, "*b s"]) -> Answers:

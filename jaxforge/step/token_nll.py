@@ -43,8 +43,8 @@ class Target(NamedTuple):
         probabilities: their probabilities, which have no gradient.
     """
 
-    ids: Int[Array, "*t k"]
-    probabilities: Float[Array, "*t k"]
+    ids: Int[Array, "... k"]
+    probabilities: Float[Array, "... k"]
 
     @classmethod
     def of_labels(cls, labels: Int[Array, "b s"]) -> "Target":
