@@ -32,6 +32,7 @@ def ineffective_settings(config: JobConfig, platform: str) -> list[str]:
         *_experts(config),
         *_mtp(config),
         *_average(config),
+        *_objective(config),
         *schedule(config),
         *_intervals(config),
     ]
@@ -132,6 +133,17 @@ def _mtp(config: JobConfig) -> Iterator[str]:
             f"train.mtp_loss_weight = {config.train.mtp_loss_weight:g} has no effect: the model "
             "predicts no further tokens (model.mtp_depth = 0); remove it, or set model.mtp_depth"
         )
+
+
+def _objective(config: JobConfig) -> Iterator[str]:
+    for name in ("dpo", "distillation"):
+        section = getattr(config, name)
+        if section.model_fields_set and config.train.objective != name:
+            keys = ", ".join(f"{name}.{key}" for key in sorted(section.model_fields_set))
+            yield (
+                f'{keys} has no effect: train.objective = "{config.train.objective}"; remove it, '
+                f'or set train.objective = "{name}"'
+            )
 
 
 def _average(config: JobConfig) -> Iterator[str]:

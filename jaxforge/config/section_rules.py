@@ -310,8 +310,88 @@ def adapters_are_supported(config: JobConfig, mesh: Mesh) -> Iterator[Problem]:
         )
 
 
+def objective_has_one_loss(config: JobConfig, mesh: Mesh) -> Iterator[Problem]:
+    """Refuse a registered loss with an objective that defines its own."""
+    train = config.train
+    if train.objective != "next_token" and train.loss_fn not in CROSS_ENTROPIES:
+        yield Problem(
+            f'train.objective = "{train.objective}" defines the loss, and train.loss_fn = '
+            f'"{train.loss_fn}" defines another one',
+            (single_change("train.loss_fn", CROSS_ENTROPIES[0]),),
+        )
+
+
+def teacher_is_named(config: JobConfig, mesh: Mesh) -> Iterator[str]:
+    """Require the teacher of a distillation."""
+    if config.train.objective == "distillation" and config.distillation.teacher is None:
+        yield (
+            'train.objective = "distillation" requires a teacher: set distillation.teacher to its '
+            "run"
+        )
+
+
+def teacher_logits_exist(config: JobConfig, mesh: Mesh) -> Iterator[Problem]:
+    """Require at most as many logits of the teacher as the vocabulary has entries."""
+    top_k, entries = config.distillation.top_k, config.model.vocab_size
+    if config.train.objective == "distillation" and top_k > entries:
+        yield Problem(
+            f"distillation.top_k = {top_k} exceeds model.vocab_size = {entries}",
+            (single_change("distillation.top_k", entries),),
+        )
+
+
+def reference_is_named(config: JobConfig, mesh: Mesh) -> Iterator[str]:
+    """Require the reference of DPO."""
+    if config.train.objective != "dpo" or config.dpo.reference is not None:
+        return
+    if config.checkpoint.load_path is None:
+        yield (
+            'train.objective = "dpo" requires a trained model: set checkpoint.load_path to it, and '
+            "dpo.reference if the reference is another model"
+        )
+    elif config.lora.adapter is not None:
+        yield (
+            'train.objective = "dpo" with lora.adapter starts from an adapted model: set '
+            "dpo.reference to a run with its merged weights, or to the base model"
+        )
+
+
+def preferences_are_read(config: JobConfig, mesh: Mesh) -> Iterator[str]:
+    """Require prepared pairs of answers for DPO."""
+    data = config.data
+    if config.train.objective == "dpo" and not (data.dataset_path or data.datasets):
+        yield (
+            'train.objective = "dpo" requires pairs of answers: set data.dataset_path to the '
+            "output of jaxforge prepare --preferences"
+        )
+
+
+def preferences_have_one_loss(config: JobConfig, mesh: Mesh) -> Iterator[Problem]:
+    """Refuse terms of the cross-entropy, which DPO has not."""
+    if config.train.objective != "dpo":
+        return
+    if config.train.z_loss_weight:
+        yield Problem(
+            f'train.objective = "dpo" has no z-loss: train.z_loss_weight = '
+            f"{config.train.z_loss_weight:g}",
+            (single_change("train.z_loss_weight", 0.0),),
+        )
+    if config.model.mtp_depth:
+        yield Problem(
+            f'train.objective = "dpo" does not train modules of multi-token prediction: '
+            f"model.mtp_depth = {config.model.mtp_depth}",
+            (single_change("model.mtp_depth", 0),),
+        )
+
+
 SECTION_RULES: tuple[Rule, ...] = (
     adapters_are_supported,
+    objective_has_one_loss,
+    teacher_is_named,
+    teacher_logits_exist,
+    reference_is_named,
+    preferences_are_read,
+    preferences_have_one_loss,
     seq_len_fits_model,
     eval_has_source,
     evaluated_average_exists,
@@ -344,8 +424,9 @@ def _evaluation_metrics(config: JobConfig) -> tuple[str, ...]:
 
 def _has_terms(config: JobConfig) -> bool:
     """Return whether a loss, evaluation function or model may add metrics, known once built."""
-    own = config.train.loss_fn not in CROSS_ENTROPIES or config.eval.functions
-    return bool(own) or config.model.model_type != "transformer"
+    train = config.train
+    own = train.loss_fn not in CROSS_ENTROPIES or train.objective != "next_token"
+    return bool(own or config.eval.functions) or config.model.model_type != "transformer"
 
 
 def _no_source(name: str, names: list[str]) -> str:

@@ -59,6 +59,7 @@ class Progress:
         callbacks: states of callbacks by class, as `training.callbacks.saved_state` encodes them.
         data: fingerprint of each dataset (`data.fingerprint`); empty in older checkpoints.
         base: dtype and hash of each array of the model that adapters belong to; empty without.
+        frozen: dtype and hash of each array of the reference or teacher; empty without.
         run_id: identifies the run across restarts; also the id in W&B.
     """
 
@@ -81,6 +82,7 @@ class Progress:
     callbacks: dict[str, Any] = dataclasses.field(default_factory=dict)
     data: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
     base: dict[str, Any] = dataclasses.field(default_factory=dict)
+    frozen: dict[str, Any] = dataclasses.field(default_factory=dict)
     run_id: str = dataclasses.field(default_factory=lambda: uuid.uuid4().hex[:12])
 
     @property

@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 
 from jaxforge.config import (
+    DistillationConfig,
+    DpoConfig,
     EarlyStopConfig,
     JobConfig,
     LoraConfig,
@@ -219,6 +221,9 @@ def test_every_key_of_kempnerforge_loads():
         *(("scheduler", key) for key in ("warmup_offset", "unit")),
         *(("early_stop", key) for key in EarlyStopConfig.model_fields),
         *(("lora", key) for key in LoraConfig.model_fields),
+        *(("dpo", key) for key in DpoConfig.model_fields),
+        *(("distillation", key) for key in DistillationConfig.model_fields),
+        ("train", "objective"),
         *(
             ("model", key)
             for key in (

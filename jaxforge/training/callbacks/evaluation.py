@@ -51,7 +51,7 @@ class Evaluation(RunCallback):
         config = run.config
         if not config.eval.enabled:
             return None
-        evaluator = Evaluator(config, run.mesh, run.model, run.eval_data, run.tokenizer)
+        evaluator = Evaluator(config, run.mesh, run.model, run.eval_data, run.tokenizer, run.frozen)
         if evaluator.names:
             evaluator.check_reports(config.checkpoint.best_metric)
         if config.early_stop.active and config.early_stop.metric.startswith("eval/"):
