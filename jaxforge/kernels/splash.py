@@ -68,8 +68,8 @@ def splash_attention(
         assert isinstance(y, jax.Array)  # a single array, because residuals are not requested
         return y
 
-    # Rows with lists of tiles of their own need a loop. vmap would make one that carries the results
-    # of all rows, and rematerialization then saves that carry in every iteration.
+    # Rows with lists of tiles of their own need a loop. vmap would make one that carries the
+    # results of all rows, and rematerialization then saves that carry in every iteration.
     over_rows = jax.vmap(of_row) if segment_ids is None else functools.partial(jax.lax.map, of_row)
     return over_rows((q, k, v, segment_ids)).swapaxes(1, 2)
 
