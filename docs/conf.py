@@ -16,6 +16,7 @@ CHAPTERS = {
         "dial",
         "data",
         "lora",
+        "preference_and_distillation",
         "prepare_terabytes",
         "launching",
         "elastic",

@@ -23,6 +23,7 @@ from jaxforge.state.train_state import TrainState, init_train_state, state_shard
 from jaxforge.step.collect import check_collect
 from jaxforge.step.grad_sync import GradSync, resolve_grad_sync
 from jaxforge.step.gradients import Batch, Gradients, make_gradients
+from jaxforge.step.objectives import with_frozen_fields
 from jaxforge.step.padded_batch import MAX_PROGRAMS, N_MICROBATCHES, pad_batch
 from jaxforge.step.train_step import Controls, make_train_step
 
@@ -121,7 +122,9 @@ class Program:
         rows = train.microbatch_size(data_parallel_size(self.mesh))
         shape: tuple[int, ...] = (train.grad_accum_steps, rows, train.seq_len)
         shapes = {"input_ids": shape, "labels": shape}
-        shapes |= {"segment_ids": shape} if data.pack_sequences else {}
+        has_pairs = train.objective == "dpo"
+        shapes |= {"segment_ids": shape} if data.pack_sequences or has_pairs else {}
+        shapes |= {"is_padding": shape} if has_pairs else {}
         shapes |= {"dataset_idx": shape[:2]} if data.datasets else {}
         batch = {name: jax.ShapeDtypeStruct(shape, jnp.int32) for name, shape in shapes.items()}
         split = batch_shardings(self.mesh, batch)
@@ -199,10 +202,12 @@ class Program:
         """Return the update as a run compiles it, without creating arrays.
 
         Args:
-            batch: arrays or their shapes and shardings; by default `abstract_batch()`.
+            batch: arrays or their shapes and shardings; by default `abstract_batch()`. Fields of a
+                frozen model (`train.objective`) are added.
         """
         batch = self.abstract_batch() if batch is None else batch
         controls = Controls(next_lr_scale=1.0)  # as `TrainingData.controls` passes them
+        batch = with_frozen_fields(self.config, self.mesh, batch)
         with self.context():
             return self.step.lower(self.abstract_state(), batch, controls)
 
@@ -253,9 +258,22 @@ class Program:
         """
         if not self.pads_batches:
             return {}
-        batch = self.abstract_batch() if batch is None else batch
         lower = functools.partial(pad_batch.lower, largest=self.sizes[-1], mesh=self.mesh)
-        return {n: lower(_resized(batch, n)) for n in self.sizes}
+        return {
+            n: lower(with_frozen_fields(self.config, self.mesh, resized))
+            for n, resized in self.abstract_batches(batch).items()
+        }
+
+    def abstract_batches(
+        self, batch: Batch | AbstractBatch | None = None
+    ) -> dict[int, AbstractBatch]:
+        """Return shapes and shardings of the run's batches, by their number of microbatches.
+
+        Args:
+            batch: as in `lower_sizes`.
+        """
+        batch = self.abstract_batch() if batch is None else batch
+        return {n: _resized(batch, n) for n in self.sizes}
 
 
 def _resized(batch: Batch | AbstractBatch, n: int) -> AbstractBatch:

@@ -60,6 +60,12 @@ def _texts() -> None:
         for i, part in enumerate((ROOT / "docs" / f"{name}.md").read_text().split("\n\n")):
             Path("my_texts", f"{name}_{i}.md").write_text(part)
     Path("questions.jsonl").write_text('{"prompt": "What is"}\n{"prompt": "The"}\n')
+    Path("pairs.jsonl").write_text(
+        "".join(
+            f'{{"prompt": "{i}?", "chosen": " Yes.", "rejected": " I do not know."}}\n'
+            for i in range(20)
+        )
+    )
     Path("chats.jsonl").write_text(
         '{"messages": [{"role": "user", "content": "Hello"},'
         ' {"role": "assistant", "content": "Hello there"}]}\n' * 20

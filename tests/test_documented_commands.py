@@ -43,6 +43,7 @@ META = {
     "averaging": {"RUN": "runs/mine", "RUN@400": "runs/mine@400", "DIR": "made"},
     "data": {"INPUT": "my_texts", "PATH": "chat_tokenizer", "DIR": "made"},
     "lora": {"RUN": "runs/adapted", "MERGED": "made", "ADAPTER": "made"},
+    "preference_and_distillation": {"PATH": "chat_tokenizer", "DIR": "made"},
     "torch_compat": {
         "SRC": "old/checkpoints", "DST": "made", "RUN": "my_run", "PATH": "my_run",
         "A": "new", "B": "my_run", "MODULE:FACTORY": "mymodel:build",

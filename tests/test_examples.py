@@ -15,11 +15,8 @@ import pytest
 
 from jaxforge import inference
 from jaxforge.aux_outputs import LossWeights
-from jaxforge.commands.prepare import main as prepare
-from jaxforge.commands.train import main
 from jaxforge.config.model import ModelConfig
 from jaxforge.data.sources import open_training_data
-from jaxforge.errors import UserError
 from jaxforge.exit_codes import Exit
 from jaxforge.model.transformer import Model, build_model
 from jaxforge.optim.optimizer import build_optimizer, learning_rate
@@ -46,8 +43,6 @@ def examples(monkeypatch, own_names):
 
 
 SCRIPTS = sorted(EXAMPLES.glob("*.py"))
-TAKES = {"distillation": ["teacher"], "preference": ["reference", "pairs.jsonl"]}
-"""Words that a script takes before its settings."""
 
 
 def run_script(path, arguments, monkeypatch):
@@ -78,8 +73,7 @@ def test_example_has_a_run_directory_of_its_own(path, setting, monkeypatch):
         return Exit.COMPLETED
 
     monkeypatch.setattr("jaxforge.training.launch.train", start)
-    monkeypatch.setenv("TEACHER_RUN", "")
-    arguments = [*TAKES.get(path.stem, []), "--config", str(ROOT / "configs" / "debug.toml")]
+    arguments = ["--config", str(ROOT / "configs" / "debug.toml")]
     assert run_script(path, [*arguments, *setting], monkeypatch) == 0
     assert [Path(run).name for run in started] == ["elsewhere" if setting else path.stem]
 
@@ -200,107 +194,3 @@ def test_run_with_the_hook_and_the_loss(tmp_path):
     # What a run names is found again, by whoever opens it.
     trained = inference.open_run(run, devices=jax.devices()[:1])
     assert trained.config.train.loss_fn == "smoothed_cross_entropy"
-
-
-TWO = [
-    "--config", str(ROOT / "configs" / "debug.toml"), "--distributed.dp_shard=2",
-    "--train.batch_size=4", "--train.grad_accum_steps=1", "--train.seq_len=64", "--model.dim=32",
-    "--model.n_layers=1", "--model.vocab_size=260", "--train.mixed_precision=fp32",
-    "--train.max_steps=3", "--metrics.log_interval=1", "--scheduler.warmup_steps=1",
-]  # fmt: skip
-
-
-def steps_of(run):
-    rows = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
-    return [row for row in rows if "train/loss" in row]
-
-
-@pytest.mark.usefixtures("examples")
-def test_answers_are_judged_by_capped_logits():
-    import preference as example
-
-    model = build_model(tiny_config(model={"final_logit_softcap": 0.1}))
-    params = jax.jit(model.init)(jax.random.key(0))
-    tokens = jax.random.randint(jax.random.key(1), (2, 12), 0, 256)
-    batch = {"labels": tokens, "segment_ids": jnp.repeat(jnp.array([[0, 1]] * 2), 6, axis=1)}
-    hidden = jax.jit(model.hidden)(params, tokens)
-    products = hidden @ params["output_head"]["proj"]["weight"].T
-    log_p = jax.nn.log_softmax(0.1 * jnp.tanh(products / 0.1))
-    expected = jnp.take_along_axis(log_p, tokens[..., None], -1).reshape(2, 2, 6).sum(-1)
-    result = example.answer_log_p(params, model, hidden, batch)
-    np.testing.assert_allclose(result, expected, rtol=1e-5)
-    uncapped = jnp.take_along_axis(jax.nn.log_softmax(products), tokens[..., None], -1)
-    assert np.abs(uncapped.reshape(2, 2, 6).sum(-1) - expected).max() > 1e-3
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("examples")
-def test_student_that_is_its_teacher_has_nothing_to_learn_from_it(tmp_path, monkeypatch):
-    import distillation as example
-
-    teacher = tmp_path / "teacher"
-    assert main([*TWO, f"--checkpoint.dir={teacher}"]) == 0
-    monkeypatch.setenv(example.TEACHER, str(teacher))
-    own = ["--model.model_type=distilled", "--train.loss_fn=distillation"]
-    same = [f"--checkpoint.load_path={teacher}"]
-    same.append('--checkpoint.exclude_from_loading=["optimizer","progress"]')
-    assert main([*TWO, *own, *same, f"--checkpoint.dir={tmp_path / 'same'}"]) == 0
-    first, *others = steps_of(tmp_path / "same")
-    assert abs(first["terms/teacher"]) < 1e-6
-    assert first["terms/labels"] == pytest.approx(first["train/loss"])
-    assert others[-1]["terms/teacher"] > 1e-5
-    assert main([*TWO, *own, f"--checkpoint.dir={tmp_path / 'other'}"]) == 0
-    assert all(step["terms/teacher"] > 1e-6 for step in steps_of(tmp_path / "other"))
-
-
-@pytest.mark.usefixtures("examples")
-def test_teacher_of_another_vocabulary_is_refused(tmp_path, monkeypatch):
-    import distillation as example
-
-    (tmp_path / "config.toml").write_text("[model]\nvocab_size = 300\n")
-    config = tiny_config(model={"model_type": "distilled", "vocab_size": 256})
-    monkeypatch.setenv(example.TEACHER, str(tmp_path))
-    with pytest.raises(UserError, match=r"model.vocab_size = 256 differs from the 300 of the"):
-        build_model(config)
-    monkeypatch.delenv(example.TEACHER)
-    with pytest.raises(UserError, match="the teacher is missing: name its run directory"):
-        build_model(config)
-
-
-@pytest.mark.usefixtures("examples")
-@pytest.mark.parametrize("line", ["{", "[]", '{"prompt": "a"}', '{"prompt": 1}', '"prompt"'])
-def test_line_that_is_no_pair_is_named(line, tmp_path):
-    import preference as example
-
-    path = tmp_path / "pairs.jsonl"
-    with pytest.raises(UserError, match=r"PAIRS .*pairs.jsonl: .*No such file"):
-        example.read_pairs(path)
-    good = {"prompt": "a", "chosen": "b", "rejected": "c"}
-    path.write_text(f"{json.dumps(good | {'id': 7})}\n{line}\n")
-    with pytest.raises(UserError, match=r"pairs.jsonl:2: expected an object with the texts"):
-        example.read_pairs(path)
-    path.write_text(json.dumps(good | {"id": 7}))
-    assert example.read_pairs(path) == [good]
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("examples")
-def test_answers_that_are_preferred_become_likelier(tmp_path):
-    import preference as example
-
-    (tmp_path / "text.txt").write_text("one two three " * 200)
-    text, prepared = str(tmp_path / "text.txt"), str(tmp_path / "data")
-    assert prepare([text, "--tokenizer", "byte", "--output", prepared]) == 0
-    data = [f"--data.dataset_path={tmp_path / 'data' / 'train'}"]
-    data.append(f"--data.tokenizer_path={tmp_path / 'data' / 'tokenizer'}")
-    run, pairs = tmp_path / "run", tmp_path / "pairs.jsonl"
-    assert main([*TWO, *data, f"--checkpoint.dir={run}"]) == 0
-    answers = {"prompt": "Which?", "chosen": " This one.", "rejected": " None, thanks."}
-    pairs.write_text("\n".join([json.dumps(answers)] * 8))
-    settings = [*TWO, f"--checkpoint.dir={tmp_path / 'dpo'}", "--train.max_steps=8"]
-    assert example.train_on(run, pairs, [*settings, "--optimizer.lr=3e-2"]) == 0
-    first, *_, last = steps_of(tmp_path / "dpo")
-    assert first["train/loss"] == pytest.approx(np.log(2), rel=1e-5)
-    assert first["model/margin"] == pytest.approx(0, abs=1e-5)
-    assert last["model/right"] == 1
-    assert last["train/loss"] < first["train/loss"]

@@ -16,13 +16,17 @@ PACKAGES = ("jaxforge", "torch_compat")
 
 ROOMS = ["errors", "exit_codes", "aux_outputs", "cli", "registry", "storage", "config", "parallel",
          "kernels", "model", "state", "optim", "data", "step", "program", "checkpoint", "telemetry",
-         "runs", "training", "inference", "tools", "supervision", "commands",
+         "runs", "tasks", "training", "inference", "tools", "supervision", "commands",
          "__main__"]  # fmt: skip
 """Files and directories of jaxforge; each imports only those before it."""
 TORCH_ROOMS = ["formats", "names", "families", "checkpoint", "convert", "lockstep",
                "__main__"]  # fmt: skip
 TOP_FILES = 8
-SUBCLASSES = {"jaxforge.tools.lm_eval.adapter"}  # of classes that an extra brings
+SUBCLASSES = {  # of classes that an extra brings
+    "jaxforge.tasks.lm_eval_model",
+    "jaxforge.tasks.lm_eval_tasks",
+    "jaxforge.tools.lm_eval.adapter",
+}
 
 
 def imports_of(path, *, at_once=False):

@@ -145,7 +145,7 @@ def starting_state(
         return _with_new_adapters(program, open_foreign)
     if not section.start_path:
         return program.init(), Progress()
-    with _opened(section, config, open_foreign) as source:
+    with opened(section, config, open_foreign) as source:
         if section.branch and not source.has_optimizer:
             raise UserError(
                 f"checkpoint.branch_from: {source.name} holds weights only. Start a new run with "
@@ -158,10 +158,10 @@ def starting_state(
     if section.branch:
         progress = dataclasses.replace(progress, best_metric=None, best_step=None, early_stop={})
         return state, dataclasses.replace(
-            progress, run_id=fresh.run_id, validation=None, rollbacks=[]
+            progress, run_id=fresh.run_id, validation=None, rollbacks=[], frozen={}
         )
     progress = dataclasses.replace(
-        progress, run_id=fresh.run_id, validation=None, rollbacks=[], data={}
+        progress, run_id=fresh.run_id, validation=None, rollbacks=[], data={}, frozen={}
     )
     return state, progress
 
@@ -180,7 +180,7 @@ def find_start(section: CheckpointConfig) -> tuple[Path, int]:
 
 
 @contextlib.contextmanager
-def _opened(
+def opened(
     section: CheckpointConfig, config: JobConfig, open_foreign: OpenForeign | None
 ) -> Iterator[Source]:
     """Open the start of a run: a run of jaxforge or, with `open_foreign`, any other checkpoint."""
@@ -194,7 +194,7 @@ def _opened(
         yield Saved(checkpoints, step)
 
 
-def _at(config: JobConfig, path: str) -> CheckpointConfig:
+def at_path(config: JobConfig, path: str) -> CheckpointConfig:
     """Return the `[checkpoint]` section with another start."""
     return config.checkpoint.model_copy(update={"load_path": path, "branch_from": None})
 
@@ -299,25 +299,32 @@ def load_base(
         lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
         model_tree(*abstract), model_tree(*shardings),
     )  # fmt: skip
-    with _opened(_at(config, path), config, open_foreign) as source:
+    with opened(at_path(config, path), config, open_foreign) as source:
         log.info("adapters belong to %s", source.name)
-        restored = source.restore_model(by_layer(like, model.stack))
-    hashes = begin(restored["params"])()
-    dtypes = {n: str(x.dtype) for n, x in flatten_dict(restored["params"], sep=".").items()}
-    record = {name: [dtypes[name], value] for name, value in hashes.items()}
-    _check_unchanged(path, record, recorded)
+        restored, record = restore_recorded(source, by_layer(like, model.stack))
+    if name := changed_array(record, recorded):
+        raise UserError(
+            f"checkpoint.load_path = {path} is not the model that the adapters were trained with: "
+            f"{name} differs. Restore that model, or set checkpoint.load_path to a copy"
+        )
     restored = by_stage(restored, model.stack, drop_unsaved(like, restored))
     return Base(restored["params"], restored.get("model_state", {}), record)
 
 
-def _check_unchanged(path: str, record: Mapping[str, Any], recorded: Mapping[str, Any]) -> None:
-    """Compare a base model with the recorded one; arrays of another dtype are not compared."""
+def restore_recorded(source: Source, like: PyTree) -> tuple[PyTree, dict[str, Any]]:
+    """Restore a model that is not trained; return it with dtype and hash of each parameter."""
+    restored = source.restore_model(like)
+    hashes = begin(restored["params"])()
+    dtypes = {n: str(x.dtype) for n, x in flatten_dict(restored["params"], sep=".").items()}
+    return restored, {name: [dtypes[name], value] for name, value in hashes.items()}
+
+
+def changed_array(record: Mapping[str, Any], recorded: Mapping[str, Any]) -> str | None:
+    """Return the first array that differs from a record; arrays of another dtype do not count."""
     for name, (dtype, value) in recorded.items():
         if name not in record or (record[name][0] == dtype and record[name][1] != value):
-            raise UserError(
-                f"checkpoint.load_path = {path} is not the model that the adapters were trained "
-                f"with: {name} differs. Restore that model, or set checkpoint.load_path to a copy"
-            )
+            return name
+    return None
 
 
 def _with_new_adapters(
@@ -328,8 +335,8 @@ def _with_new_adapters(
     base = load_base(program, open_foreign)
     like, _ = split_adapters(program.abstract_state().params)
     if lora.adapter is not None:
-        section = _at(program.config, lora.adapter)
-        with _opened(section, program.config, open_foreign) as source:
+        section = at_path(program.config, lora.adapter)
+        with opened(section, program.config, open_foreign) as source:
             log.info("starting with the adapters of %s", source.name)
             adapters = source.restore_model({"params": by_layer(like, model.stack)})["params"]
             adapters = by_stage(adapters, model.stack, like)

@@ -70,14 +70,18 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     args.command_line = list(sys.argv[1:] if argv is None else argv)
     if args.vocab_size and args.tokenizer != "bpe":
         line.error("--vocab-size requires --tokenizer bpe; other tokenizers have a fixed size")
+    kind = "--preferences" if args.preferences else "--conversations"
+    if args.preferences and args.conversations:
+        line.error("--preferences and --conversations exclude each other")
+    args.conversations |= args.preferences  # pairs of conversations
     if args.conversations and args.tokenizer == "bpe":
-        line.error("--conversations requires the tokenizer of the model, not --tokenizer bpe")
+        line.error(f"{kind} requires the tokenizer of the model, not --tokenizer bpe")
     if args.conversations and args.dtype == "uint16":
-        line.error("--conversations are written as uint32: remove --dtype")
+        line.error(f"{kind} are written as uint32: remove --dtype")
     if args.validation_fraction and args.validation_tokens:
         line.error("--validation-fraction and --validation-tokens exclude each other")
     if args.conversations and args.validation_tokens:
-        line.error("--conversations are held out as a whole: use --validation-fraction")
+        line.error(f"{kind} are held out as a whole: use --validation-fraction")
     if args.address and args.engine != "ray":
         line.error("--address is that of a Ray cluster: add --engine ray, or remove it")
     if (args.slurm or args.share) and args.engine == "ray":
@@ -184,6 +188,11 @@ _ARGUMENTS: dict[str, dict] = {
         "fine-tuning: they are formatted with the tokenizer's chat template, and only the "
         "assistant's text is trained on",
     },
+    "--preferences": {
+        "action": "store_true",
+        "help": "records are pairs of answers (chosen, rejected) to a prompt, texts or messages, "
+        'for train.objective = "dpo"; they are formatted as by --conversations',
+    },
     "--skip-bad": {"action": "store_true", "help": "skip and count records without text"},
     "--max-record-bytes": {
         "type": positive_int,
@@ -234,7 +243,7 @@ _ARGUMENTS: dict[str, dict] = {
     "--overwrite": {"action": "store_true", "help": "replace an earlier output in DIR"},
     "--glob": {
         "help": "file name patterns in directories, separated by commas (default: "
-        f"{','.join(TEXTS)} and record files; with --conversations, record files)",
+        f"{','.join(TEXTS)} and record files; with --conversations or --preferences, record files)",
     },
     "--exclude": {
         "action": "append",

@@ -17,6 +17,7 @@ from jaxforge.config.job import JobConfig
 from jaxforge.config.lora import LoraConfig
 from jaxforge.config.metrics import MetricsConfig
 from jaxforge.config.model import ModelConfig, RopeScaling
+from jaxforge.config.objective import DistillationConfig, DpoConfig
 from jaxforge.config.optimizer import OptimizerConfig
 from jaxforge.config.plugins import PluginsConfig
 from jaxforge.config.profiling import ProfilingConfig
@@ -32,7 +33,9 @@ __all__ = [
     "CheckpointConfig",
     "DataConfig",
     "DatasetSource",
+    "DistillationConfig",
     "DistributedConfig",
+    "DpoConfig",
     "DynCkptWindow",
     "EarlyStopConfig",
     "EvalConfig",

@@ -3,7 +3,7 @@
 import re
 from collections import Counter
 from collections.abc import Iterator
-from typing import Annotated, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 from pydantic import NonNegativeFloat, NonNegativeInt, PositiveInt
 
@@ -17,6 +17,15 @@ METRICS = ("loss", "perplexity", "bits_per_byte")
 
 AVERAGE_PREFIX = "ema_"
 """Prefix of the same metrics of the average of the parameters (`train.ema_decay`)."""
+
+TASKS_PREFIX = "eval/tasks/"
+"""Prefix of metrics of tasks (`eval.tasks`)."""
+
+STDERR_SUFFIX = "_stderr"
+"""Suffix of the standard error of a metric of a task."""
+
+CORE_METRICS = (f"{TASKS_PREFIX}core", f"{TASKS_PREFIX}{AVERAGE_PREFIX}core")
+"""CORE of the parameters, and of their average."""
 
 EVAL_FUNCTIONS = Registry("eval.functions", "accuracy")
 """Registered evaluation functions (`training.eval_functions`)."""
@@ -102,6 +111,22 @@ class EvalConfig(EvalSource):
     """Several named sets, as an alternative to a single set."""
     functions: tuple[Annotated[str, EVAL_FUNCTIONS], ...] = ()
     """Names of registered evaluation functions, such as accuracy, logged for each set."""
+    tasks: tuple[str, ...] = ()
+    """Names or YAML files of lm_eval tasks and groups to evaluate on, such as lambada_openai."""
+    tasks_path: PathText = ""
+    """Directory of YAML files with tasks of your own, by name."""
+    tasks_core: PathText = ""
+    """Directory of DCLM's CORE tasks (core.yaml, eval_meta_data.csv, eval_data) to evaluate on."""
+    tasks_interval: PositiveSteps | None = None
+    """Updates between evaluations on tasks; by default eval.interval."""
+    tasks_num_fewshot: NonNegativeInt | None = None
+    """Examples before each question of lm_eval's tasks; by default those of each task."""
+    tasks_limit: PositiveInt | None = None
+    """Documents per task, always the first; by default all."""
+    tasks_batch_size: PositiveInt = 32
+    """Sequences per batch of tasks, over all devices."""
+    tasks_weights: Literal["raw", "ema"] = "raw"
+    """Weights that are evaluated on tasks: the parameters, or their average (train.ema_decay)."""
     sample_interval: Steps = 0
     """Updates between generated text samples, also without evaluation; 0 disables them."""
     sample_prompts: tuple[str, ...] = ("",)
@@ -137,6 +162,8 @@ class EvalConfig(EvalSource):
             yield f'two evaluation sets have the name "{name}": rename one'
         if len(set(self.functions)) < len(self.functions):
             yield "functions contains a name twice: remove one"
+        if len(set(self.tasks)) < len(self.tasks):
+            yield "tasks contains a name twice: remove one"
 
     def schedules(self) -> dict[str, EvalSchedule]:
         """Return the schedule of each set by name; a single set has the name ""."""
@@ -152,6 +179,14 @@ class EvalConfig(EvalSource):
         """Return the names of the sets to evaluate after `step` updates."""
         return [name for name, schedule in self.schedules().items() if schedule.is_due(step)]
 
+    def tasks_schedule(self) -> EvalSchedule:
+        """Return the schedule of the tasks; `steps` does not apply to them."""
+        return EvalSchedule(self.tasks_interval or self.interval, self.start_step, 0)
+
+    def are_tasks_due(self, step: int) -> bool:
+        """Return whether to evaluate on tasks after `step` updates."""
+        return self.has_tasks and self.tasks_schedule().is_due(step)
+
     def is_sample_due(self, step: int) -> bool:
         """Return whether to write samples after `step` updates."""
         return self.sample_interval > 0 and step % self.sample_interval == 0
@@ -159,6 +194,11 @@ class EvalConfig(EvalSource):
     def is_capture_due(self, step: int) -> bool:
         """Return whether to capture activations after `step` updates."""
         return self.activations_interval > 0 and step % self.activations_interval == 0
+
+    @property
+    def has_tasks(self) -> bool:
+        """True if any task is named."""
+        return bool(self.tasks or self.tasks_core)
 
     @property
     def captured_points(self) -> tuple[str, ...]:

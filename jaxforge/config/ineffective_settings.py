@@ -32,6 +32,7 @@ def ineffective_settings(config: JobConfig, platform: str) -> list[str]:
         *_experts(config),
         *_mtp(config),
         *_average(config),
+        *_objective(config),
         *schedule(config),
         *_intervals(config),
     ]
@@ -134,6 +135,17 @@ def _mtp(config: JobConfig) -> Iterator[str]:
         )
 
 
+def _objective(config: JobConfig) -> Iterator[str]:
+    for name in ("dpo", "distillation"):
+        section = getattr(config, name)
+        if section.model_fields_set and config.train.objective != name:
+            keys = ", ".join(f"{name}.{key}" for key in sorted(section.model_fields_set))
+            yield (
+                f'{keys} has no effect: train.objective = "{config.train.objective}"; remove it, '
+                f'or set train.objective = "{name}"'
+            )
+
+
 def _average(config: JobConfig) -> Iterator[str]:
     """Yield settings of an average that is off, is too short, or is lost in rounding errors."""
     train = config.train
@@ -201,6 +213,12 @@ def _evaluation(config: JobConfig, tenth: int) -> Iterator[str]:
     """Yield evaluation sets that are never evaluated, and metrics that are never logged."""
     section, last = config.eval, config.train.max_steps
     if not section.enabled:
+        if section.has_tasks:
+            key = "eval.tasks" if section.tasks else "eval.tasks_core"
+            yield (
+                f"{key} has no effect with eval.enabled = false: change "
+                + describe_change({"eval.enabled": True})
+            )
         return
     messages = []
     for i, (name, schedule) in enumerate(section.schedules().items()):
@@ -219,7 +237,29 @@ def _evaluation(config: JobConfig, tenth: int) -> Iterator[str]:
                 f"{schedule.interval:,} up to train.max_steps = {last:,}, so evaluation never "
                 f"runs: change {describe_change({start_key: 0})}"
             )
-    yield from dict.fromkeys(messages) if messages else _metrics_of_all_sets(config)
+    if section.has_tasks:
+        messages += _tasks_never_run(config, tenth)
+    if not messages and section.sources():
+        messages += _metrics_of_all_sets(config)
+    yield from dict.fromkeys(messages)
+
+
+def _tasks_never_run(config: JobConfig, tenth: int) -> Iterator[str]:
+    """Yield the key whose value prevents every evaluation on tasks."""
+    section, last = config.eval, config.train.max_steps
+    schedule = section.tasks_schedule()
+    key = "eval.interval" if section.tasks_interval is None else "eval.tasks_interval"
+    if schedule.interval > last:
+        yield (
+            f"{key} = {schedule.interval:,} exceeds train.max_steps = {last:,}, so tasks are never "
+            f"evaluated: change {describe_change({key: tenth})}"
+        )
+    elif not schedule.due_steps(last):
+        yield (
+            f"eval.start_step = {schedule.start_step:,} leaves no multiple of {key} = "
+            f"{schedule.interval:,} up to train.max_steps = {last:,}, so tasks are never "
+            f"evaluated: change {describe_change({'eval.start_step': 0})}"
+        )
 
 
 def _metrics_of_all_sets(config: JobConfig) -> Iterator[str]:

@@ -17,6 +17,7 @@ from jaxforge.config.eval import EvalConfig
 from jaxforge.config.lora import LoraConfig
 from jaxforge.config.metrics import MetricsConfig
 from jaxforge.config.model import ModelConfig
+from jaxforge.config.objective import DistillationConfig, DpoConfig
 from jaxforge.config.optimizer import OptimizerConfig
 from jaxforge.config.plugins import PluginsConfig
 from jaxforge.config.profiling import ProfilingConfig
@@ -37,6 +38,10 @@ class JobConfig(Section):
     """Low-rank adapters."""
     train: TrainConfig = Field(default_factory=TrainConfig)
     """Batch size, length, precision and training loop."""
+    dpo: DpoConfig = Field(default_factory=DpoConfig)
+    """Direct preference optimization."""
+    distillation: DistillationConfig = Field(default_factory=DistillationConfig)
+    """Distillation from a teacher."""
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
     """Update rule."""
     scheduler: SchedulerConfig = Field(default_factory=SchedulerConfig)

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 from jaxforge.cli.suggestions import choices
 from jaxforge.config.axes import Mesh, Rule, data_parallel
+from jaxforge.config.eval import TASKS_PREFIX
 from jaxforge.config.job import JobConfig, short_toml
 from jaxforge.config.optimizer import UPDATED_BY_ROWS
 from jaxforge.config.problems import Problem, nearest, single_change
@@ -27,11 +28,27 @@ def seq_len_fits_model(config: JobConfig, mesh: Mesh) -> Iterator[Problem]:
 
 
 def eval_has_source(config: JobConfig, mesh: Mesh) -> Iterator[str]:
-    """Require a data source for evaluation."""
-    if config.eval.enabled and not config.eval.sources():
+    """Require a data source or tasks for evaluation."""
+    section = config.eval
+    if section.enabled and not section.sources() and not section.has_tasks:
         yield (
-            "eval.enabled = true requires data: set eval.dataset_path, eval.hf_dataset_name or "
-            "[[eval.datasets]], or eval.enabled = false"
+            "eval.enabled = true requires data: set eval.dataset_path, eval.hf_dataset_name, "
+            "[[eval.datasets]] or eval.tasks, or eval.enabled = false"
+        )
+
+
+def evaluated_average_exists(config: JobConfig, mesh: Mesh) -> Iterator[Problem]:
+    """Require an average of the parameters if tasks evaluate it."""
+    section = config.eval
+    if not section.enabled or not section.has_tasks or config.train.averages_weights:
+        return
+    if section.tasks_weights == "ema":
+        yield Problem(
+            'eval.tasks_weights = "ema" requires train.ema_decay, which is 0',
+            (
+                single_change("train.ema_decay", 0.999),
+                single_change("eval.tasks_weights", "raw"),
+            ),
         )
 
 
@@ -143,9 +160,18 @@ def torch_ranks_share_a_microbatch(config: JobConfig, mesh: Mesh) -> Iterator[st
 def best_metric_is_logged(config: JobConfig, mesh: Mesh) -> Iterator[str]:
     """Require that the metric that ranks checkpoints is logged."""
     metric, known = config.checkpoint.best_metric, _evaluation_metrics(config)
-    if config.eval.enabled and metric not in known and not _has_terms(config):
+    if not config.eval.enabled:
+        return
+    if metric.startswith(TASKS_PREFIX):
+        yield _refused_task_metric("checkpoint.best_metric", metric)
+    elif metric not in known and not _has_terms(config):
         near = choices(metric, known)
         yield f'checkpoint.best_metric = "{metric}" is not a metric of [eval]{near}'
+    elif config.checkpoint.keep_best_n and not config.eval.sources():
+        yield (
+            f'checkpoint.keep_best_n ranks by "{metric}", which requires an evaluation set: set '
+            "eval.dataset_path, or checkpoint.keep_best_n = 0"
+        )
 
 
 def early_stop_metric_is_logged(config: JobConfig, mesh: Mesh) -> Iterator[str]:
@@ -156,6 +182,13 @@ def early_stop_metric_is_logged(config: JobConfig, mesh: Mesh) -> Iterator[str]:
     if not config.eval.enabled:
         yield (
             f'early_stop.metric = "{stop.metric}" requires eval.enabled = true; or use "train/loss"'
+        )
+    elif stop.metric.startswith(TASKS_PREFIX):
+        yield _refused_task_metric("early_stop.metric", stop.metric)
+    elif not config.eval.sources():
+        yield (
+            f'early_stop.metric = "{stop.metric}" requires an evaluation set: set '
+            'eval.dataset_path, or use "train/loss"'
         )
     elif stop.metric not in known and not _has_terms(config):
         near = choices(stop.metric, known)
@@ -277,10 +310,91 @@ def adapters_are_supported(config: JobConfig, mesh: Mesh) -> Iterator[Problem]:
         )
 
 
+def objective_has_one_loss(config: JobConfig, mesh: Mesh) -> Iterator[Problem]:
+    """Refuse a registered loss with an objective that defines its own."""
+    train = config.train
+    if train.objective != "next_token" and train.loss_fn not in CROSS_ENTROPIES:
+        yield Problem(
+            f'train.objective = "{train.objective}" defines the loss, and train.loss_fn = '
+            f'"{train.loss_fn}" defines another one',
+            (single_change("train.loss_fn", CROSS_ENTROPIES[0]),),
+        )
+
+
+def teacher_is_named(config: JobConfig, mesh: Mesh) -> Iterator[str]:
+    """Require the teacher of a distillation."""
+    if config.train.objective == "distillation" and config.distillation.teacher is None:
+        yield (
+            'train.objective = "distillation" requires a teacher: set distillation.teacher to its '
+            "run"
+        )
+
+
+def teacher_logits_exist(config: JobConfig, mesh: Mesh) -> Iterator[Problem]:
+    """Require at most as many logits of the teacher as the vocabulary has entries."""
+    top_k, entries = config.distillation.top_k, config.model.vocab_size
+    if config.train.objective == "distillation" and top_k > entries:
+        yield Problem(
+            f"distillation.top_k = {top_k} exceeds model.vocab_size = {entries}",
+            (single_change("distillation.top_k", entries),),
+        )
+
+
+def reference_is_named(config: JobConfig, mesh: Mesh) -> Iterator[str]:
+    """Require the reference of DPO."""
+    if config.train.objective != "dpo" or config.dpo.reference is not None:
+        return
+    if config.checkpoint.load_path is None:
+        yield (
+            'train.objective = "dpo" requires a trained model: set checkpoint.load_path to it, and '
+            "dpo.reference if the reference is another model"
+        )
+    elif config.lora.adapter is not None:
+        yield (
+            'train.objective = "dpo" with lora.adapter starts from an adapted model: set '
+            "dpo.reference to a run with its merged weights, or to the base model"
+        )
+
+
+def preferences_are_read(config: JobConfig, mesh: Mesh) -> Iterator[str]:
+    """Require prepared pairs of answers for DPO."""
+    data = config.data
+    if config.train.objective == "dpo" and not (data.dataset_path or data.datasets):
+        yield (
+            'train.objective = "dpo" requires pairs of answers: set data.dataset_path to the '
+            "output of jaxforge prepare --preferences"
+        )
+
+
+def preferences_have_one_loss(config: JobConfig, mesh: Mesh) -> Iterator[Problem]:
+    """Refuse terms of the cross-entropy, which DPO has not."""
+    if config.train.objective != "dpo":
+        return
+    if config.train.z_loss_weight:
+        yield Problem(
+            f'train.objective = "dpo" has no z-loss: train.z_loss_weight = '
+            f"{config.train.z_loss_weight:g}",
+            (single_change("train.z_loss_weight", 0.0),),
+        )
+    if config.model.mtp_depth:
+        yield Problem(
+            f'train.objective = "dpo" does not train modules of multi-token prediction: '
+            f"model.mtp_depth = {config.model.mtp_depth}",
+            (single_change("model.mtp_depth", 0),),
+        )
+
+
 SECTION_RULES: tuple[Rule, ...] = (
     adapters_are_supported,
+    objective_has_one_loss,
+    teacher_is_named,
+    teacher_logits_exist,
+    reference_is_named,
+    preferences_are_read,
+    preferences_have_one_loss,
     seq_len_fits_model,
     eval_has_source,
+    evaluated_average_exists,
     captures_have_source,
     captured_layers_exist,
     text_datasets_have_tokenizer,
@@ -299,14 +413,20 @@ SECTION_RULES: tuple[Rule, ...] = (
 )
 
 
+def _refused_task_metric(key: str, metric: str) -> str:
+    """Return the message for a metric of a task, whose better values may be higher."""
+    return f'{key} = "{metric}" is a metric of a task: use a loss, such as "eval/loss"'
+
+
 def _evaluation_metrics(config: JobConfig) -> tuple[str, ...]:
     return config.eval.metric_names(has_average=config.train.averages_weights)
 
 
 def _has_terms(config: JobConfig) -> bool:
     """Return whether a loss, evaluation function or model may add metrics, known once built."""
-    own = config.train.loss_fn not in CROSS_ENTROPIES or config.eval.functions
-    return bool(own) or config.model.model_type != "transformer"
+    train = config.train
+    own = train.loss_fn not in CROSS_ENTROPIES or train.objective != "next_token"
+    return bool(own or config.eval.functions) or config.model.model_type != "transformer"
 
 
 def _no_source(name: str, names: list[str]) -> str:

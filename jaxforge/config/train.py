@@ -8,6 +8,7 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 
 from jaxforge.config.batch_ramp import BatchRamp, SampleRamp, Stage
 from jaxforge.config.duration import PositiveSteps, Steps
+from jaxforge.config.objective import Objective
 from jaxforge.config.problems import Problem, single_change
 from jaxforge.config.section import PathText, Section, Words, WordTable
 from jaxforge.registry import Registry
@@ -131,6 +132,8 @@ class TrainConfig(Section):
     """Recompute blocks (full), only attention (selective), or follow a jax.checkpoint policy."""
     offload: tuple[Literal["activations", "optimizer"], ...] = ()
     """Arrays to offload to host memory: saved activations, optimizer moments; see docs/remat.md."""
+    objective: Objective = "next_token"
+    """Next tokens, preferences ([dpo]) or the logits of a teacher ([distillation])."""
     loss_fn: Annotated[str, LOSSES] = "cross_entropy"
     """Loss; the chunked loss computes logits for a part of the vocabulary, or of the tokens."""
     loss_norm: Literal["tokens", "microbatch"] = "tokens"

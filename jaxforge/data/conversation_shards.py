@@ -4,7 +4,8 @@ Index spaces, in addition to those of `tokens`:
     conversation: number in the directory, in the order of `manifest.LENGTHS`.
     window: S + 1 entries (`packing`): conversations that fit together, and padding.
 
-Which conversations share a window depends on their lengths and S alone.
+Which conversations share a window depends on their lengths and S alone. A pair of answers is two
+conversations that always share a window: chosen, rejected.
 """
 
 import logging
@@ -39,6 +40,11 @@ class ConversationShards(TokenFiles):
         UserError: as `TokenFiles`; or lengths and shards do not match, or no conversation fits.
     """
 
+    together = 1
+    """Consecutive conversations that share a window."""
+    noun = "conversations"
+    """Name of a group of conversations in messages."""
+
     def __init__(
         self,
         directory: str | Path,
@@ -51,13 +57,16 @@ class ConversationShards(TokenFiles):
         assert self.manifest is not None
         self.window = seq_len + 1
         lengths = _read_lengths(self.directory, self.manifest)
-        self._file, self._start, lengths = self._window_spans(self.manifest, lengths)
-        self._packed = Packed(lengths, self.window, overlong)
+        spans = self._window_spans(self.manifest, lengths)
+        self._file, self._start, lengths = (x.reshape(-1, self.together) for x in spans)
+        self._packed = Packed(lengths.sum(axis=1), self.window, overlong, self.noun)
+        self._length = self.truncate(lengths)
         if not len(self):
             raise UserError(f"{self.directory}: {self._packed.summary}; raise train.seq_len")
         log.info(
-            "%s: %s conversations in %s sequences, which are %.1f%% full",
-            self.directory, f"{len(lengths):,}", f"{len(self):,}", 100 * self._packed.fill,
+            "%s: %s %s in %s sequences, which are %.1f%% full",
+            self.directory, f"{len(lengths):,}", self.noun, f"{len(self):,}",
+            100 * self._packed.fill,
         )  # fmt: skip
         if self._packed.overlong:
             log.warning("%s: %s", self.directory, self._packed.summary)
@@ -67,20 +76,20 @@ class ConversationShards(TokenFiles):
 
     def batch(self, indices: Sequence[int]) -> Int[np.ndarray, "n S+1"]:
         """Return the windows `indices`, all below `len(self)`, int32 [n, S + 1]."""
-        file, start, length = self._file, self._start, self._packed.lengths
-        spans = [
-            [Span(int(file[i]), int(start[i]), int(start[i] + length[i])) for i in self._packed[n]]
-            for n in indices
-        ]
+        spans = [[span for i in self._packed[n] for span in self._spans(i)] for n in indices]
         parts = iter(self.read_spans([span for row in spans for span in row]))
         rows = [fill_window([np.asarray(next(parts)) for _ in row], self.window) for row in spans]
         windows = np.stack(rows)
         self.check_ids(windows, spans)
         return windows
 
+    def truncate(self, lengths: Int[np.ndarray, "n k"]) -> Int[np.ndarray, "n k"]:
+        """Return lengths after truncation: each row fits into a window."""
+        return np.minimum(lengths, self.window)
+
     def __repr__(self) -> str:
         windows = f"{len(self)} windows of {self.window} entries"
-        return f"ConversationShards({str(self.directory)!r}: {windows})"
+        return f"{type(self).__name__}({str(self.directory)!r}: {windows})"
 
     def _window_spans(
         self, manifest: Manifest, lengths: Int[np.ndarray, "n"]
@@ -93,7 +102,35 @@ class ConversationShards(TokenFiles):
         number_of = np.array([numbers.get(shard.file, -1) for shard in manifest.shards])
         files, starts = number_of[shard], starts - (ends[shard] - np.diff(ends, prepend=0)[shard])
         read = files >= 0
+        read = np.repeat(read.reshape(-1, self.together).all(axis=1), self.together)
         return files[read], starts[read], lengths[read]
+
+    def _spans(self, i: int) -> list[Span]:
+        """Return the conversations of a record after truncation."""
+        parts = zip(self._file[i], self._start[i], self._length[i], strict=True)
+        return [Span(int(file), int(start), int(start + n)) for file, start, n in parts]
+
+
+class PreferenceShards(ConversationShards):
+    """Windows of a directory of pairs of answers that `prepare --preferences` has written.
+
+    Arguments are those of `ConversationShards`. A pair longer than a window is dropped, or both
+    answers are cut at their end (`truncate`), by `data.overlong`.
+    """
+
+    together, noun = 2, "pairs"
+
+    def truncate(self, lengths: Int[np.ndarray, "n 2"]) -> Int[np.ndarray, "n 2"]:
+        """Return lengths after truncation: each pair fits into a window.
+
+        Each answer of an overlong pair, with its prompt, has half of the window, and the part of
+        the other half that the other answer does not need.
+        """
+        half = self.window // 2
+        chosen, rejected = lengths.T
+        kept_chosen = np.minimum(chosen, np.maximum(half, self.window - rejected))
+        kept_rejected = np.minimum(rejected, self.window - kept_chosen)
+        return np.stack([kept_chosen, kept_rejected], axis=1)
 
 
 def _read_lengths(directory: Path, manifest: Manifest) -> Int[np.ndarray, "n"]:

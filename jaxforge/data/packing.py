@@ -125,13 +125,21 @@ class Packed:
         lengths: entries of each conversation, at least 1.
         width: entries of a window.
         overlong: treatment of longer conversations, as `data.overlong`.
+        noun: name of conversations in `summary`.
 
     Attributes:
         lengths: entries of each conversation after truncation.
         overlong: number of conversations that are longer than a window.
     """
 
-    def __init__(self, lengths: Int[np.ndarray, "n"], width: int, overlong: Overlong) -> None:
+    def __init__(
+        self,
+        lengths: Int[np.ndarray, "n"],
+        width: int,
+        overlong: Overlong,
+        noun: str = "conversations",
+    ) -> None:
+        self._noun = noun
         too_long = lengths > width
         fitting = np.flatnonzero(~too_long | (overlong == "truncate"))
         self.lengths, self.overlong = np.minimum(lengths, width), int(too_long.sum())
@@ -156,7 +164,7 @@ class Packed:
     def summary(self) -> str:
         """Describe the overlong conversations and their treatment."""
         return (
-            f"{self.overlong:,} of {len(self.lengths):,} conversations are longer than the "
+            f"{self.overlong:,} of {len(self.lengths):,} {self._noun} are longer than the "
             f"{self._width} tokens of a sequence and {self._treatment} (data.overlong)"
         )
 

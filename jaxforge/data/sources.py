@@ -10,9 +10,10 @@ import numpy as np
 from jaxforge.config.data import DATASETS, DataConfig
 from jaxforge.config.eval import EvalSource
 from jaxforge.config.job import JobConfig
-from jaxforge.data.conversation_shards import ConversationShards
+from jaxforge.data.conversation_shards import ConversationShards, PreferenceShards
 from jaxforge.data.corpus.conversations import Conversations
 from jaxforge.data.corpus.huggingface import cached_shards, load_dataset
+from jaxforge.data.corpus.manifest import Manifest
 from jaxforge.data.corpus.records import Content, TextField
 from jaxforge.data.corpus.tokenizer import Tokenizer, load_tokenizer, tokenizer_of
 from jaxforge.data.dataset import Dataset, Example, Mixture, Streaming
@@ -92,6 +93,13 @@ def open_eval_data(config: JobConfig) -> dict[str, Dataset]:
     return sets
 
 
+def eval_sets_have_pairs(config: JobConfig) -> bool:
+    """Return whether an evaluation set holds pairs of answers."""
+    directories = (source.dataset_path for source in config.eval.sources().values())
+    manifests = (manifest_of(path, "eval.dataset_path") for path in directories if path)
+    return any(manifest is not None and manifest.preferences for manifest in manifests)
+
+
 def _open_mixture(config: JobConfig) -> Mixture:
     datasets = {}
     for i, source in enumerate(config.data.datasets):
@@ -160,9 +168,11 @@ def _open_shards(
         "cache": _cache(config.data, directory),
         "split": "val" if isinstance(source, EvalSource) else "train",
     }
+    _check_objective(config, manifest, f"{keys[0]} = {directory}")
     if manifest and manifest.conversations:
         overlong = config.data.overlong
-        packed = ConversationShards(directory, pattern, config.train.seq_len, overlong, **options)
+        kind = PreferenceShards if manifest.preferences else ConversationShards
+        packed = kind(directory, pattern, config.train.seq_len, overlong, **options)
         return Dataset(packed, split_entries)
     shards = TokenShards(directory, pattern, config.train.seq_len, **options)
     manifest_eos = shards.manifest.eos_id if shards.manifest else None
@@ -174,6 +184,24 @@ def _open_shards(
         if eos != manifest_eos:  # else `prepare` ended documents with it
             shards.warn_without(eos)
     return Dataset(shards, _splitter(config, manifest_eos))
+
+
+def _check_objective(config: JobConfig, manifest: Manifest | None, source: str) -> None:
+    """Check that pairs of answers, and nothing else, are the data of DPO."""
+    needs_pairs, has_pairs = (
+        config.train.objective == "dpo",
+        bool(manifest and manifest.preferences),
+    )
+    if needs_pairs and not has_pairs:
+        raise UserError(
+            f'{source} does not hold pairs of answers, which train.objective = "dpo" needs: '
+            "prepare them with jaxforge prepare --preferences"
+        )
+    if has_pairs and not needs_pairs:
+        raise UserError(
+            f"{source} holds pairs of answers, and both would be learned with train.objective = "
+            f'"{config.train.objective}": set train.objective = "dpo"'
+        )
 
 
 def _cache(config: DataConfig, directory: str) -> "BlockCache | None":

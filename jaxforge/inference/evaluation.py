@@ -17,10 +17,13 @@ from jaxforge.data import sources
 from jaxforge.errors import UserError
 from jaxforge.inference.trained import TrainedModel, open_run
 from jaxforge.parallel.mesh import data_parallel_size
+from jaxforge.program import Program
 from jaxforge.runs import run_directory
 from jaxforge.storage import urls
 from jaxforge.telemetry.console import begin_command
 from jaxforge.training.evaluation import Evaluator, SetSums, merge_sums, summary
+from jaxforge.training.frozen import open_frozen
+from jaxforge.training.start import open_foreign
 
 
 def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
@@ -72,10 +75,13 @@ def evaluate(
     config = _with_batch(trained, as_trained, batch_size)
     if not config.eval.sources():
         raise UserError(f"{trained.run} has no [eval] to evaluate on: give --set NAME=DIR")
+    config = _with_objective(config)
     datasets = sources.open_eval_data(config)
     tokenizer = run_directory.find_tokenizer(trained.run)
     with trained.in_use() as params:
-        evaluator = Evaluator(config, trained.mesh, trained.model, datasets, tokenizer)
+        program = Program(config, trained.mesh, model=trained.model)
+        frozen = open_frozen(program, open_foreign, trained.progress())
+        evaluator = Evaluator(config, trained.mesh, trained.model, datasets, tokenizer, frozen)
         return trained, evaluator(params, steps)
 
 
@@ -131,6 +137,14 @@ def _with_batch(trained: TrainedModel, as_trained: JobConfig, batch_size: int | 
     rows = batch_size or as_trained.eval_batch_size(groups)
     section = trained.config.eval.model_copy(update={"batch_size": rows})
     return trained.config.model_copy(update={"eval": section})
+
+
+def _with_objective(config: JobConfig) -> JobConfig:
+    """Return the config with the objective that its evaluation sets need."""
+    if not sources.eval_sets_have_pairs(config):
+        return config
+    train = config.train.model_copy(update={"objective": "dpo"})
+    return config.model_copy(update={"train": train})
 
 
 def _finite(metrics: Mapping[str, float]) -> dict[str, float | None]:

@@ -23,6 +23,7 @@ from jaxforge.parallel.mesh import make_mesh
 from jaxforge.parallel.sharding import param_shardings
 from jaxforge.program import Program
 from jaxforge.runs import run_directory
+from jaxforge.state.progress import Progress
 from jaxforge.training.start import open_foreign
 
 # The mesh and the schedule of training do not apply to inference.
@@ -31,6 +32,7 @@ _ANY_MESH = [
     *(f"--distributed.{axis}=1" for axis in ("dp_replicate", "tp", "pp", "cp", "ep")),
 ]
 _NO_TRAINING = [
+    "--train.objective=next_token",
     "--train.global_batch_size=None",
     "--train.batch_ramp=[]",
     "--train.rampup_batch_size=None",
@@ -96,6 +98,12 @@ class TrainedModel:
             if not device_memory.is_out_of_memory(error):
                 raise
             raise UserError(_does_not_fit(error, like)) from error
+
+    def progress(self) -> Progress:
+        """Return the counters of the checkpoint."""
+        checkpoints = Checkpoints(self.run, self.config.checkpoint, read_only=True)
+        with contextlib.closing(checkpoints):
+            return checkpoints.progress(self.step)
 
     def _restore(self, like: Params) -> Params:
         """Read the parameters; each device reads only its own shards."""

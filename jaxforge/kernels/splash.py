@@ -61,13 +61,17 @@ def splash_attention(
     scaled = q_BSHh * jnp.asarray(scoring.scale_of(h), q_BSHh.dtype)
     q, k, v = (x.swapaxes(1, 2) for x in (scaled, k_BSKh, v_BSKh))
 
-    def of_row(q: Array, k: Array, v: Array, ids: Int[Array, "s"] | None) -> Array:
+    def of_row(row: tuple[Array, Array, Array, Int[Array, "s"] | None]) -> Array:
+        q, k, v, ids = row
         own = kernel if ids is None else _within_documents(kernel, ids)
         y = own(q, k, v, None if ids is None else SegmentIds(q=ids, kv=ids), sinks)
         assert isinstance(y, jax.Array)  # a single array, because residuals are not requested
         return y
 
-    return jax.vmap(of_row)(q, k, v, segment_ids).swapaxes(1, 2)
+    # Rows with lists of tiles of their own need a loop. vmap would make one that carries the
+    # results of all rows, and rematerialization then saves that carry in every iteration.
+    over_rows = jax.vmap(of_row) if segment_ids is None else functools.partial(jax.lax.map, of_row)
+    return over_rows((q, k, v, segment_ids)).swapaxes(1, 2)
 
 
 def _within_documents(kernel: SplashAttentionKernel, ids: Int[Array, "s"]) -> SplashAttentionKernel:

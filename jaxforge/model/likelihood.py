@@ -8,7 +8,7 @@ question, share a row.
 import dataclasses
 import functools
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import jax
@@ -71,6 +71,8 @@ class Scorer:
         max_length: maximum number of input tokens; longer contexts are cut at their start.
         mesh: mesh of the parameters, which is also the current mesh; None: no mesh.
         rows: maximum number of sequences of a batch.
+        before_batch: called before each batch; may raise an exception to stop.
+        least_rows: minimum number of sequences of a batch, for several calls with one program.
     """
 
     model: Model
@@ -78,13 +80,16 @@ class Scorer:
     max_length: int
     mesh: Mesh | None = None
     rows: int = 32
+    before_batch: Callable[[], object] = lambda: None
+    least_rows: int = 1
 
     def score(self, continuations: Sequence[Continuation]) -> list[Likelihood]:
         """Return the likelihood of each continuation, in order."""
         scores: dict[int, Likelihood] = {}
         rows = input_rows(continuations, self.max_length)
-        size = padded_batch(len(rows), self.rows, self.mesh)
+        size = padded_batch(max(len(rows), self.least_rows), self.rows, self.mesh)
         for batch in _batches(rows, size):
+            self.before_batch()
             log_p, is_greedy = self._score(batch, size)
             for i, row in enumerate(batch):
                 for j, numbers in enumerate(row.numbers):

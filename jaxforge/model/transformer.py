@@ -206,6 +206,11 @@ class Model:
         return view
 
     @property
+    def declares_mtp(self) -> bool:
+        """True if the network has modules of multi-token prediction, trained or frozen."""
+        return MTP in self._definitions
+
+    @property
     def scales_loss(self) -> bool:
         """True if gradients would underflow in the compute dtype without loss scaling."""
         return self.dtype == jnp.float16

@@ -13,9 +13,9 @@ class Validation:
 
     Attributes:
         pending: sets that are not complete; the first may be partly evaluated. "ema/<set>" is the
-            evaluation of a set by the average of the parameters.
+            evaluation of a set by the average of the parameters, "task/<task>" that of a task.
         sums: sums over the batches evaluated so far (`evaluation.SetSums`) and their number, by
-            set; final for sets that are no longer pending.
+            set; final for sets that are no longer pending. Metrics of complete tasks.
     """
 
     pending: list[str]
@@ -59,6 +59,7 @@ class Progress:
         callbacks: states of callbacks by class, as `training.callbacks.saved_state` encodes them.
         data: fingerprint of each dataset (`data.fingerprint`); empty in older checkpoints.
         base: dtype and hash of each array of the model that adapters belong to; empty without.
+        frozen: dtype and hash of each array of the reference or teacher; empty without.
         run_id: identifies the run across restarts; also the id in W&B.
     """
 
@@ -81,6 +82,7 @@ class Progress:
     callbacks: dict[str, Any] = dataclasses.field(default_factory=dict)
     data: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
     base: dict[str, Any] = dataclasses.field(default_factory=dict)
+    frozen: dict[str, Any] = dataclasses.field(default_factory=dict)
     run_id: str = dataclasses.field(default_factory=lambda: uuid.uuid4().hex[:12])
 
     @property

@@ -61,8 +61,9 @@ from jaxforge.parallel.sharding import (
 )
 from jaxforge.parallel.stages import split_layers
 from jaxforge.step.cross_entropy import token_weights, valid_tokens
-from jaxforge.step.losses import MicrobatchLoss, build_loss
+from jaxforge.step.losses import MicrobatchLoss
 from jaxforge.step.mtp import further_weights, with_mtp_loss
+from jaxforge.step.objectives import build_objective
 from jaxforge.step.padded_batch import N_MICROBATCHES, microbatch_count, reciprocal
 
 Batch = dict[str, Shaped[Array, "m b ..."]]
@@ -202,7 +203,7 @@ def accumulate(
         token_weights: token weights of each microbatch.
         other_weights: other weights of `LossWeights`.
     """
-    loss = _build_training_loss(config.train, model)
+    loss = _build_training_loss(config, model)
     if by_group:
         params, state, token_weights = _vary_over_groups(model, params, state, token_weights)
 
@@ -356,7 +357,7 @@ def _stage_functions(
         other_weights: other weights of `LossWeights`.
     """
     saves = remat.stage_remat(model.runtime.save)
-    loss_function = _build_training_loss(config.train, model)
+    loss_function = _build_training_loss(config, model)
 
     def embed(params: Params, microbatch: tuple[Batch, TokenWeights]) -> Array:
         return model.embed(join(params, state), microbatch[0])
@@ -506,9 +507,9 @@ def _join_weights(tokens: TokenWeights, others: Sequence[Array | float]) -> Loss
     return LossWeights(token, position, sequence, further)
 
 
-def _build_training_loss(config: TrainConfig, model: Model) -> MicrobatchLoss:
-    """Return the loss of `train.loss_fn` with the term of multi-token prediction."""
-    return with_mtp_loss(config, model, build_loss(config, model))
+def _build_training_loss(config: JobConfig, model: Model) -> MicrobatchLoss:
+    """Return the loss of `train.objective` with the term of multi-token prediction."""
+    return with_mtp_loss(config.train, model, build_objective(config, model))
 
 
 def unscale(grads: Params, loss: Loss, scale: Array | None) -> tuple[Params, Loss]:

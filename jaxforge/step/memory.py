@@ -13,6 +13,7 @@ from flax.traverse_util import flatten_dict
 from jax.sharding import AbstractMesh, Mesh
 
 from jaxforge.config.job import JobConfig
+from jaxforge.config.lora import ADAPTER
 from jaxforge.model.linear import is_matrix
 from jaxforge.model.mixers import mixer_class
 from jaxforge.model.transformer import Model
@@ -32,7 +33,8 @@ class StepMemory(NamedTuple):
     """Peak memory of a step on one device, in bytes.
 
     Attributes:
-        state: parameters, their average, optimizer state and counters, as they are stored.
+        state: parameters, their average, optimizer state and counters, as they are stored; and the
+            reference of DPO.
         weights: copies of the weights in the compute dtype, gathered over the data axes: of all
             layers (`grad_sync = "update"`) or of the current layers.
         gradients: sums over microbatches (float32) and gradients of the current microbatch.
@@ -84,7 +86,7 @@ def step_memory(
     sizes = _Sizes(config, model, mesh)
     whole = grad_sync == "update"
     return StepMemory(
-        state=state,
+        state=state + sizes.reference(),
         weights=sizes.weights(whole),
         gradients=sizes.gradients(whole),
         activations=sizes.activations(),
@@ -120,6 +122,17 @@ class _Sizes:
             if path[0] not in self.model.config.stacks
         )
         return self.bytes * (2 * self._layer_elements() + ends)
+
+    def reference(self) -> int:
+        """Return the bytes of the reference of DPO, unless it is the base model of adapters."""
+        config = self.config
+        if config.train.objective != "dpo" or (config.lora.rank and config.dpo.reference is None):
+            return 0
+        return sum(
+            self._elements(leaf, axes) * (self.bytes if is_matrix(axes) else _F32)
+            for path, leaf, axes in self._leaves()
+            if path[-1] not in ADAPTER
+        )
 
     def gradients(self, whole: bool) -> int:
         """Return the bytes of all gradients before the optimizer runs."""

@@ -89,7 +89,7 @@ def with_mtp_loss(config: TrainConfig, model: Model, loss: MicrobatchLoss) -> Mi
     depths = model.config.mtp_depth
     if not depths:
         return loss
-    if MTP not in model.abstract:
+    if not model.declares_mtp:
         raise UserError(
             f"model.mtp_depth = {depths}: the network of model.model_type = "
             f'"{model.config.model_type}" declares no modules of multi-token prediction. Set '

@@ -17,7 +17,7 @@ from jaxforge.config.train import EIGHT_BIT, TrainConfig
 from jaxforge.kernels.masking import padding_of
 from jaxforge.model.moe import expert_counts
 from jaxforge.model.qk_clip import check_mixers, clip_logits
-from jaxforge.model.transformer import Model
+from jaxforge.model.transformer import Model, Params
 from jaxforge.optim.ema import build_average
 from jaxforge.optim.freezing import frozen_paths, keep_frozen
 from jaxforge.optim.moments import is_updated_in_place
@@ -75,6 +75,8 @@ class CompiledSteps:
         by_size: compiled steps by the number of microbatches.
         paddings: compiled `step.padded_batch.pad_batch` by the number of microbatches, for which
             the step of the largest batch runs all sizes; empty if each size has its own step.
+        add_fields: adds the fields of a frozen model to a batch, given the variables of the state
+            (`training.frozen`); None without such a model.
 
     Attributes:
         largest: the step for the largest batch.
@@ -84,12 +86,20 @@ class CompiledSteps:
         self,
         by_size: Mapping[int, jax.stages.Compiled],
         paddings: Mapping[int, jax.stages.Compiled] = MappingProxyType({}),
+        add_fields: Callable[[Params, Batch], Batch] | None = None,
     ) -> None:
-        self._by_size, self._paddings = by_size, paddings
+        self._by_size, self._paddings, self._add_fields = by_size, paddings, add_fields
         self.largest = by_size[max(by_size)]
 
     def __getitem__(self, microbatches: int) -> TrainStep:
         """Return the step for batches of this many microbatches."""
+        step = self._step(microbatches)
+        if self._add_fields is None:
+            return step
+        add = self._add_fields
+        return lambda state, batch, controls: step(state, add(state.variables, batch), controls)
+
+    def _step(self, microbatches: int) -> TrainStep:
         if not self._paddings:
             return self._by_size[microbatches]
         pad, step = self._paddings[microbatches], self.largest

@@ -12,6 +12,7 @@ import jax
 
 from jaxforge.config.job import JobConfig
 from jaxforge.config.model import MTP_LOSS
+from jaxforge.config.objective import METRIC_PREFIXES
 from jaxforge.parallel import hardware
 from jaxforge.telemetry import flops
 from jaxforge.telemetry.expert_load import ROUTER_OUTPUTS, moe_metrics
@@ -237,7 +238,8 @@ def aux_metrics(values: Mapping[str, Any]) -> Metrics:
 
     They are `terms/*`, `attention/*`, `moe/*`, `train/mtp_loss`, and `model/*` for all others.
 
-    An output with one number per layer becomes `model/<name>/layers.<i>`.
+    Metrics of `train.objective` keep their names, such as `dpo/accuracy`. An output with one number
+    per layer becomes `model/<name>/layers.<i>`.
     """
     metrics = {f"terms/{name}": float(term) for name, term in values.get("losses", {}).items()}
     logits = values.get("logits", {}).items()
@@ -251,7 +253,9 @@ def aux_metrics(values: Mapping[str, Any]) -> Metrics:
     for name, value in aux.items():
         if name in ROUTER_OUTPUTS and "expert_counts" in aux:
             continue
-        if value.ndim == 0:
+        if name.startswith(METRIC_PREFIXES):
+            metrics[name] = float(value)
+        elif value.ndim == 0:
             metrics[f"model/{name}"] = float(value)
         else:
             metrics |= {

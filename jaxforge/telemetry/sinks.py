@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, Protocol
 
 from rich.console import Console
 
+from jaxforge.config.eval import CORE_METRICS, STDERR_SUFFIX, TASKS_PREFIX
 from jaxforge.errors import StorageError, UserError
 from jaxforge.storage.line_file import LineFile
 
@@ -239,8 +240,26 @@ def _segments(metrics: Metrics) -> list[str]:
     parts += [
         f"{name.replace('/', '_')}={value:.{4 if name.endswith('loss') else 2}f}"
         for name, value in metrics.items()
-        if name.startswith("eval/")
+        if name.startswith("eval/") and not name.startswith(TASKS_PREFIX)
     ]
+    parts += _task_segments(metrics)
     if metrics.get("train/skipped_steps"):
         parts.append(f"skipped={metrics['train/skipped_steps']:.0f}")
+    return parts
+
+
+def _task_segments(metrics: Metrics) -> list[str]:
+    """Return `lambada_openai/acc=0.3512±0.0066` for each metric of a task.
+
+    Of CORE only the aggregate is shown, if it is known.
+    """
+    names = [name for name in metrics if name.startswith(TASKS_PREFIX)]
+    if any(name in metrics for name in CORE_METRICS):
+        names = [name for name in names if not name.startswith(f"{TASKS_PREFIX}core/")]
+    parts = []
+    for name in names:
+        if not name.endswith(STDERR_SUFFIX):
+            error = metrics.get(name + STDERR_SUFFIX)
+            suffix = "" if error is None else f"±{error:.4f}"
+            parts.append(f"{name.removeprefix(TASKS_PREFIX)}={metrics[name]:.4f}{suffix}")
     return parts

@@ -25,20 +25,26 @@ from jaxforge.step.grad_sync import GradSync
 from jaxforge.step.memory import step_memory
 from jaxforge.storage import urls
 from jaxforge.telemetry.numbers import human
+from jaxforge.training.frozen import FrozenFields
 
 
-def rows(program: Program, state: TrainState, progress: Progress) -> Mapping[str, str]:
+def rows(
+    program: Program, state: TrainState, progress: Progress, frozen: FrozenFields | None = None
+) -> Mapping[str, str]:
     """Return the rows of the banner by subject.
 
     Args:
         program: the program of the run.
         state: the initial state of this start.
         progress: the counters at this start.
+        frozen: the reference or teacher, if the objective has one.
     """
-    return {name: text for name, text in _rows(program, state, progress) if text}
+    return {name: text for name, text in _rows(program, state, progress, frozen) if text}
 
 
-def _rows(program: Program, state: TrainState, progress: Progress) -> Iterator[tuple[str, str]]:
+def _rows(
+    program: Program, state: TrainState, progress: Progress, frozen: FrozenFields | None
+) -> Iterator[tuple[str, str]]:
     config, model, mesh, sync = program.config, program.model, program.mesh, program.grad_sync
     m, t, d = config.model, config.train, config.distributed
     device = jax.devices()[0]
@@ -60,6 +66,7 @@ def _rows(program: Program, state: TrainState, progress: Progress) -> Iterator[t
         ),
     )
     yield "adapters", _adapters(model)
+    yield "frozen model", _frozen(frozen)
     yield "optimizer", _optimizer(config)
     yield "average", describe_average(t, bytes_per_device(state.ema))
     yield (
@@ -162,6 +169,16 @@ def _adapters(model: Model) -> str:
         return ""
     trained = human(parameter_count(split_adapters(model.abstract)[0]))
     return f"rank {lora.rank}, outputs x {lora.scale:g}; {trained} trained parameters in float32"
+
+
+def _frozen(frozen: FrozenFields | None) -> str:
+    """Describe the frozen model of the objective; empty without one."""
+    if frozen is None:
+        return ""
+    if frozen.params is None:
+        return "the base model of the adapters"
+    count = human(parameter_count(frozen.model.model.abstract))
+    return f"{count} parameters, {gigabytes(bytes_per_device(frozen.params))} per device"
 
 
 def describe_average(train: TrainConfig, nbytes: int) -> str:

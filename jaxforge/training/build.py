@@ -14,12 +14,15 @@ from jaxforge.program import Program
 from jaxforge.state.progress import Progress
 from jaxforge.state.train_state import TrainState
 from jaxforge.step.executable import Executable
+from jaxforge.step.gradients import Batch
 from jaxforge.step.train_step import CompiledSteps
+from jaxforge.tasks.opening import check_task_names
 from jaxforge.training.bad_steps import BadSteps
 from jaxforge.training.banner import rows
 from jaxforge.training.callbacks.order import callbacks_of
 from jaxforge.training.callbacks.run_callback import RunParts
 from jaxforge.training.callbacks.runner import Callbacks
+from jaxforge.training.frozen import FrozenFields, LoweredFields, open_frozen
 from jaxforge.training.hooks import named_callbacks
 from jaxforge.training.instruments import (
     Instruments,
@@ -63,6 +66,7 @@ def build_trainer(config: JobConfig, mesh: Mesh, session: Session) -> Trainer:
     watchdog = session.watchdog
     with watchdog.section("data"):
         dataset, eval_data, identity = open_data(config)
+        check_task_names(config.eval)
     collect = [name for callback in users for name in callback.collect]
     program = Program(config, mesh, collect=collect)
     if session.make_step is not None:
@@ -74,16 +78,22 @@ def build_trainer(config: JobConfig, mesh: Mesh, session: Session) -> Trainer:
     has_begun = not files.is_new or config.checkpoint.start_path
     with watchdog.naming("restoring a checkpoint" if has_begun else "initializing"):
         state, progress = saver.start(program, open_foreign)
+        frozen = open_frozen(program, open_foreign, progress)
     ramp = batch_ramp(config, mesh)
     record_data(config, progress, dataset, identity, rows=ramp.rows, has_begun=bool(has_begun))
     data = TrainingData.of(config, mesh, dataset, ramp)
     data.open(progress)  # refuses data that end before the run; nothing is read yet
     progress.run_id = config.metrics.wandb_run_id or progress.run_id
-    parts = RunParts(config, mesh, model, eval_data, progress, session.lock)
+    parts = RunParts(config, mesh, model, eval_data, progress, session.lock, frozen)
     callbacks = Callbacks([*users, *callbacks_of(parts)])
-    ready = functools.partial(_compile_or_load, flags, saved, program.resolved_config)
+    ready = functools.partial(_compile_or_load, flags, saved, program.resolved_config, frozen)
+
+    def lower_fields(batch: Batch) -> LoweredFields:
+        batches = program.abstract_batches(batch).values()
+        return frozen.lower(program.abstract_state().variables, batches) if frozen else {}
+
     if jax.process_index() == 0:
-        session.show_banner(rows(program, state, progress))
+        session.show_banner(rows(program, state, progress, frozen))
     files.rename_old_metrics(config)
     tracker = open_tracker(session, config, progress, ramp)
     files.record_start(config, model, progress, mesh)
@@ -100,7 +110,10 @@ def build_trainer(config: JobConfig, mesh: Mesh, session: Session) -> Trainer:
             # All sizes of a batch are traced here and compiled together before the first step, so
             # that a run never compiles the step again.
             lambda batch: functools.partial(
-                ready, program.lower_sizes(batch), program.lower_paddings(batch)
+                ready,
+                program.lower_sizes(batch),
+                program.lower_paddings(batch),
+                lower_fields(batch),
             ),
             data,
         ),
@@ -125,14 +138,18 @@ def _compile_or_load(
     flags: dict[str, Option],
     saved: Executable | None,
     config: JobConfig,
+    frozen: FrozenFields | None,
     lowered: dict[int, jax.stages.Lowered],
     paddings: dict[int, jax.stages.Lowered],
+    fields: LoweredFields,
 ) -> CompiledSteps:
+    if frozen is not None:
+        frozen.compile(fields)
     pad = {n: program.compile() for n, program in paddings.items()}
     if saved is not None:
         steps = saved.load(lowered, config)
         log.info("loaded the train step from %s; nothing is compiled", config.train.executable)
-        return CompiledSteps(steps, pad)
+        return CompiledSteps(steps, pad, frozen)
     return CompiledSteps(
-        {n: compilation.compile_step(program, flags) for n, program in lowered.items()}, pad
+        {n: compilation.compile_step(program, flags) for n, program in lowered.items()}, pad, frozen
     )

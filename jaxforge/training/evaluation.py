@@ -39,8 +39,10 @@ from jaxforge.model.transformer import Model, Params, join
 from jaxforge.step.context import spread_sequences
 from jaxforge.step.cross_entropy import cross_entropy, tiles_of
 from jaxforge.step.gradients import Batch, update_loss_weights
-from jaxforge.step.losses import build_loss
+from jaxforge.step.losses import MicrobatchLoss, build_loss
+from jaxforge.step.objectives import build_objective
 from jaxforge.training.eval_functions import add_sums, build_eval_functions, sums_of, value_of
+from jaxforge.training.frozen import FrozenFields
 
 log = logging.getLogger(__name__)
 
@@ -100,7 +102,11 @@ EvalStep = Callable[[Params, Batch, Int[Array, "v"]], BatchSums]
 
 
 def make_eval_step(
-    model: Model, config: TrainConfig, mesh: Mesh, functions: Sequence[str] = ()
+    model: Model,
+    config: TrainConfig,
+    mesh: Mesh,
+    functions: Sequence[str] = (),
+    objective: MicrobatchLoss | None = None,
 ) -> EvalStep:
     """Return the jitted `(params, batch [1, batch, seq], bytes of each token) -> sums`.
 
@@ -109,6 +115,8 @@ def make_eval_step(
         config: the `[train]` section.
         mesh: the mesh of the parameters.
         functions: names of evaluation functions.
+        objective: loss of `train.objective` whose metrics are results like those of evaluation
+            functions; batches have its fields.
 
     Raises:
         UserError: an evaluation function is not registered.
@@ -134,6 +142,9 @@ def make_eval_step(
         own = own_loss(params, hidden, microbatch, loss_weights) if own_loss else AuxOutputs()
         terms = own.with_layer_losses(out.aux).loss_terms
         results = compute_functions(params, hidden, microbatch)
+        if objective is not None:
+            metrics = objective(params, hidden, microbatch, loss_weights).metrics
+            results = {**results, **{k: x for k, x in metrics.items() if isinstance(x, Mean)}}
         return BatchSums(loss.total, loss.weight, jnp.sum(lengths), terms, results)
 
     everywhere = NamedSharding(mesh, PartitionSpec())
@@ -149,6 +160,8 @@ class Evaluator:
         model: the model.
         datasets: sets by name; a single set has the name "".
         tokenizer: the tokenizer of the sets, for bits per byte; None without one.
+        frozen: adds the fields of `train.objective` to batches; None: only the cross-entropy and
+            evaluation functions are computed.
     """
 
     def __init__(
@@ -158,9 +171,12 @@ class Evaluator:
         model: Model,
         datasets: Mapping[str, Dataset],
         tokenizer: Tokenizer | None,
+        frozen: FrozenFields | None = None,
     ) -> None:
         self._config, self._mesh, self._datasets = config, mesh, datasets
-        self._step = make_eval_step(model, config.train, mesh, config.eval.functions)
+        objective = None if frozen is None else build_objective(config, model)
+        self._step = make_eval_step(model, config.train, mesh, config.eval.functions, objective)
+        self._frozen = frozen
         self._abstract = join(model.abstract, model.state.abstract)
         lengths = None if tokenizer is None else tokenizer.byte_lengths()
         self._byte_lengths = _byte_table(lengths, config.model.vocab_size, mesh)
@@ -198,13 +214,18 @@ class Evaluator:
                 f"{', '.join(known)}"
             )
         batch = next(eval_batches(self._config, self._mesh, next(iter(self._datasets.values()))))
-        sums = jax.eval_shape(self._step, self._abstract, batch, self._byte_lengths)
+        sums = jax.eval_shape(self._sums, self._abstract, batch)
         if metric not in (
             known := self._reports(sums.terms, sums.functions)
         ):  # with terms of loss and layers
             raise UserError(
                 f'{key} = "{metric}": no such metric. Evaluation reports {", ".join(known)}'
             )
+
+    def _sums(self, params: Params, batch: Batch) -> BatchSums:
+        if self._frozen is not None:
+            batch = self._frozen(params, batch)
+        return self._step(params, batch, self._byte_lengths)
 
     def _reports(
         self, terms: Iterable[str] = (), functions: Iterable[str] = ()
@@ -245,7 +266,7 @@ class Evaluator:
         for i, batch in enumerate(itertools.islice(batches, begun.batches, steps), begun.batches):
             if stopped := bool(stop()):
                 break
-            sums.append(self._step(params, batch, self._byte_lengths))
+            sums.append(self._sums(params, batch))
             note_batch(name, i)
             jax.block_until_ready(sums[-2:][0])  # at most two batches in flight on the devices
         return _add_up(begun, sums, has_bytes=self._has_bytes[name]), not stopped

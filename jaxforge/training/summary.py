@@ -133,6 +133,7 @@ def _evaluation(config: JobConfig) -> Iterator[str]:
     if not config.eval.enabled:
         yield "none"
         return
+    yield from _tasks(config)
     schedules = config.eval.schedules()
     is_common = len(set(schedules.values())) == 1
     for name, schedule in list(schedules.items())[: 1 if is_common else None]:
@@ -141,6 +142,15 @@ def _evaluation(config: JobConfig) -> Iterator[str]:
         yield f"every {schedule.interval:,} updates{begun}, {schedule.steps:,} batches of {sets}"
         steps = schedule.due_steps(config.train.max_steps)
         yield _listed(steps, len(steps))
+
+
+def _tasks(config: JobConfig) -> Iterator[str]:
+    section = config.eval
+    if section.has_tasks:
+        schedule = section.tasks_schedule()
+        begun = f" from step {schedule.start_step:,} on" if schedule.start_step else ""
+        names = [*section.tasks, *(["CORE"] if section.tasks_core else [])]
+        yield f"every {schedule.interval:,} updates{begun}, tasks {', '.join(names)}"
 
 
 def _samples(config: JobConfig) -> Iterator[str]:

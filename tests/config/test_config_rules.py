@@ -32,6 +32,7 @@ CAPTURING = [
     "eval.activations_interval=2",
     "eval.datasets=[{'name':'web','dataset_path':'a'},{'name':'code','dataset_path':'b'}]",
 ]
+DPO = ["train.objective=dpo", "checkpoint.load_path=base", "data.dataset_path=pairs"]
 STOPPING = ["early_stop.active", "early_stop.patience_steps=5"]
 
 
@@ -78,8 +79,8 @@ CASES = [
         1,
         ["eval.enabled", "eval.dataset_path=a"],
         ["eval.enabled"],
-        "eval.enabled = true requires data: set eval.dataset_path, eval.hf_dataset_name or "
-        "[[eval.datasets]], or eval.enabled = false",
+        "eval.enabled = true requires data: set eval.dataset_path, eval.hf_dataset_name, "
+        "[[eval.datasets]] or eval.tasks, or eval.enabled = false",
     ),
     (
         1,
@@ -588,6 +589,48 @@ def test_all_proposals_are_tested():
             ("lora.rank to 0",),
         ),
         (
+            section_rules.teacher_is_named,
+            ["train.objective=distillation", "distillation.teacher=run"],
+            ["train.objective=distillation"],
+            ("set distillation.teacher",),
+        ),
+        (
+            section_rules.teacher_logits_exist,
+            ["train.objective=distillation", "distillation.teacher=run"],
+            ["train.objective=distillation", "distillation.teacher=run", "distillation.top_k=300"],
+            ("distillation.top_k to 256",),
+        ),
+        (
+            section_rules.reference_is_named,
+            [*DPO, "lora.rank=2"],
+            [*DPO, "checkpoint.load_path=None"],
+            ("checkpoint.load_path", "dpo.reference"),
+        ),
+        (
+            section_rules.reference_is_named,
+            [*DPO, "lora.rank=2", "lora.adapter=run", "dpo.reference=merged"],
+            [*DPO, "lora.rank=2", "lora.adapter=run"],
+            ("dpo.reference",),
+        ),
+        (
+            section_rules.preferences_are_read,
+            DPO,
+            [*DPO, "data.dataset_path="],
+            ("jaxforge prepare --preferences",),
+        ),
+        (
+            section_rules.preferences_have_one_loss,
+            DPO,
+            [*DPO, "train.z_loss_weight=0.1"],
+            ("train.z_loss_weight to 0.0",),
+        ),
+        (
+            section_rules.preferences_have_one_loss,
+            DPO,
+            [*DPO, "model.mtp_depth=1"],
+            ("model.mtp_depth to 0",),
+        ),
+        (
             section_rules.fp8_has_layers,
             ["train.mixed_precision=fp8", "distributed.tp=2", "model.n_layers=3"],
             ["train.mixed_precision=fp8", "model.n_layers=2"],
@@ -630,6 +673,14 @@ def test_partial_mesh_rules_report_their_keys(rule, good, bad, keys):
     what = getattr(problem, "what", problem)
     [message] = (line for line in complaints(small(*bad), 8) if line.startswith(what))
     assert all(key in message for key in keys)
+
+
+def test_objective_refuses_a_registered_loss():
+    config = small(*DPO)
+    assert not list(section_rules.objective_has_one_loss(config, mesh_shape(config, 1)))
+    train = config.train.model_copy(update={"loss_fn": "smoothed"})
+    with pytest.raises(UserError, match=r'change train.loss_fn to "cross_entropy"'):
+        check(config.model_copy(update={"train": train}), 1)
 
 
 @pytest.mark.parametrize("module", [mesh_rules, section_rules])

@@ -71,6 +71,10 @@ def test_effective_settings_give_no_warning():
             "optimizer.skip_idle_experts = true has no effect: the model has no experts",
         ),
         (
+            {"dpo": {"beta": 0.2}},
+            'dpo.beta has no effect: train.objective = "next_token"; remove it',
+        ),
+        (
             {"train": {"ema_interval": 10}},
             "train.ema_interval has no effect: train.ema_decay = 0 computes no average",
         ),

@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 
 from jaxforge.config import (
+    DistillationConfig,
+    DpoConfig,
     EarlyStopConfig,
     JobConfig,
     LoraConfig,
@@ -219,6 +221,9 @@ def test_every_key_of_kempnerforge_loads():
         *(("scheduler", key) for key in ("warmup_offset", "unit")),
         *(("early_stop", key) for key in EarlyStopConfig.model_fields),
         *(("lora", key) for key in LoraConfig.model_fields),
+        *(("dpo", key) for key in DpoConfig.model_fields),
+        *(("distillation", key) for key in DistillationConfig.model_fields),
+        ("train", "objective"),
         *(
             ("model", key)
             for key in (
@@ -332,6 +337,19 @@ def test_every_key_of_kempnerforge_loads():
         *(
             ("metrics", f"mlflow_{key}")
             for key in ("interval", "tracking_uri", "experiment", "run_name", "run_id")
+        ),
+        ("eval", "tasks"),
+        *(
+            ("eval", f"tasks_{key}")
+            for key in (
+                "path",
+                "core",
+                "interval",
+                "num_fewshot",
+                "limit",
+                "batch_size",
+                "weights",
+            )
         ),
         *(("metrics", f"trackio_{key}") for key in ("interval", "project", "run_name", "space")),
         ("model", "attention_backend"),

@@ -71,7 +71,7 @@ def test_step_keys_accept_durations():
     assert keys == {
         "train.max_steps", "train.batch_ramp.start", "train.ema_start", "scheduler.warmup_steps",
         "scheduler.decay_steps", "scheduler.stable_steps", "optimizer.schedule_free_warmup_steps",
-        "eval.interval", "eval.start_step", "eval.sample_interval",
+        "eval.interval", "eval.start_step", "eval.sample_interval", "eval.tasks_interval",
         "eval.datasets.interval", "eval.datasets.start_step",
         "eval.activations_interval", "checkpoint.interval",
         "checkpoint.dyn_ckpt_window.start", "checkpoint.dyn_ckpt_window.stop",

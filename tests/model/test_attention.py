@@ -18,6 +18,7 @@ from jaxforge.kernels.attention_backends import (
     masked_attention,
 )
 from jaxforge.kernels.scoring import PLAIN, Scoring
+from jaxforge.model import remat
 from jaxforge.model.transformer import Model
 from tests.model.attention_reference import (
     allowed_keys,
@@ -230,6 +231,17 @@ def test_splash_skips_tiles_of_other_documents(monkeypatch, window):
     gradients, y = jax.jit(jax.grad(loss, (0, 1, 2), has_aux=True))(q, k, v)
     for result in (y, *gradients):
         np.testing.assert_array_equal(np.isfinite(result).all(-1), ~broken[..., 0])
+
+
+def test_splash_saves_each_packed_row_once():
+    """A loop that carries the results of all rows would be saved once in every iteration."""
+    rows, ids = 5, jnp.zeros((5, 256), jnp.int32)
+    q = jnp.zeros((rows, 256, 2, 128), jnp.bfloat16)
+    attend = remat.block("none", lambda q: splash.splash_attention(q, q, q, ids))
+    gradient = jax.grad(lambda q: jnp.sum(attend(q).astype(jnp.float32)))
+    program = str(jax.make_jaxpr(gradient)(q))
+    assert f"[{rows},2,256,128]" in program
+    assert f"[{rows},{rows}," not in program
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from jaxforge.checkpoint.manager import Checkpoints
 from jaxforge.config.optimizer import OptimizerConfig
 from jaxforge.config.rules import check
 from jaxforge.errors import UserError
-from jaxforge.optim.soap import Preconditioning, soap
+from jaxforge.optim.soap import Preconditioning, _first_bases, _next_bases, soap
 from tests.conftest import tiny_config
 from tests.helpers import progress_of, random_batches, setup
 
@@ -163,6 +163,18 @@ def test_cautious_decay_leaves_out_elements_that_move_away_from_zero():
     away = whole["square"] + begin - after_decay
     np.testing.assert_allclose(cautious["square"][~agrees], away[~agrees], atol=1e-6)
     assert 0 < agrees.mean() < 1
+
+
+def test_decompositions_depend_on_those_before():
+    """Independent ones hang on CPUs with few threads (docs/upstream.md)."""
+    grams, bases = (
+        tuple({name: jnp.eye(4) for name in ("a", "b")} for _ in range(2)) for _ in range(2)
+    )
+    grams[0]["a"] = jnp.full((4, 4), jnp.nan)
+    nu = {name: jnp.ones((4, 4)) for name in ("a", "b")}
+    for change in (_first_bases, _next_bases):
+        for by_name in change(grams, bases, nu)[0]:
+            assert all(np.isnan(basis).any() for basis in by_name.values())
 
 
 def test_bfloat16_moments_have_float32_bases():

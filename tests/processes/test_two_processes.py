@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from tests.processes.launching import check_account, finish_both, free_port, start_both
+from tests.tasks import core_bundle
 from torch_compat.formats.ocdbt import open_arrays
 
 pytestmark = pytest.mark.usefixtures("one_device")
@@ -189,3 +190,29 @@ def test_signal_to_one_stops_both_at_the_same_step(new_run, axis, model):
         item.finish_here(*overrides, f"--train.max_steps={step + 2}")
     losses = [list(item.losses().values()) for item in (run, alone)]
     np.testing.assert_allclose(*losses, rtol=1e-5)
+
+
+@pytest.mark.slow  # quick: tasks/test_tasks_in_runs.py and tasks/test_core.py
+@pytest.mark.parametrize("mesh", [["--distributed.dp_shard=2"], ["--distributed.tp=2"]], ids=str)
+def test_tasks_of_two_processes_equal_those_of_one(new_run, tmp_path, mesh):
+    """The first start stops within an evaluation, or between two steps, because time is up."""
+    bundle = core_bundle.write_bundle(tmp_path / "bundle", n=20, labels=["copa", "jeopardy"])
+    settings = ["--train.max_steps=4", "--eval.enabled=true", "--eval.interval=2",
+                f"--eval.tasks_core={bundle}", "--eval.tasks_batch_size=2",
+                "--data.tokenizer_path=byte", "--model.vocab_size=264"]  # fmt: skip
+    alone, both = new_run("alone"), new_run("both")
+    alone.finish_here(*settings)
+    limit = "--train.exit_duration_in_mins=0.001"
+    finish_both(start_both(both, *settings, *mesh, limit), code=75)
+    finish_both(start_both(both, *settings, *mesh))
+    logged = [tasks_of(run) for run in (alone, both)]
+    assert len(logged[0]) == 2 * 2 * 3
+    assert logged[1] == pytest.approx(logged[0])
+
+
+def tasks_of(run):
+    rows = map(json.loads, (run.directory / "metrics.jsonl").read_text().splitlines())
+    values = [(f"{row['step']} {key}", value) for row in rows for key, value in row.items()
+              if key.startswith("eval/tasks/")]  # fmt: skip
+    assert len(dict(values)) == len(values), "a task was logged twice"
+    return dict(values)

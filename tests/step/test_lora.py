@@ -144,6 +144,17 @@ def test_experts_are_frozen_on_expert_parallel_devices():
     np.testing.assert_allclose(*losses, rtol=1e-5)
 
 
+def test_modules_of_multi_token_prediction_are_frozen():
+    ours = setup(config(model={"mtp_depth": 1, "n_layers": 1}))
+    before = {name: np.array(x) for name, x in flat(ours.state().params).items()}
+    state, metrics = ours.run(ours.state(), random_batches(ours.config, 2))
+    after = flat(state.params)
+    assert np.isfinite(metrics["loss"]).all()
+    changed = {name for name, value in before.items() if np.any(value != after[name])}
+    assert changed
+    assert not any(name.startswith("mtp.") for name in changed)
+
+
 @pytest.mark.parametrize(
     "settings",
     [

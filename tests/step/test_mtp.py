@@ -17,9 +17,9 @@ from jaxforge.step.mtp import FURTHER_LABELS, FURTHER_TOKENS, with_further_token
 from jaxforge.telemetry import flops
 from jaxforge.telemetry.measures import aux_metrics
 from jaxforge.tools.starting.sizes import parameters
-from tests import torch_names
 from tests.conftest import tiny_config
 from tests.helpers import progress_of, random_batches, setup
+from tests.step.torch_decoder import block, named, norm
 
 DEPTH = 2
 MODEL = {
@@ -77,37 +77,6 @@ def on_one_device():
 # The implementation in PyTorch
 
 
-def norm(p, name, x):
-    return p[f"{name}.weight"] * x / torch.sqrt((x * x).mean(-1, keepdim=True) + 1e-5)
-
-
-def rotate(x):
-    """Rotate channels i and i + h/2 of [b, s, heads, h] by position · 10000^(-2i/h)."""
-    length, half = x.shape[1], x.shape[-1] // 2
-    angles = torch.arange(length)[:, None] * 10000.0 ** (-torch.arange(half) / half)
-    cos, sin = angles.cos()[:, None], angles.sin()[:, None]
-    first, second = x[..., :half], x[..., half:]
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
-
-
-def block(p, name, x, segments, window):
-    b, s, _ = x.shape
-    y = norm(p, f"{name}.attention_norm", x)
-    q, k, v = ((y @ p[f"{name}.attention.{m}_proj.weight"].T).view(b, s, -1, 8) for m in "qkv")
-    q, k = rotate(q), rotate(k)
-    k, v = (each.repeat_interleave(2, dim=2) for each in (k, v))
-    scores = torch.einsum("bqhc,bkhc->bhqk", q, k) / 8**0.5
-    i = torch.arange(s)
-    distance = i[:, None] - i
-    seen = (distance >= 0) & (distance < window) & (segments[:, :, None] == segments[:, None])
-    weights = scores.masked_fill(~seen[:, None], -torch.inf).softmax(-1)
-    out = torch.einsum("bhqk,bkhc->bqhc", weights, v).reshape(b, s, -1)
-    x = x + out @ p[f"{name}.attention.o_proj.weight"].T
-    y, mlp = norm(p, f"{name}.mlp_norm", x), f"{name}.mlp"
-    gate = functional.silu(y @ p[f"{mlp}.gate_proj.weight"].T)
-    return x + (gate * (y @ p[f"{mlp}.up_proj.weight"].T)) @ p[f"{mlp}.down_proj.weight"].T
-
-
 def mean_loss(logits, labels):
     flat = functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
     return flat / (labels != -100).sum()
@@ -135,10 +104,6 @@ def losses(p, tokens, labels, segments):
         hidden = block(p, name, x, segments, 5)
         result.append(mean_loss(norm(p, f"{name}.output_norm", hidden) @ head.T + bias, own))
     return result
-
-
-def named(tree, config):
-    return {n: torch.tensor(np.asarray(x)) for n, x in torch_names.to_torch(tree, config).items()}
 
 
 def test_ten_updates_equal_torch(on_one_device):

@@ -353,3 +353,16 @@ def test_line_matches_kempnerforge():
     assert format_line(10, {"eval/loss": 2.0, "eval/wiki/perplexity": 7.389}) == (
         "[step 10] eval_loss=2.0000 | eval_wiki_perplexity=7.39"
     )
+    tasks = {
+        "piqa/acc": 0.5,
+        "piqa/acc_stderr": 0.01,
+        "core/copa/acc": 0.6,
+        "gsm8k/flexible/x": 1.0,
+    }
+    tasks = {f"eval/tasks/{name}": value for name, value in tasks.items()}
+    assert format_line(10, tasks) == (
+        "[step 10] piqa/acc=0.5000±0.0100 | core/copa/acc=0.6000 | gsm8k/flexible/x=1.0000"
+    )
+    assert format_line(10, tasks | {"eval/tasks/core": 0.2, "eval/tasks/core_stderr": 0.003}) == (
+        "[step 10] piqa/acc=0.5000±0.0100 | gsm8k/flexible/x=1.0000 | core=0.2000±0.0030"
+    )

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from jaxforge.data.corpus.ingest import check_documents
-from jaxforge.data.corpus.manifest import CONVERSATIONS, LENGTHS, VERSION, Manifest
+from jaxforge.data.corpus.manifest import LENGTHS, Manifest
 from jaxforge.data.corpus.parts import Parts, all_counts, sums
 from jaxforge.data.corpus.summary import SplitTotals, Totals
 from jaxforge.data.corpus.tokenizer import Tokenizer
@@ -42,7 +42,7 @@ def assemble(job: Job, n_units: int, tokenizer: Tokenizer, tokenizer_name: str) 
             lengths_crc32 = _join_lengths(parts, n_units, name, job.out / name)
         Manifest.of_shards(
             split.shards,
-            version=CONVERSATIONS if options.conversations else VERSION,
+            version=options.version,
             dtype=options.dtype,
             documents=split.documents,
             eos_id=tokenizer.eos_id,
@@ -53,7 +53,8 @@ def assemble(job: Job, n_units: int, tokenizer: Tokenizer, tokenizer_name: str) 
             bos_ids=tokenizer.prefix,
             statistics=statistics,
         ).write(job.out / name)
-    return Totals(totals, skipped, options.dtype, options.conversations)
+    kinds = options.conversations, options.preferences
+    return Totals(totals, skipped, options.dtype, *kinds)
 
 
 def _join_lengths(parts: Parts, n_units: int, split: str, directory: Path) -> int:

@@ -21,7 +21,9 @@ from jaxforge.data.corpus.tokenizer import Tokenizer, with_prefix
 from jaxforge.errors import UserError
 
 _FORMS = (("messages",), ("conversations",), ("prompt", "completion"), ("instruction", "output"))
-_EXTRAS = ("input", "tools", "chat_template_kwargs")
+EXTRAS = ("input", "tools", "chat_template_kwargs")
+"""Keys of a record that are read in addition to those of its form."""
+
 _FORMS_IN_WORDS = "messages, conversations, prompt and completion, or instruction and output"
 _ROLES = {"human": "user", "gpt": "assistant", "model": "assistant", "bot": "assistant",
           "observation": "tool"}  # fmt: skip
@@ -59,7 +61,7 @@ class Conversations:
         form = _form(there)
         if not form:
             raise UserError(f"{where}: expected columns {_FORMS_IN_WORDS}; it has {_list(there)}")
-        return [name for name in there if name in (*form, *_EXTRAS)]
+        return [name for name in there if name in (*form, *EXTRAS)]
 
     def source(self, record: Mapping[str, Any]) -> str:
         """Return "": statistics are by file."""
@@ -78,7 +80,7 @@ class Conversations:
                 f"expected {_FORMS_IN_WORDS} (it has: {_list(record)})",
                 "leave --conversations out if the records are texts" if "text" in record else "",
             )
-        record = _without_none(record)
+        record = without_none(record)
         texts = [record[name] for name in form]
         plain = form == ("prompt", "completion") and all(isinstance(text, str) for text in texts)
         if plain:
@@ -206,11 +208,11 @@ def _part(part: object) -> str:
     return text
 
 
-def _without_none(value: Any) -> Any:  # noqa: ANN401
+def without_none(value: Any) -> Any:  # noqa: ANN401
     """Remove None values, which tables have for missing keys."""
     if isinstance(value, Mapping):
-        return {key: _without_none(item) for key, item in value.items() if item is not None}
-    return [_without_none(item) for item in value] if isinstance(value, list) else value
+        return {key: without_none(item) for key, item in value.items() if item is not None}
+    return [without_none(item) for item in value] if isinstance(value, list) else value
 
 
 def _list(names: Iterable[str]) -> str:

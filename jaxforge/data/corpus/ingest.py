@@ -26,6 +26,8 @@ from jaxtyping import Int
 from jaxforge.data.corpus.conversations import encode_conversations
 from jaxforge.data.corpus.documents import ReadPosition, TextPart, text_parts
 from jaxforge.data.corpus.encoding import conversation_lengths, encode, split_tokens
+from jaxforge.data.corpus.manifest import CONVERSATIONS, PREFERENCES, VERSION
+from jaxforge.data.corpus.preferences import encode_preferences
 from jaxforge.data.corpus.records import Input
 from jaxforge.data.corpus.statistics import Statistics
 from jaxforge.data.corpus.tokenizer import Tokenizer, load_tokenizer
@@ -56,6 +58,7 @@ class Options:
         max_bytes: bytes of text after which to stop.
         skip_bad: skip records without text.
         conversations: documents are conversations (`Conversations.document`).
+        preferences: documents are pairs of conversations (`Preferences.document`).
         rules: names of the maps, in order.
     """
 
@@ -67,7 +70,15 @@ class Options:
     max_bytes: int | None = None
     skip_bad: bool = False
     conversations: bool = False
+    preferences: bool = False
     rules: tuple[str, ...] = ()
+
+    @property
+    def version(self) -> int:
+        """The version of the manifest."""
+        if self.preferences:
+            return PREFERENCES
+        return CONVERSATIONS if self.conversations else VERSION
 
     @property
     def splits(self) -> tuple[str, ...]:
@@ -342,6 +353,7 @@ def _finish(corpus: Corpus, tokenizer: Tokenizer, name: str, options: Options) -
             tokenizer=name,
             tokenizer_sha256=tokenizer.fingerprint,
             statistics=split.statistics.summary(options.rules),
+            version=options.version,
         )
 
 
@@ -437,6 +449,8 @@ def encode_batches(
 
 
 def _encode(tokenizer: Tokenizer, texts: Sequence[Text], options: Options) -> Encoded:
+    if options.preferences:
+        return encode_preferences(tokenizer, texts, options.dtype)
     if options.conversations:
         return conversation_lengths(encode_conversations(tokenizer, texts, options.dtype))
     return encode(tokenizer, texts, options.dtype)

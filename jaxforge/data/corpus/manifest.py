@@ -19,6 +19,8 @@ FILE_NAME = "manifest.json"
 VERSION = 1
 CONVERSATIONS = 2
 """Version of directories with conversation entries instead of tokens."""
+PREFERENCES = 3
+"""Version of directories with pairs of conversations: chosen and rejected in turn."""
 
 LENGTHS = "lengths.uint32"
 """File of the number of entries of each conversation: little-endian uint32, in order."""
@@ -102,8 +104,8 @@ class Manifest:
     """Metadata of a shard directory, so that readers need not scan the tokens.
 
     Attributes:
-        version: `VERSION`, or `CONVERSATIONS`: then each document is a conversation, no shard holds
-            a part of one, and `LENGTHS` lies next to them.
+        version: `VERSION`, or `CONVERSATIONS` or `PREFERENCES`: then each document is a
+            conversation, no shard holds a part of one, and `LENGTHS` lies next to them.
         dtype: numpy name of the token type, the same in all shards ("uint16").
         tokens: tokens in all shards together, end-of-text tokens included.
         documents: documents in all shards together.
@@ -147,7 +149,12 @@ class Manifest:
     @property
     def conversations(self) -> bool:
         """True if shards hold conversation entries instead of plain tokens."""
-        return self.version == CONVERSATIONS
+        return self.version in (CONVERSATIONS, PREFERENCES)
+
+    @property
+    def preferences(self) -> bool:
+        """True if conversations are pairs of answers."""
+        return self.version == PREFERENCES
 
     @functools.cached_property  # a reader looks up each of perhaps 100,000 files
     def by_file(self) -> Mapping[str, Shard]:
@@ -177,8 +184,8 @@ class Manifest:
             raise UserError(f"cannot read {path}: {error.strerror}") from error
         except ValidationError as error:
             raise UserError(_not_a_manifest(path, _first(error))) from error
-        if manifest.version not in (VERSION, CONVERSATIONS):
-            known = f"{VERSION} and {CONVERSATIONS}"
+        if manifest.version not in (VERSION, CONVERSATIONS, PREFERENCES):
+            known = f"{VERSION}, {CONVERSATIONS} and {PREFERENCES}"
             reason = f"version is {manifest.version}, this jaxforge knows {known}"
             raise UserError(_not_a_manifest(path, reason))
         _check_hashes(path, manifest)

@@ -199,6 +199,8 @@ def _option_for(names: Iterable[str]) -> str:
     there = [str(name) for name in names]
     if key := next((name for name in _CHATS if name in there), ""):
         return f'"{key}" are conversations: give --conversations'
+    if {"chosen", "rejected"} <= set(there):
+        return '"chosen" and "rejected" are pairs of answers: give --preferences'
     key = next((name for name in _TEXT_FIELDS if name in there), "")
     return _text_field(key) if key else ""
 

@@ -1,12 +1,12 @@
 """Summary that `prepare` prints of the shards it has written."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Int
 
-from jaxforge.data.corpus.ingest import Corpus
+from jaxforge.data.corpus.ingest import Corpus, Options
 from jaxforge.data.corpus.statistics import CorpusStatistics, total
 from jaxforge.data.corpus.tokenizer import Tokenizer
 
@@ -39,20 +39,22 @@ class Totals(NamedTuple):
         skipped: number of bad records that were skipped.
         dtype: numpy name of the type of tokens on disk.
         conversations: True if documents are conversations.
+        preferences: True if these are pairs of answers.
     """
 
     splits: Mapping[str, SplitTotals]
     skipped: int
     dtype: str
     conversations: bool
+    preferences: bool = False
 
     @classmethod
-    def of(cls, corpus: Corpus, rules: Sequence[str]) -> "Totals":
+    def of(cls, corpus: Corpus, options: Options) -> "Totals":
         """Return the totals of a finished corpus.
 
         Args:
             corpus: the corpus.
-            rules: names of the maps, in order.
+            options: the options of the command.
         """
         splits = {
             name: SplitTotals(
@@ -61,12 +63,13 @@ class Totals(NamedTuple):
                 split.size,
                 split.broken,
                 split.writer.counts,
-                split.statistics.summary(rules),
+                split.statistics.summary(options.rules),
             )
             for name, split in corpus.splits.items()
         }
         writer = corpus.splits["train"].writer
-        return cls(splits, corpus.skipped, writer.dtype, writer.conversations)
+        kinds = options.conversations, options.preferences
+        return cls(splits, corpus.skipped, writer.dtype, *kinds)
 
 
 def table(totals: Totals, tokenizer: Tokenizer) -> str:
@@ -84,6 +87,9 @@ def table(totals: Totals, tokenizer: Tokenizer) -> str:
             "tokens": cells["tokens"],
             "… learned": lambda part: f"{part.counts.sum():,}",
         }
+    if totals.preferences:
+        cells.pop("conversations")
+        cells = {"pairs": lambda part: f"{part.documents // 2:,}", **cells}
     bos = "".join(f", BOS {i}" for i in tokenizer.prefix)
     loss = entropy(totals.splits["train"].counts)
     rows = [

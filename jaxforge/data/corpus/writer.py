@@ -121,9 +121,11 @@ class ShardWriter:
 
         Args:
             tokens: the tokens, EOS included.
-            documents: number of documents that end in `tokens`.
+            documents: number of documents that end in `tokens`; conversations are counted.
         """
         self._held.append(np.asarray(tokens, self._dtype))
+        if self.conversations:  # a record may hold several
+            documents = int(np.count_nonzero(self._held[-1] & FIRST))
         self.documents += documents
         self.tokens += len(tokens)
         if self.tokens - self._written >= CHUNK:
@@ -180,6 +182,7 @@ class ShardWriter:
         tokenizer_sha256: str,
         bos_ids: tuple[int, ...] = (),
         statistics: CorpusStatistics | None = None,
+        version: int | None = None,
     ) -> Manifest:
         """Complete the last shard, and write and return the manifest.
 
@@ -189,6 +192,7 @@ class ShardWriter:
             tokenizer_sha256: fingerprint of the tokenizer.
             bos_ids: tokens that each document begins with.
             statistics: statistics of the documents.
+            version: version of the manifest; by default that of text or of conversations.
 
         Returns:
             The manifest.
@@ -200,7 +204,7 @@ class ShardWriter:
                 lengths_crc32 = zlib.crc32(self._lengths.read_bytes())
         manifest = Manifest.of_shards(
             shards,
-            version=CONVERSATIONS if self.conversations else VERSION,
+            version=version or (CONVERSATIONS if self.conversations else VERSION),
             dtype=self.dtype,
             documents=self.documents,
             eos_id=eos_id,

@@ -9,6 +9,7 @@ from jaxforge.data.epoch import sequences_per_epoch
 from jaxforge.data.order import data_seed
 from jaxforge.data.segments import draws
 from jaxforge.errors import UserError
+from jaxforge.tasks.opening import describe_tasks
 from jaxforge.training.training_data import check_not_exhausted, phases_of
 
 Data = Dataset | Mixture | Streaming | None
@@ -51,6 +52,8 @@ def open_data(config: JobConfig, *, opens: bool, is_elsewhere: bool) -> tuple[Da
     elif config.eval.reads_data:
         for name, dataset in sources.open_eval_data(config).items():
             rows.append(f"evaluation{f' {name}' if name else ''}: {_set(dataset)}")
+    if config.eval.enabled and not is_elsewhere:
+        rows += describe_tasks(config.eval)
     return data, rows
 
 

@@ -34,8 +34,9 @@ from jaxforge.program import Program
 from jaxforge.runs import run_directory
 from jaxforge.state.progress import Progress
 from jaxforge.state.train_state import TrainState
-from jaxforge.step.train_step import Controls, Metrics, TrainStep
+from jaxforge.step.train_step import Batch, Controls, Metrics, TrainStep
 from jaxforge.storage import trust
+from jaxforge.training.frozen import open_frozen
 from jaxforge.training.start import open_foreign
 from jaxforge.training.training_data import TrainingData, batches_from, phases_of
 
@@ -121,6 +122,7 @@ class Walk:
         ramp = config.train.ramp(data_parallel_size(past.mesh))
         self._past, self._step = past, past.step
         self.state, self.progress = state, progress
+        self._frozen = open_frozen(past, open_foreign, progress)
         self._data = TrainingData(
             lambda progress: batches_from(progress, config, past.mesh, past.dataset, phases, ramp),
             phases,
@@ -138,11 +140,17 @@ class Walk:
         controls = self.controls
         batch = next(self._data)
         self._data.note_mixture(self.progress)
-        self.state, metrics = self._step(self.state, self._past.padded(batch), controls)
+        self.state, metrics = self._step(self.state, self._complete(batch), controls)
         microbatches, rows, length = batch["labels"].shape
         self.progress.advance(microbatches * rows, microbatches * rows * length)
         self._look_ahead()
         return metrics
+
+    def _complete(self, batch: Batch) -> Batch:
+        """Return a batch as the step takes it."""
+        if self._frozen is not None:
+            batch = self._frozen(self.state.variables, batch)
+        return self._past.padded(batch)
 
     def _look_ahead(self) -> None:
         if self.progress.step < self._past.config.train.max_steps:
@@ -154,7 +162,7 @@ class Walk:
         # same, but the counters and the guard advance: they are restored from copies.
         counters = (self.state.step, self.state.guard, self.state.counts)
         number, guard, counts = jax.tree.map(lambda x: x.copy(), counters)
-        batch = self._past.padded(self.batch)
+        batch = self._complete(self.batch)
         self.state, metrics = step(self.state, batch, self.controls._replace(apply=False))
         self.state = dataclasses.replace(self.state, step=number, guard=guard, counts=counts)
         return metrics

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from jaxforge.config.eval import TASKS_PREFIX
 from jaxforge.runs.reading import Run, Series
 from jaxforge.tools.pages.parts import Pool, encode_column
 from jaxforge.tools.report.names import LOSS, NAMES, Name, metric_name
@@ -20,7 +21,8 @@ _FEWEST = 16  # minimum number of buckets of a curve
 _MARKS = 200  # marks on a curve; each is a few pixels wide
 _AXIS_POINTS = 1000  # of the maps from steps to tokens and hours
 _DERIVED = re.compile(
-    r"smoothed/.*|goodput/.*_sec|train/(tokens|samples|valid_tokens)|gpu/mem_utilization|eval/(.*/)?(ema_)?perplexity"
+    r"smoothed/.*|goodput/.*_sec|train/(tokens|samples|valid_tokens)|gpu/mem_utilization"
+    r"|eval/(?!tasks/)(.*/)?(ema_)?perplexity|eval/tasks/.*_stderr"
 )
 _LAYER = re.compile(r"/layers\.([0-9]{1,6})$")
 _MARKED = ("train/loss", "train/grad_norm")
@@ -135,7 +137,9 @@ def _is_constant(metric: str, runs: Sequence[Run]) -> bool:
 def _drawings(runs: Sequence[Run]) -> Iterable[_Drawing]:
     metrics = [metric for metric in _metrics(runs) if not _is_constant(metric, runs)]
     has_several_sets = any(
-        metric.startswith("eval/") and metric.count("/") > 1 for metric in metrics
+        metric.startswith("eval/") and metric.count("/") > 1
+        for metric in metrics
+        if not metric.startswith(TASKS_PREFIX)
     )
     yield _Drawing("Loss", NAMES["train/loss"], _headline(runs))
     groups: dict[str, dict[str, list[tuple[str, Name]]]] = defaultdict(lambda: defaultdict(list))

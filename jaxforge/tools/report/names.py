@@ -38,9 +38,9 @@ class Name(NamedTuple):
         return self.unit in ("so far", "of the next update", "of the next step")
 
 
-LOSS, EVALUATION, UPDATES, SPEED, MEMORY, DATA, EXPERTS, SAVING, MODEL = (
-    "Loss", "Evaluation", "Updates", "Speed", "Memory of the fullest device", "Data", "Experts",
-    "Checkpoints", "Model",
+LOSS, EVALUATION, TASKS, UPDATES, SPEED, MEMORY, DATA, EXPERTS, SAVING, MODEL = (
+    "Loss", "Evaluation", "Tasks", "Updates", "Speed", "Memory of the fullest device", "Data",
+    "Experts", "Checkpoints", "Model",
 )  # fmt: skip
 _NATS, _PER_LAYER = "nats per token", "layer {}"
 
@@ -55,6 +55,8 @@ NAMES: Mapping[str, Name] = {
     ),
     "eval/perplexity": Name("Perplexity", "", EVALUATION, "all sets"),
     "eval/ema_perplexity": Name("Perplexity", "", EVALUATION, "all sets, average"),
+    "eval/tasks/core": Name("CORE", "mean centered accuracy", TASKS),
+    "eval/tasks/ema_core": Name("CORE", "mean centered accuracy", TASKS, "average"),
     "train/lr": Name("Learning rate", "of the next update", UPDATES, zero=True),
     "train/grad_norm": Name("Gradient norm", "before clipping", UPDATES),
     "train/params_norm": Name("Norm of the parameters", "", UPDATES),
@@ -124,6 +126,7 @@ NAMES: Mapping[str, Name] = {
 """Metrics with fixed names, in the order of the page."""
 
 _RULES: tuple[tuple[str, Name], ...] = (
+    (r"eval/tasks/(.+)/([^/]+)", Name("Tasks, {1}", "", TASKS, "{}")),
     (r"eval/(.+)/ema_loss", Name("Evaluation loss", _NATS, EVALUATION, "{}, average")),
     (r"eval/(.+)/ema_bits_per_byte",
      Name("Evaluation, bits per byte", "bits", EVALUATION, "{}, average")),
@@ -157,7 +160,8 @@ def metric_name(metric: str) -> Name:
         return NAMES[metric]
     for pattern, name in _RULES:
         if match := re.fullmatch(pattern, metric):
-            return name._replace(label=name.label.format(match[1]))
+            groups = match.groups()
+            return name._replace(label=name.label.format(*groups), title=name.title.format(*groups))
     return _composed(metric)
 
 

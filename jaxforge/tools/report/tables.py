@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from jaxforge.cli.redaction import redacted, redacted_line
-from jaxforge.config.eval import AVERAGE_PREFIX
+from jaxforge.config.eval import AVERAGE_PREFIX, STDERR_SUFFIX, TASKS_PREFIX
 from jaxforge.config.job import short_toml
 from jaxforge.runs.reading import Run
 from jaxforge.telemetry.numbers import duration, exact, human
@@ -33,12 +33,13 @@ def facts(runs: Sequence[Run]) -> str:
 def below(runs: Sequence[Run]) -> str:
     """Return the HTML below the charts."""
     latest = max(run.series["train/loss"].time[-1] for run in runs)
-    evaluations = list(_evaluations(runs))
+    evaluations, tasks = list(_evaluations(runs)), list(_tasks(runs))
     unchanged = [
         [constant.name, _one_or_each(constant.values, runs)] for constant in constants(runs)
     ]
     return (
         (table("Evaluations", _EVALUATION, evaluations) if evaluations else "")
+        + (table("Tasks", _TASKS, tasks) if tasks else "")
         + (table("What did not change", ["metric", "value"], unchanged) if unchanged else "")
         + _samples(runs)
         + "".join(_experts(run) for run in runs)
@@ -166,7 +167,7 @@ _EVALUATION = ["set", "loss", "perplexity", "bits per byte", "lowest loss", "at 
 def _evaluations(runs: Sequence[Run]) -> Rows:
     for run in runs:
         for name in run.series:
-            if not re.fullmatch(rf"eval/(.*/)?({AVERAGE_PREFIX})?loss", name):
+            if not re.fullmatch(rf"eval/(?!tasks/)(.*/)?({AVERAGE_PREFIX})?loss", name):
                 continue
             label, (lowest, step) = metric_name(name).label, _best(run, name)
             others = [name.removesuffix("loss") + kind for kind in ("perplexity", "bits_per_byte")]
@@ -176,6 +177,27 @@ def _evaluations(runs: Sequence[Run]) -> Rows:
                 *(exact(run.series[o].last) if o in run.series else "" for o in others),
                 exact(lowest),
                 f"{step:,}",
+            ]
+
+
+_TASKS = ["task", "metric", "last", "standard error", "first", "at step"]
+
+
+def _tasks(runs: Sequence[Run]) -> Rows:
+    """Yield the last value of each metric of a task, with its standard error, and the first."""
+    for run in runs:
+        for name in run.series:
+            if not name.startswith(TASKS_PREFIX) or name.endswith(STDERR_SUFFIX):
+                continue
+            task, _, metric = name.removeprefix(TASKS_PREFIX).rpartition("/")
+            series, errors = run.series[name], run.series.get(name + STDERR_SUFFIX)
+            yield [
+                (task or "all") if len(runs) == 1 else f"{run.name}: {task or 'all'}",
+                metric,
+                exact(series.last),
+                "" if errors is None else exact(errors.last),
+                exact(float(series.value[0])),
+                f"{int(series.step[-1]):,}",
             ]
 
 

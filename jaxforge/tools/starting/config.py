@@ -54,7 +54,7 @@ def config_for_data(prepared: PreparedData, machine: Machine, run: Path) -> tupl
         "scheduler": _scheduler(),
         "data": list(data_lines(prepared)),
         "eval": list(eval_lines(prepared, size.seq_len)),
-        "checkpoint": checkpoint_lines(run),
+        "checkpoint": [*checkpoint_lines(run), *_base_model(prepared)],
         "metrics": [Line("log_interval", max(1, size.max_steps // _LOG_LINES))],
     }
     about = (
@@ -62,7 +62,12 @@ def config_for_data(prepared: PreparedData, machine: Machine, run: Path) -> tupl
         f"{machine} by jaxforge prepare.\n    jaxforge train --config "
         f"{prepared.directory / FILE_NAME}"
     )
-    if prepared.train.conversations:
+    if prepared.train.preferences:
+        about += (
+            "\nTo learn from pairs of answers, set the shape of your model, and"
+            " checkpoint.load_path to it."
+        )
+    elif prepared.train.conversations:
         about += (
             "\nThis trains from random weights. To fine-tune a model, set its shape and"
             " checkpoint.load_path as in\nconfigs/fine_tuning.toml."
@@ -134,6 +139,8 @@ def _train(prepared: PreparedData, machine: Machine, size: Size) -> Iterator[Lin
             yield Line("activation_checkpointing", "full", "otherwise no sequence fits in memory")
         if prepared.train.vocab_size >= LARGE_VOCABULARY:
             yield Line("loss_fn", "chunked_cross_entropy", "logits are never all in memory")
+    if prepared.train.preferences:
+        yield Line("objective", "dpo", "[dpo] has its settings")
     yield Line("seed", 42, "of weights and data")
 
 
@@ -196,6 +203,12 @@ def checkpoint_lines(run: Path) -> list[Line]:
         Line("dir", str(run), "the run directory, from which the same command resumes"),
         Line("interval", "10%"),
     ]
+
+
+def _base_model(prepared: PreparedData) -> Iterator[Line]:
+    if prepared.train.preferences:
+        yield Line("load_path", "RUN", "your model, which is also the reference")
+        yield Line("exclude_from_loading", ["optimizer", "progress"], "a new run begins")
 
 
 def _preset_train(preset: Preset, prepared: PreparedData | None) -> Iterator[Line]:

@@ -52,6 +52,8 @@ def page(data: PreparedData) -> str:
 
 
 def _noun(manifest: Manifest) -> str:
+    if manifest.preferences:
+        return "answers"
     return "conversations" if manifest.conversations else "documents"
 
 

@@ -3,6 +3,7 @@
 Formulas, with d the width, S the tokens of a sequence and N all parameters (docs/dial.md):
 
     width           d = 64 x depth, rounded up to a multiple of 128 (as nanochat)
+    heads           128 channels each (as nanochat)
     feed-forward    8/3 d, rounded to a multiple of 128 (Llama's SwiGLU)
     tokens          D = 20 N (Hoffmann et al. 2022, arXiv:2203.15556)
     compute         C = D x FLOPs per token, attention in full (telemetry/flops.py)
@@ -35,8 +36,7 @@ DEEPEST = 256
 _SEQ_LEN, _SEQ_LEN_ON_CPU = 2048, 256
 
 _WIDTH_PER_LAYER = 64
-_MULTIPLE = 128  # of widths, for the matrix units of GPUs and TPUs
-_WIDE = 1024  # from this width on, heads of 128 channels, otherwise of 64
+_MULTIPLE = 128  # of widths and heads, for the matrix units of GPUs and TPUs
 
 MUP_WIDTH, MUP_HEAD, MUP_STD, MUP_LR = 128, 32, 0.08, 2.0**-8
 """Narrow model of docs/mup.md: width, head width, initial deviation and its best learning rate."""
@@ -149,7 +149,7 @@ def shape(depth: int) -> dict[str, Any]:
     return {
         "dim": width,
         "n_layers": depth,
-        "n_heads": width // (128 if width >= _WIDE else 64),
+        "n_heads": width // _MULTIPLE,
         "ffn_hidden_dim": _MULTIPLE * round(8 / 3 * width / _MULTIPLE),
     }
 

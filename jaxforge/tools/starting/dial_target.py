@@ -119,7 +119,7 @@ def split_batch(config: JobConfig, target: Target) -> Split:
     if config.is_set("train.grad_accum_steps"):
         most = least = for_each // train.grad_accum_steps
     is_given = config.is_set("train.activation_checkpointing")
-    policies = (train.activation_checkpointing,) if is_given else REMAT
+    policies = (train.activation_checkpointing,) if is_given else _policies(target)
     for remat in policies:
         if for_each <= min(most, _most_rows(config, target, remat, accum=1)):
             return _split(config, target, for_each, 1, remat)
@@ -128,6 +128,15 @@ def split_batch(config: JobConfig, target: Target) -> Split:
         if rows >= least or (rows and remat == policies[-1]):
             return _split(config, target, rows, for_each // rows, remat)
     raise UserError(_too_large(config, target, policies[-1]))
+
+
+def _policies(target: Target) -> tuple[str, ...]:
+    """Return the rematerialisation policies to try, from the fastest to the smallest.
+
+    "none" is left out on accelerators. There XLA:TPU needed 40.7 GB where the estimate was 16.5
+    GB (depth 12, heads of 128, v6e), and 12.4 GB of 15.3 GB with "selective".
+    """
+    return REMAT if target.is_cpu else REMAT[1:]
 
 
 def _sequences_of_device(config: JobConfig, target: Target) -> int:
@@ -196,12 +205,18 @@ def compile_plan(config: JobConfig, target: Target) -> Compiled:
     """Compile the step as `jaxforge plan` does, and return its figures.
 
     Raises:
-        UserError: the plan does not know the devices, or reports errors.
+        UserError: the plan does not know the devices or reports errors, or the step does not fit.
     """
     if target.topology is None:
         raise UserError(f"--plan: {target.name} cannot be planned. Name the machine by --topology")
     report = compiled_report(config, target.topology)
     if report["errors"]:
         raise UserError(f"--plan: {report['errors'][0]}")
+    if not report["fits"]:
+        memory = report["memory_per_device"]
+        raise UserError(
+            f"--plan: the compiled step does not fit: {gigabytes(memory['peak_bytes'])} of "
+            f"{gigabytes(memory['capacity_bytes'])} of a device. Change {report['advice'][0]}"
+        )
     step = report.get("step")
     return Compiled(report["memory_per_device"]["peak_bytes"], step and step["seconds"])

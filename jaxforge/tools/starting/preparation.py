@@ -28,6 +28,7 @@ from jaxforge.data.corpus.inputs import HuggingFace, find_inputs
 from jaxforge.data.corpus.layouts import LAYOUTS, Layout
 from jaxforge.data.corpus.maps import Map, Mapped, load_maps
 from jaxforge.data.corpus.passes import find_repeated_records, needs_passes
+from jaxforge.data.corpus.preferences import Preferences
 from jaxforge.data.corpus.progress import Done, progress_shown
 from jaxforge.data.corpus.records import Content, Input, TextField
 from jaxforge.data.corpus.summary import Totals, table
@@ -72,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
     given = None if args.tokenizer == "bpe" else _given_tokenizer(args.tokenizer)
     if given and args.no_bos:
         given = given.without_bos()
-    content = Conversations(given) if args.conversations and given else _text_field(args)
+    content = _content(args, given)
     maps = load_maps(args.map)
     mapped = Mapped(content, maps) if maps else None
     inputs = _inputs(args, mapped or content)
@@ -101,6 +102,12 @@ def run(args: argparse.Namespace) -> int:
     print(table(totals, tokenizer), end="\n\n")
     print(_next(args.output, size))
     return 0
+
+
+def _content(args: argparse.Namespace, tokenizer: Tokenizer | None) -> Content:
+    if args.conversations and tokenizer:
+        return (Preferences if args.preferences else Conversations)(tokenizer)
+    return _text_field(args)
 
 
 def _units(args: argparse.Namespace, inputs: Sequence[Input]) -> list[Unit]:
@@ -135,7 +142,7 @@ def _prepare(
                 isolate=True,
                 show=lambda corpus: show(_done(corpus, size)),
             )
-        return Totals.of(corpus, options.rules)
+        return Totals.of(corpus, options)
     job = new_job(destination, len(units), tokenizer, options)
     with progress_shown(files) as show:
         run_units(job, units, engine_of(args), vocab_size=tokenizer.vocab_size, show=show)
@@ -276,6 +283,8 @@ def _plan(
     options["the tokenizer's sha256"] = tokenizer and tokenizer.fingerprint
     if args.conversations and tokenizer:
         options["the chat template's sha256"] = fingerprint(tokenizer)
+    if args.preferences:
+        options["--preferences"] = True
     return {"options": options, "inputs": [source.identity for source in inputs]}
 
 
@@ -289,6 +298,7 @@ def _options(args: argparse.Namespace, maps: Iterable[Map], vocab_size: int) -> 
         max_bytes=args.max_bytes,
         skip_bad=args.skip_bad,
         conversations=args.conversations,
+        preferences=args.preferences,
         rules=tuple(each.rule for each in maps),
     )
 

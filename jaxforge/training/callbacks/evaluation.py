@@ -1,8 +1,9 @@
 """Evaluations during training, which can stop and resume after any batch.
 
-With `train.ema_decay`, each set is evaluated a second time, by the average of the parameters.
-`Progress.validation` holds the pending sets and the sums so far. A run that stops within an
-evaluation resumes there: no batch, set or callback is skipped or repeated.
+With `train.ema_decay`, each set is evaluated a second time, by the average of the parameters. Tasks
+follow the sets. `Progress.validation` holds the pending sets and tasks, and the sums so far. A run
+that stops within an evaluation resumes there: no batch, set or callback is skipped or repeated.
+A task that was stopped begins again, and is logged once.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -11,18 +12,21 @@ from jaxforge.config.eval import AVERAGE_PREFIX
 from jaxforge.config.job import JobConfig
 from jaxforge.config.train import TrainConfig
 from jaxforge.exit_codes import Exit
-from jaxforge.state.progress import Progress
+from jaxforge.state.progress import Progress, Validation
 from jaxforge.state.train_state import TrainState
+from jaxforge.tasks.opening import open_tasks
+from jaxforge.tasks.task import Tasks
 from jaxforge.training.callbacks.callback import Callback, EvalContext, IntervalContext
 from jaxforge.training.callbacks.garbage import collecting_garbage
 from jaxforge.training.callbacks.run_callback import RunCallback, RunParts
 from jaxforge.training.evaluation import Evaluator, SetSums, summary
 
 _AVERAGE = "ema/"  # before the name of a set, which has no slash
+_TASK = "task/"  # before the name of a task
 
 
 class Evaluation(RunCallback):
-    """Evaluates on the sets of `[eval]`.
+    """Evaluates on the sets and tasks of `[eval]`.
 
     Args:
         config: the resolved config.
@@ -47,26 +51,29 @@ class Evaluation(RunCallback):
         config = run.config
         if not config.eval.enabled:
             return None
-        evaluator = Evaluator(config, run.mesh, run.model, run.eval_data, run.tokenizer)
-        evaluator.check_reports(config.checkpoint.best_metric)
+        evaluator = Evaluator(config, run.mesh, run.model, run.eval_data, run.tokenizer, run.frozen)
+        if evaluator.names:
+            evaluator.check_reports(config.checkpoint.best_metric)
         if config.early_stop.active and config.early_stop.metric.startswith("eval/"):
             evaluator.check_reports(config.early_stop.metric, "early_stop.metric")
         steps = {name: schedule.steps for name, schedule in config.eval.schedules().items()}
-        return cls(config, ResumableEvaluation(evaluator, steps), run.progress)
+        tasks = open_tasks(config, run.mesh, run.model, run.tokenizer)
+        return cls(config, ResumableEvaluation(evaluator, steps, tasks), run.progress)
 
     def is_due(self, step: int) -> bool:
         """Return whether an evaluation is due after `step`, or one was stopped there."""
-        return self._progress.validation is not None or bool(self._config.eval.due_sets(step))
+        section = self._config.eval
+        is_due = bool(section.due_sets(step)) or section.are_tasks_due(step)
+        return self._progress.validation is not None or is_due
 
     def on_interval(self, context: IntervalContext) -> None:
         """Evaluate the due sets and log the metrics; log nothing if the evaluation is stopped.
 
-        If no set is due, a callback requested the evaluation, which covers all sets.
+        If nothing is due, a callback requested the evaluation, which covers all sets and tasks.
         """
-        step, progress, section = context.step, context.progress, self._config.eval
+        step, progress = context.step, context.progress
         if progress.validation is None:
-            sets = section.due_sets(step) or section.sources()
-            progress.begin_validation(passes(sets, self._config.train))
+            progress.begin_validation(self._due(step))
             context.start_save()
         assert progress.validation is not None
         if not progress.validation.sums:
@@ -90,6 +97,15 @@ class Evaluation(RunCallback):
         context.callbacks.call(Callback.on_eval_end, metrics, step, evaluated)
         context.evaluation.update(metrics)
 
+    def _due(self, step: int) -> list[str]:
+        """Return the evaluations after `step`: those that are due, or all if none is."""
+        section = self._config.eval
+        sets, has_tasks = section.due_sets(step), section.are_tasks_due(step)
+        if not sets and not has_tasks:
+            sets, has_tasks = list(section.sources()), section.has_tasks
+        names = self._evaluation.task_names if has_tasks else []
+        return [*passes(sets, self._config.train), *names]
+
 
 def passes(sets: Iterable[str], train: TrainConfig) -> list[str]:
     """Return the evaluations of sets: by the parameters, then by their average, if any."""
@@ -98,15 +114,23 @@ def passes(sets: Iterable[str], train: TrainConfig) -> list[str]:
 
 
 class ResumableEvaluation:
-    """Evaluation of all sets of `[eval]` that resumes where it was stopped.
+    """Evaluation of all sets and tasks of `[eval]` that resumes where it was stopped.
 
     Args:
         evaluator: evaluates one set.
         steps: batches of each set by name.
+        tasks: the tasks; None without any.
     """
 
-    def __init__(self, evaluator: Evaluator, steps: Mapping[str, int]) -> None:
-        self._evaluator, self._steps = evaluator, steps
+    def __init__(
+        self, evaluator: Evaluator, steps: Mapping[str, int], tasks: Tasks | None = None
+    ) -> None:
+        self._evaluator, self._steps, self._tasks = evaluator, steps, tasks
+
+    @property
+    def task_names(self) -> list[str]:
+        """Names of the tasks in `Progress.validation`."""
+        return [_TASK + name for name in self._tasks.names] if self._tasks else []
 
     def run(
         self,
@@ -115,7 +139,7 @@ class ResumableEvaluation:
         stop: Callable[[], object],
         note_batch: Callable[[str, int], None],
     ) -> dict[str, float] | None:
-        """Evaluate the pending sets; all sets if the evaluation begins here.
+        """Evaluate the pending sets and tasks; all sets if the evaluation begins here.
 
         Args:
             state: the state whose parameters are evaluated.
@@ -125,28 +149,64 @@ class ResumableEvaluation:
                 parameters and not for their average.
 
         Returns:
-            The metrics of the evaluated sets, and of all sets together if all were evaluated;
-            None if the evaluation was stopped.
+            The metrics of the evaluated sets and tasks, and of all sets together if all were
+            evaluated; None if the evaluation was stopped.
         """
         validation = progress.begin_validation(self._evaluator.names)
         if not state.ema:  # the average was dropped at this start
             validation.drop(lambda name: name.startswith(_AVERAGE))
+        known = self.task_names  # those of the stopped run may be others
+        validation.drop(lambda name: name.startswith(_TASK) and name not in known)
         while validation.pending:
             name = validation.pending[0]
-            dataset = name.removeprefix(_AVERAGE)
-            is_average = name != dataset
-            begun = SetSums(**validation.sums.get(name, {}))
-            sums, is_whole = self._evaluator.evaluate(
-                state.averaged_variables if is_average else state.variables,
-                dataset, self._steps[dataset], begun, stop,
-                (lambda *_: None) if is_average else note_batch,
-            )  # fmt: skip
-            validation.sums[name] = sums._asdict()
+            if name.startswith(_TASK):
+                is_whole = self._run_task(name, state, validation, stop)
+            else:
+                is_whole = self._run_set(name, state, validation, stop, note_batch)
             if not is_whole:
                 return None
             validation.pending.pop(0)
         progress.validation = None
-        return self._metrics({name: SetSums(**sums) for name, sums in validation.sums.items()})
+        sets = {name: s for name, s in validation.sums.items() if not name.startswith(_TASK)}
+        metrics = self._metrics({name: SetSums(**sums) for name, sums in sets.items()})
+        if self._tasks:
+            finished = {
+                name.removeprefix(_TASK): results
+                for name, results in validation.sums.items()
+                if name.startswith(_TASK)
+            }
+            metrics |= self._tasks.metrics(finished)
+        return metrics
+
+    def _run_set(
+        self,
+        name: str,
+        state: TrainState,
+        validation: Validation,
+        stop: Callable[[], object],
+        note_batch: Callable[[str, int], None],
+    ) -> bool:
+        """Evaluate a set from where it was stopped; return whether it is complete."""
+        dataset = name.removeprefix(_AVERAGE)
+        is_average = name != dataset
+        begun = SetSums(**validation.sums.get(name, {}))
+        sums, is_whole = self._evaluator.evaluate(
+            state.averaged_variables if is_average else state.variables,
+            dataset, self._steps[dataset], begun, stop,
+            (lambda *_: None) if is_average else note_batch,
+        )  # fmt: skip
+        validation.sums[name] = sums._asdict()
+        return is_whole
+
+    def _run_task(
+        self, name: str, state: TrainState, validation: Validation, stop: Callable[[], object]
+    ) -> bool:
+        """Evaluate a task from its beginning; return whether it is complete."""
+        assert self._tasks is not None
+        params = state.averaged_variables if self._tasks.is_average else state.variables
+        results = self._tasks.evaluate(name.removeprefix(_TASK), params, stop)
+        validation.sums[name] = results or {}
+        return results is not None
 
     def _metrics(self, sums: Mapping[str, SetSums]) -> dict[str, float]:
         """Return the metrics of the parameters, and those of their average."""
@@ -154,7 +214,7 @@ class ResumableEvaluation:
             name.removeprefix(_AVERAGE): s for name, s in sums.items() if name.startswith(_AVERAGE)
         }
         sets = {name: s for name, s in sums.items() if not name.startswith(_AVERAGE)}
-        are_all = len(sets) == len(self._evaluator.names)
+        are_all = bool(sets) and len(sets) == len(self._evaluator.names)
         metrics = summary(sets, are_all=are_all)
         if average:
             metrics |= summary(average, are_all=are_all, prefix=AVERAGE_PREFIX)

@@ -51,8 +51,8 @@ ORDER = (
           f"`{CALLBACKS}/callback.py`, [library.md](library.md)"),
     Event("directory", "after each step, the lock of the run directory is checked",
           f"`{CALLBACKS}/directory_lock.py`", DirectoryLock),
-    Event("evaluation", "every `eval.interval` steps from `eval.start_step` on, set by set; "
-          "the save that is due at the same step starts before it",
+    Event("evaluation", "every `eval.interval` steps from `eval.start_step` on, set by set, "
+          "then task by task; the save that is due at the same step starts before it",
           f"`{CALLBACKS}/evaluation.py`", Evaluation),
     Event("samples", "every `eval.sample_interval` steps",
           f"`{CALLBACKS}/samples.py`, "

@@ -17,6 +17,7 @@ from jaxforge.state.progress import Progress
 from jaxforge.storage import mirror
 from jaxforge.storage.run_lock import RunLock
 from jaxforge.training.callbacks.callback import Callback
+from jaxforge.training.frozen import FrozenFields
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,6 +31,7 @@ class RunParts:
         eval_data: evaluation sets by name.
         progress: the counters of the run.
         lock: lock of the run directory.
+        frozen: adds fields of the reference or teacher to batches, if the objective has one.
     """
 
     config: JobConfig
@@ -38,6 +40,7 @@ class RunParts:
     eval_data: Mapping[str, Dataset]
     progress: Progress
     lock: RunLock
+    frozen: FrozenFields | None = None
 
     @functools.cached_property
     def tokenizer(self) -> Tokenizer | None:

@@ -99,6 +99,27 @@ def test_average_of_parameters_has_its_own_curves_and_rows(tmp_path):
     assert rows["all sets, average"] == ["3.5000", exact(33), "", "3.5000", "2"]
 
 
+def test_tasks_have_charts_by_metric_and_rows_with_errors(tmp_path):
+    names = ("piqa/acc", "piqa/acc_stderr", "copa/acc", "x/perplexity", "core", "core_stderr")
+    lines = [line(1)]
+    lines += [
+        {"step": s, "time": 1e9, "eval/loss": 5.0 - s,
+         **{f"eval/tasks/{name}": value for name, value in zip(names, values, strict=True)}}
+        for s, values in ((1, (0.5, 0.02, 0.6, 9, 0.1, 0.01)), (2, (0.7, 0.03, 0.8, 7, 0.2, 0.01)))
+    ]  # fmt: skip
+    page = page_of(write_run(tmp_path / "run", lines))
+    assert [curve["label"] for curve in page.curves("Tasks, acc")] == ["piqa", "copa"]
+    assert page.points("Tasks, acc")[0] == pytest.approx({1: 0.5, 2: 0.7})
+    assert page.points("CORE")[0] == pytest.approx({1: 0.1, 2: 0.2})
+    assert page.points("Tasks, perplexity")[0] == {1: 9, 2: 7}
+    assert not [title for title in page.titles() if "stderr" in title]
+    assert "Evaluation loss" not in page.titles()  # in the first chart: there is one set
+    rows = page.rows()
+    assert ["piqa", "acc", exact(0.7), exact(0.03), exact(0.5), "2"] in rows
+    assert ["copa", "acc", exact(0.8), "", exact(0.6), "2"] in rows
+    assert ["all", "core", exact(0.2), exact(0.01), exact(0.1), "2"] in rows
+
+
 def test_report_page_is_self_contained(tmp_path):
     page = page_of(write_run(tmp_path / "run", [line(1)]))
     for element in page.elements:

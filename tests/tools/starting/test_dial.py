@@ -64,7 +64,7 @@ def test_compute_of_batch_formula_is_that_of_its_paper():
 
 def test_sizes_of_a_depth_are_those_computed_by_hand():
     dial = dial_depth(4, WISH)
-    assert shape(4) == {"dim": 256, "n_layers": 4, "n_heads": 4, "ffn_hidden_dim": 640}
+    assert shape(4) == {"dim": 256, "n_layers": 4, "n_heads": 2, "ffn_hidden_dim": 640}
     layers = 4 * (4 * 256**2 + 3 * 256 * 640)
     head = 32768 * 256
     assert dial.parameters == layers + 2 * head == 19_791_872
@@ -251,7 +251,12 @@ def test_cost_follows_from_speed_price_and_start():
 
 @pytest.mark.parametrize(
     ("depth", "machine", "remat"),
-    [(4, "h100:1x8", "none"), (20, "h100:1x8", "none"), (32, "v5e:4x4", "full")],
+    [
+        (4, "h100:1x8", "selective"),
+        (20, "h100:1x8", "selective"),
+        (32, "v5e:4x4", "full"),
+        (4, "cpu:1", "none"),
+    ],
 )
 def test_microbatches_make_up_the_batch(depth, machine, remat):
     target = Target.of_topology(Topology.parse(machine))
@@ -261,7 +266,8 @@ def test_microbatches_make_up_the_batch(depth, machine, remat):
     assert rows * accum * n == run.config.train.global_batch_size
     assert run.config.train.microbatch_size(n) == rows * n
     assert run.config.train.activation_checkpointing == chosen == remat
-    assert 2**13 <= rows * 2048 <= 2**15
+    assert rows * 2048 <= 2**15
+    assert rows * 2048 >= 2**13 or accum == 1
 
 
 def driver(tmp_path, name, monkeypatch):

@@ -1,0 +1,138 @@
+"""Reference or teacher of a run: loading, and the fields that it adds to batches.
+
+The frozen model is no part of the training state. It is loaded again at each start. A checkpoint
+holds only a hash of each of its arrays (`Progress.frozen`), by which a resume with other weights is
+refused.
+"""
+
+import logging
+from collections.abc import Iterable, Mapping
+
+import jax
+
+from jaxforge.checkpoint.layout import drop_unsaved, model_tree, split_adapters, variables
+from jaxforge.checkpoint.paths import find
+from jaxforge.checkpoint.relayout import by_layer, by_stage
+from jaxforge.checkpoint.restore import (
+    OpenForeign,
+    at_path,
+    changed_array,
+    opened,
+    restore_recorded,
+)
+from jaxforge.config import rules
+from jaxforge.errors import UserError
+from jaxforge.model.runtime import gpu_capability
+from jaxforge.model.transformer import Params
+from jaxforge.program import AbstractBatch, Program
+from jaxforge.runs import run_directory
+from jaxforge.state.progress import Progress
+from jaxforge.step.frozen_model import FrozenModel, frozen_config
+from jaxforge.step.gradients import Batch
+from jaxforge.storage import urls
+
+log = logging.getLogger(__name__)
+
+LoweredFields = Mapping[tuple[int, ...], jax.stages.Lowered]
+"""Traced programs that add fields, by the shape of the labels."""
+
+_KEYS = {"dpo": "dpo.reference", "distillation": "distillation.teacher"}
+
+
+class FrozenFields:
+    """Adds the fields of `train.objective` to batches.
+
+    Args:
+        model: the frozen model.
+        params: its parameters; None: the base model of the run's adapters.
+    """
+
+    def __init__(self, model: FrozenModel, params: Params | None) -> None:
+        self.model, self.params = model, params
+        self._add = jax.jit(model.add_fields)
+        self._compiled: dict[tuple[int, ...], jax.stages.Compiled] = {}
+
+    def __call__(self, policy: Params, batch: Batch) -> Batch:
+        """Return a batch with further fields.
+
+        Args:
+            policy: variables of the trained model.
+            batch: the batch.
+        """
+        program = self._compiled.get(batch["labels"].shape, self._add)
+        return program(self._params_of(policy), batch)
+
+    def lower(self, policy: Params, batches: Iterable[AbstractBatch]) -> LoweredFields:
+        """Trace the program for batches; return the results by the shape of the labels.
+
+        Args:
+            policy: shapes and shardings of the variables of the trained model.
+            batches: shapes and shardings of batches.
+        """
+        params = self._params_of(policy)
+        return {batch["labels"].shape: self._add.lower(params, batch) for batch in batches}
+
+    def compile(self, lowered: LoweredFields) -> None:
+        """Compile the results of `lower`, so that a run does not compile in a step."""
+        self._compiled |= {shape: program.compile() for shape, program in lowered.items()}
+
+    def _params_of(self, policy: Params) -> Params:
+        return split_adapters(policy)[1] if self.params is None else self.params
+
+
+def open_frozen(
+    program: Program, open_foreign: OpenForeign, progress: Progress
+) -> FrozenFields | None:
+    """Load the frozen model of `train.objective`; return None for next tokens. Collective.
+
+    Without `dpo.reference`, the reference is `checkpoint.load_path`: with adapters, the base model
+    that the state holds already.
+
+    Args:
+        program: program of the run.
+        open_foreign: opens a reference that is no jaxforge run.
+        progress: counters of the run; the hashes are compared, and recorded at the first start.
+
+    Raises:
+        UserError: the model does not exist, does not fit, or is not the recorded one.
+    """
+    config, objective = program.config, program.config.train.objective
+    if objective == "next_token":
+        return None
+    teacher = None
+    if objective == "distillation":
+        path = config.distillation.teacher
+        assert path
+        teacher = run_directory.read_config(find(urls.path(path, _KEYS[objective]))[0]).model
+    else:
+        path = config.dpo.reference or config.checkpoint.load_path
+        if path is None:
+            raise UserError(
+                "pairs of answers need a reference model: set dpo.reference to its path"
+            )
+    settings, device = frozen_config(config, teacher), program.mesh.devices.flat[0]
+    try:
+        rules.check(settings, program.mesh.size)
+    except UserError as error:
+        raise UserError(f"{_KEYS[objective]} = {path}: {error}") from error
+    model = FrozenModel(settings, config, program.mesh, (device.platform, gpu_capability(device)))
+    if objective == "dpo" and config.dpo.reference is None and config.lora.rank:
+        return FrozenFields(model, None)
+    return FrozenFields(model, _load(model, path, _KEYS[objective], open_foreign, progress))
+
+
+def _load(
+    frozen: FrozenModel, path: str, key: str, open_foreign: OpenForeign, progress: Progress
+) -> Params:
+    config, stack = frozen.config, frozen.model.stack
+    like = model_tree(frozen.like, frozen.like_state)
+    with opened(at_path(config, path), config, open_foreign) as source:
+        log.info("%s is %s", key, source.name)
+        restored, record = restore_recorded(source, by_layer(like, stack))
+    if name := changed_array(record, progress.frozen):
+        raise UserError(
+            f"{key} = {path} is not the model that the run began with: {name} differs. Restore "
+            f"that model, or set {key} to a copy"
+        )
+    progress.frozen = record
+    return variables(by_stage(restored, stack, drop_unsaved(like, restored)))

@@ -1,0 +1,102 @@
+"""Steps of `train.objective` with a frozen model, for tests."""
+
+import jax
+import numpy as np
+
+from jaxforge.model.transformer import Model, join
+from jaxforge.parallel.sharding import batch_shardings
+from jaxforge.step.frozen_model import FrozenModel, frozen_config
+from jaxforge.step.train_step import Controls
+from tests.conftest import tiny_config
+from tests.helpers import setup
+
+SEQ, LR, DECAY = 32, 1e-2, 0.1
+MODEL = {"dim": 32, "vocab_size": 64, "init_std": 0.2, "ffn_hidden_dim": 48}
+TRAIN = {"seq_len": SEQ, "batch_size": 4, "grad_accum_steps": 2}
+
+
+def job(objective, *, model=None, train=None, axes=None, **sections):
+    axes = axes or {}
+    groups = axes.get("dp_shard", 1) * axes.get("dp_replicate", 1) * axes.get("ep", 1)
+    return tiny_config(
+        model={**MODEL, **(model or {})},
+        train={**TRAIN, "batch_size": 4 // groups, "objective": objective, **(train or {})},
+        optimizer={"lr": LR, "weight_decay": DECAY},
+        scheduler={"name": "none", "warmup_steps": 0},
+        checkpoint={"load_path": "reference"},
+        data={"dataset_path": "data"},
+        distributed={"dp_shard": 1, **axes},
+        **sections,
+    )
+
+
+class FrozenSetup:
+    """A step and its frozen model.
+
+    Args:
+        config: the config of the run.
+        frozen: the `[model]` section of the frozen model.
+    """
+
+    def __init__(self, config, frozen=None):
+        self.program = setup(config, collect=("grads",))
+        mesh = self.program.mesh
+        self.frozen = FrozenModel(frozen_config(config, frozen), config, mesh, ("cpu", None))
+        model = self.frozen.model
+        plain = Model(model.config)
+        self.params = jax.device_get(plain.init(jax.random.key(7)))
+
+        def placed(tree, like):
+            rows = {
+                name: jax.tree.map(model.stack.of(name).stack, part)
+                if name in model.config.stacks else part
+                for name, part in tree.items()
+            }  # fmt: skip
+            return jax.tree.map(
+                lambda x, like: jax.device_put(np.asarray(x, like.dtype), like.sharding), rows, like
+            )
+
+        state = placed(jax.device_get(plain.initial_state()), self.frozen.like_state)
+        self._params = join(placed(self.params, self.frozen.like), state)
+        self._add = jax.jit(self.frozen.add_fields)
+
+    def add_fields(self, batch):
+        """Return a batch on the devices, with the fields of the frozen model."""
+        batch = {name: np.asarray(x, np.int32) for name, x in batch.items()}
+        with self.program.context():
+            return self._add(
+                self._params, jax.device_put(batch, batch_shardings(self.program.mesh, batch))
+            )
+
+    def run(self, batches):
+        """Return the metrics of each update, and the parameters after the last, by layer."""
+        state, logged, stack = self.program.state(), [], self.program.model.stack
+        for batch in batches:
+            with_fields = self.add_fields(batch)
+            with self.program.context():
+                state, metrics = self.program.step(state, with_fields, Controls())
+            logged.append(jax.device_get(metrics))
+        params = jax.device_get(state.params)
+        stacks = self.program.config.model.stacks
+        return logged, {
+            name: jax.tree.map(lambda x: np.asarray(stack.unstack(x)), part)
+            if name in stacks else part
+            for name, part in params.items()
+        }  # fmt: skip
+
+
+def check_equal(results, expected):
+    """Compare metrics and parameters of two runs."""
+    for ours, theirs in zip(results[0], expected[0], strict=True):
+        assert ours["side"].keys() == theirs["side"].keys()
+        for name in ("loss", "grad_norm", "losses", "side"):
+            if name in theirs:
+                jax.tree.map(
+                    lambda x, y, name=name: np.testing.assert_allclose(
+                        x, y, rtol=1e-4, atol=1e-5, err_msg=name
+                    ),
+                    ours[name], theirs[name],
+                )  # fmt: skip
+    jax.tree.map(
+        lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=5e-4), results[1], expected[1]
+    )  # of a rate of 1e-2

@@ -1,0 +1,220 @@
+"""Tasks during training: schedules, stopped and killed evaluations, no effect on the run."""
+
+import json
+import os
+import signal
+
+import numpy as np
+import pytest
+
+from jaxforge.commands import train
+from jaxforge.config import ineffective_settings, rules
+from jaxforge.config.reading.load import load_config
+from jaxforge.errors import UserError
+from jaxforge.exit_codes import Exit
+from jaxforge.tasks.core import CoreTask
+from jaxforge.tools.plan.dry_run_data import open_data
+from jaxforge.training import launch
+from jaxforge.training.hooks import Hook
+from jaxforge.training.summary import schedule_summary
+from tests.conftest import tiny_config
+from tests.tasks import core_bundle
+
+NAMES = ["copa", "jeopardy", "winograd"]  # one of each type
+
+pytestmark = pytest.mark.usefixtures("one_device")
+
+
+def config(root, name, **evaluation):
+    data, bundle = root / "data", root / "bundle"
+    if not data.exists():
+        data.mkdir()
+        text = np.frombuffer(b"the quick brown fox jumps over the lazy dog. " * 200, np.uint8)
+        np.save(data / "a.npy", text.astype(np.uint16))
+        core_bundle.write_bundle(bundle, n=4, labels=NAMES)
+    sets = {"dataset_path": str(data), "steps": 2}
+    tasks = {"tasks_core": str(bundle), "tasks_interval": 2, "tasks_batch_size": 16}
+    section = {"enabled": True, "interval": 4, **sets, **tasks, **evaluation}
+    return tiny_config(
+        model={"vocab_size": 264},
+        train={"max_steps": 6, "batch_size": 8},
+        data={"dataset_path": str(data), "tokenizer_path": "byte", "num_workers": 1},
+        eval=section,
+        checkpoint={"dir": str(root / name), "interval": 100},
+    )
+
+
+def lines(root, name):
+    """Return the logged values by step and metric; a list, because each is logged once."""
+    rows = map(json.loads, (root / name / "metrics.jsonl").read_text().splitlines())
+    return sorted(
+        (row["step"], key, value)
+        for row in rows
+        for key, value in row.items()
+        if key.startswith("eval/") or key in ("train/loss", "train/grad_norm")
+    )
+
+
+def of_tasks(logged):
+    return [line for line in logged if line[1].startswith("eval/tasks/")]
+
+
+def progress(root, name, step):
+    path = root / name / "checkpoints" / f"step_{step}" / "progress" / "metadata"
+    return json.loads(path.read_text())
+
+
+class Log(Hook):
+    def __init__(self):
+        self.events = []
+
+    def on_eval_begin(self, step):
+        self.events.append(f"begin {step}")
+
+    def on_eval_end(self, metrics, step):
+        self.events.append(f"end {step}")
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """A run with tasks every 2 steps and a set every 4."""
+    root, log = tmp_path_factory.mktemp("tasks"), Log()
+    assert launch.train(config(root, "whole"), [log]) is Exit.COMPLETED
+    return root, log.events
+
+
+def test_tasks_are_logged_at_their_interval(whole):
+    root, events = whole
+    assert events == ["begin 2", "end 2", "begin 4", "end 4", "begin 6", "end 6"]
+    logged = of_tasks(lines(root, "whole"))
+    metrics = [f"eval/tasks/core/{name}/{metric}" for name in NAMES
+               for metric in ("acc", "acc_stderr", "centered_acc")]  # fmt: skip
+    assert [line[:2] for line in logged] == [
+        (step, x) for step in (2, 4, 6) for x in sorted(metrics)
+    ]
+    assert {step for step, name, _ in lines(root, "whole") if name == "eval/loss"} == {4}
+
+
+def test_tasks_do_not_change_run(whole):
+    root, _ = whole
+    assert train.run(config(root, "plain", tasks_core="", dataset_path="", enabled=False)) is (
+        Exit.COMPLETED
+    )
+    plain = lines(root, "plain")
+    assert plain == [line for line in lines(root, "whole") if line[1].startswith("train/")]
+
+
+def test_tasks_need_no_evaluation_set(whole):
+    root, _ = whole
+    assert train.run(config(root, "alone", dataset_path="")) is Exit.COMPLETED
+    logged = lines(root, "alone")
+    assert of_tasks(logged) == of_tasks(lines(root, "whole"))
+    assert not [line for line in logged if line[1] == "eval/loss"]
+
+
+@pytest.mark.parametrize("at", [1, 3])  # within the first task, and between the others
+def test_signal_within_tasks_resumes_there(whole, monkeypatch, at):
+    root, _ = whole
+    name, evaluate, count = f"stopped{at}", CoreTask.evaluate, 0
+
+    def with_signal(task):
+        nonlocal count
+        count += 1
+        if count == at:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return evaluate(task)
+
+    first, second, finished = Log(), Log(), [f"task/core/{x}" for x in NAMES[: at - 1]]
+    with monkeypatch.context() as patch:
+        patch.setattr(CoreTask, "evaluate", with_signal)
+        assert launch.train(config(root, name), [first]) is Exit.SIGNAL
+    stored = progress(root, name, 2)["validation"]
+    assert stored["pending"][0] == f"task/core/{NAMES[at - 1]}"
+    assert [task for task, results in stored["sums"].items() if results] == finished
+    assert not of_tasks(lines(root, name))
+    assert launch.train(config(root, name), [second]) is Exit.COMPLETED
+    assert lines(root, name) == lines(root, "whole")
+    assert [*first.events, *second.events] == whole[1]
+
+
+def test_killed_evaluation_is_repeated_once(whole, monkeypatch):
+    root, _ = whole
+    evaluate = CoreTask.evaluate
+
+    def failing(task):
+        if task.name == "core/jeopardy":
+            raise ZeroDivisionError
+        return evaluate(task)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(CoreTask, "evaluate", failing)
+        with pytest.raises(ZeroDivisionError):
+            train.run(config(root, "killed"))
+    assert train.run(config(root, "killed")) is Exit.COMPLETED
+    assert lines(root, "killed") == lines(root, "whole")
+
+
+def test_average_is_evaluated_on_tasks(whole):
+    root, _ = whole
+    job = config(root, "ema", tasks_weights="ema", tasks_interval=6, interval=6)
+    job = job.model_copy(update={"train": job.train.model_copy(update={"ema_decay": 0.5})})
+    assert train.run(job) is Exit.COMPLETED
+    names = {name for _, name, _ in of_tasks(lines(root, "ema"))}
+    assert "eval/tasks/core/copa/ema_acc" in names
+    assert "eval/tasks/core/copa/acc" not in names
+
+
+def test_summary_lists_tasks(whole):
+    text = schedule_summary(config(whole[0], "x"), 1)
+    assert "every 2 updates, tasks CORE" in text
+
+
+ENABLED = ["--eval.enabled=true", "--eval.tasks=piqa"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--eval.tasks_weights=ema"], r'eval.tasks_weights = "ema" requires train.ema_decay'),
+        (['--eval.tasks=["piqa", "piqa"]'], "tasks contains a name twice"),
+        (["--checkpoint.best_metric=eval/tasks/piqa/acc"],
+         r'best_metric = "eval/tasks/piqa/acc" is a metric of a task: use a loss'),
+        (["--checkpoint.keep_best_n=2"], "keep_best_n ranks by .* requires an evaluation set"),
+        (["--early_stop.active=true", "--early_stop.patience_steps=5"],
+         r'early_stop.metric = "eval/loss" requires an evaluation set'),
+        (["--early_stop.active=true", "--early_stop.patience_steps=5",
+          "--early_stop.metric=eval/tasks/piqa/acc"], r"early_stop.metric = .* metric of a task"),
+    ],
+)  # fmt: skip
+def test_settings_that_tasks_exclude_raise(options, message):
+    with pytest.raises(UserError, match=message):
+        rules.check(load_config(None, [*ENABLED, *options]), 1)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--eval.enabled=false"], "eval.tasks has no effect with eval.enabled = false"),
+        (["--eval.tasks_interval=500"], "eval.tasks_interval = 500 exceeds train.max_steps = 100"),
+        (["--eval.interval=40", "--eval.start_step=95"], "eval.start_step = 95 leaves no multiple"),
+    ],
+)
+def test_tasks_that_never_run_are_warned_of(options, message):
+    job = load_config(None, [*ENABLED, "--train.max_steps=100", *options])
+    rules.check(job, 1)
+    warnings = ineffective_settings.ineffective_settings(job, "cpu")
+    assert [warning for warning in warnings if message in warning]
+
+
+def test_missing_lm_eval_names_the_command(whole, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"lm_eval, which is not installed: pip install 'jaxforge"):
+        train.run(config(whole[0], "without", tasks=["piqa"]))
+
+
+def test_dry_run_describes_tasks(whole):
+    root, _ = whole
+    job = config(root, "dry")
+    _, rows = open_data(job, opens=True, is_elsewhere=False)
+    assert rows[-1] == "tasks: 3 of 22 of CORE"
+    assert open_data(job, opens=True, is_elsewhere=True)[1] == rows[:-1]

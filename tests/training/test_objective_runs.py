@@ -1,0 +1,187 @@
+"""Runs of `train.objective`: frozen models, resumes, evaluations."""
+
+import json
+
+import numpy as np
+import pytest
+
+from jaxforge.commands import prepare, train
+from jaxforge.errors import UserError
+from jaxforge.exit_codes import Exit
+from jaxforge.inference.evaluation import evaluate
+from jaxforge.tools.replay.past import open_past
+from tests.conftest import tiny_config
+
+pytestmark = pytest.mark.usefixtures("one_device")
+
+MODEL = {"vocab_size": 260, "n_layers": 1, "dim": 32, "max_seq_len": 64}
+
+
+def config(path, name, **sections):
+    checkpoint = {"dir": str(path / name), "interval": 2, **sections.pop("checkpoint", {})}
+    steps = {"max_steps": 4, "batch_size": 4, "seq_len": 48, **sections.pop("train", {})}
+    model = {**MODEL, **sections.pop("model", {})}
+    return tiny_config(checkpoint=checkpoint, train=steps, model=model, **sections)
+
+
+def dpo(path, name, **sections):
+    checkpoint = {
+        "load_path": str(path / "base"), "exclude_from_loading": ["optimizer", "progress"],
+        **sections.pop("checkpoint", {}),
+    }  # fmt: skip
+    return config(
+        path, name,
+        train={"objective": "dpo", **sections.pop("train", {})},
+        checkpoint=checkpoint,
+        data={"dataset_path": str(path / "pairs" / "train"), "num_workers": 0},
+        eval={"enabled": True, "dataset_path": str(path / "pairs" / "validation"), "interval": 2},
+        **sections,
+    )  # fmt: skip
+
+
+def distilled(path, name, teacher="base", **sections):
+    settings = {"teacher": str(path / teacher), "top_k": 8, "temperature": 2.0}
+    return config(
+        path, name,
+        train={"objective": "distillation", **sections.pop("train", {})},
+        distillation=settings,
+        eval={"enabled": True, "dataset_path": str(path / "text" / "train"), "interval": 2},
+        data={"dataset_path": str(path / "text" / "train"), "num_workers": 0},
+        **sections,
+    )  # fmt: skip
+
+
+def stored(run, step):
+    return json.loads((run / "checkpoints" / f"step_{step}" / "checksums" / "metadata").read_text())
+
+
+def progress(run, step):
+    file = run / "checkpoints" / f"step_{step}" / "progress" / "metadata"
+    return json.loads(file.read_text())
+
+
+def metrics(run):
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return {line["step"]: {**line} for line in lines if "dpo/margin" in line}, [
+        line for line in lines if any(key.startswith("eval/") for key in line)
+    ]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """The directory of all runs, with prepared data and a base model."""
+    directory = tmp_path_factory.mktemp("objectives")
+    words = ["alpha", "beta", "gamma", "delta"]
+    records = [
+        {"prompt": f"{words[i % 4]} {i}", "chosen": " yes" * (i % 3 + 1), "rejected": " no, never"}
+        for i in range(60)
+    ]
+    (directory / "pairs.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
+    (directory / "text.txt").write_text("\n".join(f"{r['prompt']}{r['chosen']}" for r in records))
+    for name, more in (("pairs.jsonl", ["--preferences", "--validation-fraction=0.3"]),
+                       ("text.txt", [])):  # fmt: skip
+        output = directory / name.partition(".")[0]
+        given = [directory / name, "--output", output, "--workers", "1", *more]
+        assert prepare.main([str(x) for x in given]) == 0
+    assert train.run(config(directory, "base", train={"max_steps": 2})) is Exit.COMPLETED
+    return directory
+
+
+@pytest.fixture(scope="module")
+def whole(runs):
+    """A run of DPO of four steps without interruption."""
+    assert train.run(dpo(runs, "whole")) is Exit.COMPLETED
+    return runs / "whole"
+
+
+def test_dpo_run_resumes_bit_exactly(runs, whole):
+    assert train.run(dpo(runs, "parts", train={"exit_interval": 2})) is Exit.INTERVAL
+    assert train.run(dpo(runs, "parts")) is Exit.COMPLETED
+    assert stored(runs / "parts", 4) == stored(whole, 4)
+    names = [name for name in stored(whole, 4) if "reference" in name]
+    assert not names, "the reference is not in checkpoints"
+    assert progress(whole, 4)["frozen"]
+    by_step, evaluations = metrics(whole)
+    assert list(by_step) == [1, 2, 3, 4]
+    np.testing.assert_allclose(by_step[1]["dpo/margin"], 0, atol=1e-6)  # the model is the reference
+    np.testing.assert_allclose(by_step[1]["train/loss"], np.log(2), rtol=1e-6)
+    assert by_step[4]["dpo/margin"] > 0
+    assert by_step[4]["dpo/accuracy"] > 0.5
+    evaluated = evaluations[-1]
+    assert {f"eval/dpo/{n}" for n in ("loss", "accuracy", "margin")} <= evaluated.keys()
+    assert evaluated["eval/dpo/loss"] < np.log(2)
+    # The same metrics as after a resume.
+    assert metrics(runs / "parts")[1][-1]["eval/dpo/loss"] == evaluated["eval/dpo/loss"]
+
+
+@pytest.fixture(scope="module")
+def other(runs):
+    """A run of another base model."""
+    assert train.run(config(runs, "other", train={"max_steps": 2, "seed": 1})) is Exit.COMPLETED
+    return runs / "other"
+
+
+def test_changed_reference_is_refused(runs, whole, other):
+    settings = {"train": {"max_steps": 5}, "dpo": {"reference": str(other)}}
+    with pytest.raises(UserError, match=r"dpo.reference = .* is not the model that the run began"):
+        train.run(dpo(runs, "whole", **settings))
+
+
+def test_run_that_starts_from_dpo_has_a_reference_of_its_own(runs, whole):
+    start = {"load_path": str(whole), "exclude_from_loading": []}
+    assert (
+        train.run(dpo(runs, "second", checkpoint=start, train={"max_steps": 5})) is Exit.COMPLETED
+    )
+    assert progress(runs / "second", 5)["frozen"] != progress(whole, 4)["frozen"]
+
+
+def test_adapters_have_their_base_as_reference(runs):
+    lora, steps = {"rank": 2}, {"max_steps": 2}
+    assert train.run(dpo(runs, "adapted", lora=lora, train=steps)) is Exit.COMPLETED
+    base = {"reference": str(runs / "base")}
+    with_copy = dpo(runs, "with_copy", lora=lora, dpo=base, train=steps)
+    assert train.run(with_copy) is Exit.COMPLETED
+    assert stored(runs / "adapted", 2) == stored(runs / "with_copy", 2)
+    assert not progress(runs / "adapted", 2)["frozen"]
+    assert metrics(runs / "adapted")[1][-1]["eval/dpo/margin"] > 0.001
+
+
+def test_evaluate_reports_metrics_of_pairs(runs, whole):
+    _, sums = evaluate(whole)
+    logged = metrics(whole)[1][-1]
+    for name in ("dpo/loss", "dpo/margin", "dpo/accuracy", "loss"):
+        np.testing.assert_allclose(sums[""].metrics()[name], logged[f"eval/{name}"], rtol=1e-5)
+    _, sums = evaluate(whole, sets=[f"text={runs / 'text' / 'train'}"])
+    assert "dpo/loss" not in sums["text"].metrics()
+
+
+def test_replay_repeats_a_step_with_its_reference(whole):
+    with open_past(whole, 3) as past:
+        again = past.walk(3).advance()
+    logged = metrics(whole)[0][3]
+    assert float(again["loss"]) == logged["train/loss"]
+
+
+def student(runs, name, **train):
+    return distilled(runs, name, model={"dim": 16, "n_heads": 2, "n_kv_heads": 1}, train=train)
+
+
+def test_student_learns_from_a_larger_teacher(runs, other):
+    assert train.run(student(runs, "student", max_steps=2)) is Exit.COMPLETED
+    lines = [json.loads(x) for x in (runs / "student" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if "distillation/kl" in line] == [1, 2]
+    assert any("eval/distillation/kl" in line for line in lines)
+    assert any("terms/kl" in line for line in lines)
+    longer = student(runs, "student", max_steps=3)
+    section = longer.distillation.model_copy(update={"teacher": str(other)})
+    changed = longer.model_copy(update={"distillation": section})
+    with pytest.raises(UserError, match=r"distillation.teacher.* is not the model that the run"):
+        train.run(changed)
+
+
+@pytest.mark.slow
+def test_distillation_resumes_bit_exactly(runs):
+    assert train.run(student(runs, "undivided")) is Exit.COMPLETED
+    assert train.run(student(runs, "divided", exit_interval=2)) is Exit.INTERVAL
+    assert train.run(student(runs, "divided")) is Exit.COMPLETED
+    assert stored(runs / "divided", 4) == stored(runs / "undivided", 4)
