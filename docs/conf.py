@@ -21,6 +21,7 @@ CHAPTERS = {
         "launching",
         "elastic",
         "averaging",
+        "speedrun",
         "plan",
         "scaling",
         "torch_compat",

@@ -83,7 +83,8 @@ def test_run_ends_at_its_target():
     loss = stop(target=3.28)
     assert ends_at(loss, [5, 3.3, math.nan, 3.28]) == 40
     assert loss.reason(50, {"train/loss": 1.0}) is None
-    assert loss.reason(60, {"eval/loss": 3.2}) == "eval/loss = 3.2 has reached early_stop.target = 3.28"
+    reached = "eval/loss = 3.2 has reached early_stop.target = 3.28"
+    assert loss.reason(60, {"eval/loss": 3.2}) == reached
     accuracy = stop(target=0.5, metric="model/accuracy")
     assert ends_at(accuracy, [0.3, 0.49, 0.5], "model/accuracy") == 30
 
