@@ -12,7 +12,7 @@ EXTRAS  = $(shell $(BIN)/python -c "import sys; print('dev' + ',torch' * (sys.ve
 # harness.py lm_eval (`make test-lm-eval`).
 NOT_RUN = %/results.py %/figures.py %/aot.py %/pipeline_aot.py %/experts_aot.py %/decode_aot.py %/plan.py %/scaling.py \
   %/context.py %/planned.py %/kempnerforge_plans.py %/gpu_aot.py %/gpu.py %/tpu.py %/device_checks.py %/device_train.py %/device_planned.py %/device_numerics.py %/plain_jax.py %/precision.py %/kept.py %/poison.py %/harness.py \
-  %/pictures.py %/optimizers.py
+  %/pictures.py %/optimizers.py %/speedrun.py
 STDLIB  = $(shell $(BIN)/python -c "import sysconfig; print(sysconfig.get_path('stdlib'))")
 
 .PHONY: train speedrun test test-all test-lines test-gpu-compiler test-torchtitan test-megatron test-lm-eval lint bench docs wheel clean
