@@ -32,7 +32,7 @@ class EarlyStopConfig(Section):
 
     @property
     def uses_metric(self) -> bool:
-        """Whether a condition depends on `metric`."""
+        """True if a condition depends on `metric`."""
         return self.active and (self.patience_steps is not None or self.target is not None)
 
     def problems(self) -> Iterator[str]:
