@@ -26,6 +26,7 @@ log = logging.getLogger("jaxforge.supervise")
 
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 """Signals that the supervisor forwards to the command."""
+_LONGEST_WAIT_SEC = 1.0
 
 
 class Supervisor:
@@ -102,12 +103,18 @@ class Supervisor:
                 return math.inf
 
     def _next(self, deadline: float) -> Event | None:
-        """Return the next event, or None at the deadline."""
-        left = None if deadline == math.inf else max(0.0, deadline - time.monotonic())
-        try:
-            return self._events.get(timeout=left)
-        except queue.Empty:
-            return None
+        """Return the next event, or None at the deadline.
+
+        A signal immediately before a wait does not interrupt it, and its handler runs only after
+        the wait. So every wait is short.
+        """
+        while True:
+            left = max(0.0, deadline - time.monotonic())
+            try:
+                return self._events.get(timeout=min(left, _LONGEST_WAIT_SEC))
+            except queue.Empty:
+                if left <= _LONGEST_WAIT_SEC:
+                    return None
 
     def _log_end(self, end: Ended) -> None:
         which = f"process {end.index}" if self._count > 1 else "the command"

@@ -8,21 +8,16 @@ from jax.sharding import Mesh
 
 from jaxforge.checkpoint.restore import Saved, start_from
 from jaxforge.config.job import JobConfig
-from jaxforge.parallel import compilation
-from jaxforge.parallel.xla_flags import Option
 from jaxforge.program import Program
 from jaxforge.state.progress import Progress
 from jaxforge.state.train_state import TrainState
-from jaxforge.step.executable import Executable
-from jaxforge.step.gradients import Batch
-from jaxforge.step.train_step import CompiledSteps
 from jaxforge.tasks.opening import check_task_names
 from jaxforge.training.bad_steps import BadSteps
 from jaxforge.training.banner import rows
 from jaxforge.training.callbacks.order import callbacks_of
 from jaxforge.training.callbacks.run_callback import RunParts
 from jaxforge.training.callbacks.runner import Callbacks
-from jaxforge.training.frozen import FrozenFields, LoweredFields, open_frozen
+from jaxforge.training.frozen import open_frozen
 from jaxforge.training.hooks import named_callbacks
 from jaxforge.training.instruments import (
     Instruments,
@@ -38,6 +33,7 @@ from jaxforge.training.start import (
     resolve_branch,
     resolve_skip_idle_experts,
 )
+from jaxforge.training.step_compiler import StepCompiler
 from jaxforge.training.training_data import TrainingData, batch_ramp, open_data, record_data
 from jaxforge.training.updates import Updates
 
@@ -61,8 +57,7 @@ def build_trainer(config: JobConfig, mesh: Mesh, session: Session) -> Trainer:
     profiler = open_profiler(config)
     config = resolve_skip_idle_experts(resolve_branch(config))
     users = [*session.callbacks, *named_callbacks(config)]
-    flags = compilation.accepted_flags(config)
-    saved = Executable(config.train.executable, mesh) if config.train.executable else None
+    compiler = StepCompiler.of(config, mesh)
     watchdog = session.watchdog
     with watchdog.section("data"):
         dataset, eval_data, identity = open_data(config)
@@ -86,12 +81,6 @@ def build_trainer(config: JobConfig, mesh: Mesh, session: Session) -> Trainer:
     progress.run_id = config.metrics.wandb_run_id or progress.run_id
     parts = RunParts(config, mesh, model, eval_data, progress, session.lock, frozen)
     callbacks = Callbacks([*users, *callbacks_of(parts)])
-    ready = functools.partial(_compile_or_load, flags, saved, program.resolved_config, frozen)
-
-    def lower_fields(batch: Batch) -> LoweredFields:
-        batches = program.abstract_batches(batch).values()
-        return frozen.lower(program.abstract_state().variables, batches) if frozen else {}
-
     if jax.process_index() == 0:
         session.show_banner(rows(program, state, progress, frozen))
     files.rename_old_metrics(config)
@@ -106,17 +95,7 @@ def build_trainer(config: JobConfig, mesh: Mesh, session: Session) -> Trainer:
         config=config,
         state=state,
         progress=progress,
-        updates=Updates(
-            # All sizes of a batch are traced here and compiled together before the first step, so
-            # that a run never compiles the step again.
-            lambda batch: functools.partial(
-                ready,
-                program.lower_sizes(batch),
-                program.lower_paddings(batch),
-                lower_fields(batch),
-            ),
-            data,
-        ),
+        updates=Updates(functools.partial(compiler.lower, program, frozen), data),
         saver=saver,
         bad_steps=BadSteps.of(
             config,
@@ -131,25 +110,4 @@ def build_trainer(config: JobConfig, mesh: Mesh, session: Session) -> Trainer:
         instruments=Instruments(
             tracker, watchdog, profiler, open_attention_logits(config, program), session.attempt
         ),
-    )
-
-
-def _compile_or_load(
-    flags: dict[str, Option],
-    saved: Executable | None,
-    config: JobConfig,
-    frozen: FrozenFields | None,
-    lowered: dict[int, jax.stages.Lowered],
-    paddings: dict[int, jax.stages.Lowered],
-    fields: LoweredFields,
-) -> CompiledSteps:
-    if frozen is not None:
-        frozen.compile(fields)
-    pad = {n: program.compile() for n, program in paddings.items()}
-    if saved is not None:
-        steps = saved.load(lowered, config)
-        log.info("loaded the train step from %s; nothing is compiled", config.train.executable)
-        return CompiledSteps(steps, pad, frozen)
-    return CompiledSteps(
-        {n: compilation.compile_step(program, flags) for n, program in lowered.items()}, pad, frozen
     )

@@ -91,6 +91,7 @@ def test_documentation_lists_every_metric(run):
         "train/epoch",
         "train/max_attention_logit",
         "train/mtp_loss",
+        "distillation/kl",
         "gpu/energy_joules",
         "gpu/power_watts",
     }  # not in this run

@@ -37,7 +37,7 @@ def validations(monkeypatch):
 
     monkeypatch.setattr(evaluation, "eval_batches", batches)
     evaluator = object.__new__(Evaluator)
-    evaluator._config = evaluator._mesh = evaluator._byte_lengths = None
+    evaluator._config = evaluator._mesh = evaluator._byte_lengths = evaluator._frozen = None
     evaluator._datasets = {name: [(name, i) for i in range(n)] for name, n in SETS.items()}
     evaluator._has_bytes = dict.fromkeys(SETS, True)
     evaluator._step = step

@@ -47,6 +47,12 @@ _NATS, _PER_LAYER = "nats per token", "layer {}"
 NAMES: Mapping[str, Name] = {
     "train/loss": Name("Training loss", _NATS, LOSS),
     "train/mtp_loss": Name("Loss of further tokens", _NATS, LOSS),
+    "dpo/loss": Name("Loss of DPO", "per pair", LOSS),
+    "dpo/accuracy": Name("Preferred answers", "% of pairs", LOSS, zero=True, percent=True),
+    "dpo/margin": Name("Margin of rewards", "", LOSS),
+    "dpo/chosen_reward": Name("Reward of chosen answers", "", LOSS),
+    "dpo/rejected_reward": Name("Reward of rejected answers", "", LOSS),
+    "distillation/kl": Name("Divergence from the teacher", _NATS, LOSS, zero=True),
     "eval/loss": Name("Evaluation loss", _NATS, EVALUATION, "all sets"),
     "eval/ema_loss": Name("Evaluation loss", _NATS, EVALUATION, "all sets, average"),
     "eval/bits_per_byte": Name("Evaluation, bits per byte", "bits", EVALUATION, "all sets"),
