@@ -187,6 +187,28 @@ def test_signal_during_backoff_ends_supervisor(child):
     assert child.starts() == 1
 
 
+def test_signal_that_does_not_interrupt_a_wait_ends_supervisor():
+    """As one that comes immediately before the wait; here, another thread receives it."""
+    script = """
+import signal, sys, threading
+from jaxforge.commands import supervise
+
+def receive():
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
+    threading.Event().wait()
+
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+threading.Thread(target=receive, daemon=True).start()
+fails = [sys.executable, "-S", "-c", "raise SystemExit(1)"]
+sys.exit(supervise.main(["--backoff=3600", "--backoff-cap=3600", "--", *fails]))
+"""
+    supervisor = subprocess.Popen([sys.executable, "-c", script], stderr=subprocess.PIPE, text=True)
+    while "restarting in" not in supervisor.stderr.readline():
+        assert supervisor.poll() is None
+    supervisor.send_signal(signal.SIGTERM)
+    assert supervisor.wait(PATIENCE) == 75
+
+
 def test_children_of_a_failed_process_end_before_restart(child):
     body = (
         "worker = subprocess.Popen([sys.executable, '-S', '-c', 'import time; time.sleep(3600)'])\n"
