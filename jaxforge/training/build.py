@@ -81,6 +81,8 @@ def build_trainer(config: JobConfig, mesh: Mesh, session: Session) -> Trainer:
     progress.run_id = config.metrics.wandb_run_id or progress.run_id
     parts = RunParts(config, mesh, model, eval_data, progress, session.lock, frozen)
     callbacks = Callbacks([*users, *callbacks_of(parts)])
+    # All processes agree on `resolved_config` here; later, process 0 alone uses it for the banner.
+    lower = functools.partial(compiler.lower, program, program.resolved_config, frozen)
     if jax.process_index() == 0:
         session.show_banner(rows(program, state, progress, frozen))
     files.rename_old_metrics(config)
@@ -95,7 +97,7 @@ def build_trainer(config: JobConfig, mesh: Mesh, session: Session) -> Trainer:
         config=config,
         state=state,
         progress=progress,
-        updates=Updates(functools.partial(compiler.lower, program, frozen), data),
+        updates=Updates(lower, data),
         saver=saver,
         bad_steps=BadSteps.of(
             config,
