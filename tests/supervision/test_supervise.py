@@ -188,7 +188,7 @@ def test_signal_during_backoff_ends_supervisor(child):
 
 
 def test_signal_that_does_not_interrupt_a_wait_ends_supervisor():
-    """As one that comes immediately before the wait; here, another thread receives it."""
+    """Another thread receives the signal, which has the effect of one just before the wait."""
     script = """
 import signal, sys, threading
 from jaxforge.commands import supervise
