@@ -6,6 +6,7 @@ import functools
 import json
 import math
 import re
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,7 @@ import pytest
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import NamedSharding, SingleDeviceSharding
 
+from jaxforge.checkpoint.manager import Checkpoints
 from jaxforge.checkpoint.sealed_progress import crc32, seal_progress
 from jaxforge.config.job import JobConfig
 from jaxforge.config.model import RopeScaling
@@ -221,6 +223,17 @@ def progress_of(state: TrainState) -> Progress:
     """The host's counters of a state."""
     counts = {name: int(count) for name, count in state.counts._asdict().items()}
     return Progress(step=int(state.step), **counts)
+
+
+def through_checkpoint(ours: Setup, state: TrainState, directory: Path) -> TrainState:
+    """Return a state after it was saved to a directory and restored from there."""
+    section = ours.config.checkpoint.model_copy(update={"async_mode": "disabled"})
+    saved = Checkpoints(directory, section, ours.model.axes, stack=ours.model.stack)
+    progress = progress_of(state)
+    saved.save(progress, state)
+    restored, _ = saved.restore(ours.abstract_state(), progress.step)
+    saved.close()
+    return restored
 
 
 def with_random_biases(params, seed: int = 0):

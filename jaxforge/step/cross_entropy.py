@@ -32,7 +32,7 @@ from jaxtyping import Array, Bool, Float, Int, PyTree
 from jaxforge.aux_outputs import LossWeights
 from jaxforge.config.train import TrainConfig
 from jaxforge.data.packing import IGNORE
-from jaxforge.kernels.scoring import soft_cap_slope
+from jaxforge.kernels.scoring import product, soft_cap_slope
 from jaxforge.model.transformer import Model, project
 from jaxforge.parallel import collectives
 from jaxforge.parallel.sharding import (
@@ -41,7 +41,7 @@ from jaxforge.parallel.sharding import (
     size_per_device,
     split_sequences,
 )
-from jaxforge.step.vocab_chunks import Chunk, entry_ids, join_vocab, split_vocab
+from jaxforge.step.vocab_chunks import Chunk, entry_ids, float32_zeros, join_vocab, split_vocab
 
 _CHUNK_LOGITS = 1 << 25  # logits per device of a vocabulary chunk if ce_vocab_chunk = 0: 128 MiB
 _MIN_CHUNK = 1024  # vocabulary entries; products with fewer are slow
@@ -447,9 +447,9 @@ def _gradient_by_tokens(
         sums, logits, lse, is_label = _tile_sums(tile, weights, masks.dataset, tiling.softcap)
         d_logits = _d_logits(tile, loss_weights, logits, lse, is_label, tiling.softcap)
         # Summands over shares of the vocabulary stay float32 until they are added up.
-        product = _product if collectives.split_over("vocab") else jnp.einsum
-        d_hidden = product("tv,vd->td", d_logits, weights)
-        return sums, d_hidden, _product("td,tv->dv", tile.hidden, d_logits)
+        multiply = product if collectives.split_over("vocab") else jnp.einsum
+        d_hidden = multiply("tv,vd->td", d_logits, weights)
+        return sums, d_hidden, product("td,tv->dv", tile.hidden, d_logits)
 
     def fold_tile(carry: tuple[LossSum, Array], tile: _Tile) -> tuple[tuple[LossSum, Array], Array]:
         sums, d_hidden, d_head = tile_gradient(tile)
@@ -484,7 +484,7 @@ def _sums_by_vocab(
         label_logits += jnp.sum(jnp.where(is_label, logits, 0.0), -1)
         return (new_maximum, total, label_logits), None
 
-    zeros = jnp.sum(_zeros(tile.hidden, weights)[:, :0], axis=-1)
+    zeros = jnp.sum(float32_zeros(tile.hidden, weights)[:, :0], axis=-1)
     chunks, initial = split_vocab(weights, tiling.vocab), (zeros - jnp.inf, zeros, zeros)
     (maximum, total, label_logits), _ = jax.lax.scan(fold_chunk, initial, chunks)
     lse = _reduce_logsumexp(maximum + jnp.log(total))
@@ -506,20 +506,10 @@ def _gradient_by_vocab(
         is_label = chunk.ids == tile.labels[:, None]
         logits = chunk.logits(tile.hidden, tiling.softcap)
         d_logits = _d_logits(tile, loss_weights, logits, lse[:, None], is_label, tiling.softcap)
-        d_hidden += _product("tv,vd->td", d_logits, chunk.weights)
-        return d_hidden, _product("tv,td->vd", d_logits, tile.hidden).astype(dtype)
+        d_hidden += product("tv,vd->td", d_logits, chunk.weights)
+        return d_hidden, product("tv,td->vd", d_logits, tile.hidden).astype(dtype)
 
     chunks = split_vocab(weights, tiling.vocab)
-    d_hidden, d_chunks = jax.lax.scan(fold_chunk, _zeros(tile.hidden, weights), chunks)
+    d_hidden, d_chunks = jax.lax.scan(fold_chunk, float32_zeros(tile.hidden, weights), chunks)
     d_head = constrain(join_vocab(d_chunks, len(weights)), *_HEAD)
     return collectives.psum(d_hidden, "vocab").reshape(hidden.shape).astype(hidden.dtype), d_head
-
-
-def _zeros(like: Array, head: Array) -> Array:
-    """Return float32 zeros that vary over the mesh axes of products of both arrays."""
-    return jnp.zeros_like(like, jnp.float32) + jnp.sum(head[:0], dtype=jnp.float32)
-
-
-def _product(dimensions: str, left: Array, right: Array) -> Float[Array, "_ _"]:
-    """Multiply with float32 accumulation and result."""
-    return jnp.einsum(dimensions, left, right, preferred_element_type=jnp.float32)

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxforge.config.train import TrainConfig
-from jaxforge.kernels.scoring import soft_cap_slope
+from jaxforge.kernels.scoring import product, soft_cap_slope
 from jaxforge.model.transformer import Model, Params
 from jaxforge.parallel import collectives
 from jaxforge.parallel.sharding import (
@@ -28,7 +28,7 @@ from jaxforge.parallel.sharding import (
     size_per_device,
     split_sequences,
 )
-from jaxforge.step.vocab_chunks import Chunk, join_vocab, split_vocab
+from jaxforge.step.vocab_chunks import Chunk, float32_zeros, join_vocab, split_vocab
 
 _CHUNK_LOGITS = 1 << 25  # logits per device of a chunk of the vocabulary: 128 MiB
 _MIN_CHUNK = 1024  # vocabulary entries; products with fewer are slow
@@ -139,7 +139,7 @@ def _forward(
         terms = target.weights(chunk.ids) * jnp.where(is_entry, logits, 0.0)
         return (new_maximum, total, expected + jnp.sum(terms, axis=-1)), None
 
-    zeros = jnp.sum(_zeros(hidden_TD, weights_VD)[:, :0], axis=-1)
+    zeros = jnp.sum(float32_zeros(hidden_TD, weights_VD)[:, :0], axis=-1)
     chunks = split_vocab(weights_VD, settings.chunk)
     (maximum, total, expected), _ = jax.lax.scan(
         fold_chunk, (zeros - jnp.inf, zeros, zeros), chunks
@@ -167,23 +167,13 @@ def _backward(
         if settings.softcap is not None:
             gradient *= soft_cap_slope(jnp.where(chunk.ids >= 0, logits, 0.0), settings.softcap)
         d_logits = jnp.where(chunk.ids >= 0, gradient, 0.0).astype(hidden_TD.dtype)
-        d_hidden += _product("tv,vd->td", d_logits, chunk.weights)
-        return d_hidden, _product("tv,td->vd", d_logits, hidden_TD).astype(like.dtype)
+        d_hidden += product("tv,vd->td", d_logits, chunk.weights)
+        return d_hidden, product("tv,td->vd", d_logits, hidden_TD).astype(like.dtype)
 
     chunks = split_vocab(weights_VD, settings.chunk)
-    d_hidden, d_chunks = jax.lax.scan(fold_chunk, _zeros(hidden_TD, weights_VD), chunks)
+    d_hidden, d_chunks = jax.lax.scan(fold_chunk, float32_zeros(hidden_TD, weights_VD), chunks)
     d_head = constrain(join_vocab(d_chunks, len(weights_VD)), *_HEAD)
     return collectives.psum(d_hidden, "vocab").astype(hidden_TD.dtype), d_head, None
 
 
 _token_nll.defvjp(_forward, _backward)
-
-
-def _zeros(like: Array, head: Array) -> Array:
-    """Return float32 zeros that vary over the mesh axes of products of both arrays."""
-    return jnp.zeros_like(like, jnp.float32) + jnp.sum(head[:0], dtype=jnp.float32)
-
-
-def _product(dimensions: str, left: Array, right: Array) -> Float[Array, "_ _"]:
-    """Multiply with float32 accumulation and result."""
-    return jnp.einsum(dimensions, left, right, preferred_element_type=jnp.float32)

@@ -64,3 +64,8 @@ def join_vocab(chunks: Float[Array, "n c d"], vocab: int) -> Float[Array, "v d"]
     n, _, dim = chunks.shape
     x = chunks.reshape(n, vocab // local, -1, dim).swapaxes(0, 1)
     return x.reshape(vocab // local, -1, dim)[:, :local].reshape(vocab, dim)
+
+
+def float32_zeros(like: Array, head: Array) -> Array:
+    """Return zeros of the shape of `like` that vary over the mesh axes of both arrays."""
+    return jnp.zeros_like(like, jnp.float32) + jnp.sum(head[:0], dtype=jnp.float32)

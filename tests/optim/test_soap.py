@@ -9,13 +9,12 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxforge.checkpoint.manager import Checkpoints
 from jaxforge.config.optimizer import OptimizerConfig
 from jaxforge.config.rules import check
 from jaxforge.errors import UserError
 from jaxforge.optim.soap import Preconditioning, _first_bases, _next_bases, soap
 from tests.conftest import tiny_config
-from tests.helpers import progress_of, random_batches, setup
+from tests.helpers import random_batches, setup, through_checkpoint
 
 BETAS, EPS, BETA, FREQUENCY, LARGEST = (0.9, 0.95), 1e-8, 0.9, 4, 12
 SHAPES = {
@@ -241,11 +240,7 @@ def test_run_resumes_bit_exactly(tmp_path):
     """The checkpoint is between the first bases and their first change."""
     ours, batches = setup(config_of()), random_batches(config_of(), 4)
     state, _ = ours.run(ours.state(), batches[:2])
-    section = ours.config.checkpoint.model_copy(update={"async_mode": "disabled"})
-    saved = Checkpoints(tmp_path, section, ours.model.axes, stack=ours.model.stack)
-    saved.save(progress_of(state), state)
-    restored, _ = saved.restore(ours.abstract_state(), 2)
-    saved.close()
+    restored = through_checkpoint(ours, state, tmp_path)
     after = [jax.device_get(ours.run(s, batches[2:])[0]) for s in (state, restored)]
     jax.tree.map(np.testing.assert_array_equal, *after)
 

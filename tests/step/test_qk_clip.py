@@ -7,14 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxforge.checkpoint.manager import Checkpoints
 from jaxforge.config.model import ModelConfig
 from jaxforge.config.rules import check
 from jaxforge.errors import UserError
 from jaxforge.model.mixers.attention import Attention
 from jaxforge.model.mixers.latent_attention import LatentAttention
 from tests.conftest import tiny_config
-from tests.helpers import progress_of, random_batches, setup
+from tests.helpers import random_batches, setup, through_checkpoint
 from tests.training.health.test_attention_logits import rotated
 
 HEADS, KV, WIDTH = 4, 2, 16
@@ -154,11 +153,7 @@ def test_run_resumes_bit_exactly(tmp_path):
     ours, _, _ = on_mesh(0.05)
     batches = batches_of_all_meshes(4)
     state, _ = ours.run(ours.state(), batches[:2])
-    section = ours.config.checkpoint.model_copy(update={"async_mode": "disabled"})
-    saved = Checkpoints(tmp_path, section, ours.model.axes, stack=ours.model.stack)
-    saved.save(progress_of(state), state)
-    restored, _ = saved.restore(ours.abstract_state(), 2)
-    saved.close()
+    restored = through_checkpoint(ours, state, tmp_path)
     after = [jax.device_get(ours.run(s, batches[2:])[0]) for s in (state, restored)]
     jax.tree.map(np.testing.assert_array_equal, *after)
 
