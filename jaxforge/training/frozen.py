@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 import jax
 
 from jaxforge.checkpoint.layout import drop_unsaved, model_tree, split_adapters, variables
-from jaxforge.checkpoint.paths import find
+from jaxforge.checkpoint.paths import find, has_run
 from jaxforge.checkpoint.relayout import by_layer, by_stage
 from jaxforge.checkpoint.restore import (
     OpenForeign,
@@ -21,6 +21,8 @@ from jaxforge.checkpoint.restore import (
     restore_recorded,
 )
 from jaxforge.config import rules
+from jaxforge.config.job import JobConfig
+from jaxforge.config.model import ModelConfig
 from jaxforge.errors import UserError
 from jaxforge.model.runtime import gpu_capability
 from jaxforge.model.transformer import Params
@@ -30,6 +32,7 @@ from jaxforge.state.progress import Progress
 from jaxforge.step.frozen_model import FrozenModel, frozen_config
 from jaxforge.step.gradients import Batch
 from jaxforge.storage import urls
+from jaxforge.training.start import foreign_model
 
 log = logging.getLogger(__name__)
 
@@ -99,19 +102,18 @@ def open_frozen(
     config, objective = program.config, program.config.train.objective
     if objective == "next_token":
         return None
-    teacher = None
     if objective == "distillation":
         path = config.distillation.teacher
-        assert path
-        teacher = run_directory.read_config(find(urls.path(path, _KEYS[objective]))[0]).model
     else:
         path = config.dpo.reference or config.checkpoint.load_path
         if path is None:
             raise UserError(
                 "pairs of answers need a reference model: set dpo.reference to its path"
             )
-    settings, device = frozen_config(config, teacher), program.mesh.devices.flat[0]
+    assert path
+    device = program.mesh.devices.flat[0]
     try:
+        settings = frozen_config(config, teacher_model(config))
         rules.check(settings, program.mesh.size)
     except UserError as error:
         raise UserError(f"{_KEYS[objective]} = {path}: {error}") from error
@@ -119,6 +121,20 @@ def open_frozen(
     if objective == "dpo" and config.dpo.reference is None and config.lora.rank:
         return FrozenFields(model, None)
     return FrozenFields(model, _load(model, path, _KEYS[objective], open_foreign, progress))
+
+
+def teacher_model(config: JobConfig) -> ModelConfig | None:
+    """Return the `[model]` section of the teacher; None if the objective has no teacher.
+
+    Raises:
+        UserError: there is no checkpoint at `distillation.teacher`, or its config cannot be read.
+    """
+    path = config.distillation.teacher
+    if config.train.objective != "distillation" or path is None:
+        return None
+    if has_run(path):
+        return run_directory.read_config(find(urls.path(path))[0]).model
+    return foreign_model(path) or config.model
 
 
 def _load(

@@ -13,6 +13,7 @@ from jaxforge.checkpoint.restore import Source, find_start
 from jaxforge.config.checkpoint import Branch, CheckpointConfig
 from jaxforge.config.ineffective_settings import answers, ineffective_settings
 from jaxforge.config.job import JobConfig
+from jaxforge.config.model import ModelConfig
 from jaxforge.errors import UserError
 from jaxforge.model.transformer import Model, parameter_count
 from jaxforge.parallel import agreement
@@ -227,6 +228,18 @@ def open_foreign(path: str, config: JobConfig) -> Source:
     from torch_compat.checkpoint import restore  # only for runs that start from PyTorch
 
     return restore.open_foreign(path, config)
+
+
+def foreign_model(path: str) -> ModelConfig | None:
+    """Return the `[model]` section of a PyTorch checkpoint; None if the checkpoint has no config.
+
+    Raises:
+        UserError: there is no checkpoint, or its config is invalid or not supported.
+    """
+    from torch_compat.checkpoint import checkpoints  # only for models that come from PyTorch
+
+    config = checkpoints.find(path).config(None)
+    return None if config is None else config.model
 
 
 def _keep_documents(load_path: str, run: Path) -> None:

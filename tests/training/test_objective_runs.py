@@ -11,6 +11,10 @@ from jaxforge.exit_codes import Exit
 from jaxforge.inference.evaluation import evaluate
 from jaxforge.tools.replay.past import open_past
 from tests.conftest import tiny_config
+from torch_compat.checkpoint import checkpoints
+from torch_compat.convert import conversion
+from torch_compat.convert.source import Request
+from torch_compat.formats.workers import Share, Workers
 
 pytestmark = pytest.mark.usefixtures("one_device")
 
@@ -162,8 +166,15 @@ def test_replay_repeats_a_step_with_its_reference(whole):
     assert float(again["loss"]) == logged["train/loss"]
 
 
-def student(runs, name, **train):
-    return distilled(runs, name, model={"dim": 16, "n_heads": 2, "n_kv_heads": 1}, train=train)
+def student(runs, name, teacher="base", **train):
+    shape = {"dim": 16, "n_heads": 2, "n_kv_heads": 1}
+    return distilled(runs, name, teacher, model=shape, train=train)
+
+
+def export(source, directory):
+    """Write a checkpoint as a Hugging Face model."""
+    request = Request(source, directory, "hf")
+    conversion.run(request, conversion.plan(request), Share(), lambda _: None, Workers())
 
 
 def test_student_learns_from_a_larger_teacher(runs, other):
@@ -177,6 +188,20 @@ def test_student_learns_from_a_larger_teacher(runs, other):
     changed = longer.model_copy(update={"distillation": section})
     with pytest.raises(UserError, match=r"distillation.teacher.* is not the model that the run"):
         train.run(changed)
+
+
+def test_hugging_face_teacher_equals_the_run_that_it_was_exported_from(runs):
+    """The student has another shape, so that the teacher's comes from its `config.json`."""
+    export(checkpoints.find(runs / "base"), runs / "base_hf")
+    assert train.run(student(runs, "of_run", max_steps=2)) is Exit.COMPLETED
+    assert train.run(student(runs, "of_hf", max_steps=2, teacher="base_hf")) is Exit.COMPLETED
+    assert stored(runs / "of_hf", 2) == stored(runs / "of_run", 2)
+    assert progress(runs / "of_hf", 2)["frozen"] == progress(runs / "of_run", 2)["frozen"]
+
+
+def test_missing_teacher_is_named(runs):
+    with pytest.raises(UserError, match=r"distillation.teacher = .*/missing: .*no checkpoint"):
+        train.run(student(runs, "without", teacher="missing"))
 
 
 @pytest.mark.slow
