@@ -26,6 +26,7 @@ from jaxforge.data.packing import (
     split_window,
 )
 from jaxforge.data.stream import StreamedTokens
+from jaxforge.data.teacher_logits import with_saved_logits
 from jaxforge.data.tokens import SyntheticTokens, TokenFiles, TokenShards, manifest_of
 from jaxforge.errors import UserError
 from jaxforge.storage import urls
@@ -40,12 +41,12 @@ DatasetBuilder = Callable[[JobConfig], Dataset | Mixture | Streaming]
 
 
 def open_training_data(config: JobConfig) -> Dataset | Mixture | Streaming:
-    """Open the training set of `data.dataset_type`.
+    """Open the training set of `data.dataset_type`, with the logits of `distillation.logits`.
 
     Raises:
         UserError: the data are missing, damaged or do not fit the model.
     """
-    return DATASETS[config.data.dataset_type](config)
+    return with_saved_logits(config, DATASETS[config.data.dataset_type](config))
 
 
 def register_dataset(name: str) -> Callable[[DatasetBuilder], DatasetBuilder]:

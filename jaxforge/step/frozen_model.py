@@ -11,13 +11,14 @@ from jaxforge.config.job import JobConfig
 from jaxforge.config.lora import LoraConfig
 from jaxforge.config.model import ModelConfig
 from jaxforge.data.packing import IGNORE
+from jaxforge.data.teacher_logits import TEACHER_IDS, TEACHER_LOGITS
 from jaxforge.errors import UserError
 from jaxforge.kernels.context_parallel import context_size, to_sequence_order
 from jaxforge.model.linear import is_matrix
 from jaxforge.model.transformer import Params, build_model
 from jaxforge.parallel.sharding import TOKENS, batch_shardings, constrain, param_shardings
 from jaxforge.step.context import spread_sequences
-from jaxforge.step.distillation import TEACHER_IDS, TEACHER_LOGITS, top_logits
+from jaxforge.step.distillation import top_logits
 from jaxforge.step.dpo import PAIR_SCALE, REFERENCE_NLL, pair_scale
 from jaxforge.step.gradients import Batch
 from jaxforge.step.token_nll import label_nll

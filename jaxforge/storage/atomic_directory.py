@@ -127,7 +127,7 @@ def _check_output(output: Path, marker: str, overwrite: bool) -> None:
     if output.exists() and not overwrite:
         raise UserError(f"{output} exists; choose another --output or pass --overwrite")
     if output.exists() and not (output / marker).exists():
-        raise UserError(f"{output} was not made by jaxforge.prepare; remove it yourself")
+        raise UserError(f"{output} was not made by this command; remove it yourself")
 
 
 def _open(partial: Path, plan: Plan, say: Callable[[str], None]) -> AtomicDirectory:
