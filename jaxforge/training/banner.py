@@ -5,7 +5,6 @@ from collections.abc import Iterator, Mapping
 from importlib.metadata import version
 
 import jax
-from jax.sharding import Mesh
 
 import jaxforge
 from jaxforge.checkpoint.layout import split_adapters
@@ -21,7 +20,6 @@ from jaxforge.parallel.mesh import data_parallel_size, describe_mesh
 from jaxforge.program import Program
 from jaxforge.state.progress import Progress
 from jaxforge.state.train_state import TrainState
-from jaxforge.step.grad_sync import GradSync
 from jaxforge.step.memory import step_memory
 from jaxforge.storage import urls
 from jaxforge.telemetry.numbers import human
@@ -86,7 +84,7 @@ def _rows(
         ),
     )
     yield "gradients", sync.why
-    yield "memory", _memory(config, model, mesh, state, sync)
+    yield "memory", _memory(program, state)
     if model.recipe is not None:
         capability = gpu_capability(device)
         products = describe_products(model.recipe, device.platform, capability, device.device_kind)
@@ -115,13 +113,16 @@ def _rows(
     yield "run", str(urls.path(config.checkpoint.dir, "checkpoint.dir").absolute())
 
 
-def _memory(config: JobConfig, model: Model, mesh: Mesh, state: TrainState, sync: GradSync) -> str:
+def _memory(program: Program, state: TrainState) -> str:
     """Return an estimate from shapes; `MemoryReport` logs the real figures after the first step.
 
     On CPU, the same memory also holds Python with its libraries, the compiler while it runs, data
     workers, and the copy of a state that is being saved.
     """
-    needs = step_memory(config, model, mesh, sync.mode, bytes_per_device(state)).total
+    stored, mode = bytes_per_device(state), program.grad_sync.mode
+    needs = step_memory(
+        program.config, program.model, program.mesh, mode, stored, program.frozen_bytes
+    ).total
     has = device_memory.capacity_per_device()
     others = ""
     if jax.default_backend() == "cpu":

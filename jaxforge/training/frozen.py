@@ -131,9 +131,8 @@ def open_frozen(
                 "pairs of answers need a reference model: set dpo.reference to its path"
             )
     assert path
-    device = program.mesh.devices.flat[0]
+    settings, device = frozen_config(config, teacher_model(config)), program.mesh.devices.flat[0]
     try:
-        settings = frozen_config(config, teacher_model(config))
         rules.check(settings, program.mesh.size)
     except UserError as error:
         raise UserError(f"{_KEYS[objective]} = {path}: {error}") from error
@@ -152,9 +151,12 @@ def teacher_model(config: JobConfig) -> ModelConfig | None:
     path = config.distillation.teacher
     if config.train.objective != "distillation" or path is None:
         return None
-    if has_run(path):
-        return run_directory.read_config(find(urls.path(path))[0]).model
-    return foreign_model(path) or config.model
+    try:
+        if has_run(path):
+            return run_directory.read_config(find(urls.path(path))[0]).model
+        return foreign_model(path) or config.model
+    except UserError as error:
+        raise UserError(f"distillation.teacher = {path}: {error}") from error
 
 
 def _load(

@@ -9,6 +9,9 @@ from torch.nn import functional
 
 from jaxforge.config.model import ModelConfig
 from jaxforge.errors import UserError
+from jaxforge.parallel.device_memory import bytes_per_device
+from jaxforge.step.frozen_model import FrozenModel, frozen_bytes, frozen_config
+from tests.helpers import setup
 from tests.step.frozen_runs import MODEL, FrozenSetup, check_equal, follow_torch, job
 from tests.step.torch_decoder import logits
 
@@ -86,6 +89,18 @@ def one_device():
 def test_mesh_does_not_change_the_updates(settings, one_device):
     ours = FrozenSetup(job("distillation", distillation=SECTION, **settings), TEACHER)
     check_equal(ours.run([documents(0), documents(1)]), one_device)
+
+
+@pytest.mark.parametrize("objective", ["distillation", "dpo"])
+def test_bytes_of_the_frozen_model_are_those_of_its_arrays(objective):
+    """The reference has the shape of the trained model."""
+    train = {"mixed_precision": "bf16"}
+    config = job(objective, train=train, axes={"dp_shard": 2, "tp": 2}, distillation=SECTION)
+    program, teacher = setup(config), TEACHER if objective == "distillation" else None
+    frozen = FrozenModel(frozen_config(config, teacher), config, program.mesh, ("cpu", None))
+    expected = bytes_per_device(frozen.like)
+    assert frozen_bytes(config, program.model, program.mesh, teacher) == expected > 0
+    assert frozen_bytes(job("next_token"), program.model, program.mesh, teacher) == 0
 
 
 def test_teacher_with_another_vocabulary_is_refused():

@@ -1,6 +1,7 @@
 """Runs of `train.objective`: frozen models, resumes, evaluations."""
 
 import json
+import re
 
 import numpy as np
 import pytest
@@ -126,6 +127,17 @@ def test_hugging_face_teacher_equals_the_run_that_it_was_exported_from(runs):
     assert train.run(student(runs, "of_hf", max_steps=2, teacher="base_hf")) is Exit.COMPLETED
     assert stored(runs / "of_hf", 2) == stored(runs / "of_run", 2)
     assert progress(runs / "of_hf", 2)["frozen"] == progress(runs / "of_run", 2)["frozen"]
+
+
+def test_dry_run_counts_the_teacher(runs, capsys):
+    """The base model has 44,400 parameters in float32."""
+    states = []
+    for objective in ("next_token", "distillation"):
+        config = student(runs, "dry", objective=objective)
+        (runs / "dry.toml").write_text(config.to_toml())
+        assert train.main(["--config", str(runs / "dry.toml"), "--dry-run"]) == 0
+        states.append(float(re.search(r"state ([\d.e-]+) GB", capsys.readouterr().out)[1]))
+    assert states[1] - states[0] == pytest.approx(4 * 44_400 / 1e9, rel=0.02)
 
 
 def test_missing_teacher_is_named(runs):

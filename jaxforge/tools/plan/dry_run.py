@@ -85,7 +85,8 @@ def run(config: UnresolvedConfig, devices: str) -> int:
     per_epoch = None
     if data is not None:
         per_epoch = sequences_per_epoch(resolved, resolved.train.microbatch_size(dp), data)
-    model, fits = fits_by_device(resolved, mesh, kinds)
+    teacher, of_teacher = checks.known_teacher(resolved, is_elsewhere=target is not None)
+    model, fits = fits_by_device(resolved, mesh, kinds, teacher)
     run_row = run_directory_row(resolved, mesh, model, data)
     _show("config, where it is not the default", _differences(resolved))
     _show("schedule", schedule_summary(resolved, dp, per_epoch or None).splitlines())
@@ -105,6 +106,7 @@ def run(config: UnresolvedConfig, devices: str) -> int:
     warnings = [
         *ineffective_settings(resolved, platform),
         *missing,
+        *of_teacher,
         *too_large(resolved, mesh, fits),
     ]
     _show("warnings", warnings or ["none"])

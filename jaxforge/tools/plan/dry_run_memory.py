@@ -9,6 +9,7 @@ from jax.sharding import AbstractMesh, Mesh
 from jaxforge.checkpoint.layout import split_adapters
 from jaxforge.checkpoint.replica.memory import describe_memory
 from jaxforge.config.job import JobConfig
+from jaxforge.config.model import ModelConfig
 from jaxforge.config.problems import describe_change
 from jaxforge.errors import UserError
 from jaxforge.model.runtime import gpu_capability
@@ -82,7 +83,7 @@ def chip_device(name: str) -> Device:
 
 
 def fits_by_device(
-    config: JobConfig, mesh: AnyMesh, kinds: Iterable[Device]
+    config: JobConfig, mesh: AnyMesh, kinds: Iterable[Device], teacher: ModelConfig | None = None
 ) -> tuple[Model, dict[Device, Fit]]:
     """Return the model, and its fit on each kind of device that has the required kernels.
 
@@ -97,8 +98,9 @@ def fits_by_device(
         except UserError as error:
             first_error = first_error or error
             continue
-        state = Program(config, mesh, model=model).abstract_state()
-        fits[device] = estimate_fit(config, model, state, mesh, device.capacity)
+        program = Program(config, mesh, model=model, teacher=teacher)
+        state, frozen = program.abstract_state(), program.frozen_bytes
+        fits[device] = estimate_fit(config, model, state, mesh, device.capacity, frozen)
         first_model = first_model or model
     if first_model is None:
         assert first_error is not None
