@@ -45,6 +45,7 @@ from jaxforge.storage import safe_files, urls
 from jaxforge.storage.atomic_directory import (
     AtomicDirectory,
     atomic_directory,
+    check_output,
     partial_of,
     write_json,
 )
@@ -100,6 +101,7 @@ def save(
             'teacher_logits needs train.objective = "distillation" and distillation.teacher: set '
             "both, and leave distillation.logits out"
         )
+    check_output(output.absolute(), FILE_NAME, overwrite)  # before a large teacher is loaded
     data = sources.open_training_data(config)
     sets = saved_sets(config, data)
     record = record_type(train.seq_len, section.top_k, config.model.vocab_size, dtype)

@@ -50,24 +50,28 @@ def offline(config, logits):
     return config.model_copy(update={"distillation": section})
 
 
+def metrics(run):
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
 def losses(run):
-    lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
-    return [line["train/loss"] for line in lines if "train/loss" in line]
+    return [line["train/loss"] for line in metrics(run) if "train/loss" in line]
 
 
 def test_run_with_saved_logits_equals_the_run_with_a_teacher(runs):
-    """Over more than an epoch, and through a resume."""
+    """Over more than an epoch; a part of the run has the teacher itself."""
     assert len(open_training_data(student(runs, "any"))) < 4 * STEPS
-    config = offline(student(runs, "offline", max_steps=STEPS, exit_interval=2), runs / "saved")
-    assert train.run(config) is Exit.INTERVAL
+    parts = student(runs, "offline", max_steps=STEPS, exit_interval=2)
+    assert train.run(offline(parts, runs / "saved")) is Exit.INTERVAL
+    assert train.run(parts) is Exit.INTERVAL
     config = offline(student(runs, "offline", max_steps=STEPS), runs / "saved")
     assert train.run(config) is Exit.COMPLETED
     assert losses(runs / "offline") == losses(runs / "online")
     assert stored(runs / "offline", STEPS) == stored(runs / "online", STEPS)
     assert progress(runs / "offline", STEPS)["frozen"] == progress(runs / "online", STEPS)["frozen"]
-    lines = (runs / "offline" / "metrics.jsonl").read_text()
-    assert "eval/loss" in lines
-    assert "eval/distillation/kl" not in lines, "evaluation sets have no saved logits"
+    last = [line for line in metrics(runs / "offline") if "eval/loss" in line][-1]
+    assert last["step"] == STEPS
+    assert "eval/distillation/kl" not in last, "evaluation sets have no saved logits"
 
 
 def test_fewer_logits_than_saved_are_the_largest(runs):
@@ -167,6 +171,16 @@ def test_damaged_record_is_named(runs):
     path.write_bytes(path.read_bytes()[:-500])
     with pytest.raises(UserError, match=r"0_00002.npy is missing or cut short"):
         open_training_data(offline(student(runs, "any"), runs / "damaged"))
+
+
+def test_existing_directory_is_replaced_on_request_alone(runs):
+    shutil.copytree(runs / "saved", runs / "again")
+    with pytest.raises(UserError, match=r"again exists; .* or pass --overwrite"):
+        save(student(runs, "any"), runs / "again")
+    save(student(runs, "any"), runs / "again", per_file=20, overwrite=True)
+    assert {path.name for path in (runs / "again").iterdir()} == {FILE_NAME, "0_00000.npy"}
+    with pytest.raises(UserError, match="was not made by this command"):
+        save(student(runs, "any"), runs / "text", overwrite=True)
 
 
 def test_logits_of_random_tokens_are_refused(runs):

@@ -80,14 +80,15 @@ def known_teacher(config: JobConfig, *, is_elsewhere: bool) -> tuple[ModelConfig
     Raises:
         UserError: the teacher cannot be read, and the run is planned for this machine.
     """
+    path = config.distillation.teacher
     try:
         return teacher_model(config), []
     except UserError:
-        if not is_elsewhere:
+        if path is None or not is_elsewhere or Path(path).exists():
             raise
-    path = short_toml(config.distillation.teacher)
+    shown = short_toml(path)
     return None, [
-        f"distillation.teacher = {path} is not on this machine: its memory is not counted"
+        f"distillation.teacher = {shown} is not on this machine: its memory is not counted"
     ]
 
 
@@ -97,6 +98,8 @@ def _paths(config: JobConfig) -> dict[str, str]:
     paths = {"data.dataset_path": section.dataset_path} | {
         f"data.datasets[{i}].path": source.path for i, source in enumerate(section.datasets)
     }
+    if config.train.objective == "distillation" and config.distillation.logits:
+        paths["distillation.logits"] = config.distillation.logits
     return {key: path for key, path in paths.items() if path}
 
 
