@@ -30,6 +30,7 @@ from jaxforge.data.teacher_logits import (
     TEACHER_LOGITS,
     LogitsDtype,
     Manifest,
+    SavedSet,
     checksums,
     file_name,
     record_type,
@@ -104,17 +105,11 @@ def save(
     check_output(output.absolute(), FILE_NAME, overwrite)  # before a large teacher is loaded
     data = sources.open_training_data(config)
     sets = saved_sets(config, data)
-    record = record_type(train.seq_len, section.top_k, config.model.vocab_size, dtype)
-    per_file = per_file or max(1, _FILE_BYTES // record.itemsize)
     program, progress = Program(config), Progress()
     with program.context():
         frozen = open_frozen(program, open_foreign, progress)
         assert frozen is not None
-        manifest = Manifest(
-            teacher=section.teacher, arrays=progress.frozen, vocab_size=config.model.vocab_size,
-            top_k=section.top_k, dtype=dtype, settings=sequence_settings(config),
-            sequences_per_file=per_file, datasets=sets,
-        )  # fmt: skip
+        manifest = _manifest(config, progress.frozen, sets, dtype, per_file)
         datasets = list(data.datasets.values()) if isinstance(data, Mixture) else [data]
         with atomic_directory(
             output, _plan(manifest), marker=FILE_NAME, overwrite=overwrite, say=log.info
@@ -124,11 +119,32 @@ def save(
             _announce(manifest, begun, output)
             for number, dataset in enumerate(datasets):
                 assert isinstance(dataset, Dataset)  # `saved_sets` refuses others
-                first = begun[number] * per_file
-                batches = _records(program, frozen, dataset, first, record)
+                first = begun[number] * manifest.sequences_per_file
+                batches = _records(program, frozen, dataset, first, manifest.record)
                 _write_files(directory, manifest, begun, number, batches)
             write_json(directory.out / FILE_NAME, manifest.to_json())
     log.info("wrote %s; train with distillation.logits = %s", output, output)
+
+
+def _manifest(
+    config: JobConfig,
+    arrays: dict[str, Any],
+    sets: list[SavedSet],
+    dtype: LogitsDtype,
+    per_file: int | None,
+) -> Manifest:
+    section, vocab_size = config.distillation, config.model.vocab_size
+    record = record_type(config.train.seq_len, section.top_k, vocab_size, dtype)
+    return Manifest(
+        teacher=str(section.teacher),
+        arrays=arrays,
+        vocab_size=vocab_size,
+        top_k=section.top_k,
+        dtype=dtype,
+        settings=sequence_settings(config),
+        sequences_per_file=per_file or max(1, _FILE_BYTES // record.itemsize),
+        datasets=sets,
+    )
 
 
 def _plan(manifest: Manifest) -> dict[str, Any]:

@@ -12,7 +12,12 @@ from jaxforge.commands import train
 from jaxforge.errors import UserError
 from jaxforge.model.transformer import build_model
 from jaxforge.tools.plan import plan_report
-from jaxforge.tools.plan.checks import checkpoint_bytes, kept_checkpoints, known_teacher
+from jaxforge.tools.plan.checks import (
+    checkpoint_bytes,
+    kept_checkpoints,
+    known_teacher,
+    missing_data_warnings,
+)
 from jaxforge.tools.plan.plan import as_json, plan
 from jaxforge.tools.plan.topology import Topology
 from jaxforge.training import step_compiler
@@ -67,6 +72,14 @@ def test_frozen_model_is_a_part_of_the_peak(tiny_plan, tmp_path):
     assert memory.parts["frozen model"] == memory.frozen_model
     assert "frozen model" not in tiny_plan.step.memory.parts
     assert sum(memory.parts.values()) == memory.peak
+
+
+def test_saved_logits_that_are_not_on_this_machine_are_a_warning(tmp_path):
+    config = planned(
+        train={"objective": "distillation"}, distillation={"logits": str(tmp_path / "logits")}
+    )
+    (warning,) = missing_data_warnings(config)
+    assert re.match("distillation.logits = .* is not on this machine: not checked", warning)
 
 
 def test_teacher_that_is_not_on_this_machine_is_a_warning(tmp_path):
