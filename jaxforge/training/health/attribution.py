@@ -25,8 +25,8 @@ from jaxforge.model.transformer import Model, Params
 from jaxforge.state.train_state import TrainState
 from jaxforge.step.context import spread_sequences
 from jaxforge.step.cross_entropy import cross_entropy, tiles_of
-from jaxforge.step.gradients import Batch
 from jaxforge.step.train_step import Controls, Metrics, TrainStep
+from jaxforge.step.update_loss import Batch
 from jaxforge.training.health.repeated_steps import find_fault, run_unapplied
 
 log = logging.getLogger(__name__)
