@@ -137,7 +137,6 @@ def muon(
     `optim.update_rule.transform` documents the arguments of the update function. `lr_scale`
     multiplies both learning rates.
     """
-
     rule = _MatrixRule(momentum, ns_steps, variant)
 
     def for_muon(params: PyTree) -> frozenset[Path]:
