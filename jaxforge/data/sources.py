@@ -15,7 +15,8 @@ from jaxforge.data.corpus.conversations import Conversations
 from jaxforge.data.corpus.huggingface import cached_shards, load_dataset
 from jaxforge.data.corpus.manifest import Manifest
 from jaxforge.data.corpus.records import Content, TextField
-from jaxforge.data.corpus.tokenizer import Tokenizer, load_tokenizer, tokenizer_of
+from jaxforge.data.corpus.tokenizer import Tokenizer
+from jaxforge.data.corpus.tokenizer_files import load_tokenizer, tokenizer_of
 from jaxforge.data.dataset import Dataset, Example, Mixture, Streaming
 from jaxforge.data.order import data_seed
 from jaxforge.data.packing import (

@@ -29,12 +29,12 @@ from jaxforge.parallel.stages import Stack
 from jaxforge.state.train_state import Counts, TrainState
 from jaxforge.step.collect import StepOutputs, collect_metrics
 from jaxforge.step.context import spread_sequences
-from jaxforge.step.cross_entropy import valid_tokens, valid_tokens_by_dataset
 from jaxforge.step.gradients import Gradients
 from jaxforge.step.guard import Guard, select
 from jaxforge.step.losses import DATASET_NLL
 from jaxforge.step.mtp import with_further_tokens
 from jaxforge.step.padded_batch import microbatch_count
+from jaxforge.step.token_weights import valid_tokens, valid_tokens_by_dataset
 from jaxforge.step.update_loss import Batch, Loss, unscale, with_dataset_mask
 
 Metrics = dict[str, Any]

@@ -13,11 +13,11 @@ from jaxforge.config.model import LAYERS
 from jaxforge.config.train import TrainConfig
 from jaxforge.kernels.masking import padding_of
 from jaxforge.model.transformer import Model, Params
-from jaxforge.step.cross_entropy import token_weights, valid_tokens
 from jaxforge.step.losses import MicrobatchLoss
 from jaxforge.step.mtp import further_weights, with_mtp_loss
 from jaxforge.step.objectives import build_objective
 from jaxforge.step.padded_batch import microbatch_count, reciprocal
+from jaxforge.step.token_weights import token_weights, valid_tokens
 
 Batch = dict[str, Shaped[Array, "m b ..."]]
 """`input_ids`, `labels` and, when packed, `segment_ids`: [microbatches, sequences, tokens].

@@ -37,7 +37,8 @@ from jaxforge.data.tokens import TokenFiles
 from jaxforge.errors import UserError
 from jaxforge.model.transformer import Model, Params, join
 from jaxforge.step.context import spread_sequences
-from jaxforge.step.cross_entropy import cross_entropy, tiles_of
+from jaxforge.step.cross_entropy import cross_entropy
+from jaxforge.step.logit_tiles import tiles_of
 from jaxforge.step.losses import MicrobatchLoss, build_loss
 from jaxforge.step.objectives import build_objective
 from jaxforge.step.update_loss import Batch, update_loss_weights
