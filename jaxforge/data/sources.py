@@ -189,10 +189,8 @@ def _open_shards(
 
 def _check_objective(config: JobConfig, manifest: Manifest | None, source: str) -> None:
     """Check that pairs of answers, and nothing else, are the data of DPO."""
-    needs_pairs, has_pairs = (
-        config.train.objective == "dpo",
-        bool(manifest and manifest.preferences),
-    )
+    needs_pairs = config.train.objective == "dpo"
+    has_pairs = bool(manifest and manifest.preferences)
     if needs_pairs and not has_pairs:
         raise UserError(
             f'{source} does not hold pairs of answers, which train.objective = "dpo" needs: '

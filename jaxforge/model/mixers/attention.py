@@ -176,10 +176,8 @@ class Attention(Mixer):
     @classmethod
     def saved_values(cls, config: ModelConfig, share: Callable[[int], int]) -> SavedValues:
         """Return the size of q, k, v, gate and the heads' outputs, before and after rotation."""
-        heads, kv = (
-            share(config.n_heads * config.head_size),
-            share(config.kv_heads * config.head_size),
-        )
+        heads = share(config.n_heads * config.head_size)
+        kv = share(config.kv_heads * config.head_size)
         gates = config.attention_output_gate * heads
         return SavedValues(heads + 2 * kv + gates, mixed=heads, inside=2 * heads + 2 * kv + gates)
 
