@@ -23,10 +23,11 @@ from jaxforge.state.train_state import TrainState, init_train_state, state_shard
 from jaxforge.step.collect import check_collect
 from jaxforge.step.frozen_model import frozen_bytes
 from jaxforge.step.grad_sync import GradSync, resolve_grad_sync
-from jaxforge.step.gradients import Batch, Gradients, make_gradients
+from jaxforge.step.gradients import Gradients, make_gradients
 from jaxforge.step.objectives import with_frozen_fields
 from jaxforge.step.padded_batch import MAX_PROGRAMS, N_MICROBATCHES, pad_batch
 from jaxforge.step.train_step import Controls, make_train_step
+from jaxforge.step.update_loss import Batch
 
 AbstractBatch = dict[str, jax.ShapeDtypeStruct]
 

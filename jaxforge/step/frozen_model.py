@@ -22,8 +22,8 @@ from jaxforge.parallel.stages import Stack
 from jaxforge.step.context import spread_sequences
 from jaxforge.step.distillation import top_logits
 from jaxforge.step.dpo import PAIR_SCALE, REFERENCE_NLL, pair_scale
-from jaxforge.step.gradients import Batch
 from jaxforge.step.token_nll import label_nll
+from jaxforge.step.update_loss import Batch
 
 
 def frozen_config(config: JobConfig, model: ModelConfig | None = None) -> JobConfig:

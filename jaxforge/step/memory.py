@@ -20,7 +20,7 @@ from jaxforge.optim.freezing import frozen_paths
 from jaxforge.parallel.mesh import STAGES, data_parallel_size
 from jaxforge.parallel.pipeline.schedule import SCHEDULES
 from jaxforge.parallel.sharding import Axes, compute_axes, mesh_axes
-from jaxforge.step.cross_entropy import tiling_on_device
+from jaxforge.step.logit_tiles import tiling_on_device
 
 _F32 = 4
 _EXPERT_HEADROOM = 1.5  # capacity of a device in rows, relative to an even load

@@ -5,11 +5,13 @@ from collections.abc import Iterator, Mapping
 from importlib.metadata import version
 
 import jax
+from jax.sharding import Mesh
 
 import jaxforge
 from jaxforge.checkpoint.layout import split_adapters
 from jaxforge.checkpoint.replica.memory import describe_memory
 from jaxforge.config.job import JobConfig
+from jaxforge.config.model import ModelConfig
 from jaxforge.config.train import TrainConfig
 from jaxforge.model.fp8_layers import describe_products
 from jaxforge.model.runtime import gpu_capability
@@ -20,6 +22,7 @@ from jaxforge.parallel.mesh import data_parallel_size, describe_mesh
 from jaxforge.program import Program
 from jaxforge.state.progress import Progress
 from jaxforge.state.train_state import TrainState
+from jaxforge.step.grad_sync import GradSync
 from jaxforge.step.memory import step_memory
 from jaxforge.storage import urls
 from jaxforge.telemetry.numbers import human
@@ -44,73 +47,67 @@ def _rows(
     program: Program, state: TrainState, progress: Progress, frozen: FrozenFields | None
 ) -> Iterator[tuple[str, str]]:
     config, model, mesh, sync = program.config, program.model, program.mesh, program.grad_sync
-    m, t, d = config.model, config.train, config.distributed
-    device = jax.devices()[0]
-    ramp = t.ramp(data_parallel_size(mesh))
-    samples = ramp.sequences(t.grad_accum_steps)
-    yield (
-        "model",
-        (
-            f"{m.n_layers} layers, dim {m.dim}, {m.n_heads}/{m.kv_heads} heads of {m.head_size}, "
-            f"ffn {m.ffn_dim}, vocabulary {m.vocab_size:,}"
-        ),
-    )
+    train, device = config.train, jax.devices()[0]
+    yield "model", _model(config.model)
     yield "experts", _experts(model)
-    yield (
-        "parameters",
-        (
-            f"{human(parameter_count(model.abstract))} in {t.param_dtype}, "
-            f"computing in {t.mixed_precision}"
-        ),
-    )
+    count = human(parameter_count(model.abstract))
+    yield "parameters", f"{count} in {train.param_dtype}, computing in {train.mixed_precision}"
     yield "adapters", _adapters(model)
     yield "frozen model", _frozen(frozen)
     yield "optimizer", _optimizer(config)
-    yield "average", describe_average(t, bytes_per_device(state.ema))
-    yield (
-        "devices",
-        (
-            f"{jax.device_count()} x {device.device_kind} ({device.platform}), "
-            f"{jax.process_count()} process(es)"
-        ),
-    )
+    yield "average", describe_average(train, bytes_per_device(state.ema))
+    devices = f"{jax.device_count()} x {device.device_kind} ({device.platform})"
+    yield "devices", f"{devices}, {jax.process_count()} process(es)"
     yield "mesh", describe_mesh(mesh.shape)
-    schedule = f", {d.pp_schedule}" if d.pp > 1 else ""
-    yield (
-        "step",
-        (
-            f"{samples} sequences x {t.seq_len} tokens = {samples * t.seq_len:,} tokens, "
-            f"in {t.grad_accum_steps} microbatch(es); gradients reduced per {sync.mode}{schedule}"
-        ),
-    )
+    ramp = train.ramp(data_parallel_size(mesh))
+    yield "step", _step(config, ramp.sequences(train.grad_accum_steps), sync)
     yield "gradients", sync.why
     yield "memory", _memory(program, state)
     if model.recipe is not None:
         capability = gpu_capability(device)
         products = describe_products(model.recipe, device.platform, capability, device.device_kind)
         yield "products", products
-    yield (
-        "kernels",
-        (
-            f"attention: {model.runtime.describe_attention(mesh.shape['cp'])}, loss: {t.loss_fn}, "
-            f"{f'experts: {model.runtime.grouped}, ' if m.is_moe else ''}"
-            f"checkpointing: {t.activation_checkpointing}"
-        ),
-    )
-    yield "on the host", ", ".join(t.offload)
+    yield "kernels", _kernels(config, model, mesh)
+    yield "on the host", ", ".join(train.offload)
     yield "replicas", describe_memory(config.checkpoint, state)
     yield "data", _data(config, progress.sequences_per_epoch)
-    yield "length", _length(config, ramp.samples(t.max_steps), progress)
-    seed = t.seed if t.data_seed is None else f"{t.seed}, of the data {t.data_seed}"
-    yield "seed", str(seed)
-    yield (
-        "versions",
-        (
-            f"jaxforge {jaxforge.__version__}, jax {version('jax')}, "
-            f"Python {platform.python_version()}, {platform.system()} {platform.machine()}"
-        ),
-    )
+    yield "length", _length(config, ramp.samples(train.max_steps), progress)
+    seed = "" if train.data_seed is None else f", of the data {train.data_seed}"
+    yield "seed", f"{train.seed}{seed}"
+    yield "versions", _versions()
     yield "run", str(urls.path(config.checkpoint.dir, "checkpoint.dir").absolute())
+
+
+def _model(m: ModelConfig) -> str:
+    return (
+        f"{m.n_layers} layers, dim {m.dim}, {m.n_heads}/{m.kv_heads} heads of {m.head_size}, "
+        f"ffn {m.ffn_dim}, vocabulary {m.vocab_size:,}"
+    )
+
+
+def _step(config: JobConfig, samples: int, sync: GradSync) -> str:
+    t, d = config.train, config.distributed
+    schedule = f", {d.pp_schedule}" if d.pp > 1 else ""
+    return (
+        f"{samples} sequences x {t.seq_len} tokens = {samples * t.seq_len:,} tokens, "
+        f"in {t.grad_accum_steps} microbatch(es); gradients reduced per {sync.mode}{schedule}"
+    )
+
+
+def _kernels(config: JobConfig, model: Model, mesh: Mesh) -> str:
+    experts = f"experts: {model.runtime.grouped}, " if config.model.is_moe else ""
+    return (
+        f"attention: {model.runtime.describe_attention(mesh.shape['cp'])}, "
+        f"loss: {config.train.loss_fn}, {experts}"
+        f"checkpointing: {config.train.activation_checkpointing}"
+    )
+
+
+def _versions() -> str:
+    return (
+        f"jaxforge {jaxforge.__version__}, jax {version('jax')}, "
+        f"Python {platform.python_version()}, {platform.system()} {platform.machine()}"
+    )
 
 
 def _memory(program: Program, state: TrainState) -> str:

@@ -35,7 +35,7 @@ from jaxforge.program import AbstractBatch, Program
 from jaxforge.runs import run_directory
 from jaxforge.state.progress import Progress
 from jaxforge.step.frozen_model import FrozenModel, frozen_config
-from jaxforge.step.gradients import Batch
+from jaxforge.step.update_loss import Batch
 from jaxforge.storage import urls
 from jaxforge.training.start import foreign_model
 

@@ -148,8 +148,7 @@ def _begun_branch(section: CheckpointConfig, branch: Branch) -> Branch | None:
     Raises:
         UserError: it is another branch, or none.
     """
-    own = (section.dir, section.non_persistent_dir)
-    begun = next((path for path in own if path and paths.has_run(path)), None)
+    begun = _own_run(section)
     if begun is None:
         return None
     stored = (paths.stored_config(begun).get("checkpoint") or {}).get("branch_from")
@@ -162,6 +161,12 @@ def _begun_branch(section: CheckpointConfig, branch: Branch) -> Branch | None:
             "checkpoint.dir; to resume the run there, leave checkpoint.branch_from out"
         )
     return recorded
+
+
+def _own_run(section: CheckpointConfig) -> str | None:
+    """Return the directory with checkpoints of this run; None before its first one."""
+    own = (section.dir, section.non_persistent_dir)
+    return next((path for path in own if path and paths.has_run(path)), None)
 
 
 def _note_trust(config: JobConfig) -> None:
@@ -202,8 +207,7 @@ def resolve_skip_idle_experts(config: JobConfig) -> JobConfig:
     section = config.checkpoint
     if not config.model.is_moe or config.optimizer.skip_idle_experts is not None:
         return config
-    own = (section.dir, section.non_persistent_dir)
-    start = next((directory for directory in own if directory and paths.has_run(directory)), None)
+    start = _own_run(section)
     if start is None and "optimizer" not in section.exclude_from_loading:
         start = section.start_path
     if start is None:

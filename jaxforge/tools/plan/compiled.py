@@ -218,10 +218,8 @@ class _Parts(NamedTuple):
 
     def memory(self, peak: int, program: HloProgram | None) -> Memory:
         """Split the peak into its parts; activations are 0 without a program."""
-        parameters, optimizer = (
-            bytes_per_device(self.state.params),
-            bytes_per_device((self.state.opt_state, self.state.ema)),
-        )
+        parameters = bytes_per_device(self.state.params)
+        optimizer = bytes_per_device((self.state.opt_state, self.state.ema))
         gradients = self._gradients()
         activations = self._saved(program) if program else 0
         other = max(0, peak - parameters - optimizer - gradients - activations)
