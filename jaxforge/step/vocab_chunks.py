@@ -9,6 +9,8 @@ from jaxforge.model.transformer import project
 from jaxforge.parallel import collectives
 from jaxforge.parallel.sharding import size_per_device
 
+_LANES = 128  # chunks of a multiple of it fill the tiles of TPUs and of the tensor cores of GPUs
+
 
 def entry_ids(size: int) -> Int[Array, "_"]:
     """Return the ids of the entries of this device's share of the vocabulary."""
@@ -33,7 +35,7 @@ class Chunk(NamedTuple):
 
 
 def split_vocab(head_VD: Float[Array, "v d"], size: int) -> Chunk:
-    """Split a head into chunks [n, c, ...] of nearly equal size.
+    """Split a head into chunks [n, c, ...] of equal size. The last one ends in padding.
 
     Args:
         head_VD: output head.
@@ -49,8 +51,9 @@ def _split(x: Array, size: int, fill: int) -> Array:
     #   [v, ...] -> [devices, local, ...] -> pad -> [devices, n, chunk, ...] -> [n, devices · chunk]
     vocab = x.shape[0]
     local = size_per_device(vocab, "vocab")
-    n = -(-local // size)
-    chunk = -(-local // n)
+    equal = -(-local // -(-local // size))
+    chunk = min(size, -(-equal // _LANES) * _LANES)
+    n = -(-local // chunk)
     pad = (0, n * chunk - local)
     x = x.reshape(vocab // local, local, *x.shape[1:])
     x = jnp.pad(x, ((0, 0), pad, *((0, 0),) * (x.ndim - 2)), constant_values=fill)
