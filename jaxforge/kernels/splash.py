@@ -2,7 +2,9 @@
 
 The kernel handles one sequence on one device. It is mapped over the batch here, and run on a mesh
 by `attention_backends.attend_locally`. The list of tiles that it computes is built from a static
-mask. Documents are known only at run time, and remove tiles from the list.
+mask. Documents are known only at run time, and remove tiles from the list. The lists of rows then
+differ, for which `vmap` would make a loop that slices and copies all arrays. Instead, packed rows
+are joined to one long sequence, whose list has no tile of two rows.
 """
 
 import functools
@@ -26,7 +28,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_mask impo
     ChunkedCausalMask,
 )
 from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_mask_info import MaskInfo
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from jaxforge.kernels.scoring import PLAIN, Scoring
 
@@ -34,6 +36,7 @@ SEQUENCE_MULTIPLE = 128
 """Divisor of sequence lengths: the kernel reads tiles of this many tokens."""
 
 BLOCK = 512  # tokens of a tile, as in MaxText on every TPU generation
+_MOST_STEPS = 1 << 16  # tiles in the list of a call, which is in scalar memory
 INTERPRET = False  # tests set it, to run the kernel without a TPU
 
 DocumentIds = Int[Array, "b s"] | None
@@ -59,66 +62,111 @@ def splash_attention(
     # The kernel does not scale scores, so the queries are scaled, in their dtype.
     kernel = _kernel(length, heads, splash_mask(length, window, chunk), scoring.softcap)
     scaled = q_BSHh * jnp.asarray(scoring.scale_of(h), q_BSHh.dtype)
-    q, k, v = (x.swapaxes(1, 2) for x in (scaled, k_BSKh, v_BSKh))
+    if segment_ids is None:
+        own = jax.vmap(lambda q, k, v: _result(kernel(q, k, v, sinks=sinks)))
+        return own(*(x.swapaxes(1, 2) for x in (scaled, k_BSKh, v_BSKh))).swapaxes(1, 2)
 
-    def of_row(row: tuple[Array, Array, Array, Int[Array, "s"] | None]) -> Array:
-        q, k, v, ids = row
-        own = kernel if ids is None else _within_documents(kernel, ids)
-        y = own(q, k, v, None if ids is None else SegmentIds(q=ids, kv=ids), sinks)
-        assert isinstance(y, jax.Array)  # a single array, because residuals are not requested
-        return y
+    def of_rows(
+        rows: tuple[Array, Array, Array, Int[Array, "b s"]],
+    ) -> Float[Array, "b s heads hv"]:
+        *qkv, ids_BS = rows
+        q, k, v = (x.reshape(-1, *x.shape[2:]).swapaxes(0, 1) for x in qkv)
+        ids = SegmentIds(q=ids_BS.reshape(-1), kv=ids_BS.reshape(-1))
+        y = _result(_of_documents(kernel, ids_BS)(q, k, v, ids, sinks))
+        return y.swapaxes(0, 1).reshape(*ids_BS.shape, heads, -1)
 
-    # Rows with lists of tiles of their own need a loop. vmap would make one that carries the
-    # results of all rows, and rematerialization then saves that carry in every iteration.
-    over_rows = jax.vmap(of_row) if segment_ids is None else functools.partial(jax.lax.map, of_row)
-    return over_rows((q, k, v, segment_ids)).swapaxes(1, 2)
+    inputs, batch = (scaled, k_BSKh, v_BSKh, segment_ids), len(q_BSHh)
+    rows = _rows_of_a_call(batch, kernel, aligned=chunk is None or length % chunk == 0)
+    if rows == batch:
+        return of_rows(inputs)
+    parts = jax.tree.map(lambda x: x.reshape(-1, rows, *x.shape[1:]), inputs)
+    return jax.lax.map(of_rows, parts).reshape(*q_BSHh.shape[:3], -1)
 
 
-def _within_documents(kernel: SplashAttentionKernel, ids: Int[Array, "s"]) -> SplashAttentionKernel:
-    """Return the kernel without tiles whose queries and keys share no document."""
-    tiles = ids.reshape(-1, _block(len(ids)))
-    # A tile of queries and a tile of keys can share a document only if their ranges of ids overlap.
-    # Other tiles are removed from the lists of the forward kernel and both backward kernels.
-    first, last = jnp.min(tiles, axis=1), jnp.max(tiles, axis=1)
-    is_visible = (first[:, None] <= last) & (first <= last[:, None])
+def _result(y: Array | tuple) -> Array:
+    assert isinstance(y, jax.Array)  # a single array, because residuals are not requested
+    return y
+
+
+def _rows_of_a_call(batch: int, kernel: SplashAttentionKernel, *, aligned: bool) -> int:
+    """Return the largest divisor of the batch for which the lists of tiles fit into scalar memory.
+
+    Args:
+        batch: number of rows.
+        kernel: the kernel of one row.
+        aligned: whether rows begin with a chunk. Otherwise a call has one row, because chunks are
+            counted from its first token.
+    """
+    listed = kernel.fwd_mask_info.data_next
+    assert listed is not None
+    most = max(1, _MOST_STEPS // listed.size) if aligned else 1
+    return max(n for n in range(1, min(batch, most) + 1) if batch % n == 0)
+
+
+def _of_documents(
+    kernel: SplashAttentionKernel, ids_BS: Int[Array, "b s"]
+) -> SplashAttentionKernel:
+    """Return the kernel of rows that are joined to one sequence.
+
+    Its lists are those of the kernel of one row, repeated with tiles counted from the first row.
+    Tiles whose queries and keys share no document are removed.
+    """
+    tiles = ids_BS.reshape(-1, _block(ids_BS.shape[1]))
+    ranges = jnp.min(tiles, axis=1), jnp.max(tiles, axis=1)
     of_keys, of_queries = kernel.dkv_mask_info, kernel.dq_mask_info
     assert of_keys is not None
     assert of_queries is not None
+    rows = len(ids_BS)
     return SplashAttentionKernel(
-        _remove_tiles(kernel.fwd_mask_info, is_visible),
-        _remove_tiles(of_queries, is_visible),
-        _remove_tiles(of_keys, is_visible, by_keys=True),
+        _lists_of_rows(kernel.fwd_mask_info, rows, ranges),
+        _lists_of_rows(of_queries, rows, ranges),
+        _lists_of_rows(of_keys, rows, ranges, by_keys=True),
         **kernel.kwargs,
     )
 
 
-def _remove_tiles(
-    info: MaskInfo, is_visible: Bool[Array, "n n"], *, by_keys: bool = False
+def _lists_of_rows(
+    info: MaskInfo,
+    rows: int,
+    ranges: tuple[Int[Array, "tiles"], Int[Array, "tiles"]],
+    *,
+    by_keys: bool = False,
 ) -> MaskInfo:
-    """Remove tiles that share no document, and prefetch the next remaining tile instead.
+    """Repeat lists of tiles for all rows, without tiles that share no document.
 
-    Lists are per tile of queries, or, with `by_keys`, per tile of keys.
+    Args:
+        info: lists of one row: per tile of queries, or, with `by_keys`, per tile of keys.
+        rows: number of rows.
+        ranges: smallest and largest document id of each tile of all rows.
+        by_keys: whether there is a list per tile of keys.
     """
-    if info.data_next is None or info.block_mask is None:  # no list: all tiles are computed
-        return info
+    assert info.data_next is not None
+    assert info.block_mask is not None
+    assert info.q_sequence is not None
     axes = (0, 2, 1) if by_keys else (0, 1, 2)
     listed, mask = (jnp.transpose(x, axes) for x in (info.data_next, info.block_mask))
-    # Per head and row of tiles, in the order of execution:
+    # Per head and tile, in the order of execution:
     #
     # listed[h, i, t]   tile of keys (by_keys: of queries) to prefetch for step t
     # mask[h, i, t]     0: skip, 1: compute with mask, 2: compute without mask
     #
+    first_tiles = np.repeat(np.arange(rows) * listed.shape[1], listed.shape[1])
+    listed = jnp.tile(listed.astype(jnp.int32), (1, rows, 1)) + first_tiles[:, None]
+    mask = jnp.tile(mask, (1, rows, 1))
+    # Two tiles can share a document only if their ranges of ids overlap.
+    first, last = ranges
+    overlap = (first[:, None] <= last[listed]) & (first[listed] <= last[:, None])
     # Removed steps get mask 0. Their prefetch is replaced by that of the next remaining step, so
     # that the pipeline of transfers has no bubble. `cummin` from the right finds that step.
-    own = jnp.arange(len(is_visible))[:, None]
-    remains = (mask > 0) & is_visible[own, listed.astype(jnp.int32)]
-    at = jnp.arange(remains[0].size)
+    remains = (mask > 0) & overlap
+    at = np.arange(remains[0].size)
     following = jnp.where(remains.reshape(len(remains), -1), at, len(at) - 1)
     following = jax.lax.cummin(following, axis=1, reverse=True)
     fetched = jnp.take_along_axis(listed.reshape(following.shape), following, axis=1)
     return info._replace(
         data_next=jnp.transpose(fetched.reshape(listed.shape), axes),
         block_mask=jnp.transpose(jnp.where(remains, mask, 0), axes),
+        q_sequence=np.arange(rows * len(info.q_sequence), dtype=np.int32),
     )
 
 

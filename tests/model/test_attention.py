@@ -191,18 +191,21 @@ def test_blockwise_capped_gradients_match_reference(window, scoring):
 
 
 @pytest.mark.parametrize(
-    ("kv_heads", "packed", "window", "chunk", "scoring"),
+    ("kv_heads", "packed", "window", "chunk", "scoring", "steps"),
     [
-        (6, True, None, None, PLAIN),
-        (2, False, 100, None, CAPPED),
-        pytest.param(2, False, None, 100, PLAIN, marks=pytest.mark.slow),
-        (2, True, None, 128, CAPPED),
+        (6, True, None, None, PLAIN, 8),  # two rows of four tiles in a call
+        (1, True, 100, None, PLAIN, 7),  # one row in a call
+        (2, False, 100, None, CAPPED, 8),
+        pytest.param(2, False, None, 100, PLAIN, 8, marks=pytest.mark.slow),
+        (2, True, None, 128, CAPPED, 8),
+        (2, True, None, 100, PLAIN, 8),  # rows do not begin with a chunk: one in a call
     ],
 )
-def test_splash_matches_reference(monkeypatch, kv_heads, packed, window, chunk, scoring):
+def test_splash_matches_reference(monkeypatch, kv_heads, packed, window, chunk, scoring, steps):
     """The TPU kernel is interpreted."""
     monkeypatch.setattr(splash, "INTERPRET", True)
     monkeypatch.setattr(splash, "BLOCK", 128)  # two blocks
+    monkeypatch.setattr(splash, "_MOST_STEPS", steps)
     options = {"h": 128, "scoring": scoring, "chunk": chunk}
     ours = values_and_gradients("splash", 256, kv_heads, packed, window, **options)
     reference = values_and_gradients("reference", 256, kv_heads, packed, window, **options)
@@ -229,15 +232,24 @@ def test_splash_skips_tiles_of_other_documents(monkeypatch, window):
         np.testing.assert_array_equal(np.isfinite(result).all(-1), ~broken[..., 0])
 
 
-def test_splash_saves_each_packed_row_once():
-    """A loop that carries the results of all rows would be saved once in every iteration."""
-    rows, ids = 5, jnp.zeros((5, 256), jnp.int32)
-    q = jnp.zeros((rows, 256, 2, 128), jnp.bfloat16)
+def program_of_packed_rows(rows):
+    """Return the program of the gradient of splash attention with four tiles in each row."""
+    ids, q = jnp.zeros((rows, 1024), jnp.int32), jnp.zeros((rows, 1024, 2, 128), jnp.bfloat16)
     attend = remat.block("none", lambda q: splash.splash_attention(q, q, q, ids))
-    gradient = jax.grad(lambda q: jnp.sum(attend(q).astype(jnp.float32)))
-    program = str(jax.make_jaxpr(gradient)(q))
-    assert f"[{rows},2,256,128]" in program
-    assert f"[{rows},{rows}," not in program
+    return str(jax.make_jaxpr(jax.grad(lambda q: jnp.sum(attend(q).astype(jnp.float32))))(q))
+
+
+def test_splash_joins_packed_rows():
+    """A loop over rows would slice and copy all arrays."""
+    assert "[2,5120,128]" in program_of_packed_rows(rows=5)
+
+
+def test_splash_saves_each_packed_row_once(monkeypatch):
+    """A loop that carries the results of all rows would be saved once in every iteration."""
+    monkeypatch.setattr(splash, "_MOST_STEPS", 4)
+    program = program_of_packed_rows(rows=5)
+    assert "[5,2,1024,128]" in program
+    assert "[5,5," not in program
 
 
 @pytest.mark.parametrize(

@@ -148,7 +148,7 @@ class UnknownRates:
 
 
 def rates_of(
-    program: HloProgram, chip: Chip | None, visible: float
+    program: HloProgram, chip: Chip | None, visible: float, length: int
 ) -> UnknownRates | Cycles | Roofline:
     """Return the rates of a program's operations on a chip.
 
@@ -156,10 +156,11 @@ def rates_of(
         program: the program.
         chip: the device; None if it is unknown.
         visible: fraction of visible pairs of attention, as in `Workload`.
+        length: tokens of a sequence.
     """
     if chip is None:
         return UnknownRates()
-    workload = Workload(program, visible)
+    workload = Workload(program, visible, length)
     return Cycles(program, workload, chip) if chip.platform == "tpu" else Roofline(workload, chip)
 
 

@@ -145,7 +145,7 @@ def timeline_of(config: JobConfig, topology: Topology, step: Step) -> Timeline:
     # Fraction of query-key pairs that the masks allow, averaged over layers.
     blocks = model.n_layers + model.mtp_depth
     visible = pairs_twice(model, length) / (2 * blocks * length**2)
-    rates = rates_of(step.program, chip, visible)
+    rates = rates_of(step.program, chip, visible, length)
     network = Network(step.mesh, chip)
     longest = step.mesh.shape[STAGES] > 1
     return Simulation(step.program, rates, network, longest=longest).run()

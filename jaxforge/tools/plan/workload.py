@@ -52,11 +52,12 @@ class Workload:
 
     Args:
         program: the program.
-        visible: fraction of query-key pairs that the attention mask allows.
+        visible: fraction of query-key pairs of a sequence that the attention mask allows.
+        length: tokens of a sequence. The kernel of TPUs gets packed sequences joined to one.
     """
 
-    def __init__(self, program: HloProgram, visible: float) -> None:
-        self._program, self._visible = program, visible
+    def __init__(self, program: HloProgram, visible: float, length: int) -> None:
+        self._program, self._visible, self._length = program, visible, length
 
     def of(self, operation: Operation, within: Computation) -> OperationCost:
         """Return the cost of an operation, without the body of a loop or call."""
@@ -115,7 +116,7 @@ class Workload:
         outputs = (dims for dims, _ in parse_arrays(operation.shape) if dims and dims[-1] in widths)
         width = max(outputs, key=math.prod)[-1]
         query, key, *_ = (dims for dims in heads if dims[-1] == width)
-        pairs = math.prod(query[:-1]) * key[-2]
+        pairs = math.prod(query[:-1]) * min(key[-2], self._length)
         return 2 * products * pairs * query[-1] * self._visible
 
     def _flash(self, operation: Operation, within: Computation, kernel: str) -> float:

@@ -90,11 +90,14 @@ MORE = """  %one = f32[1,16,256]{2,1,0} parameter(6)
 """
 
 
+LENGTH = 1024
+
+
 def work_of(name, visible=0.5):
     text = f"{INNER}ENTRY %main (x: f32[]) -> f32[] {{\n{PARAMETERS}{MORE}  {LINES[name]}\n}}\n"
     program = HloProgram(text, 1)
     within = program.computations[program.entry]
-    return Workload(program, visible).of(list(within.values())[-1], within)
+    return Workload(program, visible, LENGTH).of(list(within.values())[-1], within)
 
 
 PRODUCT = 2 * 64 * 512 * 256
@@ -149,7 +152,7 @@ def seconds(name, visible=0.5):
     program = HloProgram(text, 1)
     within = program.computations[program.entry]
     operation = list(within.values())[-1]
-    return Roofline(Workload(program, visible), CHIPS["h100"]).seconds(operation, within)[1]
+    return Roofline(Workload(program, visible, LENGTH), CHIPS["h100"]).seconds(operation, within)[1]
 
 
 def test_roofline_is_the_maximum_of_compute_and_memory():
@@ -183,7 +186,9 @@ def test_8_bit_products_use_the_peak_of_fp8(name):
     program = HloProgram(text, 1)
     within = program.computations[program.entry]
     chip = CHIPS["gb300"]._replace(bandwidth=1e30)
-    taken = Roofline(Workload(program, 0.5), chip).seconds(list(within.values())[-1], within)[1]
+    taken = Roofline(Workload(program, 0.5, LENGTH), chip).seconds(
+        list(within.values())[-1], within
+    )[1]
     reached = EFFICIENCY["gpu"]
     assert taken == pytest.approx(PRODUCT / (5000e12 * reached.by_kind["fp8"]) + reached.launch)
 
