@@ -118,6 +118,37 @@ def times(x: Float[Array, "..."], factor: float) -> Float[Array, "..."]:
     return x if factor == 1.0 else x * jnp.asarray(factor, x.dtype)
 
 
+class Matrix(NamedTuple):
+    """A stored matrix [out, in], and how products see it.
+
+    XLA for TPU selects the layout of a product's result by its dimensions. If a product has heads
+    as a dimension, it writes the tokens of each head contiguously, as attention kernels read them.
+    Split later, the heads are transposed by two copies.
+
+    Attributes:
+        axes: logical axes of both dimensions.
+        out_head: size of a head, if results are [..., heads, head].
+        inp_head: size of a head, if activations are [..., heads, head].
+    """
+
+    axes: Axes
+    out_head: int | None = None
+    inp_head: int | None = None
+
+    @property
+    def letters(self) -> tuple[str, str]:
+        """Names of the output and input dimensions in an einsum."""
+        return "o" if self.out_head is None else "nh", "i" if self.inp_head is None else "mg"
+
+    def split_heads(self, weight: Float[Array, "o i"]) -> Float[Array, "..."]:
+        """Return the matrix with a dimension for each of `letters`."""
+        out, inp = (
+            (size,) if head is None else (size // head, head)
+            for size, head in zip(weight.shape, self[1:], strict=True)
+        )
+        return weight.reshape(*out, *inp)
+
+
 class Linear(nnx.Module):
     """Linear layer y = x Wᵀ + b. `weight` is [out, in] as in torch: conversions do not transpose.
 
@@ -127,6 +158,8 @@ class Linear(nnx.Module):
         std: standard deviation of the initial weights.
         declare: declares the parameters.
         bias: whether there is a bias, initially zero.
+        out_head: size of a head; the output is [b, s, heads, head]. None: it is [b, s, out].
+        inp_head: size of a head; the input is [b, s, heads, head]. None: it is [b, s, in].
 
     Attributes:
         fp8: settings of 8-bit products; None: the layer never multiplies in 8 bits.
@@ -145,8 +178,11 @@ class Linear(nnx.Module):
         std: float,
         declare: Declare,
         bias: bool = False,
+        out_head: int | None = None,
+        inp_head: int | None = None,
     ) -> None:
         self.axes, self.backward = (out[1], inp[1]), declare.backward
+        self.matrix = Matrix(self.axes, out_head, inp_head)
         self.splits_sequences = declare.splits_sequences
         self.fp8: fp8.Fp8 | None = None
         self.lora_scale: float | None = None
@@ -156,8 +192,8 @@ class Linear(nnx.Module):
             self.bias = declare((out[0],), (out[1],), jax.nn.initializers.zeros)
 
     def __call__(
-        self, x: Float[Array, "b s i"], precision: fp8.LayerPrecision | None = None
-    ) -> Float[Array, "b s o"]:
+        self, x: Float[Array, "b s *i"], precision: fp8.LayerPrecision | None = None
+    ) -> Float[Array, "b s *o"]:
         """Multiply and add in the dtype of `x`.
 
         Args:
@@ -168,17 +204,20 @@ class Linear(nnx.Module):
             UserError: the layer multiplies in 8 bits, and a custom block passed no precision.
         """
         bias = self.bias[...] if self.has_bias else None
-        x_PSI = split_sequences(x)
-        rows = x_PSI if self.splits_sequences else x_PSI.reshape(-1, x.shape[-1])
-        if is_decoding_step(x):
-            product: Callable[..., Array] = _stationary_product
-        else:
-            product = select_product(self.backward, x.dtype)
-        if self.fp8 is None or (precision is not None and precision.in_8_bits is False):
-            y = product(self.axes, x.dtype, self.backward, rows, self.weight[...], bias)
+        x_PSI, matrix, is_step = split_sequences(x), self.matrix, is_decoding_step(x)
+        in_16_bits = precision is not None and precision.in_8_bits is False
+        fp8_settings = None if in_16_bits else self.fp8
+        if is_step or fp8_settings is not None:  # neither product has dimensions of heads
+            x_PSI, matrix = x_PSI.reshape(*x_PSI.shape[:2], -1), Matrix(self.axes)
+        rows = x_PSI if self.splits_sequences else x_PSI.reshape(-1, *x_PSI.shape[2:])
+        product: Callable[..., Array] = (
+            _stationary_product if is_step else select_product(self.backward, x.dtype)
+        )
+        if fp8_settings is None:
+            y = product(matrix, x.dtype, self.backward, rows, self.weight[...], bias)
         elif precision is None:
             raise UserError(
-                f"linear layer {self.fp8.name} multiplies in 8 bits and was called without a "
+                f"linear layer {fp8_settings.name} multiplies in 8 bits and was called without a "
                 "precision. Pass the precision of the block (docs/library.md), or add the layer to "
                 "train.fp8_exclude"
             )
@@ -187,13 +226,15 @@ class Linear(nnx.Module):
             if hasattr(self, "input_amax_history"):  # delayed scaling
                 maxima = (jnp.max(getattr(self, name)[...]) for name in AMAX_HISTORIES)
                 amaxes = fp8.Amaxes(*maxima)
-            y = fp8.product(self.fp8, rows, self.weight[...], bias, amaxes, precision)
+            y = fp8.product(fp8_settings, rows, self.weight[...], bias, amaxes, precision)
         if self.lora_scale is not None:
-            out, inp = self.axes
-            low = product((None, inp), x.dtype, self.backward, rows, self.lora_a[...], None)
-            high = product((out, None), x.dtype, self.backward, low, self.lora_b[...], None)
+            (out, inp), out_head, inp_head = matrix
+            a, b = Matrix((None, inp), None, inp_head), Matrix((out, None), out_head)
+            low = product(a, x.dtype, self.backward, rows, self.lora_a[...], None)
+            high = product(b, x.dtype, self.backward, low, self.lora_b[...], None)
             y = y + times(high, self.lora_scale)
-        return merge_sequences(y.reshape(*x_PSI.shape[:-1], -1), len(x))
+        heads = () if self.matrix.out_head is None else (self.matrix.out_head,)
+        return merge_sequences(y.reshape(*x_PSI.shape[:2], -1, *heads), len(x))
 
     def whole_weight(self) -> Float[Array, "o i"]:
         """Return the stored weight; with an adapter, W + s B A in the dtype of W."""
@@ -207,8 +248,8 @@ class Linear(nnx.Module):
 def select_product(backward: Backward, dtype: jnp.dtype) -> Callable[..., Array]:
     """Return the product function of a linear layer for activations of a dtype.
 
-    Its arguments are the logical axes of the weight, the dtype of the result, `backward`, x (a row
-    per token), and the stored weight [out, in] and bias.
+    Its arguments are a description of the matrix, the dtype of the result, `backward`, x (a row per
+    token), and the stored weight [out, in] and bias.
     """
     if collectives.reduces_in_other_dtype(backward.dtype, dtype):
         return _product_reduced_in_other_dtype
@@ -216,11 +257,23 @@ def select_product(backward: Backward, dtype: jnp.dtype) -> Callable[..., Array]
 
 
 def _product(
-    axes: Axes, dtype: jnp.dtype, backward: Backward, x: Array, weight: Array, bias: Array | None
+    matrix: Matrix,
+    dtype: jnp.dtype,
+    backward: Backward,
+    x: Array,
+    weight: Array,
+    bias: Array | None,
 ) -> Array:
-    weight_OI = collectives.all_gather_weight(weight.astype(x.dtype), axes)
-    y = jnp.einsum("...i,oi->...o", x, weight_OI, preferred_element_type=dtype)
-    return y if bias is None else y + bias.astype(dtype)
+    weight_OI = collectives.all_gather_weight(weight.astype(x.dtype), matrix.axes)
+    return _multiply(matrix, dtype, x, weight_OI, bias)
+
+
+def _multiply(
+    matrix: Matrix, dtype: jnp.dtype, x: Array, weight_OI: Array, bias: Array | None
+) -> Array:
+    weight, (out, inp) = matrix.split_heads(weight_OI), matrix.letters
+    y = jnp.einsum(f"...{inp},{out}{inp}->...{out}", x, weight, preferred_element_type=dtype)
+    return y if bias is None else y + bias.astype(dtype).reshape(weight.shape[: len(out)])
 
 
 def is_decoding_step(x: Float[Array, "b s *i"]) -> bool:
@@ -229,16 +282,21 @@ def is_decoding_step(x: Float[Array, "b s *i"]) -> bool:
 
 
 def _stationary_product(
-    axes: Axes, dtype: jnp.dtype, backward: Backward, x: Array, weight: Array, bias: Array | None
+    matrix: Matrix,
+    dtype: jnp.dtype,
+    backward: Backward,
+    x: Array,
+    weight: Array,
+    bias: Array | None,
 ) -> Array:
     """Multiply by each device's shard of a matrix, which no device gathers.
 
     The tokens of a decoding step are smaller than the matrix, so devices exchange tokens instead.
     """
-    out, inp = axes
+    out, inp = matrix.axes
     further = (None,) * (x.ndim - 2)  # the token, if there is a dimension of sequences
     x = constrain(x, None, *further, inp)
-    weight_OI = constrain(weight, *axes).astype(dtype)
+    weight_OI = constrain(weight, *matrix.axes).astype(dtype)
     y = jnp.einsum("...i,oi->...o", x, weight_OI, preferred_element_type=dtype)
     y = constrain(y, None, *further, out)
     y = y if bias is None else y + bias.astype(dtype)
@@ -255,30 +313,39 @@ the device's shard, or the gathered matrix.
 
 
 def _product_forward(
-    axes: Axes, dtype: jnp.dtype, backward: Backward, x: Array, weight: Array, bias: Array | None
+    matrix: Matrix,
+    dtype: jnp.dtype,
+    backward: Backward,
+    x: Array,
+    weight: Array,
+    bias: Array | None,
 ) -> tuple[Array, tuple]:
     # Rematerialization policies see the product here. The weight is not a product, so that policies
     # which save products do not save the gathered weight.
-    weight_OI = collectives.all_gather_weight(weight.astype(x.dtype), axes)
+    weight_OI = collectives.all_gather_weight(weight.astype(x.dtype), matrix.axes)
     saved, like = weight if backward.regathers else weight_OI, jnp.zeros((), weight.dtype)
-    y = jnp.einsum("...i,oi->...o", x, weight_OI, preferred_element_type=dtype)
-    return y if bias is None else y + bias.astype(dtype), (x, saved, like, bias)
+    return _multiply(matrix, dtype, x, weight_OI, bias), (x, saved, like, bias)
 
 
 def _product_backward(
-    axes: Axes, dtype: jnp.dtype, backward: Backward, saved: tuple, d_y: Array
+    matrix: Matrix, dtype: jnp.dtype, backward: Backward, saved: tuple, d_y: Array
 ) -> tuple[Array, Array, Array | None]:
     x, weight_OI, like, bias = saved
     if backward.regathers:
-        weight_OI = collectives.all_gather_weight(weight_OI.astype(x.dtype), axes)
-    d_x = jnp.einsum("...o,oi->...i", d_y, weight_OI).astype(x.dtype)
+        weight_OI = collectives.all_gather_weight(weight_OI.astype(x.dtype), matrix.axes)
+    of_x = matrix._replace(out_head=None)
+    weight, (_, inp) = of_x.split_heads(weight_OI), of_x.letters
+    tokens = x.shape[: x.ndim - len(inp)]
+    # Heads are dimensions of results only. XLA would transpose operands of a sum over tokens that
+    # have them.
+    d_y, x_TI = d_y.reshape(*tokens, -1), x.reshape(*tokens, -1)
+    d_x = jnp.einsum(f"...o,o{inp}->...{inp}", d_y, weight).astype(x.dtype)
     sums = jnp.promote_types(backward.dtype, d_y.dtype)
-    d_weight = jnp.einsum("...o,...i->oi", d_y, x, preferred_element_type=sums)
-    d_weight = constrain(d_weight, *axes).astype(like.dtype)
+    d_weight = jnp.einsum("...o,...i->oi", d_y, x_TI, preferred_element_type=sums)
+    d_weight = constrain(d_weight, *matrix.axes).astype(like.dtype)
     if bias is None:
         return d_x, d_weight, None
-    tokens = tuple(range(d_y.ndim - 1))
-    return d_x, d_weight, jnp.sum(d_y, tokens, sums).astype(bias.dtype)
+    return d_x, d_weight, jnp.sum(d_y, tuple(range(len(tokens))), sums).astype(bias.dtype)
 
 
 _product_reduced_in_other_dtype.defvjp(_product_forward, _product_backward)

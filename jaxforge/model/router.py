@@ -26,7 +26,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxforge.aux_outputs import AuxOutputs, LossWeights, Mean, Metric
 from jaxforge.config.model import ModelConfig
 from jaxforge.model import mup
-from jaxforge.model.linear import FLOAT32, Declare, normal, select_product, times
+from jaxforge.model.linear import FLOAT32, Declare, Matrix, normal, select_product, times
 from jaxforge.parallel import collectives
 
 _EMA_DECAY = 0.99  # as in KempnerForge
@@ -62,7 +62,7 @@ class Gate(nnx.Module):
         """Compute x Wᵀ + b; x Wᵀ is multiplied by muP's output multiplier."""
         bias, x_BSD = self.bias[...] if self.has_bias else None, times(x_BSD, self.multiplier)
         product = select_product(self.backward, x_BSD.dtype)
-        return product(self.axes, FLOAT32, self.backward, x_BSD, self.weight[...], bias)
+        return product(Matrix(self.axes), FLOAT32, self.backward, x_BSD, self.weight[...], bias)
 
 
 class Router(nnx.Module):

@@ -64,12 +64,19 @@ class Attention(Mixer):
         embed, heads = (c.dim, "embed"), (c.n_heads * c.head_size, "heads")
         kv_heads = (c.kv_heads * c.head_size, "kv_heads")
         project = functools.partial(
-            Linear, inp=embed, std=c.init_std, declare=declare, bias=c.qkv_bias
+            Linear,
+            inp=embed,
+            std=c.init_std,
+            declare=declare,
+            bias=c.qkv_bias,
+            out_head=c.head_size,
         )
         self.q_proj, self.k_proj, self.v_proj = project(heads), project(kv_heads), project(kv_heads)
         if c.attention_output_gate:
             self.gate_proj = project(heads)
-        self.o_proj = Linear(embed, heads, std=residual_std(c), declare=declare, bias=c.o_bias)
+        self.o_proj = Linear(
+            embed, heads, std=residual_std(c), declare=declare, bias=c.o_bias, inp_head=c.head_size
+        )
         if c.qk_norm:
             self.q_norm, self.k_norm = (
                 build_qk_norm(c, n, declare) for n in (c.n_heads, c.kv_heads)
@@ -92,13 +99,13 @@ class Attention(Mixer):
         kind, plan = settings.kind, settings.plan
         c, q, k = self.config, self.q_proj(x_BSD, precision), self.k_proj(x_BSD, precision)
         if c.qk_norm and c.qk_norm_scope == "projection":
-            q, k = self.q_norm(q), self.k_norm(k)
-        q, k = _clipped(q, c.clip_qkv), _clipped(k, c.clip_qkv)
-        q_BSHh, k_BSKh = self._split_heads(q, "heads"), self._split_heads(k, "kv_heads")
+            q, k = _over_heads(self.q_norm, q), _over_heads(self.k_norm, k)
+        q_BSHh = constrain_heads(_clipped(q, c.clip_qkv), "heads")
+        k_BSKh = constrain_heads(_clipped(k, c.clip_qkv), "kv_heads")
         if c.qk_norm and c.qk_norm_scope != "projection":
             q_BSHh, k_BSKh = self.q_norm(q_BSHh), self.k_norm(k_BSKh)
         v = _clipped(self.v_proj(x_BSD, precision), c.clip_qkv)
-        v_BSKh = self._split_heads(v, "kv_heads")
+        v_BSKh = constrain_heads(v, "kv_heads")
         q_BSHh, k_BSKh = self._with_positions(q_BSHh, k_BSKh, context, settings)
         # Scores are float32, so sinks are, too.
         sinks = self.sinks[...].astype(jnp.float32) if c.attention_sinks else None
@@ -122,9 +129,9 @@ class Attention(Mixer):
             y_BSHh = cached_attention(q_BSHh, *cache, seen_BST[:, None], self.scoring, sinks, bias)
         y_BSHh = constrain_heads(y_BSHh, "heads")
         if c.attention_output_gate:
-            gate_BSHh = self._split_heads(self.gate_proj(x_BSD, precision), "heads")
+            gate_BSHh = constrain_heads(self.gate_proj(x_BSD, precision), "heads")
             y_BSHh *= jax.nn.sigmoid(gate_BSHh)
-        y_BSD = self.o_proj(y_BSHh.reshape(*x_BSD.shape[:2], -1), precision)
+        y_BSD = self.o_proj(y_BSHh, precision)
         return MixerOut(y_BSD, cache, captured)
 
     @classmethod
@@ -203,9 +210,6 @@ class Attention(Mixer):
             q_BSHh = (q_BSHh * factor_BS[..., None, None]).astype(q_BSHh.dtype)
         return q_BSHh, k_BSKh
 
-    def _split_heads(self, x: Float[Array, "b s d"], axis: str) -> Float[Array, "b s heads h"]:
-        return constrain_heads(x.reshape(*x.shape[:2], -1, self.config.head_size), axis)
-
 
 def attend_to_sequence(
     q_BSHh: Float[Array, "b s heads h"],
@@ -262,7 +266,14 @@ def constrain_heads(x_BSHh: Float[Array, "b s heads h"], axis: str) -> Float[Arr
     return constrain(x_BSHh, "batch", "context", axis, None)
 
 
-def _clipped(x: Float[Array, "b s d"], limit: float | None) -> Float[Array, "b s d"]:
+def _over_heads(
+    norm: Callable[[Array], Array], x_BSHh: Float[Array, "b s heads h"]
+) -> Float[Array, "b s heads h"]:
+    """Normalize over all heads of a token."""
+    return norm(x_BSHh.reshape(*x_BSHh.shape[:2], -1)).reshape(x_BSHh.shape)
+
+
+def _clipped(x: Float[Array, "..."], limit: float | None) -> Float[Array, "..."]:
     return x if limit is None else jnp.clip(x, -limit, limit)
 
 

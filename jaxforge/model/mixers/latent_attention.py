@@ -70,27 +70,32 @@ class LatentAttention(Mixer):
 
     def __init__(self, config: ModelConfig, declare: Declare) -> None:
         c, sizes = config, config.latent_attention
-        embed, std = (c.dim, "embed"), c.init_std
+        embed, std, head = (c.dim, "embed"), c.init_std, sizes.query_head_dim
         queries = (c.n_heads * sizes.query_head_dim, "heads")
         if sizes.q_rank is None:
-            self.q_proj = Linear(queries, embed, std=std, declare=declare)
+            self.q_proj = Linear(queries, embed, std=std, declare=declare, out_head=head)
         else:
             latent = sizes.q_rank
             self.q_a_proj = Linear(
                 (latent, "latent"), embed, std=std, declare=declare, bias=c.qkv_bias
             )
             self.q_a_norm = RMSNorm(latent, sizes.norm_eps, declare)
-            self.q_b_proj = Linear(queries, (latent, "latent_embed"), std=std, declare=declare)
+            self.q_b_proj = Linear(
+                queries, (latent, "latent_embed"), std=std, declare=declare, out_head=head
+            )
         self.kv_a_proj = Linear(
             (sizes.cached_values, "latent"), embed, std=std, declare=declare, bias=c.qkv_bias
         )
         self.kv_a_norm = RMSNorm(sizes.kv_rank, sizes.norm_eps, declare)
-        keys_and_values = c.n_heads * (sizes.nope_head_dim + sizes.value_head_dim), "heads"
+        both = sizes.nope_head_dim + sizes.value_head_dim
         self.kv_b_proj = Linear(
-            keys_and_values, (sizes.kv_rank, "latent_embed"), std=std, declare=declare
-        )
-        outputs = c.n_heads * sizes.value_head_dim, "heads"
-        self.o_proj = Linear(embed, outputs, std=residual_std(c), declare=declare, bias=c.o_bias)
+            (c.n_heads * both, "heads"), (sizes.kv_rank, "latent_embed"), std=std, declare=declare,
+            out_head=both,
+        )  # fmt: skip
+        self.o_proj = Linear(
+            embed, (c.n_heads * sizes.value_head_dim, "heads"), std=residual_std(c),
+            declare=declare, bias=c.o_bias, inp_head=sizes.value_head_dim,
+        )  # fmt: skip
         self.config, self.sizes = c, sizes
         scale = mup.attention_scale(c)
         # The absorbed form has wider queries, so that the factor does not follow from their width.
@@ -131,7 +136,7 @@ class LatentAttention(Mixer):
                 kv = k_BTHh.swapaxes(1, 2), v_BTHv.swapaxes(1, 2)
                 y_BSHv = cached_attention(q_BSHh, *kv, mask, self.scoring)
         y_BSHv = constrain_heads(y_BSHv, "heads")
-        y_BSD = self.o_proj(y_BSHv.reshape(*x_BSD.shape[:2], -1), precision)
+        y_BSD = self.o_proj(y_BSHv, precision)
         return MixerOut(y_BSD, cache, captured)
 
     def _queries(
@@ -147,7 +152,7 @@ class LatentAttention(Mixer):
         else:
             latents_BSr = self.q_a_norm(self.q_a_proj(x_BSD, precision))
             q = self.q_b_proj(latents_BSr, precision)
-        q_BSHh = self._split_heads(q)
+        q_BSHh = constrain_heads(q, "heads")
         nope, rope = jnp.split(q_BSHh, [self.sizes.nope_head_dim], axis=-1)
         rope = _rotated(rope, context, settings)
         return constrain_heads(jnp.concatenate([nope, rope], axis=-1), "heads")
@@ -170,7 +175,7 @@ class LatentAttention(Mixer):
     ) -> tuple[Float[Array, "b t heads h"], Float[Array, "b t heads v"]]:
         """Return the keys and values of all heads."""
         latents, rope = jnp.split(tokens_BTr, [self.sizes.kv_rank], axis=-1)
-        both_BTHh = self._split_heads(self.kv_b_proj(latents, precision))
+        both_BTHh = constrain_heads(self.kv_b_proj(latents, precision), "heads")
         nope, v_BTHv = jnp.split(both_BTHh, [self.sizes.nope_head_dim], axis=-1)
         rope = jnp.broadcast_to(rope[:, :, None], (*nope.shape[:3], rope.shape[-1]))
         k_BTHh = jnp.concatenate([nope, rope], axis=-1)
@@ -209,9 +214,6 @@ class LatentAttention(Mixer):
         by_head = weight.reshape(self.config.n_heads, -1, self.sizes.kv_rank)
         keys, values = jnp.split(by_head, [self.sizes.nope_head_dim], axis=1)
         return keys, values
-
-    def _split_heads(self, x: Float[Array, "b s d"]) -> Float[Array, "b s heads h"]:
-        return constrain_heads(x.reshape(*x.shape[:2], self.config.n_heads, -1), "heads")
 
     @classmethod
     def empty_cache(
