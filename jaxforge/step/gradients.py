@@ -36,6 +36,7 @@ from jaxforge.config.train import TrainConfig
 from jaxforge.kernels.attention_backends import BACKENDS
 from jaxforge.kernels.masking import padding_of
 from jaxforge.model import remat
+from jaxforge.model.dropout import MASK_KEYS
 from jaxforge.model.layer import Context, LayerSettings
 from jaxforge.model.layer_scan import LayerInputs, join_periods, row_of_layer, split_periods
 from jaxforge.model.linear import is_matrix
@@ -126,13 +127,16 @@ def make_gradients(model: Model, config: JobConfig, mesh: Mesh) -> Gradients:
     if _stage_axes(mesh):  # a stage counts its layers by their differentiated parameters
         trained_parts = {path[0] for path in flatten_dict(model.axes).keys() - frozen}
         constant = frozenset(path for path in frozen if path[0] in trained_parts)
-    gradients = _gradients_of_all(model.with_frozen(constant), config, mesh)
+    view, numbers = model.with_frozen(constant).with_layer_numbers()
+    gradients = _gradients_of_all(view, config, mesh)
 
     def gradients_of_trained(
         params: Params, state: Params, batch: Batch, scale: Array | None = None
     ) -> tuple[Params, Loss]:
+        if numbers and MASK_KEYS not in batch:
+            raise ValueError("lora.dropout needs the keys of step.mask_keys in the batch")
         idle, others = split(params, constant)
-        grads, loss = gradients(others, join(idle, state), batch, scale)
+        grads, loss = gradients(others, join(join(idle, state), numbers), batch, scale)
         return split(grads, frozen)[1], loss
 
     return gradients_of_trained
@@ -371,7 +375,7 @@ def _stage_functions(
         stack: str, kind: LayerKind, layer: Params, x: Array, inputs: tuple[Context, Params]
     ) -> tuple[tuple[Array, LossTerms], AuxOutputs]:
         context, layer_state = inputs
-        block = model.module(stack, join(layer, layer_state))
+        block = model.block(stack, join(layer, layer_state), context)
         y, out = block(x, context, settings=LayerSettings(kind, model.plan, model.runtime))
         return (y, out.aux.loss_terms), out.aux._replace(loss_terms={})
 

@@ -39,6 +39,7 @@ from jaxforge.step.gradients import (
 )
 from jaxforge.step.guard import Guard, select
 from jaxforge.step.losses import DATASET_NLL
+from jaxforge.step.mask_keys import with_mask_keys
 from jaxforge.step.mtp import with_further_tokens
 from jaxforge.step.padded_batch import microbatch_count
 
@@ -148,6 +149,7 @@ def make_train_step(
         if next_lr_scale is None:
             next_lr_scale = controls.lr_scale
         batch = with_dataset_mask(batch, len(config.data.datasets))
+        batch = with_mask_keys(batch, config, state.step)
         batch = spread_sequences(model, with_further_tokens(batch, config.model))
         scale = guard.loss_scale(state.guard)
         grads, loss = gradients(state.params, state.model_state, batch, scale)

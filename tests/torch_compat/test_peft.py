@@ -2,8 +2,10 @@
 
 import json
 import shutil
+import zlib
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax.traverse_util import flatten_dict
@@ -13,6 +15,8 @@ from jaxforge.checkpoint.restore import starting_state
 from jaxforge.commands import train
 from jaxforge.config.lora import is_adapter
 from jaxforge.errors import UserError
+from jaxforge.model.dropout import Dropout, layer_keys
+from jaxforge.optim.random_bits import draw_key, random_words
 from jaxforge.training.start import open_foreign
 from tests.helpers import random_batches, setup
 from tests.torch_compat import huggingface
@@ -60,7 +64,7 @@ def config_of(path, name="run", **sections):
 @pytest.fixture(scope="module")
 def trained(base):
     """A run of ten updates, with its exports."""
-    train.run(config_of(base))
+    train.run(config_of(base, lora={"dropout": 0.05}))
     for to in ("hf", "peft"):
         request = Request(checkpoints.find(base / "run"), base / f"as_{to}", to)
         huggingface.convert(request, base / f"as_{to}")
@@ -82,16 +86,17 @@ def our_logits(run):
         return np.asarray(trained.model.logits(params, trained.model.hidden(params, tokens())))
 
 
-def test_updates_equal_those_of_peft(base):
-    """Ten updates of AdamW, of the same adapters on the same batches."""
-    config = config_of(base, "none")
+@pytest.mark.parametrize("dropout", [0.0, 0.25])
+def test_updates_equal_those_of_peft(base, dropout):
+    """Ten updates of AdamW, of the same adapters on the same batches, with the same masks."""
+    config = config_of(base, "none", lora={"dropout": dropout})
     ours = setup(config)
     saved = Checkpoints(base / "none", config.checkpoint, read_only=True)
     state, _ = starting_state(ours, saved, open_foreign)
     network = theirs(base / "hf")
     targets = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
     network = peft.get_peft_model(
-        network, peft.LoraConfig(r=4, lora_alpha=8, target_modules=targets, lora_dropout=0.0)
+        network, peft.LoraConfig(r=4, lora_alpha=8, target_modules=targets, lora_dropout=dropout)
     )
     named = dict(network.named_parameters())
     with torch.no_grad():
@@ -107,7 +112,8 @@ def test_updates_equal_those_of_peft(base):
     )
     batches = random_batches(config, 10)
     losses = []
-    for batch in batches:
+    for step, batch in enumerate(batches):
+        set_masks(network, config, step)
         inputs, labels = (torch.from_numpy(batch[k][0]) for k in ("input_ids", "labels"))
         loss = torch.nn.functional.cross_entropy(
             network(inputs).logits.flatten(0, 1), labels.flatten()
@@ -126,6 +132,34 @@ def test_updates_equal_those_of_peft(base):
                 np.testing.assert_allclose(value[layer], expected, atol=1e-5, err_msg=name)
 
 
+def set_masks(network, config, step):
+    """Replace the dropout of PEFT's layers by the masks of a step."""
+    shape = (1, config.train.batch_size, config.train.seq_len)
+    keys = random_words(draw_key(config.train.seed, "lora.dropout", jnp.int32(step)), shape)[0]
+    for name, module in network.named_modules():
+        if not isinstance(module, peft.tuners.lora.Linear) or not config.lora.dropout:
+            continue
+        layer, part, projection = name.split(".")[-3:]
+        part = {"self_attn": "attention"}.get(part, part)
+        salt = zlib.crc32(f"layers.{part}.{projection}".encode())
+        inputs = jnp.ones((*shape[1:], module.in_features))
+        dropout = Dropout(config.lora.dropout, salt)
+        mask = dropout.drop(inputs, layer_keys(keys, jnp.int32(int(layer))))
+        factors = torch.from_numpy(np.array(mask)) / (1 - config.lora.dropout)
+        module.lora_dropout["default"] = Masked(factors)
+
+
+class Masked(torch.nn.Module):
+    """Dropout with a given mask."""
+
+    def __init__(self, factors):
+        super().__init__()
+        self.factors = factors
+
+    def forward(self, x):
+        return x * self.factors
+
+
 def key_of(name, layer):
     _, part, module, matrix = name.split(".")
     part = {"attention": "self_attn"}.get(part, part)
@@ -141,6 +175,7 @@ def test_peft_loads_the_export_with_equal_logits(trained):
     assert np.abs(plain - ours).max() > 0.01
     config = json.loads((trained / "as_peft" / "adapter_config.json").read_text())
     assert config["base_model_name_or_path"] == str(trained / "hf")
+    assert config["lora_dropout"] == 0.05
 
 
 def test_merged_export_has_equal_logits(trained):

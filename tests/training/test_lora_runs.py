@@ -16,7 +16,8 @@ from tests.conftest import tiny_config
 
 pytestmark = pytest.mark.usefixtures("one_device")
 
-LORA = {"rank": 2, "targets": ["attention", "down_proj"]}
+LORA = {"rank": 2, "targets": ["attention", "down_proj"], "dropout": 0.1}
+NO_LORA = {"rank": 0, "dropout": 0.0}
 
 
 def config(path, name, **sections):
@@ -104,7 +105,7 @@ def test_changed_base_is_refused(base, whole):
     [
         ({"load_path": None}, {}, "lora.rank = 2 adapts a trained model: set checkpoint.load_path"),
         ({"load_path": "whole"}, {}, "holds adapters without the model they belong to"),
-        ({"load_path": "whole"}, {"rank": 0}, "holds adapters without the model they belong to"),
+        ({"load_path": "whole"}, NO_LORA, "holds adapters without the model they belong to"),
         ({"dir": "base"}, {}, "holds a whole model, and lora.rank asks for adapters"),
         ({}, {"targets": ["attnetion"]}, '"attnetion" matches no linear layer. Linear layers are'),
         ({}, {"adapter": "base"}, "holds a whole model, and lora.rank asks for adapters"),

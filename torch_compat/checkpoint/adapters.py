@@ -209,7 +209,7 @@ def config_json(lora: LoraConfig, base: str | None, modules: list[str]) -> dict[
     return {
         "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base,
         "r": lora.rank, "lora_alpha": lora.alpha, "use_rslora": lora.use_rslora,
-        "lora_dropout": 0.0, "target_modules": modules, "bias": "none",
+        "lora_dropout": lora.dropout, "target_modules": modules, "bias": "none",
         "fan_in_fan_out": False, "inference_mode": True, "init_lora_weights": True,
     }  # fmt: skip
 
