@@ -103,6 +103,18 @@ def test_incomplete_or_unknown_matrices_are_refused(tmp_path):
         adapters.read_peft(write(tmp_path, more), dialect, MODEL)
 
 
+def test_merged_weight_does_not_depend_on_the_block_that_is_read():
+    layer = LAYERS[-1]
+    ours = adapter_of(layers=[layer])
+    base = {f"{layer}.weight": random(32, 48)}
+    merged = adapters.merge(CheckpointState(base), ours, 0.7).params[f"{layer}.weight"]
+    whole, elements = merged.all(), np.empty((32, 48), np.float32)
+    for row, column in np.ndindex(whole.shape):
+        index = (slice(row, row + 1), slice(column, column + 1))
+        elements[index] = merged.read(index)
+    np.testing.assert_array_equal(whole, elements)
+
+
 def test_adapter_of_another_shape_is_refused():
     other = ModelConfig(**{**SHAPE, "dim": 64}, ffn_hidden_dim=48)
     zeros = {

@@ -33,6 +33,7 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 _MATRICES = {"lora_a": "lora_A", "lora_b": "lora_B"}
 _BLOCK = 32 << 20  # bytes of a base weight that are hashed at a time
+_MERGED = 1 << 20  # elements of a base weight that are merged at a time
 
 
 # Merged weights
@@ -66,14 +67,23 @@ def merge(base: CheckpointState, adapters: Tensors, scale: float) -> CheckpointS
 
 
 def _merged(weight: LazyTensor, a: LazyTensor, b: LazyTensor, scale: float) -> LazyTensor:
-    """Return W + scale · B A, computed in float32 and rounded to the dtype of W."""
+    """Return W + scale · B A, computed in float64 and rounded to the dtype of W.
+
+    A product in float32 would depend on the block that is read: BLAS adds up blocks of other shapes
+    in another order.
+    """
 
     def read(index: Index) -> np.ndarray:
         rows, columns = index
-        low = a.read((slice(0, a.shape[0]), columns)).astype(np.float32)
-        high = b.read((rows, slice(0, b.shape[1]))).astype(np.float32)
-        whole = weight.read(index).astype(np.float32) + np.float32(scale) * (high @ low)
-        return whole.astype(weight.dtype)
+        low = a.read((slice(0, a.shape[0]), columns)).astype(np.float64)
+        high = scale * b.read((rows, slice(0, b.shape[1]))).astype(np.float64)
+        before = weight.read(index)
+        after = np.empty_like(before)
+        step = max(1, _MERGED // max(1, low.shape[1]))
+        for first in range(0, len(before), step):
+            at = slice(first, first + step)
+            after[at] = before[at].astype(np.float64) + high[at] @ low
+        return after
 
     return dataclasses.replace(weight, read=read)
 
