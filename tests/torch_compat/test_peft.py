@@ -54,7 +54,8 @@ def config_of(path, name="run", **sections):
     return huggingface.config_of(
         model, lora={**LORA, **sections.pop("lora", {})},
         checkpoint={**checkpoint, **sections.pop("checkpoint", {})},
-        optimizer={"lr": 0.01, "weight_decay": 0.1}, scheduler={"name": "none"},
+        optimizer={"lr": 0.01, "weight_decay": 0.1, **sections.pop("optimizer", {})},
+        scheduler={"name": "none"},
         train={"mixed_precision": "fp32", "seq_len": 32, "batch_size": 4, "max_steps": 10,
                **sections.pop("train", {})},
         **sections,
@@ -219,6 +220,69 @@ def test_adapter_of_other_settings_is_refused(trained, lora, message):
     saved = Checkpoints(trained / "refused", config.checkpoint, read_only=True)
     with pytest.raises(UserError, match=message):
         starting_state(setup(config), saved, open_foreign)
+
+
+SIZES = {"vocab_size": 128, "initializer_range": 0.1}
+GPT2 = {**SIZES, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
+OTHERS = {
+    **SIZES, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "max_position_embeddings": 64, "intermediate_size": 48, "pad_token_id": 0,
+}  # fmt: skip
+FUSED = {  # config of transformers, and a fused and another module
+    "gpt2": (lambda: transformers.GPT2Config(**GPT2), ["c_attn", "c_fc"]),
+    "gpt_neox": (
+        lambda: transformers.GPTNeoXConfig(**OTHERS), ["query_key_value", "dense_4h_to_h"],
+    ),
+    "phi3": (lambda: transformers.Phi3Config(**OTHERS), ["gate_up_proj", "o_proj"]),
+}  # fmt: skip
+
+
+@pytest.fixture
+def fused(request, tmp_path):
+    """A directory with a model of a family of `FUSED`, and the names of two modules."""
+    config, modules = FUSED[request.param]
+    torch.manual_seed(0)
+    network = transformers.AutoModelForCausalLM.from_config(config())
+    network.save_pretrained(tmp_path / "hf")
+    return tmp_path, modules
+
+
+FAMILIES = ["gpt2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gpt_neox", "phi3"))]
+
+
+@pytest.mark.parametrize("fused", FAMILIES, indirect=True)
+def test_peft_loads_the_export_of_a_family_with_fused_tensors(fused):
+    path, _ = fused
+    lora = {"targets": ["q_proj", "v_proj", "mlp"], "use_rslora": True}
+    train.run(config_of(path, lora=lora, train={"max_steps": 2}, optimizer={"lr": 0.1}))
+    request = Request(checkpoints.find(path / "run"), path / "as_peft", "peft")
+    huggingface.convert(request, path / "as_peft")
+    ours = our_logits(path / "run")
+    network = theirs(path / "hf", path / "as_peft")
+    np.testing.assert_allclose(ours, huggingface.their_logits(network, tokens()), atol=1e-5)
+    plain = huggingface.their_logits(theirs(path / "hf"), tokens())
+    assert np.abs(plain - ours).max() > 0.01
+    config = config_of(path, "further", lora={**lora, "adapter": str(path / "as_peft")})
+    saved = Checkpoints(path / "further", config.checkpoint, read_only=True)
+    started, _ = starting_state(setup(config), saved, open_foreign)
+    own = huggingface.params_of(path / "run")[1]
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(started.params), own)
+
+
+@pytest.mark.parametrize("fused", FAMILIES, indirect=True)
+def test_adapter_that_peft_wrote_for_a_fused_tensor_is_imported(fused):
+    path, modules = fused
+    settings = peft.LoraConfig(
+        r=3, lora_alpha=5, target_modules=modules, rank_pattern={modules[1]: 2},
+        init_lora_weights=False, fan_in_fan_out=modules[0] == "c_attn",
+    )  # fmt: skip
+    network = peft.get_peft_model(theirs(path / "hf"), settings)
+    network.save_pretrained(path / "adapter")
+    huggingface.load(path / "adapter", path / "merged")
+    expected = huggingface.their_logits(network, tokens())
+    np.testing.assert_allclose(our_logits(path / "merged"), expected, rtol=1e-5, atol=1e-5)
+    plain = huggingface.their_logits(theirs(path / "hf"), tokens())
+    assert np.abs(plain - expected).max() > 0.01
 
 
 def test_changed_base_is_refused_by_export(trained, tmp_path):
