@@ -6,7 +6,7 @@ from jaxforge.config.job import JobConfig
 from jaxforge.model.dropout import MASK_KEYS
 from jaxforge.optim.random_bits import draw_key, random_words
 from jaxforge.parallel.sharding import TOKENS, constrain
-from jaxforge.step.gradients import Batch
+from jaxforge.step.update_loss import Batch
 
 
 def with_mask_keys(batch: Batch, config: JobConfig, step: Int[Array, ""]) -> Batch:
