@@ -12,8 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Shaped, UInt, UInt32
 
-from jaxforge.state.block_checksum import FACTOR
-from jaxforge.state.checksum import fmix32
+from jaxforge.kernels.hashing import FACTOR, fmix32
 
 _WIDTH = 4096
 """Smallest number of elements per row, if the array has as many."""

@@ -2,8 +2,9 @@
 
 import re
 from collections.abc import Iterator
+from typing import Annotated
 
-from pydantic import NonNegativeInt, PositiveFloat
+from pydantic import Field, NonNegativeInt, PositiveFloat
 
 from jaxforge.config.section import PathText, Section
 
@@ -22,6 +23,8 @@ class LoraConfig(Section):
     """Multiply by alpha / √rank instead (arXiv:2312.03732), for high ranks."""
     targets: tuple[str, ...] = ()
     """Regular expressions; linear layers with a matching name are adapted. By default all are."""
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Probability that training drops an element of an adapter's input; others are scaled up."""
     adapter: PathText | None = None
     """Adapter to start from, of PEFT or of another run; by default A is random and B zero."""
 
@@ -51,6 +54,8 @@ class LoraConfig(Section):
                 yield f'targets: "{pattern}" is not a regular expression: {error}'
         if self.adapter is not None and not self.rank:
             yield "adapter requires rank, that of the adapter"
+        if self.dropout and not self.rank:
+            yield "dropout requires rank: it drops elements of the inputs of adapters"
 
 
 def is_adapter(name: str) -> bool:

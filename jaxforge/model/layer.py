@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int, PyTree
+from jaxtyping import Array, Bool, Int, PyTree, UInt32
 
 from jaxforge.aux_outputs import AuxOutputs, LossWeights
 from jaxforge.model.plan import LayerKind, LayerPlan
@@ -22,6 +22,7 @@ class Context(NamedTuple):
         rotations: rotary angles of the positions for each of `LayerPlan.ropes`.
         loss_weights: weights of the layers' loss terms; None outside of training.
         is_padding: tokens that are routed to no expert; None: there is no padding.
+        mask_keys: key of each token for dropout (`model.dropout`); None: nothing is dropped.
     """
 
     positions: Int[Array, "b s"] | None = None
@@ -29,6 +30,7 @@ class Context(NamedTuple):
     rotations: tuple[Rotation, ...] = ()
     loss_weights: LossWeights | None = None
     is_padding: Bool[Array, "b s"] | None = None
+    mask_keys: UInt32[Array, "b s"] | None = None
 
     def rotation(self, kind: LayerKind) -> Rotation:
         """Return the rotation of a kind of layer."""

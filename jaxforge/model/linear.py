@@ -7,11 +7,12 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, UInt32
 
 from jaxforge.config.model import AMAX_HISTORIES, EXPERTS, LAYERS, ModelConfig
 from jaxforge.errors import UserError
 from jaxforge.kernels import fp8
+from jaxforge.model.dropout import Dropout
 from jaxforge.parallel import collectives
 from jaxforge.parallel.sharding import (
     Axes,
@@ -165,10 +166,13 @@ class Linear(nnx.Module):
         fp8: settings of 8-bit products; None: the layer never multiplies in 8 bits.
         lora_scale: factor of the adapter's output (`model.lora`); None: there is no adapter.
         lora_a, lora_b: matrices of the adapter, if there is one.
+        lora_dropout: dropout of the adapter's input; None: there is none.
+        mask_keys: layer key of each token in a training step with dropout (`model.dropout`).
     """
 
     lora_a: nnx.Param
     lora_b: nnx.Param
+    mask_keys: UInt32[Array, "b s"] | None = None
 
     def __init__(
         self,
@@ -186,6 +190,7 @@ class Linear(nnx.Module):
         self.splits_sequences = declare.splits_sequences
         self.fp8: fp8.Fp8 | None = None
         self.lora_scale: float | None = None
+        self.lora_dropout: Dropout | None = None
         self.weight = declare((out[0], inp[0]), self.axes, normal(std))
         self.has_bias = bias
         if bias:
@@ -228,13 +233,32 @@ class Linear(nnx.Module):
                 amaxes = fp8.Amaxes(*maxima)
             y = fp8.product(fp8_settings, rows, self.weight[...], bias, amaxes, precision)
         if self.lora_scale is not None:
-            (out, inp), out_head, inp_head = matrix
-            a, b = Matrix((None, inp), None, inp_head), Matrix((out, None), out_head)
-            low = product(a, x.dtype, self.backward, rows, self.lora_a[...], None)
-            high = product(b, x.dtype, self.backward, low, self.lora_b[...], None)
-            y = y + times(high, self.lora_scale)
+            y = y + self._adapter(product, matrix, rows)
         heads = () if self.matrix.out_head is None else (self.matrix.out_head,)
         return merge_sequences(y.reshape(*x_PSI.shape[:2], -1, *heads), len(x))
+
+    def _adapter(
+        self, product: Callable[..., Array], matrix: Matrix, rows: Float[Array, "..."]
+    ) -> Array:
+        """Return the output of the adapter for the rows of a product with `matrix`."""
+        (out, inp), dtype, a = self.axes, rows.dtype, self.lora_a[...]
+        scale = self.lora_scale
+        assert scale is not None
+        tokens = rows.shape[: rows.ndim - len(matrix.letters[1])]
+        x_TI = rows.reshape(*tokens, -1)
+        to_low = functools.partial(product, Matrix((None, inp)), dtype, self.backward)
+        if self.mask_keys is None:
+            low = to_low(x_TI, a, None)
+        else:
+            dropout = self.lora_dropout
+            assert dropout is not None
+            keys = split_sequences(self.mask_keys).reshape(tokens)
+            # The backward pass computes the mask again: it saves no activations for it.
+            masked = jax.checkpoint(lambda x, a, keys: to_low(dropout.drop(x, keys), a, None))
+            low, scale = masked(x_TI, a, keys), scale * dropout.scale
+        of_b = Matrix((out, None), matrix.out_head)
+        high = product(of_b, dtype, self.backward, low, self.lora_b[...], None)
+        return times(high, scale)
 
     def whole_weight(self) -> Float[Array, "o i"]:
         """Return the stored weight; with an adapter, W + s B A in the dtype of W."""

@@ -1,21 +1,25 @@
 """Low-rank adapters of linear layers (LoRA, arXiv:2106.09685).
 
-    y = x Wᵀ + b + s · x Aᵀ Bᵀ       A [r, in], B [out, r], s = alpha / r
+    y = x Wᵀ + b + s · dropout(x) Aᵀ Bᵀ       A [r, in], B [out, r], s = alpha / r
 
-W and b are frozen (`optim.freezing`). As in PEFT, A is initially uniform with bound 1/√in and B is
-zero, so that training begins with the model of W. Adapters are stored in float32 whatever the dtype
-of W is. A is split over devices like the input dimension of W, and B like its output dimension.
+W and b are frozen (`optim.freezing`). Elements are dropped in training steps only
+(`model.dropout`). As in PEFT, A is initially uniform with bound 1/√in and B is zero, so that
+training begins with the model of W. Adapters are stored in float32 whatever the dtype of W is. A is
+split over devices like the input dimension of W, and B like its output dimension.
 """
 
+import zlib
 from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jaxtyping import Array, UInt32
 
 from jaxforge.config.lora import LoraConfig
 from jaxforge.config.model import ModelConfig
 from jaxforge.errors import UserError
+from jaxforge.model.dropout import Dropout
 from jaxforge.model.experts import ExpertLinear
 from jaxforge.model.linear import Declare, Linear, fan_in_uniform
 
@@ -43,6 +47,15 @@ def attach(module: nnx.Module, config: ModelConfig, lora: LoraConfig, declare: D
         linear.lora_a = stacked((lora.rank, inp), (None, inp_axis), fan_in_uniform)
         linear.lora_b = stacked((out, lora.rank), (out_axis, None), jax.nn.initializers.zeros)
         linear.lora_scale = lora.scale
+        if lora.dropout:
+            linear.lora_dropout = Dropout(lora.dropout, zlib.crc32(name.encode()))
+
+
+def set_mask_keys(block: nnx.Module, keys: UInt32[Array, "b s"]) -> None:
+    """Set the layer keys of a block's adapters for a training step."""
+    for _, linear in nnx.iter_modules(block):
+        if isinstance(linear, Linear) and linear.lora_dropout is not None:
+            linear.mask_keys = keys
 
 
 def _linear_layers(

@@ -18,6 +18,7 @@ from typing import Any, ClassVar, NamedTuple, Self, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jaxtyping import Array, Bool, Float, Int, PyTree
@@ -29,6 +30,7 @@ from jaxforge.config.model import EXPERTS, LAYERS, MODELS, MTP, ModelConfig
 from jaxforge.kernels.masking import padding_of, positions_in_documents
 from jaxforge.kernels.scoring import soft_cap
 from jaxforge.model import fp8_layers, lora, moe, mup, remat
+from jaxforge.model.dropout import LAYER_NUMBER, MASK_KEYS, layer_keys
 from jaxforge.model.layer import (
     NO_CAPTURE,
     Cache,
@@ -204,6 +206,23 @@ class Model:
         view.abstract, view.axes = trained
         view.state = Declared(*map(join, frozen, self.state))
         return view
+
+    def with_layer_numbers(self) -> tuple[Self, Params]:
+        """Return a view of the model for steps with dropout, and its further constant state.
+
+        The state is the number of each layer (`LAYER_NUMBER`), on which masks depend. It is not
+        part of the training state, and empty without dropout.
+        """
+        if self.adapters is None or not self.adapters.dropout:
+            return self, {}
+        numbers, axes = Params(), Params()
+        for stack, layers in self.config.stacks.items():
+            rows = self.stack.of(stack).rows()  # -1 in rows without a layer: any number will do
+            numbers[stack] = {LAYER_NUMBER: np.asarray(layers, np.int32)[rows]}
+            axes[stack] = {LAYER_NUMBER: (LAYERS,)}
+        view = copy.copy(self)
+        view.state = Declared(*map(join, self.state, (numbers, axes)))
+        return view, numbers
 
     @property
     def declares_mtp(self) -> bool:
@@ -385,6 +404,7 @@ class Model:
         """Return the `context` of a microbatch, with padding that experts must not see."""
         fields = {name: batch.get(name) for name in ("positions", "segment_ids")}
         context = self.context(x_BSD, **fields, lengths=lengths, loss_weights=loss_weights)
+        context = context._replace(mask_keys=batch.get(MASK_KEYS))
         needs_padding = self.config.is_moe or self.is_recurrent
         return context._replace(is_padding=padding_of(batch)) if needs_padding else context
 
@@ -402,7 +422,8 @@ class Model:
         def run_layer(x_BSD: Array, row: tuple[Params, PyTree]) -> tuple[Array, LayerOut]:
             params, cache = row
             x_BSD = remat.name_input(x_BSD)
-            x_BSD, out = self.module(stack, params)(x_BSD, context, cache, settings=settings)
+            block = self.block(stack, params, context)
+            x_BSD, out = block(x_BSD, context, cache, settings=settings)
             residual = capture.collect({"residual": x_BSD})
             return x_BSD, out._replace(activations={**out.activations, **residual})
 
@@ -476,6 +497,22 @@ class Model:
     def module(self, name: str, params: Params) -> Any:  # noqa: ANN401  # any of these
         """Return a module of the network with its parameters, such as a layer of `LAYERS`."""
         return nnx.merge(self._definitions[name], params)
+
+    def block(self, stack: str, params: Params, context: Context) -> Any:  # noqa: ANN401
+        """Return a layer of a stack for a batch.
+
+        Args:
+            stack: name of the stack.
+            params: parameters of the layer; with dropout, also `LAYER_NUMBER`.
+            context: properties of the tokens.
+        """
+        number = params.get(LAYER_NUMBER)
+        if number is None:
+            return self.module(stack, params)
+        assert context.mask_keys is not None
+        block = self.module(stack, {name: params[name] for name in params if name != LAYER_NUMBER})
+        lora.set_mask_keys(block, layer_keys(context.mask_keys, number))
+        return block
 
     def head(self, params: Params) -> Float[Array, "v d"]:
         """Return the output projection: its own matrix, or the tied embedding."""

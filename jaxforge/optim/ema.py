@@ -20,7 +20,7 @@ from jaxtyping import Array, Int, PyTree
 from jaxforge.config.train import TrainConfig
 from jaxforge.model.transformer import Params
 from jaxforge.optim.freezing import keep_frozen
-from jaxforge.optim.random_bits import random_words, rounding_key
+from jaxforge.optim.random_bits import draw_key, random_words
 from jaxforge.optim.rounding import stochastic_round
 from jaxforge.optim.trees import Path
 
@@ -64,7 +64,7 @@ def _stored(mean: Params, train: TrainConfig, updates: Int[Array, ""]) -> Params
 
     def round_leaf(path: jax.tree_util.KeyPath, x: Array) -> Array:
         name = jax.tree_util.keystr(path, simple=True, separator=".")
-        key = rounding_key(train.seed, f"ema/{name}", updates)
+        key = draw_key(train.seed, f"ema/{name}", updates)
         return stochastic_round(x, random_words(key, x.shape))
 
     return jax.tree_util.tree_map_with_path(round_leaf, mean)

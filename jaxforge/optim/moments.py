@@ -31,7 +31,7 @@ from jaxforge.optim.eight_bit import (
     scales_shape,
     unpack,
 )
-from jaxforge.optim.random_bits import random_words_of_rows, rounding_key, uniform
+from jaxforge.optim.random_bits import draw_key, random_words_of_rows, uniform
 from jaxforge.parallel.sharding import Axes, partition_spec
 
 CHUNK_ELEMENTS = 2**22
@@ -212,7 +212,7 @@ class MomentUpdate:
         # One key per leaf and update. With counts per expert, their sum grows with each update in
         # which tokens reach any expert.
         number = jnp.sum(self.number) if self.number.ndim else self.number
-        key = rounding_key(self.storage.seed, f"moments/{info.name}", number)
+        key = draw_key(self.storage.seed, f"moments/{info.name}", number)
         whole, spec = g.shape, partition_spec(info.axes)
         mesh = jax.sharding.get_abstract_mesh()
 

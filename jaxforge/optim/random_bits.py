@@ -1,6 +1,6 @@
-"""Random bits for stochastic rounding: a hash of array name, element index and update number.
+"""Random bits of arrays: a hash of the array's name, the index of an element and the update number.
 
-The bits therefore depend neither on the mesh nor on restarts.
+Rounding and dropout therefore depend neither on the mesh nor on restarts.
 """
 
 import zlib
@@ -10,11 +10,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int, UInt32
 
-from jaxforge.state.block_checksum import FACTOR
-from jaxforge.state.checksum import element_indices, fmix32
+from jaxforge.kernels.hashing import FACTOR, fmix32
+from jaxforge.state.checksum import element_indices
 
 
-def rounding_key(seed: int, name: str, number: Int[Array, ""]) -> UInt32[Array, ""]:
+def draw_key(seed: int, name: str, number: Int[Array, ""]) -> UInt32[Array, ""]:
     """Return the key of an array's random bits for its nth draw.
 
     Args:
@@ -42,7 +42,7 @@ def random_words_of_rows(
     """Return the elements of `random_words` for consecutive rows of this device's shard.
 
     Args:
-        key: result of `rounding_key`.
+        key: result of `draw_key`.
         whole: shape of the array.
         here: shape of the shard.
         begin: index of the shard's first element in the array.

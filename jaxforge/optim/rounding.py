@@ -18,7 +18,7 @@ import optax
 from jaxtyping import Array, Float, Int, PyTree
 
 from jaxforge.config.train import COMPENSATION, TrainConfig
-from jaxforge.optim.random_bits import random_words, rounding_key
+from jaxforge.optim.random_bits import draw_key, random_words
 from jaxforge.optim.trees import unzip
 
 Apply = Callable[[PyTree, PyTree, PyTree, Int[Array, ""]], tuple[PyTree, PyTree]]
@@ -65,7 +65,7 @@ def stochastic(params: PyTree, updates: PyTree, seed: int, step: Int[Array, ""])
         if p.dtype != jnp.bfloat16:  # some parameters are always float32
             return (p + u).astype(p.dtype)
         name = jax.tree_util.keystr(path, simple=True, separator=".")
-        key = rounding_key(seed, f"params/{name}", step)
+        key = draw_key(seed, f"params/{name}", step)
         return stochastic_round(p.astype(jnp.float32) + u, random_words(key, p.shape))
 
     return jax.tree_util.tree_map_with_path(round_leaf, params, updates)

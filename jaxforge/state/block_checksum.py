@@ -8,11 +8,7 @@ without JAX.
 import numpy as np
 from jaxtyping import Shaped
 
-FACTOR = 0x9E3779B9
-"""Factor on the index of an element in the checksum."""
-
-MULTIPLIERS = 0x85EBCA6B, 0xC2B2AE35
-"""Multipliers of MurmurHash3's finalizer, fmix32."""
+from jaxforge.kernels.hashing import FACTOR, MULTIPLIERS
 
 _CHUNK = 1 << 15
 """Elements hashed at a time: three buffers of 128 KiB fit in a core's cache. Chunks of 2^18
@@ -42,7 +38,7 @@ def block_checksum(block: Shaped[np.ndarray, "..."], start: int) -> int:
 
 
 def _fmix32(h: Shaped[np.ndarray, " size"], shifted: Shaped[np.ndarray, " size"]) -> None:
-    """Replace h by `state.checksum.fmix32` of h; overwrite `shifted`."""
+    """Replace h by `kernels.hashing.fmix32` of h; overwrite `shifted`."""
     for shift, multiplier in zip((16, 13), MULTIPLIERS, strict=True):
         np.right_shift(h, shift, out=shifted)
         np.bitwise_xor(h, shifted, out=h)

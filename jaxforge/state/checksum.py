@@ -1,15 +1,10 @@
 """Bit-exact hashes of arrays, for device memory and for checkpoints."""
 
-from typing import TypeVar
-
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Shaped, UInt32
 
-from jaxforge.state.block_checksum import FACTOR, MULTIPLIERS
-
-_AnyArray = TypeVar("_AnyArray", Array, np.ndarray)
+from jaxforge.kernels.hashing import FACTOR, fmix32
 
 
 def checksum(x: Shaped[Array, "..."]) -> UInt32[Array, ""]:
@@ -32,10 +27,3 @@ def element_indices(shape: tuple[int, ...]) -> UInt32[Array, "..."]:
     for axis, size in enumerate(shape):
         index = index * jnp.uint32(size) + jax.lax.broadcasted_iota(jnp.uint32, shape, axis)
     return index
-
-
-def fmix32(h: UInt32[_AnyArray, "..."]) -> UInt32[_AnyArray, "..."]:
-    """Apply MurmurHash3's finalizer: a bijection in which each bit depends on all."""
-    h = (h ^ (h >> 16)) * np.uint32(MULTIPLIERS[0])
-    h = (h ^ (h >> 13)) * np.uint32(MULTIPLIERS[1])
-    return h ^ (h >> 16)

@@ -32,6 +32,7 @@ from jaxforge.config.axes import DATA_AXES
 from jaxforge.config.job import JobConfig
 from jaxforge.config.train import TrainConfig
 from jaxforge.kernels.attention_backends import BACKENDS
+from jaxforge.model.dropout import MASK_KEYS
 from jaxforge.model.linear import is_matrix
 from jaxforge.model.transformer import Model, Params, join
 from jaxforge.optim.freezing import frozen_paths
@@ -85,13 +86,16 @@ def make_gradients(model: Model, config: JobConfig, mesh: Mesh) -> Gradients:
     if _stage_axes(mesh):  # a stage counts its layers by their differentiated parameters
         trained_parts = {path[0] for path in flatten_dict(model.axes).keys() - frozen}
         constant = frozenset(path for path in frozen if path[0] in trained_parts)
-    gradients = _gradients_of_all(model.with_frozen(constant), config, mesh)
+    view, numbers = model.with_frozen(constant).with_layer_numbers()
+    gradients = _gradients_of_all(view, config, mesh)
 
     def gradients_of_trained(
         params: Params, state: Params, batch: Batch, scale: Array | None = None
     ) -> tuple[Params, Loss]:
+        if numbers and MASK_KEYS not in batch:
+            raise ValueError("lora.dropout needs the keys of step.mask_keys in the batch")
         idle, others = split(params, constant)
-        grads, loss = gradients(others, join(idle, state), batch, scale)
+        grads, loss = gradients(others, join(join(idle, state), numbers), batch, scale)
         return split(grads, frozen)[1], loss
 
     return gradients_of_trained

@@ -129,7 +129,7 @@ class _StageModel:
         self, stack: str, kind: LayerKind, rows: Params, x: Array, inputs: tuple[Context, Params]
     ) -> LayerResult:
         (context, states), model = inputs, self._model
-        block = model.module(stack, join(rows[stack], states.get(stack, {})))
+        block = model.block(stack, join(rows[stack], states.get(stack, {})), context)
         y, out = block(x, context, settings=LayerSettings(kind, model.plan, model.runtime))
         return (y, out.aux.loss_terms), out.aux._replace(loss_terms={})
 

@@ -32,6 +32,7 @@ from jaxforge.step.context import spread_sequences
 from jaxforge.step.gradients import Gradients
 from jaxforge.step.guard import Guard, select
 from jaxforge.step.losses import DATASET_NLL
+from jaxforge.step.mask_keys import with_mask_keys
 from jaxforge.step.mtp import with_further_tokens
 from jaxforge.step.padded_batch import microbatch_count
 from jaxforge.step.token_weights import valid_tokens, valid_tokens_by_dataset
@@ -134,6 +135,7 @@ def make_train_step(
         state: TrainState, batch: Batch, controls: Controls
     ) -> tuple[TrainState, Metrics]:
         batch = with_dataset_mask(batch, len(config.data.datasets))
+        batch = with_mask_keys(batch, config, state.step)
         batch = spread_sequences(model, with_further_tokens(batch, config.model))
         scale = guard.loss_scale(state.guard)
         grads, loss = gradients(state.params, state.model_state, batch, scale)

@@ -30,6 +30,7 @@ from jaxforge.training.loop import Trainer
 from jaxforge.training.start import (
     RunFiles,
     open_foreign,
+    resolve_base,
     resolve_branch,
     resolve_skip_idle_experts,
 )
@@ -55,7 +56,7 @@ def build_trainer(config: JobConfig, mesh: Mesh, session: Session) -> Trainer:
         UserError: the config, the data or a checkpoint cannot be used.
     """
     profiler = open_profiler(config)
-    config = resolve_skip_idle_experts(resolve_branch(config))
+    config = resolve_skip_idle_experts(resolve_base(resolve_branch(config)))
     users = [*session.callbacks, *named_callbacks(config)]
     compiler = StepCompiler.of(config, mesh)
     watchdog = session.watchdog

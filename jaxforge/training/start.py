@@ -137,6 +137,19 @@ def resolve_branch(config: JobConfig) -> JobConfig:
     return config.model_copy(update={"checkpoint": pinned})
 
 
+def resolve_base(config: JobConfig) -> JobConfig:
+    """Return the config with the absolute path of the base model, if the run trains adapters.
+
+    Later commands read the base again, and may run in another directory.
+    """
+    section = config.checkpoint
+    path = section.load_path
+    if not config.lora.rank or path is None or urls.in_bucket(path):
+        return config
+    pinned = section.model_copy(update={"load_path": str(Path(path).absolute())})
+    return config.model_copy(update={"checkpoint": pinned})
+
+
 def _start(section: CheckpointConfig) -> tuple[str, int]:
     run, step = find_start(section)
     return str(run), step

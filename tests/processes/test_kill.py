@@ -11,7 +11,7 @@ import pytest
 
 from jaxforge.runs import attempts
 from tests.machine import wait_until
-from tests.processes.launching import check_account
+from tests.processes.launching import check_account, finish_both, start_both
 
 pytestmark = pytest.mark.usefixtures("one_device")
 
@@ -41,6 +41,31 @@ def test_killed_at_random_moments(new_run):
     assert sorted(killed.losses()) == list(range(1, STEPS + 1))
     assert not saving(killed)
     check_time(killed, moments)
+
+
+@pytest.mark.slow  # quick: training/test_lora_runs.py and step/test_lora_dropout.py
+def test_killed_processes_resume_adapters_bit_exactly(new_run):
+    base, undisturbed, killed = (new_run(name) for name in ("base", "undisturbed", "killed"))
+    base.finish_here("--train.max_steps=2")
+    settings = [
+        *OVERRIDES, "--checkpoint.interval=5", f"--checkpoint.load_path={base.directory}",
+        "--distributed.dp_shard=2", "--lora.rank=2", "--lora.dropout=0.2",
+    ]  # fmt: skip
+    finish_both(start_both(undisturbed, *settings))
+    processes = start_both(killed, *settings)
+    killed.wait_for_step(14, processes[0])
+    for process in processes:
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+    last = max(killed.losses())
+    assert killed.steps()
+    assert last < STEPS
+    finish_both(start_both(killed, *settings))
+    assert killed.losses() == undisturbed.losses()
+    assert len(set(killed.losses().values())) == STEPS
+    paths = [run.directory / "checkpoints" / f"step_{STEPS}" for run in (killed, undisturbed)]
+    sums = [json.loads((path / "checksums" / "metadata").read_text()) for path in paths]
+    assert sums[0] == sums[1]
 
 
 def check_time(run, moments):

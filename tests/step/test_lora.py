@@ -39,11 +39,11 @@ def flat(tree):
     return flatten_dict(jax.device_get(tree), sep=".")
 
 
-def random_adapters(params):
+def random_adapters(params, std=0.3):
     """Return parameters whose adapters are far from zero."""
     rng = np.random.default_rng(0)
     named = {
-        name: 0.3 * rng.standard_normal(x.shape, np.float32) if is_adapter(name) else x
+        name: std * rng.standard_normal(x.shape, np.float32) if is_adapter(name) else x
         for name, x in flat(params).items()
     }
     return unflatten_dict(named, sep=".")

@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 
+from jaxforge.config.lora import LoraConfig
 from jaxforge.config.model import ModelConfig
 from jaxforge.errors import UserError
 from torch_compat.checkpoint import adapters
@@ -19,6 +20,13 @@ SHAPE = {"dim": 32, "n_layers": 1, "n_heads": 4, "n_kv_heads": 2, "vocab_size": 
 MODEL = ModelConfig(**SHAPE, ffn_hidden_dim=48)
 LAYERS = [f"layers.0.attention.{m}_proj" for m in "qkvo"] + ["layers.0.mlp.down_proj"]
 CONFIG = {"peft_type": "LORA", "r": 2, "lora_alpha": 3}
+FAMILY_MODELS = {
+    "llama": MODEL,
+    "cohere": MODEL,  # rotates neighbouring channels
+    "phi3": MODEL,
+    "gpt_neox": ModelConfig(**{**SHAPE, "n_kv_heads": 4}, ffn_hidden_dim=48, gated_mlp=False),
+    "gpt2": ModelConfig(**{**SHAPE, "n_kv_heads": 4}, ffn_hidden_dim=48, gated_mlp=False),
+}
 
 
 def random(*shape):
@@ -44,35 +52,71 @@ def write(path, tensors, **config):
     return Directory(str(path))
 
 
-@pytest.mark.parametrize("family", ["llama", "cohere"])  # cohere rotates neighbouring channels
+def update_of(ours, dialect, model, scale):
+    """Return the exported product of adapters, as weights [out, in] by their keys."""
+    zeros = {name: t for name, t in zero_weights(model).items() if name[:-7] in LAYERS}
+    merged = adapters.merge(CheckpointState(zeros), ours, scale)
+    is_transposed = adapters.stores_transposed(dialect, model)
+    updates = dialect.to_dialect(merged.params, model).items()
+    return {key: weight.all().T if is_transposed else weight.all() for key, weight in updates}
+
+
+@pytest.mark.parametrize("family", FAMILY_MODELS)
 def test_product_of_exported_matrices_is_the_exported_update(family):
-    dialect, ours = FAMILIES[family].dialect, adapter_of()
-    theirs = adapters.peft_tensors(ours, dialect, MODEL)
-    zeros = {name: t for name, t in zero_weights(MODEL).items() if name[:-7] in LAYERS}
-    merged = adapters.merge(CheckpointState(zeros), ours, 0.5)
-    expected = dialect.to_dialect(merged.params, MODEL)
+    dialect, model = FAMILIES[family].dialect, FAMILY_MODELS[family]
+    ours = adapter_of(model)
+    theirs = adapters.peft_tensors(ours, dialect, model)
+    expected = update_of(ours, dialect, model, 0.5)
     for key, weight in expected.items():
         module = f"base_model.model.{key.removesuffix('.weight')}"
         a, b = (theirs[f"{module}.lora_{matrix}.weight"].all() for matrix in "AB")
-        np.testing.assert_allclose(weight.all(), 0.5 * b @ a, rtol=1e-5, atol=1e-6)
-    assert len(theirs) == 2 * len(expected) == 2 * len(LAYERS)
+        np.testing.assert_allclose(weight, 0.5 * b @ a, rtol=1e-5, atol=1e-6)
+    assert len(theirs) == 2 * len(expected)
 
 
-@pytest.mark.parametrize("family", ["llama", "cohere"])
-def test_import_undoes_export(tmp_path, family):
-    dialect, ours = FAMILIES[family].dialect, adapter_of()
-    directory = write(tmp_path, adapters.peft_tensors(ours, dialect, MODEL))
-    back = adapters.read_peft(directory, dialect, MODEL)
+@pytest.mark.parametrize("family", FAMILY_MODELS)
+@pytest.mark.parametrize("layers", [LAYERS, LAYERS[::2]], ids=["all", "some"])
+def test_import_undoes_export(tmp_path, family, layers):
+    dialect, model = FAMILIES[family].dialect, FAMILY_MODELS[family]
+    ours, lora = adapter_of(model, layers), LoraConfig(rank=2, alpha=3, use_rslora=layers != LAYERS)
+    tensors = adapters.peft_tensors(ours, dialect, model)
+    config = adapters.config_json(lora, None, tensors, fan_in_fan_out=True)
+    directory = write(tmp_path, tensors, **config)
+    back = adapters.read_peft(directory, dialect, model)
     assert back.keys() == ours.keys()
     for name, tensor in ours.items():
         np.testing.assert_array_equal(back[name].all(), tensor.all(), err_msg=name)
-    assert adapters.read_config(directory).scale == 1.5
+    assert adapters.read_config(directory).scale == lora.scale
 
 
-def test_matrix_that_a_family_stores_with_others_is_refused():
-    dialect = FAMILIES["gpt_neox"].dialect
-    with pytest.raises(UserError, match=r"_proj: this family stores the matrix as a part of"):
-        adapters.peft_tensors(adapter_of(), dialect, MODEL)
+@pytest.mark.parametrize("rank", [2, 6])  # 6: the rank that an export has
+def test_adapter_of_a_fused_tensor_is_one_of_each_part(tmp_path, rank):
+    """Its product is the sum of the parts' products, with a factor of its own."""
+    dialect, model = FAMILIES["gpt_neox"].dialect, FAMILY_MODELS["gpt_neox"]
+    key = "gpt_neox.layers.0.attention.query_key_value"
+    a, b = random(rank, 32), random(96, rank)
+    named = {f"base_model.model.{key}.lora_{m}.weight": x for m, x in (("A", a), ("B", b))}
+    patterns = {"rank_pattern": {"query_key_value": rank}, "alpha_pattern": {key: 5}}
+    back = adapters.read_peft(write(tmp_path, named, **patterns), dialect, model)
+    assert {name.rpartition(".")[0] for name in back} == set(LAYERS[:3])
+    update = update_of(back, dialect, model, 1.5)[f"{key}.weight"]
+    np.testing.assert_allclose(update, 5 / rank * b.all() @ a.all(), rtol=1e-5, atol=1e-5)
+
+
+def test_adapter_of_another_rank_or_size_is_refused(tmp_path):
+    dialect, model = FAMILIES["gpt_neox"].dialect, FAMILY_MODELS["gpt_neox"]
+    module = "base_model.model.gpt_neox.layers.0.attention.query_key_value.lora_"
+
+    def read(name, a, b):
+        tensors = {f"{module}A.weight": a, f"{module}B.weight": b}
+        (tmp_path / name).mkdir()
+        adapters.read_peft(write(tmp_path / name, tensors), dialect, model)
+
+    message = r"has matrices \[3, 32\] and \[96, 3\], and not the rank 2"
+    with pytest.raises(UserError, match=message):
+        read("rank", random(3, 32), random(96, 3))
+    with pytest.raises(UserError, match="has 90 outputs, and the tensor of its family 96"):
+        read("size", random(2, 32), random(90, 2))
 
 
 @pytest.mark.parametrize(
@@ -81,7 +125,8 @@ def test_matrix_that_a_family_stores_with_others_is_refused():
         ({"peft_type": "IA3"}, "only LORA is supported"),
         ({"use_dora": True}, "use_dora = True is not supported"),
         ({"modules_to_save": ["lm_head"]}, "modules_to_save = .'lm_head'. is not supported"),
-        ({"rank_pattern": {"q_proj": 4}}, "rank_pattern"),
+        ({"rank_pattern": {"q_proj": 0}}, "rank_pattern = .* must have a positive number for each"),
+        ({"alpha_pattern": {"[qv]_proj": 4}}, "has the regular expression '.qv._proj', which is"),
         ({"r": 0}, "must be positive"),
     ],
 )
@@ -101,6 +146,18 @@ def test_incomplete_or_unknown_matrices_are_refused(tmp_path):
     more = tensors | {"base_model.model.model.layers.7.mlp.up_proj.lora_A.weight": random(2, 32)}
     with pytest.raises(UserError, match=r"layers.7.* belongs to no linear layer"):
         adapters.read_peft(write(tmp_path, more), dialect, MODEL)
+
+
+def test_merged_weight_does_not_depend_on_the_block_that_is_read():
+    layer = LAYERS[-1]
+    ours = adapter_of(layers=[layer])
+    base = {f"{layer}.weight": random(32, 48)}
+    merged = adapters.merge(CheckpointState(base), ours, 0.7).params[f"{layer}.weight"]
+    whole, elements = merged.all(), np.empty((32, 48), np.float32)
+    for row, column in np.ndindex(whole.shape):
+        index = (slice(row, row + 1), slice(column, column + 1))
+        elements[index] = merged.read(index)
+    np.testing.assert_array_equal(whole, elements)
 
 
 def test_adapter_of_another_shape_is_refused():

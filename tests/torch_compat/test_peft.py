@@ -2,8 +2,10 @@
 
 import json
 import shutil
+import zlib
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax.traverse_util import flatten_dict
@@ -13,6 +15,8 @@ from jaxforge.checkpoint.restore import starting_state
 from jaxforge.commands import train
 from jaxforge.config.lora import is_adapter
 from jaxforge.errors import UserError
+from jaxforge.model.dropout import Dropout, layer_keys
+from jaxforge.optim.random_bits import draw_key, random_words
 from jaxforge.training.start import open_foreign
 from tests.helpers import random_batches, setup
 from tests.torch_compat import huggingface
@@ -50,7 +54,8 @@ def config_of(path, name="run", **sections):
     return huggingface.config_of(
         model, lora={**LORA, **sections.pop("lora", {})},
         checkpoint={**checkpoint, **sections.pop("checkpoint", {})},
-        optimizer={"lr": 0.01, "weight_decay": 0.1}, scheduler={"name": "none"},
+        optimizer={"lr": 0.01, "weight_decay": 0.1, **sections.pop("optimizer", {})},
+        scheduler={"name": "none"},
         train={"mixed_precision": "fp32", "seq_len": 32, "batch_size": 4, "max_steps": 10,
                **sections.pop("train", {})},
         **sections,
@@ -60,7 +65,7 @@ def config_of(path, name="run", **sections):
 @pytest.fixture(scope="module")
 def trained(base):
     """A run of ten updates, with its exports."""
-    train.run(config_of(base))
+    train.run(config_of(base, lora={"dropout": 0.05}))
     for to in ("hf", "peft"):
         request = Request(checkpoints.find(base / "run"), base / f"as_{to}", to)
         huggingface.convert(request, base / f"as_{to}")
@@ -82,16 +87,17 @@ def our_logits(run):
         return np.asarray(trained.model.logits(params, trained.model.hidden(params, tokens())))
 
 
-def test_updates_equal_those_of_peft(base):
-    """Ten updates of AdamW, of the same adapters on the same batches."""
-    config = config_of(base, "none")
+@pytest.mark.parametrize("dropout", [0.0, 0.25])
+def test_updates_equal_those_of_peft(base, dropout):
+    """Ten updates of AdamW, of the same adapters on the same batches, with the same masks."""
+    config = config_of(base, "none", lora={"dropout": dropout})
     ours = setup(config)
     saved = Checkpoints(base / "none", config.checkpoint, read_only=True)
     state, _ = starting_state(ours, saved, open_foreign)
     network = theirs(base / "hf")
     targets = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
     network = peft.get_peft_model(
-        network, peft.LoraConfig(r=4, lora_alpha=8, target_modules=targets, lora_dropout=0.0)
+        network, peft.LoraConfig(r=4, lora_alpha=8, target_modules=targets, lora_dropout=dropout)
     )
     named = dict(network.named_parameters())
     with torch.no_grad():
@@ -107,7 +113,8 @@ def test_updates_equal_those_of_peft(base):
     )
     batches = random_batches(config, 10)
     losses = []
-    for batch in batches:
+    for step, batch in enumerate(batches):
+        set_masks(network, config, step)
         inputs, labels = (torch.from_numpy(batch[k][0]) for k in ("input_ids", "labels"))
         loss = torch.nn.functional.cross_entropy(
             network(inputs).logits.flatten(0, 1), labels.flatten()
@@ -126,6 +133,34 @@ def test_updates_equal_those_of_peft(base):
                 np.testing.assert_allclose(value[layer], expected, atol=1e-5, err_msg=name)
 
 
+def set_masks(network, config, step):
+    """Replace the dropout of PEFT's layers by the masks of a step."""
+    shape = (1, config.train.batch_size, config.train.seq_len)
+    keys = random_words(draw_key(config.train.seed, "lora.dropout", jnp.int32(step)), shape)[0]
+    for name, module in network.named_modules():
+        if not isinstance(module, peft.tuners.lora.Linear) or not config.lora.dropout:
+            continue
+        layer, part, projection = name.split(".")[-3:]
+        part = {"self_attn": "attention"}.get(part, part)
+        salt = zlib.crc32(f"layers.{part}.{projection}".encode())
+        inputs = jnp.ones((*shape[1:], module.in_features))
+        dropout = Dropout(config.lora.dropout, salt)
+        mask = dropout.drop(inputs, layer_keys(keys, jnp.int32(int(layer))))
+        factors = torch.from_numpy(np.array(mask)) / (1 - config.lora.dropout)
+        module.lora_dropout["default"] = Masked(factors)
+
+
+class Masked(torch.nn.Module):
+    """Dropout with a given mask."""
+
+    def __init__(self, factors):
+        super().__init__()
+        self.factors = factors
+
+    def forward(self, x):
+        return x * self.factors
+
+
 def key_of(name, layer):
     _, part, module, matrix = name.split(".")
     part = {"attention": "self_attn"}.get(part, part)
@@ -141,6 +176,7 @@ def test_peft_loads_the_export_with_equal_logits(trained):
     assert np.abs(plain - ours).max() > 0.01
     config = json.loads((trained / "as_peft" / "adapter_config.json").read_text())
     assert config["base_model_name_or_path"] == str(trained / "hf")
+    assert config["lora_dropout"] == 0.05
 
 
 def test_merged_export_has_equal_logits(trained):
@@ -184,6 +220,69 @@ def test_adapter_of_other_settings_is_refused(trained, lora, message):
     saved = Checkpoints(trained / "refused", config.checkpoint, read_only=True)
     with pytest.raises(UserError, match=message):
         starting_state(setup(config), saved, open_foreign)
+
+
+SIZES = {"vocab_size": 128, "initializer_range": 0.1}
+GPT2 = {**SIZES, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
+OTHERS = {
+    **SIZES, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "max_position_embeddings": 64, "intermediate_size": 48, "pad_token_id": 0,
+}  # fmt: skip
+FUSED = {  # config of transformers, and a fused and another module
+    "gpt2": (lambda: transformers.GPT2Config(**GPT2), ["c_attn", "c_fc"]),
+    "gpt_neox": (
+        lambda: transformers.GPTNeoXConfig(**OTHERS), ["query_key_value", "dense_4h_to_h"],
+    ),
+    "phi3": (lambda: transformers.Phi3Config(**OTHERS), ["gate_up_proj", "o_proj"]),
+}  # fmt: skip
+
+
+@pytest.fixture
+def fused(request, tmp_path):
+    """A directory with a model of a family of `FUSED`, and the names of two modules."""
+    config, modules = FUSED[request.param]
+    torch.manual_seed(0)
+    network = transformers.AutoModelForCausalLM.from_config(config())
+    network.save_pretrained(tmp_path / "hf")
+    return tmp_path, modules
+
+
+FAMILIES = ["gpt2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gpt_neox", "phi3"))]
+
+
+@pytest.mark.parametrize("fused", FAMILIES, indirect=True)
+def test_peft_loads_the_export_of_a_family_with_fused_tensors(fused):
+    path, _ = fused
+    lora = {"targets": ["q_proj", "v_proj", "mlp"], "use_rslora": True}
+    train.run(config_of(path, lora=lora, train={"max_steps": 2}, optimizer={"lr": 0.1}))
+    request = Request(checkpoints.find(path / "run"), path / "as_peft", "peft")
+    huggingface.convert(request, path / "as_peft")
+    ours = our_logits(path / "run")
+    network = theirs(path / "hf", path / "as_peft")
+    np.testing.assert_allclose(ours, huggingface.their_logits(network, tokens()), atol=1e-5)
+    plain = huggingface.their_logits(theirs(path / "hf"), tokens())
+    assert np.abs(plain - ours).max() > 0.01
+    config = config_of(path, "further", lora={**lora, "adapter": str(path / "as_peft")})
+    saved = Checkpoints(path / "further", config.checkpoint, read_only=True)
+    started, _ = starting_state(setup(config), saved, open_foreign)
+    own = huggingface.params_of(path / "run")[1]
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(started.params), own)
+
+
+@pytest.mark.parametrize("fused", FAMILIES, indirect=True)
+def test_adapter_that_peft_wrote_for_a_fused_tensor_is_imported(fused):
+    path, modules = fused
+    settings = peft.LoraConfig(
+        r=3, lora_alpha=5, target_modules=modules, rank_pattern={modules[1]: 2},
+        init_lora_weights=False, fan_in_fan_out=modules[0] == "c_attn",
+    )  # fmt: skip
+    network = peft.get_peft_model(theirs(path / "hf"), settings)
+    network.save_pretrained(path / "adapter")
+    huggingface.load(path / "adapter", path / "merged")
+    expected = huggingface.their_logits(network, tokens())
+    np.testing.assert_allclose(our_logits(path / "merged"), expected, rtol=1e-5, atol=1e-5)
+    plain = huggingface.their_logits(theirs(path / "hf"), tokens())
+    assert np.abs(plain - expected).max() > 0.01
 
 
 def test_changed_base_is_refused_by_export(trained, tmp_path):

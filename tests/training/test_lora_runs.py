@@ -16,7 +16,9 @@ from tests.conftest import tiny_config
 
 pytestmark = pytest.mark.usefixtures("one_device")
 
-LORA = {"rank": 2, "targets": ["attention", "down_proj"]}
+LORA = {"rank": 2, "targets": ["attention", "down_proj"], "dropout": 0.1}
+ADAPTED = [*(f"attention.{m}_proj" for m in "qkvo"), "mlp.down_proj"]
+NO_LORA = {"rank": 0, "dropout": 0.0}
 
 
 def config(path, name, **sections):
@@ -60,9 +62,7 @@ def test_checkpoint_holds_adapters_without_the_base(base, whole):
     names = stored(whole, 4)
     params = {name.removeprefix("params.") for name in names if name.startswith("params.")}
     assert params == {
-        f"layers.{layer}.{matrix}"
-        for layer in (*(f"attention.{m}_proj" for m in "qkvo"), "mlp.down_proj")
-        for matrix in ("lora_a", "lora_b")
+        f"layers.{layer}.{matrix}" for layer in ADAPTED for matrix in ("lora_a", "lora_b")
     }
     moments = {name for name in names if name.startswith(("optimizer.mu.", "optimizer.nu."))}
     assert moments == {f"optimizer.{m}.{name}" for m in ("mu", "nu") for name in params}
@@ -75,6 +75,16 @@ def test_opened_run_joins_adapters_and_base(base, whole):
     for name, value in before.items():
         np.testing.assert_array_equal(after[name], value, err_msg=name)
     assert all(np.abs(after[name]).max() > 0 for name in adapters)  # B began at zero
+
+
+def test_relative_path_of_the_base_is_opened_from_another_directory(base, tmp_path, monkeypatch):
+    monkeypatch.chdir(base)
+    settings = adapted(base, "relative", checkpoint={"load_path": "base"}, train={"max_steps": 1})
+    assert train.run(settings) is Exit.COMPLETED
+    monkeypatch.chdir(tmp_path)
+    assert parameters(base / "relative").keys() == parameters(base / "base").keys() | {
+        f"layers.{layer}.{matrix}" for layer in ADAPTED for matrix in ("lora_a", "lora_b")
+    }
 
 
 def test_resume_is_bit_exact(base, whole):
@@ -104,7 +114,7 @@ def test_changed_base_is_refused(base, whole):
     [
         ({"load_path": None}, {}, "lora.rank = 2 adapts a trained model: set checkpoint.load_path"),
         ({"load_path": "whole"}, {}, "holds adapters without the model they belong to"),
-        ({"load_path": "whole"}, {"rank": 0}, "holds adapters without the model they belong to"),
+        ({"load_path": "whole"}, NO_LORA, "holds adapters without the model they belong to"),
         ({"dir": "base"}, {}, "holds a whole model, and lora.rank asks for adapters"),
         ({}, {"targets": ["attnetion"]}, '"attnetion" matches no linear layer. Linear layers are'),
         ({}, {"adapter": "base"}, "holds a whole model, and lora.rank asks for adapters"),

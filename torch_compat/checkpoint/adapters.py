@@ -5,12 +5,15 @@
 
 KEY is the layer's name in the family of the base model, `model.layers.3.self_attn.q_proj` in Llama.
 Both matrices have the same shape in PEFT. Where a family orders the rows of the weight differently,
-the rows of B are reordered in the same way.
+the rows of B are reordered in the same way. A tensor that holds several layers has one adapter
+(`fused_adapters`).
 """
 
 import dataclasses
-from collections.abc import Iterator, Mapping
-from typing import Any
+import math
+import re
+from collections.abc import Callable, Mapping
+from typing import Any, TypeGuard
 
 import numpy as np
 
@@ -20,6 +23,7 @@ from jaxforge.config.model import ModelConfig
 from jaxforge.errors import UserError
 from jaxforge.state.block_checksum import block_checksum
 from jaxforge.storage.untrusted_json import load_object
+from torch_compat.checkpoint.fused_adapters import Adapter, fuse, split
 from torch_compat.checkpoint.orbax_store import split_blocks
 from torch_compat.checkpoint.shapes import parameters
 from torch_compat.checkpoint.stacking import Stacking
@@ -27,12 +31,22 @@ from torch_compat.checkpoint.state import CheckpointState, Tensors
 from torch_compat.formats import safetensors
 from torch_compat.formats.files import Directory
 from torch_compat.formats.lazy import DTYPES, Index, LazyTensor, first_position
-from torch_compat.names.table import InterleavedRotary, InterleavedTail, NameMap, Rule
+from torch_compat.names.table import (
+    Fused,
+    InterleavedRotary,
+    InterleavedTail,
+    LayoutChange,
+    NameMap,
+    Rule,
+    Transposed,
+)
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 _MATRICES = {"lora_a": "lora_A", "lora_b": "lora_B"}
+_MODULE = re.compile(r"[\w.]+", re.ASCII)
 _BLOCK = 32 << 20  # bytes of a base weight that are hashed at a time
+_MERGED = 1 << 20  # elements of a base weight that are merged at a time
 
 
 # Merged weights
@@ -66,14 +80,23 @@ def merge(base: CheckpointState, adapters: Tensors, scale: float) -> CheckpointS
 
 
 def _merged(weight: LazyTensor, a: LazyTensor, b: LazyTensor, scale: float) -> LazyTensor:
-    """Return W + scale · B A, computed in float32 and rounded to the dtype of W."""
+    """Return W + scale · B A, computed in float64 and rounded to the dtype of W.
+
+    A product in float32 would depend on the block that is read: BLAS adds up blocks of other shapes
+    in another order.
+    """
 
     def read(index: Index) -> np.ndarray:
         rows, columns = index
-        low = a.read((slice(0, a.shape[0]), columns)).astype(np.float32)
-        high = b.read((rows, slice(0, b.shape[1]))).astype(np.float32)
-        whole = weight.read(index).astype(np.float32) + np.float32(scale) * (high @ low)
-        return whole.astype(weight.dtype)
+        low = a.read((slice(0, a.shape[0]), columns)).astype(np.float64)
+        high = scale * b.read((rows, slice(0, b.shape[1]))).astype(np.float64)
+        before = weight.read(index)
+        after = np.empty_like(before)
+        step = max(1, _MERGED // max(1, low.shape[1]))
+        for first in range(0, len(before), step):
+            at = slice(first, first + step)
+            after[at] = before[at].astype(np.float64) + high[at] @ low
+        return after
 
     return dataclasses.replace(weight, read=read)
 
@@ -111,11 +134,30 @@ class PeftConfig:
 
     Attributes:
         base: path or name of the base model; "" if unknown.
-        scale: factor of the adapters' outputs.
+        lora: rank and factor of the adapters.
+        ranks: name of a module, or its last parts -> another rank.
+        alphas: name of a module, or its last parts -> another alpha.
     """
 
     base: str
-    scale: float
+    lora: LoraConfig
+    ranks: Mapping[str, int]
+    alphas: Mapping[str, float]
+
+    @property
+    def scale(self) -> float:
+        """Factor of the adapters' outputs."""
+        return self.lora.scale
+
+    def of_module(self, module: str) -> LoraConfig:
+        """Return rank and factor of the adapter of a module."""
+
+        def find(values: Mapping[str, float], usual: float) -> float:
+            names = (name for name in values if f".{module}".endswith(f".{name}"))
+            return values.get(next(names, ""), usual)
+
+        rank, alpha = find(self.ranks, self.lora.rank), find(self.alphas, self.lora.alpha)
+        return self.lora.model_copy(update={"rank": int(rank), "alpha": alpha})
 
 
 def is_peft(directory: Directory) -> bool:
@@ -136,42 +178,80 @@ def read_config(directory: Directory) -> PeftConfig:
             f"{where}: peft_type is {values.get('peft_type')!r}: only LORA is supported"
         )
     unsupported = {
-        "bias": "none", "use_dora": False, "fan_in_fan_out": False, "modules_to_save": None,
-        "rank_pattern": {}, "alpha_pattern": {}, "layer_replication": None, "lora_bias": False,
-        "trainable_token_indices": None, "target_parameters": None,
+        "bias": "none", "use_dora": False, "modules_to_save": None, "layer_replication": None,
+        "lora_bias": False, "trainable_token_indices": None, "target_parameters": None,
     }  # fmt: skip
     for key, usual in unsupported.items():
         if values.get(key, usual) not in (usual, None, [], {}):
             raise UserError(f"{where}: {key} = {values[key]!r} is not supported")
     rank, alpha = values.get("r"), values.get("lora_alpha")
-    if not (type(rank) is int and rank > 0 and isinstance(alpha, int | float) and alpha > 0):
+    if not (_is_rank(rank) and _is_alpha(alpha)):
         raise UserError(
             f"{where}: r = {rank!r} and lora_alpha = {alpha!r} must be positive numbers"
         )
     lora = LoraConfig(rank=rank, alpha=alpha, use_rslora=values.get("use_rslora") is True)
     base = values.get("base_model_name_or_path")
-    return PeftConfig(base if isinstance(base, str) else "", lora.scale)
+    patterns = (
+        _pattern(values, key, is_valid, where)
+        for key, is_valid in (("rank_pattern", _is_rank), ("alpha_pattern", _is_alpha))
+    )
+    return PeftConfig(base if isinstance(base, str) else "", lora, *patterns)
+
+
+def _is_rank(value: Any) -> TypeGuard[int]:  # noqa: ANN401 (untrusted)
+    return type(value) is int and value > 0
+
+
+def _is_alpha(value: Any) -> TypeGuard[float]:  # noqa: ANN401 (untrusted)
+    return type(value) in (int, float) and 0 < value < math.inf
+
+
+def _pattern(
+    values: Mapping[str, Any], key: str, is_valid: Callable[[Any], bool], where: str
+) -> dict[str, Any]:
+    """Return `rank_pattern` or `alpha_pattern`, in which names of modules are the only patterns.
+
+    Raises:
+        UserError: a value is invalid, or a name is another regular expression.
+    """
+    pattern = values.get(key) or {}
+    if not isinstance(pattern, dict) or not all(map(is_valid, pattern.values())):
+        raise UserError(f"{where}: {key} = {pattern!r} must have a positive number for each module")
+    for name in pattern:
+        if not _MODULE.fullmatch(name):
+            raise UserError(
+                f"{where}: {key} has the regular expression {name!r}, which is not supported. "
+                "Write the names of the modules in its place"
+            )
+    return pattern
 
 
 def read_peft(directory: Directory, dialect: NameMap, model: ModelConfig) -> dict[str, LazyTensor]:
-    """Return the tensors of a PEFT adapter by our names.
+    """Return the tensors of a PEFT adapter by our names, for the factor of its config.
 
     Raises:
         UserError: the adapter is damaged, or does not fit the model.
     """
-    where = f"{directory}/{WEIGHTS}"
+    where, config = f"{directory}/{WEIGHTS}", read_config(directory)
     tensors = dict(safetensors.open_file(directory.open(WEIGHTS), where))
     result: dict[str, LazyTensor] = {}
-    for layer, key, rule in _layers(dialect, model):
+    for key, layers in _layers_by_key(dialect, model).items():
         keys = {m: f"{_PREFIX}{key}.{name}.weight" for m, name in _MATRICES.items()}
         if not any(k in tensors for k in keys.values()):
             continue
-        _check_rule(rule, layer, key)
         if missing := [k for k in keys.values() if k not in tensors]:
             raise UserError(f"{where}: {missing[0]} is missing")
         a, b = (tensors.pop(keys[m]) for m in ADAPTER)
-        result[f"{layer}.lora_a"] = a
-        result[f"{layer}.lora_b"] = rule.change.to_jaxforge(b, model) if rule.change else b
+        own = config.of_module(key)
+        if not len(a.shape) == len(b.shape) == 2 or {a.shape[0], b.shape[1]} != {own.rank}:
+            raise UserError(
+                f"{where}: {key} has matrices {list(a.shape)} and {list(b.shape)}, and not the "
+                f"rank {own.rank} of {CONFIG}"
+            )
+        if not math.isclose(own.scale, config.scale):
+            b = _times(b, own.scale / config.scale)
+        for layer, matrices in _to_jaxforge(Adapter(a, b), layers, config, model).items():
+            result |= {f"{layer}.{m}": matrix for m, matrix in zip(ADAPTER, matrices, strict=True)}
     if tensors or not result:
         key = next(iter(tensors), "no adapter")
         raise UserError(
@@ -180,45 +260,98 @@ def read_peft(directory: Directory, dialect: NameMap, model: ModelConfig) -> dic
     return result
 
 
+def _to_jaxforge(
+    adapter: Adapter, layers: Mapping[str, Rule], config: PeftConfig, model: ModelConfig
+) -> dict[str, Adapter]:
+    """Return the adapters of the layers whose weights are stored in one tensor of the dialect.
+
+    Raises:
+        UserError: the tensor has another size, or the layout of an adapter is unknown.
+    """
+    changes = {layer: _row_change(rule, layer) for layer, rule in layers.items()}
+    parts = {0: adapter}
+    if fused := [rule.change for rule in layers.values() if isinstance(rule.change, Fused)]:
+        rows, outputs = fused[0].layout(model), adapter.b.shape[0]
+        if outputs != sum(map(len, rows)):
+            raise UserError(
+                f"{next(iter(layers))}: the adapter has {outputs} outputs, and the tensor of its "
+                f"family {sum(map(len, rows))}. Name the model that the adapter was trained with"
+            )
+        parts = split(adapter, rows, config.lora.rank)
+    result = {}
+    for layer, rule in layers.items():
+        part = rule.change.part if isinstance(rule.change, Fused) else 0
+        if part in parts:
+            (a, b), change = parts[part], changes[layer]
+            result[layer] = Adapter(a, change.to_jaxforge(b, model) if change else b)
+    return result
+
+
+def _times(tensor: LazyTensor, factor: float) -> LazyTensor:
+    """Return a tensor times a factor in float32."""
+    whole = tensor.cast(DTYPES["float32"])
+    return dataclasses.replace(whole, read=lambda index: whole.read(index) * np.float32(factor))
+
+
 def peft_tensors(adapters: Tensors, dialect: NameMap, model: ModelConfig) -> dict[str, LazyTensor]:
     """Return adapters by PEFT's keys.
 
     Raises:
-        UserError: the family has no matrix of its own for an adapted layer.
+        UserError: the layout of an adapted layer is unknown.
     """
     result: dict[str, LazyTensor] = {}
-    for layer, key, rule in _layers(dialect, model):
-        if f"{layer}.lora_a" not in adapters:
+    for key, layers in _layers_by_key(dialect, model).items():
+        parts, rows = {}, None
+        for layer, rule in layers.items():
+            if f"{layer}.lora_a" not in adapters:
+                continue
+            a, b = (adapters[f"{layer}.{matrix}"] for matrix in ADAPTER)
+            change, part = _row_change(rule, layer), 0
+            if isinstance(rule.change, Fused):
+                part, rows = rule.change.part, rule.change.layout(model)
+            parts[part] = Adapter(a, change.to_dialect(b, model) if change else b)
+        if not parts:
             continue
-        _check_rule(rule, layer, key)
-        a, b = (adapters[f"{layer}.{matrix}"] for matrix in ADAPTER)
-        result[f"{_PREFIX}{key}.lora_A.weight"] = a
-        changed = rule.change.to_dialect(b, model) if rule.change else b
-        result[f"{_PREFIX}{key}.lora_B.weight"] = changed
+        adapter = parts[0] if rows is None else fuse(parts, rows)
+        for name, matrix in zip(_MATRICES.values(), adapter, strict=True):
+            result[f"{_PREFIX}{key}.{name}.weight"] = matrix
     return result
 
 
-def config_json(lora: LoraConfig, base: str | None, modules: list[str]) -> dict[str, Any]:
+def stores_transposed(dialect: NameMap, model: ModelConfig) -> bool:
+    """Return whether a dialect stores matrices as [in, out], which PEFT's config must say."""
+    rules = (rule for layers in _layers_by_key(dialect, model).values() for rule in layers.values())
+    return any(isinstance(rule.change, Transposed) for rule in rules)
+
+
+def config_json(
+    lora: LoraConfig, base: str | None, tensors: Tensors, *, fan_in_fan_out: bool
+) -> dict[str, Any]:
     """Return the content of `adapter_config.json`.
 
     Args:
         lora: the `[lora]` section.
         base: path of the base model.
-        modules: names of the adapted modules.
+        tensors: the adapters by PEFT's keys.
+        fan_in_fan_out: whether the base stores matrices as [in, out].
     """
+    ranks = {
+        key.removeprefix(_PREFIX).removesuffix(end): tensor.shape[0]
+        for key, tensor in tensors.items()
+        if key.endswith(end := f".{_MATRICES['lora_a']}.weight")
+    }
+    fused = {module: rank for module, rank in ranks.items() if rank != lora.rank}
+    alphas = {
+        module: lora.alpha * (rank / lora.rank) ** (0.5 if lora.use_rslora else 1)
+        for module, rank in fused.items()
+    }
     return {
         "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base,
         "r": lora.rank, "lora_alpha": lora.alpha, "use_rslora": lora.use_rslora,
-        "lora_dropout": 0.0, "target_modules": modules, "bias": "none",
-        "fan_in_fan_out": False, "inference_mode": True, "init_lora_weights": True,
+        "rank_pattern": fused, "alpha_pattern": alphas,
+        "lora_dropout": lora.dropout, "target_modules": sorted(ranks), "bias": "none",
+        "fan_in_fan_out": fan_in_fan_out, "inference_mode": True, "init_lora_weights": True,
     }  # fmt: skip
-
-
-def modules_of(tensors: Mapping[str, LazyTensor]) -> list[str]:
-    """Return the names of the adapted modules in a model of transformers."""
-    ends = tuple(f".{name}.weight" for name in _MATRICES.values())
-    names = {key.removeprefix(_PREFIX) for key in tensors}
-    return sorted({name.removesuffix(end) for name in names for end in ends if name.endswith(end)})
 
 
 def adapters_of(params: Tensors) -> dict[str, LazyTensor]:
@@ -226,18 +359,29 @@ def adapters_of(params: Tensors) -> dict[str, LazyTensor]:
     return {name: tensor for name, tensor in params.items() if is_adapter(name)}
 
 
-def _layers(dialect: NameMap, model: ModelConfig) -> Iterator[tuple[str, str, Rule]]:
-    """Yield each layer with a weight: our name, the dialect's name, and the rule of its weight."""
+def _layers_by_key(dialect: NameMap, model: ModelConfig) -> dict[str, dict[str, Rule]]:
+    """Return the dialect's name of each linear layer -> our layers in it, with their rules."""
+    result: dict[str, dict[str, Rule]] = {}
     for name in parameters(model):
         layer, _, parameter = name.rpartition(".")
         if parameter == "weight" and dialect.find_key(name) is not None:
             rule, key = dialect.rule_of(name)
-            yield layer, key.removesuffix(".weight"), rule
+            result.setdefault(key.removesuffix(".weight"), {})[layer] = rule
+    return result
 
 
-def _check_rule(rule: Rule, layer: str, key: str) -> None:
-    if not (rule.change is None or isinstance(rule.change, InterleavedRotary | InterleavedTail)):
+def _row_change(rule: Rule, layer: str) -> LayoutChange | None:
+    """Return the change of the rows of a layer's weight, which are those of B, too.
+
+    Raises:
+        UserError: the weight is stored in another way.
+    """
+    change = rule.change.change if isinstance(rule.change, Fused) else rule.change
+    if isinstance(change, Transposed):
+        change = None  # PEFT's matrices are the same for both layouts
+    if rule.is_packed or not isinstance(change, InterleavedRotary | InterleavedTail | None):
         raise UserError(
-            f"{layer}: this family stores the matrix as a part of {key} or transposed, for which "
-            "adapters of PEFT cannot be converted. Export merged weights with --to hf"
+            f"{layer}: adapters of PEFT cannot be converted for the way in which this family "
+            "stores the matrix. Export merged weights with --to hf"
         )
+    return change

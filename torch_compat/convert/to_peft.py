@@ -28,14 +28,18 @@ class PeftWriter(Writer):
         family = hf_config.select_family(
             config.model, request.dialect, imported and imported.config
         )
-        self.label, self._lora = f"peft, {FAMILIES[family].dialect.name}", config.lora
+        dialect = FAMILIES[family].dialect
+        self.label = f"peft, {dialect.name}"
         if request.dtype:
             tensors = {name: t.cast(DTYPES[request.dtype]) for name, t in tensors.items()}
-        dialect = FAMILIES[family].dialect
         self._tensors = adapters.peft_tensors(tensors, dialect, config.model)
         assert config.checkpoint.load_path is not None
         base = find(source.target.config.checkpoint.load_path or config.checkpoint.load_path)
         self._base = str(Path(str(base)).absolute()) if base.format == "hf" else None
+        self._config = adapters.config_json(
+            config.lora, self._base, self._tensors,
+            fan_in_fan_out=adapters.stores_transposed(dialect, config.model),
+        )  # fmt: skip
 
     def notes(self) -> list[str]:
         """Return notes for the user."""
@@ -51,8 +55,7 @@ class PeftWriter(Writer):
         """Parts of the safetensors file, and the config."""
         path = self.staging.path
         units = safetensors.units_of_file(path / adapters.WEIGHTS, self._tensors, self.block)
-        modules = adapters.modules_of(self._tensors)
-        content = json.dumps(adapters.config_json(self._lora, self._base, modules), indent=2)
+        content = json.dumps(self._config, indent=2)
         return [*units, Unit("config", 0, lambda: _write(path / adapters.CONFIG, content))]
 
     def complete(self, results: Mapping[str, Any]) -> None:
