@@ -156,7 +156,9 @@ def starting_state(
         )
     fresh = Progress()  # a new run begins here
     if section.branch:
-        progress = dataclasses.replace(progress, best_metric=None, best_step=None, early_stop={})
+        progress = dataclasses.replace(
+            progress, best_metric=None, best_step=None, best_name="", early_stop={}
+        )
         return state, dataclasses.replace(
             progress, run_id=fresh.run_id, validation=None, rollbacks=[], frozen={}
         )

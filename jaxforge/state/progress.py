@@ -51,8 +51,9 @@ class Progress:
         spikes: steps whose loss was a spike, applied or not.
         sequences_per_epoch: sequences of the training data; None if unknown.
         validation: the evaluation in progress at this step; None outside of evaluations.
-        best_metric: lowest value so far of `checkpoint.best_metric`.
+        best_metric: best value so far of `checkpoint.best_metric`.
         best_step: the step of that value.
+        best_name: name of that metric; empty in older checkpoints.
         mixtures: mixtures used so far and their first samples, as in `training.phases`.
         rollbacks: step, target step and skipped samples of each rollback.
         early_stop: state of early stopping.
@@ -76,6 +77,7 @@ class Progress:
     validation: Validation | None = None
     best_metric: float | None = None
     best_step: int | None = None
+    best_name: str = ""
     mixtures: list[Any] = dataclasses.field(default_factory=list)
     rollbacks: list[dict[str, int]] = dataclasses.field(default_factory=list)
     early_stop: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -120,11 +122,14 @@ class Progress:
         self.skipped, self.consecutive_bad = int(guard.total), int(guard.consecutive)
         self.nonfinite, self.spikes = int(guard.nonfinite), int(guard.spikes)
 
-    def note_metric(self, value: float) -> bool:
-        """Record the value if it is the best so far; return whether it is."""
-        if math.isnan(value) or (self.best_metric is not None and value >= self.best_metric):
+    def note_metric(self, name: str, value: float, *, is_higher_better: bool) -> bool:
+        """Record the value of a metric if it is the best so far; return whether it is."""
+        best = self.best_metric if self.best_name in ("", name) else None
+        if math.isnan(value):
             return False
-        self.best_metric, self.best_step = value, self.step
+        if best is not None and not (value > best if is_higher_better else value < best):
+            return False
+        self.best_metric, self.best_step, self.best_name = value, self.step, name
         return True
 
     def begin_validation(self, sets: Iterable[str]) -> Validation:

@@ -8,9 +8,17 @@ A task that was stopped begins again, and is logged once.
 
 from collections.abc import Callable, Iterable, Mapping
 
-from jaxforge.config.eval import AVERAGE_PREFIX
+from jaxforge.cli.suggestions import choices
+from jaxforge.config.directions import (
+    BEST_METRIC,
+    EARLY_STOP_METRIC,
+    higher_is_better,
+    unknown_direction,
+)
+from jaxforge.config.eval import AVERAGE_PREFIX, TASKS_PREFIX
 from jaxforge.config.job import JobConfig
 from jaxforge.config.train import TrainConfig
+from jaxforge.errors import UserError
 from jaxforge.exit_codes import Exit
 from jaxforge.state.progress import Progress, Validation
 from jaxforge.state.train_state import TrainState
@@ -52,12 +60,9 @@ class Evaluation(RunCallback):
         if not config.eval.enabled:
             return None
         evaluator = Evaluator(config, run.mesh, run.model, run.eval_data, run.tokenizer, run.frozen)
-        if evaluator.names:
-            evaluator.check_reports(config.checkpoint.best_metric)
-        if config.early_stop.active and config.early_stop.metric.startswith("eval/"):
-            evaluator.check_reports(config.early_stop.metric, "early_stop.metric")
-        steps = {name: schedule.steps for name, schedule in config.eval.schedules().items()}
         tasks = open_tasks(config, run.mesh, run.model, run.tokenizer)
+        run.directions.update(_directions(config, evaluator, tasks))
+        steps = {name: schedule.steps for name, schedule in config.eval.schedules().items()}
         return cls(config, ResumableEvaluation(evaluator, steps, tasks), run.progress)
 
     def is_due(self, step: int) -> bool:
@@ -105,6 +110,36 @@ class Evaluation(RunCallback):
             sets, has_tasks = list(section.sources()), section.has_tasks
         names = self._evaluation.task_names if has_tasks else []
         return [*passes(sets, self._config.train), *names]
+
+
+def _directions(config: JobConfig, evaluator: Evaluator, tasks: Tasks | None) -> dict[str, bool]:
+    """Return whether higher values are better, for each key that names a metric of the evaluation.
+
+    Raises:
+        UserError: the evaluation does not report the metric, or its direction is unknown.
+    """
+    metrics, stop = {}, config.early_stop
+    if evaluator.names or config.checkpoint.keep_best_n:
+        metrics[BEST_METRIC] = config.checkpoint.best_metric, config.checkpoint.best_mode
+    if stop.uses_metric and stop.metric.startswith("eval/"):
+        metrics[EARLY_STOP_METRIC] = stop.metric, stop.mode
+    of_tasks = tasks.directions() if tasks else {}
+    directions = {}
+    for key, (metric, mode) in metrics.items():
+        if metric in of_tasks:
+            direction = of_tasks[metric]
+        elif metric.startswith(TASKS_PREFIX):
+            raise UserError(
+                f'{key} = "{metric}" is not a metric of a task{choices(metric, [*of_tasks])}'
+            )
+        else:
+            direction = evaluator.direction(metric, key)
+        if mode != "auto":
+            direction = higher_is_better(metric, mode)
+        if direction is None:
+            raise UserError(unknown_direction(key, metric))
+        directions[key] = direction
+    return directions
 
 
 def passes(sets: Iterable[str], train: TrainConfig) -> list[str]:
