@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 
@@ -13,18 +13,29 @@ class Validation:
 
     Attributes:
         pending: sets that are not complete; the first may be partly evaluated. "ema/<set>" is the
-            evaluation of a set by the average of the parameters, "task/<task>" that of a task.
+            evaluation of a set by the average of the parameters.
         sums: sums over the batches evaluated so far (`evaluation.SetSums`) and their number, by
-            set; final for sets that are no longer pending. Metrics of complete tasks.
+            set; final for sets that are no longer pending.
+        pending_tasks: tasks that are not complete; they follow the sets.
+        results: metrics of complete tasks, by task.
+        has_begun: True once a batch may have been evaluated.
     """
 
     pending: list[str]
     sums: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
+    pending_tasks: list[str] = dataclasses.field(default_factory=list)
+    results: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
+    has_begun: bool = False
 
-    def drop(self, is_dropped: Callable[[str], bool]) -> None:
-        """Forget the sets whose names the function selects."""
-        self.pending = [name for name in self.pending if not is_dropped(name)]
-        self.sums = {name: sums for name, sums in self.sums.items() if not is_dropped(name)}
+    def retain_sets(self, is_retained: Callable[[str], bool]) -> None:
+        """Forget the sets whose names the function does not select."""
+        self.pending = [name for name in self.pending if is_retained(name)]
+        self.sums = {name: sums for name, sums in self.sums.items() if is_retained(name)}
+
+    def retain_tasks(self, names: Collection[str]) -> None:
+        """Forget all other tasks."""
+        self.pending_tasks = [name for name in self.pending_tasks if name in names]
+        self.results = {task: values for task, values in self.results.items() if task in names}
 
     @property
     def completed(self) -> list[str]:
@@ -132,10 +143,10 @@ class Progress:
         self.best_metric, self.best_step, self.best_name = value, self.step, name
         return True
 
-    def begin_validation(self, sets: Iterable[str]) -> Validation:
-        """Start an evaluation of all sets, or return the one in progress at this step."""
+    def begin_validation(self, sets: Iterable[str], tasks: Iterable[str] = ()) -> Validation:
+        """Start an evaluation of sets and tasks, or return the one in progress at this step."""
         if self.validation is None:
-            self.validation = Validation(list(sets))
+            self.validation = Validation(list(sets), pending_tasks=list(tasks))
         return self.validation
 
     def roll_back_to(self, earlier: "Progress") -> None:

@@ -124,13 +124,13 @@ def test_signal_within_tasks_resumes_there(whole, monkeypatch, at):
             os.kill(os.getpid(), signal.SIGTERM)
         return evaluate(task)
 
-    first, second, finished = Log(), Log(), [f"task/core/{x}" for x in NAMES[: at - 1]]
+    first, second, finished = Log(), Log(), [f"core/{x}" for x in NAMES[: at - 1]]
     with monkeypatch.context() as patch:
         patch.setattr(CoreTask, "evaluate", with_signal)
         assert launch.train(config(root, name), [first]) is Exit.SIGNAL
     stored = progress(root, name, 2)["validation"]
-    assert stored["pending"][0] == f"task/core/{NAMES[at - 1]}"
-    assert [task for task, results in stored["sums"].items() if results] == finished
+    assert stored["pending_tasks"][0] == f"core/{NAMES[at - 1]}"
+    assert list(stored["results"]) == finished
     assert not of_tasks(lines(root, name))
     assert launch.train(config(root, name), [second]) is Exit.COMPLETED
     assert lines(root, name) == lines(root, "whole")
