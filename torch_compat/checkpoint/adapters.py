@@ -66,14 +66,18 @@ def merge(base: CheckpointState, adapters: Tensors, scale: float) -> CheckpointS
 
 
 def _merged(weight: LazyTensor, a: LazyTensor, b: LazyTensor, scale: float) -> LazyTensor:
-    """Return W + scale · B A, computed in float32 and rounded to the dtype of W."""
+    """Return W + scale · B A, computed in float64 and rounded to the dtype of W.
+
+    The order of the sums of B A depends on the shape of the block. In float32, an element would
+    have different last digits in different blocks.
+    """
 
     def read(index: Index) -> np.ndarray:
         rows, columns = index
-        low = a.read((slice(0, a.shape[0]), columns)).astype(np.float32)
-        high = b.read((rows, slice(0, b.shape[1]))).astype(np.float32)
-        whole = weight.read(index).astype(np.float32) + np.float32(scale) * (high @ low)
-        return whole.astype(weight.dtype)
+        low = a.read((slice(0, a.shape[0]), columns)).astype(np.float64)
+        high = b.read((rows, slice(0, b.shape[1]))).astype(np.float64)
+        whole = weight.read(index).astype(np.float64) + scale * (high @ low)
+        return whole.astype(np.float32).astype(weight.dtype)
 
     return dataclasses.replace(weight, read=read)
 
