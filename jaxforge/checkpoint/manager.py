@@ -61,6 +61,7 @@ from jaxforge.checkpoint.weights import Weights
 from jaxforge.config.checkpoint import CheckpointConfig
 from jaxforge.config.directions import higher_is_better
 from jaxforge.errors import JobStorageError, PeerLostError, StorageError, UserError
+from jaxforge.optim.trees import join, split
 from jaxforge.parallel.multihost import peer_lost_error
 from jaxforge.parallel.stages import Stack
 from jaxforge.state.progress import Progress
@@ -327,10 +328,12 @@ class Checkpoints:
             if weights == "ema":
                 if EMA not in saved:
                     raise UserError(no_average(self.path(step)))
-                like = {EMA if name == _PARAMS else name: part for name, part in like.items()}
+                averaged, frozen = split(like.pop(_PARAMS), flatten_dict(saved[EMA]).keys())
+                like |= {EMA: averaged} | ({_PARAMS: frozen} if frozen else {})
             state = self._read(step, state=_restore_args(like, partial=True)).state
             self._check_bits(state, saved, step)
-        return {_PARAMS if name == EMA else name: part for name, part in state.items()}
+        params = join(state.pop(_PARAMS, {}), state.pop(EMA, {}))
+        return {**state, _PARAMS: params}
 
     def path(self, step: int) -> Path:
         """Return the directory of a step."""

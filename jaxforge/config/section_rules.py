@@ -203,11 +203,6 @@ def adapters_are_supported(config: JobConfig, mesh: Mesh) -> Iterator[Problem]:
     if not config.lora.rank:
         return
     rank = f"lora.rank = {config.lora.rank}"
-    if config.train.averages_weights:
-        yield Problem(
-            f"{rank} does not support train.ema_decay: adapters have no average",
-            (single_change("train.ema_decay", 0.0), single_change("lora.rank", 0)),
-        )
     if "model" in config.checkpoint.exclude_from_loading:
         yield Problem(
             f'{rank} adapts the model of checkpoint.load_path, and "model" in '

@@ -587,12 +587,6 @@ def test_all_proposals_are_tested():
         ),
         (
             section_rules.adapters_are_supported,
-            ["lora.rank=2"],
-            ["lora.rank=2", "train.ema_decay=0.9"],
-            ("train.ema_decay to 0.0", "lora.rank to 0"),
-        ),
-        (
-            section_rules.adapters_are_supported,
             ["lora.rank=2", 'checkpoint.exclude_from_loading=["optimizer"]'],
             ["lora.rank=2", 'checkpoint.exclude_from_loading=["model"]'],
             ("lora.rank to 0",),
