@@ -159,6 +159,11 @@ def test_exports_of_average_have_its_logits(trained):
     ):
         np.testing.assert_allclose(ours, huggingface.their_logits(network, tokens()), atol=1e-5)
     assert np.abs(our_logits(trained / "run") - ours).max() > 1e-3
+    reference = checkpoints.find(trained / "run")
+    for weights in ("raw", "ema"):
+        options = ReadOptions(weights=weights)
+        notes = " ".join(reference.read(reference.required_config(None, ()), options).notes)
+        assert ("left out: the average of the adapters" in notes) == (weights == "raw")
 
 
 def test_import_of_a_peft_adapter_is_the_merged_model(trained):
