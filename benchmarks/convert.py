@@ -202,11 +202,9 @@ def compare(nbytes: int, repeats: int, directory: Path) -> list[results.Row]:
     memory("import", importing, run)
     memory("export to DCP", to_dcp, directory / "back")
     memory("export to Hugging Face", to_hf, hf)
-    copy, torch_file, pretrained = (
-        directory / "copy",
-        directory / "all.pt",
-        directory / "pretrained",
-    )
+    copy = directory / "copy"
+    torch_file = directory / "all.pt"
+    pretrained = directory / "pretrained"
     copying_dcp = {"cp -r": (copying(directory / "dcp", copy), copy)}
     to_torch = python(_TO_TORCH, directory / "dcp" / "step_100", torch_file)
     rows += speed(f"{name}: import", total, (importing, run),

@@ -159,20 +159,21 @@ def kernels_loss() -> str:
 
 def gpu_meshes() -> str:
     """Return the table of memory and compile time by mesh and config on H100s."""
-    matches = result("gpu_aot-h100")
     head = ["case", "GPUs", "peak memory, GB", "of the device, %", "compiled in, s"]
-    rows = [[row[name] for name in head] for row in matches["rows"]]
-    return "\n".join([origin(matches), "", *(f"- {note}" for note in matches["notes"]), "",
-                      table(head, rows)])  # fmt: skip
+    return _notes_and_table(result("gpu_aot-h100"), head)
 
 
 def experts_tpu() -> str:
     """Return the table of memory, cycles and collectives of mixtures of experts."""
     matches = result("experts_aot-tpu")
-    head = list(matches["rows"][0])
+    return _notes_and_table(matches, list(matches["rows"][0]))
+
+
+def _notes_and_table(matches: Mapping[str, Any], head: list[str]) -> str:
+    """Return the origin, the notes and some columns of results."""
     rows = [[row[name] for name in head] for row in matches["rows"]]
-    return "\n".join([origin(matches), "", *(f"- {note}" for note in matches["notes"]), "",
-                      table(head, rows)])  # fmt: skip
+    notes = [f"- {note}" for note in matches["notes"]]
+    return "\n".join([origin(matches), "", *notes, "", table(head, rows)])
 
 
 def drill() -> str:

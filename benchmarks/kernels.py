@@ -18,10 +18,11 @@ import numpy as np
 import results
 
 from jaxforge.aux_outputs import LossWeights
-from jaxforge.kernels.attention_backends import cudnn_attention, reference_attention
 from jaxforge.kernels.blockwise import blockwise_attention
+from jaxforge.kernels.dot_product_attention import cudnn_attention, reference_attention
 from jaxforge.parallel import host_memory
-from jaxforge.step.cross_entropy import Tiling, weighted_loss
+from jaxforge.step.cross_entropy import weighted_loss
+from jaxforge.step.logit_tiles import Tiling
 
 Shape = tuple[int, int, int, int, int]
 """Sequences, tokens, heads, heads of keys, their size."""

@@ -39,9 +39,10 @@ from jaxforge.model.transformer import Params
 from jaxforge.parallel.mesh import make_mesh
 from jaxforge.parallel.sharding import batch_shardings, param_shardings
 from jaxforge.program import Program
-from jaxforge.step.cross_entropy import tiles_of, weighted_loss
-from jaxforge.step.gradients import Batch
+from jaxforge.step.cross_entropy import weighted_loss
+from jaxforge.step.logit_tiles import tiles_of
 from jaxforge.step.train_step import Controls
+from jaxforge.step.update_loss import Batch
 
 ROWS, SEQ = 4, 128  # of a microbatch, over all devices
 MODEL = {"dim": 256, "n_layers": 8, "n_heads": 4, "vocab_size": 4096, "ffn_hidden_dim": 1024}

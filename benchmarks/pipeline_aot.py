@@ -23,8 +23,8 @@ from jaxforge.parallel import targets, xla_flags
 from jaxforge.parallel.mesh import make_mesh
 from jaxforge.program import Program
 from jaxforge.state.train_state import TrainState
-from jaxforge.step.gradients import Batch
 from jaxforge.step.train_step import Controls
+from jaxforge.step.update_loss import Batch
 
 STAGES, ROWS, SEQ = 4, 4, 2048
 MESHES = {"dp_shard 4": {"dp_shard": 4}, "dp_shard 2 x tp 2": {"dp_shard": 2, "tp": 2}}

@@ -21,7 +21,8 @@ import results
 
 from jaxforge.commands import prepare, train
 from jaxforge.data.corpus.manifest import FILE_NAME
-from jaxforge.data.corpus.tokenizer import Tokenizer, load_tokenizer
+from jaxforge.data.corpus.tokenizer import Tokenizer
+from jaxforge.data.corpus.tokenizer_files import load_tokenizer
 from jaxforge.data.order import GrainOrder
 from jaxforge.parallel import multihost
 from jaxforge.tools.replay.account import rank_documents

@@ -104,10 +104,8 @@ class TorchBlock(nn.Module):
         self.attention_norm, self.mlp_norm = nn.RMSNorm(dim, 1e-5), nn.RMSNorm(dim, 1e-5)
         self.qkv = nn.Linear(dim, (heads + 2 * kv_heads) * self.h, bias=False)
         self.o = nn.Linear(dim, dim, bias=False)
-        self.gate_up, self.down = (
-            nn.Linear(dim, 2 * ffn, bias=False),
-            nn.Linear(ffn, dim, bias=False),
-        )
+        self.gate_up = nn.Linear(dim, 2 * ffn, bias=False)
+        self.down = nn.Linear(ffn, dim, bias=False)
 
     def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         """Compute [b, s, d] -> [b, s, d]."""

@@ -1,6 +1,7 @@
 """Errors that are not bugs (bugs are assertions): commands print a message without a traceback."""
 
 import errno
+import traceback
 
 FAILING_STORAGE = {
     errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.ESTALE, errno.ETIMEDOUT, errno.ENOTCONN,
@@ -42,6 +43,13 @@ def file_error(location: object, error: OSError) -> UserError | StorageError:
         return error  # of a bucket, with its location
     kind = StorageError if error.errno in FAILING_STORAGE else UserError
     return kind(f"{location}: {error.strerror}")
+
+
+def reason_and_line(error: BaseException) -> str:
+    """Describe an error of a user's code, with the line that raised it."""
+    *_, innermost = traceback.extract_tb(error.__traceback__)
+    reason = traceback.format_exception_only(error)[-1].strip()
+    return f"{reason} ({innermost.filename}:{innermost.lineno})"
 
 
 def printable(message: str) -> str:

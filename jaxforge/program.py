@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxforge.config import rules
 from jaxforge.config.job import JobConfig
-from jaxforge.config.model import MODELS
+from jaxforge.config.model import MODELS, ModelConfig
 from jaxforge.model.runtime import gpu_capability
 from jaxforge.model.transformer import Model, Params, build_model, matmul_precision
 from jaxforge.optim.freezing import frozen_paths
@@ -29,11 +29,13 @@ from jaxforge.state.train_state import (
     state_shardings,
 )
 from jaxforge.step.collect import check_collect
+from jaxforge.step.frozen_model import frozen_bytes
 from jaxforge.step.grad_sync import GradSync, resolve_grad_sync
-from jaxforge.step.gradients import Batch, Gradients, make_gradients
+from jaxforge.step.gradients import Gradients, make_gradients
 from jaxforge.step.objectives import with_frozen_fields
 from jaxforge.step.padded_batch import MAX_PROGRAMS, N_MICROBATCHES, pad_batch
 from jaxforge.step.train_step import Controls, make_train_step
+from jaxforge.step.update_loss import Batch
 
 AbstractBatch = dict[str, jax.ShapeDtypeStruct]
 
@@ -48,6 +50,7 @@ class Program:
         config: the validated config.
         collect: metrics that the step computes, from `step.collect.COLLECTED`.
         capacity: bytes of one device, for `grad_sync`; None uses those of the devices.
+        teacher: the `[model]` section of the teacher, whose memory counts for `grad_sync`.
 
     Args:
         config: a config that `rules.check` has passed for the mesh.
@@ -55,6 +58,7 @@ class Program:
         model: by default the model of `[model]`, with the kernels of the mesh's devices.
         collect: metrics in addition to `metrics.collect`.
         capacity: bytes of one device.
+        teacher: the `[model]` section of the teacher.
 
     Raises:
         UserError: a name in `collect` is unknown. The parts raise it when they are built: the
@@ -71,8 +75,9 @@ class Program:
         model: Model | None = None,
         collect: Iterable[str] = (),
         capacity: int | None = None,
+        teacher: ModelConfig | None = None,
     ) -> None:
-        self.config, self.capacity = config, capacity
+        self.config, self.capacity, self.teacher = config, capacity, teacher
         self.collect = check_collect((*config.metrics.collect, *collect))
         if mesh is not None:
             self.mesh = cast(Mesh, mesh)
@@ -191,8 +196,14 @@ class Program:
     def grad_sync(self) -> GradSync:
         """The reduction of gradients. Collective: all processes must access it."""
         return resolve_grad_sync(
-            self.config, self.model, self.abstract_state(), self.mesh, self.capacity
-        )
+            self.config, self.model, self.abstract_state(), self.mesh, self.capacity,
+            self.frozen_bytes,
+        )  # fmt: skip
+
+    @property
+    def frozen_bytes(self) -> int:
+        """The bytes of the frozen model's parameters on a device."""
+        return frozen_bytes(self.config, self.model, self.mesh, self.teacher)
 
     @property
     def resolved_config(self) -> JobConfig:

@@ -227,13 +227,41 @@ def progress_of(state: TrainState) -> Progress:
 
 def through_checkpoint(ours: Setup, state: TrainState, directory: Path) -> TrainState:
     """Return a state after it was saved to a directory and restored from there."""
-    section = ours.config.checkpoint.model_copy(update={"async_mode": "disabled"})
-    saved = Checkpoints(directory, section, ours.model.axes, stack=ours.model.stack)
-    progress = progress_of(state)
-    saved.save(progress, state)
-    restored, _ = saved.restore(ours.abstract_state(), progress.step)
-    saved.close()
-    return restored
+    save_checkpoint(ours, state, directory)
+    return restore_checkpoint(ours, directory, int(state.step))
+
+
+def open_checkpoints(directory: Path, ours: Setup) -> Checkpoints:
+    """Return the checkpoints of a run, to which states are saved with its config."""
+    config, model = ours.config, ours.model
+    resolved = config.model_dump(mode="json")
+    return Checkpoints(directory, config.checkpoint, model.axes, resolved, stack=model.stack)
+
+
+def save_checkpoint(ours: Setup, state: TrainState, directory: Path) -> None:
+    """Save a state to the checkpoints of a run."""
+    with contextlib.closing(open_checkpoints(directory, ours)) as saved:
+        saved.save(progress_of(state), state)
+
+
+def restore_checkpoint(ours: Setup, directory: Path, step: int) -> TrainState:
+    """Return the state of a step."""
+    section = ours.config.checkpoint
+    with contextlib.closing(Checkpoints(directory, section, read_only=True)) as saved:
+        return saved.restore(ours.abstract_state(), step)[0]
+
+
+def stored_progress(run: Path, step: int) -> dict:
+    """Return the progress in a checkpoint of a run."""
+    path = run / "checkpoints" / f"step_{step}" / "progress" / "metadata"
+    return json.loads(path.read_text())
+
+
+def flip_bit(path: Path) -> None:
+    """Flip a bit in the middle of a file."""
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
 
 
 def with_random_biases(params, seed: int = 0):

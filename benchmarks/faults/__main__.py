@@ -31,8 +31,8 @@ import results
 
 from benchmarks.faults import record
 from benchmarks.faults.case import Broken, Case, Shared
-from benchmarks.faults.hosts import can_make_networks
 from benchmarks.faults.kinds import KINDS, Kind
+from benchmarks.faults.network import can_make_networks
 from benchmarks.faults.record import Tally, continued
 
 _INSIDE = "JAXFORGE_FAULTS_MAY_MOUNT"

@@ -12,7 +12,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 
 from benchmarks.faults.case import EVALUATION, INTERVAL, STEPS, Case, require
-from benchmarks.faults.hosts import N_HOSTS, TIMEOUT, Hosts, Network
+from benchmarks.faults.hosts import N_HOSTS, TIMEOUT, Hosts
+from benchmarks.faults.network import Network
 
 Strike = Callable[[Hosts, Network | None, int], None]
 """Hits a host."""

@@ -26,7 +26,6 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 import psutil
 
@@ -41,25 +40,6 @@ from benchmarks.faults.hosts import TIMEOUT, Hosts
 N_HOSTS = 2
 TOLERANCE = 1e-5  # of a loss, as in the drill
 _DATA_FILES = {"metrics.jsonl", "logs"}  # these grow with each step
-
-
-class Usage(NamedTuple):
-    """Resources in use.
-
-    Attributes:
-        memory: resident bytes.
-        files: open file descriptors.
-        threads: threads.
-    """
-
-    memory: int
-    files: int
-    threads: int
-
-
-def usage(process: psutil.Process) -> Usage:
-    """Return the resources that a process uses."""
-    return Usage(process.memory_info().rss, process.num_fds(), process.num_threads())
 
 
 def disk(*directories: Path) -> int:
@@ -80,11 +60,11 @@ class Log:
     def __init__(self) -> None:
         self.values: dict[str, list[float]] = {}
 
-    def add(self, who: str, used: Usage) -> None:
-        """Note the resources of a process."""
-        self.note(f"{who}: MB of memory", used.memory / 1e6)
-        self.note(f"{who}: open files", used.files)
-        self.note(f"{who}: threads", used.threads)
+    def add(self, who: str, process: psutil.Process) -> None:
+        """Note the resources that a process uses."""
+        self.note(f"{who}: MB of memory", process.memory_info().rss / 1e6)
+        self.note(f"{who}: open files", process.num_fds())
+        self.note(f"{who}: threads", process.num_threads())
 
     def note(self, name: str, value: float) -> None:
         """Note a value."""
@@ -179,8 +159,8 @@ def strike_again_and_again(run: Run, steps: int, every: int, memory: Path) -> Lo
             hosts.await_roster(0, 1)
             for host in range(N_HOSTS):
                 supervisor, trainer = hosts.processes(host)[0], hosts.processes(host)[-1]
-                log.add("supervisors", usage(supervisor))
-                log.add("training processes", usage(trainer))
+                log.add("supervisors", supervisor)
+                log.add("training processes", trainer)
             log.note("checkpoints: MB", disk(run.directory) / 1e6)
             log.note("replicas: MB", disk(memory) / 1e6)
             hosts.await_step(step)
@@ -204,7 +184,7 @@ def lose_a_batch_per_epoch(run: Run, steps: int, every: int) -> Log:
         while run.last_logged() < step and not job.ended:
             time.sleep(0.1)
         require(not job.ended, f"ended: {job.tail()}")
-        log.add("the training process", usage(process))
+        log.add("the training process", process)
         log.note("checkpoints: MB", disk(run.directory) / 1e6)
     require(job.wait() == [0], job.tail())
     skipped, expected = run.progress(steps)["skipped"], len(range(63, steps, N_BATCHES))

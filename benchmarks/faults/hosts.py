@@ -1,15 +1,8 @@
-"""Hosts of an elastic job on one machine: supervisors, and networks that can be cut.
-
-With network namespaces, each host has an address of its own on a bridge, and `cut` takes its link
-down: packets are lost without an answer, as when a cable is pulled.
-"""
+"""Hosts of an elastic job on one machine: supervisors that can be killed and frozen."""
 
 import contextlib
-import os
 import re
-import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -20,79 +13,12 @@ import psutil
 
 from benchmarks.faults import data
 from benchmarks.faults.case import PATIENCE, ROOT, Broken, Run
+from benchmarks.faults.network import Network
 from jaxforge.supervision.processes import free_port
 
 N_HOSTS = 4
 TIMEOUT = 6.0
 """`--hang-timeout` of the supervisors, in seconds."""
-
-
-_SETTINGS = Path("/etc/netns")
-
-
-class Network:
-    """A bridge with a network namespace for each host.
-
-    Args:
-        name: prefix of the names of its devices, at most eight characters.
-        count: number of hosts.
-    """
-
-    def __init__(self, name: str, count: int) -> None:
-        self._name, self._count = name, count
-
-    def __enter__(self) -> "Network":
-        _ip("link", "add", self._name, "type", "bridge")
-        _ip("link", "set", self._name, "up")
-        for host in range(self._count):
-            space, link, end = self.space(host), f"{self._name}o{host}", f"{self._name}i{host}"
-            _ip("netns", "add", space)
-            # `ip netns exec` mounts this over /etc/hosts: processes announce the address of their
-            # host's name, which must not be that of the loopback.
-            hosts = _SETTINGS / space / "hosts"
-            hosts.parent.mkdir(parents=True, exist_ok=True)
-            hosts.write_text(f"127.0.0.1 localhost\n{self.address(host)} {socket.gethostname()}\n")
-            _ip("link", "add", link, "type", "veth", "peer", "name", end)
-            _ip("link", "set", end, "netns", space)
-            _ip("link", "set", link, "master", self._name, "up")
-            for command in (
-                ("link", "set", "lo", "up"),
-                ("addr", "add", f"{self.address(host)}/24", "dev", end),
-                ("link", "set", end, "up"),
-            ):
-                _ip("-n", space, *command)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for host in range(self._count):
-            _ip("netns", "del", self.space(host))
-            shutil.rmtree(_SETTINGS / self.space(host))
-        _ip("link", "del", self._name)
-
-    def space(self, host: int) -> str:
-        """Return the name of a host's namespace."""
-        return f"{self._name}{host}"
-
-    def address(self, host: int) -> str:
-        """Return the address of a host."""
-        return f"10.77.0.{host + 1}"
-
-    def connect(self, host: int, *, is_connected: bool) -> None:
-        """Connect a host to the others, or cut it off."""
-        _ip("link", "set", f"{self._name}o{host}", "up" if is_connected else "down")
-
-
-def can_make_networks() -> bool:
-    """Return whether this user may create network namespaces."""
-    if os.geteuid() or not shutil.which("ip"):
-        return False
-    is_made = subprocess.run(["ip", "netns", "add", "jaxforge-try"], capture_output=True).returncode
-    subprocess.run(["ip", "netns", "del", "jaxforge-try"], capture_output=True)
-    return is_made == 0
-
-
-def _ip(*arguments: str) -> None:
-    subprocess.run(["ip", *arguments], check=True)
 
 
 class Hosts:
@@ -130,7 +56,7 @@ class Hosts:
     def start(self, *hosts: int) -> None:
         """Start the supervisors of some hosts."""
         for host in hosts:
-            inside = ["ip", "netns", "exec", self._network.space(host)] if self._network else []
+            inside = self._network.command(host) if self._network else []
             command = [
                 *inside, sys.executable, "-m", "jaxforge.supervise", "--elastic",
                 f"--peers={self._peers}", f"--host-index={host}", f"--hang-timeout={TIMEOUT}",

@@ -32,8 +32,9 @@ from jaxforge.data.tokens import TokenShards
 from jaxforge.model.transformer import Params
 from jaxforge.parallel import compilation
 from jaxforge.state.train_state import TrainState
-from jaxforge.step.gradients import Gradients, Loss
+from jaxforge.step.gradients import Gradients
 from jaxforge.step.train_step import Batch, CompiledSteps, Controls, Metrics, TrainStep
+from jaxforge.step.update_loss import Loss
 from jaxforge.training import evaluation
 from jaxforge.training.hooks import Hook, StepContext
 

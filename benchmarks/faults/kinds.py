@@ -11,7 +11,7 @@ from pathlib import Path
 
 from benchmarks.faults import data
 from benchmarks.faults.bucket_kinds import BUCKET_KINDS
-from benchmarks.faults.case import INTERVAL, STEPS, Case, require
+from benchmarks.faults.case import INTERVAL, STEPS, Case, Job, require
 from benchmarks.faults.damage_kinds import DAMAGE_KINDS
 from benchmarks.faults.difference_kinds import DIFFERENCE_KINDS
 from benchmarks.faults.elastic_kinds import (
@@ -57,13 +57,19 @@ from benchmarks.faults.recovery_kinds import RECOVERY_KINDS
 # Kills and signals
 
 
-def killed_anywhere(case: Case) -> None:
-    """Kill the run from outside, between the first import and the last line."""
+def started(case: Case) -> Job:
+    """Start a run, and return at a random time before its end."""
     job = case.run.start()
-    # Most of a short run is its start: half of the kills wait for it.
+    # Most of a short run is its start: half of the faults wait for it.
     after = case.rng.choice([0, case.rng.randrange(1, STEPS)])
     case.wait_until(lambda: case.run.last_logged() >= after, job)
     job.wait_at_most(case.rng.uniform(0, 4 if after == 0 else 0.2))
+    return job
+
+
+def killed_anywhere(case: Case) -> None:
+    """Kill the run from outside, between the first import and the last line."""
+    job = started(case)
     logged = case.run.last_logged()
     job.kill()
     case.ends(job, KILLED, 0)
@@ -111,10 +117,7 @@ def signalled_anywhere(case: Case) -> None:
     number, code = case.rng.choice(
         [(signal.SIGTERM, STOPPED), (signal.SIGUSR1, STOPPED), (signal.SIGINT, INTERRUPTED)]
     )
-    job = case.run.start()
-    after = case.rng.choice([0, case.rng.randrange(1, STEPS)])
-    case.wait_until(lambda: case.run.last_logged() >= after, job)
-    job.wait_at_most(case.rng.uniform(0, 4 if after == 0 else 0.2))
+    job = started(case)
     early = not case.run.directory.exists()
     job.signal(number)
     case.ends(job, *({code, 0} | ({-number, 1} if early else set())), noisy=early)

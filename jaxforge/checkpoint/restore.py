@@ -126,7 +126,6 @@ def starting_state(
         local: local checkpoints of the run (`checkpoint.local`).
         replicas: complete replicas of the run in memory (`checkpoint.replica`).
     """
-    config = program.config
     own: list[Saved | Replica] = [
         *replicas,
         *(
@@ -140,7 +139,12 @@ def starting_state(
             return start_from(newest, program, open_foreign=open_foreign)
         except ReplicaError as error:
             log.warning("%s; the next older checkpoint is used", error)
-    section = config.checkpoint
+    return _new_run(program, open_foreign)
+
+
+def _new_run(program: Program, open_foreign: OpenForeign | None) -> tuple[TrainState, Progress]:
+    """Return the state of a run without checkpoints: another run's or new."""
+    config, section = program.config, program.config.checkpoint
     if config.lora.rank and not section.branch:
         return _with_new_adapters(program, open_foreign)
     if not section.start_path:
@@ -154,18 +158,14 @@ def starting_state(
         state, progress = start_from(
             source, program, section.exclude_from_loading, open_foreign=open_foreign
         )
-    fresh = Progress()  # a new run begins here
+    progress = dataclasses.replace(
+        progress, run_id=Progress().run_id, validation=None, rollbacks=[], frozen={}
+    )
     if section.branch:
-        progress = dataclasses.replace(
+        return state, dataclasses.replace(
             progress, best_metric=None, best_step=None, best_name="", early_stop={}
         )
-        return state, dataclasses.replace(
-            progress, run_id=fresh.run_id, validation=None, rollbacks=[], frozen={}
-        )
-    progress = dataclasses.replace(
-        progress, run_id=fresh.run_id, validation=None, rollbacks=[], data={}, frozen={}
-    )
-    return state, progress
+    return state, dataclasses.replace(progress, data={})
 
 
 def find_start(section: CheckpointConfig) -> tuple[Path, int]:

@@ -34,6 +34,9 @@ COMMANDS = {
     "activations": Command(
         "jaxforge.commands.activations", "save the activations of a model to files"
     ),
+    "teacher_logits": Command(
+        "jaxforge.commands.teacher_logits", "save the logits of a teacher for a distillation"
+    ),
     "evaluate": Command("jaxforge.commands.evaluate", "compute loss, perplexity and bits per byte"),
     "generate": Command("jaxforge.commands.generate", "continue prompts, or chat with a model"),
     "lm_eval": Command("jaxforge.commands.lm_eval", "evaluate on tasks of EleutherAI's lm_eval"),

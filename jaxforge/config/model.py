@@ -588,11 +588,8 @@ class ModelConfig(Section):
                 f"alibi_max_bias = {self.alibi_max_bias} has no effect with position_embedding = "
                 f'"{self.position_embedding}": remove it'
             )
-
-        floor, plain = (
-            self.attn_temperature_floor,
-            type(self).model_fields["attn_temperature_floor"],
-        )
+        floor = self.attn_temperature_floor
+        plain = type(self).model_fields["attn_temperature_floor"]
         if floor != plain.default and self.attn_temperature_scale is None:
             yield f"attn_temperature_floor = {floor} has no effect without attn_temperature_scale"
         if self.attn_temperature_scale is not None and all(self.ropes):

@@ -2,14 +2,13 @@
 
 import importlib
 import sys
-import traceback
 from collections.abc import Iterator
 from typing import Self
 
 from pydantic import ValidationInfo, model_validator
 
 from jaxforge.config.section import Section
-from jaxforge.errors import UserError
+from jaxforge.errors import UserError, reason_and_line
 from jaxforge.storage import trust
 
 
@@ -66,10 +65,7 @@ def _import_problems(key: str, name: str) -> Iterator[str]:
         if _is_missing(name, error):
             yield f'{key}: module "{name}" does not exist; is its directory in PYTHONPATH?'
         else:
-            *_, innermost = traceback.extract_tb(error.__traceback__)
-            reason = traceback.format_exception_only(error)[-1].strip()
-            location = f"{innermost.filename}:{innermost.lineno}"
-            yield f"{key}: {name} cannot be imported: {reason} ({location})"
+            yield f"{key}: {name} cannot be imported: {reason_and_line(error)}"
 
 
 def _is_missing(name: str, error: BaseException) -> bool:

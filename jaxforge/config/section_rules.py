@@ -223,12 +223,17 @@ def objective_has_one_loss(config: JobConfig, mesh: Mesh) -> Iterator[Problem]:
 
 
 def teacher_is_named(config: JobConfig, mesh: Mesh) -> Iterator[str]:
-    """Require the teacher of a distillation."""
-    if config.train.objective == "distillation" and config.distillation.teacher is None:
+    """Require either the teacher of a distillation or its saved logits."""
+    section = config.distillation
+    if config.train.objective != "distillation":
+        return
+    if section.teacher is None and section.logits is None:
         yield (
             'train.objective = "distillation" requires a teacher: set distillation.teacher to its '
-            "run"
+            "checkpoint, or distillation.logits to its saved logits"
         )
+    if section.teacher is not None and section.logits is not None:
+        yield "distillation.teacher and distillation.logits are both set: remove one of them"
 
 
 def teacher_logits_exist(config: JobConfig, mesh: Mesh) -> Iterator[Problem]:

@@ -37,8 +37,8 @@ def fingerprints(
     """
     name = config.dataset_path or config.hf_dataset_name or config.dataset_type
     sets = training.datasets if isinstance(training, Mixture) else {name: training}
-    by_label = {f"{_TRAINING}{label}": _fingerprint(dataset) for label, dataset in sets.items()}
-    held_out = {f"eval: {label}": _fingerprint(dataset) for label, dataset in evaluation.items()}
+    by_label = {f"{_TRAINING}{label}": fingerprint_of(dataset) for label, dataset in sets.items()}
+    held_out = {f"eval: {label}": fingerprint_of(dataset) for label, dataset in evaluation.items()}
     return by_label | held_out
 
 
@@ -127,7 +127,8 @@ def _tokenizers(fingerprints_: Mapping[str, Fingerprint]) -> set[str]:
     return {each["tokenizer"] for each in training if each.get("tokenizer")}
 
 
-def _fingerprint(dataset: Dataset | Streaming) -> Fingerprint:
+def fingerprint_of(dataset: Dataset | Streaming) -> Fingerprint:
+    """Return the fingerprint of a dataset; without `contents` if its tokens are not in files."""
     source = getattr(dataset, "source", None)  # a registered dataset may have none
     if isinstance(source, TokenFiles):
         return _fingerprint_of_files(source)

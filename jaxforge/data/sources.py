@@ -15,7 +15,8 @@ from jaxforge.data.corpus.conversations import Conversations
 from jaxforge.data.corpus.huggingface import cached_shards, load_dataset
 from jaxforge.data.corpus.manifest import Manifest
 from jaxforge.data.corpus.records import Content, TextField
-from jaxforge.data.corpus.tokenizer import Tokenizer, load_tokenizer, tokenizer_of
+from jaxforge.data.corpus.tokenizer import Tokenizer
+from jaxforge.data.corpus.tokenizer_files import load_tokenizer, tokenizer_of
 from jaxforge.data.dataset import Dataset, Example, Mixture, Streaming
 from jaxforge.data.order import data_seed
 from jaxforge.data.packing import (
@@ -26,6 +27,7 @@ from jaxforge.data.packing import (
     split_window,
 )
 from jaxforge.data.stream import StreamedTokens
+from jaxforge.data.teacher_logits import with_saved_logits
 from jaxforge.data.tokens import SyntheticTokens, TokenFiles, TokenShards, manifest_of
 from jaxforge.errors import UserError
 from jaxforge.storage import urls
@@ -40,12 +42,12 @@ DatasetBuilder = Callable[[JobConfig], Dataset | Mixture | Streaming]
 
 
 def open_training_data(config: JobConfig) -> Dataset | Mixture | Streaming:
-    """Open the training set of `data.dataset_type`.
+    """Open the training set of `data.dataset_type`, with the logits of `distillation.logits`.
 
     Raises:
         UserError: the data are missing, damaged or do not fit the model.
     """
-    return DATASETS[config.data.dataset_type](config)
+    return with_saved_logits(config, DATASETS[config.data.dataset_type](config))
 
 
 def register_dataset(name: str) -> Callable[[DatasetBuilder], DatasetBuilder]:
@@ -188,10 +190,8 @@ def _open_shards(
 
 def _check_objective(config: JobConfig, manifest: Manifest | None, source: str) -> None:
     """Check that pairs of answers, and nothing else, are the data of DPO."""
-    needs_pairs, has_pairs = (
-        config.train.objective == "dpo",
-        bool(manifest and manifest.preferences),
-    )
+    needs_pairs = config.train.objective == "dpo"
+    has_pairs = bool(manifest and manifest.preferences)
     if needs_pairs and not has_pairs:
         raise UserError(
             f'{source} does not hold pairs of answers, which train.objective = "dpo" needs: '

@@ -19,29 +19,31 @@ device runs the kernel on its own sequences and heads (`attend_locally`), withou
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Bool, Float, Int, PyTree
+from jaxtyping import Array, Int, PyTree
 
 from jaxforge.config.model import ModelConfig
 from jaxforge.errors import UserError
 from jaxforge.kernels.blockwise import blockwise_attention
-from jaxforge.kernels.masking import Mask, chunk_ids, select_chunk, select_window, visible
+from jaxforge.kernels.dot_product_attention import (
+    Keys,
+    Output,
+    Queries,
+    SegmentIds,
+    Sinks,
+    Values,
+    cudnn_attention,
+    reference_attention,
+)
+from jaxforge.kernels.masking import Mask, chunk_ids, select_chunk, select_window
 from jaxforge.kernels.on_first_use import on_first_use
-from jaxforge.kernels.scoring import PLAIN, Scoring, Slopes, alibi_bias
+from jaxforge.kernels.scoring import PLAIN, Scoring, Slopes
 from jaxforge.parallel.sharding import automatic_axes, automatic_spec
 
-Queries = Float[Array, "b s heads h"]
-Keys = Float[Array, "b t kv h"]
-Values = Float[Array, "b t kv hv"]
-Output = Float[Array, "b s heads hv"]
-SegmentIds = Int[Array, "b s"] | None
-Sinks = Float[Array, "heads"] | None
-Bias = Float[Array, "*b heads s t"] | None
-"""Term that is added to the scores, after their soft cap."""
 Backend = Callable[..., Output]
 """(q, k, v, segment_ids, window=None, chunk=None, scoring=PLAIN, sinks=None, slopes=None)
 -> softmax(q kᵀ / √h) v, causal.
@@ -53,144 +55,6 @@ sigmoid(sink - lse) of the weight. cuDNN's kernel supports neither chunks nor si
 are not opaque also take `reach`, a window that is an array, and `slopes`: the product
 slope · (key - query) of positions is added to the scores of a head (`scoring.alibi_slopes`).
 """
-
-
-def reference_attention(
-    q: Queries,
-    k: Keys,
-    v: Values,
-    segment_ids: SegmentIds,
-    window: int | None = None,
-    chunk: int | None = None,
-    reach: Int[Array, ""] | None = None,
-    scoring: Scoring = PLAIN,
-    sinks: Sinks = None,
-    slopes: Slopes = None,
-) -> Output:
-    """Attend with all S x S scores in float32."""
-    is_plain = scoring.softcap is None and sinks is None and slopes is None
-    if reach is None and chunk is None and is_plain:
-        return _dot_product(q, k, v, segment_ids, window, "xla", scoring)
-    tokens = jnp.arange(q.shape[1])
-    seen = visible(tokens[:, None], tokens, window if reach is None else reach, chunk)[None, None]
-    if segment_ids is not None:
-        seen = seen & _same_document(segment_ids)
-    return masked_attention(q, k, v, seen, scoring, sinks, alibi_bias(slopes, tokens, tokens))
-
-
-def cudnn_attention(
-    q: Queries,
-    k: Keys,
-    v: Values,
-    segment_ids: SegmentIds,
-    window: int | None = None,
-    scoring: Scoring = PLAIN,
-) -> Output:
-    """Attend with cuDNN's kernel; packed documents need an S x S mask per sequence."""
-    return _dot_product(q, k, v, segment_ids, window, "cudnn", scoring)
-
-
-def masked_attention(
-    q: Queries,
-    k: Keys,
-    v: Values,
-    mask: Bool[Array, "b 1 s t"],
-    scoring: Scoring = PLAIN,
-    sinks: Sinks = None,
-    bias: Bias = None,
-) -> Output:
-    """Attend with any mask by plain products."""
-    if scoring.softcap is not None or sinks is not None or bias is not None:
-        weights = softmax_weights(q, k, mask, scoring, sinks, bias)
-        output = jnp.einsum("bkgst,btkh->bskgh", weights.astype(v.dtype), v)
-        return output.reshape(*q.shape[:3], v.shape[3])
-    return _at_one_width(q, k, v, scoring, mask=mask, implementation="xla")
-
-
-def softmax_weights(
-    q: Queries,
-    k: Keys,
-    mask: Bool[Array, "b 1 s t"],
-    scoring: Scoring,
-    sinks: Sinks,
-    bias: Bias = None,
-) -> Float[Array, "b kv group s t"]:
-    """Return the float32 weights of keys for each query; with sinks they sum to less than 1."""
-    grouped = q.reshape(*q.shape[:2], k.shape[2], -1, q.shape[3])
-    scores = jnp.einsum("bskgh,btkh->bkgst", grouped, k, preferred_element_type=jnp.float32)
-    return _weights_of_scores(scores, q.shape[3], mask, scoring, sinks, bias)
-
-
-def cached_attention(
-    q: Queries,
-    k: Float[Array, "b kv t h"],
-    v: Float[Array, "b kv t hv"],
-    mask: Bool[Array, "b 1 s t"],
-    scoring: Scoring = PLAIN,
-    sinks: Sinks = None,
-    bias: Bias = None,
-) -> Output:
-    """Attend with any mask to the keys and values of a cache."""
-    grouped = q.reshape(*q.shape[:2], k.shape[1], -1, q.shape[3])
-    scores = jnp.einsum(
-        "bskgh,bkth->bkgst", grouped, k,
-        preferred_element_type=jnp.promote_types(jnp.float32, q.dtype),
-    )  # fmt: skip
-    weights = _weights_of_scores(scores, q.shape[3], mask, scoring, sinks, bias)
-    output = jnp.einsum("bkgst,bkth->bskgh", weights.astype(v.dtype), v)
-    return output.reshape(*q.shape[:3], v.shape[3])
-
-
-def _weights_of_scores(
-    scores: Float[Array, "b kv group s t"],
-    head_size: int,
-    mask: Bool[Array, "b 1 s t"],
-    scoring: Scoring,
-    sinks: Sinks,
-    bias: Bias,
-) -> Float[Array, "b kv group s t"]:
-    capped = scoring.capped(scores * scoring.scale_of(head_size))
-    if bias is not None:
-        capped += bias.reshape(*bias.shape[:-3], *scores.shape[1:3], *bias.shape[-2:])
-    seen = jnp.where(mask[:, :, None], capped, -jnp.inf)
-    if sinks is not None:  # one more key
-        column = sinks.reshape(scores.shape[1], -1, 1, 1).astype(seen.dtype)
-        column = jnp.broadcast_to(column, (*seen.shape[:-1], 1))
-        seen = jnp.concatenate([seen, column], axis=-1)
-    return jax.nn.softmax(seen, axis=-1)[..., : scores.shape[-1]]
-
-
-def _dot_product(
-    q: Queries,
-    k: Keys,
-    v: Values,
-    segment_ids: SegmentIds,
-    window: int | None,
-    implementation: Literal["xla", "cudnn"],
-    scoring: Scoring,
-) -> Output:
-    same = None if segment_ids is None else _same_document(segment_ids)
-    back = None if window is None else (window - 1, 0)
-    return _at_one_width(
-        q, k, v, scoring, mask=same, is_causal=True, local_window_size=back,
-        implementation=implementation,
-    )  # fmt: skip
-
-
-def _at_one_width(q: Queries, k: Keys, v: Values, scoring: Scoring, **options: Any) -> Output:  # noqa: ANN401
-    """Attend by JAX's function, which requires queries, keys and values of the same width."""
-    head, value = q.shape[3], v.shape[3]
-    if head == value:
-        return jax.nn.dot_product_attention(q, k, v, scale=scoring.scale, **options)
-    # Zeros change no score, and their columns of the result are cut off.
-    width = max(head, value)
-    q, k, v = (jnp.pad(x, ((0, 0),) * 3 + ((0, width - x.shape[3]),)) for x in (q, k, v))
-    scale = scoring.scale_of(head)
-    return jax.nn.dot_product_attention(q, k, v, scale=scale, **options)[..., :value]
-
-
-def _same_document(segment_ids: Int[Array, "b s"]) -> Bool[Array, "b 1 s s"]:
-    return (segment_ids[:, :, None] == segment_ids[:, None, :])[:, None]
 
 
 def attend_locally(

@@ -28,7 +28,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int, PyTree, Shaped
 
-from jaxforge.kernels.attention_backends import SegmentIds, Sinks, attend_with_masks, run_per_device
+from jaxforge.kernels.attention_backends import attend_with_masks, run_per_device
+from jaxforge.kernels.dot_product_attention import SegmentIds, Sinks
 from jaxforge.kernels.flash_blocks import TokenPositions
 from jaxforge.kernels.masking import Mask, chunk_ids, select_chunk, select_window
 from jaxforge.kernels.partial_attention import (

@@ -190,10 +190,8 @@ def backward(
     # Tensor cores multiply dO with K, Q and V in their dtype; lse and δ stay in float32.
     of_rows = d_output.astype(q_BSHh.dtype), lse, delta
     padded = _PaddedInputs.of("dq", *arrays, window, scoring)
-    at, (d_filled, lse_filled, delta_filled) = (
-        _query_layout(padded),
-        padded.pad_backward_inputs(*of_rows),
-    )
+    at = _query_layout(padded)
+    d_filled, lse_filled, delta_filled = padded.pad_backward_inputs(*of_rows)
     (dq,) = _run(
         flash_kernels.flash_dq, padded.config, at.grid,
         [*at.arguments, (at.values, d_filled), (at.rows, lse_filled), (at.rows, delta_filled)],
@@ -315,11 +313,9 @@ class _Layout(NamedTuple):
 # results      block [n, ·] of o or dq        block [n, ·] of dk and dv, for part h % parts
 def _query_layout(padded: _PaddedInputs) -> _Layout:
     """Return the layout with one program per block of queries and head."""
-    config, (batch, length, heads, _), n = (
-        padded.config,
-        padded.q.shape,
-        padded.config.tiles.queries,
-    )
+    config = padded.config
+    batch, length, heads, _ = padded.q.shape
+    n = padded.config.tiles.queries
     keys, group, last = padded.k.shape[1], heads // padded.k.shape[2], length // n - 1
     # Causal: the last blocks of queries visit the most keys. `last - i` starts them first, which
     # balances the tail of the grid.

@@ -218,10 +218,8 @@ def _forward(
     fp8: Fp8, x: Array, weight: Array, bias: Array | None, amaxes: Amaxes | None
 ) -> tuple[Array, Operand, Operand]:
     """Return the result and the quantized operands."""
-    x_8, weight_8 = (
-        _quantize_x(fp8, x, amaxes),
-        _quantize_weight(fp8, weight.astype(x.dtype), amaxes),
-    )
+    x_8 = _quantize_x(fp8, x, amaxes)
+    weight_8 = _quantize_weight(fp8, weight.astype(x.dtype), amaxes)
     return _with_bias(_einsum("...i,oi->...o", x_8, weight_8, x.dtype), bias), x_8, weight_8
 
 
@@ -237,10 +235,8 @@ def _backward(fp8: Fp8, x: Operand, weight: Operand, d_y: Array) -> tuple[Array,
     # Block scales run along the summed dimension: dx sums over outputs, dW over tokens. So dy is
     # rounded twice, and x is rounded again along tokens.
     if fp8.scaling == "block":
-        d_rows, d_columns = (
-            fake_quantize_blocks(d_y, E4M3, 1, BLOCK),
-            fake_quantize_blocks(d_y, E4M3, BLOCK, 1),
-        )
+        d_rows = fake_quantize_blocks(d_y, E4M3, 1, BLOCK)
+        d_columns = fake_quantize_blocks(d_y, E4M3, BLOCK, 1)
         x = fake_quantize_blocks(jnp.asarray(x), E4M3, BLOCK, 1)
     else:
         d_rows = d_columns = quantize_tensor(d_y, E5M2)
@@ -316,10 +312,8 @@ def _multiply_backward(
     if switch is not None:
 
         def in_8_bits(x: Array, weight: Array, d_y: Array) -> tuple[Array, Array]:
-            x_8, weight_8 = (
-                _quantize_x(fp8, x, amaxes),
-                _quantize_weight(fp8, weight.astype(x.dtype), amaxes),
-            )
+            x_8 = _quantize_x(fp8, x, amaxes)
+            weight_8 = _quantize_weight(fp8, weight.astype(x.dtype), amaxes)
             return _backward(fp8, x if fp8.scaling == "block" else x_8, weight_8, d_y)
 
         plain = functools.partial(_backward_bf16, fp8)

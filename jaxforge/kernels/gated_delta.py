@@ -258,6 +258,10 @@ class _Chunks(NamedTuple):
 def _by_chunks(
     chunk: int, tokens: DeltaTokens, starts: Bool[Array, "b s"] | None, state: DeltaState
 ) -> tuple[Array, DeltaState]:
+    """Return outputs and last state: a scan over chunks for w and S, then y of all chunks.
+
+    The step of the scan is w = u - w_state S_0 and S_C = exp(G_C) S_0 + (decay_out ∘ K)ᵀ w.
+    """
     batch, length, heads, channels = tokens.v.shape
     chunk = min(chunk, max(_BASE, 1 << (length - 1).bit_length()))
     chunks = _split_into_chunks(chunk, _normalized(tokens), starts)
@@ -282,6 +286,7 @@ def _by_chunks(
 def _split_into_chunks(
     chunk: int, tokens: DeltaTokens, starts: Bool[Array, "b s"] | None
 ) -> _Chunks:
+    """Solve the triangular systems of all chunks, which do not depend on the state."""
     groups = tokens.v.shape[2] // tokens.k.shape[2]
     split = functools.partial(_chunked, chunk)
     # Tokens of padding have g = β = 0, so that they do not change the state.

@@ -270,10 +270,8 @@ def _may_see(queries: QueryPart, keys: KeyPart, window: Window) -> Bool[Array, "
     if window is not None:
         is_visible &= first_q - last_k < window
     if q_tokens.documents is not None and k_tokens.documents is not None:
-        (first_q, last_q), (first_k, last_k) = (
-            _range(q_tokens.documents),
-            _range(k_tokens.documents),
-        )
+        first_q, last_q = _range(q_tokens.documents)
+        first_k, last_k = _range(k_tokens.documents)
         is_visible &= (first_k <= last_q) & (first_q <= last_k)
     return jnp.any(is_visible)
 

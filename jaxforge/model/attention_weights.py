@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxforge.kernels.attention_backends import Keys, Queries, SegmentIds, Sinks, softmax_weights
+from jaxforge.kernels.dot_product_attention import Keys, Queries, SegmentIds, Sinks, softmax_weights
 from jaxforge.kernels.masking import Mask, chunk_ids, select_chunk, select_window, visible
 from jaxforge.kernels.scoring import Scoring, Slopes, alibi_bias
 from jaxforge.parallel.sharding import automatic_size, constrain

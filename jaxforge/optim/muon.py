@@ -22,6 +22,7 @@ from jaxforge.optim.moments import MomentStorage, init_moments
 from jaxforge.optim.schedule import Schedule
 from jaxforge.optim.trees import Path, join, split
 from jaxforge.optim.update_rule import UpdateStep, change_of, transform
+from jaxforge.parallel.sharding import Axes
 
 _MAX_ASPECT = 10
 _NORM_EPS = 1e-7
@@ -136,6 +137,7 @@ def muon(
     `optim.update_rule.transform` documents the arguments of the update function. `lr_scale`
     multiplies both learning rates.
     """
+    rule = _MatrixRule(momentum, ns_steps, variant)
 
     def for_muon(params: PyTree) -> frozenset[Path]:
         names, flat = flatten_dict(axes), flatten_dict(params)
@@ -150,52 +152,70 @@ def muon(
             lr_factors=factors, is_cautious=is_cautious,
         )  # fmt: skip
 
-    def accumulate(_: tuple, g: Array, b: Array) -> tuple[Array, Array]:
-        b = momentum * b + g
-        return g + momentum * b if variant.nesterov else b, b
-
     def init(params: PyTree) -> MuonState:
         paths = for_muon(params)
         matrices, others = split(params, paths)
-        updates, *adams = adam(paths).init(others)
-        buffers, buffers_scales = init_moments(matrices, state_dtype)
-        row_nu = None
-        if variant.beta2 is not None:
-            names = split(axes, paths)[0]
-            row_nu = jax.tree.map(lambda p, n: jnp.zeros(rows_shape(p.shape, n)), matrices, names)
-        mu, nu, mu_scales, nu_scales = adams
-        return MuonState(updates, buffers, mu, nu, buffers_scales, mu_scales, nu_scales, row_nu)
+        adam_state = adam(paths).init(others)
+        buffers, scales = init_moments(matrices, state_dtype)
+        row_nu = rule.init_row_nu(matrices, split(axes, paths)[0])
+        return MuonState(
+            momentum=buffers, momentum_scales=scales, row_nu=row_nu, **adam_state._asdict()
+        )
 
     def update(step: UpdateStep, grads: PyTree, state: MuonState, params: PyTree) -> tuple:
-        paths = for_muon(params)
-
         def change(p: Array, u: Array, *details: Any) -> tuple[Array, ...]:  # noqa: ANN401
             *row_nu, decay, factor, names = details
-            m, n = matrix_shape(p.shape, names)
-            direction = orthogonal(u.reshape(-1, m, n), ns_steps)
-            if variant.beta2 is not None:
-                v = row_nu[0].reshape(-1, m)
-                direction, v = _normalize_rows(direction, v, variant.beta2)
-                row_nu = [v.reshape(row_nu[0].shape)]
-            p_step = times(step.lr, factor) * variant.scale(m, n) * direction.reshape(p.shape)
+            direction, *row_nu = rule.orthogonalize(u, names, *row_nu)
+            scale = variant.scale(*matrix_shape(p.shape, names))
+            p_step = times(step.lr, factor) * scale * direction
             return change_of(p, p_step, step.lr * decay, is_cautious=is_cautious), *row_nu
 
+        paths = for_muon(params)
         trees = (tree and split(tree, paths)[0] for tree in (weight_decay, muon_factors, axes))
         (matrices, others), (matrix_grads, other_grads) = split(params, paths), split(grads, paths)
         matrix_updates, new = step.advance(
-            state, ("momentum",), accumulate, change, matrices, matrix_grads, *trees,
-            weights=() if variant.beta2 is None else ("row_nu",),
+            state, ("momentum",), rule.accumulate, change, matrices, matrix_grads, *trees,
+            weights=() if state.row_nu is None else ("row_nu",),
         )  # fmt: skip
-        other_updates, adams = adam(paths).update(
+        other_updates, adam_state = adam(paths).update(
             other_grads,
-            AdamWState(state.updates, state.mu, state.nu, state.mu_scales, state.nu_scales),
+            AdamWState(*(getattr(state, field) for field in AdamWState._fields)),
             others,
             lr_scale=step.lr_scale,
             applied=step.moment_update.applied,
         )
-        return join(matrix_updates, other_updates), new._replace(**adams._asdict())
+        return join(matrix_updates, other_updates), new._replace(**adam_state._asdict())
 
     return transform(schedule, state_dtype, init, update)
+
+
+class _MatrixRule(NamedTuple):
+    """Muon's arithmetic for a parameter [layers, m, n]; `muon` documents the fields."""
+
+    momentum: float
+    ns_steps: int
+    variant: Variant
+
+    def init_row_nu(self, matrices: PyTree, axes: PyTree) -> PyTree | None:
+        """Return NorMuon's v before the first update."""
+        if self.variant.beta2 is None:
+            return None
+        return jax.tree.map(lambda p, names: jnp.zeros(rows_shape(p.shape, names)), matrices, axes)
+
+    def accumulate(self, _: tuple, g: Array, b: Array) -> tuple[Array, Array]:
+        """Return u and the new b."""
+        b = self.momentum * b + g
+        return g + self.momentum * b if self.variant.nesterov else b, b
+
+    def orthogonalize(self, u: Array, axes: Axes, *row_nu: Array) -> tuple[Array, ...]:
+        """Return orthogonal(u), for NorMuon with normalized rows, and the new v."""
+        m, n = matrix_shape(u.shape, axes)
+        direction = orthogonal(u.reshape(-1, m, n), self.ns_steps)
+        if self.variant.beta2 is not None:
+            (v,) = row_nu
+            direction, rows = _normalize_rows(direction, v.reshape(-1, m), self.variant.beta2)
+            row_nu = (rows.reshape(v.shape),)
+        return direction.reshape(u.shape), *row_nu
 
 
 def muon_takes(shape: tuple[float, ...], axes: tuple[str, ...]) -> bool:

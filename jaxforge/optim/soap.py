@@ -120,35 +120,32 @@ def soap(
         return SoapState(jnp.zeros((), jnp.int32), mu, nu, rows, rows, columns, columns)
 
     def update(step: UpdateStep, grads: PyTree, state: SoapState, params: PyTree) -> tuple:
-        is_first, t = state.updates == 0, jnp.maximum(state.updates, 1)
-        # The first update has the rate 0 and does not change moments.
-        lr = jnp.where(is_first, 0.0, step.lr)
-        b1, b2 = (jnp.where(is_first, 1.0, beta) for beta in betas)
-        correction, root_correction2 = (bias_correction(beta, t) for beta in betas)
-        root_correction2 = jnp.sqrt(root_correction2)
+        rates = _Rates.of_update(state.updates, step.lr, betas, eps)
         bases: RowsAndColumns = flatten_dict(state.row_basis), flatten_dict(state.column_basis)
         grams: RowsAndColumns = flatten_dict(state.row_gram), flatten_dict(state.column_gram)
 
-        def advance(path: Path, p: Array, g: Array, m: Array, v: Array, *rates: float) -> tuple:
-            decay, factor = rates
+        def advance(path: Path, p: Array, g: Array, m: Array, v: Array, *factors: float) -> tuple:
+            decay, factor = factors
             basis = [by_path.get(path) for by_path in bases]
-            g, old_m, old_v = (_as_matrices(x, names[path]) for x in (g, m, v))
-            new_m = b1 * old_m + (1 - b1) * g
-            new_v = b2 * old_v + (1 - b2) * jnp.square(_into(basis, g))
-            direction = _into(basis, new_m) / (jnp.sqrt(new_v) / root_correction2 + eps)
-            direction = _out_of(basis, direction).reshape(p.shape)
-            p_step = times(lr / correction, factor) * direction
-            change = change_of(p, p_step, lr * decay, is_cautious=is_cautious)
-            return change, *(x.reshape(p.shape).astype(m.dtype) for x in (new_m, new_v))
+            matrices = (_as_matrices(x, names[path]) for x in (g, m, v))
+            direction, *moments = _adam_in_bases(rates, basis, *matrices)
+            p_step = times(rates.step_size, factor) * direction.reshape(p.shape)
+            change = change_of(p, p_step, rates.lr * decay, is_cautious=is_cautious)
+            return change, *(x.reshape(p.shape).astype(m.dtype) for x in moments)
 
+        # 1. Adam's step in the bases of the updates before.
         factors = jax.tree.map(lambda _: 1.0, params) if lr_factors is None else lr_factors
         trees = params, grads, state.mu, state.nu, weight_decay, factors
         flat = [flatten_dict(tree) for tree in trees]
         results = {path: advance(path, *(tree[path] for tree in flat)) for path in flat[0]}
         changes, mu, nu = ({path: r[i] for path, r in results.items()} for i in range(3))
+        # 2. The averages of G Gᵀ and Gᵀ G.
         gradients = {path: _as_matrices(g, names[path]) for path, g in flat[1].items()}
         grams = _averaged(grams, gradients, beta)
-        change_bases = jnp.where(is_first, 0, jnp.where(state.updates % interval == 0, 1, 2))
+        # 3. The bases of the next updates.
+        change_bases = jnp.where(
+            state.updates == 0, 0, jnp.where(state.updates % interval == 0, 1, 2)
+        )
         variances = {path: _as_matrices(v, names[path]) for path, v in nu.items()}
         bases, variances = jax.lax.switch(
             change_bases, (_first_bases, _next_bases, _same_bases), grams, bases, variances
@@ -159,6 +156,47 @@ def soap(
         return unflatten_dict(changes), SoapState(updates, *map(unflatten_dict, fields))
 
     return transform(schedule, state_dtype, init, update)
+
+
+class _Rates(NamedTuple):
+    """Rates of one update, which are those of `soap` except in the first one.
+
+    Attributes:
+        lr: learning rate.
+        step_size: lr / (1 - b1^t).
+        b1: decay rate of M.
+        b2: decay rate of V.
+        root_correction2: √(1 - b2^t).
+        eps: constant added to the denominator.
+    """
+
+    lr: Array
+    step_size: Array
+    b1: Array
+    b2: Array
+    root_correction2: Array
+    eps: float
+
+    @classmethod
+    def of_update(
+        cls, updates: Int[Array, ""], lr: Array, betas: tuple[float, float], eps: float
+    ) -> "_Rates":
+        """Return the rates after a number of updates: the first one changes nothing."""
+        is_first, t = updates == 0, jnp.maximum(updates, 1)
+        lr = jnp.where(is_first, 0.0, lr)
+        b1, b2 = (jnp.where(is_first, 1.0, beta) for beta in betas)
+        correction, correction2 = (bias_correction(beta, t) for beta in betas)
+        return cls(lr, lr / correction, b1, b2, jnp.sqrt(correction2), eps)
+
+
+def _adam_in_bases(
+    rates: _Rates, basis: list[Array | None], g: Array, m: Array, v: Array
+) -> tuple[Array, Array, Array]:
+    """Return Adam's direction for a parameter, out of the bases, and the new M and V."""
+    m = rates.b1 * m + (1 - rates.b1) * g
+    v = rates.b2 * v + (1 - rates.b2) * jnp.square(_into(basis, g))
+    direction = _into(basis, m) / (jnp.sqrt(v) / rates.root_correction2 + rates.eps)
+    return _out_of(basis, direction), m, v
 
 
 def _as_matrices(x: Array, axes: Axes) -> Float[Array, "..."]:

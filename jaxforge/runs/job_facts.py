@@ -51,16 +51,15 @@ def facts_of_start(config: JobConfig | UnresolvedConfig) -> dict[str, Any]:
 
 def code_hashes(config: JobConfig) -> dict[str, str]:
     """Return the SHA-256 of the sources of jaxforge and of each module in `[plugins]`."""
-    folders = {"jaxforge": Path(jaxforge.__file__).parent, **plugin_sources(config)}
-    return {name: source_hash(folder) for name, folder in folders.items()}
+    return {name: source_hash(folder) for name, folder in code_folders(config).items()}
 
 
-def plugin_sources(config: JobConfig) -> dict[str, Path]:
-    """Return the file, or package directory, of each imported module in `[plugins]`.
+def code_folders(config: JobConfig) -> dict[str, Path]:
+    """Return the sources of jaxforge and of each imported module in `[plugins]`: file or directory.
 
     Other modules are omitted, because searching for a module may import its parent packages.
     """
-    sources = {}
+    sources = {"jaxforge": Path(jaxforge.__file__).parent}
     for name in dict.fromkeys(config.plugins.names.all_modules()):
         spec = getattr(sys.modules.get(name), "__spec__", None)
         if spec and spec.origin:

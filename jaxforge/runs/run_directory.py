@@ -29,7 +29,8 @@ from jaxforge.cli.suggestions import path_hint
 from jaxforge.config.job import JobConfig
 from jaxforge.config.reading.load import load_config, load_config_of_run
 from jaxforge.config.reading.unresolved import UnresolvedConfig
-from jaxforge.data.corpus.tokenizer import Tokenizer, load_tokenizer, tokenizer_of
+from jaxforge.data.corpus.tokenizer import Tokenizer
+from jaxforge.data.corpus.tokenizer_files import load_tokenizer, tokenizer_of
 from jaxforge.errors import UserError, file_error
 from jaxforge.runs import attempts, starts
 from jaxforge.storage import mirror, safe_files, trust, urls

@@ -7,7 +7,7 @@ from jaxforge.kernels.context_parallel import context_size, to_device_order
 from jaxforge.kernels.masking import positions_in_documents
 from jaxforge.model.transformer import Model
 from jaxforge.parallel.sharding import TOKENS, batch_axes, constrain
-from jaxforge.step.gradients import Batch
+from jaxforge.step.update_loss import Batch
 
 
 def spread_sequences(model: Model, batch: Batch) -> Batch:

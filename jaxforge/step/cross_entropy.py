@@ -22,18 +22,15 @@ For a mixture, Σ -log p(label) of each dataset is returned as well, without a g
 """
 
 import functools
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, PyTree
+from jaxtyping import Array, Bool, Float, Int
 
 from jaxforge.aux_outputs import LossWeights
-from jaxforge.config.train import TrainConfig
-from jaxforge.data.packing import IGNORE
 from jaxforge.kernels.scoring import product, soft_cap_slope
-from jaxforge.model.transformer import Model, project
+from jaxforge.model.transformer import project
 from jaxforge.parallel import collectives
 from jaxforge.parallel.sharding import (
     automatic_size,
@@ -41,10 +38,9 @@ from jaxforge.parallel.sharding import (
     size_per_device,
     split_sequences,
 )
+from jaxforge.step.logit_tiles import Tile, Tiling, scan_tiles, single_tile, split_tokens
 from jaxforge.step.vocab_chunks import Chunk, entry_ids, float32_zeros, join_vocab, split_vocab
 
-_CHUNK_LOGITS = 1 << 25  # logits per device of a vocabulary chunk if ce_vocab_chunk = 0: 128 MiB
-_MIN_CHUNK = 1024  # vocabulary entries; products with fewer are slow
 _HEAD = ("vocab", "embed")  # logical axes of the output head
 
 
@@ -85,85 +81,6 @@ class WeightedLoss(NamedTuple):
     def value(self) -> Float[Array, ""]:
         """The sum of both terms."""
         return self.cross_entropy + self.z_loss
-
-
-def valid_tokens(labels: Int[Array, "... b s"]) -> Int[Array, "..."]:
-    """Return the number of valid labels of each batch."""
-    return jnp.sum(labels != IGNORE, axis=(-2, -1), dtype=jnp.int32)
-
-
-def valid_tokens_by_dataset(
-    labels: Int[Array, "m b s"], dataset_mask: Bool[Array, "m b n"]
-) -> Int[Array, "n"]:
-    """Return the number of valid labels of each dataset."""
-    by_row = jnp.sum(labels != IGNORE, axis=-1, dtype=jnp.int32)
-    return jnp.sum(jnp.where(dataset_mask, by_row[..., None], 0), axis=(0, 1))
-
-
-def token_weights(
-    counts: Int[Array, "m"], norm: str, microbatches: Int[Array, ""] | int | None = None
-) -> Float[Array, "m"]:
-    """Return the weight of a token of each microbatch in the loss of the update.
-
-    Args:
-        counts: valid tokens of each microbatch, over all devices.
-        norm: `train.loss_norm`.
-        microbatches: number of microbatches without padding; None: all.
-    """
-    microbatches = len(counts) if microbatches is None else microbatches
-    weights = counts.astype(jnp.float32)
-    divisor = weights * microbatches if norm == "microbatch" else jnp.sum(weights)
-    # A microbatch without valid tokens has weight 0: no division by zero, no gradient.
-    return jnp.where(weights > 0, 1.0 / jnp.maximum(divisor, 1.0), 0.0)
-
-
-class Tiling(NamedTuple):
-    """Tile size of the logits that exist at a time, and the soft cap of logits.
-
-    Attributes:
-        tokens: tokens of each sequence in a tile.
-        vocab: entries of each device's share of the vocabulary in a tile.
-        softcap: `model.final_logit_softcap`.
-    """
-
-    tokens: int
-    vocab: int
-    softcap: float | None = None
-
-
-def tiling(config: TrainConfig, batch: int, length: int, vocab: int, tile: int | None) -> Tiling:
-    """Return the tiling that `train.loss_fn` selects for a microbatch [batch, length].
-
-    Args:
-        config: the `[train]` section.
-        batch: number of sequences over all devices, or of parts of sequences
-            (`split_sequences`).
-        length: tokens of each sequence.
-        vocab: size of the vocabulary.
-        tile: preferred number of logits at a time on a device of the platform; None: no limit.
-    """
-    rows, entries = size_per_device(batch, "tokens"), size_per_device(vocab, "vocab")
-    return tiling_on_device(config, rows, length, entries, tile)
-
-
-def tiling_on_device(
-    config: TrainConfig, rows: int, length: int, entries: int, tile: int | None
-) -> Tiling:
-    """Return the tiling from the number of sequences and vocabulary entries on a device."""
-    chunked = config.loss_fn == "chunked_cross_entropy"
-    if config.ce_chunk_size or not chunked:
-        preferred = length if tile is None else tile // entries // rows
-        tokens = config.ce_chunk_size // rows if chunked else preferred
-        return Tiling(max(1, min(tokens, length)), entries)
-    chunk = config.ce_vocab_chunk or max(_MIN_CHUNK, _CHUNK_LOGITS // (rows * length))
-    return Tiling(length, min(chunk, entries))
-
-
-def tiles_of(config: TrainConfig, labels: Array, head: Array, model: Model) -> Tiling:
-    """Return the tiling for labels [b, s], a head [v, d] and the logits of a model."""
-    batch, length = split_sequences(labels).shape
-    tiles = tiling(config, batch, length, head.shape[0], model.runtime.loss_tile)
-    return tiles._replace(softcap=model.config.final_logit_softcap)
 
 
 def cross_entropy(
@@ -218,12 +135,12 @@ def _sums(
     if _has_vocab_chunks(tiling, head_VD):
         return _sums_by_vocab(tiling, hidden_BSD, weights, labels_BS, masks)[0]
 
-    def fold_tile(total: LossSum, tile: _Tile) -> tuple[LossSum, None]:
+    def fold_tile(total: LossSum, tile: Tile) -> tuple[LossSum, None]:
         return total.plus(_tile_sums(tile, weights, masks.dataset, tiling.softcap)[0]), None
 
-    tiles, empty_tile = _tiles(tiling.tokens, hidden_BSD, labels_BS, masks.padding)
+    tiles, empty_tile = split_tokens(tiling.tokens, hidden_BSD, labels_BS, masks.padding)
     zeros = _tile_sums(empty_tile, weights, masks.dataset, tiling.softcap)[0]
-    return _scan_tiles(fold_tile, zeros, tiles)[0]
+    return scan_tiles(fold_tile, zeros, tiles)[0]
 
 
 def _gather_head(head_VD: Array, dtype: jnp.dtype) -> Array:
@@ -315,7 +232,7 @@ def _weighted_loss_bwd(
         hidden, weights, like, labels, padding, loss_weights, lse = saved
         loss_weights = LossWeights(d_loss * loss_weights.token, d_loss * loss_weights.position)
         d_hidden, d_head = _gradient_by_vocab(
-            tiling, weights, _single_tile(hidden, labels, padding), hidden, loss_weights, lse,
+            tiling, weights, single_tile(hidden, labels, padding), hidden, loss_weights, lse,
             like.dtype,
         )  # fmt: skip
     return d_hidden, d_head, None, None, None
@@ -324,56 +241,8 @@ def _weighted_loss_bwd(
 _weighted_loss.defvjp(_weighted_loss_fwd, _weighted_loss_bwd)
 
 
-class _Tile(NamedTuple):
-    """Tokens of a tile.
-
-    Attributes:
-        hidden: hidden states [t, d].
-        labels: labels [t].
-        real: True for tokens that are not padding [t].
-    """
-
-    hidden: Array
-    labels: Array
-    real: Array
-
-    @property
-    def valid(self) -> Array:
-        return self.labels != IGNORE
-
-
-def _tiles(tokens: int, hidden: Array, labels: Array, padding: Array | None) -> tuple[_Tile, _Tile]:
-    """Return tiles [n, t, ...] along the sequence, the last one padded, and an empty tile."""
-    # [b, s, ...] -> pad s to n · tokens -> [n, b, tokens, ...] -> [n, t = b · tokens, ...]
-    batch, length = labels.shape
-    n = -(-length // tokens)
-    pad = (0, n * tokens - length)
-
-    def cut(x: Array, fill: int) -> Array:
-        x = jnp.pad(x, ((0, 0), pad, *((0, 0),) * (x.ndim - 2)), constant_values=fill)
-        x = x.reshape(batch, n, tokens, *x.shape[2:]).swapaxes(0, 1)
-        return x.reshape(n, batch * tokens, *x.shape[3:])
-
-    is_real = jnp.ones_like(labels) if padding is None else (~padding).astype(labels.dtype)
-    real = cut(is_real, 0) == 1
-    tiles = _Tile(cut(hidden, 0), cut(labels, IGNORE), real)
-    return tiles, jax.tree.map(lambda x: x[0, :0], tiles)
-
-
-def _single_tile(hidden: Array, labels: Array, padding: Array | None) -> _Tile:
-    return jax.tree.map(lambda x: x[0], _tiles(labels.shape[1], hidden, labels, padding)[0])
-
-
-def _scan_tiles(body: Callable[..., Any], start: PyTree, tiles: _Tile) -> tuple[Any, Any]:
-    """Apply `lax.scan`, without a loop for a single tile."""
-    if tiles.labels.shape[0] > 1:
-        return jax.lax.scan(body, start, tiles)
-    carry, y = body(start, jax.tree.map(lambda x: x[0], tiles))
-    return carry, jax.tree.map(lambda x: x[None], y)
-
-
 def _tile_sums(
-    tile: _Tile, weights_VD: Array, dataset_mask_BN: Array | None, softcap: float | None
+    tile: Tile, weights_VD: Array, dataset_mask_BN: Array | None, softcap: float | None
 ) -> tuple[LossSum, Array, Array, Array]:
     """Return sums of a tile, logits [t, v], logsumexp [t, 1], and a one-hot label mask [t, v]."""
     logits_TV = project(tile.hidden, weights_VD, softcap)
@@ -394,7 +263,7 @@ def _reduce_logsumexp(lse: Array) -> Array:
 
 
 def _sum_up(
-    tile: _Tile, lse_T: Array, label_logits_T: Array, dataset_mask_BN: Array | None
+    tile: Tile, lse_T: Array, label_logits_T: Array, dataset_mask_BN: Array | None
 ) -> LossSum:
     nll_T = jnp.where(tile.valid, lse_T - label_logits_T, 0.0)
     return LossSum(
@@ -412,7 +281,7 @@ def _by_dataset(nll_T: Array, dataset_mask_BN: Array) -> Array:
 
 
 def _d_logits(
-    tile: _Tile,
+    tile: Tile,
     loss_weights: LossWeights,
     logits: Array,
     lse_T1: Array,
@@ -443,7 +312,7 @@ def _gradient_by_tokens(
     # The gradient of the head is Σ over tiles of hiddenᵀ · d_logits: the carry of the scan.
     weights = _gather_head(head, hidden.dtype)
 
-    def tile_gradient(tile: _Tile) -> tuple[LossSum, Array, Array]:
+    def tile_gradient(tile: Tile) -> tuple[LossSum, Array, Array]:
         sums, logits, lse, is_label = _tile_sums(tile, weights, masks.dataset, tiling.softcap)
         d_logits = _d_logits(tile, loss_weights, logits, lse, is_label, tiling.softcap)
         # Summands over shares of the vocabulary stay float32 until they are added up.
@@ -451,13 +320,13 @@ def _gradient_by_tokens(
         d_hidden = multiply("tv,vd->td", d_logits, weights)
         return sums, d_hidden, product("td,tv->dv", tile.hidden, d_logits)
 
-    def fold_tile(carry: tuple[LossSum, Array], tile: _Tile) -> tuple[tuple[LossSum, Array], Array]:
+    def fold_tile(carry: tuple[LossSum, Array], tile: Tile) -> tuple[tuple[LossSum, Array], Array]:
         sums, d_hidden, d_head = tile_gradient(tile)
         return (carry[0].plus(sums), constrain(carry[1] + d_head, "embed", "vocab")), d_hidden
 
-    tiles, empty_tile = _tiles(tiling.tokens, hidden, labels, masks.padding)
+    tiles, empty_tile = split_tokens(tiling.tokens, hidden, labels, masks.padding)
     zero_sums, _, zero_gradient = tile_gradient(empty_tile)  # they vary over the same mesh axes
-    (sums, d_head), d_tiles = _scan_tiles(fold_tile, (zero_sums, zero_gradient), tiles)
+    (sums, d_head), d_tiles = scan_tiles(fold_tile, (zero_sums, zero_gradient), tiles)
     # [n, t, d] -> [b, n, tokens, d] -> [b, s, d], without the padding of the last tile
     batch, length, dim = hidden.shape
     d_hidden = d_tiles.reshape(-1, batch, tiling.tokens, dim).swapaxes(0, 1)
@@ -469,7 +338,7 @@ def _sums_by_vocab(
     tiling: Tiling, hidden: Array, weights: Array, labels: Array, masks: _Masks
 ) -> tuple[LossSum, Float[Array, "t"]]:
     """Return sums and the logsumexp of each token, with a running logsumexp over chunks."""
-    tile = _single_tile(hidden, labels, masks.padding)
+    tile = single_tile(hidden, labels, masks.padding)
 
     # Invariant of the scan, over the entries of the chunks so far:
     #   maximum = max logit,  total = Σ exp(logit - maximum),  label_logits = the label's logit
@@ -494,7 +363,7 @@ def _sums_by_vocab(
 def _gradient_by_vocab(
     tiling: Tiling,
     weights: Array,
-    tile: _Tile,
+    tile: Tile,
     hidden: Array,
     loss_weights: LossWeights,
     lse: Array,

@@ -14,13 +14,11 @@ from jaxtyping import Array, Float, Int
 from jaxforge.aux_outputs import AuxOutputs, LossWeights, Mean
 from jaxforge.config.job import JobConfig
 from jaxforge.data.packing import IGNORE
+from jaxforge.data.teacher_logits import TEACHER_IDS, TEACHER_LOGITS
 from jaxforge.model.transformer import Batch, Model, Params
 from jaxforge.parallel.sharding import constrain, merge_sequences, size_per_device, split_sequences
 from jaxforge.step.losses import MicrobatchLoss, build_loss
 from jaxforge.step.token_nll import Target, token_nll
-
-TEACHER_IDS, TEACHER_LOGITS = "teacher_ids", "teacher_logits"
-"""Fields of a batch: entries and values of the teacher's largest logits [m, b, s, k]."""
 
 _LOGITS = 1 << 25  # teacher's logits per device at a time: 128 MiB
 

@@ -15,7 +15,7 @@ from jaxforge.kernels.context_parallel import context_size, to_sequence_order
 from jaxforge.model.layer import Capture
 from jaxforge.model.transformer import Model, Params
 from jaxforge.step.context import spread_sequences
-from jaxforge.step.gradients import Batch
+from jaxforge.step.update_loss import Batch
 
 TOKENS = "tokens"
 """Name of the input tokens among the values."""

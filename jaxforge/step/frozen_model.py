@@ -4,23 +4,26 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Array, Float
 
 from jaxforge.config.job import JobConfig
 from jaxforge.config.lora import LoraConfig
-from jaxforge.config.model import ModelConfig
+from jaxforge.config.model import MODELS, ModelConfig
 from jaxforge.data.packing import IGNORE
+from jaxforge.data.teacher_logits import TEACHER_IDS, TEACHER_LOGITS
 from jaxforge.errors import UserError
 from jaxforge.kernels.context_parallel import context_size, to_sequence_order
 from jaxforge.model.linear import is_matrix
-from jaxforge.model.transformer import Params, build_model
+from jaxforge.model.transformer import Model, Params, build_model
+from jaxforge.parallel.device_memory import bytes_per_device
 from jaxforge.parallel.sharding import TOKENS, batch_shardings, constrain, param_shardings
+from jaxforge.parallel.stages import Stack
 from jaxforge.step.context import spread_sequences
-from jaxforge.step.distillation import TEACHER_IDS, TEACHER_LOGITS, top_logits
+from jaxforge.step.distillation import top_logits
 from jaxforge.step.dpo import PAIR_SCALE, REFERENCE_NLL, pair_scale
-from jaxforge.step.gradients import Batch
 from jaxforge.step.token_nll import label_nll
+from jaxforge.step.update_loss import Batch
 
 
 def frozen_config(config: JobConfig, model: ModelConfig | None = None) -> JobConfig:
@@ -44,6 +47,38 @@ def frozen_config(config: JobConfig, model: ModelConfig | None = None) -> JobCon
             "checkpoint": config.checkpoint.model_copy(update=excluded),
         }
     )
+
+
+def frozen_bytes(
+    config: JobConfig, model: Model, mesh: Mesh | AbstractMesh, teacher: ModelConfig | None = None
+) -> int:
+    """Return the bytes of the frozen model's parameters on a device; 0 if none is loaded.
+
+    Args:
+        config: the config of the run.
+        model: the trained model.
+        mesh: mesh of the run.
+        teacher: the `[model]` section of the teacher; None: there is none, or it is not known.
+    """
+    is_base = config.lora.rank and config.dpo.reference is None
+    has_reference = config.train.objective == "dpo" and not is_base
+    if not has_reference and (config.train.objective != "distillation" or teacher is None):
+        return 0
+    section, pipeline = teacher or config.model, config.distributed
+    stack = Stack(section.n_layers, pipeline.pp, pipeline.chunks)
+    frozen = MODELS[section.model_type](section, dtype=model.dtype, stack=stack)
+    return bytes_per_device(_stored_params(frozen, mesh))
+
+
+def _stored_params(model: Model, mesh: Mesh | AbstractMesh) -> Params:
+    """Return shape, dtype and sharding of the parameters: matrices in the compute dtype."""
+
+    def like(leaf: jax.ShapeDtypeStruct, axes: Any, sharding: Any) -> jax.ShapeDtypeStruct:  # noqa: ANN401
+        dtype = model.dtype if is_matrix(axes) else jnp.dtype(jnp.float32)
+        return jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=sharding)
+
+    shardings = param_shardings(model.abstract, model.axes, mesh)
+    return jax.tree.map(like, model.abstract, model.axes, shardings)
 
 
 class FrozenModel:
@@ -85,13 +120,7 @@ class FrozenModel:
         self.config, self.model, self._mesh = config, build_model(config, *platform), mesh
         self._objective = objective
         model = self.model
-
-        def like(leaf: jax.ShapeDtypeStruct, axes: Any, sharding: Any) -> jax.ShapeDtypeStruct:  # noqa: ANN401
-            dtype = model.dtype if is_matrix(axes) else jnp.dtype(jnp.float32)
-            return jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=sharding)
-
-        shardings = param_shardings(model.abstract, model.axes, mesh)
-        self.like = jax.tree.map(like, model.abstract, model.axes, shardings)
+        self.like = _stored_params(model, mesh)
         self.like_state = jax.tree.map(
             lambda leaf, sharding: leaf.update(sharding=sharding),
             model.state.abstract,

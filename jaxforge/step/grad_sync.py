@@ -41,6 +41,7 @@ def resolve_grad_sync(
     state: TrainState,
     mesh: Mesh | AbstractMesh,
     capacity: int | None = None,
+    frozen: int = 0,
 ) -> GradSync:
     """Return `train.grad_sync`, or the mode that "auto" selects.
 
@@ -54,6 +55,7 @@ def resolve_grad_sync(
         state: shapes and shardings of the state.
         mesh: mesh of the run.
         capacity: bytes of one device; by default, those of the mesh's devices.
+        frozen: bytes of the frozen model on a device.
 
     Raises:
         UserError: no capacity is given, and the capacity of the devices is unknown.
@@ -64,7 +66,7 @@ def resolve_grad_sync(
         return GradSync("update")
     if capacity is None:
         capacity = device_memory.smallest_capacity(mesh)
-    needs = step_memory(config, model, mesh, "update", bytes_per_device(state)).total
+    needs = step_memory(config, model, mesh, "update", bytes_per_device(state), frozen).total
     mode = "update" if needs <= _USABLE * capacity else "microbatch"
     fits = "fit" if mode == "update" else "would not fit"
     return GradSync(

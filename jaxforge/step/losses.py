@@ -11,7 +11,8 @@ from jaxforge.config.train import CROSS_ENTROPIES, LOSSES, TrainConfig
 from jaxforge.errors import UserError
 from jaxforge.kernels.masking import padding_of
 from jaxforge.model.transformer import Batch, Model, Params
-from jaxforge.step.cross_entropy import cross_entropy, tiles_of, weighted_loss
+from jaxforge.step.cross_entropy import cross_entropy, weighted_loss
+from jaxforge.step.logit_tiles import tiles_of
 
 LossFunction = Callable[
     [Params, Float[Array, "b s d"], Batch, LossWeights], Float[Array, ""] | AuxOutputs
@@ -43,9 +44,9 @@ def register_loss(
 
     JAX differentiates the loss, unless it defines its own gradient (`jax.custom_vjp`). It computes
     logits with `model.logits(params, hidden)`, which applies head and `final_logit_softcap`. Or it
-    calls `step.cross_entropy.weighted_loss` with `tiles_of`, which applies both as well. Training
-    minimises the sum of the loss's terms; each term is logged by its name. Evaluation and a
-    mixture's losses by dataset still measure cross-entropy. For the losses by dataset, the logits
+    calls `step.cross_entropy.weighted_loss` with `step.logit_tiles.tiles_of`, which applies both.
+    Training minimises the sum of the loss's terms; each term is logged by its name. Evaluation and
+    a mixture's losses by dataset still measure cross-entropy. For the losses by dataset, the logits
     are computed a second time.
 
     Args:

@@ -13,7 +13,6 @@ from flax.traverse_util import flatten_dict
 from jax.sharding import AbstractMesh, Mesh
 
 from jaxforge.config.job import JobConfig
-from jaxforge.config.lora import ADAPTER
 from jaxforge.model.linear import is_matrix
 from jaxforge.model.mixers import mixer_class
 from jaxforge.model.transformer import Model
@@ -21,7 +20,7 @@ from jaxforge.optim.freezing import frozen_paths
 from jaxforge.parallel.mesh import STAGES, data_parallel_size
 from jaxforge.parallel.pipeline.schedule import SCHEDULES
 from jaxforge.parallel.sharding import Axes, compute_axes, mesh_axes
-from jaxforge.step.cross_entropy import tiling_on_device
+from jaxforge.step.logit_tiles import tiling_on_device
 
 _F32 = 4
 _EXPERT_HEADROOM = 1.5  # capacity of a device in rows, relative to an even load
@@ -34,7 +33,7 @@ class StepMemory(NamedTuple):
 
     Attributes:
         state: parameters, their average, optimizer state and counters, as they are stored; and the
-            reference of DPO.
+            frozen model.
         weights: copies of the weights in the compute dtype, gathered over the data axes: of all
             layers (`grad_sync = "update"`) or of the current layers.
         gradients: sums over microbatches (float32) and gradients of the current microbatch.
@@ -61,6 +60,7 @@ def step_memory(
     mesh: Mesh | AbstractMesh,
     grad_sync: str,
     state: int,
+    frozen: int = 0,
 ) -> StepMemory:
     """Estimate the peak memory of `train_step`.
 
@@ -82,11 +82,12 @@ def step_memory(
         mesh: sizes of the axes; devices are not used.
         grad_sync: "update" or "microbatch".
         state: bytes of the training state on a device.
+        frozen: bytes of the frozen model on a device (`frozen_model.frozen_bytes`).
     """
     sizes = _Sizes(config, model, mesh)
     whole = grad_sync == "update"
     return StepMemory(
-        state=state + sizes.reference(),
+        state=state + frozen,
         weights=sizes.weights(whole),
         gradients=sizes.gradients(whole),
         activations=sizes.activations(),
@@ -122,17 +123,6 @@ class _Sizes:
             if path[0] not in self.model.config.stacks
         )
         return self.bytes * (2 * self._layer_elements() + ends)
-
-    def reference(self) -> int:
-        """Return the bytes of the reference of DPO, unless it is the base model of adapters."""
-        config = self.config
-        if config.train.objective != "dpo" or (config.lora.rank and config.dpo.reference is None):
-            return 0
-        return sum(
-            self._elements(leaf, axes) * (self.bytes if is_matrix(axes) else _F32)
-            for path, leaf, axes in self._leaves()
-            if path[-1] not in ADAPTER
-        )
 
     def gradients(self, whole: bool) -> int:
         """Return the bytes of all gradients before the optimizer runs."""

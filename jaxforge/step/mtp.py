@@ -29,8 +29,10 @@ from jaxforge.data.packing import IGNORE
 from jaxforge.errors import UserError
 from jaxforge.kernels.masking import padding_of
 from jaxforge.model.transformer import FURTHER_TOKENS, Batch, Model, Params
-from jaxforge.step.cross_entropy import tiles_of, token_weights, valid_tokens, weighted_loss
+from jaxforge.step.cross_entropy import weighted_loss
+from jaxforge.step.logit_tiles import tiles_of
 from jaxforge.step.losses import MicrobatchLoss
+from jaxforge.step.token_weights import token_weights, valid_tokens
 
 FURTHER_LABELS = "further_labels"
 """Field of a batch: the labels of each depth [microbatches, b, s, depths]."""

@@ -14,9 +14,10 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jaxforge.config.job import JobConfig
+from jaxforge.data.teacher_logits import TEACHER_IDS, TEACHER_LOGITS
 from jaxforge.model.transformer import Model
 from jaxforge.parallel.sharding import batch_shardings
-from jaxforge.step.distillation import TEACHER_IDS, TEACHER_LOGITS, build_distillation
+from jaxforge.step.distillation import build_distillation
 from jaxforge.step.dpo import PAIR_SCALE, REFERENCE_NLL, build_dpo
 from jaxforge.step.losses import MicrobatchLoss, build_loss
 

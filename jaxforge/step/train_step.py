@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from jaxforge.aux_outputs import metric_value
 from jaxforge.config.job import JobConfig
@@ -29,18 +29,13 @@ from jaxforge.parallel.stages import Stack
 from jaxforge.state.train_state import Counts, TrainState
 from jaxforge.step.collect import StepOutputs, collect_metrics
 from jaxforge.step.context import spread_sequences
-from jaxforge.step.cross_entropy import valid_tokens, valid_tokens_by_dataset
-from jaxforge.step.gradients import (
-    Batch,
-    Gradients,
-    Loss,
-    unscale,
-    with_dataset_mask,
-)
+from jaxforge.step.gradients import Gradients
 from jaxforge.step.guard import Guard, select
 from jaxforge.step.losses import DATASET_NLL
 from jaxforge.step.mtp import with_further_tokens
 from jaxforge.step.padded_batch import microbatch_count
+from jaxforge.step.token_weights import valid_tokens, valid_tokens_by_dataset
+from jaxforge.step.update_loss import Batch, Loss, unscale, with_dataset_mask
 
 Metrics = dict[str, Any]
 """Results of a step, on the device; `training.result.StepResult` is a typed view.
@@ -124,15 +119,9 @@ def make_train_step(
         shardings: `NamedSharding` of every array of the state.
         collect: metrics to compute, as `step.collect.check_collect` returns them.
     """
-    lr, frozen = learning_rate(config), frozen_paths(model.axes, config)
-    if (limit := config.optimizer.qk_clip) is not None:
-        check_mixers(config.model, frozen)
-    guard, add = Guard(config.train), build_apply(config.train)
-    average = build_average(config.train, frozen)
-    # 8-bit and offloaded moments keep their old values themselves after a bad step, given
-    # `applied`. Selecting between old and new here would keep both in memory.
-    in_place = config.train.opt_state_dtype == EIGHT_BIT or "optimizer" in config.train.offload
-    is_selected = is_updated_in_place if in_place else None
+    lr, guard = learning_rate(config), Guard(config.train)
+    update, limit = _build_update(config, model, optimizer), config.optimizer.qk_clip
+    is_selected = is_updated_in_place if _is_in_place(config.train) else None
 
     # One program computes, in this order:
     #
@@ -144,9 +133,6 @@ def make_train_step(
     def train_step(
         state: TrainState, batch: Batch, controls: Controls
     ) -> tuple[TrainState, Metrics]:
-        next_lr_scale = controls.next_lr_scale
-        if next_lr_scale is None:
-            next_lr_scale = controls.lr_scale
         batch = with_dataset_mask(batch, len(config.data.datasets))
         batch = spread_sequences(model, with_further_tokens(batch, config.model))
         scale = guard.loss_scale(state.guard)
@@ -161,6 +147,57 @@ def make_train_step(
         # counters. After the guard has halted the run, the counters do not change either.
         is_running = ~guard.is_halted(state.guard)
         applied = good & is_running
+        updated, updates = update(state, grads, loss, controls.lr_scale, applied)
+        updated = select(good, updated, _Updated.of(state), is_selected)
+        counts = _next_counts(state.counts, batch, n_valid, good, config.train)
+        new = TrainState(step=state.step + 1, guard=verdict, counts=counts, **updated._asdict())
+        new = select(is_running, new, state, is_selected)
+        loss = _nan_without_labels(loss, n_valid)
+        # The logged rate is that of the next update, by the count after this one.
+        lr_scale = controls.lr_scale if controls.next_lr_scale is None else controls.next_lr_scale
+        metrics = _base_metrics(new, loss, grad_norm, n_valid) | {
+            "lr": lr(updates_made(new.opt_state)) * lr_scale,
+            "applied": applied,
+        }
+        metrics |= _dataset_metrics(loss, batch) | _aux_metrics(loss, model.stack)
+        metrics |= {} if limit is None else _logit_metrics(loss, limit)
+        parts = StepOutputs(grads, updates, applied, new.params, model.stack, config.model.stacks)
+        return new, metrics | collect_metrics(collect, parts)
+
+    # The state is donated: the new state reuses its buffers, so memory holds one state.
+    return jax.jit(train_step, donate_argnums=0, out_shardings=(shardings, None))
+
+
+class _Updated(NamedTuple):
+    """Fields of `TrainState` that only an applied update changes."""
+
+    params: Params
+    opt_state: PyTree
+    model_state: Params
+    ema: Params
+
+    @classmethod
+    def of(cls, state: TrainState) -> "_Updated":
+        """Return the fields of a state."""
+        return cls(*(getattr(state, field) for field in cls._fields))
+
+
+def _build_update(
+    config: JobConfig, model: Model, optimizer: optax.GradientTransformationExtraArgs
+) -> Callable[..., tuple[_Updated, Params]]:
+    """Return (state, gradients, loss, lr_scale, applied) -> new values, optimizer's updates.
+
+    The caller decides whether to use the new values.
+    """
+    frozen, limit = frozen_paths(model.axes, config), config.optimizer.qk_clip
+    if limit is not None:
+        check_mixers(config.model, frozen)
+    add, average = build_apply(config.train), build_average(config.train, frozen)
+    in_place = _is_in_place(config.train)
+
+    def update(
+        state: TrainState, grads: Params, loss: Loss, lr_scale: Array | float, applied: Array
+    ) -> tuple[_Updated, Params]:
         extra: dict[str, Any] = {"applied": applied} if in_place else {}
         if config.skips_idle_experts:
             extra["reached"] = {
@@ -168,7 +205,7 @@ def make_train_step(
                 for stack in config.model.moe_stacks
             }
         updates, opt_state = optimizer.update(
-            grads, state.opt_state, state.params, lr_scale=controls.lr_scale, **extra
+            grads, state.opt_state, state.params, lr_scale=lr_scale, **extra
         )
         idle, trained = split(state.params, frozen)
         trained, opt_state = add(trained, updates, opt_state, state.step)
@@ -178,34 +215,21 @@ def make_train_step(
         model_state = model.next_state(state.model_state, loss.statistics, progress)
         params = model.next_params(params, model_state, progress)
         if limit is not None:
-            largest = loss.statistics[LAYERS][MAX_LOGITS].value
-            params = clip_logits(config.model, params, largest, model.stack, limit)
+            params = clip_logits(config.model, params, _max_logits(loss), model.stack, limit)
         params = keep_frozen(params, state.params, frozen)
         ema = average(state.ema, params, updates_made(opt_state))
-        params, opt_state, model_state, ema = select(
-            good,
-            (params, opt_state, model_state, ema),
-            (state.params, state.opt_state, state.model_state, state.ema),
-            is_selected,
-        )
-        counts = _next_counts(state.counts, batch, n_valid, good, config.train)
-        new = TrainState(state.step + 1, params, opt_state, verdict, counts, model_state, ema)
-        new = select(is_running, new, state, is_selected)
-        loss = _nan_without_labels(loss, n_valid)
-        # The logged rate is that of the next update, by the count after this one.
-        metrics = _base_metrics(new, loss, grad_norm, n_valid) | {
-            "lr": lr(updates_made(new.opt_state)) * next_lr_scale,
-            "applied": applied,
-        }
-        metrics |= _dataset_metrics(loss, batch) | _aux_metrics(loss, model.stack)
-        if limit is not None:
-            clipped = jnp.sum(largest > limit, dtype=jnp.int32)
-            metrics["logits"] = {"max_logit": jnp.max(largest), "clipped_heads": clipped}
-        parts = StepOutputs(grads, updates, applied, new.params, model.stack, config.model.stacks)
-        return new, metrics | collect_metrics(collect, parts)
+        return _Updated(params, opt_state, model_state, ema), updates
 
-    # The state is donated: the new state reuses its buffers, so memory holds one state.
-    return jax.jit(train_step, donate_argnums=0, out_shardings=(shardings, None))
+    return update
+
+
+def _is_in_place(train: TrainConfig) -> bool:
+    """Return whether moments keep their old values themselves after a bad step.
+
+    8-bit and offloaded moments do so, given `applied`. Selecting between old and new in the step
+    would keep both in memory.
+    """
+    return train.opt_state_dtype == EIGHT_BIT or "optimizer" in train.offload
 
 
 def _nan_without_labels(loss: Loss, n_valid: Int[Array, ""]) -> Loss:
@@ -255,6 +279,19 @@ def _aux_metrics(loss: Loss, stack: Stack) -> Metrics:
     }
     losses = loss.aux.loss_terms if len(loss.aux.loss_terms) > 1 else {}
     return {name: group for name, group in (("losses", losses), ("side", aux)) if group}
+
+
+def _logit_metrics(loss: Loss, limit: float) -> Metrics:
+    """Return the largest attention logit, and the number of heads that QK-Clip scales down."""
+    largest = _max_logits(loss)
+    clipped = jnp.sum(largest > limit, dtype=jnp.int32)
+    return {"logits": {"max_logit": jnp.max(largest), "clipped_heads": clipped}}
+
+
+def _max_logits(loss: Loss) -> Float[Array, "rows heads"]:
+    """Return the largest attention logit of each head, by row of the stacked layers."""
+    logits: Array = loss.statistics[LAYERS][MAX_LOGITS].value
+    return logits
 
 
 def _next_counts(

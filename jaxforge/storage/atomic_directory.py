@@ -88,7 +88,7 @@ def atomic_directory(
     partial, old = partial_of(output), output.with_name(f".{output.name}.old")
     try:
         if not shared:
-            _check_output(output, marker, overwrite)
+            check_output(output, marker, overwrite)
         with suppress(FileExistsError):  # the parent is a file, which the lock reports
             output.parent.mkdir(parents=True, exist_ok=True)
         with locks.hold(output.with_name(f".{output.name}.lock"), wait=shared) as is_held:
@@ -123,11 +123,16 @@ def atomic_directory(
         ) from error
 
 
-def _check_output(output: Path, marker: str, overwrite: bool) -> None:
+def check_output(output: Path, marker: str, overwrite: bool) -> None:
+    """Check that a directory can be written; arguments as for `atomic_directory`.
+
+    Raises:
+        UserError: `output` exists without `overwrite`, or was not made by this program.
+    """
     if output.exists() and not overwrite:
         raise UserError(f"{output} exists; choose another --output or pass --overwrite")
     if output.exists() and not (output / marker).exists():
-        raise UserError(f"{output} was not made by jaxforge.prepare; remove it yourself")
+        raise UserError(f"{output} was not made by this command; remove it yourself")
 
 
 def _open(partial: Path, plan: Plan, say: Callable[[str], None]) -> AtomicDirectory:

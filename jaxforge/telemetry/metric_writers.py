@@ -156,34 +156,23 @@ def open_writers(
                          cost or StepCost.of(config, samples=0), examples)  # fmt: skip
         return LineSink(console, LINE_FORMATS[metrics.log_format](facts))
 
-    def writer(
-        name: str,
-        sink: Callable[[], Sink],
-        interval: int | None = None,
-        *,
-        catches_up: bool = False,
-    ) -> MetricWriter:
-        return _open(name, sink, interval or metrics.log_interval, catches_up=catches_up)
-
+    trackers: dict[str, tuple[str, Callable[[], Sink]]] = {
+        "tensorboard": (
+            "TensorBoard",
+            lambda: TensorBoardSink(run / metrics.tensorboard_dir, step, config),
+        ),
+        "wandb": ("W&B", lambda: WandbSink(run, config, run_id)),
+        "mlflow": ("MLflow", lambda: MlflowSink(config, run_id)),
+        "trackio": ("Trackio", lambda: TrackioSink(config, run_id)),
+    }
     writers = [
-        writer("metrics.jsonl", jsonl_sink, catches_up=True),
-        writer("the console", console_sink),
+        _open("metrics.jsonl", jsonl_sink, metrics.log_interval, catches_up=True),
+        _open("the console", console_sink, metrics.log_interval),
     ]
-    if metrics.enable_tensorboard:
-        events = run / metrics.tensorboard_dir
-        interval = metrics.tensorboard_interval
-        writers.append(
-            writer("TensorBoard", lambda: TensorBoardSink(events, step, config), interval)
-        )
-    if metrics.enable_wandb:
-        interval = metrics.wandb_interval
-        writers.append(writer("W&B", lambda: WandbSink(run, config, run_id), interval))
-    if metrics.enable_mlflow:
-        interval = metrics.mlflow_interval
-        writers.append(writer("MLflow", lambda: MlflowSink(config, run_id), interval))
-    if metrics.enable_trackio:
-        interval = metrics.trackio_interval
-        writers.append(writer("Trackio", lambda: TrackioSink(config, run_id), interval))
+    for key, (name, sink) in trackers.items():
+        if getattr(metrics, f"enable_{key}"):
+            interval = getattr(metrics, f"{key}_interval") or metrics.log_interval
+            writers.append(_open(name, sink, interval))
     return writers
 
 

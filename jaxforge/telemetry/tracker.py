@@ -286,25 +286,42 @@ class Tracker:
         self._sums = self._sums.plus(losses, skipped, labels, is_left_out)
         self._warn(step, int(values["nonfinite"]), int(values["spikes"]))
         self._warn_of_labels(step, labels.count(0))
-        samples = int(values["counts"].samples)
-        since = self._fetched
-        now = _Mark(
+        samples, since = int(values["counts"].samples), self._fetched
+        now = self._fetched = _Mark(
             step, samples, self._activities.unpaused(), latest.waited, self._sums, traffic(),
             self._joules(),
         )  # fmt: skip
-        self._fetched = now
+        metrics = self._step_metrics(values, losses, since, now)
+        if writers:
+            self._logged = metrics
+        for i in writers:
+            self._writers[i].write(step, metrics | self._interval_metrics(self._written[i], now))
+            self._written[i] = now
+        self._summarise_epoch(now)
+
+    def _step_metrics(
+        self, values: dict[str, Any], losses: list[float], since: _Mark, now: _Mark
+    ) -> Metrics:
+        """Return the metrics that are the same for all writers, and advance the smoothed ones.
+
+        Args:
+            values: metrics of the step, read from the device.
+            losses: losses of the steps since the last read.
+            since: the last read.
+            now: this read.
+        """
         speed, padding = self._speed(since, now), int(values["counts"].padding)
-        metrics = {
+        return {
             "train/loss": losses[-1],
             "train/grad_norm": float(values["grad_norm"]),
             "train/lr": float(values["lr"]),
-            "train/samples": float(samples),
+            "train/samples": float(now.samples),
             "train/tokens": float(int(values["counts"].tokens)),
             "train/valid_tokens": float(int(values["counts"].valid_tokens)),
             "train/skipped_steps": float(values["skipped"]),
             "train/nonfinite_steps": float(values["nonfinite"]),
             "train/spike_steps": float(values["spikes"]),
-            **self._epoch_and_left_out(step, samples),
+            **self._epoch_and_left_out(now.step, now.samples),
             **({"train/padding_tokens": float(padding)} if padding else {}),
             **({"train/loss_scale": float(values["loss_scale"])} if "loss_scale" in values else {}),
             **self._by_dataset(values),
@@ -314,18 +331,15 @@ class Tracker:
             **memory(jax.local_devices()),
             **goodput_metrics(self._activities.run()),
         }
-        if writers:
-            self._logged = metrics
-        for i in writers:  # with means over the interval of each writer
-            since = self._written[i]
-            wait = (now.waited - since.waited) / _steps(since, now)
-            interval = self._speed(since, now) | {"train/data_wait_sec": wait}
-            interval |= self._attention_logit_since(since, now) | now.sums.since(since.sums)
-            if now.traffic.reads > self._first_traffic.reads:
-                interval |= now.traffic.since(since.traffic)
-            self._writers[i].write(step, metrics | interval)
-            self._written[i] = now
-        self._summarise_epoch(now)
+
+    def _interval_metrics(self, since: _Mark, now: _Mark) -> Metrics:
+        """Return the means over the interval of a writer."""
+        wait = (now.waited - since.waited) / _steps(since, now)
+        metrics = self._speed(since, now) | {"train/data_wait_sec": wait}
+        metrics |= self._attention_logit_since(since, now) | now.sums.since(since.sums)
+        if now.traffic.reads > self._first_traffic.reads:
+            metrics |= now.traffic.since(since.traffic)
+        return metrics
 
     def _attention_logit_since(self, since: _Mark, now: _Mark) -> Metrics:
         """Return the latest measurement of the interval, if there is one."""

@@ -11,6 +11,7 @@ import jaxforge
 from jaxforge.checkpoint.layout import split_adapters
 from jaxforge.checkpoint.replica.memory import describe_memory
 from jaxforge.config.job import JobConfig
+from jaxforge.config.model import ModelConfig
 from jaxforge.config.train import TrainConfig
 from jaxforge.model.fp8_layers import describe_products
 from jaxforge.model.runtime import gpu_capability
@@ -46,82 +47,79 @@ def _rows(
     program: Program, state: TrainState, progress: Progress, frozen: FrozenFields | None
 ) -> Iterator[tuple[str, str]]:
     config, model, mesh, sync = program.config, program.model, program.mesh, program.grad_sync
-    m, t, d = config.model, config.train, config.distributed
-    device = jax.devices()[0]
-    ramp = t.ramp(data_parallel_size(mesh))
-    samples = ramp.sequences(t.grad_accum_steps)
-    yield (
-        "model",
-        (
-            f"{m.n_layers} layers, dim {m.dim}, {m.n_heads}/{m.kv_heads} heads of {m.head_size}, "
-            f"ffn {m.ffn_dim}, vocabulary {m.vocab_size:,}"
-        ),
-    )
+    train, device = config.train, jax.devices()[0]
+    yield "model", _model(config.model)
     yield "experts", _experts(model)
-    yield (
-        "parameters",
-        (
-            f"{human(parameter_count(model.abstract))} in {t.param_dtype}, "
-            f"computing in {t.mixed_precision}"
-        ),
-    )
+    count = human(parameter_count(model.abstract))
+    yield "parameters", f"{count} in {train.param_dtype}, computing in {train.mixed_precision}"
     yield "adapters", _adapters(model)
     yield "frozen model", _frozen(frozen)
     yield "optimizer", _optimizer(config)
-    yield "average", describe_average(t, bytes_per_device(state.ema))
-    yield (
-        "devices",
-        (
-            f"{jax.device_count()} x {device.device_kind} ({device.platform}), "
-            f"{jax.process_count()} process(es)"
-        ),
-    )
+    yield "average", describe_average(train, bytes_per_device(state.ema))
+    devices = f"{jax.device_count()} x {device.device_kind} ({device.platform})"
+    yield "devices", f"{devices}, {jax.process_count()} process(es)"
     yield "mesh", describe_mesh(mesh.shape)
-    schedule = f", {d.pp_schedule}" if d.pp > 1 else ""
-    yield (
-        "step",
-        (
-            f"{samples} sequences x {t.seq_len} tokens = {samples * t.seq_len:,} tokens, "
-            f"in {t.grad_accum_steps} microbatch(es); gradients reduced per {sync.mode}{schedule}"
-        ),
-    )
+    ramp = train.ramp(data_parallel_size(mesh))
+    yield "step", _step(config, ramp.sequences(train.grad_accum_steps), sync)
     yield "gradients", sync.why
-    yield "memory", _memory(config, model, mesh, state, sync)
+    yield "memory", _memory(program, state)
     if model.recipe is not None:
         capability = gpu_capability(device)
         products = describe_products(model.recipe, device.platform, capability, device.device_kind)
         yield "products", products
-    yield (
-        "kernels",
-        (
-            f"attention: {model.runtime.describe_attention(mesh.shape['cp'])}, loss: {t.loss_fn}, "
-            f"{f'experts: {model.runtime.grouped}, ' if m.is_moe else ''}"
-            f"checkpointing: {t.activation_checkpointing}"
-        ),
-    )
-    yield "on the host", ", ".join(t.offload)
+    yield "kernels", _kernels(config, model, mesh)
+    yield "on the host", ", ".join(train.offload)
     yield "replicas", describe_memory(config.checkpoint, state)
     yield "data", _data(config, progress.sequences_per_epoch)
-    yield "length", _length(config, ramp.samples(t.max_steps), progress)
-    seed = t.seed if t.data_seed is None else f"{t.seed}, of the data {t.data_seed}"
-    yield "seed", str(seed)
-    yield (
-        "versions",
-        (
-            f"jaxforge {jaxforge.__version__}, jax {version('jax')}, "
-            f"Python {platform.python_version()}, {platform.system()} {platform.machine()}"
-        ),
-    )
+    yield "length", _length(config, ramp.samples(train.max_steps), progress)
+    seed = "" if train.data_seed is None else f", of the data {train.data_seed}"
+    yield "seed", f"{train.seed}{seed}"
+    yield "versions", _versions()
     yield "run", str(urls.path(config.checkpoint.dir, "checkpoint.dir").absolute())
 
 
-def _memory(config: JobConfig, model: Model, mesh: Mesh, state: TrainState, sync: GradSync) -> str:
+def _model(m: ModelConfig) -> str:
+    return (
+        f"{m.n_layers} layers, dim {m.dim}, {m.n_heads}/{m.kv_heads} heads of {m.head_size}, "
+        f"ffn {m.ffn_dim}, vocabulary {m.vocab_size:,}"
+    )
+
+
+def _step(config: JobConfig, samples: int, sync: GradSync) -> str:
+    t, d = config.train, config.distributed
+    schedule = f", {d.pp_schedule}" if d.pp > 1 else ""
+    return (
+        f"{samples} sequences x {t.seq_len} tokens = {samples * t.seq_len:,} tokens, "
+        f"in {t.grad_accum_steps} microbatch(es); gradients reduced per {sync.mode}{schedule}"
+    )
+
+
+def _kernels(config: JobConfig, model: Model, mesh: Mesh) -> str:
+    experts = f"experts: {model.runtime.grouped}, " if config.model.is_moe else ""
+    return (
+        f"attention: {model.runtime.describe_attention(mesh.shape['cp'])}, "
+        f"loss: {config.train.loss_fn}, {experts}"
+        f"checkpointing: {config.train.activation_checkpointing}"
+    )
+
+
+def _versions() -> str:
+    return (
+        f"jaxforge {jaxforge.__version__}, jax {version('jax')}, "
+        f"Python {platform.python_version()}, {platform.system()} {platform.machine()}"
+    )
+
+
+def _memory(program: Program, state: TrainState) -> str:
     """Return an estimate from shapes; `MemoryReport` logs the real figures after the first step.
 
     On CPU, the same memory also holds Python with its libraries, the compiler while it runs, data
     workers, and the copy of a state that is being saved.
     """
-    needs = step_memory(config, model, mesh, sync.mode, bytes_per_device(state)).total
+    stored, mode = bytes_per_device(state), program.grad_sync.mode
+    needs = step_memory(
+        program.config, program.model, program.mesh, mode, stored, program.frozen_bytes
+    ).total
     has = device_memory.capacity_per_device()
     others = ""
     if jax.default_backend() == "cpu":

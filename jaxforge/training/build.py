@@ -18,7 +18,7 @@ from jaxforge.training.banner import rows
 from jaxforge.training.callbacks.order import callbacks_of
 from jaxforge.training.callbacks.run_callback import RunParts
 from jaxforge.training.callbacks.runner import Callbacks
-from jaxforge.training.frozen import open_frozen
+from jaxforge.training.frozen import open_frozen, teacher_model
 from jaxforge.training.hooks import named_callbacks
 from jaxforge.training.instruments import (
     Instruments,
@@ -64,7 +64,7 @@ def build_trainer(config: JobConfig, mesh: Mesh, session: Session) -> Trainer:
         dataset, eval_data, identity = open_data(config)
         check_task_names(config.eval)
     collect = [name for callback in users for name in callback.collect]
-    program = Program(config, mesh, collect=collect)
+    program = Program(config, mesh, collect=collect, teacher=teacher_model(config))
     if session.make_step is not None:
         program.step, program.pads_batches = session.make_step(program), False
     model = program.model

@@ -38,10 +38,11 @@ from jaxforge.data.tokens import TokenFiles
 from jaxforge.errors import UserError
 from jaxforge.model.transformer import Model, Params, join
 from jaxforge.step.context import spread_sequences
-from jaxforge.step.cross_entropy import cross_entropy, tiles_of
-from jaxforge.step.gradients import Batch, update_loss_weights
+from jaxforge.step.cross_entropy import cross_entropy
+from jaxforge.step.logit_tiles import tiles_of
 from jaxforge.step.losses import MicrobatchLoss, build_loss
 from jaxforge.step.objectives import build_objective
+from jaxforge.step.update_loss import Batch, update_loss_weights
 from jaxforge.training.eval_functions import add_sums, build_eval_functions, sums_of, value_of
 from jaxforge.training.frozen import FrozenFields
 

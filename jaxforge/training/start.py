@@ -13,6 +13,7 @@ from jaxforge.checkpoint.restore import Source, find_start
 from jaxforge.config.checkpoint import Branch, CheckpointConfig
 from jaxforge.config.ineffective_settings import answers, ineffective_settings
 from jaxforge.config.job import JobConfig
+from jaxforge.config.model import ModelConfig
 from jaxforge.errors import UserError
 from jaxforge.model.transformer import Model, parameter_count
 from jaxforge.parallel import agreement
@@ -147,8 +148,7 @@ def _begun_branch(section: CheckpointConfig, branch: Branch) -> Branch | None:
     Raises:
         UserError: it is another branch, or none.
     """
-    own = (section.dir, section.non_persistent_dir)
-    begun = next((path for path in own if path and paths.has_run(path)), None)
+    begun = _own_run(section)
     if begun is None:
         return None
     stored = (paths.stored_config(begun).get("checkpoint") or {}).get("branch_from")
@@ -161,6 +161,12 @@ def _begun_branch(section: CheckpointConfig, branch: Branch) -> Branch | None:
             "checkpoint.dir; to resume the run there, leave checkpoint.branch_from out"
         )
     return recorded
+
+
+def _own_run(section: CheckpointConfig) -> str | None:
+    """Return the directory with checkpoints of this run; None before its first one."""
+    own = (section.dir, section.non_persistent_dir)
+    return next((path for path in own if path and paths.has_run(path)), None)
 
 
 def _note_trust(config: JobConfig) -> None:
@@ -201,8 +207,7 @@ def resolve_skip_idle_experts(config: JobConfig) -> JobConfig:
     section = config.checkpoint
     if not config.model.is_moe or config.optimizer.skip_idle_experts is not None:
         return config
-    own = (section.dir, section.non_persistent_dir)
-    start = next((directory for directory in own if directory and paths.has_run(directory)), None)
+    start = _own_run(section)
     if start is None and "optimizer" not in section.exclude_from_loading:
         start = section.start_path
     if start is None:
@@ -227,6 +232,18 @@ def open_foreign(path: str, config: JobConfig) -> Source:
     from torch_compat.checkpoint import restore  # only for runs that start from PyTorch
 
     return restore.open_foreign(path, config)
+
+
+def foreign_model(path: str) -> ModelConfig | None:
+    """Return the `[model]` section of a PyTorch checkpoint; None if the checkpoint has no config.
+
+    Raises:
+        UserError: there is no checkpoint, or its config is invalid or not supported.
+    """
+    from torch_compat.checkpoint import checkpoints  # only for models that come from PyTorch
+
+    config = checkpoints.find(path).config(None)
+    return None if config is None else config.model
 
 
 def _keep_documents(load_path: str, run: Path) -> None:

@@ -13,8 +13,8 @@ from jaxforge.parallel import compilation
 from jaxforge.parallel.xla_flags import Option
 from jaxforge.program import Program
 from jaxforge.step.executable import Executable
-from jaxforge.step.gradients import Batch
 from jaxforge.step.train_step import CompiledSteps
+from jaxforge.step.update_loss import Batch
 from jaxforge.training.frozen import FrozenFields, LoweredFields
 
 log = logging.getLogger(__name__)

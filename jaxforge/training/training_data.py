@@ -24,8 +24,8 @@ from jaxforge.errors import UserError
 from jaxforge.parallel import agreement
 from jaxforge.parallel.mesh import data_parallel_size
 from jaxforge.state.progress import Progress
-from jaxforge.step.gradients import Batch
 from jaxforge.step.train_step import Controls
+from jaxforge.step.update_loss import Batch
 from jaxforge.training.phases import Phases
 
 log = logging.getLogger(__name__)

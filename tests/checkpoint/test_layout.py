@@ -17,7 +17,7 @@ from jaxforge.state.guard_state import GuardState
 from jaxforge.state.progress import Progress
 from jaxforge.state.train_state import Counts, TrainState
 from tests.conftest import tiny_config
-from tests.helpers import progress_of, random_batches, setup
+from tests.helpers import open_checkpoints, progress_of, random_batches, setup
 from torch_compat.formats import ocdbt
 
 FIELDS = {
@@ -56,7 +56,7 @@ def on_device(ours, state):
 @pytest.mark.parametrize("name", ["lion", "muon", "schedule_free_adamw"])
 def test_run_resumes_bit_exactly(tmp_path, name):
     ours, state, final, batches = trained(name)
-    saved = checkpoints(tmp_path, ours)
+    saved = open_checkpoints(tmp_path, ours)
     saved.save(progress_of(state), on_device(ours, state))
     saved.close()
     restored = restore(tmp_path, ours)
@@ -68,7 +68,7 @@ def test_run_resumes_bit_exactly(tmp_path, name):
 
 def test_partial_moments_restore_onto_another_mesh(tmp_path):
     ours, state, final, batches = trained("muon")
-    saved = checkpoints(tmp_path, ours)
+    saved = open_checkpoints(tmp_path, ours)
     saved.save(progress_of(state), on_device(ours, state))
     saved.close()
     theirs = setup(config_of("muon", dp_shard=2, tp=2))
@@ -119,7 +119,7 @@ def test_optimizer_fields_are_named_and_chunked_by_layer(name):
 def test_experts_are_stored_as_chunks(tmp_path):
     experts = {"num_experts": 4, "moe_top_k": 2, "n_layers": 2}
     ours = setup(tiny_config(model=experts, distributed={"ep": 2, "dp_shard": 1}))
-    saved = checkpoints(tmp_path, ours)
+    saved = open_checkpoints(tmp_path, ours)
     saved.save(Progress(), ours.state())
     saved.close()
     store = tmp_path / "checkpoints" / "step_0" / "state"
@@ -128,13 +128,8 @@ def test_experts_are_stored_as_chunks(tmp_path):
     assert weight.chunk_layout.write_chunk.shape == (1, 1, *weight.shape[2:])
 
 
-def checkpoints(path, ours):
-    resolved = ours.config.model_dump(mode="json")
-    return Checkpoints(path, ours.config.checkpoint, ours.model.axes, resolved)
-
-
 def restore(path, ours):
-    saved = checkpoints(path, ours)
+    saved = open_checkpoints(path, ours)
     with jax.set_mesh(ours.mesh):
         state, progress = starting_state(ours, saved)
     saved.close()

@@ -26,7 +26,7 @@ from jaxforge.errors import StorageError, UserError
 from jaxforge.state.progress import Progress
 from jaxforge.supervision.processes import free_port
 from tests.conftest import tiny_config
-from tests.helpers import progress_of, random_batches, setup
+from tests.helpers import flip_bit, progress_of, random_batches, setup
 from tests.machine import PATIENCE
 
 
@@ -394,15 +394,9 @@ def cut(path):
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
 
 
-def flip(path):
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)
-
-
 @pytest.mark.parametrize(
     ("damage", "message"),
-    [(cut, ""), (Path.unlink, ""), (flip, r"not what was saved: \w+[\w.]+")],
+    [(cut, ""), (Path.unlink, ""), (flip_bit, r"not what was saved: \w+[\w.]+")],
 )
 @pytest.mark.usefixtures("collected")
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")

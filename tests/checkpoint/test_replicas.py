@@ -16,7 +16,7 @@ from jaxforge.checkpoint.restore import starting_state
 from jaxforge.errors import UserError
 from jaxforge.state.progress import Progress
 from tests.conftest import tiny_config
-from tests.helpers import progress_of, random_batches, setup
+from tests.helpers import flip_bit, progress_of, random_batches, setup
 
 
 def open_replicas(path, ours, origin=None):
@@ -48,12 +48,6 @@ def start(path, ours, replicas):
         result = starting_state(ours, checkpoints, replicas=replicas.sources)
     checkpoints.close()
     return result
-
-
-def flip_bit(path):
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)
 
 
 @pytest.mark.parametrize(

@@ -10,14 +10,20 @@ import jax
 import numpy as np
 import pytest
 
-from jaxforge.checkpoint.manager import Checkpoints
 from jaxforge.checkpoint.replica.replicas import Replicas
 from jaxforge.checkpoint.restore import starting_state
 from jaxforge.commands import train
 from jaxforge.exit_codes import Exit
 from jaxforge.program import Program
 from tests.conftest import tiny_config
-from tests.helpers import devices_here, progress_of, random_batches, setup, underway
+from tests.helpers import (
+    devices_here,
+    open_checkpoints,
+    progress_of,
+    random_batches,
+    setup,
+    underway,
+)
 from tests.processes.conftest import Run
 
 SMALL = {"n_layers": 2, "dim": 16, "n_heads": 2, "n_kv_heads": 1, "vocab_size": 32}
@@ -30,24 +36,17 @@ def config(model=SMALL, distributed=None, **section):
     return tiny_config(model=model, train=keys, distributed=axes)
 
 
-def checkpoints(path, ours):
-    resolved = ours.config.model_dump(mode="json")
-    return Checkpoints(
-        path, ours.config.checkpoint, ours.model.axes, resolved, stack=ours.model.stack
-    )
-
-
 def saved(path, ours, steps=2):
     """Save a random state; return it on the host."""
     state = jax.tree.map(jax.device_put, underway(ours, steps), ours.shardings)
-    store = checkpoints(path, ours)
+    store = open_checkpoints(path, ours)
     store.save(progress_of(state), state)
     store.close()
     return jax.device_get(state)
 
 
 def restored(path, ours, replicas=()):
-    store = checkpoints(path, ours)
+    store = open_checkpoints(path, ours)
     with jax.set_mesh(ours.mesh):
         state, _ = starting_state(ours, store, replicas=replicas)
     store.close()

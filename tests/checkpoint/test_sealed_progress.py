@@ -5,12 +5,11 @@ import shutil
 
 import pytest
 
-from jaxforge.checkpoint.manager import Checkpoints
 from jaxforge.checkpoint.sealed_progress import crc32, seal_progress, unseal_progress
 from jaxforge.errors import UserError
 from jaxforge.state.progress import Progress, Validation
 from tests.conftest import tiny_config
-from tests.helpers import setup
+from tests.helpers import open_checkpoints, setup
 from torch_compat.checkpoint.orbax_store import open_orbax
 
 PROGRESS = Progress(step=7, samples=56, tokens=1792, best_metric=2.5, best_step=4, run_id="abc",
@@ -50,15 +49,10 @@ def test_progress_without_seal_is_read():
 def saved(tmp_path_factory):
     """A program, and a run directory with its checkpoint of step 0."""
     ours, run = setup(tiny_config()), tmp_path_factory.mktemp("run")
-    checkpoints = open_run(ours, run)
+    checkpoints = open_checkpoints(run, ours)
     checkpoints.save(Progress(samples=8, run_id="abc"), ours.state())
     checkpoints.close()
     return ours, run
-
-
-def open_run(ours, run):
-    resolved = ours.config.model_dump(mode="json")
-    return Checkpoints(run, ours.config.checkpoint, ours.model.axes, resolved)
 
 
 def change(path, old: str, new: str) -> None:
@@ -79,7 +73,7 @@ def test_damaged_json_raises_on_restore(saved, tmp_path, file, old, new, message
     ours, run = saved
     shutil.copytree(run, tmp_path / "run")
     change(tmp_path / "run" / "checkpoints" / "step_0" / file / "metadata", old, new)
-    damaged = open_run(ours, tmp_path / "run")
+    damaged = open_checkpoints(tmp_path / "run", ours)
     like = ours.abstract_state()
     with pytest.raises(UserError, match=f"step_0 is damaged .*{message}"):
         damaged.restore(like, 0)
@@ -97,7 +91,7 @@ def test_renamed_checkpoint_raises(saved, tmp_path):
     steps = tmp_path / "run" / "checkpoints"
     (steps / "step_0").rename(steps / "step_30")
     with pytest.raises(UserError, match=r"step_30 is damaged .*is of step 0, not of step 30"):
-        open_run(ours, tmp_path / "run").progress(30)
+        open_checkpoints(tmp_path / "run", ours).progress(30)
 
 
 def test_damaged_config_raises_on_conversion(saved, tmp_path):
@@ -114,7 +108,7 @@ def test_amend_keeps_checksum_of_stored_config(saved, tmp_path):
     run = saved[1]
     shutil.copytree(run, tmp_path / "run")
     other = setup(tiny_config(train={"max_steps": 99}))
-    amending = open_run(other, tmp_path / "run")
+    amending = open_checkpoints(tmp_path / "run", other)
     amending.amend(Progress(samples=8, run_id="abc", best_metric=1.5))
     assert amending.progress(0).best_metric == 1.5
     amending.close()

@@ -598,6 +598,12 @@ def test_all_proposals_are_tested():
             ("set distillation.teacher",),
         ),
         (
+            section_rules.teacher_is_named,
+            ["train.objective=distillation", "distillation.logits=logits"],
+            ["train.objective=distillation", "distillation.logits=a", "distillation.teacher=b"],
+            ("remove one",),
+        ),
+        (
             section_rules.teacher_logits_exist,
             ["train.objective=distillation", "distillation.teacher=run"],
             ["train.objective=distillation", "distillation.teacher=run", "distillation.top_k=300"],

@@ -8,7 +8,7 @@ import pytest
 
 from jaxforge.data import loader, sources
 from jaxforge.data.corpus.manifest import FILE_NAME
-from jaxforge.data.corpus.tokenizer import tokenizer_of
+from jaxforge.data.corpus.tokenizer_files import tokenizer_of
 from jaxforge.data.corpus.writer import ShardWriter
 from jaxforge.data.mixture import GrainMixture, TorchMixture
 from jaxforge.errors import UserError

@@ -15,7 +15,7 @@ from jaxforge.data.corpus.conversations import Conversations, encode_conversatio
 from jaxforge.data.corpus.entries import FIRST, ID, UNLEARNED
 from jaxforge.data.corpus.manifest import LENGTHS, PREFERENCES, Manifest
 from jaxforge.data.corpus.preferences import Preferences, encode_preferences
-from jaxforge.data.corpus.tokenizer import load_tokenizer
+from jaxforge.data.corpus.tokenizer_files import load_tokenizer
 from jaxforge.errors import UserError
 from jaxforge.parallel.mesh import make_mesh
 from tests.conftest import tiny_config

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from jaxforge.config.train import TrainConfig
-from jaxforge.step.cross_entropy import cross_entropy, tiling
+from jaxforge.step.cross_entropy import cross_entropy
+from jaxforge.step.logit_tiles import tiling
 
 RUN = np.load(Path(__file__).parents[1] / "data" / "golden_loss.npz")
 

@@ -5,7 +5,8 @@ import types
 
 import pytest
 
-from jaxforge.data.corpus.tokenizer import ByteTokenizer, load_tokenizer
+from jaxforge.data.corpus.tokenizer import ByteTokenizer
+from jaxforge.data.corpus.tokenizer_files import load_tokenizer
 from jaxforge.errors import UserError
 from jaxforge.inference.conversation import Dialogue, answer, talk
 from tests.data.corpus.chat_files import CHATML, INSTRUCTIONS, LAST_THINKS, save_tokenizer

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxforge.kernels import flash
-from jaxforge.kernels.attention_backends import reference_attention
+from jaxforge.kernels.dot_product_attention import reference_attention
 from jaxforge.kernels.flash_blocks import TokenPositions, block_ranges, block_visibility
 from jaxforge.kernels.flash_kernels import Tiles
 from jaxforge.kernels.scoring import Scoring

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxforge.kernels import flash, partial_attention
-from jaxforge.kernels.attention_backends import reference_attention
+from jaxforge.kernels.dot_product_attention import reference_attention
 from jaxforge.kernels.flash_blocks import TokenPositions
 from jaxforge.kernels.partial_attention import (
     PARTIAL_KERNELS,

@@ -10,13 +10,8 @@ import pytest
 from jaxforge.config.model import ModelConfig
 from jaxforge.errors import UserError
 from jaxforge.kernels import flash, partial_attention, splash
-from jaxforge.kernels.attention_backends import (
-    BACKENDS,
-    KernelRequirements,
-    cached_attention,
-    choose_backend,
-    masked_attention,
-)
+from jaxforge.kernels.attention_backends import BACKENDS, KernelRequirements, choose_backend
+from jaxforge.kernels.dot_product_attention import cached_attention, masked_attention
 from jaxforge.kernels.flash_blocks import TokenPositions
 from jaxforge.kernels.flash_kernels import Tiles
 from jaxforge.kernels.partial_attention import PARTIAL_KERNELS, BackwardInputs, KeyPart, QueryPart

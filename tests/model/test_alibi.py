@@ -13,9 +13,9 @@ from jaxforge.kernels.attention_backends import (
     BACKENDS,
     KernelRequirements,
     attend_with_masks,
-    cached_attention,
     choose_backend,
 )
+from jaxforge.kernels.dot_product_attention import cached_attention
 from jaxforge.kernels.masking import FULL, Mask
 from jaxforge.kernels.scoring import PLAIN, Scoring, alibi_bias, alibi_slopes
 from tests.model.attention_reference import allowed_keys, random_documents, random_heads

@@ -11,12 +11,8 @@ import pytest
 from jaxforge.config.model import ModelConfig
 from jaxforge.errors import UserError
 from jaxforge.kernels import splash
-from jaxforge.kernels.attention_backends import (
-    BACKENDS,
-    KernelRequirements,
-    choose_backend,
-    masked_attention,
-)
+from jaxforge.kernels.attention_backends import BACKENDS, KernelRequirements, choose_backend
+from jaxforge.kernels.dot_product_attention import masked_attention
 from jaxforge.kernels.scoring import PLAIN, Scoring
 from jaxforge.model import remat
 from jaxforge.model.transformer import Model

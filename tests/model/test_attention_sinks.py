@@ -13,12 +13,8 @@ import pytest
 
 from jaxforge.config.model import ModelConfig
 from jaxforge.kernels import splash
-from jaxforge.kernels.attention_backends import (
-    BACKENDS,
-    attend_with_masks,
-    masked_attention,
-    opaque_kernel,
-)
+from jaxforge.kernels.attention_backends import BACKENDS, attend_with_masks, opaque_kernel
+from jaxforge.kernels.dot_product_attention import masked_attention
 from jaxforge.kernels.masking import FULL, Mask
 from jaxforge.kernels.scoring import PLAIN, Scoring
 from jaxforge.model.transformer import Model

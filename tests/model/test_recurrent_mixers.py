@@ -7,9 +7,8 @@ import numpy as np
 import pytest
 from jax.flatten_util import ravel_pytree
 
-from jaxforge.checkpoint.manager import Checkpoints
 from tests.conftest import tiny_config
-from tests.helpers import losses_and_gradients, progress_of, random_batches, setup
+from tests.helpers import losses_and_gradients, random_batches, setup, through_checkpoint
 
 ROWS, TOKENS = 4, 24
 SHAPE = {"dim": 32, "n_layers": 2, "n_heads": 4, "vocab_size": 64, "ffn_hidden_dim": 48,
@@ -106,17 +105,13 @@ def test_run_in_8_bits_resumes_bit_exactly(mixer, tmp_path):
     train = {**FP8, "opt_state_dtype": "8bit"}
     ours = setup(config(mixer, {**EXPERTS, "dim": 64}, train, ep=2))  # whole blocks of moments
     batches = packed_batches(ours.config, 3)
-    section = ours.config.checkpoint.model_copy(update={"async_mode": "disabled"})
-    saved = Checkpoints(tmp_path, section, ours.model.axes, stack=ours.model.stack)
     state, _ = ours.run(ours.state(), batches[:2])
-    saved.save(progress_of(state), state)
-    saved.close()
+    restored = through_checkpoint(ours, state, tmp_path)
     expected = jax.device_get(ours.run(state, batches[2:])[0])
     assert {"int8", "uint8"} <= {leaf.dtype.name for leaf in jax.tree.leaves(expected.opt_state)}
     recorded = expected.model_state["layers"][mixer]
     projections = {name for name in expected.params["layers"][mixer] if name.endswith("_proj")}
     assert recorded.keys() == projections
     assert all(np.all(history > 0) for history in jax.tree.leaves(recorded))
-    restored, _ = Checkpoints(tmp_path, section, read_only=True).restore(ours.abstract_state(), 2)
     resumed = jax.device_get(ours.run(restored, batches[2:])[0])
     jax.tree.map(np.testing.assert_array_equal, resumed, expected)

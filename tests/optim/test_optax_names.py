@@ -8,12 +8,11 @@ import numpy as np
 import optax
 import pytest
 
-from jaxforge.checkpoint.manager import Checkpoints
 from jaxforge.config.optimizer import OptimizerConfig
 from jaxforge.errors import UserError
 from jaxforge.optim.optimizer import build_optimizer
 from tests.conftest import tiny_config
-from tests.helpers import progress_of, random_batches, setup
+from tests.helpers import random_batches, setup, through_checkpoint
 from tests.optim import problem
 
 NO_RULES = {"scale_by_learning_rate", "scale_by_rprop", "scale_by_madgrad"}
@@ -138,10 +137,6 @@ def test_run_is_sharded_and_resumes(name, tmp_path):
     alone = setup(config_of(name))
     _, expected = alone.run(alone.state(), batches[:1])
     np.testing.assert_allclose(metrics["loss"], expected["loss"], rtol=1e-6)
-    section = job.checkpoint.model_copy(update={"async_mode": "disabled"})
-    saved = Checkpoints(tmp_path, section, ours.model.axes, stack=ours.model.stack)
-    saved.save(progress_of(state), state)
-    restored, _ = saved.restore(ours.abstract_state(), 1)
-    saved.close()
+    restored = through_checkpoint(ours, state, tmp_path)
     after = [jax.device_get(ours.run(s, batches[1:])[0]) for s in (state, restored)]
     jax.tree.map(np.testing.assert_array_equal, *after)

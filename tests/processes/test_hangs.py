@@ -3,18 +3,16 @@
 Faults: a process is suspended, killed or cut off from the network, fails, or acts alone.
 """
 
-import contextlib
 import itertools
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
+from benchmarks.faults.network import Network, can_make_networks
 from jaxforge.exit_codes import Exit
 from tests.machine import PATIENCE, wait_until
 from tests.processes.conftest import ROOT, environment
@@ -202,68 +200,15 @@ def test_all_processes_name_process_that_waits_for_data(new_job):
         assert re.search(r"culprit: process 1 \(.*training: waiting for data", job.log(i))
 
 
-class Network:
-    """Hosts of this machine, each with a network namespace, a name and an address."""
-
-    numbers = itertools.count()  # the kernel frees names some time after they are deleted
-
-    def __init__(self, count):
-        self.tag = f"jf{os.getpid() % 10_000}n{next(self.numbers)}"
-        self.count = count
-
-    def __enter__(self):
-        self._ip("link", "add", self.tag, "type", "bridge")
-        self._ip("link", "set", self.tag, "up")
-        for i in range(self.count):
-            host = self.host(i)
-            self._ip("netns", "add", host)
-            folder = Path("/etc/netns") / host  # `ip netns exec` mounts its files over /etc
-            folder.mkdir(parents=True)
-            (folder / "hosts").write_text(f"127.0.0.1 localhost\n{self.address(i)} {host}\n")
-            self._ip("link", "add", host, "type", "veth", "peer", "name", "eth0", "netns", host)
-            self._ip("link", "set", host, "master", self.tag, "up")
-            self._ip("-n", host, "addr", "add", f"{self.address(i)}/24", "dev", "eth0")
-            for device in ("eth0", "lo"):
-                self._ip("-n", host, "link", "set", device, "up")
-        return self
-
-    def host(self, index):
-        return f"{self.tag}h{index}"
-
-    def address(self, index):
-        return f"10.99.7.{index + 1}"
-
-    def command(self, index, *command):
-        """Return a command that runs on a host."""
-        rename = f'hostname {self.host(index)} && exec "$@"'
-        host = ["ip", "netns", "exec", self.host(index)]
-        return [*host, "unshare", "--uts", "sh", "-c", rename, "sh", *command]
-
-    def cut_off(self, index):
-        self._ip("link", "set", self.host(index), "down")
-
-    def __exit__(self, *_):
-        for i in range(self.count):
-            self._ip("link", "del", self.host(i), check=False)
-            self._ip("netns", "del", self.host(i), check=False)
-            shutil.rmtree(Path("/etc/netns") / self.host(i), ignore_errors=True)
-        self._ip("link", "del", self.tag, check=False)
-
-    @staticmethod
-    def _ip(*arguments, check=True):
-        subprocess.run(["ip", *arguments], check=check, capture_output=True)
+NUMBERS = itertools.count()  # the kernel frees names some time after they are deleted
 
 
 @pytest.fixture
 def network():
-    if not shutil.which("ip") or not shutil.which("unshare"):
-        pytest.skip("needs iproute2 and util-linux")
-    if subprocess.run(["unshare", "--net", "true"], capture_output=True, check=False).returncode:
+    if not can_make_networks():
         pytest.skip("needs the permission to create network namespaces")
-    with contextlib.ExitStack() as stack:
-        network = Network(3)
-        stack.push(network.__exit__)  # also if it cannot be completed
-        yield network.__enter__()
+    with Network(f"jf{os.getpid() % 1000}n{next(NUMBERS)}", 3) as network:
+        yield network
 
 
 @pytest.mark.slow
@@ -286,7 +231,7 @@ def test_host_that_is_cut_off_is_named(new_run, network, victim):
     ]  # fmt: skip
     try:
         run.wait_for_step(10, processes[0])
-        network.cut_off(victim)
+        network.connect(victim, is_connected=False)
         for process in processes:
             process.communicate(timeout=PATIENCE)
     finally:

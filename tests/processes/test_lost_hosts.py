@@ -16,6 +16,7 @@ from jaxforge.parallel.mesh import make_mesh
 from jaxforge.program import Program
 from jaxforge.storage.run_lock import RunLock
 from jaxforge.training.saving import Saver
+from tests.helpers import flip_bit
 from tests.machine import PATIENCE
 from tests.processes.launching import finish_both, free_port
 
@@ -95,12 +96,6 @@ def restored(job, host, step):
         results = [start_from(s, program) for s in (replica, Saved(saver.permanent, step))]
         saver.close()
     return results
-
-
-def flip_bit(path):
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)
 
 
 def test_lost_host_is_replaced_by_copy_of_its_peer(job):

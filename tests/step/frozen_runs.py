@@ -2,6 +2,7 @@
 
 import jax
 import numpy as np
+import torch
 
 from jaxforge.model.transformer import Model, join
 from jaxforge.parallel.sharding import batch_shardings
@@ -9,6 +10,7 @@ from jaxforge.step.frozen_model import FrozenModel, frozen_config
 from jaxforge.step.train_step import Controls
 from tests.conftest import tiny_config
 from tests.helpers import setup
+from tests.step.torch_decoder import adamw, named
 
 SEQ, LR, DECAY = 32, 1e-2, 0.1
 MODEL = {"dim": 32, "vocab_size": 64, "init_std": 0.2, "ffn_hidden_dim": 48}
@@ -83,6 +85,37 @@ class FrozenSetup:
             if name in stacks else part
             for name, part in params.items()
         }  # fmt: skip
+
+
+def follow_torch(ours, batches, torch_loss):
+    """Compare losses, metrics, gradients and parameters of updates with those of PyTorch.
+
+    Args:
+        ours: the step and its frozen model.
+        batches: a batch for each update.
+        torch_loss: (parameters, frozen parameters, batch) -> loss of the update, metrics by name.
+    """
+    model = ours.program.config.model
+    frozen, initial = (named(tree, model) for tree in (ours.params, ours.program.state().params))
+    p = {name: x.clone().requires_grad_() for name, x in initial.items()}
+    optimizer = adamw(p, LR, DECAY)
+    logged, params = ours.run(batches)
+    for batch, of_step in zip(batches, logged, strict=True):
+        loss, metrics = torch_loss(p, frozen, batch)
+        optimizer.zero_grad()
+        loss.backward()
+        for name, grad in named(of_step["grads"], model).items():
+            torch.testing.assert_close(grad, p[name].grad, rtol=1e-4, atol=5e-6, msg=name)
+        torch.nn.utils.clip_grad_norm_(p.values(), 1.0)
+        optimizer.step()
+        np.testing.assert_allclose(of_step["loss"], loss.item(), rtol=1e-5, atol=1e-6)
+        ours_by_name = {**of_step["side"], **of_step.get("losses", {})}
+        for name, value in metrics.items():
+            np.testing.assert_allclose(
+                ours_by_name[name], value, rtol=1e-4, atol=1e-5, err_msg=name
+            )
+    for name, x in named(params, model).items():
+        torch.testing.assert_close(x, p[name].detach(), rtol=1e-4, atol=2e-4, msg=name)
 
 
 def check_equal(results, expected):

@@ -9,11 +9,10 @@ import jax
 import numpy as np
 import pytest
 
-from jaxforge.checkpoint.manager import Checkpoints
 from jaxforge.commands.train import run as run_all
 from jaxforge.training.hooks import Hook
 from tests.conftest import tiny_config
-from tests.helpers import progress_of, random_batches, setup
+from tests.helpers import random_batches, restore_checkpoint, save_checkpoint, setup
 from tests.step import aux_model
 
 # A leading layer, two repetitions of a period of two layers, and a remaining layer.
@@ -97,13 +96,8 @@ def test_state_is_saved_and_restored_on_another_mesh(tmp_path):
     ours = setup(job)
     batch = random_batches(job, 1)
     state, _ = ours.run(ours.state(), batch)
-    section = job.checkpoint.model_copy(update={"async_mode": "disabled"})
-    saved = Checkpoints(tmp_path, section, ours.model.axes, stack=ours.model.stack)
-    saved.save(progress_of(state), state)
-    saved.close()
-    other = setup(config())
-    like = other.abstract_state()
-    restored, _ = Checkpoints(tmp_path, section, read_only=True).restore(like, 1)
+    save_checkpoint(ours, state, tmp_path)
+    restored = restore_checkpoint(setup(config()), tmp_path, 1)
     drift = ours.model.stack.unstack(state.model_state["layers"]["drift"])
     assert np.abs(drift).max() > 0
     np.testing.assert_array_equal(restored.model_state["layers"]["drift"], drift)

@@ -10,7 +10,8 @@ import pytest
 from jaxforge.aux_outputs import LossWeights
 from jaxforge.config.train import TrainConfig
 from jaxforge.data.packing import IGNORE
-from jaxforge.step.cross_entropy import Tiling, tiling, weighted_loss
+from jaxforge.step.cross_entropy import weighted_loss
+from jaxforge.step.logit_tiles import Tiling, tiling
 
 BATCH, LENGTH, DIM, VOCAB = 2, 24, 16, 50
 SCALES = LossWeights(jnp.float32(0.3), jnp.float32(0.02))

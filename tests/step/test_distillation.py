@@ -9,8 +9,11 @@ from torch.nn import functional
 
 from jaxforge.config.model import ModelConfig
 from jaxforge.errors import UserError
-from tests.step.frozen_runs import DECAY, LR, MODEL, FrozenSetup, check_equal, job
-from tests.step.torch_decoder import adamw, logits, named
+from jaxforge.parallel.device_memory import bytes_per_device
+from jaxforge.step.frozen_model import FrozenModel, frozen_bytes, frozen_config
+from tests.helpers import setup
+from tests.step.frozen_runs import MODEL, FrozenSetup, check_equal, follow_torch, job
+from tests.step.torch_decoder import logits
 
 TEACHER = ModelConfig(**{**MODEL, "dim": 32, "n_heads": 4, "n_kv_heads": 2, "n_layers": 2,
                          "ffn_hidden_dim": 64, "max_seq_len": 64})  # fmt: skip
@@ -30,8 +33,8 @@ def documents(seed, accum=2, rows=4, length=32):
     return {"input_ids": tokens, "labels": labels, "segment_ids": segments}
 
 
-def torch_losses(p, teacher, batch, section):
-    """Return the loss of an update, its cross-entropy and its divergence."""
+def torch_loss(section, p, teacher, batch):
+    """Return the loss of an update and its metrics."""
     flat = {name: torch.tensor(np.asarray(x)).flatten(0, 1) for name, x in batch.items()}
     tokens, labels, segments = (flat[n] for n in ("input_ids", "labels", "segment_ids"))
     valid, t = labels != -100, section.get("temperature", 1.0)
@@ -42,42 +45,23 @@ def torch_losses(p, teacher, batch, section):
     kl = functional.kl_div(log_p, log_q, reduction="sum", log_target=True) / valid.sum()
     labeled = functional.cross_entropy(ours, labels[valid])
     w = section.get("weight", 0.5)
-    return (1 - w) * labeled + w * t**2 * kl, labeled, kl
+    metrics = {"cross_entropy": (1 - w) * labeled.item(), "distillation/kl": kl.item()}
+    return (1 - w) * labeled + w * t**2 * kl, metrics
 
 
-def follow_torch(section, updates, teacher):
-    given = job("distillation", distillation=section)
-    ours = FrozenSetup(given, teacher)
-    batches, model = [documents(seed) for seed in range(updates)], given.model
-    theirs = named(ours.params, model)
-    initial = named(ours.program.state().params, model)
-    p = {name: x.clone().requires_grad_() for name, x in initial.items()}
-    optimizer = adamw(p, LR, DECAY)
-    logged, params = ours.run(batches)
-    close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6)
-    for batch, of_step in zip(batches, logged, strict=True):
-        loss, labeled, kl = torch_losses(p, theirs, batch, section)
-        optimizer.zero_grad()
-        loss.backward()
-        for name, grad in named(of_step["grads"], model).items():
-            torch.testing.assert_close(grad, p[name].grad, rtol=1e-4, atol=5e-6, msg=name)
-        torch.nn.utils.clip_grad_norm_(p.values(), 1.0)
-        optimizer.step()
-        weight = section.get("weight", 0.5)
-        close(of_step["loss"], loss.item())
-        close(of_step["losses"]["cross_entropy"], (1 - weight) * labeled.item())
-        close(of_step["side"]["distillation/kl"], kl.item())
-    for name, x in named(params, model).items():
-        torch.testing.assert_close(x, p[name].detach(), rtol=1e-4, atol=2e-4, msg=name)
+def check_updates(section, updates, teacher):
+    ours = FrozenSetup(job("distillation", distillation=section), teacher)
+    batches = [documents(seed) for seed in range(updates)]
+    follow_torch(ours, batches, functools.partial(torch_loss, section))
 
 
 def test_ten_updates_equal_torch():
     """The teacher has wider feed-forwards than the student."""
-    follow_torch(SECTION, 10, TEACHER)
+    check_updates(SECTION, 10, TEACHER)
 
 
 def test_divergence_over_the_whole_vocabulary_equals_torch():
-    follow_torch(WHOLE, 2, None)
+    check_updates(WHOLE, 2, None)
 
 
 MESHES = [
@@ -105,6 +89,18 @@ def one_device():
 def test_mesh_does_not_change_the_updates(settings, one_device):
     ours = FrozenSetup(job("distillation", distillation=SECTION, **settings), TEACHER)
     check_equal(ours.run([documents(0), documents(1)]), one_device)
+
+
+@pytest.mark.parametrize("objective", ["distillation", "dpo"])
+def test_bytes_of_the_frozen_model_are_those_of_its_arrays(objective):
+    """The reference has the shape of the trained model."""
+    train = {"mixed_precision": "bf16"}
+    config = job(objective, train=train, axes={"dp_shard": 2, "tp": 2}, distillation=SECTION)
+    program, teacher = setup(config), TEACHER if objective == "distillation" else None
+    frozen = FrozenModel(frozen_config(config, teacher), config, program.mesh, ("cpu", None))
+    expected = bytes_per_device(frozen.like)
+    assert frozen_bytes(config, program.model, program.mesh, teacher) == expected > 0
+    assert frozen_bytes(job("next_token"), program.model, program.mesh, teacher) == 0
 
 
 def test_teacher_with_another_vocabulary_is_refused():

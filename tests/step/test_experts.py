@@ -17,8 +17,8 @@ from tests.conftest import tiny_config
 from tests.helpers import (
     collectives_in_loops,
     hlo,
-    progress_of,
     random_batches,
+    save_checkpoint,
     setup,
 )
 
@@ -123,14 +123,11 @@ def check_resumes(directory, job, other):
     """Resume a run bit-exactly on its own mesh, and closely on another mesh."""
     ours, batches = setup(job), random_batches(job, 2)
     state, _ = ours.run(ours.state(), batches[:1])
-    section = job.checkpoint.model_copy(update={"async_mode": "disabled"})
-    saved = Checkpoints(directory, section, ours.model.axes, stack=ours.model.stack)
-    saved.save(progress_of(state), state)
-    saved.close()
+    save_checkpoint(ours, state, directory)
     expected = by_layer(ours.run(state, batches[1:])[0], ours.model.stack)
     for resumed_job in (job, other):
         resumed = setup(resumed_job)
-        source = Saved(Checkpoints(directory, section, read_only=True), 1)
+        source = Saved(Checkpoints(directory, job.checkpoint, read_only=True), 1)
         restored, _ = start_from(source, resumed)
         state = by_layer(resumed.run(restored, batches[1:])[0], resumed.model.stack)
         same = np.testing.assert_array_equal

@@ -8,10 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxforge.checkpoint.manager import Checkpoints
-from jaxforge.checkpoint.restore import Saved, start_from
 from tests.conftest import tiny_config
-from tests.helpers import progress_of, random_batches, setup
+from tests.helpers import random_batches, restore_checkpoint, save_checkpoint, setup
 
 MODEL = {"n_layers": 3, "dim": 32, "vocab_size": 64, "num_experts": 16, "moe_top_k": 1,
          "moe_expert_dim": 16, "init_std": 0.3, "mlp_bias": True}  # fmt: skip
@@ -95,13 +93,8 @@ def test_checkpoint_of_stages_restores_counts_on_one_device(tmp_path):
     """Stages hold three layers in four rows, a checkpoint in three."""
     train, axes = STAGES
     ours, state, states, _ = run(config(train, **axes))
-    section = ours.config.checkpoint.model_copy(update={"async_mode": "disabled"})
-    saved = Checkpoints(tmp_path, section, ours.model.axes, stack=ours.model.stack)
-    saved.save(progress_of(state), state)
-    resumed = run(config())[0]
-    with jax.set_mesh(resumed.mesh):
-        result, _ = start_from(Saved(saved, STEPS), resumed)
-    saved.close()
+    save_checkpoint(ours, state, tmp_path)
+    result = restore_checkpoint(run(config())[0], tmp_path, STEPS)
     counts = result.opt_state[1].expert_updates["layers"]["mlp"]["experts"]["up_proj"]["weight"]
     np.testing.assert_array_equal(counts, states[-1][1]["expert_updates"])
 

@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch.nn import functional
 
-from jaxforge.checkpoint.manager import Checkpoints
 from jaxforge.config.ineffective_settings import ineffective_settings
 from jaxforge.config.model import ModelConfig
 from jaxforge.errors import UserError
@@ -18,7 +17,7 @@ from jaxforge.telemetry import flops
 from jaxforge.telemetry.measures import aux_metrics
 from jaxforge.tools.starting.sizes import parameters
 from tests.conftest import tiny_config
-from tests.helpers import progress_of, random_batches, setup
+from tests.helpers import random_batches, restore_checkpoint, setup, through_checkpoint
 from tests.step.torch_decoder import block, named, norm
 
 DEPTH = 2
@@ -191,20 +190,15 @@ def test_modules_with_experts_do_not_depend_on_the_mesh(axes):
 
 def test_run_resumes_bit_exactly(on_one_device, tmp_path):
     ours, batches, states, _ = on_one_device
-    section = ours.config.checkpoint.model_copy(update={"async_mode": "disabled"})
-    saved = Checkpoints(tmp_path, section, ours.model.axes, stack=ours.model.stack)
     state, _ = ours.run(ours.state(), batches[:2])
-    saved.save(progress_of(state), state)
-    saved.close()
-    restored, _ = Checkpoints(tmp_path, section, read_only=True).restore(ours.abstract_state(), 2)
-    state, _ = ours.run(restored, batches[2:4])
+    state, _ = ours.run(through_checkpoint(ours, state, tmp_path), batches[2:4])
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(state), states[4])
     for depth in (0, 1, 3):
-        like = setup(job({"mtp_depth": depth})).abstract_state()
+        other = setup(job({"mtp_depth": depth}))
         with pytest.raises(
             UserError, match=f"mtp_depth = {depth}, but .* 2 modules of .*depth = 2"
         ):
-            Checkpoints(tmp_path, section, read_only=True).restore(like, 2)
+            restore_checkpoint(other, tmp_path, 2)
 
 
 def test_further_labels_stay_within_documents():

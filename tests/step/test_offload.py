@@ -6,14 +6,13 @@ import jax
 import numpy as np
 import pytest
 
-from jaxforge.checkpoint.manager import Checkpoints
 from jaxforge.checkpoint.restore import starting_state
 from jaxforge.config import check
 from jaxforge.config.optimizer import OPTIMIZERS
 from jaxforge.errors import UserError
 from jaxforge.parallel.device_memory import bytes_per_device
 from tests.conftest import tiny_config
-from tests.helpers import progress_of, random_batches, setup
+from tests.helpers import open_checkpoints, progress_of, random_batches, setup
 
 
 def config_of(optimizer="adamw", *, offload=("optimizer",)):
@@ -82,8 +81,7 @@ def test_moments_of_matrices_stay_on_host(three_updates):
 
 def test_restart_restores_moments_on_host(three_updates, tmp_path):
     ours, state, _ = three_updates[1]
-    resolved = ours.config.model_dump(mode="json")
-    saved = Checkpoints(tmp_path, ours.config.checkpoint, ours.model.axes, resolved)
+    saved = open_checkpoints(tmp_path, ours)
     saved.save(progress_of(state), state)
     saved.wait()
     with jax.set_mesh(ours.mesh):

@@ -5,13 +5,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxforge.checkpoint.manager import Checkpoints
 from jaxforge.checkpoint.restore import starting_state
 from jaxforge.config import check
 from jaxforge.config.optimizer import OPTIMIZERS
 from jaxforge.errors import UserError
 from tests.conftest import tiny_config
-from tests.helpers import progress_of, random_batches, setup
+from tests.helpers import open_checkpoints, random_batches, save_checkpoint, setup
 
 
 def config_of(rounding="kahan", opt_state_dtype="8bit", **axes):
@@ -37,23 +36,10 @@ def assert_same(a, b):
     jax.tree.map(np.testing.assert_array_equal, a, b)
 
 
-def checkpoints(path, ours):
-    resolved = ours.config.model_dump(mode="json")
-    return Checkpoints(
-        path, ours.config.checkpoint, ours.model.axes, resolved, stack=ours.model.stack
-    )
-
-
 def start(path, ours):
-    saved = checkpoints(path, ours)
+    saved = open_checkpoints(path, ours)
     with jax.set_mesh(ours.mesh):
         return starting_state(ours, saved)[0]
-
-
-def save(path, ours, state):
-    saved = checkpoints(path, ours)
-    saved.save(progress_of(state), state)
-    saved.close()
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +48,7 @@ def halfway(tmp_path_factory):
     path, ours = tmp_path_factory.mktemp("run"), setup(config_of(**SPLIT))
     batches = random_batches(ours.config, 4)
     state, _ = ours.run(ours.state(), batches[:2])
-    save(path, ours, state)
+    save_checkpoint(ours, state, path)
     saved = bits(state)
     state, metrics = ours.run(state, batches[2:])
     return path, saved, batches[2:], bits(state), metrics["loss"]
@@ -97,7 +83,7 @@ def test_run_resumes_with_another_mesh_and_rounding(halfway, tmp_path):
     params, (clip, rule, _) = saved
     assert_same(bits(state), (params, (clip, rule)))
     assert jax.tree.map(lambda a: a.sharding, state.opt_state) == ours.shardings.opt_state
-    save(tmp_path, ours, state)
+    save_checkpoint(ours, state, tmp_path)
     uninterrupted, metrics = ours.run(state, batches)
     np.testing.assert_allclose(metrics["loss"], losses, rtol=2e-3)
     assert_same(bits(uninterrupted), bits(ours.run(start(tmp_path, ours), batches)[0]))
@@ -120,7 +106,7 @@ def test_8bit_checkpoint_resumes_on_stages_and_single_device(tmp_path):
     ours, alone = setup(staged(2, 2)), setup(staged(1, 1))
     batches = random_batches(ours.config, 4)
     state, _ = ours.run(ours.state(), batches[:2])
-    save(tmp_path, ours, state)
+    save_checkpoint(ours, state, tmp_path)
     after, metrics = ours.run(state, batches[2:])
     assert_same(bits(ours.run(start(tmp_path, ours), batches[2:])[0]), bits(after))
     result = start(tmp_path, alone)
@@ -136,7 +122,7 @@ def test_8bit_checkpoint_resumes_on_stages_and_single_device(tmp_path):
 
 def test_moments_of_another_dtype_raise(tmp_path):
     ours, wide = setup(config_of()), setup(config_of(opt_state_dtype="float32"))
-    save(tmp_path, ours, ours.state())
+    save_checkpoint(ours, ours.state(), tmp_path)
     with pytest.raises(UserError, match=r"another optimizer than train\.opt_state_dtype asks for"):
         start(tmp_path, wide)
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxforge.step.cross_entropy import token_weights
+from jaxforge.step.token_weights import token_weights
 from jaxforge.step.train_step import Controls
 from tests.conftest import tiny_config
 from tests.helpers import collectives_in_loops, hlo, new_setup, random_batches, setup

@@ -15,7 +15,8 @@ from jaxforge.checkpoint.manager import Checkpoints
 from jaxforge.checkpoint.restore import starting_state
 from jaxforge.commands import generate, train
 from jaxforge.config.model import ModelConfig, RopeScaling
-from jaxforge.data.corpus.tokenizer import END_OF_TEXT, load_tokenizer
+from jaxforge.data.corpus.tokenizer import END_OF_TEXT
+from jaxforge.data.corpus.tokenizer_files import load_tokenizer
 from jaxforge.errors import UserError
 from jaxforge.inference.evaluation import evaluate
 from jaxforge.model.transformer import Model

@@ -1,7 +1,6 @@
 """Runs that branch off from a checkpoint of another run."""
 
 import hashlib
-import json
 import signal
 
 import numpy as np
@@ -12,7 +11,7 @@ from jaxforge.errors import UserError
 from jaxforge.exit_codes import Exit
 from jaxforge.runs import starts
 from tests.conftest import tiny_config
-from tests.helpers import devices_here
+from tests.helpers import devices_here, stored_progress
 from tests.processes.conftest import Run
 from tests.tools.report.pages import page_of
 from tests.torch_compat.runs import values
@@ -48,8 +47,7 @@ def last(run, step):
 
 
 def progress(run, step):
-    path = run.directory / "checkpoints" / f"step_{step}" / "progress" / "metadata"
-    return json.loads(path.read_text())
+    return stored_progress(run.directory, step)
 
 
 def test_branch_with_settings_of_parent_repeats_it(parent, tmp_path):

@@ -12,6 +12,7 @@ from jaxforge.exit_codes import Exit
 from jaxforge.training import launch
 from jaxforge.training.hooks import Hook
 from tests.conftest import tiny_config
+from tests.helpers import stored_progress
 from tests.training.looking import Looking
 from tests.training.observers import run
 
@@ -149,11 +150,6 @@ def logged(root, name):
     }
 
 
-def progress(root, name, step):
-    path = root / name / "checkpoints" / f"step_{step}" / "progress" / "metadata"
-    return json.loads(path.read_text())
-
-
 @pytest.mark.usefixtures("one_device")
 def test_killed_evaluation_is_repeated_from_save_before_it(tmp_path):
     whole, plain, first, second = Log(), Log(), Log(at=("a", 1, 4)), Log()
@@ -170,7 +166,7 @@ def test_killed_evaluation_is_repeated_from_save_before_it(tmp_path):
     assert metrics[6, "eval/accuracy"] == pytest.approx(
         (2 * metrics[6, "eval/a/accuracy"] + metrics[6, "eval/b/accuracy"]) / 3
     )
-    stored = progress(tmp_path, "whole", 6)
+    stored = stored_progress(tmp_path / "whole", 6)
     assert stored["validation"] is None
     assert math.isclose(stored["best_metric"], metrics[6, "eval/loss"])
 
@@ -179,12 +175,12 @@ def test_killed_evaluation_is_repeated_from_save_before_it(tmp_path):
 
     with pytest.raises(ZeroDivisionError):
         launch.train(config(tmp_path, "run"), [first])
-    stopped = progress(tmp_path, "run", 4)
+    stopped = stored_progress(tmp_path / "run", 4)
     assert stopped["validation"]["pending"] == ["a"]
     assert launch.train(config(tmp_path, "run"), [second]) is Exit.COMPLETED
     assert second.events == whole.events[4:]
     assert logged(tmp_path, "run") == metrics
     assert [*first.losses, *second.losses] == whole.losses
-    states = [progress(tmp_path, name, 6)["callbacks"] for name in ("whole", "run")]
+    states = [stored_progress(tmp_path / name, 6)["callbacks"] for name in ("whole", "run")]
     assert states[0] == states[1]
     assert second.n_evaluations == 3

@@ -1,63 +1,20 @@
 """Runs of `train.objective`: frozen models, resumes, evaluations."""
 
 import json
+import re
 
 import numpy as np
 import pytest
 
-from jaxforge.commands import prepare, train
+from jaxforge.commands import train
 from jaxforge.errors import UserError
 from jaxforge.exit_codes import Exit
 from jaxforge.inference.evaluation import evaluate
 from jaxforge.tools.replay.past import open_past
-from tests.conftest import tiny_config
+from tests.training.objectives import config, dpo, export, prepare_data, progress, stored, student
+from torch_compat.checkpoint import checkpoints
 
 pytestmark = pytest.mark.usefixtures("one_device")
-
-MODEL = {"vocab_size": 260, "n_layers": 1, "dim": 32, "max_seq_len": 64}
-
-
-def config(path, name, **sections):
-    checkpoint = {"dir": str(path / name), "interval": 2, **sections.pop("checkpoint", {})}
-    steps = {"max_steps": 4, "batch_size": 4, "seq_len": 48, **sections.pop("train", {})}
-    model = {**MODEL, **sections.pop("model", {})}
-    return tiny_config(checkpoint=checkpoint, train=steps, model=model, **sections)
-
-
-def dpo(path, name, **sections):
-    checkpoint = {
-        "load_path": str(path / "base"), "exclude_from_loading": ["optimizer", "progress"],
-        **sections.pop("checkpoint", {}),
-    }  # fmt: skip
-    return config(
-        path, name,
-        train={"objective": "dpo", **sections.pop("train", {})},
-        checkpoint=checkpoint,
-        data={"dataset_path": str(path / "pairs" / "train"), "num_workers": 0},
-        eval={"enabled": True, "dataset_path": str(path / "pairs" / "validation"), "interval": 2},
-        **sections,
-    )  # fmt: skip
-
-
-def distilled(path, name, teacher="base", **sections):
-    settings = {"teacher": str(path / teacher), "top_k": 8, "temperature": 2.0}
-    return config(
-        path, name,
-        train={"objective": "distillation", **sections.pop("train", {})},
-        distillation=settings,
-        eval={"enabled": True, "dataset_path": str(path / "text" / "train"), "interval": 2},
-        data={"dataset_path": str(path / "text" / "train"), "num_workers": 0},
-        **sections,
-    )  # fmt: skip
-
-
-def stored(run, step):
-    return json.loads((run / "checkpoints" / f"step_{step}" / "checksums" / "metadata").read_text())
-
-
-def progress(run, step):
-    file = run / "checkpoints" / f"step_{step}" / "progress" / "metadata"
-    return json.loads(file.read_text())
 
 
 def metrics(run):
@@ -71,19 +28,7 @@ def metrics(run):
 def runs(tmp_path_factory):
     """The directory of all runs, with prepared data and a base model."""
     directory = tmp_path_factory.mktemp("objectives")
-    words = ["alpha", "beta", "gamma", "delta"]
-    records = [
-        {"prompt": f"{words[i % 4]} {i}", "chosen": " yes" * (i % 3 + 1), "rejected": " no, never"}
-        for i in range(60)
-    ]
-    (directory / "pairs.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
-    (directory / "text.txt").write_text("\n".join(f"{r['prompt']}{r['chosen']}" for r in records))
-    for name, more in (("pairs.jsonl", ["--preferences", "--validation-fraction=0.3"]),
-                       ("text.txt", [])):  # fmt: skip
-        output = directory / name.partition(".")[0]
-        given = [directory / name, "--output", output, "--workers", "1", *more]
-        assert prepare.main([str(x) for x in given]) == 0
-    assert train.run(config(directory, "base", train={"max_steps": 2})) is Exit.COMPLETED
+    prepare_data(directory)
     return directory
 
 
@@ -162,10 +107,6 @@ def test_replay_repeats_a_step_with_its_reference(whole):
     assert float(again["loss"]) == logged["train/loss"]
 
 
-def student(runs, name, **train):
-    return distilled(runs, name, model={"dim": 16, "n_heads": 2, "n_kv_heads": 1}, train=train)
-
-
 def test_student_learns_from_a_larger_teacher(runs, other):
     assert train.run(student(runs, "student", max_steps=2)) is Exit.COMPLETED
     lines = [json.loads(x) for x in (runs / "student" / "metrics.jsonl").read_text().splitlines()]
@@ -177,6 +118,31 @@ def test_student_learns_from_a_larger_teacher(runs, other):
     changed = longer.model_copy(update={"distillation": section})
     with pytest.raises(UserError, match=r"distillation.teacher.* is not the model that the run"):
         train.run(changed)
+
+
+def test_hugging_face_teacher_equals_the_run_that_it_was_exported_from(runs):
+    """The student has another shape, so that the teacher's comes from its `config.json`."""
+    export(checkpoints.find(runs / "base"), runs / "base_hf")
+    assert train.run(student(runs, "of_run", max_steps=2)) is Exit.COMPLETED
+    assert train.run(student(runs, "of_hf", max_steps=2, teacher="base_hf")) is Exit.COMPLETED
+    assert stored(runs / "of_hf", 2) == stored(runs / "of_run", 2)
+    assert progress(runs / "of_hf", 2)["frozen"] == progress(runs / "of_run", 2)["frozen"]
+
+
+def test_dry_run_counts_the_teacher(runs, capsys):
+    """The base model has 44,400 parameters in float32."""
+    states = []
+    for objective in ("next_token", "distillation"):
+        config = student(runs, "dry", objective=objective)
+        (runs / "dry.toml").write_text(config.to_toml())
+        assert train.main(["--config", str(runs / "dry.toml"), "--dry-run"]) == 0
+        states.append(float(re.search(r"state ([\d.e-]+) GB", capsys.readouterr().out)[1]))
+    assert states[1] - states[0] == pytest.approx(4 * 44_400 / 1e9, rel=0.02)
+
+
+def test_missing_teacher_is_named(runs):
+    with pytest.raises(UserError, match=r"distillation.teacher = .*/missing: .*no checkpoint"):
+        train.run(student(runs, "without", teacher="missing"))
 
 
 @pytest.mark.slow

@@ -13,6 +13,7 @@ from jaxforge.runs import attempts
 from jaxforge.telemetry.goodput import account
 from jaxforge.training.hooks import Hook
 from tests.conftest import tiny_config
+from tests.helpers import stored_progress
 from torch_compat.formats.ocdbt import open_arrays
 
 pytestmark = pytest.mark.usefixtures("one_device")
@@ -74,11 +75,6 @@ def saved(tmp_path):
     return sorted(int(path.name.removeprefix("step_")) for path in steps)
 
 
-def progress(tmp_path, step):
-    path = tmp_path / "run" / "checkpoints" / f"step_{step}" / "progress" / "metadata"
-    return json.loads(path.read_text())
-
-
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory, poisonous):
     """The directory of an uninterrupted run."""
@@ -95,7 +91,7 @@ def test_run_continues_past_ten_nans_in_a_row(whole):
     assert logged[40] < 0.5 < logged[1]
     # 22 good steps, then 10 bad ones: rollback to step 20. The 12 batches since then are skipped.
     # The checkpoint of step 30, in the middle of the bad steps, is not good.
-    last = progress(whole, 40)
+    last = stored_progress(whole / "run", 40)
     (rollback,) = last["rollbacks"]
     assert (rollback["from"], rollback["to"], rollback["samples"]) == (32, 20, 12 * ROWS)
     assert (last["samples"], last["tokens"]) == (52 * ROWS, 40 * ROWS * LENGTH)
@@ -128,7 +124,7 @@ def test_average_of_parameters_rolls_back(tmp_path, poisonous):
     job = config(tmp_path, [4, 5], 1, model={"n_layers": 1},
                  train={"max_steps": 7, "nan_consecutive_max": 2, "ema_decay": decay})  # fmt: skip
     assert train.run(job) is Exit.COMPLETED
-    assert progress(tmp_path, 7)["rollbacks"][0]["from"] == 6
+    assert stored_progress(tmp_path / "run", 7)["rollbacks"][0]["from"] == 6
     assert saved(tmp_path) == list(range(8))
     arrays = [open_arrays(tmp_path / "run/checkpoints" / f"step_{n}" / "state") for n in range(8)]
     names = [name for name in arrays[0] if name.startswith("params.")]

@@ -15,6 +15,7 @@ from jaxforge.parallel import compilation
 from jaxforge.training import launch
 from jaxforge.training.hooks import Hook
 from tests.conftest import tiny_config
+from tests.helpers import stored_progress
 from tests.machine import PATIENCE
 from tests.training.looking import Checking
 
@@ -71,11 +72,6 @@ def lines(tmp_path, name):
     }
 
 
-def progress(tmp_path, name, step):
-    path = tmp_path / name / "checkpoints" / f"step_{step}" / "progress" / "metadata"
-    return json.loads(path.read_text())
-
-
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
     path = tmp_path_factory.mktemp("whole")
@@ -89,7 +85,7 @@ def test_stopped_evaluation_resumes_at_its_batch(tmp_path, whole, step):
     assert train.run(config(tmp_path, "run"), [first]) is Exit.SIGNAL
     stopped = ["save 8", "begin 8"] if step == 8 else ["begin 4", "save 4"]
     assert first.events[-3:] == [*stopped, f"Exit.SIGNAL {step}"]
-    halfway = progress(tmp_path, "run", step)
+    halfway = stored_progress(tmp_path / "run", step)
     assert halfway["stage"] == "validation"
     assert halfway["validation"]["pending"] == ["a", "b"]
     second, checks = Log(), Checking([])
@@ -98,7 +94,7 @@ def test_stopped_evaluation_resumes_at_its_batch(tmp_path, whole, step):
     remaining = [] if step == 8 else ["save 8", "begin 8", "end 8"]
     assert second.events == [f"look {step}", f"end {step}", *remaining, "Exit.COMPLETED 8"]
     assert lines(tmp_path, "run") == whole
-    assert progress(tmp_path, "run", step)["validation"] is None
+    assert stored_progress(tmp_path / "run", step)["validation"] is None
     third = Log()
     assert train.run(config(tmp_path, "run"), [third]) is Exit.COMPLETED
     assert third.events == ["Exit.COMPLETED 8"]  # nothing is evaluated or saved again

@@ -1,8 +1,9 @@
 """Conversion between the keys of a DCP checkpoint and `CheckpointState`."""
 
 import dataclasses
+import functools
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -128,25 +129,46 @@ def read(dcp: Dcp, target: AbstractTarget, options: ReadOptions) -> CheckpointSt
     alone = options.weights_only or not keys.state
     theirs = keys.params if alone else {**keys.params, **keys.masters}
     params, state, more = untrained.translate_model(theirs, target, by, goes_on=not alone)
-    notes += more
-    checkpoint = CheckpointState(params, dialect=keys.dialect.name, model_state=state)
-    where = train_state.read_train_state(dcp)
-    is_megatron = keys.dialect.name == MEGATRON.name
+    checkpoint = CheckpointState(
+        params, dialect=keys.dialect.name, model_state=state, notes=(*notes, *more)
+    )
     if alone:
-        if not options.weights_only:
-            notes.append("the checkpoint has no optimizer state: training starts at step 0")
-        progress = None
-        if options.keep_place and where.step is not None:
-            result = where.step if where.updates is None else where.updates
-            progress, more = train_state.to_progress(
-                where, result, target.config, is_megatron=is_megatron
-            )
-            notes += more
-        elif options.keep_step and where.step is not None:
-            progress = Progress(step=where.step, tokens=where.tokens or 0)
-        return dataclasses.replace(checkpoint, progress=progress, notes=tuple(notes))
+        return _without_optimizer(checkpoint, dcp, target, options)
+    return _with_optimizer(checkpoint, dcp, keys, target, by, options)
+
+
+def _without_optimizer(
+    checkpoint: CheckpointState, dcp: Dcp, target: AbstractTarget, options: ReadOptions
+) -> CheckpointState:
+    """Return a checkpoint of weights with the position in the run, as far as it is wanted."""
+    where = train_state.read_train_state(dcp)
+    notes, progress = [*checkpoint.notes], None
+    if not options.weights_only:
+        notes.append("the checkpoint has no optimizer state: training starts at step 0")
+    if options.keep_place and where.step is not None:
+        updates = where.step if where.updates is None else where.updates
+        is_megatron = checkpoint.dialect == MEGATRON.name
+        progress, more = train_state.to_progress(
+            where, updates, target.config, is_megatron=is_megatron
+        )
+        notes += more
+    elif options.keep_step and where.step is not None:
+        progress = Progress(step=where.step, tokens=where.tokens or 0)
+    return dataclasses.replace(checkpoint, progress=progress, notes=tuple(notes))
+
+
+def _with_optimizer(
+    checkpoint: CheckpointState,
+    dcp: Dcp,
+    keys: DcpKeys,
+    target: AbstractTarget,
+    by: Translation,
+    options: ReadOptions,
+) -> CheckpointState:
+    """Return a checkpoint with its optimizer state and the position in the run."""
+    where, notes = train_state.read_train_state(dcp), [*checkpoint.notes]
     if numbered_state.is_numbered(keys.state):
-        trained = {keys.dialect.key_for(name) for name in target.params}
+        trained = {by.dialect.key_for(name) for name in target.params}
         of_model = {key: tensor for key, tensor in keys.params.items() if key in trained}
         keys = keys._replace(state=numbered_state.state_by_name(keys.state, of_model, dcp))
     states, more = untrained.drop_untrained_moments(keys.state, target, by.dialect)
@@ -167,6 +189,7 @@ def read(dcp: Dcp, target: AbstractTarget, options: ReadOptions) -> CheckpointSt
     scalars, updates = _scalars(common, target, where, dcp.where)
     if skips:
         moments |= _counts_of_experts(counts, scalars, target, by, absent)
+    is_megatron = by.dialect.name == MEGATRON.name
     progress, more = train_state.to_progress(where, updates, target.config, is_megatron=is_megatron)
     settings = optimizer_state.common_settings(keys.groups)
     notes += more + optimizer_state.disagreements(settings, target.config)
@@ -217,31 +240,12 @@ def entries(
         add((*root, key), tensor)
     if weights_only or checkpoint.moments is None:
         return written
-    kind = optimizer_layout(target.config)
-    fields = {
-        kind.fields[field]: dialect.to_dialect(tensors, config)
-        for field, tensors in checkpoint.moments.items()
-        if field in kind.fields
-    }
-    updates = int(checkpoint.scalars["updates"])
-    steps = expert_counts.counts_by_torch_key(checkpoint, "updates", dialect) if kind.counts else {}
-    sums = (
-        expert_counts.counts_by_torch_key(checkpoint, WEIGHT_SUM, dialect)
-        if WEIGHT_SUM in checkpoint.scalars
-        else {}
-    )
     settings = group_settings(checkpoint, target, dialect)
-    for key in settings:
-        own: dict[str, Any] = {
-            theirs: tensors[key] for theirs, tensors in fields.items() if key in tensors
-        }
-        if key in steps:
-            own = {STEP: from_array(np.asarray(steps[key], np.float32)), **own}
-        if key in sums:
-            own[WEIGHT_SUM] = sums[key]
+    for key, own in _state_by_key(checkpoint, target, dialect, settings).items():
         for field, value in own.items():
             add(("optimizer", f"state.{owner}{key}.{field}") if flat else
                 ("optimizer", "state", f"{owner}{key}", field), value)  # fmt: skip
+    updates = int(checkpoint.scalars["updates"])
     settings = {f"{owner}{key}": of_key for key, of_key in settings.items()}
     for g, group in enumerate(optimizer_state.groups(target.config, updates, settings)):
         members = group["params"]
@@ -254,6 +258,32 @@ def entries(
                 if name != "params":
                     add(("optimizer", f"param_groups.{key}.{name}"), value)
     return written
+
+
+def _state_by_key(
+    checkpoint: CheckpointState, target: AbstractTarget, dialect: NameMap, keys: Iterable[str]
+) -> dict[str, dict[str, Any]]:
+    """Return the fields of the optimizer state of each trained parameter, by their keys."""
+    assert checkpoint.moments is not None
+    kind, config = optimizer_layout(target.config), target.config.model
+    fields = {
+        kind.fields[field]: dialect.to_dialect(tensors, config)
+        for field, tensors in checkpoint.moments.items()
+        if field in kind.fields
+    }
+    counts = functools.partial(expert_counts.counts_by_torch_key, checkpoint, dialect=dialect)
+    steps = counts("updates") if kind.counts else {}
+    sums = counts(WEIGHT_SUM) if WEIGHT_SUM in checkpoint.scalars else {}
+    result: dict[str, dict[str, Any]] = {}
+    for key in keys:
+        own: dict[str, Any] = {}
+        if key in steps:
+            own[STEP] = from_array(np.asarray(steps[key], np.float32))
+        own |= {theirs: tensors[key] for theirs, tensors in fields.items() if key in tensors}
+        if key in sums:
+            own[WEIGHT_SUM] = sums[key]
+        result[key] = own
+    return result
 
 
 def group_settings(

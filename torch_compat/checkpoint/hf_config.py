@@ -198,10 +198,8 @@ def _model_keys(model: ModelConfig, family: Family, before: Mapping[str, Any]) -
     keys = family.keys(model)
     if before.get("model_type") != family.model_type:
         return keys
-    read, wanted = (
-        network_settings(ModelConfig(**model_table(before, CONFIG))),
-        network_settings(model),
-    )
+    read = network_settings(ModelConfig(**model_table(before, CONFIG)))
+    wanted = network_settings(model)
     if not all(same(read[key], wanted[key]) for key in wanted):
         return keys
     further = {

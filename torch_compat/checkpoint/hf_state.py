@@ -446,7 +446,7 @@ def _is_huggingface(tokenizer: Path) -> bool:
 def _eos_ids(tokenizer: Path | None) -> tuple[int, ...]:
     if tokenizer is None:
         return ()
-    from jaxforge.data.corpus.tokenizer import load_tokenizer  # slow import; most runs name none
+    from jaxforge.data.corpus.tokenizer_files import load_tokenizer  # slow; most runs name none
 
     return load_tokenizer(tokenizer).eos_ids
 

@@ -103,7 +103,7 @@ class Source:
         if self.ref.format == "jaxforge":
             directory = self.ref.run / hf_state.TOKENIZER
             return directory if directory.is_dir() else None
-        from jaxforge.data.corpus.tokenizer import (  # imported here: 0.3 s
+        from jaxforge.data.corpus.tokenizer_files import (  # imported here: 0.3 s
             load_tokenizer,
             tokenizer_of,
         )

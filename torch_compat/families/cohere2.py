@@ -14,8 +14,7 @@ def _read(c: Config, where: str) -> Table:
         raise UserError(
             f"{where}: sliding_window = None: layers without a window have no positions"
         )
-    n_layers, period = c["num_hidden_layers"], c["sliding_window_pattern"]
-    kinds = c["layer_types"] or [SLIDING if (i + 1) % period else FULL for i in range(n_layers)]
+    kinds = common.sliding_kinds(c)
     table = cohere.read({**c, "use_qk_norm": False}, where) | common.windows(c, kinds, where)
     pattern = [kind == SLIDING for kind in kinds]
     return table if all(pattern) else {**table, "rope_pattern": pattern}

@@ -218,6 +218,27 @@ def is_size(value: Any) -> bool:  # noqa: ANN401 (untrusted JSON)
     return type(value) in (int, float) and 1e-30 < value < 1e30
 
 
+def check_layer_types(
+    kinds: Sequence[str], n_layers: int, known: Sequence[str], where: str
+) -> None:
+    """Check the kinds of layers in `layer_types` of a file.
+
+    Raises:
+        UserError: a kind is unknown, or their number is not the number of layers.
+    """
+    if len(kinds) != n_layers or not set(kinds) <= set(known):
+        raise UserError(
+            f"{where}: layer_types has {len(kinds)} layers of {', '.join(sorted(set(kinds)))}; "
+            f"it must have {n_layers}, of {' and '.join(known)}"
+        )
+
+
+def sliding_kinds(c: Config) -> list[str]:
+    """Return the kind of each layer: by default, each `sliding_window_pattern`-th is full."""
+    n_layers, period = c["num_hidden_layers"], c["sliding_window_pattern"]
+    return c["layer_types"] or [SLIDING if (i + 1) % period else FULL for i in range(n_layers)]
+
+
 def windows(c: Config, kinds: Sequence[str], where: str, *, differ: bool = False) -> Table:
     """Return the keys of `[model]` for layers with a sliding window.
 
@@ -231,12 +252,8 @@ def windows(c: Config, kinds: Sequence[str], where: str, *, differ: bool = False
     Raises:
         UserError: a kind is unknown, or their number is not the number of layers.
     """
-    n_layers, window = c["num_hidden_layers"], c.get("sliding_window")
-    if len(kinds) != n_layers or not set(kinds) <= {FULL, SLIDING}:
-        raise UserError(
-            f"{where}: layer_types has {len(kinds)} layers of {', '.join(sorted(set(kinds)))}; "
-            f"it must have {n_layers}, of {FULL} and {SLIDING}"
-        )
+    check_layer_types(kinds, c["num_hidden_layers"], (FULL, SLIDING), where)
+    window = c.get("sliding_window")
     if SLIDING in kinds and window == 0:  # some files have 0 without layers with a window
         raise UserError(f"{where}: sliding_window must be at least 1, not 0")
     longest = c["max_position_embeddings"]

@@ -2,15 +2,13 @@
 
 from jaxforge.config.model import ModelConfig
 from torch_compat.families import common, gemma, gemma2
-from torch_compat.families.common import FULL, SLIDING
 from torch_compat.families.family import QK_NORMS, Config, Family, Table, name_map
 
 _LOCAL_THETA = 10000.0
 
 
 def _read(c: Config, where: str) -> Table:
-    n_layers, period = c["num_hidden_layers"], c["sliding_window_pattern"]
-    kinds = c["layer_types"] or [SLIDING if (i + 1) % period else FULL for i in range(n_layers)]
+    kinds = common.sliding_kinds(c)
     positions = common.rotary_by_layer_kind(c, where, c["rope_local_base_freq"])
     differ = "local_rope_theta" in positions
     table = gemma2.read(c, where) | common.windows(c, kinds, where, differ=differ)

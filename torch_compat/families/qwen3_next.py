@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 
 from jaxforge.config.model import ATTENTION, GATED_DELTA_NET, ModelConfig
-from jaxforge.errors import UserError
 from torch_compat.families import common, experts
 from torch_compat.families.common import COMMON, FULL
 from torch_compat.families.family import (
@@ -76,11 +75,7 @@ def _mixers(c: Config, where: str) -> Table:
     """
     n_layers, interval = c["num_hidden_layers"], c["full_attention_interval"]
     kinds = c["layer_types"] or [LINEAR if (i + 1) % interval else FULL for i in range(n_layers)]
-    if len(kinds) != n_layers or not set(kinds) <= {FULL, LINEAR}:
-        raise UserError(
-            f"{where}: layer_types has {len(kinds)} layers of {', '.join(sorted(set(kinds)))}; "
-            f"it must have {n_layers}, of {FULL} and {LINEAR}"
-        )
+    common.check_layer_types(kinds, n_layers, (FULL, LINEAR), where)
     if LINEAR not in kinds:
         return {}
     pattern = _shortest_pattern([ATTENTION if kind == FULL else GATED_DELTA_NET for kind in kinds])

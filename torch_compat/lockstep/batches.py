@@ -40,10 +40,8 @@ def batch(
     elif has_data or config.data.dataset_type != "auto":
         arrays, where = _from_data(config, rows, tokens), "the first sequences of the config's data"
     else:
-        arrays, where = (
-            _random(config.model.vocab_size, rows, tokens, avoided),
-            f"random, seed {_SEED}",
-        )
+        arrays = _random(config.model.vocab_size, rows, tokens, avoided)
+        where = f"random, seed {_SEED}"
     _check(arrays, config, where)
     b, s = arrays["labels"].shape
     return arrays, f"batch: {b} x {s} tokens, {where}"

@@ -19,8 +19,8 @@ from jaxforge.model.layer import Capture
 from jaxforge.model.transformer import Model, Params, join
 from jaxforge.parallel.mesh import make_mesh
 from jaxforge.program import Program
-from jaxforge.step.gradients import update_loss_weights
 from jaxforge.step.losses import build_loss
+from jaxforge.step.update_loss import update_loss_weights
 from jaxforge.tools.replay.compare import root_mean_square
 from torch_compat.checkpoint.stacking import Stacking
 from torch_compat.checkpoint.state import CheckpointState

@@ -30,7 +30,8 @@ from jaxforge.data.corpus.manifest import CONVERSATIONS, PREFERENCES, VERSION
 from jaxforge.data.corpus.preferences import encode_preferences
 from jaxforge.data.corpus.records import Input
 from jaxforge.data.corpus.statistics import Statistics
-from jaxforge.data.corpus.tokenizer import Tokenizer, load_tokenizer
+from jaxforge.data.corpus.tokenizer import Tokenizer
+from jaxforge.data.corpus.tokenizer_files import load_tokenizer
 from jaxforge.data.corpus.workers import Encoded, Text, Workers, serve
 from jaxforge.data.corpus.writer import ShardWriter
 from jaxforge.errors import UserError

@@ -18,7 +18,6 @@ import importlib
 import importlib.util
 import inspect
 import sys
-import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -37,7 +36,7 @@ from jaxforge.data.corpus.records import (
     text_field,
 )
 from jaxforge.data.corpus.repeats import Repeats
-from jaxforge.errors import UserError
+from jaxforge.errors import UserError, reason_and_line
 
 MapRecord = dict[str, Any]
 """A record as maps receive it: its fields, among them the text field."""
@@ -108,12 +107,9 @@ class Map:
         except UserError:
             raise
         except Exception as error:
-            *_, innermost = traceback.extract_tb(error.__traceback__)
-            reason = traceback.format_exception_only(error)[-1].strip()
-            location = f"{innermost.filename}:{innermost.lineno}"
             raise UserError(
-                f"{where}: --map {self.spec} raised {reason} ({location}); correct the function, "
-                "or let it return None for records to drop"
+                f"{where}: --map {self.spec} raised {reason_and_line(error)}; correct the "
+                "function, or let it return None for records to drop"
             ) from error
 
 
@@ -345,7 +341,4 @@ def _module(location: str) -> ModuleType:
             ) from error
         raise UserError(f"--map {location}: {error}; install it with pip") from error
     except Exception as error:
-        *_, innermost = traceback.extract_tb(error.__traceback__)
-        reason = traceback.format_exception_only(error)[-1].strip()
-        where = f"{innermost.filename}:{innermost.lineno}"
-        raise UserError(f"--map {location} cannot be imported: {reason} ({where})") from error
+        raise UserError(f"--map {location} cannot be imported: {reason_and_line(error)}") from error

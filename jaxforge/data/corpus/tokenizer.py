@@ -4,13 +4,12 @@ import functools
 import hashlib
 import itertools
 import json
-import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import tokenizers
@@ -23,10 +22,6 @@ from jaxforge.data.corpus.untrusted_tokenizer import (
     reraise_panics,
 )
 from jaxforge.errors import UserError
-from jaxforge.storage import urls
-
-if TYPE_CHECKING:  # importing it takes longer than all else that a worker of `prepare` imports
-    from jaxforge.config.data import DataConfig
 
 END_OF_TEXT = "<|endoftext|>"
 """End-of-text token of tokenizers trained by `train_bpe`."""
@@ -37,15 +32,14 @@ BPE_VOCAB_SIZE = 32_768
 LARGEST_VOCAB = 1 << 24
 """Largest vocabulary to train: the trainer aborts if it cannot reserve memory for all tokens."""
 
-_FILE_NAME = "tokenizer.json"
-_TEMPLATE = "chat_template.jinja"
-_ADJACENT_FILES = ("tokenizer_config.json", "special_tokens_map.json", "config.json",
+FILE_NAME = "tokenizer.json"
+TEMPLATE = "chat_template.jinja"
+ADJACENT_FILES = ("tokenizer_config.json", "special_tokens_map.json", "config.json",
                "generation_config.json")  # fmt: skip
-_HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
-_ADD_BOS = "add_bos_token"
+ADD_BOS = "add_bos_token"
 _TRIED_TOKENS = 100
 _PART_CHARACTERS = 1 << 18  # encoded at a time: an encoding takes 250 bytes per token, its ids 36
-_BYTE_FILE = b'{"kind": "byte"}\n'
+BYTE_FILE = b'{"kind": "byte"}\n'
 _LETTERS = frozenset(tokenizers.pre_tokenizers.ByteLevel.alphabet())  # one for each byte
 
 
@@ -116,7 +110,7 @@ class ByteTokenizer(Tokenizer):
     vocab_size = 257
     eos_id = 256
     eos_ids = (eos_id,)
-    fingerprint = hashlib.sha256(_BYTE_FILE).hexdigest()
+    fingerprint = hashlib.sha256(BYTE_FILE).hexdigest()
 
     def encode(self, text: str, *, special_tokens: bool = False) -> list[int]:
         """Return the bytes of `text`; a lone surrogate becomes "?"."""
@@ -144,7 +138,7 @@ class ByteTokenizer(Tokenizer):
     def save(self, directory: Path) -> None:
         """Write a `tokenizer.json` that identifies the byte tokenizer."""
         directory.mkdir(parents=True, exist_ok=True)
-        (directory / _FILE_NAME).write_bytes(_BYTE_FILE)
+        (directory / FILE_NAME).write_bytes(BYTE_FILE)
 
 
 class HFTokenizer(Tokenizer):
@@ -299,16 +293,16 @@ class HFTokenizer(Tokenizer):
         `generation_config.json`.
         """
         directory.mkdir(parents=True, exist_ok=True)
-        (directory / _FILE_NAME).write_bytes(self._file)
+        (directory / FILE_NAME).write_bytes(self._file)
         settings: dict[str, Any] = {**self.chat, "eos_token": self._token(self.eos_id)}
         if self.bos_id is not None:
             settings["bos_token"] = self._token(self.bos_id)
         if self._adds_bos:
-            settings[_ADD_BOS] = True
-        (directory / _ADJACENT_FILES[0]).write_text(json.dumps(settings) + "\n")
+            settings[ADD_BOS] = True
+        (directory / ADJACENT_FILES[0]).write_text(json.dumps(settings) + "\n")
         if len(self.eos_ids) > 1:
             generation = {"eos_token_id": list(self.eos_ids)}
-            (directory / _ADJACENT_FILES[3]).write_text(json.dumps(generation) + "\n")
+            (directory / ADJACENT_FILES[3]).write_text(json.dumps(generation) + "\n")
 
     def _token(self, i: int | None) -> str | None:
         return None if i is None else self._tokenizer.id_to_token(i)
@@ -373,139 +367,3 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> HFTokenizer:
     )
     bpe.train_from_iterator(texts, trainer)
     return HFTokenizer(bpe.to_str().encode(), END_OF_TEXT)
-
-
-def tokenizer_of(config: "DataConfig") -> str | Path | None:
-    """Return `data.tokenizer_path`, else the tokenizer stored with the shards."""
-    if config.tokenizer_path:
-        return config.tokenizer_path
-    shards = [source.path for source in config.datasets] or [config.dataset_path]
-    beside = [urls.path(path).parent / "tokenizer" for path in shards if path]
-    return next((directory for directory in beside if directory.is_dir()), None)
-
-
-def load_tokenizer(spec: str | Path, *, is_checked: bool = False) -> Tokenizer:
-    """Load a tokenizer from this machine or from the Hugging Face Hub.
-
-    Args:
-        spec: "byte", a `tokenizer.json`, its directory, or else a model of the Hub, from cache or
-            network. EOS comes from the first of tokenizer_config.json, special_tokens_map.json,
-            config.json and generation_config.json next to `tokenizer.json`. Generation also ends
-            at every id in generation_config.json, or else config.json. BOS is put before texts by
-            the post-processor of `tokenizer.json` or "add_bos_token" of tokenizer_config.json.
-            The chat template is chat_template.jinja, or else that of tokenizer_config.json.
-        is_checked: see `HFTokenizer`.
-
-    Raises:
-        UserError: the file or model does not exist, or is not a tokenizer.
-    """
-    if spec == "byte":
-        return ByteTokenizer()
-    path = urls.path(spec, "tokenizer")
-    if _HUB_NAME.fullmatch(str(spec)) and path.suffix != ".json" and not path.exists():
-        path = _download(str(spec))
-    path = path / _FILE_NAME if path.is_dir() else path
-    try:
-        file = path.read_bytes()
-    except OSError as error:
-        advice = f'give "byte", a {_FILE_NAME}, the directory of one, or a model of the Hub'
-        if (path.parent / "tokenizer.model").exists():
-            advice = f"tokenizer.model (SentencePiece) must be converted to {_FILE_NAME} first"
-        message = f"no tokenizer at {str(spec)!r}: {path}: {error.strerror}; {advice}"
-        raise UserError(message) from error
-    if file == _BYTE_FILE:
-        return ByteTokenizer()
-    try:
-        eos, bos = _adjacent_eos(path.parent), _adjacent_token(path.parent, "bos_token")
-        add_bos = _json(path.parent / _ADJACENT_FILES[0]).get(_ADD_BOS) is True
-        # As transformers ends a text.
-        eos_ids = _eos_ids_in(path.parent / _ADJACENT_FILES[3])
-        eos_ids = eos_ids or _eos_ids_in(path.parent / _ADJACENT_FILES[2])
-        chat = _adjacent_chat(path.parent)
-        return HFTokenizer(file, eos, chat, bos, eos_ids, add_bos=add_bos, is_checked=is_checked)
-    except ValueError as error:
-        raise UserError(f"cannot use {path}: {error}") from error
-
-
-def _download(name: str) -> Path:
-    """Return the directory of a model's tokenizer in the Hub's cache; fetch it if it is missing."""
-    from huggingface_hub import constants, errors, snapshot_download
-
-    try:
-        return Path(
-            snapshot_download(name, allow_patterns=[_FILE_NAME, _TEMPLATE, *_ADJACENT_FILES])
-        )
-    except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled):
-        why = (
-            f"cannot be reached, nor is it in its cache, {constants.HF_HUB_CACHE}; where there is "
-            f"a network, `hf download {name} {_FILE_NAME} {_ADJACENT_FILES[0]} --local-dir DIR` "
-            "gives a directory to copy here and to name instead"
-        )
-    except errors.RepositoryNotFoundError:
-        why = "has no such model, or wants you to log in (`hf auth login`) and accept its terms"
-    except (OSError, ValueError) as error:
-        why = f"does not give it ({str(error).splitlines()[0]})"
-    raise UserError(
-        f"no tokenizer at {name!r}: no such file or directory, and the Hugging Face Hub {why}; "
-        f'give "byte", a {_FILE_NAME}, the directory of one, or a model of the Hub'
-    )
-
-
-def _adjacent_eos(directory: Path) -> str | int | None:
-    """Return the EOS token or id that the files next to a `tokenizer.json` name."""
-    if (token := _adjacent_token(directory, "eos_token")) is not None:
-        return token
-    for name in _ADJACENT_FILES[2:]:
-        if ids := _eos_ids_in(directory / name):
-            return ids[0]
-    return None
-
-
-def _eos_ids_in(path: Path) -> list[int]:
-    ids = _json(path).get("eos_token_id")
-    listed = ids if isinstance(ids, list) else [ids]
-    return [id_ for id_ in listed if type(id_) is int]
-
-
-def _adjacent_token(directory: Path, key: str) -> str | None:
-    """Return a special token by its key in the files next to a `tokenizer.json`."""
-    for name in _ADJACENT_FILES[:2]:
-        token = _json(directory / name).get(key)
-        token = token.get("content") if isinstance(token, dict) else token
-        if isinstance(token, str):
-            return token
-    return None
-
-
-def _adjacent_chat(directory: Path) -> dict[str, str]:
-    """Return `Tokenizer.chat` from the files next to a `tokenizer.json`."""
-    settings = _json(directory / _ADJACENT_FILES[1]) | _json(directory / _ADJACENT_FILES[0])
-    template = settings.get("chat_template")
-    if isinstance(template, list):  # several, each with a name
-        if not all(isinstance(named, dict) and named.get("name") for named in template):
-            raise UserError(
-                f"cannot use {directory}: chat_template of {_ADJACENT_FILES[0]} must be a text, or "
-                'a list of objects with "name" and "template"'
-            )
-        template = {str(named["name"]): named.get("template") for named in template}
-    if isinstance(template, dict):
-        template = template.get("default")
-    if (directory / _TEMPLATE).exists():
-        template = (directory / _TEMPLATE).read_text("utf-8")
-    if not isinstance(template, str):
-        return {}
-    tokens = {name: token.get("content") if isinstance(token, dict) else token
-              for name, token in settings.items() if name.endswith("_token")}  # fmt: skip
-    texts = {name: token for name, token in tokens.items() if isinstance(token, str)}
-    return {**texts, "chat_template": template}
-
-
-def _json(path: Path) -> dict[str, Any]:
-    """Read the object in a JSON file; return {} if the file does not exist."""
-    if not path.exists():
-        return {}
-    try:
-        value = json.loads(path.read_text("utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"cannot read {path}: {error}") from error
-    return value if isinstance(value, dict) else {}

@@ -17,7 +17,8 @@ import numpy as np
 
 from jaxforge.data.corpus.ingest import Corpus, Options, fill, open_corpus
 from jaxforge.data.corpus.parts import Part, Parts, SplitPart
-from jaxforge.data.corpus.tokenizer import Tokenizer, load_tokenizer
+from jaxforge.data.corpus.tokenizer import Tokenizer
+from jaxforge.data.corpus.tokenizer_files import load_tokenizer
 from jaxforge.data.corpus.units import Unit
 from jaxforge.errors import UserError
 from jaxforge.storage import urls
@@ -87,24 +88,17 @@ def prepare_unit(job: Job, unit: Unit, workers: int = 1, show: Show = lambda *_:
             out = Path(temporary) if is_remote else job.out
             number = None if job.is_single else unit.number
             journal = None if is_remote else parts.journal(unit.number)
-            lengths = Parts(Path(temporary)) if is_remote else parts
-            with open_corpus(
-                out,
-                journal,
-                tokenizer,
-                job.options,
-                number,
-                functools.partial(lengths.lengths_path, unit.number),
-            ) as corpus:
+            commit = functools.partial(parts.commit, unit.number)
+            lengths = Parts(out) if is_remote else parts
+            lengths_path = functools.partial(lengths.lengths_path, unit.number)
+            with open_corpus(out, journal, tokenizer, job.options, number, lengths_path) as corpus:
                 fill(
                     corpus,
                     unit.inputs,
                     tokenizer,
                     job.out / "tokenizer",
                     job.options,
-                    commit=(lambda _: None)
-                    if is_remote
-                    else functools.partial(parts.commit, unit.number),
+                    commit=(lambda _: None) if is_remote else commit,
                     is_whole=job.is_single,
                     workers=workers,
                     isolate=job.isolate,
@@ -114,11 +108,7 @@ def prepare_unit(job: Job, unit: Unit, workers: int = 1, show: Show = lambda *_:
                 )
                 part = _complete(corpus, unit.number)
             if is_remote:
-                _upload(part, out, job.out)
-                if job.options.conversations:
-                    for name in job.options.splits:
-                        path = parts.lengths_path(unit.number, name)
-                        path.write_bytes((out / path.name).read_bytes())
+                _upload(part, out, job)
         counts = np.stack([split.writer.counts for split in corpus.splits.values()])
         parts.write(part, counts)
     return part
@@ -147,11 +137,15 @@ def _complete(corpus: Corpus, number: int) -> Part:
     return Part(number, corpus.skipped, splits)
 
 
-def _upload(part: Part, source: Path, target: Path) -> None:
-    """Copy the shards of a part to a bucket, one at a time."""
+def _upload(part: Part, source: Path, job: Job) -> None:
+    """Copy the files of a part to a bucket, one at a time."""
     from jaxforge.storage import buckets
 
     for name, split in part.splits.items():
         for shard in split.shards:
             data = (source / name / shard.file).read_bytes()
-            buckets.write(target / name / shard.file, data)
+            buckets.write(job.out / name / shard.file, data)
+    if job.options.conversations:
+        for name in job.options.splits:
+            path = job.parts.lengths_path(part.unit, name)
+            path.write_bytes((source / path.name).read_bytes())

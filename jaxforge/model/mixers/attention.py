@@ -10,8 +10,9 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxforge.config.model import ATTENTION, ModelConfig
 from jaxforge.config.points import ATTENTION_WEIGHTS, MAX_LOGITS
-from jaxforge.kernels.attention_backends import Scoring, attend_with_masks, cached_attention
+from jaxforge.kernels.attention_backends import attend_with_masks
 from jaxforge.kernels.context_parallel import attend_across_devices, context_size
+from jaxforge.kernels.dot_product_attention import cached_attention
 from jaxforge.kernels.fp8 import LayerPrecision
 from jaxforge.kernels.masking import (
     positions_in_documents,
@@ -19,7 +20,7 @@ from jaxforge.kernels.masking import (
     select_window,
     visible,
 )
-from jaxforge.kernels.scoring import alibi_bias, alibi_slopes
+from jaxforge.kernels.scoring import Scoring, alibi_bias, alibi_slopes
 from jaxforge.model import mup
 from jaxforge.model.attention_weights import attention_weights, max_logits
 from jaxforge.model.cost import MixerCost, attention_cost
@@ -175,10 +176,8 @@ class Attention(Mixer):
     @classmethod
     def saved_values(cls, config: ModelConfig, share: Callable[[int], int]) -> SavedValues:
         """Return the size of q, k, v, gate and the heads' outputs, before and after rotation."""
-        heads, kv = (
-            share(config.n_heads * config.head_size),
-            share(config.kv_heads * config.head_size),
-        )
+        heads = share(config.n_heads * config.head_size)
+        kv = share(config.kv_heads * config.head_size)
         gates = config.attention_output_gate * heads
         return SavedValues(heads + 2 * kv + gates, mixed=heads, inside=2 * heads + 2 * kv + gates)
 

@@ -83,11 +83,9 @@ class GatedDeltaNet(Mixer):
 
     def __init__(self, config: ModelConfig, declare: Declare) -> None:
         c = self.config = config.gated_delta_net
-        embed, keys, values = (
-            (config.dim, "embed"),
-            (c.key_size, "kv_heads"),
-            (c.value_size, "heads"),
-        )
+        embed = (config.dim, "embed")
+        keys = (c.key_size, "kv_heads")
+        values = (c.value_size, "heads")
         heads = (c.value_heads, "heads")
         project = functools.partial(Linear, inp=embed, std=config.init_std, declare=declare)
         self.q_proj, self.k_proj, self.v_proj = project(keys), project(keys), project(values)

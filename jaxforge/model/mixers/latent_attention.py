@@ -31,9 +31,10 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxforge.config.mixers import LatentAttentionConfig
 from jaxforge.config.model import LATENT_ATTENTION, ModelConfig
-from jaxforge.kernels.attention_backends import Scoring, cached_attention
+from jaxforge.kernels.dot_product_attention import cached_attention
 from jaxforge.kernels.fp8 import LayerPrecision
 from jaxforge.kernels.masking import select_chunk, select_window, visible
+from jaxforge.kernels.scoring import Scoring
 from jaxforge.model import mup
 from jaxforge.model.cost import MixerCost
 from jaxforge.model.layer import Context, LayerSettings

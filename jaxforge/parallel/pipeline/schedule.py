@@ -77,7 +77,7 @@ class Schedule:
         ticks: actions of all stages, in the order of time.
         slots: number of slots of a stage. They hold forwards until their backwards, and there is
             always a free slot for an idle stage to write to.
-        spare: per tick and stage, a slot that an idle stage may overwrite.
+        idle_slots: per tick and stage, a slot that an idle stage may overwrite.
     """
 
     name: str

@@ -14,14 +14,17 @@ from jaxforge.checkpoint.layout import stored_params
 from jaxforge.cli.suggestions import path_hint
 from jaxforge.config.axes import data_parallel
 from jaxforge.config.job import JobConfig, short_toml
+from jaxforge.config.model import ModelConfig
 from jaxforge.config.problems import describe_change
 from jaxforge.config.rules import mesh_shape
 from jaxforge.data.epoch import sequences_per_epoch
 from jaxforge.data.foreign_layouts import is_prefix
 from jaxforge.data.sources import open_training_data
+from jaxforge.errors import UserError
 from jaxforge.parallel.device_memory import gigabytes
 from jaxforge.program import Program
 from jaxforge.storage import urls
+from jaxforge.training.frozen import teacher_model
 
 
 def warnings(config: JobConfig, n_devices: int) -> Iterator[str]:
@@ -67,12 +70,36 @@ def missing_data_warnings(config: JobConfig) -> Iterator[str]:
             yield f"{key} = {short_toml(path)} is not on this machine: not checked{hint}"
 
 
+def known_teacher(config: JobConfig, *, is_elsewhere: bool) -> tuple[ModelConfig | None, list[str]]:
+    """Return the `[model]` section of the teacher, and a warning if its size is not known.
+
+    Args:
+        config: the config.
+        is_elsewhere: the run is planned for another machine, which may have the teacher.
+
+    Raises:
+        UserError: the teacher cannot be read, and the run is planned for this machine.
+    """
+    path = config.distillation.teacher
+    try:
+        return teacher_model(config), []
+    except UserError:
+        if path is None or not is_elsewhere or Path(path).exists():
+            raise
+    shown = short_toml(path)
+    return None, [
+        f"distillation.teacher = {shown} is not on this machine: its memory is not counted"
+    ]
+
+
 def _paths(config: JobConfig) -> dict[str, str]:
     """Return the directories of training data by config key."""
     section = config.data
     paths = {"data.dataset_path": section.dataset_path} | {
         f"data.datasets[{i}].path": source.path for i, source in enumerate(section.datasets)
     }
+    if config.train.objective == "distillation" and config.distillation.logits:
+        paths["distillation.logits"] = config.distillation.logits
     return {key: path for key, path in paths.items() if path}
 
 

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 
 from jaxforge.config.job import JobConfig
+from jaxforge.config.model import ModelConfig
 from jaxforge.errors import UserError
 from jaxforge.optim.freezing import frozen_paths
 from jaxforge.optim.trees import split
@@ -34,10 +35,11 @@ class Memory(NamedTuple):
     """Memory of one device, in bytes.
 
     Attributes:
-        peak: peak usage, as the compiler reports it.
+        peak: peak usage, as the compiler reports it, and the frozen model.
         capacity: memory that a program may use.
         parameters: trained parameters.
         optimizer: optimizer state, and the average of the parameters.
+        frozen_model: parameters of the frozen model, which the compiled step does not hold.
         gradients: accumulated gradients, float32.
         activations: activations that the layers save for the backward pass.
         other: batch, gathered weights, working space of operations.
@@ -47,6 +49,7 @@ class Memory(NamedTuple):
     capacity: int
     parameters: int
     optimizer: int
+    frozen_model: int
     gradients: int
     activations: int
     other: int
@@ -55,6 +58,13 @@ class Memory(NamedTuple):
     def fits(self) -> bool:
         """True if the peak fits the device."""
         return self.peak <= self.capacity
+
+    @property
+    def parts(self) -> dict[str, int]:
+        """The parts of the peak by name; the frozen model only if there is one."""
+        sizes = self._asdict()
+        shown = (name for name in self._fields[2:] if name != "frozen_model" or self.frozen_model)
+        return {name.replace("_", " "): sizes[name] for name in shown}
 
 
 class Step(NamedTuple):
@@ -95,7 +105,12 @@ def devices_of(topology: Topology) -> list[jax.Device]:
 
 
 def compile_step(
-    config: JobConfig, topology: Topology, devices: list[jax.Device], *, every_size: bool = False
+    config: JobConfig,
+    topology: Topology,
+    devices: list[jax.Device],
+    *,
+    every_size: bool = False,
+    teacher: ModelConfig | None = None,
 ) -> Step:
     """Compile the step as a run would.
 
@@ -104,6 +119,7 @@ def compile_step(
         topology: the target hardware.
         devices: its devices, from `devices_of`.
         every_size: compile the smaller batches of a ramp as well.
+        teacher: the `[model]` section of the teacher, if it is known.
 
     Raises:
         UserError: a parameter does not divide, an axis does not fit the network, or the compiler
@@ -113,7 +129,7 @@ def compile_step(
     hooks = Callbacks(named_callbacks(config))
     capacity = chip.memory if chip else capacity_per_device()
     mesh = make_mesh(config, devices)
-    train = Program(config, mesh, collect=hooks.collect, capacity=capacity)
+    train = Program(config, mesh, collect=hooks.collect, capacity=capacity, teacher=teacher)
     sync, parts = train.grad_sync, _Parts(train, train.abstract_state(), capacity)
     flags = config.train.xla_flags
     options = xla_flags.compiler_options(device, flags, has=xla_flags.traits(config))
@@ -202,14 +218,16 @@ class _Parts(NamedTuple):
 
     def memory(self, peak: int, program: HloProgram | None) -> Memory:
         """Split the peak into its parts; activations are 0 without a program."""
-        parameters, optimizer = (
-            bytes_per_device(self.state.params),
-            bytes_per_device((self.state.opt_state, self.state.ema)),
-        )
+        parameters = bytes_per_device(self.state.params)
+        optimizer = bytes_per_device((self.state.opt_state, self.state.ema))
         gradients = self._gradients()
         activations = self._saved(program) if program else 0
         other = max(0, peak - parameters - optimizer - gradients - activations)
-        return Memory(peak, self.capacity, parameters, optimizer, gradients, activations, other)
+        frozen = self.train.frozen_bytes
+        return Memory(
+            peak + frozen, self.capacity, parameters, optimizer, frozen, gradients, activations,
+            other,
+        )  # fmt: skip
 
     @property
     def _gathers_weights(self) -> bool:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import jax
 
+from jaxforge.checkpoint.relayout import by_layer
 from jaxforge.cli.redaction import redacted
 from jaxforge.config import rules
 from jaxforge.config.ineffective_settings import answers, ineffective_settings
@@ -20,7 +21,6 @@ from jaxforge.config.reading.unresolved import UnresolvedConfig
 from jaxforge.data.epoch import sequences_per_epoch
 from jaxforge.parallel import device_memory, multihost
 from jaxforge.parallel.mesh import abstract_mesh, data_parallel_size, describe_mesh, make_mesh
-from jaxforge.program import Program
 from jaxforge.runs import run_directory
 from jaxforge.storage import urls
 from jaxforge.telemetry.metric_writers import check_libraries
@@ -72,7 +72,7 @@ def run(config: UnresolvedConfig, devices: str) -> int:
     if unknown := _unknown(resolved):
         _show("config, where it is not the default", _differences(resolved))
         _show("machine", [f"{n} device(s), mesh: {describe_mesh(mesh.shape)}"])
-        _show("run", [run_directory_row(resolved, mesh, None, None)])
+        _show("run", [run_directory_row(resolved, None, None)])
         _show("not known without plugins", unknown)
         return 0
     kinds = target[1] if target else [this_device()]
@@ -85,8 +85,9 @@ def run(config: UnresolvedConfig, devices: str) -> int:
     per_epoch = None
     if data is not None:
         per_epoch = sequences_per_epoch(resolved, resolved.train.microbatch_size(dp), data)
-    model, fits = fits_by_device(resolved, mesh, kinds)
-    run_row = run_directory_row(resolved, mesh, model, data)
+    teacher, of_teacher = checks.known_teacher(resolved, is_elsewhere=target is not None)
+    model, state, fits = fits_by_device(resolved, mesh, kinds, teacher)
+    run_row = run_directory_row(resolved, by_layer(state, model.stack), data)
     _show("config, where it is not the default", _differences(resolved))
     _show("schedule", schedule_summary(resolved, dp, per_epoch or None).splitlines())
     _show("machine", [f"{n} device(s), mesh: {describe_mesh(mesh.shape)}"])
@@ -94,7 +95,6 @@ def run(config: UnresolvedConfig, devices: str) -> int:
     if mixture := mixture_rows(resolved, dp, data):
         _show("mixture", mixture)
     _show("model", model_rows(model))
-    state = Program(resolved, mesh, model=model).abstract_state()
     average = describe_average(resolved.train, device_memory.bytes_per_device(state.ema))
     parts = [f"of the state, average {average}"] if average else []
     _show("memory of a device, an estimate", [*memory_rows(fits), *parts])
@@ -105,6 +105,7 @@ def run(config: UnresolvedConfig, devices: str) -> int:
     warnings = [
         *ineffective_settings(resolved, platform),
         *missing,
+        *of_teacher,
         *too_large(resolved, mesh, fits),
     ]
     _show("warnings", warnings or ["none"])

@@ -1,29 +1,27 @@
 """Run directory of a dry run: the step at which a start would resume."""
 
+import contextlib
 from pathlib import Path
 
 from jaxforge.checkpoint import paths
 from jaxforge.checkpoint.manager import Checkpoints
-from jaxforge.checkpoint.relayout import by_layer
 from jaxforge.checkpoint.restore import find_start
 from jaxforge.config.job import JobConfig
 from jaxforge.data.fingerprint import check_random_tokens, check_unchanged, fingerprints
 from jaxforge.errors import UserError
-from jaxforge.model.transformer import Model
-from jaxforge.program import Program
 from jaxforge.runs import run_directory
+from jaxforge.state.train_state import TrainState
 from jaxforge.storage import urls
 from jaxforge.tools.plan.dry_run_data import Data
-from jaxforge.tools.plan.dry_run_memory import AnyMesh
 
 
-def run_directory_row(config: JobConfig, mesh: AnyMesh, model: Model | None, data: Data) -> str:
+def run_directory_row(config: JobConfig, like: TrainState | None, data: Data) -> str:
     """Describe where a start would resume.
 
     Args:
         config: the config.
-        mesh: the mesh of the run.
-        model: the model; None if only a plugin can build it. The checkpoint is then not checked.
+        like: the state that the run would restore, with an entry per layer; None if only a plugin
+            can build the model. The checkpoint is then not checked.
         data: the training data; None if they are not opened.
 
     Raises:
@@ -44,14 +42,10 @@ def run_directory_row(config: JobConfig, mesh: AnyMesh, model: Model | None, dat
         resumes = f"{run}: a new run that branches off from step {step:,} of {source}"
     else:
         source, resumes = run, f"{run}: resumes from step {step:,}"
-    if model is None:
+    if like is None:
         return resumes
-    checkpoints = Checkpoints(source, config.checkpoint, read_only=True)
-    try:
-        like = Program(config, mesh, model=model).abstract_state()
-        progress = checkpoints.check_restorable(by_layer(like, model.stack), step)
-    finally:
-        checkpoints.close()
+    with contextlib.closing(Checkpoints(source, config.checkpoint, read_only=True)) as checkpoints:
+        progress = checkpoints.check_restorable(like, step)
     check_random_tokens(config.data, progress.data)
     if data is not None:
         check_unchanged(

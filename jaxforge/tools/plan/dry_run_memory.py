@@ -9,6 +9,7 @@ from jax.sharding import AbstractMesh, Mesh
 from jaxforge.checkpoint.layout import split_adapters
 from jaxforge.checkpoint.replica.memory import describe_memory
 from jaxforge.config.job import JobConfig
+from jaxforge.config.model import ModelConfig
 from jaxforge.config.problems import describe_change
 from jaxforge.errors import UserError
 from jaxforge.model.runtime import gpu_capability
@@ -82,28 +83,29 @@ def chip_device(name: str) -> Device:
 
 
 def fits_by_device(
-    config: JobConfig, mesh: AnyMesh, kinds: Iterable[Device]
-) -> tuple[Model, dict[Device, Fit]]:
-    """Return the model, and its fit on each kind of device that has the required kernels.
+    config: JobConfig, mesh: AnyMesh, kinds: Iterable[Device], teacher: ModelConfig | None = None
+) -> tuple[Model, TrainState, dict[Device, Fit]]:
+    """Return model and state for the first kind of device with the kernels, and the fit on each.
 
     Raises:
         UserError: no kind of device has the kernels, or a parameter does not divide.
     """
     fits: dict[Device, Fit] = {}
-    first_model, first_error = None, None
+    model_and_state, first_error = None, None
     for device in kinds:
         try:
             model = build_model(config, device.platform, device.capability)
         except UserError as error:
             first_error = first_error or error
             continue
-        state = Program(config, mesh, model=model).abstract_state()
-        fits[device] = estimate_fit(config, model, state, mesh, device.capacity)
-        first_model = first_model or model
-    if first_model is None:
+        program = Program(config, mesh, model=model, teacher=teacher)
+        state, frozen = program.abstract_state(), program.frozen_bytes
+        fits[device] = estimate_fit(config, model, state, mesh, device.capacity, frozen)
+        model_and_state = model_and_state or (model, state)
+    if model_and_state is None:
         assert first_error is not None
         raise first_error
-    return first_model, fits
+    return *model_and_state, fits
 
 
 def replica_rows(config: JobConfig, state: TrainState) -> list[str]:

@@ -45,6 +45,7 @@ def estimate_fit(
     state: TrainState,
     mesh: Mesh | AbstractMesh,
     capacity: int,
+    frozen: int = 0,
 ) -> Fit:
     """Estimate a step's memory on a device, and the number of sequences that would fit.
 
@@ -54,8 +55,9 @@ def estimate_fit(
         state: shapes and shardings of the state.
         mesh: concrete or abstract mesh.
         capacity: bytes of a device.
+        frozen: bytes of the frozen model on a device.
     """
-    sync = resolve_grad_sync(config, model, state, mesh, capacity).mode
+    sync = resolve_grad_sync(config, model, state, mesh, capacity, frozen).mode
     stored = bytes_per_device(state)
     dp = data_parallel_size(mesh)
     rows = -(-config.train.microbatch_size(dp) // dp)
@@ -63,10 +65,10 @@ def estimate_fit(
 
     def fits(n: int) -> bool:
         resized = with_batch_size(config, n)
-        totals = (step_memory(resized, model, mesh, mode, stored).total for mode in modes)
+        totals = (step_memory(resized, model, mesh, mode, stored, frozen).total for mode in modes)
         return min(totals) <= capacity
 
-    memory = step_memory(config, model, mesh, sync, stored)
+    memory = step_memory(config, model, mesh, sync, stored, frozen)
     return Fit(memory, sync, rows, _largest(fits))
 
 

@@ -116,7 +116,11 @@ def plan(
         result.warnings = [
             *ineffective_settings(config, platform), *checks.warnings(config, topology.n_devices)
         ]  # fmt: skip
-        step = result.step = compile_step(config, topology, devices, every_size=every_size)
+        teacher, of_teacher = checks.known_teacher(config, is_elsewhere=True)
+        result.warnings += of_teacher
+        step = result.step = compile_step(
+            config, topology, devices, every_size=every_size, teacher=teacher
+        )
     except UserError as error:
         result.errors = str(error).splitlines()
         return result

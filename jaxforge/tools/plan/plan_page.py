@@ -93,7 +93,7 @@ def _sections(plan: Plan, alternatives: Alternatives) -> Iterator[str]:
 def _memory(plan: Plan) -> Iterator[str]:
     assert plan.step is not None
     memory = plan.step.memory
-    parts = {name: getattr(memory, name) for name in memory._fields[2:]}
+    parts = memory.parts
     full_width = max(memory.peak, memory.capacity)
     yield f"<h2>Memory of a device <small>{_gb(memory.peak)} of {_gb(memory.capacity)}</small></h2>"
     yield _bar(parts, full_width, _gb, limit=memory.capacity)

@@ -215,8 +215,8 @@ def _parts(planned: Plan, price: float | None) -> Iterator[tuple[str, list[tuple
 def _memory(planned: Plan) -> Iterator[tuple[str, str, str]]:
     assert planned.step is not None
     memory = planned.step.memory
-    for name in ("parameters", "optimizer", "gradients", "activations", "other"):
-        yield name, format_gb(getattr(memory, name)), ""
+    for name, size in memory.parts.items():
+        yield name, format_gb(size), ""
     yield "at the peak", format_gb(memory.peak), f"of {format_gb(memory.capacity)}"
     sync = planned.step.grad_sync
     yield "gradients", f"per {sync.mode}", sync.why

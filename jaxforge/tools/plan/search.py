@@ -35,7 +35,7 @@ from jaxforge.program import Program
 from jaxforge.step.executable import installed_version
 from jaxforge.step.memory import step_memory
 from jaxforge.storage import safe_files
-from jaxforge.tools.plan import cost
+from jaxforge.tools.plan import checks, cost
 from jaxforge.tools.plan.compiled import devices_of
 from jaxforge.tools.plan.memory_fit import SLACK
 from jaxforge.tools.plan.topology import Topology
@@ -179,6 +179,7 @@ def given_candidate(config: JobConfig, topology: Topology) -> Iterator[Candidate
 def fitting_candidates(config: JobConfig, topology: Topology) -> Iterator[Candidate]:
     """Yield the valid candidates that may fit, the fastest by `cost.update_seconds` first."""
     chip = CHIPS[topology.chip]
+    teacher, _ = checks.known_teacher(config, is_elsewhere=True)
 
     @functools.cache
     def model_of(save: str, pp: int) -> Model:
@@ -189,20 +190,24 @@ def fitting_candidates(config: JobConfig, topology: Topology) -> Iterator[Candid
         )
 
     @functools.cache
-    def state_of(mesh: Mesh) -> int | None:
-        """Return the bytes of the state on a device; None if a parameter does not divide."""
+    def state_of(mesh: Mesh) -> tuple[int, int] | None:
+        """Return the bytes of the state and of the frozen model on a device.
+
+        Return None if a parameter does not divide.
+        """
         model = model_of("full", mesh.shape["pp"])
         try:
-            return bytes_per_device(Program(config, mesh, model=model).abstract_state())
+            program = Program(config, mesh, model=model, teacher=teacher)
+            return bytes_per_device(program.abstract_state()), program.frozen_bytes
         except UserError:
             return None
 
     for candidate, mesh in sorted(candidates(config, topology), key=lambda pair: pair[0].seconds):
-        state, train = state_of(mesh), candidate.config.train
-        if state is None or state > chip.memory:
+        sizes, train = state_of(mesh), candidate.config.train
+        if sizes is None or sum(sizes) > chip.memory:
             continue
         model = model_of(train.activation_checkpointing, candidate.mesh["pp"])
-        memory = step_memory(candidate.config, model, mesh, train.grad_sync, state)
+        memory = step_memory(candidate.config, model, mesh, train.grad_sync, *sizes)
         if memory.total <= SLACK * chip.memory:
             yield candidate
 

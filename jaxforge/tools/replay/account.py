@@ -194,10 +194,8 @@ def rank_documents(
     """
     known = [(document.loss, document.tokens) for document in before]
     scores_of = functools.partial(outlier_scores, spread=token_spread(documents, losses))
-    tokens, means = (
-        [document.tokens for document in documents],
-        [document.loss for document in documents],
-    )
+    tokens = [document.tokens for document in documents]
+    means = [document.loss for document in documents]
     row_of, n = [document.row for document in documents], len(row_influences)
     nats = np.bincount(row_of, np.multiply(means, tokens), n)
     counts = np.bincount(row_of, tokens, n)

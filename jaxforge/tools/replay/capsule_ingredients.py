@@ -11,13 +11,12 @@ from typing import Any
 
 import jax
 
-import jaxforge
 from jaxforge.config.job import JobConfig
 from jaxforge.data import sources
 from jaxforge.data.corpus.manifest import FILE_NAME, LENGTHS
 from jaxforge.data.dataset import Dataset, Mixture
 from jaxforge.data.tokens import TokenFiles
-from jaxforge.runs.job_facts import ENVIRONMENT, plugin_sources, source_files, source_hash
+from jaxforge.runs.job_facts import ENVIRONMENT, code_folders, source_files, source_hash
 from jaxforge.runs.starts import git_state
 from jaxforge.step.executable import fingerprint
 from jaxforge.storage import urls
@@ -66,8 +65,7 @@ def _processor() -> str:
 
 def _code(config: JobConfig) -> dict[str, dict[str, Any]]:
     """Return hashes and state in git of jaxforge and of the modules that `[plugins]` names."""
-    folders = {"jaxforge": Path(jaxforge.__file__).parent, **plugin_sources(config)}
-    return {name: code_state(folder) for name, folder in folders.items()}
+    return {name: code_state(folder) for name, folder in code_folders(config).items()}
 
 
 def code_state(path: Path) -> dict[str, Any]:

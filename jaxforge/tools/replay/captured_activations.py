@@ -20,7 +20,7 @@ from jaxforge.model.transformer import Model, Params
 from jaxforge.parallel import host_memory
 from jaxforge.runs import run_directory
 from jaxforge.step.forward_values import Activations, Values
-from jaxforge.step.gradients import Batch
+from jaxforge.step.update_loss import Batch
 from jaxforge.storage import urls
 from jaxforge.telemetry.console import setup_logging
 from jaxforge.tools.replay.past import open_past

@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxforge.data.packing import IGNORE
 from jaxforge.model.transformer import Model, Params
 from jaxforge.step.context import spread_sequences
-from jaxforge.step.gradients import Batch
+from jaxforge.step.update_loss import Batch
 
 _LOGITS = 1 << 24  # elements that are computed at once
 _WINDOW = 32  # tokens of the range with the largest loss

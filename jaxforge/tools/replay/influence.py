@@ -25,9 +25,9 @@ from jaxforge.optim.optimizer import global_norm
 from jaxforge.parallel.mesh import data_parallel_size
 from jaxforge.parallel.sharding import batch_specs
 from jaxforge.step.context import spread_sequences
-from jaxforge.step.cross_entropy import token_weights, valid_tokens
-from jaxforge.step.gradients import Batch, with_dataset_mask
 from jaxforge.step.mtp import with_further_tokens
+from jaxforge.step.token_weights import token_weights, valid_tokens
+from jaxforge.step.update_loss import Batch, with_dataset_mask
 from jaxforge.tools.replay.documents import Document
 from jaxforge.tools.replay.past import PastRun, Walk
 

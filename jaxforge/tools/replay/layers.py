@@ -13,8 +13,8 @@ from jaxforge.config.points import STREAM
 from jaxforge.model.layer import Capture
 from jaxforge.model.transformer import Model, Params
 from jaxforge.step.context import spread_sequences
-from jaxforge.step.gradients import Batch
 from jaxforge.step.train_step import Metrics
+from jaxforge.step.update_loss import Batch
 
 NORMS = {
     "grad_norms_per_layer": "gradient",

@@ -17,7 +17,7 @@ from jaxforge.model.layer import Capture
 from jaxforge.model.transformer import Params
 from jaxforge.parallel.sharding import param_shardings
 from jaxforge.state.train_state import part_like
-from jaxforge.step.gradients import Batch
+from jaxforge.step.update_loss import Batch
 from jaxforge.tools.replay.compare import (
     SMALL,
     Row,

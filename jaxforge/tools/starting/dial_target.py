@@ -159,7 +159,7 @@ def _split(config: JobConfig, target: Target, rows: int, accum: int, remat: str)
 
 def _fit(config: JobConfig, target: Target) -> Fit:
     usable = target.device._replace(capacity=int(_USABLE * target.device.capacity))
-    _, fits = fits_by_device(config, abstract_mesh(config, target.n_devices), [usable])
+    *_, fits = fits_by_device(config, abstract_mesh(config, target.n_devices), [usable])
     return fits[usable]
 
 

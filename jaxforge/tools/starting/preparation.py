@@ -33,12 +33,8 @@ from jaxforge.data.corpus.progress import Done, progress_shown
 from jaxforge.data.corpus.records import Content, Input, TextField
 from jaxforge.data.corpus.summary import Totals, table
 from jaxforge.data.corpus.text_files import RECORDS, TEXTS
-from jaxforge.data.corpus.tokenizer import (
-    BPE_VOCAB_SIZE,
-    Tokenizer,
-    load_tokenizer,
-    train_bpe,
-)
+from jaxforge.data.corpus.tokenizer import BPE_VOCAB_SIZE, Tokenizer, train_bpe
+from jaxforge.data.corpus.tokenizer_files import load_tokenizer
 from jaxforge.data.corpus.units import Unit, plan_units, sliced
 from jaxforge.data.corpus.writer import token_dtype
 from jaxforge.errors import UserError

@@ -12,7 +12,8 @@ from jaxforge.data.corpus.ingest import Options
 from jaxforge.data.corpus.manifest import FILE_NAME
 from jaxforge.data.corpus.progress import progress_shown
 from jaxforge.data.corpus.repeats import RunUnits
-from jaxforge.data.corpus.tokenizer import Tokenizer, load_tokenizer
+from jaxforge.data.corpus.tokenizer import Tokenizer
+from jaxforge.data.corpus.tokenizer_files import load_tokenizer
 from jaxforge.data.corpus.unit_worker import Job
 from jaxforge.data.corpus.units import Unit
 from jaxforge.errors import UserError

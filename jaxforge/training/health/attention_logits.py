@@ -15,7 +15,7 @@ from jaxforge.config.points import MAX_LOGITS
 from jaxforge.errors import UserError
 from jaxforge.model.layer import Capture
 from jaxforge.model.transformer import Model, Params
-from jaxforge.step.gradients import Batch
+from jaxforge.step.update_loss import Batch
 
 
 class AttentionLogits:

@@ -24,9 +24,10 @@ from jaxforge.exit_codes import Exit
 from jaxforge.model.transformer import Model, Params
 from jaxforge.state.train_state import TrainState
 from jaxforge.step.context import spread_sequences
-from jaxforge.step.cross_entropy import cross_entropy, tiles_of
-from jaxforge.step.gradients import Batch
+from jaxforge.step.cross_entropy import cross_entropy
+from jaxforge.step.logit_tiles import tiles_of
 from jaxforge.step.train_step import Controls, Metrics, TrainStep
+from jaxforge.step.update_loss import Batch
 from jaxforge.training.health.repeated_steps import find_fault, run_unapplied
 
 log = logging.getLogger(__name__)

@@ -27,8 +27,8 @@ from jaxtyping import Array
 from jaxforge.errors import UserError
 from jaxforge.exit_codes import Exit
 from jaxforge.state.train_state import TrainState
-from jaxforge.step.gradients import Batch
 from jaxforge.step.train_step import Controls, Metrics, TrainStep
+from jaxforge.step.update_loss import Batch
 
 log = logging.getLogger(__name__)
 

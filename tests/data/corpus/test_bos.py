@@ -13,7 +13,8 @@ from jaxforge.data.corpus.conversations import Conversations, encode_conversatio
 from jaxforge.data.corpus.entries import FIRST, ID, UNLEARNED
 from jaxforge.data.corpus.manifest import Manifest
 from jaxforge.data.corpus.prompts import Prompt, encode
-from jaxforge.data.corpus.tokenizer import load_tokenizer, with_prefix
+from jaxforge.data.corpus.tokenizer import with_prefix
+from jaxforge.data.corpus.tokenizer_files import load_tokenizer
 from jaxforge.inference.conversation import Dialogue
 
 BOS, EOS, CLS = 0, 1, 2

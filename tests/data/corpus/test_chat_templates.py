@@ -10,7 +10,8 @@ import transformers
 from jaxforge.data.corpus.chat import ChatTemplate
 from jaxforge.data.corpus.conversations import Conversations, encode_conversations
 from jaxforge.data.corpus.entries import FIRST, ID, UNLEARNED
-from jaxforge.data.corpus.tokenizer import HFTokenizer, load_tokenizer
+from jaxforge.data.corpus.tokenizer import HFTokenizer
+from jaxforge.data.corpus.tokenizer_files import load_tokenizer
 from jaxforge.errors import UserError
 from tests.data.corpus.chat_files import (
     CHATML,

@@ -17,7 +17,7 @@ from jaxforge.data.corpus import documents, ingest
 from jaxforge.data.corpus.documents import split_of, text_parts
 from jaxforge.data.corpus.inputs import find_inputs
 from jaxforge.data.corpus.manifest import Manifest
-from jaxforge.data.corpus.tokenizer import load_tokenizer
+from jaxforge.data.corpus.tokenizer_files import load_tokenizer
 from jaxforge.data.corpus.writer import token_dtype
 from jaxforge.data.tokens import TokenShards
 from jaxforge.errors import UserError

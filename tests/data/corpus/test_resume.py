@@ -16,7 +16,7 @@ import pytest
 
 from jaxforge.commands import prepare
 from jaxforge.data.corpus import ingest
-from jaxforge.data.corpus.tokenizer import load_tokenizer
+from jaxforge.data.corpus.tokenizer_files import load_tokenizer
 from jaxforge.data.corpus.writer import ShardWriter
 from jaxforge.errors import UserError
 from jaxforge.storage import atomic_directory

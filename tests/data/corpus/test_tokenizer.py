@@ -4,13 +4,8 @@ import random
 import pytest
 import tokenizers
 
-from jaxforge.data.corpus.tokenizer import (
-    LARGEST_VOCAB,
-    ByteTokenizer,
-    HFTokenizer,
-    load_tokenizer,
-    train_bpe,
-)
+from jaxforge.data.corpus.tokenizer import LARGEST_VOCAB, ByteTokenizer, HFTokenizer, train_bpe
+from jaxforge.data.corpus.tokenizer_files import load_tokenizer
 from jaxforge.errors import UserError
 
 TEXTS = ["", "plain", "ümläut ẞ", "日本語 🎉 \u202e", "tabs\t\r\n  \x00 end"]

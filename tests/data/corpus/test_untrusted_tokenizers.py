@@ -8,7 +8,8 @@ import pytest
 
 from jaxforge.commands import prepare
 from jaxforge.data.corpus import untrusted_tokenizer
-from jaxforge.data.corpus.tokenizer import HFTokenizer, load_tokenizer, train_bpe
+from jaxforge.data.corpus.tokenizer import HFTokenizer, train_bpe
+from jaxforge.data.corpus.tokenizer_files import load_tokenizer
 from jaxforge.data.corpus.untrusted_tokenizer import is_risky
 from jaxforge.errors import UserError
 

@@ -1,5 +1,6 @@
 import json
 import math
+import re
 import subprocess
 import sys
 
@@ -8,9 +9,15 @@ import pytest
 
 from jaxforge.commands import plan as plan_main
 from jaxforge.commands import train
+from jaxforge.errors import UserError
 from jaxforge.model.transformer import build_model
 from jaxforge.tools.plan import plan_report
-from jaxforge.tools.plan.checks import checkpoint_bytes, kept_checkpoints
+from jaxforge.tools.plan.checks import (
+    checkpoint_bytes,
+    kept_checkpoints,
+    known_teacher,
+    missing_data_warnings,
+)
 from jaxforge.tools.plan.plan import as_json, plan
 from jaxforge.tools.plan.topology import Topology
 from jaxforge.training import step_compiler
@@ -52,6 +59,38 @@ def test_memory_parts_match_state_sizes(tiny_plan):
     assert memory.gradients >= memory.parameters  # whole over the data axes
     assert memory.peak >= memory.parameters + memory.optimizer
     assert memory.capacity > memory.peak
+
+
+def test_frozen_model_is_a_part_of_the_peak(tiny_plan, tmp_path):
+    """The reference has the matrices of the model in the compute dtype."""
+    section = {"objective": "dpo"}
+    pairs = {"dataset_path": str(tmp_path / "pairs")}  # not on this machine
+    start = {"load_path": "reference", "dir": str(tmp_path / "run")}
+    with_reference = plan(planned(train=section, data=pairs, checkpoint=start), CPUS)
+    memory = with_reference.step.memory
+    assert memory.frozen_model == pytest.approx(memory.parameters, rel=0.05)
+    assert memory.parts["frozen model"] == memory.frozen_model
+    assert "frozen model" not in tiny_plan.step.memory.parts
+    assert sum(memory.parts.values()) == memory.peak
+
+
+def test_saved_logits_that_are_not_on_this_machine_are_a_warning(tmp_path):
+    config = planned(
+        train={"objective": "distillation"}, distillation={"logits": str(tmp_path / "logits")}
+    )
+    (warning,) = missing_data_warnings(config)
+    assert re.match("distillation.logits = .* is not on this machine: not checked", warning)
+
+
+def test_teacher_that_is_not_on_this_machine_is_a_warning(tmp_path):
+    config = planned(
+        train={"objective": "distillation"}, distillation={"teacher": str(tmp_path / "teacher")}
+    )
+    teacher, (warning,) = known_teacher(config, is_elsewhere=True)
+    assert teacher is None
+    assert re.match("distillation.teacher = .* is not on this machine: its memory is", warning)
+    with pytest.raises(UserError, match=r"distillation.teacher = .*no checkpoint"):
+        known_teacher(config, is_elsewhere=False)
 
 
 class Stop(Exception):
