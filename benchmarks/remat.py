@@ -9,7 +9,7 @@ step needs in addition to its arguments (`memory_analysis`).
 import statistics
 import time
 from collections.abc import Callable
-from typing import NamedTuple, get_args
+from typing import Any, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +29,7 @@ SHAPES = {True: (2, 128), False: (4, 512)}  # quick -> sequences, tokens of each
 
 
 class Case(NamedTuple):
-    """Compiled step of a policy.
+    """Compiled step of a `[train]` section.
 
     Attributes:
         megabytes: temporary memory of the step.
@@ -42,12 +42,10 @@ class Case(NamedTuple):
     step: Callable[[], None]
 
 
-def compile_case(policy: str, batch: int, seq: int) -> Case:
-    """Compile the step with a policy on one device, in float32."""
-    train = {"batch_size": batch, "seq_len": seq, "mixed_precision": "fp32"}
-    config = JobConfig.model_validate(
-        {"model": MODEL, "train": {**train, "activation_checkpointing": policy}}
-    )
+def compile_case(batch: int, seq: int, **train: Any) -> Case:  # noqa: ANN401
+    """Compile the step with settings of `[train]` on one device, in float32."""
+    size = {"batch_size": batch, "seq_len": seq, "mixed_precision": "fp32"}
+    config = JobConfig.model_validate({"model": MODEL, "train": {**size, **train}})
     program = Program(config, make_mesh(config, jax.devices()[:1]))
     tokens = jax.random.randint(jax.random.key(1), (1, batch, seq), 0, MODEL["vocab_size"])
     data = {"input_ids": tokens, "labels": jnp.roll(tokens, -1, -1)}
@@ -63,14 +61,16 @@ def compile_case(policy: str, batch: int, seq: int) -> Case:
     return Case(megabytes, parameter_count(program.model.abstract), run)
 
 
-def measure(cases: dict[str, Case], rounds: int) -> dict[str, float]:
+def measure(
+    cases: dict[str, Case], rounds: int, clock: Callable[[], float] = time.perf_counter
+) -> dict[str, float]:
     """Return the median milliseconds of a step of each, alternating, after a warm-up round."""
     seconds: dict[str, list[float]] = {policy: [] for policy in cases}
     for _ in range(rounds + 1):
         for policy, case in cases.items():
-            started = time.perf_counter()
+            started = clock()
             case.step()
-            seconds[policy].append(time.perf_counter() - started)
+            seconds[policy].append(clock() - started)
     return {policy: 1e3 * statistics.median(times[1:]) for policy, times in seconds.items()}
 
 
@@ -78,7 +78,9 @@ def main() -> None:
     """Print the table and write the results."""
     quick = results.arguments(__doc__).parse_args().quick
     batch, seq = SHAPES[quick]
-    cases = {policy: compile_case(policy, batch, seq) for policy in POLICIES}
+    cases = {
+        policy: compile_case(batch, seq, activation_checkpointing=policy) for policy in POLICIES
+    }
     times = measure(cases, rounds=2 if quick else 7)
     base = cases["none"]
     rows = []

@@ -1,6 +1,7 @@
 """The model, the optimizer and one update of a config on a mesh."""
 
 import contextlib
+import dataclasses
 import functools
 from collections.abc import Iterable, Iterator
 from typing import Any, cast
@@ -16,10 +17,17 @@ from jaxforge.config.job import JobConfig
 from jaxforge.config.model import MODELS, ModelConfig
 from jaxforge.model.runtime import gpu_capability
 from jaxforge.model.transformer import Model, Params, build_model, matmul_precision
+from jaxforge.optim.freezing import frozen_paths
 from jaxforge.optim.optimizer import build_optimizer
+from jaxforge.optim.trees import split
 from jaxforge.parallel.mesh import STAGES, data_parallel_size, make_mesh
 from jaxforge.parallel.sharding import batch_shardings
-from jaxforge.state.train_state import TrainState, init_train_state, state_shardings
+from jaxforge.state.train_state import (
+    TrainState,
+    init_train_state,
+    start_average,
+    state_shardings,
+)
 from jaxforge.step.collect import check_collect
 from jaxforge.step.frozen_model import frozen_bytes
 from jaxforge.step.grad_sync import GradSync, resolve_grad_sync
@@ -102,6 +110,12 @@ class Program:
         """The optimizer of `[optimizer]` and `[scheduler]`."""
         return build_optimizer(self.config, self.model.axes)
 
+    def _averaged(self, params: Params) -> Params:
+        """Return the parameters that have an average: the trained ones, or none."""
+        if not self.config.train.averages_weights:
+            return {}
+        return split(params, frozen_paths(self.model.axes, self.config))[1]
+
     @functools.cached_property
     def shapes(self) -> TrainState:
         """The shape and dtype of every array of the state, as `ShapeDtypeStruct`."""
@@ -110,8 +124,8 @@ class Program:
     @functools.cached_property
     def shardings(self) -> TrainState:
         """The `NamedSharding` of every array of the state."""
-        has_average = self.config.train.averages_weights
-        return state_shardings(self.model, self.optimizer, self.mesh, has_average=has_average)
+        shardings = state_shardings(self.model, self.optimizer, self.mesh)
+        return dataclasses.replace(shardings, ema=self._averaged(shardings.params))
 
     def abstract_state(self) -> TrainState:
         """Return the shape, dtype and sharding of every array of the state."""
@@ -148,9 +162,8 @@ class Program:
             params: the parameters.
             model_state: non-trainable state; by default the initial one.
         """
-        train = self.config.train
-        dtype = train.ema_dtype if train.averages_weights else None
-        return init_train_state(self.model, params, self.optimizer, model_state, ema_dtype=dtype)
+        average = start_average(self._averaged(params), self.config.train.ema_dtype)
+        return init_train_state(self.model, params, self.optimizer, model_state, average)
 
     def init(self, seed: int | None = None) -> TrainState:
         """Return a new state, each array on its devices. The values do not depend on the mesh.

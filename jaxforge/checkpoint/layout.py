@@ -8,7 +8,7 @@
     optimizer/expert_updates/... updates of each expert, if idle experts are skipped
     guard/...               counts of bad steps, losses of good ones
     model_state/...         non-trainable state of the model, if it has any
-    ema/...                 average of the parameters, if `train.ema_decay` is set
+    ema/...                 average of the trained parameters, if `train.ema_decay` is set
 
 The counts of samples and tokens are in `progress`, the JSON next to the arrays.
 
@@ -155,7 +155,8 @@ def from_tree(tree: Tree, like: TrainState) -> TrainState:
         dtype = str(jax.tree.leaves(like.ema)[0].dtype)
         at = jax.tree.map(lambda leaf: leaf.sharding, like.ema)
         start: Any = jax.jit(start_average, static_argnums=1, out_shardings=at)
-        ema = start(tree["params"], dtype)
+        trained, _ = split(tree["params"], flatten_dict(like.ema).keys())
+        ema = start(trained, dtype)
     return TrainState(
         step=tree["step"],
         params=tree["params"],
@@ -186,7 +187,7 @@ def save_args(tree: Tree, axes: PyTree) -> Tree:
         if isinstance(value, dict) and not name.startswith(EXPERT_FIELD)
     }
     params = part_like(tree["params"], stacked)
-    average = {EMA: stacked} if EMA in tree else {}
+    average = {EMA: part_like(tree[EMA], stacked)} if EMA in tree else {}
     return {**args, "params": params, "optimizer": {**args["optimizer"], **moments}, **average}
 
 

@@ -59,7 +59,9 @@ from jaxforge.checkpoint.sealed_progress import (
 )
 from jaxforge.checkpoint.weights import Weights
 from jaxforge.config.checkpoint import CheckpointConfig
+from jaxforge.config.directions import higher_is_better
 from jaxforge.errors import JobStorageError, PeerLostError, StorageError, UserError
+from jaxforge.optim.trees import join, split
 from jaxforge.parallel.multihost import peer_lost_error
 from jaxforge.parallel.stages import Stack
 from jaxforge.state.progress import Progress
@@ -93,6 +95,8 @@ class Checkpoints:
 
     Attributes:
         saved_step: step of the last save or restore; None before the first one.
+        is_higher_better: direction of `checkpoint.best_metric`. Until it is set, it is that of the
+            metric's name, and lower if the name does not determine it.
     """
 
     def __init__(
@@ -111,6 +115,7 @@ class Checkpoints:
         self._config, self._axes, self._resolved = config, axes, resolved_config
         self._stack, self._begin_checksums = stack, begin_checksums
         self.saved_step: int | None = None
+        self.is_higher_better = bool(higher_is_better(config.best_metric, config.best_mode))
         self._thread: threading.Thread | None = None
         self._failure: Exception | None = None
         self._took: dict[int, float] = {}
@@ -135,7 +140,7 @@ class Checkpoints:
                 create=not read_only and not is_shared,
                 read_only=read_only,
                 save_interval_steps=0 if read_only else 1,
-                preservation_policy=_preservation(config),
+                preservation_policy=_preservation(config, self._rank),
                 # Unused with a policy, but without it Orbax writes no metrics.
                 best_fn=(lambda metrics: metrics[config.best_metric])
                 if config.keep_best_n
@@ -149,6 +154,14 @@ class Checkpoints:
                 ),
             ),
         )
+
+    def _rank(self, metrics: Mapping[str, float]) -> float:
+        """Return the rank of a checkpoint by its metrics: the lowest is the best.
+
+        A checkpoint without the metric (not finite, or of another `best_metric`) is never the best.
+        """
+        value = metrics.get(self._config.best_metric, math.inf)
+        return -value if self.is_higher_better and math.isfinite(value) else value
 
     def save(
         self, progress: Progress, state: TrainState, evaluation: Mapping[str, float] | None = None
@@ -315,10 +328,12 @@ class Checkpoints:
             if weights == "ema":
                 if EMA not in saved:
                     raise UserError(no_average(self.path(step)))
-                like = {EMA if name == _PARAMS else name: part for name, part in like.items()}
+                averaged, frozen = split(like.pop(_PARAMS), flatten_dict(saved[EMA]).keys())
+                like |= {EMA: averaged} | ({_PARAMS: frozen} if frozen else {})
             state = self._read(step, state=_restore_args(like, partial=True)).state
             self._check_bits(state, saved, step)
-        return {_PARAMS if name == EMA else name: part for name, part in state.items()}
+        params = join(state.pop(_PARAMS, {}), state.pop(EMA, {}))
+        return {**state, _PARAMS: params}
 
     def path(self, step: int) -> Path:
         """Return the directory of a step."""
@@ -536,7 +551,9 @@ def _handlers(
     return registry
 
 
-def _preservation(config: CheckpointConfig) -> policies.PreservationPolicy:
+def _preservation(
+    config: CheckpointConfig, rank: Callable[[Mapping[str, float]], float]
+) -> policies.PreservationPolicy:
     """Return the policy: `keep_last_n` newest (0: all), `keep_best_n`, and those of the window."""
     if config.keep_last_n <= 0:
         return policies.LatestN(n=None)
@@ -547,8 +564,7 @@ def _preservation(config: CheckpointConfig) -> policies.PreservationPolicy:
     if config.keep_best_n:
         permanent.append(
             policies.BestN(
-                # Absent metric (not finite, or of another `best_metric`): never the best.
-                get_metric_fn=lambda metrics: metrics.get(config.best_metric, math.inf),
+                get_metric_fn=rank,
                 reverse=True,  # Orbax keeps the end of the list: the lowest
                 n=config.keep_best_n,
                 keep_checkpoints_without_metrics=False,

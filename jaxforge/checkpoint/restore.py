@@ -162,7 +162,9 @@ def _new_run(program: Program, open_foreign: OpenForeign | None) -> tuple[TrainS
         progress, run_id=Progress().run_id, validation=None, rollbacks=[], frozen={}
     )
     if section.branch:
-        return state, dataclasses.replace(progress, best_metric=None, best_step=None, early_stop={})
+        return state, dataclasses.replace(
+            progress, best_metric=None, best_step=None, best_name="", early_stop={}
+        )
     return state, dataclasses.replace(progress, data={})
 
 

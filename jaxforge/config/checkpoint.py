@@ -6,6 +6,7 @@ from typing import Literal, NamedTuple
 
 from pydantic import NonNegativeInt
 
+from jaxforge.config.directions import Mode
 from jaxforge.config.duration import PositiveSteps, Steps
 from jaxforge.config.section import PathText, Section
 
@@ -74,9 +75,11 @@ class CheckpointConfig(Section):
     keep_last_n: int = 3
     """Number of newest checkpoints to keep; 0 or less keeps all."""
     keep_best_n: NonNegativeInt = 0
-    """Number of checkpoints with the lowest best_metric to keep in addition; 0 keeps none."""
+    """Number of checkpoints with the best best_metric to keep in addition; 0 keeps none."""
     best_metric: str = "eval/loss"
-    """Metric for keep_best_n, lower is better, such as eval/loss or eval/<set>/loss."""
+    """Metric for keep_best_n, such as eval/loss, eval/<set>/loss or eval/tasks/<task>/acc."""
+    best_mode: Mode = "auto"
+    """Direction of best_metric: lower ("min") or higher ("max") is better; by default its own."""
     load_path: PathText | None = None
     """Checkpoint to start from if dir contains none."""
     branch_from: PathText | None = None

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 from pydantic import NonNegativeFloat, PositiveFloat
 
+from jaxforge.config.directions import Mode
 from jaxforge.config.duration import PositiveSteps
 from jaxforge.config.section import Section
 
@@ -14,7 +15,9 @@ class EarlyStopConfig(Section):
     active: bool = False
     """Enable early stopping."""
     metric: str = "eval/loss"
-    """Metric that must improve; lower is better for losses, their terms and all eval/ metrics."""
+    """Metric that must improve, such as eval/loss, train/loss or eval/tasks/<task>/acc."""
+    mode: Mode = "auto"
+    """Direction of metric: lower ("min") or higher ("max") is better; by default from its name."""
     patience_steps: PositiveSteps | None = None
     """End after this many updates without improvement, checked whenever the metric is logged."""
     min_delta: NonNegativeFloat = 0.0

@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from jaxforge.config.eval import EvalSchedule
+from jaxforge.config.eval import TASKS_PREFIX, EvalSchedule
 from jaxforge.config.job import JobConfig, short_toml
 from jaxforge.config.optimizer import UNUSUAL_LR
 from jaxforge.config.problems import describe_change
@@ -275,6 +275,8 @@ def _metrics_of_all_sets(config: JobConfig) -> Iterator[str]:
     if stop.uses_metric:
         uses["early_stop.metric"] = stop.metric
     for key, metric in uses.items():
+        if metric.startswith(TASKS_PREFIX):
+            continue
         prefix, _, name = metric.partition("/")
         if prefix == "eval" and name.partition("/")[0] not in schedules:
             of_set = f"eval/{next(iter(schedules))}/{name}"

@@ -2,7 +2,7 @@
 
 A rule is a function of the config and the size of each mesh axis. It yields a message for each
 violation, or a `Problem`, whose changes `check` tries before it proposes them. The rules are in
-`section_rules.py` and `mesh_rules.py`.
+`section_rules.py`, `eval_rules.py` and `mesh_rules.py`.
 """
 
 import functools
@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterator, Set
 
 from jaxforge.config.axes import Mesh, Rule, declared_sizes
+from jaxforge.config.eval_rules import EVAL_RULES
 from jaxforge.config.fixes import changed, other_axes
 from jaxforge.config.job import JobConfig
 from jaxforge.config.locations import location_problems
@@ -18,7 +19,7 @@ from jaxforge.config.problems import Change, Problem, problems_by_message
 from jaxforge.config.section_rules import SECTION_RULES
 from jaxforge.errors import UserError
 
-RULES: tuple[Rule, ...] = (*SECTION_RULES, *MESH_RULES)
+RULES: tuple[Rule, ...] = (*SECTION_RULES, *EVAL_RULES, *MESH_RULES)
 
 
 def check(config: JobConfig, n_devices: int) -> None:

@@ -5,7 +5,6 @@ from collections.abc import Iterator
 
 from jaxforge.cli.suggestions import choices
 from jaxforge.config.axes import Mesh, Rule, data_parallel
-from jaxforge.config.eval import TASKS_PREFIX
 from jaxforge.config.job import JobConfig, short_toml
 from jaxforge.config.optimizer import UPDATED_BY_ROWS
 from jaxforge.config.problems import Problem, nearest, single_change
@@ -24,61 +23,6 @@ def seq_len_fits_model(config: JobConfig, mesh: Mesh) -> Iterator[Problem]:
                 nearest("train.seq_len", longest, range(1, longest + 1)),
                 single_change("model.max_seq_len", seq_len),
             ),
-        )
-
-
-def eval_has_source(config: JobConfig, mesh: Mesh) -> Iterator[str]:
-    """Require a data source or tasks for evaluation."""
-    section = config.eval
-    if section.enabled and not section.sources() and not section.has_tasks:
-        yield (
-            "eval.enabled = true requires data: set eval.dataset_path, eval.hf_dataset_name, "
-            "[[eval.datasets]] or eval.tasks, or eval.enabled = false"
-        )
-
-
-def evaluated_average_exists(config: JobConfig, mesh: Mesh) -> Iterator[Problem]:
-    """Require an average of the parameters if tasks evaluate it."""
-    section = config.eval
-    if not section.enabled or not section.has_tasks or config.train.averages_weights:
-        return
-    if section.tasks_weights == "ema":
-        yield Problem(
-            'eval.tasks_weights = "ema" requires train.ema_decay, which is 0',
-            (
-                single_change("train.ema_decay", 0.999),
-                single_change("eval.tasks_weights", "raw"),
-            ),
-        )
-
-
-def captures_have_source(config: JobConfig, mesh: Mesh) -> Iterator[str]:
-    """Require an evaluation set for captured activations."""
-    section, names = config.eval, list(config.eval.sources())
-    if not section.activations_interval:
-        return
-    if not names:
-        yield (
-            f"eval.activations_interval = {section.activations_interval} requires data: set "
-            "eval.dataset_path, eval.hf_dataset_name or [[eval.datasets]], or "
-            "eval.activations_interval = 0"
-        )
-    elif section.activations_set and section.activations_set not in names:
-        asked = f'eval.activations_set = "{section.activations_set}"'
-        if not section.datasets:
-            yield f"{asked}: the only evaluation set has no name; remove it"
-        else:
-            yield f"{asked} is not an evaluation set{choices(section.activations_set, names)}"
-
-
-def captured_layers_exist(config: JobConfig, mesh: Mesh) -> Iterator[str]:
-    """Require that captured layers exist in the model."""
-    last = config.model.n_layers - 1
-    absent = [n for n in config.eval.activations_layers if n > last]
-    if config.eval.activations_interval and absent:
-        yield (
-            f"eval.activations_layers: layer {absent[0]} does not exist: the layers of "
-            f"model.n_layers = {last + 1} are 0 to {last}"
         )
 
 
@@ -155,44 +99,6 @@ def torch_ranks_share_a_microbatch(config: JobConfig, mesh: Mesh) -> Iterator[st
             f"data.torch_ranks = {ranks} must divide the {rows} sequences of a global microbatch: "
             "change train.global_batch_size or train.grad_accum_steps"
         )
-
-
-def best_metric_is_logged(config: JobConfig, mesh: Mesh) -> Iterator[str]:
-    """Require that the metric that ranks checkpoints is logged."""
-    metric, known = config.checkpoint.best_metric, _evaluation_metrics(config)
-    if not config.eval.enabled:
-        return
-    if metric.startswith(TASKS_PREFIX):
-        yield _refused_task_metric("checkpoint.best_metric", metric)
-    elif metric not in known and not _has_terms(config):
-        near = choices(metric, known)
-        yield f'checkpoint.best_metric = "{metric}" is not a metric of [eval]{near}'
-    elif config.checkpoint.keep_best_n and not config.eval.sources():
-        yield (
-            f'checkpoint.keep_best_n ranks by "{metric}", which requires an evaluation set: set '
-            "eval.dataset_path, or checkpoint.keep_best_n = 0"
-        )
-
-
-def early_stop_metric_is_logged(config: JobConfig, mesh: Mesh) -> Iterator[str]:
-    """Require that the early-stop metric is logged."""
-    stop, known = config.early_stop, _evaluation_metrics(config)
-    if not stop.uses_metric or not stop.metric.startswith("eval/"):
-        return
-    if not config.eval.enabled:
-        yield (
-            f'early_stop.metric = "{stop.metric}" requires eval.enabled = true; or use "train/loss"'
-        )
-    elif stop.metric.startswith(TASKS_PREFIX):
-        yield _refused_task_metric("early_stop.metric", stop.metric)
-    elif not config.eval.sources():
-        yield (
-            f'early_stop.metric = "{stop.metric}" requires an evaluation set: set '
-            'eval.dataset_path, or use "train/loss"'
-        )
-    elif stop.metric not in known and not _has_terms(config):
-        near = choices(stop.metric, known)
-        yield f'early_stop.metric = "{stop.metric}" is not a metric of [eval]{near}'
 
 
 def exported_average_exists(config: JobConfig, mesh: Mesh) -> Iterator[Problem]:
@@ -297,11 +203,6 @@ def adapters_are_supported(config: JobConfig, mesh: Mesh) -> Iterator[Problem]:
     if not config.lora.rank:
         return
     rank = f"lora.rank = {config.lora.rank}"
-    if config.train.averages_weights:
-        yield Problem(
-            f"{rank} does not support train.ema_decay: adapters have no average",
-            (single_change("train.ema_decay", 0.0), single_change("lora.rank", 0)),
-        )
     if "model" in config.checkpoint.exclude_from_loading:
         yield Problem(
             f'{rank} adapts the model of checkpoint.load_path, and "model" in '
@@ -398,17 +299,11 @@ SECTION_RULES: tuple[Rule, ...] = (
     preferences_are_read,
     preferences_have_one_loss,
     seq_len_fits_model,
-    eval_has_source,
-    evaluated_average_exists,
-    captures_have_source,
-    captured_layers_exist,
     text_datasets_have_tokenizer,
     eos_is_in_vocabulary,
     streaming_has_dataset,
     phase_weights_name_sources,
     torch_ranks_share_a_microbatch,
-    best_metric_is_logged,
-    early_stop_metric_is_logged,
     exported_average_exists,
     fp8_has_layers,
     schedule_free_has_no_schedule,
@@ -416,22 +311,6 @@ SECTION_RULES: tuple[Rule, ...] = (
     logits_can_be_clipped,
     hang_is_reported_before_the_end,
 )
-
-
-def _refused_task_metric(key: str, metric: str) -> str:
-    """Return the message for a metric of a task, whose better values may be higher."""
-    return f'{key} = "{metric}" is a metric of a task: use a loss, such as "eval/loss"'
-
-
-def _evaluation_metrics(config: JobConfig) -> tuple[str, ...]:
-    return config.eval.metric_names(has_average=config.train.averages_weights)
-
-
-def _has_terms(config: JobConfig) -> bool:
-    """Return whether a loss, evaluation function or model may add metrics, known once built."""
-    train = config.train
-    own = train.loss_fn not in CROSS_ENTROPIES or train.objective != "next_token"
-    return bool(own or config.eval.functions) or config.model.model_type != "transformer"
 
 
 def _no_source(name: str, names: list[str]) -> str:

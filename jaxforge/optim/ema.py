@@ -19,10 +19,9 @@ from jaxtyping import Array, Int, PyTree
 
 from jaxforge.config.train import TrainConfig
 from jaxforge.model.transformer import Params
-from jaxforge.optim.freezing import keep_frozen
 from jaxforge.optim.random_bits import draw_key, random_words
 from jaxforge.optim.rounding import stochastic_round
-from jaxforge.optim.trees import Path
+from jaxforge.optim.trees import Path, split
 
 Average = Callable[[Params, Params, Int[Array, ""]], Params]
 """(average, parameters after an update, number of updates made) -> average after the update."""
@@ -33,18 +32,19 @@ def build_average(train: TrainConfig, frozen: frozenset[Path] = frozenset()) -> 
 
     Args:
         train: the `[train]` section.
-        frozen: paths of parameters that do not change.
+        frozen: paths of the frozen parameters, which have no average.
     """
     if not train.averages_weights:
         return lambda ema, params, updates: ema
 
     def average(ema: Params, params: Params, updates: Int[Array, ""]) -> Params:
+        params = split(params, frozen)[1]
         rate: Array | float = 1 - train.ema_decay
         is_start = updates <= train.ema_start
         if train.ema_start:
             rate = jnp.where(is_start, 1.0, rate)
         mean = optax.incremental_update(_float32(params), _float32(ema), rate)
-        mean = keep_frozen(_stored(mean, train, updates), ema, frozen)
+        mean = _stored(mean, train, updates)
         if train.ema_interval == 1:
             return mean
         is_due = (updates % train.ema_interval == 0) | is_start

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 
@@ -13,18 +13,29 @@ class Validation:
 
     Attributes:
         pending: sets that are not complete; the first may be partly evaluated. "ema/<set>" is the
-            evaluation of a set by the average of the parameters, "task/<task>" that of a task.
+            evaluation of a set by the average of the parameters.
         sums: sums over the batches evaluated so far (`evaluation.SetSums`) and their number, by
-            set; final for sets that are no longer pending. Metrics of complete tasks.
+            set; final for sets that are no longer pending.
+        pending_tasks: tasks that are not complete; they follow the sets.
+        results: metrics of complete tasks, by task.
+        has_begun: True once a batch may have been evaluated.
     """
 
     pending: list[str]
     sums: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
+    pending_tasks: list[str] = dataclasses.field(default_factory=list)
+    results: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
+    has_begun: bool = False
 
-    def drop(self, is_dropped: Callable[[str], bool]) -> None:
-        """Forget the sets whose names the function selects."""
-        self.pending = [name for name in self.pending if not is_dropped(name)]
-        self.sums = {name: sums for name, sums in self.sums.items() if not is_dropped(name)}
+    def retain_sets(self, is_retained: Callable[[str], bool]) -> None:
+        """Forget the sets whose names the function does not select."""
+        self.pending = [name for name in self.pending if is_retained(name)]
+        self.sums = {name: sums for name, sums in self.sums.items() if is_retained(name)}
+
+    def retain_tasks(self, names: Collection[str]) -> None:
+        """Forget all other tasks."""
+        self.pending_tasks = [name for name in self.pending_tasks if name in names]
+        self.results = {task: values for task, values in self.results.items() if task in names}
 
     @property
     def completed(self) -> list[str]:
@@ -51,8 +62,9 @@ class Progress:
         spikes: steps whose loss was a spike, applied or not.
         sequences_per_epoch: sequences of the training data; None if unknown.
         validation: the evaluation in progress at this step; None outside of evaluations.
-        best_metric: lowest value so far of `checkpoint.best_metric`.
+        best_metric: best value so far of `checkpoint.best_metric`.
         best_step: the step of that value.
+        best_name: name of that metric; empty in older checkpoints.
         mixtures: mixtures used so far and their first samples, as in `training.phases`.
         rollbacks: step, target step and skipped samples of each rollback.
         early_stop: state of early stopping.
@@ -76,6 +88,7 @@ class Progress:
     validation: Validation | None = None
     best_metric: float | None = None
     best_step: int | None = None
+    best_name: str = ""
     mixtures: list[Any] = dataclasses.field(default_factory=list)
     rollbacks: list[dict[str, int]] = dataclasses.field(default_factory=list)
     early_stop: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -120,17 +133,20 @@ class Progress:
         self.skipped, self.consecutive_bad = int(guard.total), int(guard.consecutive)
         self.nonfinite, self.spikes = int(guard.nonfinite), int(guard.spikes)
 
-    def note_metric(self, value: float) -> bool:
-        """Record the value if it is the best so far; return whether it is."""
-        if math.isnan(value) or (self.best_metric is not None and value >= self.best_metric):
+    def note_metric(self, name: str, value: float, *, is_higher_better: bool) -> bool:
+        """Record the value of a metric if it is the best so far; return whether it is."""
+        best = self.best_metric if self.best_name in ("", name) else None
+        if math.isnan(value):
             return False
-        self.best_metric, self.best_step = value, self.step
+        if best is not None and not (value > best if is_higher_better else value < best):
+            return False
+        self.best_metric, self.best_step, self.best_name = value, self.step, name
         return True
 
-    def begin_validation(self, sets: Iterable[str]) -> Validation:
-        """Start an evaluation of all sets, or return the one in progress at this step."""
+    def begin_validation(self, sets: Iterable[str], tasks: Iterable[str] = ()) -> Validation:
+        """Start an evaluation of sets and tasks, or return the one in progress at this step."""
         if self.validation is None:
-            self.validation = Validation(list(sets))
+            self.validation = Validation(list(sets), pending_tasks=list(tasks))
         return self.validation
 
     def roll_back_to(self, earlier: "Progress") -> None:

@@ -52,7 +52,7 @@ class TrainState:
         guard: counts of bad steps and recent good losses.
         counts: counts of samples and tokens.
         model_state: non-trainable state of the model.
-        ema: exponential moving average of the parameters; empty without `train.ema_decay`.
+        ema: exponential moving average of the trained parameters; empty without `train.ema_decay`.
     """
 
     step: Int[Array, ""]
@@ -70,8 +70,8 @@ class TrainState:
 
     @property
     def averaged_variables(self) -> Params:
-        """The average of the parameters, and non-trainable state."""
-        return join(self.ema, self.model_state)
+        """The average of the trained parameters, frozen parameters, and non-trainable state."""
+        return join(join(self.params, self.ema), self.model_state)
 
 
 def init_train_state(
@@ -79,8 +79,7 @@ def init_train_state(
     params: Params,
     optimizer: optax.GradientTransformation,
     model_state: Params | None = None,
-    *,
-    ema_dtype: str | None = None,
+    ema: Params | None = None,
 ) -> TrainState:
     """Return the state before the first step for given parameters.
 
@@ -89,13 +88,12 @@ def init_train_state(
         params: the parameters.
         optimizer: the optimizer.
         model_state: non-trainable state; by default the initial one.
-        ema_dtype: dtype of the average of the parameters; None without an average.
+        ema: average of the trained parameters (`start_average`); None without an average.
     """
     step, counts = jnp.zeros((), jnp.int32), Counts.of(Progress())
     initial = model.initial_state() if model_state is None else model_state
     guard = GuardState.fresh(scales_loss=model.scales_loss)
-    ema = {} if ema_dtype is None else start_average(params, ema_dtype)
-    return TrainState(step, params, optimizer.init(params), guard, counts, initial, ema)
+    return TrainState(step, params, optimizer.init(params), guard, counts, initial, ema or {})
 
 
 def start_average(params: Params, dtype: str) -> Params:
@@ -107,18 +105,15 @@ def state_shardings(
     model: Model,
     optimizer: optax.GradientTransformation,
     mesh: Mesh | AbstractMesh,
-    *,
-    has_average: bool = False,
 ) -> TrainState:
-    """Return the NamedSharding of every array of the state.
+    """Return the NamedSharding of every array of a state without an average.
 
-    Moments and the average are sharded like the parameters.
+    Moments are sharded like the parameters.
 
     Args:
         model: the model.
         optimizer: the optimizer.
         mesh: the mesh.
-        has_average: whether the state holds an average of the parameters.
 
     Raises:
         UserError: the mesh splits a parameter, or the blocks of its moments, into unequal parts.
@@ -143,8 +138,7 @@ def state_shardings(
     others = jax.eval_shape(lambda: (fresh(), Counts.of(Progress())))
     guard, counts = jax.tree.map(lambda _: replicated, others)
     model_state = param_shardings(*model.state, mesh)
-    ema = params if has_average else {}
-    return TrainState(replicated, params, opt_state, guard, counts, model_state, ema)
+    return TrainState(replicated, params, opt_state, guard, counts, model_state)
 
 
 def _like_parameter(

@@ -33,7 +33,7 @@ import yaml
 from jaxforge.cli.suggestions import path_hint
 from jaxforge.errors import UserError
 from jaxforge.model.likelihood import Continuation, Likelihood
-from jaxforge.tasks.task import Results
+from jaxforge.tasks.task import Directions, Results
 from jaxforge.tasks.text_model import TextModel
 
 log = logging.getLogger(__name__)
@@ -135,6 +135,11 @@ class CoreBundle:
             "core_stderr": math.sqrt(math.fsum(error**2 for error in errors)) / n,
         }
 
+    def aggregate_directions(self) -> dict[str, bool | None]:
+        """Return that higher values of CORE are better; nothing if a task is missing."""
+        is_complete = len(self.descriptions) == len(CORE_TASKS)
+        return {"core": True} if is_complete else {}
+
 
 class CoreTask:
     """A task of CORE.
@@ -166,6 +171,10 @@ class CoreTask:
             "centered_acc": (accuracy - chance) / (1 - chance),
         }
         return {self.name: metrics}
+
+    def directions(self) -> Directions:
+        """Return that higher accuracies are better."""
+        return {self.name: {"acc": True, "centered_acc": True}}
 
     def _parts(self) -> Iterator[range]:
         """Yield the numbers of documents, in parts that limit the host's memory."""

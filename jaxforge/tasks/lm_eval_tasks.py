@@ -26,7 +26,7 @@ from jaxforge.cli.suggestions import path_hint
 from jaxforge.config.eval import EvalConfig
 from jaxforge.errors import UserError
 from jaxforge.tasks.lm_eval_model import LmEvalModel
-from jaxforge.tasks.task import Results
+from jaxforge.tasks.task import Directions, Results
 
 log = logging.getLogger(__name__)
 
@@ -67,6 +67,30 @@ class LmEvalTask:
         subjects = groups if self.name in groups else results["results"]
         names = [self.name] if self.name in groups else self._loaded["tasks"]
         return {name: _numbers(subjects[name]) for name in names}
+
+    def directions(self) -> Directions:
+        """Return the directions that lm_eval states; None where tasks of a group disagree.
+
+        Metrics whose names are known only after an evaluation are missing: a function of a task may
+        return several values by name.
+        """
+        tasks, group = self._loaded["tasks"], self._loaded.get("groups", {}).get(self.name)
+        if group is None or not group.has_aggregation:
+            return {
+                name: {_logged_name(*key): value for key, value in _task_directions(task).items()}
+                for name, task in tasks.items()
+            }
+        common: dict[tuple[str, str], bool | None] = {}
+        for task in tasks.values():
+            for key, value in _task_directions(task).items():
+                common[key] = value if common.get(key, value) == value else None
+        aggregated = {
+            _logged_name(metric, filter_name): value
+            for (metric, filter_name), value in common.items()
+            for entry in group.aggregate_metric_list
+            if metric == entry.metric and filter_name in (entry.filter_list or [filter_name])
+        }
+        return {self.name: aggregated}
 
     def check(self) -> None:
         """Make all requests once, so that a fault of a task is noticed before the run.
@@ -208,8 +232,21 @@ def _numbers(metrics: dict[str, Any]) -> dict[str, float]:
     for key, value in metrics.items():
         name, comma, filter_name = key.partition(",")
         if comma and isinstance(value, int | float):
-            numbers[name if filter_name == "none" else f"{filter_name}/{name}"] = float(value)
+            numbers[_logged_name(name, filter_name)] = float(value)
     return numbers
+
+
+def _task_directions(task: Any) -> dict[tuple[str, str], bool | None]:  # noqa: ANN401
+    """Return whether higher values are better, by metric and name of a filter of a task."""
+    return {
+        (metric, pipeline.name): is_higher_better
+        for pipeline in task._filters
+        for metric, is_higher_better in task.higher_is_better().items()
+    }
+
+
+def _logged_name(metric: str, filter_name: str) -> str:
+    return metric if filter_name == "none" else f"{filter_name}/{metric}"
 
 
 @contextlib.contextmanager

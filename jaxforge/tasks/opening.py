@@ -39,7 +39,7 @@ def open_tasks(
     if section.tasks_core:
         bundle = CoreBundle.open(section.tasks_core)
         tasks += bundle.tasks(text, section.tasks_limit)
-        aggregates.append(bundle.aggregate)
+        aggregates.append(bundle)
     return Tasks(text, tasks, aggregates, is_average=section.tasks_weights == "ema")
 
 

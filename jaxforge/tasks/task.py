@@ -1,14 +1,19 @@
 """The interface of tasks, and their evaluation within a run."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from jaxforge.config.eval import AVERAGE_PREFIX, TASKS_PREFIX
 from jaxforge.model.transformer import Params
 from jaxforge.tasks.text_model import TextModel
 
+Value = TypeVar("Value")
+
 Results = dict[str, dict[str, float]]
 """Metrics by subject: a task, or several tasks of a group. Standard errors end in `_stderr`."""
+
+Directions = Mapping[str, Mapping[str, bool | None]]
+"""Subject -> metric -> whether higher values are better; None if the task does not say it."""
 
 
 class Task(Protocol):
@@ -23,9 +28,18 @@ class Task(Protocol):
     def evaluate(self) -> Results:
         """Return the metrics of the model, whose parameters are set by `TextModel.using`."""
 
+    def directions(self) -> Directions:
+        """Return the metrics of `evaluate`, without standard errors."""
 
-Aggregate = Callable[[Mapping[str, Results]], Mapping[str, float]]
-"""(results by name of a task) -> metrics over several tasks; empty if any of them is missing."""
+
+class Aggregate(Protocol):
+    """Metrics over several tasks."""
+
+    def aggregate(self, results: Mapping[str, Results]) -> Mapping[str, float]:
+        """Return the metrics, given results by name of a task; empty if a task is missing."""
+
+    def aggregate_directions(self) -> Mapping[str, bool | None]:
+        """Return whether higher values are better, for each metric of `aggregate`."""
 
 
 class _Stopped(Exception):
@@ -38,7 +52,7 @@ class Tasks:
     Args:
         text: the model of the tasks.
         tasks: the tasks.
-        aggregates: functions that compute metrics over several tasks.
+        aggregates: metrics over several tasks.
         is_average: the average of the parameters is evaluated.
     """
 
@@ -86,14 +100,30 @@ class Tasks:
         Args:
             results: results by name of the task.
         """
+        over_tasks = [aggregate.aggregate(results) for aggregate in self._aggregates]
+        return self._logged(results.values(), over_tasks)
+
+    def directions(self) -> dict[str, bool | None]:
+        """Return whether higher values are better, for each logged metric of all tasks.
+
+        Standard errors are left out.
+        """
+        over_tasks = [aggregate.aggregate_directions() for aggregate in self._aggregates]
+        return self._logged([task.directions() for task in self._tasks.values()], over_tasks)
+
+    def _logged(
+        self,
+        tasks: Iterable[Mapping[str, Mapping[str, Value]]],
+        over_tasks: Iterable[Mapping[str, Value]],
+    ) -> dict[str, Value]:
+        """Return values by the name of the logged metric."""
         prefix = AVERAGE_PREFIX if self.is_average else ""
-        logged = {
+        by_name = {
             f"{TASKS_PREFIX}{subject}/{prefix}{metric}": value
-            for subjects in results.values()
+            for subjects in tasks
             for subject, metrics in subjects.items()
             for metric, value in metrics.items()
         }
-        for aggregate in self._aggregates:
-            values = aggregate(results)
-            logged |= {f"{TASKS_PREFIX}{prefix}{name}": value for name, value in values.items()}
-        return logged
+        for metrics in over_tasks:
+            by_name |= {f"{TASKS_PREFIX}{prefix}{name}": value for name, value in metrics.items()}
+        return by_name

@@ -7,6 +7,7 @@ import jax
 from jax.sharding import Mesh
 
 from jaxforge.checkpoint.restore import Saved, start_from
+from jaxforge.config.directions import BEST_METRIC
 from jaxforge.config.job import JobConfig
 from jaxforge.program import Program
 from jaxforge.state.progress import Progress
@@ -82,6 +83,8 @@ def build_trainer(config: JobConfig, mesh: Mesh, session: Session) -> Trainer:
     progress.run_id = config.metrics.wandb_run_id or progress.run_id
     parts = RunParts(config, mesh, model, eval_data, progress, session.lock, frozen)
     callbacks = Callbacks([*users, *callbacks_of(parts)])
+    if (direction := parts.directions.get(BEST_METRIC)) is not None:
+        saver.set_direction(is_higher_better=direction)
     # All processes agree on `resolved_config` here; later, process 0 alone uses it for the banner.
     lower = functools.partial(compiler.lower, program, program.resolved_config, frozen)
     if jax.process_index() == 0:
@@ -113,4 +116,5 @@ def build_trainer(config: JobConfig, mesh: Mesh, session: Session) -> Trainer:
         instruments=Instruments(
             tracker, watchdog, profiler, open_attention_logits(config, program), session.attempt
         ),
+        directions=parts.directions,
     )

@@ -5,13 +5,8 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from jaxforge.config.directions import higher_is_better
 from jaxforge.config.early_stop import EarlyStopConfig
-from jaxforge.config.eval import METRICS
-
-
-def is_loss(metric: str) -> bool:
-    """Return whether lower is better: all evaluation metrics, and any loss or loss term."""
-    return metric.startswith(("eval/", "terms/")) or any(name in metric for name in METRICS)
 
 
 @dataclasses.dataclass
@@ -21,12 +16,16 @@ class EarlyStop:
     Attributes:
         config: the `[early_stop]` section.
         memory: values that a resumed run restores (`Progress.early_stop`), updated in place:
-            "best" and "best_step" of `early_stop.metric` so far; "lr_was_above", True once the
-            learning rate has reached `early_stop.min_lr` (it is lower at the start of a warm-up).
+            "best" and "best_step" of "metric", the name of the metric; "lr_was_above", True once
+            the learning rate has reached `early_stop.min_lr` (it is lower at the start of a
+            warm-up).
+        direction: True if higher values of the metric are better; None: as its name and
+            `early_stop.mode` say.
     """
 
     config: EarlyStopConfig
     memory: dict[str, Any] = dataclasses.field(default_factory=dict)
+    direction: bool | None = None
 
     def reason(self, step: int, metrics: Mapping[str, float]) -> str | None:
         """Return why the run should end now, for the log; None to continue.
@@ -67,11 +66,12 @@ class EarlyStop:
         if stop.patience_steps is None or stop.metric not in metrics:
             return False
         value, best = metrics[stop.metric], self.memory.get("best")
-        if best is None:
+        if best is None or self.memory.get("metric", stop.metric) != stop.metric:
+            self.memory.pop("best", None)
             if not math.isnan(value):
-                self.memory.update(best=value, best_step=step)
+                self.memory.update(best=value, best_step=step, metric=stop.metric)
             return False
-        gain = best - value if is_loss(stop.metric) else value - best
+        gain = value - best if self._is_higher_better() else best - value
         if gain > stop.min_delta:
             self.memory.update(best=value, best_step=step)
         return step - self.memory["best_step"] >= stop.patience_steps
@@ -81,7 +81,14 @@ class EarlyStop:
         metric, target = self.config.metric, self.config.target
         if target is None or metric not in metrics:
             return False
-        return metrics[metric] <= target if is_loss(metric) else metrics[metric] >= target
+        return metrics[metric] >= target if self._is_higher_better() else metrics[metric] <= target
+
+    def _is_higher_better(self) -> bool:
+        if self.direction is not None:
+            return self.direction
+        is_higher_better = higher_is_better(self.config.metric, self.config.mode)
+        assert is_higher_better is not None, "the rules of the config refuse unknown directions"
+        return is_higher_better
 
     def _lr_fell(self, metrics: Mapping[str, float]) -> bool:
         if self.config.min_lr is None or "train/lr" not in metrics:

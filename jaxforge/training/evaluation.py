@@ -26,6 +26,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from jaxforge.aux_outputs import AuxOutputs, Mean
+from jaxforge.config.directions import BEST_METRIC, higher_is_better
 from jaxforge.config.eval import AVERAGE_PREFIX
 from jaxforge.config.job import JobConfig
 from jaxforge.config.train import CROSS_ENTROPIES, TrainConfig
@@ -195,8 +196,8 @@ class Evaluator:
         """Evaluate the first `steps` batches of each set, or all batches."""
         return {name: self.evaluate(params, name, steps)[0] for name in self._datasets}
 
-    def check_reports(self, metric: str, key: str = "checkpoint.best_metric") -> None:
-        """Check that the evaluation reports a metric.
+    def direction(self, metric: str, key: str = BEST_METRIC) -> bool | None:
+        """Return whether higher values of a metric are better; None if it is unknown.
 
         Args:
             metric: name of the metric.
@@ -207,7 +208,7 @@ class Evaluator:
         """
         known = self._reports()
         if metric in known:
-            return
+            return higher_is_better(metric)
         if metric.endswith("bits_per_byte"):
             raise UserError(
                 f'{key} = "{metric}": the bytes of tokens are unknown without the byte-level '
@@ -216,12 +217,13 @@ class Evaluator:
             )
         batch = next(eval_batches(self._config, self._mesh, next(iter(self._datasets.values()))))
         sums = jax.eval_shape(self._sums, self._abstract, batch)
-        if metric not in (
-            known := self._reports(sums.terms, sums.functions)
-        ):  # with terms of loss and layers
+        if metric in self._reports(sums.terms):  # terms of loss and layers
+            return False
+        if metric not in (known := self._reports(sums.terms, sums.functions)):
             raise UserError(
                 f'{key} = "{metric}": no such metric. Evaluation reports {", ".join(known)}'
             )
+        return higher_is_better(metric)
 
     def _sums(self, params: Params, batch: Batch) -> BatchSums:
         if self._frozen is not None:

@@ -13,11 +13,12 @@ import contextlib
 import dataclasses
 import logging
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import jax
 
+from jaxforge.config.directions import EARLY_STOP_METRIC
 from jaxforge.config.job import JobConfig
 from jaxforge.errors import StorageError
 from jaxforge.state.progress import Progress
@@ -58,6 +59,7 @@ class Trainer:
         bad_steps: tracks bad steps in a row, with rollback and attribution if they are enabled.
         callbacks: all other actions between steps.
         instruments: metrics, watchdog and profiler.
+        directions: see `RunParts.directions`.
     """
 
     config: JobConfig
@@ -68,6 +70,7 @@ class Trainer:
     bad_steps: BadSteps
     callbacks: Callbacks
     instruments: Instruments
+    directions: Mapping[str, bool] = dataclasses.field(default_factory=dict)
 
     def train(self, signals: Signals, since: float | None = None) -> Exit:
         """Train until `max_steps` or until there is another reason to stop.
@@ -300,8 +303,7 @@ class Trainer:
 
     def _save_if_due(self, evaluation: dict[str, float], *, is_requested: bool = False) -> None:
         """Save on the schedule or a request, after the last step, and after a new best."""
-        metric, step = self.config.checkpoint.best_metric, self.progress.step
-        new_best = metric in evaluation and self.progress.note_metric(evaluation[metric])
+        step, new_best = self.progress.step, self.saver.note_best(self.progress, evaluation)
         if self._at_end or is_requested or self.saver.is_due(step, new_best=new_best):
             self._save(evaluation)
         elif self.saver.is_local_due(step):
@@ -350,9 +352,9 @@ class Trainer:
         All processes have the same metrics, so they come to the same decision.
         """
         step, metrics = self.progress.step, self.instruments.tracker.take_logged() | evaluation
-        explanation = EarlyStop(self.config.early_stop, self.progress.early_stop).reason(
-            step, metrics
-        )
+        direction = self.directions.get(EARLY_STOP_METRIC)
+        early_stop = EarlyStop(self.config.early_stop, self.progress.early_stop, direction)
+        explanation = early_stop.reason(step, metrics)
         if explanation is None:
             return None
         log.info("stopping early at step %d: %s", step, explanation)

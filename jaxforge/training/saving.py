@@ -5,7 +5,7 @@ import copy
 import dataclasses
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import jax
@@ -139,6 +139,19 @@ class Saver:
     def latest(self) -> int | None:
         """Return the step of the newest permanent checkpoint; None without one."""
         return self.permanent.latest()
+
+    def set_direction(self, *, is_higher_better: bool) -> None:
+        """Set whether higher values of `checkpoint.best_metric` are better."""
+        self.permanent.is_higher_better = is_higher_better
+
+    def note_best(self, progress: Progress, evaluation: Mapping[str, float]) -> bool:
+        """Record the metric that ranks checkpoints; return whether it is the best so far."""
+        metric = self._config.best_metric
+        if metric not in evaluation:
+            return False
+        return progress.note_metric(
+            metric, evaluation[metric], is_higher_better=self.permanent.is_higher_better
+        )
 
     def is_due(self, step: int, *, new_best: bool = False) -> bool:
         """Return whether a permanent checkpoint is due, by schedule or as a new best."""

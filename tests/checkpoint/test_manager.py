@@ -267,6 +267,25 @@ def test_checkpoint_without_metric_is_never_best(tmp_path):
     assert steps(tmp_path) == [20, 40]
 
 
+@pytest.mark.parametrize(
+    ("metric", "mode", "retained"),
+    [
+        ("eval/tasks/piqa/acc", "auto", [20, 40]),
+        ("eval/tasks/piqa/acc", "min", [10, 40]),
+        ("eval/own", "max", [20, 40]),
+        ("eval/own", "min", [10, 40]),
+    ],
+)
+def test_best_checkpoints_follow_direction_of_metric(tmp_path, metric, mode, retained):
+    ours, state = trained()
+    keys = {"keep_last_n": 1, "keep_best_n": 1, "best_metric": metric, "best_mode": mode}
+    saved = checkpoints(tmp_path, ours, **keys)
+    for step, value in ((10, 0.1), (20, 0.5), (30, float("nan")), (40, 0.3)):
+        saved.save(Progress(step=step), state, {metric: value})
+    saved.close()
+    assert steps(tmp_path) == retained
+
+
 def test_keep_last_n_zero_keeps_all(tmp_path):
     ours, state = trained()
     saved = checkpoints(tmp_path, ours, keep_last_n=0)
@@ -508,11 +527,17 @@ def test_progress_ignores_unknown_fields():
     assert progress == dataclasses.replace(Progress(step=3), run_id=progress.run_id)
 
 
-def test_nan_metric_is_never_best():
-    progress = Progress()
-    assert [progress.note_metric(v) for v in (float("nan"), 3.0, 3.0, float("nan"), 2.0)] == [
-        False, True, False, False, True,
-    ]  # fmt: skip
+@pytest.mark.parametrize("is_higher_better", [False, True])
+def test_best_metric_follows_direction_and_is_never_nan(is_higher_better):
+    progress, sign = Progress(), -1 if is_higher_better else 1
+    values = (float("nan"), 3.0, 3.0, float("nan"), 4.0, 2.0)
+    noted = [
+        progress.note_metric("eval/x", sign * value, is_higher_better=is_higher_better)
+        for value in values
+    ]
+    assert noted == [False, True, False, False, False, True]
+    assert progress.note_metric("eval/y", sign * 9.0, is_higher_better=is_higher_better)
+    assert (progress.best_name, progress.best_metric) == ("eval/y", sign * 9.0)
 
 
 def test_other_optimizer_raises_unless_excluded(tmp_path):

@@ -7,7 +7,16 @@ from inspect import isfunction
 
 import pytest
 
-from jaxforge.config import axes, check, load_config, mesh_rules, mesh_shape, rules, section_rules
+from jaxforge.config import (
+    axes,
+    check,
+    eval_rules,
+    load_config,
+    mesh_rules,
+    mesh_shape,
+    rules,
+    section_rules,
+)
 from jaxforge.errors import UserError
 
 SMALL = [
@@ -578,12 +587,6 @@ def test_all_proposals_are_tested():
         ),
         (
             section_rules.adapters_are_supported,
-            ["lora.rank=2"],
-            ["lora.rank=2", "train.ema_decay=0.9"],
-            ("train.ema_decay to 0.0", "lora.rank to 0"),
-        ),
-        (
-            section_rules.adapters_are_supported,
             ["lora.rank=2", 'checkpoint.exclude_from_loading=["optimizer"]'],
             ["lora.rank=2", 'checkpoint.exclude_from_loading=["model"]'],
             ("lora.rank to 0",),
@@ -689,7 +692,7 @@ def test_objective_refuses_a_registered_loss():
         check(config.model_copy(update={"train": train}), 1)
 
 
-@pytest.mark.parametrize("module", [mesh_rules, section_rules])
+@pytest.mark.parametrize("module", [eval_rules, mesh_rules, section_rules])
 def test_check_runs_all_rules(module):
     functions = (value for value in vars(module).values() if isfunction(value))
     names = {function.__name__ for function in functions if function.__module__ == module.__name__}

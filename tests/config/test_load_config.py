@@ -308,6 +308,7 @@ def test_every_key_of_kempnerforge_loads():
             for key in (
                 "keep_best_n",
                 "best_metric",
+                "best_mode",
                 "export_interval",
                 "export_last",
                 "export_weights",

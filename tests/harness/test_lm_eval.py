@@ -16,13 +16,13 @@ from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 
-from jaxforge.commands import prepare, train
+from jaxforge.commands import lm_eval as command
+from jaxforge.commands import train
 from jaxforge.errors import UserError
 from jaxforge.tools.lm_eval.adapter import JaxforgeLM
-from tests.processes.conftest import BASE
+from tests.harness.conftest import SENTENCE, train_command
 from torch_compat import __main__ as torch_compat
 
-SENTENCE = "the quick brown fox jumps over the lazy dog. Is it red? no\nIs it brown? yes\n"
 CHOICES = [
     *({"question": f"Is it {color}?", "choices": ["no", "yes"], "answer": int(color == "brown")}
       for color in ("red", "brown", "green")),
@@ -48,27 +48,19 @@ TASKS = {
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory):
+def run(corpus, tmp_path_factory):
     """A run of a BPE, trained for long enough that its answers are not all alike."""
-    path = tmp_path_factory.mktemp("harness")
-    for i in range(20):
-        (path / f"{i:02}.txt").write_text(SENTENCE * 8)
-    data = ["--output", str(path / "data"), "--tokenizer", "bpe", "--vocab-size", "300"]
-    prepare.main([*map(str, sorted(path.glob("*.txt"))), *data])
-    (path / "run.toml").write_text(BASE)
-    settings = ["--model.vocab_size=304", "--train.max_steps=60", "--optimizer.lr=1e-2"]
-    locations = [
-        f"--checkpoint.dir={path / 'run'}",
-        f"--data.dataset_path={path / 'data' / 'train'}",
-    ]
-    train.main(["--config", str(path / "run.toml"), *settings, *locations])
-    return path / "run"
+    path = tmp_path_factory.mktemp("harness") / "run"
+    settings = ["--train.max_steps=60", "--train.ema_decay=0.9"]
+    assert train.main(train_command(corpus, path, *settings)) == 0
+    return path
 
 
-def exported(run):
-    """The run's last checkpoint for transformers, in float32."""
-    to = run.parent / f"{run.name}_hf"
-    torch_compat.main(["export", str(run), str(to), "--to", "hf", "--dtype", "float32"])
+def exported(run, weights="raw"):
+    """Export the run's last checkpoint for transformers, in float32; return the directory."""
+    to = run.parent / f"{run.name}_hf_{weights}"
+    options = ["--to", "hf", "--dtype", "float32", "--weights", weights]
+    torch_compat.main(["export", str(run), str(to), *options])
     return str(to)
 
 
@@ -118,6 +110,31 @@ def test_tasks_come_to_what_they_come_to_for_the_export(run, tasks, monkeypatch)
     assert len(set(answers(ours, "local_prompts"))) == len(PROMPTS)
     for item, other in zip(*(answers(x, "local_texts") for x in (ours, theirs)), strict=True):
         assert item == pytest.approx(other, rel=1e-5)
+
+
+def test_average_has_results_of_its_export(run, tasks, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    theirs = evaluated(HFLM(exported(run, "ema"), device="cpu", batch_size=4), tasks)
+    ours = evaluated("jaxforge", tasks, model_args=f"run={run},weights=ema", batch_size=3)
+    raw = evaluated("jaxforge", tasks, model_args=f"run={run}", batch_size=3)
+    name, metric = "local_texts", "word_perplexity,none"
+    assert ours["results"][name][metric] == pytest.approx(theirs["results"][name][metric], rel=1e-5)
+    assert ours["results"][name][metric] != pytest.approx(raw["results"][name][metric], rel=1e-3)
+    for item, other in zip(*(answers(x, "local_choices") for x in (ours, theirs)), strict=True):
+        assert item[0] == pytest.approx(other[0], rel=1e-5, abs=1e-5)
+
+
+def test_command_evaluates_average(run, tasks, tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    own = ["--tasks", "local_texts", "--include_path", tasks.include_path]
+    output = ["--output_path", str(tmp_path)]
+    assert command.main([str(run), "--weights", "ema", *own, *output]) == 0
+    (file,) = tmp_path.rglob("results_*.json")
+    expected = evaluated("jaxforge", tasks, model_args=f"run={run},weights=ema", batch_size=3)
+    metric = "word_perplexity,none"
+    assert json.loads(file.read_text())["results"]["local_texts"][metric] == pytest.approx(
+        expected["results"]["local_texts"][metric], rel=1e-5
+    )
 
 
 @pytest.fixture(scope="module")

@@ -17,14 +17,17 @@ from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 
 from jaxforge.cli.running import run_main
-from jaxforge.commands import prepare, train
+from jaxforge.commands import train
+from jaxforge.data.corpus.tokenizer import ByteTokenizer
 from jaxforge.exit_codes import Exit
+from jaxforge.tasks.opening import open_tasks
 from jaxforge.training import launch
 from jaxforge.training.hooks import Hook
-from tests.processes.conftest import BASE
+from tests.conftest import tiny_config
+from tests.harness.conftest import SENTENCE, train_command
+from tests.helpers import setup
 from torch_compat import __main__ as torch_compat
 
-SENTENCE = "the quick brown fox jumps over the lazy dog. Is it red? no\nIs it brown? yes\n"
 COLORS = ("red", "brown", "green", "blue", "grey", "dark", "light")
 CHOICES = [{"question": f"Is it {color}?", "choices": ["no", "yes"], "answer": int(i % 3 == 1)}
            for i, color in enumerate(COLORS)]  # fmt: skip
@@ -59,16 +62,10 @@ def write_tasks(path):
 
 
 @pytest.fixture(scope="module")
-def root(tmp_path_factory):
-    path = tmp_path_factory.mktemp("tasks")
-    for i in range(20):
-        (path / f"{i:02}.txt").write_text(SENTENCE * 8)
-    data = ["--output", str(path / "data"), "--tokenizer", "bpe", "--vocab-size", "300"]
-    prepare.main([*map(str, sorted(path.glob("*.txt"))), *data])
-    (path / "run.toml").write_text(BASE)
-    (path / "tasks").mkdir()
-    write_tasks(path / "tasks")
-    return path
+def root(corpus):
+    (corpus / "tasks").mkdir()
+    write_tasks(corpus / "tasks")
+    return corpus
 
 
 @pytest.fixture(autouse=True)
@@ -78,9 +75,7 @@ def offline(monkeypatch):
 
 
 def command(root, name, *options):
-    return ["--config", str(root / "run.toml"), "--model.vocab_size=304", "--optimizer.lr=1e-2",
-            f"--checkpoint.dir={root / name}", f"--data.dataset_path={root / 'data' / 'train'}",
-            "--train.max_steps=20", *options]  # fmt: skip
+    return train_command(root, root / name, "--train.max_steps=20", *options)
 
 
 def with_tasks(root, tasks):
@@ -169,6 +164,64 @@ def test_file_names_task_and_each_evaluation_asks_the_same(root):
     for _, key in ours:
         if key.startswith("eval/"):
             assert ours[10, key] == ours[20, key]
+
+
+@pytest.fixture(scope="module")
+def lowest(root):
+    """A directory with a task whose accuracy is better when it is lower, and a group with it."""
+    path = root / "lowest"
+    path.mkdir()
+    write_tasks(path)
+    task = json.loads((path / "local_choices.yaml").read_text())
+    metrics = [{"metric": "acc", "higher_is_better": False}, {"metric": "acc_norm"},
+               {"metric": "brier_score"}]  # fmt: skip
+    filters = [{"name": name, "filter": [{"function": "take_first"}]} for name in ("none", "cut")]
+    task |= {"task": "own", "metric_list": metrics, "filter_list": filters}
+    (path / "own.yaml").write_text(json.dumps(task))
+    group = {"group": "mixed", "task": ["own", "local_choices"], "aggregate_metric_list": [
+        {"metric": "acc", "filter_list": ["none"]}, {"metric": "acc_norm"}]}  # fmt: skip
+    (path / "mixed.yaml").write_text(json.dumps(group))
+    return path
+
+
+def test_directions_are_those_of_lm_eval(lowest):
+    names = ["local_endings", "local_group", "own", "mixed"]
+    section = {"enabled": True, "tasks": names, "tasks_path": str(lowest)}
+    job = tiny_config(model={"vocab_size": 264}, eval=section)
+    program = setup(job)
+    tasks = open_tasks(job, program.mesh, program.model, ByteTokenizer())
+    assert tasks.directions() == {
+        "eval/tasks/local_endings/perplexity": False, "eval/tasks/local_endings/acc": True,
+        "eval/tasks/local_group/acc": True,
+        "eval/tasks/own/acc": False, "eval/tasks/own/cut/acc": False,
+        "eval/tasks/own/acc_norm": True, "eval/tasks/own/cut/acc_norm": True,
+        "eval/tasks/own/brier_score": False, "eval/tasks/own/cut/brier_score": False,
+        "eval/tasks/mixed/acc": None, "eval/tasks/mixed/acc_norm": True,
+        "eval/tasks/mixed/cut/acc_norm": True,
+    }  # fmt: skip
+
+
+def test_run_compares_metrics_as_lm_eval_does(root, lowest, capsys):
+    def options(metric):
+        return ["--eval.enabled=true", f"--eval.tasks={metric.split('/')[2]}", "--eval.interval=5",
+                f"--eval.tasks_path={lowest}", "--early_stop.active=true",
+                "--early_stop.target=2", f"--early_stop.metric={metric}"]  # fmt: skip
+
+    config = train.parse_command_line(command(root, "low", *options("eval/tasks/own/cut/acc")))
+    assert launch.train(config) is Exit.EARLY_STOPPED
+    metrics = logged(root, "low")
+    assert {step for step, key in metrics if key.startswith("eval/")} == {5}
+    keys = {key for _, key in metrics if key.startswith("eval/") and not key.endswith("_stderr")}
+    assert keys == {
+        f"eval/tasks/own/{name}{metric}"
+        for name in ("", "cut/")
+        for metric in ("acc", "acc_norm", "brier_score")
+    }
+    other = f"--checkpoint.dir={root / 'other'}"
+    error = message_of(root, capsys, other, *options("eval/tasks/mixed/acc"))
+    assert "the direction of this metric is unknown. Set early_stop.mode" in error
+    error = message_of(root, capsys, other, *options("eval/tasks/own/accuracy"))
+    assert "is not a metric of a task; did you mean" in error
 
 
 def broken(root, name, **change):

@@ -4,15 +4,18 @@ import signal
 import subprocess
 import sys
 
+import jax
+import numpy as np
 import psutil
 import pytest
 
+from jaxforge.inference.trained import open_run
 from tests.machine import PATIENCE, wait_until
 from tests.processes.conftest import ROOT, environment
 from tests.processes.launching import free_port
 
 OVERRIDES = ["--train.max_steps=100000", "--train.global_batch_size=8", "--checkpoint.interval=20",
-             "--distributed.dp_shard=-1"]  # fmt: skip
+             "--distributed.dp_shard=-1", "--train.ema_decay=0.9"]  # fmt: skip
 
 
 class Hosts:
@@ -71,6 +74,12 @@ def new_hosts(tmp_path):
             supervisor.wait()
 
 
+def average(run):
+    """Return the average of the parameters in the newest checkpoint."""
+    with open_run(run, weights="ema").in_use() as params:
+        return jax.device_get(params)
+
+
 @pytest.mark.slow
 def test_losses_of_a_job_that_shrinks_twice_and_grows_equal_an_undisturbed_run(new_run, new_hosts):
     run, undisturbed = new_run("elastic"), new_run("undisturbed")
@@ -97,6 +106,9 @@ def test_losses_of_a_job_that_shrinks_twice_and_grows_equal_an_undisturbed_run(n
     assert sorted(losses) == list(range(1, last + 1))
     undisturbed.finish(*OVERRIDES, f"--train.exit_interval={last}", devices=4, code=75)
     assert losses == pytest.approx(undisturbed.losses(), rel=1e-6)
+    averages = [average(ours.directory) for ours in (run, undisturbed)]
+    for x, y in zip(*map(jax.tree.leaves, averages), strict=True):
+        assert np.linalg.norm(x - y) <= 1e-4 * np.linalg.norm(y)
     # The run goes on in the same directory without being elastic.
     run.finish(*OVERRIDES, f"--train.exit_interval={last + 1}", devices=4, code=75)
     assert max(run.losses()) == last + 1

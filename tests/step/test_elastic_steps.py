@@ -1,9 +1,13 @@
 """Steps of an elastic job on fewer devices, against those of the whole job."""
 
+import itertools
+
 import jax
 import numpy as np
 import pytest
 
+from jaxforge.checkpoint.manager import Checkpoints
+from jaxforge.checkpoint.restore import starting_state
 from jaxforge.config import elastic, rules
 from jaxforge.config.axes import data_parallel
 from jaxforge.data import loader, sources
@@ -11,7 +15,7 @@ from jaxforge.errors import UserError
 from jaxforge.step.train_step import Controls
 from jaxforge.training.training_data import batch_ramp
 from tests.conftest import tiny_config
-from tests.helpers import new_setup
+from tests.helpers import new_setup, progress_of, underway
 
 MODEL = {"n_layers": 1, "dim": 48, "n_heads": 2, "n_kv_heads": 2, "vocab_size": 251}
 EXPERTS = {"num_experts": 4, "moe_top_k": 2, "moe_expert_dim": 32, "moe_aux_loss_weight": 0.0}
@@ -26,7 +30,12 @@ def tokens(tmp_path):
 
 def whole_job(tokens, **sections):
     """A job of four processes with a device each, and 16 sequences per update."""
-    train = {"batch_size": BATCH // FULL, "seq_len": 16, **sections.pop("train", {})}
+    train = {
+        "batch_size": BATCH // FULL,
+        "seq_len": 16,
+        "ema_decay": 0.9,
+        **sections.pop("train", {}),
+    }
     axes = {"dp_shard": FULL, "elastic_processes": FULL, **sections.pop("distributed", {})}
     model = MODEL | sections.pop("model", {})
     data = {"dataset_path": str(tokens), "num_workers": 1, **sections.pop("data", {})}
@@ -68,9 +77,29 @@ def test_updates_on_fewer_devices_equal_those_of_the_whole_job(tokens, devices, 
     assert state.counts == expected_state.counts
     jax.tree.map(
         lambda x, y: np.testing.assert_allclose(x, y, atol=2e-5),
-        state.params,
-        expected_state.params,
+        (state.params, state.ema),
+        (expected_state.params, expected_state.ema),
     )
+
+
+def test_average_survives_loss_and_return_of_devices(tokens, tmp_path):
+    whole = whole_job(tokens)
+    jobs = [whole, elastic.shrink(whole, FULL, 3), whole]
+    expected = state = underway(new_setup(whole), 2)
+    for i, (job, other) in enumerate(itertools.pairwise(jobs)):
+        state = jax.device_get(restored(tmp_path / str(i), job, other, state))
+    jax.tree.map(np.testing.assert_array_equal, state.ema, expected.ema)
+
+
+def restored(path, job, other, state):
+    """Save a state of the host as a job does; return it as another job restores it."""
+    ours, theirs = new_setup(job), new_setup(other)
+    state = jax.tree.map(jax.device_put, state, ours.shardings)
+    saved = Checkpoints(path, job.checkpoint, ours.model.axes, stack=ours.model.stack)
+    saved.save(progress_of(state), state)
+    saved.close()
+    with jax.set_mesh(theirs.mesh):
+        return starting_state(theirs, Checkpoints(path, other.checkpoint, read_only=True))[0]
 
 
 def test_padding_rows_are_read_as_padding(tokens):

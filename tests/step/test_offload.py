@@ -1,4 +1,4 @@
-"""Moments in host memory: numbers do not change."""
+"""Moments in host memory: numbers do not change. The average of the parameters stays on devices."""
 
 import functools
 
@@ -17,7 +17,7 @@ from tests.helpers import open_checkpoints, progress_of, random_batches, setup
 
 def config_of(optimizer="adamw", *, offload=("optimizer",)):
     return tiny_config(
-        train={"offload": offload}, optimizer={"name": optimizer},
+        train={"offload": offload, "ema_decay": 0.9}, optimizer={"name": optimizer},
         distributed={"dp_shard": 2, "tp": 2},
     )  # fmt: skip
 
@@ -64,6 +64,7 @@ def test_offload_does_not_change_losses_or_state(three_updates):
     (_, plain, plain_metrics), (_, offloaded, metrics) = three_updates
     assert_near(offloaded.params, plain.params)
     assert_near(offloaded.opt_state, plain.opt_state)
+    assert_near(offloaded.ema, plain.ema)
     assert_same(metrics["loss"], plain_metrics["loss"])
 
 
@@ -73,7 +74,7 @@ def test_moments_of_matrices_stay_on_host(three_updates):
     assert names == on_host(ours.abstract_state().opt_state)
     assert {name.rsplit(".", 1)[0] for name in names} >= {"1.mu.layers.attention.q_proj"}
     assert not any("norm" in name for name in names)
-    assert not on_host(state.params)
+    assert not on_host((state.params, state.ema))
     plain = three_updates[0][1]
     assert bytes_per_device(state.opt_state) < bytes_per_device(plain.opt_state) / 50
 
@@ -88,6 +89,8 @@ def test_restart_restores_moments_on_host(three_updates, tmp_path):
     saved.close()
     assert on_host(restored.opt_state) == on_host(state.opt_state)
     assert_same(restored.opt_state, state.opt_state)
+    assert not on_host(restored.ema)
+    assert_same(restored.ema, state.ema)
 
 
 @pytest.mark.slow  # the code is the same for every optimizer

@@ -51,14 +51,15 @@ def write_bundle(path, *, n=3, labels=CORE_TASKS):
         (data / f"{label}.jsonl").write_text("\n".join(lines) + "\n")
         entry = {
             "label": label, "icl_task_type": kind_of(label), "num_fewshot": [SHOTS.get(label, 0)],
-            "dataset_uri": f"some/{label}.jsonl",
+            "dataset_uri": f"some/{label}.jsonl", "has_categories": False,
         }  # fmt: skip
         if label in SHOTS:
             entry["continuation_delimiter"] = DELIMITER
         entries.append(entry)
     (path / "core.yaml").write_text(yaml.safe_dump({"icl_tasks": entries}))
-    rows = [f"{label},{CHANCE.get(label, 0)}" for label in labels]
-    (path / "eval_meta_data.csv").write_text("\n".join(["Eval Task,Random baseline", *rows]) + "\n")
+    rows = [f'{label},some,"a, b",{n},{CHANCE.get(label, 0)},yes' for label in labels]
+    head = "Eval Task,Task Category,Description,#datapoints,Random baseline,Centered Metric?"
+    (path / "eval_meta_data.csv").write_text("\n".join([head, *rows]) + "\n")
     return path
 
 
@@ -71,14 +72,14 @@ def example(document, delimiter):
     return document["context"].strip() + delimiter + document["continuation"]
 
 
-def hits(label, n, log_probabilities, prefix, longest, limit=None):
-    """Return which documents are answered correctly.
+def hits(label, n, log_probabilities, tokenizer, longest, limit=None):
+    """Return which documents are answered correctly, by nanochat's rules.
 
     Args:
         label: the task.
         n: documents of the bundle.
         log_probabilities: token ids -> log-probabilities of the next token at each position.
-        prefix: id before each text.
+        tokenizer: the tokenizer, whose end-of-text token is before each text.
         longest: maximum number of tokens.
         limit: documents that count.
     """
@@ -91,8 +92,11 @@ def hits(label, n, log_probabilities, prefix, longest, limit=None):
         shots = random.Random(1234 + i).sample(others, SHOTS.get(label, 0))
         before = "".join(example(shot, delimiter) + "\n\n" for shot in shots)
 
-        def scores(text, n_scored, before=before):
-            ids = [prefix, *(before + text).encode()][-longest:]
+        def encode(text, before=before):
+            return [tokenizer.eos_id, *tokenizer.encode(before + text)]
+
+        def scores(ids, n_scored):
+            ids = ids[-longest:]
             table = log_probabilities(ids)
             return [(table[at - 1][ids[at]], table[at - 1].max())
                     for at in range(max(1, len(ids) - n_scored), len(ids))]  # fmt: skip
@@ -100,7 +104,9 @@ def hits(label, n, log_probabilities, prefix, longest, limit=None):
         if kind_of(label) == "language_modeling":
             whole = document["context"].strip() + delimiter + document["continuation"]
             start = (document["context"].strip() + delimiter).strip()
-            correct.append(all(p == best for p, best in scores(whole, len(whole) - len(start))))
+            ids, n_start = encode(whole), len(encode(start))
+            assert ids[:n_start] == encode(start)
+            correct.append(all(p == best for p, best in scores(ids, len(ids) - n_start)))
             continue
         if kind_of(label) == "schema":
             texts = [
@@ -108,19 +114,20 @@ def hits(label, n, log_probabilities, prefix, longest, limit=None):
             ]
         else:
             texts = [f"{document['query']}{delimiter}{x}" for x in document["choices"]]
-        same = shared(texts) if kind_of(label) == "multiple_choice" else None
-        ends = shared([text[::-1] for text in texts])
+        encoded = [encode(text) for text in texts]
+        same = shared(encoded) if kind_of(label) == "multiple_choice" else None
+        ends = shared([ids[::-1] for ids in encoded])
         means = []
-        for text in texts:
-            values = scores(text, len(text) - same if same is not None else ends)
+        for ids in encoded:
+            values = scores(ids, len(ids) - same if same is not None else ends)
             means.append(sum(p for p, _ in values) / len(values))
         correct.append(means.index(max(means)) == document["gold"])
     return correct
 
 
-def shared(texts):
-    """Return the length of the common start of texts."""
+def shared(sequences):
+    """Return the length of the common start of sequences."""
     n = 0
-    while all(n < len(text) and text[n] == texts[0][n] for text in texts):
+    while all(n < len(ids) and ids[n] == sequences[0][n] for ids in sequences):
         n += 1
     return n

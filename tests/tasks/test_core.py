@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxforge.data.corpus.tokenizer import ByteTokenizer
+from jaxforge.data.corpus.tokenizer import ByteTokenizer, train_bpe
 from jaxforge.errors import UserError
 from jaxforge.tasks.core import CORE_TASKS, CoreBundle
 from jaxforge.tasks.opening import open_tasks
@@ -34,10 +34,10 @@ def bundle(tmp_path_factory):
     return core_bundle.write_bundle(tmp_path_factory.mktemp("bundle"), n=N)
 
 
-def evaluate(job, stop=lambda: False):
+def evaluate(job, tokenizer=None, stop=lambda: False):
     """Return the metrics of all tasks for random parameters."""
     program = setup(job)
-    tasks = open_tasks(job, program.mesh, program.model, ByteTokenizer())
+    tasks = open_tasks(job, program.mesh, program.model, tokenizer or ByteTokenizer())
     with program.context():
         params = program.state(sharp_parameters(job)).variables
         results = {name: tasks.evaluate(name, params, stop) for name in tasks.names}
@@ -65,9 +65,10 @@ def reference(bundle):
         with program.context():
             return np.asarray(forward(np.pad(ids, (0, longest - len(ids)))))
 
-    def hits(label, limit=None):
-        prefix = ByteTokenizer().eos_id
-        return core_bundle.hits(label, N, log_probabilities, prefix, longest, limit)
+    def hits(label, limit=None, tokenizer=None):
+        return core_bundle.hits(
+            label, N, log_probabilities, tokenizer or ByteTokenizer(), longest, limit
+        )
 
     return hits
 
@@ -97,6 +98,16 @@ def test_core_equals_plain_formulas_on_any_mesh(bundle, reference, mesh):
     assert metrics["eval/tasks/core_stderr"] == pytest.approx(np.linalg.norm(errors) / 22)
     accuracies = {metrics[f"eval/tasks/core/{label}/acc"] for label in CORE_TASKS}
     assert len(accuracies) > 3
+
+
+def test_common_tokens_of_choices_are_those_of_the_tokenizer(bundle, reference):
+    """Words begin with their space, so that common texts and common tokens end elsewhere."""
+    words = " ".join((*core_bundle.WORDS, "quick", "ran.", *"ate"))
+    bpe = train_bpe([f"{words}{core_bundle.DELIMITER}{words} " * 4], 264)
+    metrics = evaluate(config(bundle), bpe)
+    for label in CORE_TASKS:
+        hits = reference(label, tokenizer=bpe)
+        assert metrics[f"eval/tasks/core/{label}/acc"] == pytest.approx(np.mean(hits)), label
 
 
 def test_limit_takes_first_documents_of_shuffled_order(bundle, reference):

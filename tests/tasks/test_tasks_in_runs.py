@@ -124,13 +124,13 @@ def test_signal_within_tasks_resumes_there(whole, monkeypatch, at):
             os.kill(os.getpid(), signal.SIGTERM)
         return evaluate(task)
 
-    first, second, finished = Log(), Log(), [f"task/core/{x}" for x in NAMES[: at - 1]]
+    first, second, finished = Log(), Log(), [f"core/{x}" for x in NAMES[: at - 1]]
     with monkeypatch.context() as patch:
         patch.setattr(CoreTask, "evaluate", with_signal)
         assert launch.train(config(root, name), [first]) is Exit.SIGNAL
     stored = progress(root, name, 2)["validation"]
-    assert stored["pending"][0] == f"task/core/{NAMES[at - 1]}"
-    assert [task for task, results in stored["sums"].items() if results] == finished
+    assert stored["pending_tasks"][0] == f"core/{NAMES[at - 1]}"
+    assert list(stored["results"]) == finished
     assert not of_tasks(lines(root, name))
     assert launch.train(config(root, name), [second]) is Exit.COMPLETED
     assert lines(root, name) == lines(root, "whole")
@@ -164,6 +164,62 @@ def test_average_is_evaluated_on_tasks(whole):
     assert "eval/tasks/core/copa/acc" not in names
 
 
+def with_keys(job, section, **keys):
+    return job.model_copy(update={section: getattr(job, section).model_copy(update=keys)})
+
+
+@pytest.mark.parametrize(("mode", "exit_reason"), [("auto", Exit.EARLY_STOPPED),
+                                                   ("min", Exit.COMPLETED)])  # fmt: skip
+def test_metric_of_task_stops_run_at_target(whole, mode, exit_reason):
+    root, _ = whole
+    job = with_keys(
+        config(root, f"target_{mode}"), "early_stop", active=True, target=-5.0,
+        metric="eval/tasks/core/copa/centered_acc", mode=mode,
+    )  # fmt: skip
+    assert train.run(job) is exit_reason
+
+
+@pytest.mark.parametrize(("mode", "stated", "best"), [
+    ("auto", True, (4, 0.75)), ("min", True, (2, 0.25)), ("auto", False, (2, 0.25)),
+])  # fmt: skip
+def test_metric_of_task_ranks_checkpoints_and_stops_run(whole, monkeypatch, mode, stated, best):
+    root, _ = whole
+    accuracies = iter((0.25, 0.75, 0.5))
+    monkeypatch.setattr(CoreTask, "evaluate", lambda task: {task.name: {"acc": next(accuracies)}})
+    monkeypatch.setattr(CoreTask, "directions", lambda task: {task.name: {"acc": stated}})
+    name, metric = f"best_{mode}_{stated}", "eval/tasks/core/copa/acc"
+    job = config(root, name, tasks_core=str(one_task(root)))
+    keys = {"best_metric": metric, "best_mode": mode}
+    job = with_keys(job, "checkpoint", keep_last_n=1, keep_best_n=1, **keys)
+    job = with_keys(job, "early_stop", active=True, metric=metric, mode=mode, patience_steps=3)
+    is_stopped = best[0] == 2  # no better value for four steps
+    assert train.run(job) is (Exit.EARLY_STOPPED if is_stopped else Exit.COMPLETED)
+    steps = {path.name for path in (root / name / "checkpoints").iterdir()}
+    assert steps == {f"step_{best[0]}", "step_6"}
+    stored = progress(root, name, 6)
+    assert (stored["best_step"], stored["best_metric"]) == best
+
+
+def one_task(root):
+    path = root / "one_task"
+    return path if path.exists() else core_bundle.write_bundle(path, n=4, labels=["copa"])
+
+
+@pytest.mark.parametrize(
+    ("metric", "message"),
+    [
+        ("eval/tasks/core/copa/ac", r'is not a metric of a task; did you mean "eval/tasks/core/co'),
+        ("eval/tasks/core", r'is not a metric of a task'),  # tasks of CORE are missing
+    ],
+)  # fmt: skip
+def test_unknown_metric_of_task_raises_before_run(whole, metric, message):
+    root, _ = whole
+    job = with_keys(config(root, "unknown"), "checkpoint", best_metric=metric)
+    with pytest.raises(UserError, match=message):
+        train.run(job)
+    assert not (root / "unknown" / "metrics.jsonl").exists()
+
+
 def test_summary_lists_tasks(whole):
     text = schedule_summary(config(whole[0], "x"), 1)
     assert "every 2 updates, tasks CORE" in text
@@ -177,13 +233,17 @@ ENABLED = ["--eval.enabled=true", "--eval.tasks=piqa"]
     [
         (["--eval.tasks_weights=ema"], r'eval.tasks_weights = "ema" requires train.ema_decay'),
         (['--eval.tasks=["piqa", "piqa"]'], "tasks contains a name twice"),
-        (["--checkpoint.best_metric=eval/tasks/piqa/acc"],
-         r'best_metric = "eval/tasks/piqa/acc" is a metric of a task: use a loss'),
+        (["--eval.tasks=[]", "--eval.dataset_path=x",
+          "--checkpoint.best_metric=eval/tasks/piqa/acc"],
+         r'best_metric = "eval/tasks/piqa/acc" is a metric of a task, and there are no tasks'),
         (["--checkpoint.keep_best_n=2"], "keep_best_n ranks by .* requires an evaluation set"),
         (["--early_stop.active=true", "--early_stop.patience_steps=5"],
          r'early_stop.metric = "eval/loss" requires an evaluation set'),
-        (["--early_stop.active=true", "--early_stop.patience_steps=5",
-          "--early_stop.metric=eval/tasks/piqa/acc"], r"early_stop.metric = .* metric of a task"),
+        (["--eval.tasks=[]", "--eval.dataset_path=x", "--early_stop.active=true",
+          "--early_stop.target=5", "--early_stop.metric=eval/tasks/piqa/acc"],
+         r"early_stop.metric = .* and there are no tasks: set eval.tasks or eval.tasks_core"),
+        (["--early_stop.active=true", "--early_stop.target=5", "--early_stop.metric=train/lr"],
+         r'early_stop.metric = "train/lr": the direction of this metric is unknown. Set early_st'),
     ],
 )  # fmt: skip
 def test_settings_that_tasks_exclude_raise(options, message):

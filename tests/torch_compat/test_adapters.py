@@ -61,6 +61,17 @@ def update_of(ours, dialect, model, scale):
     return {key: weight.all().T if is_transposed else weight.all() for key, weight in updates}
 
 
+def test_merged_elements_are_equal_in_blocks_of_any_shape():
+    tensors = {"x.lora_a": random(16, 96), "x.lora_b": random(80, 16)}
+    base = CheckpointState({"x.weight": random(80, 96)})
+    merged = adapters.merge(base, tensors, 0.3).params["x.weight"]
+    whole = merged.all()
+    for rows, columns in ((1, 1), (1, 96), (80, 1), (7, 13)):
+        for i in range(0, 80, 16):
+            index = slice(i, min(80, i + rows)), slice(i, min(96, i + columns))
+            np.testing.assert_array_equal(merged.read(index), whole[index])
+
+
 @pytest.mark.parametrize("family", FAMILY_MODELS)
 def test_product_of_exported_matrices_is_the_exported_update(family):
     dialect, model = FAMILIES[family].dialect, FAMILY_MODELS[family]

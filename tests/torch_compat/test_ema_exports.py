@@ -4,8 +4,10 @@ import json
 
 import numpy as np
 import pytest
+from flax.traverse_util import flatten_dict
 
 from jaxforge.errors import UserError
+from jaxforge.inference.trained import open_run
 from jaxforge.training.callbacks.exports import Exporter
 from tests.conftest import tiny_config
 from tests.torch_compat.runs import trained
@@ -55,6 +57,20 @@ def test_hugging_face_export_has_chosen_weights(tmp_path, capsys, model):
         assert ("exponential moving average of the trained weights (decay 0.9)" in card) == (
             not is_noted
         )
+
+
+def test_average_is_exported_with_frozen_parameters(tmp_path):
+    optimizer = {"freeze_patterns": ["token_embedding.*"]}
+    run = trained(tmp_path / "run", **SECTIONS, optimizer=optimizer).parent
+    state = orbax_store.open_orbax(run)[0]
+    assert state.params.keys() - state.ema.keys() == {"token_embedding.embedding.weight"}
+    expected = {**state.params, **state.ema}
+    assert main(["export", str(run), str(tmp_path / "hf"), "--to=hf", "--weights=ema"]) == 0
+    assert_equal(opened(tmp_path / "hf").params, expected)
+    with open_run(run, weights="ema").in_use() as params:
+        for name in ("token_embedding.embedding.weight", "norm.weight"):
+            values = flatten_dict(params, sep=".")[name]
+            np.testing.assert_array_equal(values, expected[name].all())
 
 
 def test_model_card_has_metrics_of_exported_weights(run, tmp_path):

@@ -65,10 +65,12 @@ def config_of(path, name="run", **sections):
 @pytest.fixture(scope="module")
 def trained(base):
     """A run of ten updates, with its exports."""
-    train.run(config_of(base, lora={"dropout": 0.05}))
+    train.run(config_of(base, lora={"dropout": 0.05}, train={"ema_decay": 0.8}))
     for to in ("hf", "peft"):
-        request = Request(checkpoints.find(base / "run"), base / f"as_{to}", to)
-        huggingface.convert(request, base / f"as_{to}")
+        for name, weights in ((f"as_{to}", "raw"), (f"average_as_{to}", "ema")):
+            options = ReadOptions(weights=weights)
+            request = Request(checkpoints.find(base / "run"), base / name, to, options=options)
+            huggingface.convert(request, base / name)
     return base
 
 
@@ -81,8 +83,8 @@ def tokens():
     return np.random.default_rng(1).integers(0, 128, (2, 24))
 
 
-def our_logits(run):
-    trained = huggingface.inference.open_run(run, ["--train.mixed_precision=fp32"])
+def our_logits(run, weights="raw"):
+    trained = huggingface.inference.open_run(run, ["--train.mixed_precision=fp32"], weights=weights)
     with trained.in_use() as params:
         return np.asarray(trained.model.logits(params, trained.model.hidden(params, tokens())))
 
@@ -183,6 +185,21 @@ def test_merged_export_has_equal_logits(trained):
     network = huggingface.open_theirs(trained / "as_hf")
     logits = huggingface.their_logits(network, tokens())
     np.testing.assert_allclose(our_logits(trained / "run"), logits, atol=1e-5)
+
+
+def test_exports_of_average_have_its_logits(trained):
+    ours = our_logits(trained / "run", "ema")
+    for network in (
+        theirs(trained / "hf", trained / "average_as_peft"),
+        huggingface.open_theirs(trained / "average_as_hf"),
+    ):
+        np.testing.assert_allclose(ours, huggingface.their_logits(network, tokens()), atol=1e-5)
+    assert np.abs(our_logits(trained / "run") - ours).max() > 1e-3
+    reference = checkpoints.find(trained / "run")
+    for weights in ("raw", "ema"):
+        options = ReadOptions(weights=weights)
+        notes = " ".join(reference.read(reference.required_config(None, ()), options).notes)
+        assert ("left out: the average of the adapters" in notes) == (weights == "raw")
 
 
 def test_import_of_a_peft_adapter_is_the_merged_model(trained):

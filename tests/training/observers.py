@@ -72,6 +72,8 @@ class Recorder(Hook):
 
 
 class Checkpoints:
+    is_higher_better = False
+
     def __init__(self, events):
         self.events, self.saved_step, self.in_progress = events, None, {}
 

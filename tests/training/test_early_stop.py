@@ -52,6 +52,37 @@ def test_other_metric_improves_when_higher():
     assert "0.3 (step 30)" in ours.reason(40, {"model/accuracy": 0.2})
 
 
+@pytest.mark.parametrize(
+    ("keys", "direction", "is_higher_better"),
+    [
+        ({"metric": "eval/loss"}, None, False),
+        ({"metric": "eval/tasks/piqa/ema_acc_norm"}, None, True),
+        ({"metric": "eval/entropy", "mode": "max"}, None, True),
+        ({"metric": "eval/entropy", "mode": "min"}, None, False),
+        ({"metric": "eval/tasks/mine/score"}, True, True),
+        ({"metric": "eval/tasks/mine/acc"}, False, False),
+    ],
+)
+def test_direction_determines_target_and_patience(keys, direction, is_higher_better):
+    better, worse = (0.6, 0.4) if is_higher_better else (0.4, 0.6)
+    ours = stop(target=better, patience_steps=30, **keys)
+    ours.direction = direction
+    metric = keys["metric"]
+    assert ours.reason(10, {metric: worse}) is None
+    assert ours.reason(30, {metric: 0.5}) is None
+    assert "has not improved on 0.5 (step 30)" in ours.reason(60, {metric: worse})
+    assert "has reached" in ours.reason(70, {metric: better})
+
+
+def test_best_value_of_another_metric_does_not_count():
+    loss = stop(patience_steps=10)
+    loss.reason(10, {"eval/loss": 3.0})
+    accuracy = stop(patience_steps=10, metric="eval/accuracy")
+    accuracy.memory = json.loads(json.dumps(loss.memory))
+    assert ends_at(accuracy, [0.1, 0.2, 0.2], "eval/accuracy") == 30
+    assert accuracy.memory["best_step"] == 20
+
+
 def test_patience_ignores_steps_without_the_metric():
     ours = stop(patience_steps=10)
     assert ours.reason(10, {"eval/loss": 4.0}) is None

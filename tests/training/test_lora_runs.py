@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from flax.traverse_util import flatten_dict
 
+import jaxforge as jf
 from jaxforge.commands import train
 from jaxforge.config.lora import is_adapter
 from jaxforge.errors import UserError
@@ -34,8 +35,8 @@ def adapted(path, name, **sections):
     )
 
 
-def parameters(run, step=None):
-    with open_run(run, step=step).in_use() as params:
+def parameters(run, step=None, weights="raw"):
+    with open_run(run, step=step, weights=weights).in_use() as params:
         return flatten_dict(jax.device_get(params), sep=".")
 
 
@@ -91,6 +92,52 @@ def test_resume_is_bit_exact(base, whole):
     assert train.run(adapted(base, "parts", train={"exit_interval": 2})) is Exit.INTERVAL
     assert train.run(adapted(base, "parts")) is Exit.COMPLETED
     assert stored(base / "parts", 4) == stored(whole, 4)
+
+
+@pytest.fixture(scope="module")
+def averaged(base):
+    """A run with an average from the first update on, evaluations and all checkpoints."""
+    np.save(base / "tokens.npy", np.arange(2000, dtype=np.uint16) % 250)
+    evaluation = {"enabled": True, "interval": 4, "dataset_path": str(base), "steps": 2}
+    settings = adapted(
+        base, "averaged", train={"ema_decay": 0.5, "ema_start": 1}, eval=evaluation,
+        checkpoint={"interval": 1, "keep_last_n": 0},
+    )  # fmt: skip
+    assert train.run(settings) is Exit.COMPLETED
+    return base / "averaged"
+
+
+def test_average_is_that_of_the_adapters(base, averaged):
+    names = stored(averaged, 4)
+    params, ema = (
+        {name.removeprefix(part) for name in names if name.startswith(part)}
+        for part in ("params.", "ema.")
+    )
+    assert params == ema
+    expected, *later = (parameters(averaged, step) for step in (1, 2, 3, 4))
+    for values in later:
+        expected = {name: 0.5 * x + 0.5 * values[name] for name, x in expected.items()}
+    result = parameters(averaged, weights="ema")
+    assert result.keys() == expected.keys()
+    for name, value in result.items():
+        np.testing.assert_allclose(value, expected[name], atol=1e-7, err_msg=name)
+    assert any(np.abs(result[name] - later[-1][name]).max() > 1e-4 for name in result)
+
+
+def test_average_of_adapters_is_evaluated_with_the_base(averaged):
+    lines = map(json.loads, (averaged / "metrics.jsonl").read_text().splitlines())
+    (logged,) = (line for line in lines if "eval/loss" in line)
+    for weights, name in (("raw", "loss"), ("ema", "ema_loss")):
+        metrics = jf.Run(averaged, weights=weights).evaluate(steps=2)["metrics"]
+        assert metrics["eval/loss"] == pytest.approx(logged[f"eval/{name}"], rel=1e-6)
+    assert logged["eval/loss"] != logged["eval/ema_loss"]
+
+
+def test_resume_with_average_is_bit_exact(base, averaged):
+    keys = {"ema_decay": 0.5, "ema_start": 1}
+    assert train.run(adapted(base, "halves", train={**keys, "exit_interval": 2})) is Exit.INTERVAL
+    assert train.run(adapted(base, "halves", train=keys)) is Exit.COMPLETED
+    assert stored(base / "halves", 4) == stored(averaged, 4)
 
 
 def test_run_begins_with_the_adapter_of_another_run(base, whole):

@@ -92,11 +92,11 @@ def test_stopped_evaluation_stores_pending_sets_and_sums(validations):
 @pytest.mark.parametrize("batches_between_stops", [1, 3, 20])
 def test_average_is_evaluated_after_parameters(validations, batches_between_stops):
     ours, _ = validations
-    state, seen = dataclasses.replace(STATE, ema="average"), []
+    state, seen = dataclasses.replace(STATE, params={"w": "raw"}, ema={"w": "average"}), []
 
     def step(params, batch, _):
-        seen.append((params, batch))
-        loss = 2.0 if params == "average" else 3.0
+        seen.append((params["w"], batch))
+        loss = 2.0 if params["w"] == "average" else 3.0
         return BatchSums(np.float32(loss), np.float32(1), np.int32(1))
 
     ours._evaluator._step = step
@@ -107,7 +107,7 @@ def test_average_is_evaluated_after_parameters(validations, batches_between_stop
         progress = through_json(progress)
     batches = [("a", i) for i in range(3)] + [("b", i) for i in range(2)]
     batches += [("c", i) for i in range(3)]
-    assert seen == [(p, batch) for p in ("params", "average") for batch in batches]
+    assert seen == [(p, batch) for p in ("raw", "average") for batch in batches]
     assert notes == batches
     assert {name: value for name, value in metrics.items() if name.endswith("loss")} == {
         **dict.fromkeys(("eval/loss", "eval/a/loss", "eval/b/loss", "eval/c/loss"), 3.0),

@@ -65,6 +65,7 @@ checkpoints
 
 early stopping
   metric = "eval/loss"
+  mode = "auto"
   patience_steps = 600
   min_delta = 0.0
   max_loss = 11.0

@@ -10,6 +10,7 @@ from typing import Literal
 
 from jaxforge.checkpoint.paths import PREFIX, SUBDIRECTORY, has_run
 from jaxforge.checkpoint.paths import find as find_step
+from jaxforge.checkpoint.weights import Weights
 from jaxforge.cli.suggestions import path_hint
 from jaxforge.config.job import JobConfig
 from jaxforge.config.reading.load import load_config, make_config
@@ -167,14 +168,18 @@ class CheckpointRef:
         if own is None:
             raise UserError(f"{self}: its config names no base model: give --checkpoint.load_path")
         base = find(own)
-        read = base.read(config, dataclasses.replace(options, weights_only=True))
+        read = base.read(config, dataclasses.replace(options, weights_only=True, weights="raw"))
+        if options.weights == "ema":
+            checkpoint = checkpoint.averaged(str(self))
         assert checkpoint.progress is not None
         adapters.check_base(read.params, checkpoint.progress.base, config.model, str(base))
         merged = adapters.merge(read, checkpoint.params, stored.lora.scale)
-        note = f"adapters of {self} are merged into {base}; their optimizer state is left out"
+        notes = [f"adapters of {self} are merged into {base}; their optimizer state is left out"]
+        if checkpoint.ema:
+            notes.append("left out: the average of the adapters, which --weights ema exports")
         state = checkpoint.model_state or merged.model_state
         return dataclasses.replace(
-            merged, dialect="jaxforge", notes=(*read.notes, note), model_state=state
+            merged, dialect="jaxforge", notes=(*read.notes, *notes), model_state=state, ema={}
         )
 
     def _base_of_peft(self) -> "CheckpointRef":
@@ -215,17 +220,22 @@ class CheckpointRef:
         family = family or hf_config.select_family(config.model)
         return adapters.read_peft(self.directory, FAMILIES[family].dialect, config.model)
 
-    def adapters(self) -> tuple[Tensors, JobConfig]:
+    def adapters(self, weights: Weights = "raw") -> tuple[Tensors, JobConfig]:
         """Return the adapters of a run by our names, and its config.
 
+        Args:
+            weights: "ema" returns the average of the adapters in their place.
+
         Raises:
-            UserError: the checkpoint is no run that trains adapters.
+            UserError: the checkpoint is no run that trains adapters, or has no average.
         """
         checkpoint, stored = (
             orbax_store.open_orbax(self._path) if self.format == "jaxforge" else (None, None)
         )
         if checkpoint is None or stored is None or not stored.lora.rank:
             raise UserError(f"{self} holds no adapters: --to peft exports runs with lora.rank")
+        if weights == "ema":
+            checkpoint = checkpoint.averaged(str(self))
         return adapters.adapters_of(checkpoint.params), stored
 
     def _read_dcp(self, config: JobConfig, options: ReadOptions) -> CheckpointState:

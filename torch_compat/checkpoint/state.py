@@ -94,7 +94,8 @@ class CheckpointState:
         """
         if not self.ema:
             raise UserError(no_average(where))
-        return dataclasses.replace(self, params=self.ema, ema={}, moments=None, scalars={})
+        params = {**self.params, **self.ema}  # frozen parameters have no average
+        return dataclasses.replace(self, params=params, ema={}, moments=None, scalars={})
 
     def tensors(self) -> Iterator[tuple[str, LazyTensor]]:
         """Yield all tensors: `params.norm.weight`, `optimizer.mu.norm.weight`."""

@@ -152,7 +152,7 @@ def open_source(request: Request) -> Source:
     if checkpoint.ema and (to != "jaxforge" or not has_moments):
         checkpoint = dataclasses.replace(checkpoint, ema={})
         notes.append("left out: the average of the parameters, which --weights ema exports")
-    if not is_raw and to != "hf" and not request.options.weights_only:
+    if not is_raw and to not in ("hf", "peft") and not request.options.weights_only:
         notes.append("left out: optimizer state, which belongs to the parameters")
     if to != "jaxforge":
         mup.check_export(config.model, weights_only=not has_moments)

@@ -23,7 +23,7 @@ class PeftWriter(Writer):
 
     def __init__(self, request: Request, source: Source) -> None:
         super().__init__(request, source)
-        tensors, config = source.ref.adapters()
+        tensors, config = source.ref.adapters(request.options.weights)
         imported = source.imported
         family = hf_config.select_family(
             config.model, request.dialect, imported and imported.config

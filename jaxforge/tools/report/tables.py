@@ -2,7 +2,7 @@
 
 import itertools
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from html import escape
 from typing import Any
@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from jaxforge.cli.redaction import redacted, redacted_line
+from jaxforge.config.directions import higher_is_better
 from jaxforge.config.eval import AVERAGE_PREFIX, STDERR_SUFFIX, TASKS_PREFIX
 from jaxforge.config.job import short_toml
 from jaxforge.runs.reading import Run
@@ -82,6 +83,7 @@ def _reached(run: Run) -> Mapping[str, str]:
         "smoothed loss": exact(loss.smoothed),
         "best evaluation loss": _best_loss(run, "eval/loss"),
         **({"best loss of the average": _best_loss(run, average)} if average in run.series else {}),
+        **_best_by_config(run, {"eval/loss", average}),
         "last loss": exact(loss.last),
         "steps": f"{run.steps:,} of {run.config.train.max_steps:,}",
         "tokens": f"{run.tokens:,}" if run.tokens < 1e7 else human(run.tokens),
@@ -95,8 +97,18 @@ def _reached(run: Run) -> Mapping[str, str]:
 def _best_loss(run: Run, name: str) -> str:
     if name not in run.series:
         return "none"
-    value, step = _best(run, name)
+    value, step = _best(run, name, is_higher_better=False)
     return f"{exact(value)} at step {step:,}"
+
+
+def _best_by_config(run: Run, shown: Collection[str]) -> Mapping[str, str]:
+    """Return the best value of `checkpoint.best_metric`, unless it is unknown or shown."""
+    name, mode = run.config.checkpoint.best_metric, run.config.checkpoint.best_mode
+    direction = higher_is_better(name, mode)
+    if name in shown or name not in run.series or direction is None:
+        return {}
+    value, step = _best(run, name, is_higher_better=direction)
+    return {f"best {name}": f"{exact(value)} at step {step:,}"}
 
 
 def _of_start(start: Mapping[str, Any]) -> Mapping[str, str]:
@@ -110,11 +122,12 @@ def _of_start(start: Mapping[str, Any]) -> Mapping[str, str]:
     }
 
 
-def _best(run: Run, name: str) -> tuple[float, int]:
-    """Return the lowest value, and its step; NaN if none is finite."""
+def _best(run: Run, name: str, *, is_higher_better: bool) -> tuple[float, int]:
+    """Return the best value, and its step; NaN if none is finite."""
     step, _, value = run.series[name]
-    lowest = int(np.argmin(np.nan_to_num(value, nan=np.inf)))
-    return float(value[lowest]), int(step[lowest])
+    rank = -value if is_higher_better else value
+    best = int(np.argmin(np.nan_to_num(rank, nan=np.inf)))
+    return float(value[best]), int(step[best])
 
 
 def _resumed(run: Run) -> str:
@@ -169,7 +182,8 @@ def _evaluations(runs: Sequence[Run]) -> Rows:
         for name in run.series:
             if not re.fullmatch(rf"eval/(?!tasks/)(.*/)?({AVERAGE_PREFIX})?loss", name):
                 continue
-            label, (lowest, step) = metric_name(name).label, _best(run, name)
+            label = metric_name(name).label
+            lowest, step = _best(run, name, is_higher_better=False)
             others = [name.removesuffix("loss") + kind for kind in ("perplexity", "bits_per_byte")]
             yield [
                 label if len(runs) == 1 else f"{run.name}: {label}",
@@ -180,24 +194,32 @@ def _evaluations(runs: Sequence[Run]) -> Rows:
             ]
 
 
-_TASKS = ["task", "metric", "last", "standard error", "first", "at step"]
+_TASKS = ["task", "metric", "last", "standard error", "at step", "first", "best", "at step"]
 
 
 def _tasks(runs: Sequence[Run]) -> Rows:
-    """Yield the last value of each metric of a task, with its standard error, and the first."""
+    """Yield the last value of each metric of a task, with its standard error, first and best.
+
+    The best value is empty if the name of a metric does not determine its direction.
+    """
     for run in runs:
         for name in run.series:
             if not name.startswith(TASKS_PREFIX) or name.endswith(STDERR_SUFFIX):
                 continue
             task, _, metric = name.removeprefix(TASKS_PREFIX).rpartition("/")
             series, errors = run.series[name], run.series.get(name + STDERR_SUFFIX)
+            direction, best = higher_is_better(name), ["", ""]
+            if direction is not None:
+                value, step = _best(run, name, is_higher_better=direction)
+                best = [exact(value), f"{step:,}"]
             yield [
                 (task or "all") if len(runs) == 1 else f"{run.name}: {task or 'all'}",
                 metric,
                 exact(series.last),
                 "" if errors is None else exact(errors.last),
-                exact(float(series.value[0])),
                 f"{int(series.step[-1]):,}",
+                exact(float(series.value[0])),
+                *best,
             ]
 
 

@@ -6,11 +6,19 @@ that stops within an evaluation resumes there: no batch, set or callback is skip
 A task that was stopped begins again, and is logged once.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from jaxforge.config.eval import AVERAGE_PREFIX
+from jaxforge.cli.suggestions import choices
+from jaxforge.config.directions import (
+    BEST_METRIC,
+    EARLY_STOP_METRIC,
+    higher_is_better,
+    unknown_direction,
+)
+from jaxforge.config.eval import AVERAGE_PREFIX, TASKS_PREFIX
 from jaxforge.config.job import JobConfig
 from jaxforge.config.train import TrainConfig
+from jaxforge.errors import UserError
 from jaxforge.exit_codes import Exit
 from jaxforge.state.progress import Progress, Validation
 from jaxforge.state.train_state import TrainState
@@ -22,7 +30,6 @@ from jaxforge.training.callbacks.run_callback import RunCallback, RunParts
 from jaxforge.training.evaluation import Evaluator, SetSums, summary
 
 _AVERAGE = "ema/"  # before the name of a set, which has no slash
-_TASK = "task/"  # before the name of a task
 
 
 class Evaluation(RunCallback):
@@ -52,12 +59,9 @@ class Evaluation(RunCallback):
         if not config.eval.enabled:
             return None
         evaluator = Evaluator(config, run.mesh, run.model, run.eval_data, run.tokenizer, run.frozen)
-        if evaluator.names:
-            evaluator.check_reports(config.checkpoint.best_metric)
-        if config.early_stop.active and config.early_stop.metric.startswith("eval/"):
-            evaluator.check_reports(config.early_stop.metric, "early_stop.metric")
-        steps = {name: schedule.steps for name, schedule in config.eval.schedules().items()}
         tasks = open_tasks(config, run.mesh, run.model, run.tokenizer)
+        run.directions.update(_directions(config, evaluator, tasks))
+        steps = {name: schedule.steps for name, schedule in config.eval.schedules().items()}
         return cls(config, ResumableEvaluation(evaluator, steps, tasks), run.progress)
 
     def is_due(self, step: int) -> bool:
@@ -73,10 +77,11 @@ class Evaluation(RunCallback):
         """
         step, progress = context.step, context.progress
         if progress.validation is None:
-            progress.begin_validation(self._due(step))
+            progress.begin_validation(*self._due(step))
             context.start_save()
         assert progress.validation is not None
-        if not progress.validation.sums:
+        if not progress.validation.has_begun:
+            progress.validation.has_begun = True
             context.callbacks.call(Callback.on_eval_begin, step)
 
         def stop_requested() -> Exit | None:
@@ -97,14 +102,44 @@ class Evaluation(RunCallback):
         context.callbacks.call(Callback.on_eval_end, metrics, step, evaluated)
         context.evaluation.update(metrics)
 
-    def _due(self, step: int) -> list[str]:
-        """Return the evaluations after `step`: those that are due, or all if none is."""
+    def _due(self, step: int) -> tuple[list[str], Sequence[str]]:
+        """Return the sets and tasks to evaluate after `step`; all if none is due."""
         section = self._config.eval
         sets, has_tasks = section.due_sets(step), section.are_tasks_due(step)
         if not sets and not has_tasks:
             sets, has_tasks = list(section.sources()), section.has_tasks
-        names = self._evaluation.task_names if has_tasks else []
-        return [*passes(sets, self._config.train), *names]
+        tasks = self._evaluation.task_names if has_tasks else ()
+        return passes(sets, self._config.train), tasks
+
+
+def _directions(config: JobConfig, evaluator: Evaluator, tasks: Tasks | None) -> dict[str, bool]:
+    """Return whether higher values are better, for each key that names a metric of the evaluation.
+
+    Raises:
+        UserError: the evaluation does not report the metric, or its direction is unknown.
+    """
+    metrics, stop = {}, config.early_stop
+    if evaluator.names or config.checkpoint.keep_best_n:
+        metrics[BEST_METRIC] = config.checkpoint.best_metric, config.checkpoint.best_mode
+    if stop.uses_metric and stop.metric.startswith("eval/"):
+        metrics[EARLY_STOP_METRIC] = stop.metric, stop.mode
+    of_tasks = tasks.directions() if tasks else {}
+    directions = {}
+    for key, (metric, mode) in metrics.items():
+        if metric in of_tasks:
+            direction = of_tasks[metric]
+        elif metric.startswith(TASKS_PREFIX):
+            raise UserError(
+                f'{key} = "{metric}" is not a metric of a task{choices(metric, [*of_tasks])}'
+            )
+        else:
+            direction = evaluator.direction(metric, key)
+        if mode != "auto":
+            direction = higher_is_better(metric, mode)
+        if direction is None:
+            raise UserError(unknown_direction(key, metric))
+        directions[key] = direction
+    return directions
 
 
 def passes(sets: Iterable[str], train: TrainConfig) -> list[str]:
@@ -128,9 +163,9 @@ class ResumableEvaluation:
         self._evaluator, self._steps, self._tasks = evaluator, steps, tasks
 
     @property
-    def task_names(self) -> list[str]:
-        """Names of the tasks in `Progress.validation`."""
-        return [_TASK + name for name in self._tasks.names] if self._tasks else []
+    def task_names(self) -> Sequence[str]:
+        """Names of the tasks."""
+        return self._tasks.names if self._tasks else ()
 
     def run(
         self,
@@ -154,29 +189,19 @@ class ResumableEvaluation:
         """
         validation = progress.begin_validation(self._evaluator.names)
         if not state.ema:  # the average was dropped at this start
-            validation.drop(lambda name: name.startswith(_AVERAGE))
-        known = self.task_names  # those of the stopped run may be others
-        validation.drop(lambda name: name.startswith(_TASK) and name not in known)
+            validation.retain_sets(lambda name: not name.startswith(_AVERAGE))
+        validation.retain_tasks(self.task_names)  # those of the stopped run may be others
         while validation.pending:
-            name = validation.pending[0]
-            if name.startswith(_TASK):
-                is_whole = self._run_task(name, state, validation, stop)
-            else:
-                is_whole = self._run_set(name, state, validation, stop, note_batch)
-            if not is_whole:
+            if not self._run_set(validation.pending[0], state, validation, stop, note_batch):
                 return None
             validation.pending.pop(0)
+        while validation.pending_tasks:
+            if not self._run_task(validation.pending_tasks[0], state, validation, stop):
+                return None
+            validation.pending_tasks.pop(0)
         progress.validation = None
-        sets = {name: s for name, s in validation.sums.items() if not name.startswith(_TASK)}
-        metrics = self._metrics({name: SetSums(**sums) for name, sums in sets.items()})
-        if self._tasks:
-            finished = {
-                name.removeprefix(_TASK): results
-                for name, results in validation.sums.items()
-                if name.startswith(_TASK)
-            }
-            metrics |= self._tasks.metrics(finished)
-        return metrics
+        metrics = self._metrics({name: SetSums(**s) for name, s in validation.sums.items()})
+        return metrics | (self._tasks.metrics(validation.results) if self._tasks else {})
 
     def _run_set(
         self,
@@ -204,9 +229,11 @@ class ResumableEvaluation:
         """Evaluate a task from its beginning; return whether it is complete."""
         assert self._tasks is not None
         params = state.averaged_variables if self._tasks.is_average else state.variables
-        results = self._tasks.evaluate(name.removeprefix(_TASK), params, stop)
-        validation.sums[name] = results or {}
-        return results is not None
+        results = self._tasks.evaluate(name, params, stop)
+        if results is None:
+            return False
+        validation.results[name] = results
+        return True
 
     def _metrics(self, sums: Mapping[str, SetSums]) -> dict[str, float]:
         """Return the metrics of the parameters, and those of their average."""

@@ -32,6 +32,8 @@ class RunParts:
         progress: the counters of the run.
         lock: lock of the run directory.
         frozen: adds fields of the reference or teacher to batches, if the objective has one.
+        directions: config key of a metric -> whether higher values are better. `Evaluation` adds
+            the metrics of the config that it computes.
     """
 
     config: JobConfig
@@ -41,6 +43,7 @@ class RunParts:
     progress: Progress
     lock: RunLock
     frozen: FrozenFields | None = None
+    directions: dict[str, bool] = dataclasses.field(default_factory=dict)
 
     @functools.cached_property
     def tokenizer(self) -> Tokenizer | None:

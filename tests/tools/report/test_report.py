@@ -105,19 +105,30 @@ def test_tasks_have_charts_by_metric_and_rows_with_errors(tmp_path):
     lines += [
         {"step": s, "time": 1e9, "eval/loss": 5.0 - s,
          **{f"eval/tasks/{name}": value for name, value in zip(names, values, strict=True)}}
-        for s, values in ((1, (0.5, 0.02, 0.6, 9, 0.1, 0.01)), (2, (0.7, 0.03, 0.8, 7, 0.2, 0.01)))
+        for s, values in ((1, (0.5, 0.02, 0.6, 7, 0.1, 0.01)), (2, (0.7, 0.03, 0.4, 9, 0.2, 0.01)))
     ]  # fmt: skip
     page = page_of(write_run(tmp_path / "run", lines))
     assert [curve["label"] for curve in page.curves("Tasks, acc")] == ["piqa", "copa"]
     assert page.points("Tasks, acc")[0] == pytest.approx({1: 0.5, 2: 0.7})
     assert page.points("CORE")[0] == pytest.approx({1: 0.1, 2: 0.2})
-    assert page.points("Tasks, perplexity")[0] == {1: 9, 2: 7}
+    assert page.points("Tasks, perplexity")[0] == {1: 7, 2: 9}
     assert not [title for title in page.titles() if "stderr" in title]
     assert "Evaluation loss" not in page.titles()  # in the first chart: there is one set
     rows = page.rows()
-    assert ["piqa", "acc", exact(0.7), exact(0.03), exact(0.5), "2"] in rows
-    assert ["copa", "acc", exact(0.8), "", exact(0.6), "2"] in rows
-    assert ["all", "core", exact(0.2), exact(0.01), exact(0.1), "2"] in rows
+    assert ["piqa", "acc", exact(0.7), exact(0.03), "2", exact(0.5), exact(0.7), "2"] in rows
+    assert ["copa", "acc", exact(0.4), "", "2", exact(0.6), exact(0.6), "1"] in rows
+    assert ["x", "perplexity", exact(9), "", "2", exact(7), exact(7), "1"] in rows
+    assert ["all", "core", exact(0.2), exact(0.01), "2", exact(0.1), exact(0.2), "2"] in rows
+
+
+@pytest.mark.parametrize(("mode", "best"), [("auto", "0.60000 at step 1"),
+                                            ("min", "0.40000 at step 2")])  # fmt: skip
+def test_facts_have_best_value_of_metric_that_ranks_checkpoints(tmp_path, mode, best):
+    name = "eval/tasks/piqa/acc"
+    lines = [line(s, **{name: value}) for s, value in ((1, 0.6), (2, 0.4), (3, 0.5))]
+    keys = {"checkpoint": {"best_metric": name, "best_mode": mode}}
+    page = page_of(write_run(tmp_path / "run", lines, **keys))
+    assert page.facts()[f"best {name}"] == best
 
 
 def test_report_page_is_self_contained(tmp_path):
