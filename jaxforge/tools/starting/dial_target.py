@@ -133,10 +133,10 @@ def split_batch(config: JobConfig, target: Target) -> Split:
 def _policies(target: Target) -> tuple[str, ...]:
     """Return the rematerialisation policies to try, from the fastest to the smallest.
 
-    "none" is left out on accelerators. There XLA:TPU needed 40.7 GB where the estimate was 16.5
-    GB (depth 12, heads of 128, v6e), and 12.4 GB of 15.3 GB with "selective".
+    "none" is left out on TPUs, where it is not the fastest: compiled for v6e at depth 12, a step
+    takes 0.172 s by the plan, and 0.167 s with "selective".
     """
-    return REMAT if target.is_cpu else REMAT[1:]
+    return REMAT[1:] if target.device.platform == "tpu" else REMAT
 
 
 def _sequences_of_device(config: JobConfig, target: Target) -> int:

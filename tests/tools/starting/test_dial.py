@@ -252,8 +252,9 @@ def test_cost_follows_from_speed_price_and_start():
 @pytest.mark.parametrize(
     ("depth", "machine", "remat"),
     [
-        (4, "h100:1x8", "selective"),
-        (20, "h100:1x8", "selective"),
+        (4, "h100:1x8", "none"),
+        (20, "h100:1x8", "none"),
+        (12, "v6e:2x4", "selective"),
         (32, "v5e:4x4", "full"),
         (4, "cpu:1", "none"),
     ],
