@@ -80,23 +80,6 @@ def seq_len_divides_by_ring_chunks(config: JobConfig, mesh: Mesh) -> Iterator[Pr
         )
 
 
-def attention_logits_need_whole_sequences(config: JobConfig, mesh: Mesh) -> Iterator[Problem]:
-    """Refuse to measure attention logits with cp, where no device has all keys of a query."""
-    if mesh["cp"] == 1:
-        return
-    for key, value, off in (
-        ("metrics.max_attention_logit_interval", config.metrics.max_attention_logit_interval, 0),
-        ("optimizer.qk_clip", config.optimizer.qk_clip, None),
-    ):
-        if value:
-            without = () if off is None else (single_change(key, off),)
-            yield Problem(
-                f"{key} = {value:g} is not supported with distributed.cp = {mesh['cp']}: no device "
-                "has all keys of a query",
-                (smaller_axis(config, "cp", mesh["cp"]), *without),
-            )
-
-
 def alibi_needs_whole_sequences(config: JobConfig, mesh: Mesh) -> Iterator[Problem]:
     """Refuse cp for ALiBi, whose bias the exchange of keys does not carry."""
     if config.model.position_embedding == "alibi" and mesh["cp"] > 1:
@@ -331,7 +314,6 @@ MESH_RULES: tuple[Rule, ...] = (
     convolutions_fit_parts,
     attention_weights_need_whole_sequences,
     alibi_needs_whole_sequences,
-    attention_logits_need_whole_sequences,
     ffn_dim_divides_by_tp,
     vocab_divides_by_pp_and_tp,
     dim_divides_by_cp_and_ep,

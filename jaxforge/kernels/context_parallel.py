@@ -126,7 +126,7 @@ def attend_across_devices(
             return _ulysses(attend, q, k, v, segment_ids, sinks)
         window = select_window(masks, first)
         if (chunk := select_chunk(masks, first)) is not None:
-            segment_ids = _local_chunk_ids(chunk, segment_ids, *positions.shape)
+            segment_ids = local_chunk_ids(chunk, segment_ids, positions.shape, strategy)
         at = TokenPositions(positions, segment_ids)
         return _ring((name, scoring), q, k, v, at, window, sinks).astype(q.dtype)
 
@@ -160,18 +160,28 @@ def _ulysses(
     return collectives.all_to_all(y, _AXIS, split=1, join=2)
 
 
-def _local_chunk_ids(chunk: Array, segment_ids: SegmentIds, batch: int, length: int) -> Array:
-    """Return ids of the chunks of this device's tokens, which act as document ids."""
+def local_chunk_ids(
+    chunk: int | Int[Array, ""], segment_ids: SegmentIds, shape: tuple[int, ...], strategy: str
+) -> Int[Array, "b s"]:
+    """Return ids of the chunks of this device's tokens, which act as document ids.
+
+    Args:
+        chunk: number of tokens of a chunk.
+        segment_ids: documents of this device's tokens; None: each row is one document.
+        shape: number of rows, and of this device's tokens in a row.
+        strategy: "ulysses" or "ring".
+    """
+    batch, length = shape
     # Chunks are counted from the start of a row or document, which another device may hold. So ids
-    # are computed for whole rows, reordered as the ring holds them, and sliced.
+    # are computed for whole rows, reordered as the devices hold them, and sliced.
     devices = collectives.axis_size(_AXIS)
     if segment_ids is not None:
         whole = collectives.all_gather(segment_ids, _AXIS, 1)
-        segment_ids = to_sequence_order(whole, "ring", devices)
+        segment_ids = to_sequence_order(whole, strategy, devices)
     ids = chunk_ids(batch, length * devices, chunk, segment_ids)
     first = collectives.first_index(_AXIS, length)
     return jax.lax.dynamic_slice_in_dim(
-        to_device_order(ids, "ring", devices), first, length, axis=1
+        to_device_order(ids, strategy, devices), first, length, axis=1
     )
 
 

@@ -1,18 +1,22 @@
 """Attention weights and largest logits for inspection, computed next to the attention kernel.
 
 Fused kernels return neither. Weights are an explicit softmax. Logits are compared in blocks of
-queries, so that [queries, keys] is never stored.
+queries, so that [queries, keys] is never stored. Devices that share sequences gather the keys for
+their own queries.
 """
 
 from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, PyTree
 
+from jaxforge.kernels.attention_backends import run_per_device
+from jaxforge.kernels.context_parallel import local_chunk_ids
 from jaxforge.kernels.dot_product_attention import Keys, Queries, SegmentIds, Sinks, softmax_weights
 from jaxforge.kernels.masking import Mask, chunk_ids, select_chunk, select_window, visible
 from jaxforge.kernels.scoring import Scoring, Slopes, alibi_bias
+from jaxforge.parallel import collectives
 from jaxforge.parallel.sharding import automatic_size, constrain
 
 
@@ -56,6 +60,8 @@ def max_logits(
     k: Keys,
     segment_ids: SegmentIds,
     scoring: Scoring,
+    positions: Int[Array, "b s"] | None = None,
+    strategy: str | None = None,
 ) -> Float[Array, "b heads"]:
     """Return the largest scaled product of a query and a visible key.
 
@@ -68,27 +74,80 @@ def max_logits(
         k: keys.
         segment_ids: documents of packed rows.
         scoring: scale of the scores.
+        positions: positions of the tokens in their rows, if devices share sequences.
+        strategy: value of `distributed.cp_strategy`, if devices share sequences.
     """
     q, k = jax.lax.stop_gradient((q, k))
-    batch, length, heads, width = q.shape
-    tokens, window = jnp.arange(length), select_window(masks, mask_index)
+    if strategy is not None:
+        assert positions is not None
+        of_tokens = positions, segment_ids
+        return _max_logits_across_devices(masks, mask_index, q, k, of_tokens, scoring, strategy)
+    tokens, window = jnp.arange(q.shape[1]), select_window(masks, mask_index)
     ids_BS = _with_chunks(masks, mask_index, q, segment_ids)
-    ids_BS = jnp.zeros((batch, length), jnp.int32) if ids_BS is None else ids_BS
+    ids_BS = jnp.zeros(q.shape[:2], jnp.int32) if ids_BS is None else ids_BS
+    queries = tokens, jnp.moveaxis(q, 1, 0), jnp.moveaxis(ids_BS, 1, 0)
+    largest = _max_over_queries(queries, (tokens, k, ids_BS), window, scoring)
+    return constrain(largest, "batch", "heads")
+
+
+def _max_logits_across_devices(
+    masks: Sequence[Mask],
+    mask_index: int | Int[Array, ""],
+    q: Queries,
+    k: Keys,
+    of_tokens: tuple[Int[Array, "b s"], SegmentIds],
+    scoring: Scoring,
+    strategy: str,
+) -> Float[Array, "b heads"]:
+    """Compare the queries of each device with the keys of all devices that share its sequences."""
+    scalars = () if isinstance(mask_index, int) else (mask_index,)
+
+    def local(
+        q: Array, k: Array, _: Array, of_tokens: PyTree, __: None, *scalars: Array
+    ) -> Float[Array, "b 1 heads 1"]:
+        at_BS, ids_BS = of_tokens
+        index = scalars[0] if scalars else mask_index
+        if (chunk := select_chunk(masks, index)) is not None:
+            ids_BS = local_chunk_ids(chunk, ids_BS, at_BS.shape, strategy)
+        ids_BS = jnp.zeros_like(at_BS) if ids_BS is None else ids_BS
+        queries = tuple(jnp.moveaxis(x, 1, 0) for x in (at_BS[..., None], q, ids_BS))
+        keys = tuple(collectives.all_gather(x, "context", 1) for x in (at_BS, k, ids_BS))
+        largest = _max_over_queries(queries, keys, select_window(masks, index), scoring)
+        return collectives.pmax(largest, "context")[:, None, :, None]
+
+    largest = run_per_device(local, q, k, k, of_tokens, None, *scalars)
+    return jnp.max(largest, axis=(1, 3))
+
+
+def _max_over_queries(
+    queries: tuple[Array, ...],
+    keys: tuple[Array, ...],
+    window: int | Int[Array, ""] | None,
+    scoring: Scoring,
+) -> Float[Array, "b heads"]:
+    """Return the largest logit of each head.
+
+    Args:
+        queries: positions [s] or [s, b, 1], queries [s, b, heads, h], and document ids [s, b].
+        keys: positions [t] or [b, t], keys [b, t, kv, h], and document ids [b, t].
+        window: number of tokens that a query sees; None: all.
+        scoring: scale of the scores.
+    """
+    tokens, k, ids_BT = keys
+    _, batch, heads, width = queries[1].shape
 
     def of_query(row: tuple[Array, Array, Array]) -> Float[Array, "b heads"]:
         token, q_BHh, id_B = row
         grouped = q_BHh.reshape(batch, k.shape[2], -1, width)
         scores = jnp.einsum("bkgh,btkh->bkgt", grouped, k, preferred_element_type=jnp.float32)
         scores *= scoring.scale_of(width)
-        seen_BT = visible(token, tokens, window) & (id_B[:, None] == ids_BS)
+        seen_BT = visible(token, tokens, window) & (id_B[:, None] == ids_BT)
         largest = jnp.max(scores, axis=-1, initial=-jnp.inf, where=seen_BT[:, None, None])
         return largest.reshape(batch, heads)
 
-    queries = tokens, jnp.moveaxis(q, 1, 0), jnp.moveaxis(ids_BS, 1, 0)
     rows = -(-batch // automatic_size("batch")) * -(-heads // automatic_size("heads"))
-    at_once = max(1, min(_QUERIES, _LOGITS // (rows * length)))
-    largest = jnp.max(jax.lax.map(of_query, queries, batch_size=at_once), axis=0)
-    return constrain(largest, "batch", "heads")
+    at_once = max(1, min(_QUERIES, _LOGITS // (rows * k.shape[1])))
+    return jnp.max(jax.lax.map(of_query, queries, batch_size=at_once), axis=0)
 
 
 _QUERIES, _LOGITS = 128, 2**26

@@ -127,14 +127,6 @@ CASES = [
         'eval.activations_points to "residual"',
     ),
     (
-        2,
-        ["metrics.max_attention_logit_interval=5"],
-        ["metrics.max_attention_logit_interval=5", "distributed.cp=2"],
-        "metrics.max_attention_logit_interval = 5 is not supported with distributed.cp = 2: no "
-        "device has all keys of a query: change distributed.cp to 1 or "
-        "metrics.max_attention_logit_interval to 0",
-    ),
-    (
         1,
         ["eval.enabled", "eval.dataset_path=a", "checkpoint.best_metric=eval/bits_per_byte"],
         ["eval.enabled", "eval.dataset_path=a", "checkpoint.best_metric=eval/los"],

@@ -1,16 +1,19 @@
 """Tests of captured attention weights against NumPy and the output of the kernel."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jaxforge.config.points import ATTENTION_WEIGHTS, STREAM
+from jaxforge.kernels.context_parallel import to_device_order
 from jaxforge.kernels.masking import Mask
 from jaxforge.kernels.scoring import Scoring
 from jaxforge.model import attention_weights as attention_weights_module
 from jaxforge.model.attention_weights import attention_weights, max_logits
 from jaxforge.model.layer import Capture
 from jaxforge.model.transformer import build_model
+from jaxforge.parallel.mesh import make_mesh
 from tests.conftest import tiny_config
 from tests.helpers import drawn, with_random_biases
 
@@ -69,21 +72,35 @@ def test_attention_weights_match_numpy(mask, scoring, documents, has_sinks):
     assert (sums < 0.999).all() if has_sinks else np.allclose(sums, 1, atol=1e-6)
 
 
+def in_device_order(x, strategy):
+    """Return an array [b, s, ...] in the order of two devices that share sequences."""
+    if x is None or strategy is None:
+        return x
+    return jnp.moveaxis(to_device_order(jnp.moveaxis(x, 1, -1), strategy, 2), -1, 1)
+
+
 @pytest.mark.parametrize(
     ("mask", "scoring", "documents"),
     [(Mask(), Scoring(softcap=1.5), None), (Mask(window=3), Scoring(scale=-0.7), DOCUMENTS),
      (Mask(chunk=4), Scoring(), DOCUMENTS)],
     ids=["capped", "window", "chunk"],
 )  # fmt: skip
-def test_max_logits_match_numpy(monkeypatch, mask, scoring, documents):
+@pytest.mark.parametrize("strategy", [None, "ulysses", "ring"])
+def test_max_logits_match_numpy(monkeypatch, mask, scoring, documents, strategy):
     """The soft cap comes after the logit. Blocks of 5 queries do not divide the 12 tokens."""
     monkeypatch.setattr(attention_weights_module, "_QUERIES", 5)
     rng = np.random.default_rng(1)
     q = rng.standard_normal((B, S, HEADS, WIDTH)).astype(np.float32)
     k = rng.standard_normal((B, S, KV, WIDTH)).astype(np.float32)
-    result = jax.jit(
-        lambda which, q, k, ids: max_logits([Mask(window=2), mask], which, q, k, ids, scoring)
-    )(np.int32(1), q, k, documents)
+
+    def largest(which, *inputs):
+        *inputs, positions = (in_device_order(x, strategy) for x in inputs)
+        return max_logits([Mask(window=2), mask], which, *inputs, scoring, positions, strategy)
+
+    config = tiny_config(distributed={"cp": 1 if strategy is None else 2})
+    with jax.set_mesh(make_mesh(config, jax.devices()[: config.distributed.cp])):
+        positions = np.broadcast_to(np.arange(S), (B, S))
+        result = jax.jit(largest)(np.int32(1), q, k, documents, positions)
     reference = np.full((B, HEADS), -np.inf)
     for (b, h, i), seen in visible_keys(mask.window, mask.chunk, documents):
         logits = k[b, seen, h // (HEADS // KV)] @ q[b, i, h] * (scoring.scale or WIDTH**-0.5)

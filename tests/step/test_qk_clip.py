@@ -132,8 +132,14 @@ def batches_of_all_meshes(n):
 
 @pytest.mark.parametrize(
     "distributed",
-    [{"dp_shard": 2, "tp": 2}, pytest.param({"pp": 2, "tp": 2}, marks=pytest.mark.slow)],
-    ids=["dp, tp", "pp, tp"],
+    [
+        {"dp_shard": 2, "tp": 2},
+        {"dp_shard": 2, "cp": 2, "cp_strategy": "ring"},
+        pytest.param({"tp": 2, "cp": 2, "cp_strategy": "ulysses"}, marks=pytest.mark.slow),
+        pytest.param({"pp": 2, "tp": 2}, marks=pytest.mark.slow),
+        pytest.param({"pp": 2, "cp": 2}, marks=pytest.mark.slow),
+    ],
+    ids=["dp, tp", "dp, ring", "tp, ulysses", "pp, tp", "pp, cp"],
 )
 def test_clip_does_not_depend_on_the_mesh(distributed):
     _, state, metrics = on_mesh(0.05)

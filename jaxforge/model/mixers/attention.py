@@ -233,8 +233,8 @@ def attend_to_sequence(
         assert context_size() == 1  # otherwise no device has all keys
         captured[ATTENTION_WEIGHTS] = attention_weights(*inputs, sinks, slopes)
     if MAX_LOGITS in capture.points:
-        assert context_size() == 1
-        captured[MAX_LOGITS] = max_logits(*inputs)
+        strategy = runtime.context if context_size() > 1 else None
+        captured[MAX_LOGITS] = max_logits(*inputs, context.positions, strategy)
     attend: Callable[..., Array] = functools.partial(attend_with_masks, slopes=slopes)
     kernel = runtime.attention
     if context_size() > 1:

@@ -15,6 +15,7 @@ from jaxforge.config.points import MAX_LOGITS
 from jaxforge.errors import UserError
 from jaxforge.model.layer import Capture
 from jaxforge.model.transformer import Model, Params
+from jaxforge.step.context import spread_sequences
 from jaxforge.step.update_loss import Batch
 
 
@@ -61,4 +62,4 @@ def _largest_logit(model: Model, params: Params, batch: Batch) -> Float[Array, "
             )
         return jnp.max(model.stack.unstack(out.activations[MAX_LOGITS]))
 
-    return jnp.max(jax.lax.map(of_microbatch, batch))
+    return jnp.max(jax.lax.map(of_microbatch, spread_sequences(model, batch)))

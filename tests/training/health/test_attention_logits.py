@@ -62,7 +62,11 @@ def test_logit_of_step_equals_unfused_attention(tmp_path, monkeypatch):
     assert len(set(np.round(expected, 3))) == 5
 
 
-@pytest.mark.parametrize("distributed", [{"dp_shard": 2, "tp": 2, "pp": 2}], ids=["pp"])
+@pytest.mark.parametrize(
+    "distributed",
+    [{"dp_shard": 2, "tp": 2, "pp": 2}, {"dp_shard": 2, "cp": 2, "cp_strategy": "ring"}],
+    ids=["pp", "cp"],
+)
 def test_logit_does_not_depend_on_the_mesh(distributed):
     results = []
     for axes, sizes in (({}, (8, 1)), (distributed, (2, 2))):
