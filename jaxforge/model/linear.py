@@ -57,7 +57,7 @@ class Declare(NamedTuple):
         layers: number of layers that share a declaration, stacked along a leading axis.
         backward: backward pass of products with matrices.
         init_factor: logical axes -> factor of the initial values (`model.mup`).
-        splits_sequences: see `Runtime`.
+        splits_sequences, heads_in_products: see `Runtime`.
     """
 
     rngs: nnx.Rngs
@@ -66,6 +66,7 @@ class Declare(NamedTuple):
     backward: Backward = Backward()
     init_factor: Callable[[Axes], float] = lambda axes: 1.0
     splits_sequences: bool = False
+    heads_in_products: bool = False
 
     def __call__(self, shape: tuple[int, ...], axes: Axes, init: Initializer) -> nnx.Param:
         """Declare a parameter.
@@ -120,11 +121,7 @@ def times(x: Float[Array, "..."], factor: float) -> Float[Array, "..."]:
 
 
 class Matrix(NamedTuple):
-    """A stored matrix [out, in], and how products see it.
-
-    XLA for TPU selects the layout of a product's result by its dimensions. If a product has heads
-    as a dimension, it writes the tokens of each head contiguously, as attention kernels read them.
-    Split later, the heads are transposed by two copies.
+    """A stored matrix [out, in], and how a product sees it.
 
     Attributes:
         axes: logical axes of both dimensions.
@@ -186,7 +183,8 @@ class Linear(nnx.Module):
         inp_head: int | None = None,
     ) -> None:
         self.axes, self.backward = (out[1], inp[1]), declare.backward
-        self.matrix = Matrix(self.axes, out_head, inp_head)
+        heads = (out_head, inp_head) if declare.heads_in_products else (None, None)
+        self.matrix, self.out_head = Matrix(self.axes, *heads), out_head
         self.splits_sequences = declare.splits_sequences
         self.fp8: fp8.Fp8 | None = None
         self.lora_scale: float | None = None
@@ -212,8 +210,10 @@ class Linear(nnx.Module):
         x_PSI, matrix, is_step = split_sequences(x), self.matrix, is_decoding_step(x)
         in_16_bits = precision is not None and precision.in_8_bits is False
         fp8_settings = None if in_16_bits else self.fp8
-        if is_step or fp8_settings is not None:  # neither product has dimensions of heads
-            x_PSI, matrix = x_PSI.reshape(*x_PSI.shape[:2], -1), Matrix(self.axes)
+        if is_step or fp8_settings is not None:  # neither product has heads as a dimension
+            matrix = Matrix(self.axes)
+        if matrix.inp_head is None:
+            x_PSI = x_PSI.reshape(*x_PSI.shape[:2], -1)
         rows = x_PSI if self.splits_sequences else x_PSI.reshape(-1, *x_PSI.shape[2:])
         product: Callable[..., Array] = (
             _stationary_product if is_step else select_product(self.backward, x.dtype)
@@ -234,7 +234,7 @@ class Linear(nnx.Module):
             y = fp8.product(fp8_settings, rows, self.weight[...], bias, amaxes, precision)
         if self.lora_scale is not None:
             y = y + self._adapter(product, matrix, rows)
-        heads = () if self.matrix.out_head is None else (self.matrix.out_head,)
+        heads = () if self.out_head is None else (self.out_head,)
         return merge_sequences(y.reshape(*x_PSI.shape[:2], -1, *heads), len(x))
 
     def _adapter(

@@ -159,6 +159,7 @@ class Model:
             backward=backward,
             init_factor=functools.partial(mup.init_factor, self.config),
             splits_sequences=runtime.splits_sequences,
+            heads_in_products=runtime.heads_in_products,
         )
         module = type(self).network(self.config, declare)
         if self.recipe is not None:

@@ -1,12 +1,19 @@
 """Tests of linear layers: heads are dimensions of their products."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxforge.config.lora import LoraConfig
+from jaxforge.config.model import ModelConfig
 from jaxforge.model import linear
 from jaxforge.model.linear import Backward, Matrix
+from jaxforge.model.runtime import Runtime
+from jaxforge.model.transformer import Model
+from tests.helpers import with_random_biases
 
 HEADS, HEAD, WIDTH = 3, 4, 6
 AXES = (None, None)
@@ -43,12 +50,31 @@ def test_products_with_heads_match_the_formula(product, regathers, matrix, shape
         np.testing.assert_allclose(np.ravel(result), expected.ravel(), rtol=1e-5, atol=1e-5)
 
 
-def test_heads_are_split_before_the_product():
-    """A split of the result would be a transposition on TPUs."""
-    matrix = Matrix(AXES, out_head=HEAD)
-    x, weight = jnp.zeros((5, WIDTH)), jnp.zeros((HEADS * HEAD, WIDTH))
-    program = jax.make_jaxpr(lambda *a: linear._product(matrix, x.dtype, Backward(), *a, None))(
-        x, weight
-    )
-    (product,) = (e for e in program.jaxpr.eqns if e.primitive.name == "dot_general")
-    assert product.outvars[0].aval.shape == (5, HEADS, HEAD)
+SHAPE = {"dim": 32, "n_layers": 2, "n_heads": 4, "vocab_size": 64, "ffn_hidden_dim": 32}
+LATENT = {"kv_rank": 8, "nope_head_dim": 6, "rope_head_dim": 4, "value_head_dim": 5}
+MODELS = {
+    "biases, gate": {"n_kv_heads": 2, "qkv_bias": True, "o_bias": True,
+                     "attention_output_gate": True, "qk_norm": True},
+    "norm of all heads": {"qk_norm": True, "qk_norm_scope": "projection", "clip_qkv": 0.5},
+    "latent": {"mixer": "latent_attention", "latent_attention": {**LATENT, "q_rank": 7}},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("adapters", [None, LoraConfig(rank=2)], ids=["plain", "adapters"])
+@pytest.mark.parametrize("options", MODELS.values(), ids=MODELS)
+def test_model_of_tpus_equals_that_of_flat_products(options, adapters):
+    """On TPUs, heads are a dimension of products and never of a split result."""
+    config, results = ModelConfig(**SHAPE, **options), []
+    tokens = jnp.asarray(np.random.default_rng(0).integers(0, 64, (2, 12)))
+    for heads in (False, True):
+        model = Model(config, adapters=adapters, runtime=Runtime(heads_in_products=heads))
+        params = with_random_biases(model.init(jax.random.key(0)))
+
+        def loss(params, model=model):
+            return jnp.sum(jnp.sin(model.forward(params, {"input_ids": tokens})[0]))
+
+        program = jax.make_jaxpr(loss)(params)
+        assert (re.search(r"f32\[24,4,\d+\] = dot_general", str(program)) is not None) == heads
+        results.append(jax.jit(jax.value_and_grad(loss))(params))
+    for ours, flat in zip(*map(jax.tree.leaves, results), strict=True):
+        np.testing.assert_allclose(ours, flat, rtol=1e-4, atol=1e-5)
