@@ -7,7 +7,7 @@ import jax
 from jax.sharding import Mesh
 
 from jaxforge.checkpoint.restore import Saved, start_from
-from jaxforge.config.directions import BEST_METRIC
+from jaxforge.config.directions import BEST_METRIC, EARLY_STOP_METRIC
 from jaxforge.config.job import JobConfig
 from jaxforge.program import Program
 from jaxforge.state.progress import Progress
@@ -98,7 +98,7 @@ def build_trainer(config: JobConfig, mesh: Mesh, session: Session) -> Trainer:
         return start_from(source, program, open_foreign=open_foreign)
 
     return Trainer(
-        config=config,
+        config=_with_mode(config, parts.directions.get(EARLY_STOP_METRIC)),
         state=state,
         progress=progress,
         updates=Updates(lower, data),
@@ -116,5 +116,12 @@ def build_trainer(config: JobConfig, mesh: Mesh, session: Session) -> Trainer:
         instruments=Instruments(
             tracker, watchdog, profiler, open_attention_logits(config, program), session.attempt
         ),
-        directions=parts.directions,
     )
+
+
+def _with_mode(config: JobConfig, is_higher_better: bool | None) -> JobConfig:
+    """Return the config with the direction of `early_stop.metric`, if only its task knows it."""
+    if is_higher_better is None:
+        return config
+    mode = {"mode": "max" if is_higher_better else "min"}
+    return config.model_copy(update={"early_stop": config.early_stop.model_copy(update=mode)})

@@ -19,13 +19,10 @@ class EarlyStop:
             "best" and "best_step" of "metric", the name of the metric; "lr_was_above", True once
             the learning rate has reached `early_stop.min_lr` (it is lower at the start of a
             warm-up).
-        direction: True if higher values of the metric are better; None: as its name and
-            `early_stop.mode` say.
     """
 
     config: EarlyStopConfig
     memory: dict[str, Any] = dataclasses.field(default_factory=dict)
-    direction: bool | None = None
 
     def reason(self, step: int, metrics: Mapping[str, float]) -> str | None:
         """Return why the run should end now, for the log; None to continue.
@@ -84,8 +81,6 @@ class EarlyStop:
         return metrics[metric] >= target if self._is_higher_better() else metrics[metric] <= target
 
     def _is_higher_better(self) -> bool:
-        if self.direction is not None:
-            return self.direction
         is_higher_better = higher_is_better(self.config.metric, self.config.mode)
         assert is_higher_better is not None, "the rules of the config refuse unknown directions"
         return is_higher_better

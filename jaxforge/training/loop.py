@@ -13,12 +13,11 @@ import contextlib
 import dataclasses
 import logging
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import jax
 
-from jaxforge.config.directions import EARLY_STOP_METRIC
 from jaxforge.config.job import JobConfig
 from jaxforge.errors import StorageError
 from jaxforge.state.progress import Progress
@@ -59,7 +58,6 @@ class Trainer:
         bad_steps: tracks bad steps in a row, with rollback and attribution if they are enabled.
         callbacks: all other actions between steps.
         instruments: metrics, watchdog and profiler.
-        directions: see `RunParts.directions`.
     """
 
     config: JobConfig
@@ -70,7 +68,6 @@ class Trainer:
     bad_steps: BadSteps
     callbacks: Callbacks
     instruments: Instruments
-    directions: Mapping[str, bool] = dataclasses.field(default_factory=dict)
 
     def train(self, signals: Signals, since: float | None = None) -> Exit:
         """Train until `max_steps` or until there is another reason to stop.
@@ -352,8 +349,7 @@ class Trainer:
         All processes have the same metrics, so they come to the same decision.
         """
         step, metrics = self.progress.step, self.instruments.tracker.take_logged() | evaluation
-        direction = self.directions.get(EARLY_STOP_METRIC)
-        early_stop = EarlyStop(self.config.early_stop, self.progress.early_stop, direction)
+        early_stop = EarlyStop(self.config.early_stop, self.progress.early_stop)
         explanation = early_stop.reason(step, metrics)
         if explanation is None:
             return None
