@@ -67,7 +67,9 @@ def alone(mixer, model):
     ("mixer", "model", "mesh", "grad_sync"),
     [
         ("gated_delta_net", EXPERTS, EXPERT_PARALLEL, "update"),
-        ("gated_delta_net", {"n_layers": 4}, INTERLEAVED, "update"),
+        pytest.param(
+            "gated_delta_net", {"n_layers": 4}, INTERLEAVED, "update", marks=pytest.mark.slow
+        ),
         pytest.param(
             "gated_delta_net", EXPERTS, EXPERT_PARALLEL, "microbatch", marks=pytest.mark.slow
         ),
@@ -99,7 +101,9 @@ def test_8_bit_products_do_not_depend_on_the_mesh(mixer):
     np.testing.assert_allclose(results[1]["grad_norm"], results[0]["grad_norm"], rtol=3e-2)
 
 
-@both_mixers
+@pytest.mark.parametrize(
+    "mixer", [pytest.param("gated_delta_net", marks=pytest.mark.slow), "mamba2"]
+)
 def test_run_in_8_bits_resumes_bit_exactly(mixer, tmp_path):
     """Products and moments have 8 bits, and experts are spread over devices."""
     train = {**FP8, "opt_state_dtype": "8bit"}
