@@ -11,9 +11,7 @@ from jaxforge.config.train import TrainConfig
 from jaxforge.data.packing import IGNORE
 from jaxforge.model.transformer import Model
 from jaxforge.parallel.sharding import size_per_device, split_sequences
-
-_CHUNK_LOGITS = 1 << 25  # logits per device of a vocabulary chunk if ce_vocab_chunk = 0: 128 MiB
-_MIN_CHUNK = 1024  # vocabulary entries; products with fewer are slow
+from jaxforge.step.vocab_chunks import chunk_size
 
 
 class Tiling(NamedTuple):
@@ -54,8 +52,7 @@ def tiling_on_device(
         preferred = length if tile is None else tile // entries // rows
         tokens = config.ce_chunk_size // rows if chunked else preferred
         return Tiling(max(1, min(tokens, length)), entries)
-    chunk = config.ce_vocab_chunk or max(_MIN_CHUNK, _CHUNK_LOGITS // (rows * length))
-    return Tiling(length, min(chunk, entries))
+    return Tiling(length, chunk_size(config, rows * length, entries))
 
 
 def tiles_of(config: TrainConfig, labels: Array, head: Array, model: Model) -> Tiling:

@@ -28,10 +28,14 @@ from jaxforge.parallel.sharding import (
     size_per_device,
     split_sequences,
 )
-from jaxforge.step.vocab_chunks import Chunk, float32_zeros, join_vocab, split_vocab
+from jaxforge.step.vocab_chunks import (
+    Chunk,
+    chunk_size,
+    float32_zeros,
+    join_vocab,
+    split_vocab,
+)
 
-_CHUNK_LOGITS = 1 << 25  # logits per device of a chunk of the vocabulary: 128 MiB
-_MIN_CHUNK = 1024  # vocabulary entries; products with fewer are slow
 _HEAD = ("vocab", "embed")  # logical axes of the output head
 
 
@@ -104,10 +108,9 @@ def token_nll(
     """
     operands, head = model.head_operands(params, hidden_BSD)
     hidden, (ids, probabilities) = split_sequences(operands), map(split_sequences, target)
-    rows = size_per_device(hidden.shape[0], "tokens") * hidden.shape[1]
-    entries = size_per_device(head.shape[0], "vocab")
-    chunk = config.ce_vocab_chunk or max(_MIN_CHUNK, _CHUNK_LOGITS // rows)
-    settings = _Settings(min(chunk, entries), temperature, model.config.final_logit_softcap)
+    tokens = size_per_device(hidden.shape[0], "tokens") * hidden.shape[1]
+    chunk = chunk_size(config, tokens, size_per_device(head.shape[0], "vocab"))
+    settings = _Settings(chunk, temperature, model.config.final_logit_softcap)
     flat = hidden.reshape(-1, hidden.shape[-1])
     targets = Target(*(x.reshape(len(flat), -1) for x in (ids, probabilities)))
     nll = _token_nll(settings, flat, head, targets)

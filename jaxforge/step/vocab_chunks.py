@@ -5,11 +5,25 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from jaxforge.config.train import TrainConfig
 from jaxforge.model.transformer import project
 from jaxforge.parallel import collectives
 from jaxforge.parallel.sharding import size_per_device
 
+_CHUNK_LOGITS = 1 << 25  # logits of a device and chunk if ce_vocab_chunk = 0: 128 MiB
+_MIN_CHUNK = 1024  # vocabulary entries; products with fewer are slow
 _LANES = 128  # chunks of a multiple of it fill the tiles of TPUs and of the tensor cores of GPUs
+
+
+def chunk_size(config: TrainConfig, tokens: int, entries: int) -> int:
+    """Return the entries of a chunk of the vocabulary on a device.
+
+    Args:
+        config: the `[train]` section.
+        tokens: tokens of a microbatch on the device.
+        entries: entries of the vocabulary on the device.
+    """
+    return min(config.ce_vocab_chunk or max(_MIN_CHUNK, _CHUNK_LOGITS // tokens), entries)
 
 
 def entry_ids(size: int) -> Int[Array, "_"]:
