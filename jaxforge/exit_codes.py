@@ -88,7 +88,8 @@ class Exit(enum.Enum):
     )
     SIGNAL = (
         75,
-        "stopped by SIGTERM or SIGUSR1 after a checkpoint; run again to resume (EX_TEMPFAIL)",
+        "stopped by SIGTERM, SIGUSR1 or SIGHUP after a checkpoint; run again to resume "
+        "(EX_TEMPFAIL)",
         False,
     )
     DURATION = 75, "stopped by train.exit_duration_in_mins after a checkpoint", False
@@ -109,7 +110,9 @@ AGREED = frozenset(
 )  # fmt: skip
 """Reasons that all processes of a job agree on at the same step."""
 
-_STOPS = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP})
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
+"""Signals that request a stop: the run saves first."""
+
 _BY_CODE = {exit_.code: exit_ for exit_ in reversed(Exit)}  # the first reason of each code
 
 
@@ -135,7 +138,7 @@ def again(code: int) -> bool:
     if code in _BY_CODE:
         return _BY_CODE[code].again
     killer = _killer(code)
-    return killer is not None and killer not in _STOPS
+    return killer is not None and killer not in STOP_SIGNALS
 
 
 def _killer(code: int) -> signal.Signals | None:

@@ -7,8 +7,10 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
+
+from jaxforge.exit_codes import STOP_SIGNALS
 
 ROSTER_VARIABLE = "JAXFORGE_ROSTER"
 """Variable of processes of elastic jobs: the job's key, and the number of its list of hosts."""
@@ -91,14 +93,37 @@ def stop_with_parent() -> None:
         _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
+def stop_signals() -> list[signal.Signals]:
+    """Return the signals that request a stop of this process.
+
+    `nohup` makes a process ignore SIGHUP, so that it survives its terminal.
+    """
+    survives_terminal = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    return [sig for sig in STOP_SIGNALS if not (sig is signal.SIGHUP and survives_terminal)]
+
+
+def stop_message(sig: signal.Signals, action: str) -> str:
+    """Return the message about a signal that requests a stop.
+
+    Args:
+        sig: the signal.
+        action: effect of the signal.
+    """
+    second = ". A second Ctrl-C ends the run at once, without this checkpoint"
+    return f"{sig.name}: {action}{second if sig is signal.SIGINT else ''}"
+
+
 @contextlib.contextmanager
-def listening(
-    signals: Sequence[signal.Signals], receive: Callable[[signal.Signals], None]
-) -> Iterator[None]:
-    """Call `receive` for each of the signals that arrives; restore the handlers on exit."""
+def listening(receive: Callable[[signal.Signals], None]) -> Iterator[None]:
+    """Call `receive` for each signal that requests a stop; restore the handlers on exit.
+
+    Args:
+        receive: handler of a signal. It interrupts the main thread, which may hold the lock of a
+            stream or of the log. So it must neither print nor log, nor wait for a lock.
+    """
     previous = {
         sig: signal.signal(sig, lambda number, _: receive(signal.Signals(number)))
-        for sig in signals
+        for sig in stop_signals()
     }
     try:
         yield

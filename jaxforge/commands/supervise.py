@@ -4,8 +4,8 @@
     python -m jaxforge.supervise -- --config FILE ...        short form
 
 The exit code decides about a restart (`jaxforge.exit_codes`). The pause before a restart doubles
-until a start makes progress, which means that it writes a newer checkpoint. SIGTERM, SIGINT and
-SIGUSR1 are forwarded to the command. The supervisor then exits with the code of the command,
+until a start makes progress, which means that it writes a newer checkpoint. SIGTERM, SIGINT,
+SIGUSR1 and SIGHUP are forwarded to the command. The supervisor then exits with the code of the command,
 without a restart. With `--nproc N`, N processes run on this machine, connected by the variables
 that `parallel.multihost` reads. If one of them fails, the others are stopped and all are restarted.
 No started process outlives the supervisor.

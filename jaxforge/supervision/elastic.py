@@ -39,7 +39,6 @@ from jaxforge.supervision.restarts import (
     stop_code,
 )
 from jaxforge.supervision.rosters import Roster, Status, View
-from jaxforge.supervision.supervisor import FORWARDED
 
 log = logging.getLogger("jaxforge.supervise")
 
@@ -113,7 +112,7 @@ class ElasticSupervisor:
         """
         hosts = self._hosts
         members = Members(hosts.addresses, hosts.own, hosts.key, hosts.timeout, lambda: self._own)
-        with members, listening(FORWARDED, self._events.put):
+        with members, listening(self._events.put):
             while self._final is None:
                 self._handle(self._next_event(), members)
                 self._look()

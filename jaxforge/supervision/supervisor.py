@@ -24,8 +24,6 @@ from jaxforge.supervision.restarts import (
 
 log = logging.getLogger("jaxforge.supervise")
 
-FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-"""Signals that the supervisor forwards to the command."""
 _LONGEST_WAIT_SEC = 1.0
 
 
@@ -54,7 +52,7 @@ class Supervisor:
         Returns:
             The exit code of the last start, or of a stop if stopped between two starts.
         """
-        with listening(FORWARDED, self._events.put):
+        with listening(self._events.put):
             while True:
                 began, clock, step = time.time(), time.monotonic(), newest_step(self._run)
                 group = self._run_once()

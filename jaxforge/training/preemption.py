@@ -6,10 +6,10 @@ data, a signal stops a single process at once.
 
 Several processes agree on the step after which all of them stop:
 
-    SIGTERM           -> JAX's preemption service (it owns the signal) -> same step on every process
-    SIGUSR1, SIGINT   -> our handler -> SIGTERM to ourselves -> the service, as above
-    time limit        -> process 0 decides -> SIGTERM to itself -> the service, as above
-    failed save       -> the process that failed -> SIGTERM to itself -> the service, as above
+    SIGTERM         -> JAX's preemption service (it owns the signal) -> same step on every process
+    other signals   -> our handler -> SIGTERM to ourselves -> the service, as above
+    time limit      -> process 0 decides -> SIGTERM to itself -> the service, as above
+    failed save     -> the process that failed -> SIGTERM to itself -> the service, as above
 
 A second Ctrl-C ends the process at once. A second SIGTERM does not: schedulers signal every process
 of a tree, and some signal twice. If the checkpoint takes longer than `train.shutdown_timeout_sec`,
@@ -35,7 +35,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from jaxforge.cli.process import end_now, is_interactive
+from jaxforge.cli.process import end_now, is_interactive, stop_message, stop_signals
 from jaxforge.config.train import TrainConfig
 from jaxforge.exit_codes import Exit
 
@@ -43,13 +43,15 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+_MESSAGE_SEC = 1.0  # longest wait for a message
+
 
 class Interrupted(BaseException):
     """A signal arrived while no step was running that has to be finished first."""
 
 
 class Signals:
-    """Turns SIGTERM, SIGUSR1 and SIGINT into a stop of all processes after the same step.
+    """Turns signals (`cli.process.stop_signals`) into a stop of all processes after the same step.
 
     Args:
         timeout_seconds: `train.shutdown_timeout_sec`.
@@ -59,12 +61,11 @@ class Signals:
             for this thread, so the process must end by `os._exit`.
     """
 
-    WATCHED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
-
     def __init__(self, timeout_seconds: float) -> None:
         self._timeout = timeout_seconds
         self._received: signal.Signals | None = None
         self._timer: threading.Timer | None = None
+        self._announcement: threading.Thread | None = None
         self._shared = jax.process_count() > 1
         self._previous: dict[signal.Signals, Any] = {}
         self._asked = 0
@@ -76,7 +77,7 @@ class Signals:
         if threading.current_thread() is not threading.main_thread():
             return self
         # With several processes, SIGTERM belongs to JAX's preemption service, which forwards it.
-        for sig in self.WATCHED:
+        for sig in stop_signals():
             if not (self._shared and sig is signal.SIGTERM):
                 self._previous[sig] = signal.signal(sig, self._receive)
         return self
@@ -88,17 +89,23 @@ class Signals:
             self._timer.cancel()
 
     def _receive(self, number: int, _: FrameType | None) -> None:
+        """Set the flags and start the timer.
+
+        The main thread may hold the lock of a stream, of the log or of the live line when a signal
+        interrupts it. So the message comes from a thread: a handler that logs waits forever.
+        """
         if self._received is not None and number != signal.SIGINT:
             return
         self._received = signal.Signals(number)
         if number == signal.SIGINT:
             second = self._previous[self._received] if is_interactive() else signal.SIG_DFL
             signal.signal(number, second)
-        log.warning("%s: saving a checkpoint, then exiting", self._received.name)
         if self._timer is None:
             self._timer = threading.Timer(self._timeout, _give_up, [self._timeout])
             self._timer.daemon = True
             self._timer.start()
+        message = stop_message(self._received, "saving a checkpoint, then exiting")
+        self._announcement = _log_in_thread(logging.WARNING, message)
         if self._shared:
             self.stop_everywhere()
         elif self._interruptible:
@@ -153,6 +160,8 @@ class Signals:
         return self._reason()
 
     def _reason(self) -> Exit:
+        if self._announcement is not None:  # comes before the messages of the save
+            self._announcement.join(_MESSAGE_SEC)
         if self._has_failed:
             return Exit.STORAGE
         if self._received is None and self._is_time_up:
@@ -210,8 +219,16 @@ class Signals:
         return results[0]
 
 
+def _log_in_thread(level: int, message: str) -> threading.Thread:
+    """Log in a new thread, because another thread may hold the lock of the log forever."""
+    thread = threading.Thread(target=log.log, args=(level, "%s", message), daemon=True)
+    thread.start()
+    return thread
+
+
 def _give_up(seconds: float) -> None:
-    log.error("no checkpoint was saved within train.shutdown_timeout_sec = %g s: exiting", seconds)
+    message = f"no checkpoint was saved within train.shutdown_timeout_sec = {seconds:g} s: exiting"
+    _log_in_thread(logging.ERROR, message).join(_MESSAGE_SEC)
     end_now(Exit.ERROR.code, flush=False)
     _thread.interrupt_main()
 

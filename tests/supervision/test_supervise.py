@@ -142,7 +142,7 @@ def test_backoff_doubles_up_to_cap():
 
 
 @pytest.mark.parametrize(
-    ("sig", "code"), [(signal.SIGTERM, 75), (signal.SIGUSR1, 75), (signal.SIGINT, 130)]
+    ("sig", "code"), [(signal.SIGHUP, 75), (signal.SIGUSR1, 75), (signal.SIGINT, 130)]
 )
 def test_signal_is_forwarded_and_child_code_returned(child, sig, code):
     body = (

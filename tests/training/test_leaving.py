@@ -6,6 +6,7 @@ import logging
 import os
 import signal
 import sys
+import threading
 import time
 import types
 
@@ -201,13 +202,71 @@ def test_failed_save_raises_in_single_process():
 
 @pytest.mark.parametrize(
     ("sig", "reason"),
-    [(signal.SIGTERM, Exit.SIGNAL), (signal.SIGUSR1, Exit.SIGNAL), (signal.SIGINT, Exit.INTERRUPT)],
+    [
+        (signal.SIGTERM, Exit.SIGNAL),
+        (signal.SIGUSR1, Exit.SIGNAL),
+        (signal.SIGHUP, Exit.SIGNAL),
+        (signal.SIGINT, Exit.INTERRUPT),
+    ],
 )
-def test_received_signal_is_the_exit_reason(sig, reason):
+def test_received_signal_is_the_exit_reason(logged, sig, reason):
     with Signals(timeout_seconds=60) as signals:
         assert signals.requested() is None
         signal.raise_signal(sig)
         assert (signals.requested(), signals.name) == (reason, sig.name)
+    assert logged.messages[0].startswith(f"{sig.name}: saving a checkpoint, then exiting")
+    names_cost = "A second Ctrl-C ends the run at once, without" in logged.messages[0]
+    assert names_cost == (sig is signal.SIGINT)
+
+
+def test_hangup_is_ignored_under_nohup():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with Signals(timeout_seconds=60) as signals:
+            signal.raise_signal(signal.SIGHUP)
+            assert signals.requested() is None
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+@pytest.fixture
+def blocked_log(logged):
+    """Hold the lock of the log in another thread for the whole test; return its release."""
+    holds, is_over = threading.Event(), threading.Event()
+
+    def hold():
+        with logged.handler.lock:
+            holds.set()
+            is_over.wait(PATIENCE)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    holds.wait()
+    yield is_over.set
+    is_over.set()
+    thread.join()
+
+
+@pytest.mark.parametrize("sig", [signal.SIGTERM, signal.SIGINT])
+def test_signal_handler_does_not_wait_for_log(blocked_log, logged, sig):
+    """The thread that holds the lock may wait for the main thread, which the handler interrupts."""
+    with Signals(timeout_seconds=60) as signals:
+        signal.raise_signal(sig)
+        assert signals.requested() is (Exit.INTERRUPT if sig is signal.SIGINT else Exit.SIGNAL)
+        assert not logged.messages
+        blocked_log()
+        wait_until(lambda: logged.messages)
+
+
+@pytest.mark.usefixtures("blocked_log")
+def test_slow_checkpoint_ends_process_with_blocked_log(monkeypatch):
+    codes = []
+    monkeypatch.setattr(os, "_exit", codes.append)
+    monkeypatch.setattr(_thread, "interrupt_main", lambda: None)
+    with Signals(timeout_seconds=0):
+        signal.raise_signal(signal.SIGTERM)
+        wait_until(lambda: codes)
+    assert codes == [1]
 
 
 def test_wait_returns_result_without_signal():

@@ -5,6 +5,7 @@
 <checkpoint.dir>/<name>/finished.json   exists as soon as the run is finished
 """
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -16,7 +17,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from jaxforge import exit_codes
-from jaxforge.cli.process import listening, new_command_env
+from jaxforge.cli.process import listening, new_command_env, stop_message
 from jaxforge.config.job import JobConfig
 from jaxforge.errors import UserError
 from jaxforge.exit_codes import Exit
@@ -25,7 +26,6 @@ from jaxforge.storage import run_lock, safe_files
 from jaxforge.tools.sweep.points import Point
 
 _OUTPUT, _FINISHED = "output.log", "finished.json"
-_STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 _POLL_SEC = 0.5
 _WITH_PARENT = """
 import os, sys
@@ -128,7 +128,7 @@ class Runner:
             signal, else 0.
         """
         codes = []
-        with listening(_STOPS, self._receive):
+        with listening(self._receive):
             for i, planned_run in enumerate(runs, 1):
                 label = f"[{i}/{len(runs)}] {planned_run.point.name}"
                 codes.append(self._run_point(planned_run, label))
@@ -176,9 +176,20 @@ class Runner:
             )  # fmt: skip
             if self._stopping is not None:  # the signal came before the process existed
                 self._process.send_signal(self._stopping)
-            code = exit_codes.exit_code(self._process.wait())
+            code = self._wait(self._process)
         self._process = None
         return code
+
+    def _wait(self, process: "subprocess.Popen[bytes]") -> int:
+        """Wait for the end of the run, and report the signal that requests it."""
+        reported = None
+        while True:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                return exit_codes.exit_code(process.wait(_POLL_SEC))
+            if self._stopping not in (None, reported):
+                reported = self._stopping
+                action = "the run saves a checkpoint, then the sweep ends"
+                self._say(stop_message(reported, action))
 
     def _receive(self, sig: signal.Signals) -> None:
         self._stopping = sig

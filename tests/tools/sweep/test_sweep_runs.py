@@ -35,7 +35,7 @@ dir = "{}"
 """
 LINE = "{'step': 8, 'time': 1e9, 'train/loss': 2.0}"
 LOGS = f"open(d + '/metrics.jsonl', 'w').write(json.dumps({LINE}) + '\\n')"
-WAITS = "open(d + '/waits', 'w'); signal.sigwait({signal.SIGTERM}); sys.exit(75)"
+WAITS = "open(d + '/waits', 'w'); signal.sigwait({{{sig}}}); time.sleep(0.7); sys.exit({code})"
 
 
 @pytest.fixture
@@ -48,8 +48,8 @@ def base(tmp_path):
 def planned(base, *grid, code=LOGS, settings=()):
     """Plan a sweep whose processes run `code`, with the run directory as d."""
     runs = run_sweep.plan_runs(points(grid, None), base, settings, 1)
-    before = "import json, os, signal, sys; d = sys.argv[1]; "
-    before += "signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM}); "
+    before = "import json, os, signal, sys, time; d = sys.argv[1]; "
+    before += "signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP, signal.SIGINT}); "
     return [
         item.__class__(
             item.point, item.directory, item.config,
@@ -81,16 +81,20 @@ def test_finished_runs_are_not_repeated(base):
     assert said[:2] == ["[1/3] seed=1: already finished", "[2/3] seed=2: already finished"]
 
 
-def test_signal_stops_run_and_sweep(base):
-    runs = planned(base, "train.seed=1,2", code=WAITS)
+@pytest.mark.parametrize(("sig", "code"), [(signal.SIGHUP, 75), (signal.SIGINT, 130)])
+def test_signal_stops_run_and_sweep(base, sig, code):
+    runs = planned(base, "train.seed=1,2", code=WAITS.format(sig=sig.value, code=code))
 
     def stop():
         wait_until((runs[0].directory / "waits").exists)
-        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), sig)
 
     threading.Thread(target=stop).start()
-    code, said = run(runs)
-    assert code == 75
+    returned, said = run(runs)
+    assert returned == code
+    (message,) = [line for line in said if line.startswith(sig.name)]
+    assert "saves a checkpoint" in message
+    assert ("second Ctrl-C" in message) == (sig is signal.SIGINT)
     assert not any("seed=2" in line for line in said)
     assert runs[0].state == "new"  # the fake trainer writes no config.toml
 
