@@ -5,10 +5,10 @@
 
 The exit code decides about a restart (`jaxforge.exit_codes`). The pause before a restart doubles
 until a start makes progress, which means that it writes a newer checkpoint. SIGTERM, SIGINT,
-SIGUSR1 and SIGHUP are forwarded to the command. The supervisor then exits with the code of the command,
-without a restart. With `--nproc N`, N processes run on this machine, connected by the variables
-that `parallel.multihost` reads. If one of them fails, the others are stopped and all are restarted.
-No started process outlives the supervisor.
+SIGUSR1 and SIGHUP are forwarded to the command. The supervisor then exits with the code of the
+command, without a restart. With `--nproc N`, N processes run on this machine, connected by the
+variables that `parallel.multihost` reads. If one of them fails, the others are stopped and all are
+restarted. No started process outlives the supervisor.
 
 With `--elastic`, the job has several hosts, each with a supervisor. When hosts are lost, the others
 continue from the newest checkpoint with the same batches. Hosts that return join at the next save:
