@@ -60,6 +60,8 @@ class CheckpointConfig(Section):
     """Directory of the run; if it contains a checkpoint, the run resumes from it."""
     interval: PositiveSteps = 1000
     """Updates between checkpoints."""
+    epoch_interval: NonNegativeInt = 0
+    """Epochs of the data between additional checkpoints, at their ends; 0 disables them."""
     dyn_ckpt_window: DynCkptWindow | None = None
     """Additional checkpoints in a range of steps, which keep_last_n does not remove."""
     non_persistent_interval: NonNegativeInt = 0

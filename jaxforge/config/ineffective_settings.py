@@ -201,7 +201,7 @@ def schedule(config: JobConfig) -> Iterator[str]:
         )
     yield from _phases(config)
     yield from _evaluation(config, tenth)
-    if config.checkpoint.interval > last:
+    if config.checkpoint.interval > last and not config.checkpoint.epoch_interval:
         yield (
             f"checkpoint.interval = {config.checkpoint.interval:,} exceeds train.max_steps = "
             f"{last:,}, so a killed run cannot resume: change "
@@ -329,9 +329,11 @@ def _intervals(config: JobConfig) -> Iterator[str]:
                 f"{key} = {steps:,} exceeds train.max_steps = {last:,}, so it has no "
                 "effect: change " + describe_change({key: max(1, last // 10)})
             )
-    every = config.checkpoint.export_interval
-    if every and not config.checkpoint.export_last and config.checkpoint.interval <= last:
-        n_saves = -(-last // config.checkpoint.interval)
+    saves = config.checkpoint
+    every = saves.export_interval
+    has_interval = saves.interval <= last and not saves.epoch_interval
+    if every and not saves.export_last and has_interval:
+        n_saves = -(-last // saves.interval)
         if every > n_saves:
             yield (
                 f"checkpoint.export_interval = {every:,} exceeds the {n_saves:,} checkpoints of "

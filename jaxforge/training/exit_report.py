@@ -1,6 +1,7 @@
 """Reports at the end of a run: log messages and the exit code."""
 
 import logging
+from pathlib import Path
 
 from jaxforge.config.train import TrainConfig
 from jaxforge.errors import UserError
@@ -43,6 +44,21 @@ def log_exit_reason(
         )  # fmt: skip
     else:
         log.info("stopped at step %d of %d; run the same command to resume", step, config.max_steps)
+
+
+def log_failed_callback(event: str, reason: Exit, last_saved: Path | None) -> None:
+    """Log that a callback failed after the end of training, and that the run is safe.
+
+    Args:
+        event: class and method of the callback.
+        reason: why training ended.
+        last_saved: the newest checkpoint; None without one.
+    """
+    log.error(
+        "%s failed after the end of training (%s). The last checkpoint is complete: %s. Correct "
+        "the callback and run the same command: it calls the callback again",
+        event, reason.meaning, last_saved or "none was saved",
+    )  # fmt: skip
 
 
 def log_already_complete(config: TrainConfig, progress: Progress) -> None:

@@ -9,17 +9,14 @@ The host waits for step n only if an action after it needs the result: a callbac
 save. Metrics of step n-1 are read only if a writer is due.
 """
 
-import contextlib
 import dataclasses
 import logging
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import jax
 
 from jaxforge.config.job import JobConfig
-from jaxforge.errors import StorageError
 from jaxforge.state.progress import Progress
 from jaxforge.state.train_state import TrainState
 from jaxforge.step.train_step import Batch, Controls, Metrics, TrainStep
@@ -27,10 +24,10 @@ from jaxforge.training.bad_steps import BadSteps
 from jaxforge.training.callbacks.callback import Callback, IntervalContext, StepContext
 from jaxforge.training.callbacks.control import Requests
 from jaxforge.training.callbacks.runner import Callbacks
+from jaxforge.training.closing import close_run
 from jaxforge.training.early_stop import EarlyStop
 from jaxforge.training.exit_report import (
     check_learned,
-    exit_code,
     log_already_complete,
     log_exit_reason,
 )
@@ -88,7 +85,7 @@ class Trainer:
         try:
             reason = self._begin(signals, exits)
             while reason is None:
-                self.callbacks.call(Callback.on_step_begin, self.progress.step + 1)
+                self.callbacks.begin_step(self.progress)
                 with profiler.around(self.progress.step + 1, tracker.paused):
                     batch, controls = self._next_batch(signals)
                     self._measure_attention_logits(batch)
@@ -170,7 +167,7 @@ class Trainer:
     def _context(self, exits: Exits, due: Sequence[Callback]) -> IntervalContext:
         def start_save() -> None:
             waits = self.config.checkpoint.keep_best_n or any(cb.judges_state for cb in due)
-            if not waits and (self._at_end or self.saver.is_due(self.progress.step)):
+            if not waits and (self._at_end or self._is_save_due()):
                 self._save()
 
         return IntervalContext(
@@ -284,29 +281,33 @@ class Trainer:
         """Return whether an action after the latest step depends on the step having taken place."""
         step = self.progress.step
         return (
-            self.callbacks.watches_steps
+            self.callbacks.watches_end_of_step(self.progress)
             or any(callback.waits for callback in due)
-            or self.saver.is_due(step)
+            or self._is_save_due()
             or self.saver.is_local_due(step)
             or self.saver.is_replica_due(step)
         )
 
     def _end_step(self, metrics: Metrics) -> None:
-        if not self.callbacks.watches_steps:
+        if not self.callbacks.watches_end_of_step(self.progress):
             return
         self.instruments.tracker.flush()  # callbacks come after the metrics
         context = StepContext(self.progress.step, self.state, metrics, self.callbacks.control)
-        self.callbacks.call(Callback.on_step_end, context)
+        self.callbacks.end_step(self.progress, context)
 
     def _save_if_due(self, evaluation: dict[str, float], *, is_requested: bool = False) -> None:
         """Save on the schedule or a request, after the last step, and after a new best."""
         step, new_best = self.progress.step, self.saver.note_best(self.progress, evaluation)
-        if self._at_end or is_requested or self.saver.is_due(step, new_best=new_best):
+        if self._at_end or is_requested or self._is_save_due(new_best=new_best):
             self._save(evaluation)
         elif self.saver.is_local_due(step):
             self._save(permanent=False)
         if self.saver.is_replica_due(step) and not self._at_end:
             self._replicate()
+
+    def _is_save_due(self, *, new_best: bool = False) -> bool:
+        epochs = self.callbacks.ended_epochs(self.progress)
+        return self.saver.is_due(self.progress.step, epochs, new_best=new_best)
 
     def _save(self, evaluation: dict[str, float] | None = None, *, permanent: bool = True) -> None:
         with self.instruments.tracker.paused(), self.instruments.watchdog.section("checkpoint"):
@@ -420,43 +421,7 @@ class Trainer:
         Returns:
             Why the process ends: `Exit.STORAGE` if metrics or logs are lost.
         """
-        step, tokens = self.progress.step, self.progress.tokens
-        self.instruments.watchdog.clock.end_steps()  # also after a failure
-        losses: list[StorageError] = []
-
-        def note_loss(end: Callable[..., object], *arguments: object) -> None:
-            try:
-                end(*arguments)
-            except StorageError as error:
-                log.error("%s", error)
-                losses.append(error)
-
-        def code(failure: BaseException | None) -> int:
-            failure = failure or sys.exception() or (losses[0] if losses else None)
-            return exit_code(reason, failure)
-
-        def close_tracker(_: object, failure: BaseException | None, __: object) -> None:
-            if not self.instruments.tracker.close(code(failure)):
-                losses.append(StorageError("metrics are lost"))
-
-        def close_attempt(_: object, failure: BaseException | None, __: object) -> None:
-            if self.instruments.attempt is not None:
-                self.instruments.attempt.close(code(failure))
-
-        # Pushed in reverse: the profiler closes first and the mirror last. Each callback of the
-        # stack runs even if an earlier one fails; the last failure is raised.
-        with contextlib.ExitStack() as stack:
-            stack.callback(note_loss, self.saver.close_mirror)
-            stack.push(close_attempt)
-            stack.push(close_tracker)
-            callbacks = [*self.callbacks][::-1]
-            for callback in callbacks:
-                stack.callback(callback.close)
-            for callback in callbacks:
-                stack.callback(note_loss, callback.on_train_end, step, tokens, reason)
-            stack.callback(self.saver.close, together=reason is not None and reason.is_agreed)
-            stack.callback(self.instruments.profiler.close)
-        return Exit.STORAGE if losses else reason
+        return close_run(reason, self.progress, self.callbacks, self.saver, self.instruments)
 
     def _follow_device(self) -> None:
         """Synchronize the step counters from the device state."""

@@ -140,6 +140,11 @@ class Saver:
         """Return the step of the newest permanent checkpoint; None without one."""
         return self.permanent.latest()
 
+    def latest_path(self) -> Path | None:
+        """Return the newest permanent checkpoint; None without one."""
+        step = self.latest()
+        return None if step is None else self.permanent.path(step)
+
     def set_direction(self, *, is_higher_better: bool) -> None:
         """Set whether higher values of `checkpoint.best_metric` are better."""
         self.permanent.is_higher_better = is_higher_better
@@ -153,9 +158,17 @@ class Saver:
             metric, evaluation[metric], is_higher_better=self.permanent.is_higher_better
         )
 
-    def is_due(self, step: int, *, new_best: bool = False) -> bool:
-        """Return whether a permanent checkpoint is due, by schedule or as a new best."""
-        return self._policy(step) or (new_best and self._config.keep_best_n > 0)
+    def is_due(self, step: int, ended_epochs: range = range(0), *, new_best: bool = False) -> bool:
+        """Return whether a permanent checkpoint is due, by schedule or as a new best.
+
+        Args:
+            step: steps attempted.
+            ended_epochs: numbers of the epochs that ended with the step.
+            new_best: the latest evaluation is the best so far.
+        """
+        every = self._config.epoch_interval
+        ends_interval = every > 0 and any(epoch % every == 0 for epoch in ended_epochs)
+        return self._policy(step) or ends_interval or (new_best and self._config.keep_best_n > 0)
 
     def is_local_due(self, step: int) -> bool:
         """Return whether a non-persistent checkpoint is due."""

@@ -214,7 +214,8 @@ def record_data(
         has_begun: True if the run starts from a checkpoint.
 
     Raises:
-        UserError: the data changed in a way that `data.on_change` refuses.
+        UserError: the data changed in a way that `data.on_change` refuses, or have no epochs for
+            `checkpoint.epoch_interval`.
     """
     if has_begun:
         check_random_tokens(config.data, progress.data)
@@ -222,3 +223,8 @@ def record_data(
         log.warning("the data changed since step %d: %s", progress.step, change)
     progress.data = identity
     progress.sequences_per_epoch = sequences_per_epoch(config, rows, dataset)
+    if config.checkpoint.epoch_interval and not progress.sequences_per_epoch:
+        raise UserError(
+            f"checkpoint.epoch_interval = {config.checkpoint.epoch_interval}: random tokens, "
+            "streams and mixtures have no epochs. Remove it and set checkpoint.interval"
+        )

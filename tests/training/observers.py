@@ -198,11 +198,12 @@ def batch():
 
 def run(
     steps=6, log=100, evaluate=100, save=100, hooks=True, stop_at=None, bad=(),
-    callbacks=(), sections=None, **train,
+    callbacks=(), sections=None, epoch=None, **train,
 ):  # fmt: skip
     """Return events, exit reason and trainer of a run of `steps` steps.
 
-    Steps in `bad` are not finite. Each of `callbacks` is called with the list of events.
+    Steps in `bad` are not finite. Each step draws 8 of the `epoch` sequences of the data. Each of
+    `callbacks` is called with the list of events.
     """
     sections = sections or {}
     events, counts = [], {"step": 0, "consecutive": 0, "total": 0}
@@ -248,7 +249,7 @@ def run(
         early_stop=sections.get("early_stop", {}),
     )
 
-    progress, writers = Progress(), [MetricWriter("it", Sink(events), log)]
+    progress, writers = Progress(sequences_per_epoch=epoch), [MetricWriter("it", Sink(events), log)]
     trainer = Trainer(
         config=config, state=device_state(), progress=progress,
         updates=Updates(

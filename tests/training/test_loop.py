@@ -2,6 +2,8 @@
 
 import contextlib
 import dataclasses
+import logging
+import re
 
 import jax
 import numpy as np
@@ -65,6 +67,52 @@ def test_last_step_is_saved_once():
     ]  # fmt: skip
     events, _, _ = run(steps=4, save=2)
     assert events.count("save 4") == 1
+
+
+class Epochs(Hook):
+    def __init__(self, events):
+        self.events = events
+
+    def on_epoch_begin(self, epoch):
+        self.events.append(f"epoch {epoch} begins")
+
+    def on_epoch_end(self, epoch, context):
+        self.events.append(f"epoch {epoch} ends, {context.step}")
+        if epoch == 3:
+            context.control.request_save()
+
+
+@pytest.mark.parametrize(
+    ("epoch", "expected"),
+    [
+        (20, ["1 begins", "1 ends, 3", "2 begins", "2 ends, 5", "3 begins"]),
+        (5, ["1 begins", "1 ends, 1", "2 begins", "2 ends, 2", "3 begins", "3 ends, 2"]),
+        (None, []),
+    ],
+)
+def test_callbacks_learn_of_epochs_of_the_data(epoch, expected):
+    steps = 2 if epoch == 5 else 6  # of 8 sequences
+    events, *_ = run(steps=steps, callbacks=[Epochs], hooks=False, epoch=epoch)
+    assert [e.removeprefix("epoch ") for e in events if e.startswith("epoch")] == expected
+
+
+def test_epoch_events_surround_steps():
+    events, *_ = run(steps=6, callbacks=[Epochs], epoch=16)
+    order = [e for e in events if e.startswith(("epoch", "launch", "hook", "save "))]
+    assert order[order.index("launch 6") :] == [
+        "launch 6", "hook 6", "epoch 3 ends, 6", "save 6", "save hook 6",
+    ]  # fmt: skip
+    assert order[:2] == ["epoch 1 begins", "launch 1"]
+
+
+def test_checkpoints_are_due_by_steps_and_by_epochs():
+    def saved(**keys):
+        events, *_ = run(steps=12, save=5, hooks=False, epoch=20, sections={"checkpoint": keys})
+        return [int(e.split()[1]) for e in events if re.fullmatch(r"save \d+", e)]
+
+    assert saved(epoch_interval=1) == [3, 5, 8, 10, 12]  # epochs end at 2.5, 5, 7.5 and 10 steps
+    assert saved(epoch_interval=2) == [5, 10, 12]
+    assert saved() == [5, 10, 12]
 
 
 def test_signal_saves_and_stops():
@@ -145,6 +193,33 @@ def test_failing_callback_does_not_stop_others_at_end():
     callbacks = Callbacks([Loses(), Recorder(events)])
     assert dataclasses.replace(trainer, callbacks=callbacks).close(reason) is Exit.STORAGE
     assert events == ["end 1 256 Exit.COMPLETED"]
+
+
+def test_failing_callback_at_end_names_checkpoint(caplog, monkeypatch):
+    class Fails(Hook):
+        def on_train_end(self, step, tokens_seen):  # as in KempnerForge
+            events.append(f"end {step} {tokens_seen}")
+            raise ZeroDivisionError
+
+    monkeypatch.setattr(logging.getLogger("jaxforge"), "propagate", True)
+    events, (_, reason, trainer) = [], run(steps=1)
+    with pytest.raises(ZeroDivisionError):
+        dataclasses.replace(trainer, callbacks=Callbacks([Fails()])).close(reason)
+    assert events == ["end 1 256"]
+    (message,) = caplog.messages
+    assert message.startswith("Fails.on_train_end failed after the end of training (finished: max")
+    assert "The last checkpoint is complete: step_1." in message
+
+
+def test_callback_that_exits_at_end_sets_exit_code():
+    class Exits(Hook):
+        def on_train_end(self, step, tokens_seen, reason):
+            raise SystemExit(self.code)
+
+    _, reason, trainer = run(steps=1)
+    for Exits.code in (3, 0):
+        ended = dataclasses.replace(trainer, callbacks=Callbacks([Exits()])).close(reason)
+        assert ended.code == Exits.code
 
 
 def test_lost_metrics_end_run_with_storage_code(caplog):

@@ -187,6 +187,24 @@ class Callback:
             path: the checkpoint, or `checkpoint.load_path`.
         """
 
+    def on_epoch_begin(self, epoch: int) -> None:
+        """Handle the start of an epoch of the data, before `on_step_begin` of its first step.
+
+        Also called for the first step after a resume within the epoch. Streams, mixtures and random
+        tokens have no epochs.
+
+        Args:
+            epoch: the epoch that begins; the first one is 1.
+        """
+
+    def on_epoch_end(self, epoch: int, context: StepContext) -> None:
+        """Handle the end of an epoch, after `on_step_end` of the step with its last sequence.
+
+        Args:
+            epoch: the epoch that ends; the first one is 1.
+            context: the step.
+        """
+
     def on_step_begin(self, step: int) -> None:
         """Handle the start of a step, before its batch is awaited.
 

@@ -40,6 +40,8 @@ CALLBACKS = "training/callbacks"
 WATCHING = "[metrics.md](metrics.md#watching-a-run)"
 
 ORDER = (
+    Event("`on_epoch_begin`", "your callbacks, before the first step of an epoch of the data",
+          f"`{CALLBACKS}/callback.py`, [library.md](library.md)"),
     Event("`on_step_begin`", "your callbacks, before the batch of the step is awaited",
           f"`{CALLBACKS}/callback.py`, [library.md](library.md)"),
     Event("launch", "the step is launched on the next batch, which is already on the devices; "
@@ -48,6 +50,8 @@ ORDER = (
     Event("metrics", "metrics of the *previous* step are read and logged, if a sink is due",
           "`telemetry/tracker.py`, [metrics.md](metrics.md)"),
     Event("`on_step_end`", "your callbacks, after the metrics of this step are logged",
+          f"`{CALLBACKS}/callback.py`, [library.md](library.md)"),
+    Event("`on_epoch_end`", "your callbacks, after the step with the last sequence of an epoch",
           f"`{CALLBACKS}/callback.py`, [library.md](library.md)"),
     Event("directory", "after each step, the lock of the run directory is checked",
           f"`{CALLBACKS}/directory_lock.py`", DirectoryLock),

@@ -18,7 +18,8 @@ from jax.experimental import multihost_utils
 from jaxforge.errors import UserError
 from jaxforge.exit_codes import Exit
 from jaxforge.parallel import agreement
-from jaxforge.training.callbacks.callback import Callback, IntervalContext
+from jaxforge.state.progress import Progress
+from jaxforge.training.callbacks.callback import Callback, IntervalContext, StepContext
 from jaxforge.training.callbacks.control import Control, Requests
 from jaxforge.training.callbacks.evaluation import Evaluation
 from jaxforge.training.callbacks.order import position
@@ -55,7 +56,9 @@ class Callbacks:
         }
         self._previous = dict.fromkeys(self._durations, time.monotonic())
         self.collect = tuple(name for callback in callbacks for name in callback.collect)
-        self.watches_steps = any(_handles(callback, "on_step_end") for callback in callbacks)
+        self._watches_steps = self._handled(Callback.on_step_end)
+        self._watches_epochs = self._handled(Callback.on_epoch_end)
+        self._epoch: int | None = None  # complete epochs when the current one began
         self.control = Control()
         self._has_users = any(not isinstance(callback, RunCallback) for callback in callbacks)
         self._are_alike = True
@@ -122,15 +125,52 @@ class Callbacks:
             event: a method of `Callback`.
             arguments: arguments of the event. A callback whose method takes fewer gets fewer.
         """
-        name = event.__name__
         for callback in self._callbacks:
-            if not _handles(callback, name):
-                continue
-            method = getattr(callback, name)
-            try:
-                method(*arguments[: _positional_count(method)])
-            except SystemExit as error:
-                self.control.note_exit(error, f"{type(callback).__name__}.{name}")
+            self.call_callback(callback, event, *arguments)
+
+    def call_callback(
+        self,
+        callback: Callback,
+        event: Callable[..., None],
+        *arguments: Any,  # noqa: ANN401
+    ) -> None:
+        """Call an event of one callback, as `call` does for all of them."""
+        name = event.__name__
+        if not _handles(callback, name):
+            return
+        method = getattr(callback, name)
+        try:
+            method(*arguments[: _positional_count(method)])
+        except SystemExit as error:
+            self.control.note_exit(error, f"{type(callback).__name__}.{name}")
+
+    def begin_step(self, progress: Progress) -> None:
+        """Call the events before a step: of an epoch, unless it has begun, and of the step."""
+        if progress.epoch is not None and progress.epoch != self._epoch:
+            self._epoch = progress.epoch
+            self.call(Callback.on_epoch_begin, progress.epoch + 1)
+        self.call(Callback.on_step_begin, progress.step + 1)
+
+    def watches_end_of_step(self, progress: Progress) -> bool:
+        """Return whether callbacks handle the end of the latest step, or of its epoch."""
+        return self._watches_steps or (self._watches_epochs and bool(self.ended_epochs(progress)))
+
+    def end_step(self, progress: Progress, context: StepContext) -> None:
+        """Call the events after a step: of the step, and of the epochs that ended with it."""
+        self.call(Callback.on_step_end, context)
+        for epoch in self.ended_epochs(progress):
+            if epoch != self.ended_epochs(progress)[0]:  # the step drew several epochs
+                self.call(Callback.on_epoch_begin, epoch)
+            self.call(Callback.on_epoch_end, epoch, context)
+
+    def ended_epochs(self, progress: Progress) -> range:
+        """Return the numbers of the epochs that ended with the latest step; the first one is 1."""
+        if self._epoch is None or progress.epoch is None:
+            return range(0)
+        return range(self._epoch + 1, progress.epoch + 1)
+
+    def _handled(self, event: Callable[..., None]) -> bool:
+        return any(_handles(callback, event.__name__) for callback in self._callbacks)
 
     def requests(
         self,

@@ -75,6 +75,12 @@ class Begins(Hook):
     def __init__(self, events):
         self.events = events
 
+    def on_epoch_begin(self, epoch):
+        self.events.append(f"begin epoch {epoch}")
+
+    def on_epoch_end(self, epoch, context):
+        self.events.append(f"end epoch {epoch}")
+
     def on_step_begin(self, step):
         self.events.append(f"begin {step}")
 
@@ -87,8 +93,9 @@ HEALTH = {
 }  # fmt: skip
 FILES = {"exports": exports.Exporter, "`progress.txt`": progress_txt.ProgressTxt}
 SEEN = {
-    "begin 2": "`on_step_begin`",
+    "begin epoch 2": "`on_epoch_begin`", "begin 2": "`on_step_begin`",
     "launch 2": "launch", "log 2 train": "metrics", "hook 2": "`on_step_end`",
+    "end epoch 2": "`on_epoch_end`",
     "evaluate from 0": "evaluation", "sample 2": "samples", "capture 2": "activations",
     "look 2": "`on_interval`", "save 2": "save",
 }  # fmt: skip
@@ -101,10 +108,10 @@ def test_step_follows_order_of_table():
         *(acting(kind, name) for name, kind in reversed(HEALTH.items())), Capture, Sampler,
     ]  # fmt: skip
     events, *_ = run(
-        steps=2, log=2, evaluate=2, save=2, callbacks=makers,
+        steps=2, log=2, evaluate=2, save=2, callbacks=makers, epoch=8,
         sections={"checkpoint": {"keep_best_n": 1}},
     )  # fmt: skip
-    second = events[events.index("begin 2") : events.index("wait")]
+    second = events[events.index("begin epoch 2") : events.index("wait")]
     named = [SEEN.get(event, event) for event in second]
     table = [event.name for event in ORDER]
     assert [name for name in named if name in table] == table[
