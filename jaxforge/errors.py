@@ -46,10 +46,14 @@ def file_error(location: object, error: OSError) -> UserError | StorageError:
 
 
 def reason_and_line(error: BaseException) -> str:
-    """Describe an error of a user's code, with the line that raised it."""
-    *_, innermost = traceback.extract_tb(error.__traceback__)
+    """Describe an error of a user's code, with the line that raised it or cannot be parsed."""
     reason = traceback.format_exception_only(error)[-1].strip()
-    return f"{reason} ({innermost.filename}:{innermost.lineno})"
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"{reason} ({error.filename}:{error.lineno})"
+    frames = traceback.extract_tb(error.__traceback__)
+    while len(frames) > 1 and frames[-1].filename.startswith("<frozen importlib"):
+        frames.pop()  # a failed import inside the user's code
+    return f"{reason} ({frames[-1].filename}:{frames[-1].lineno})"
 
 
 def printable(message: str) -> str:

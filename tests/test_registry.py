@@ -155,9 +155,10 @@ def test_plugin_that_is_not_there_is_named_with_its_line(plugin, tmp_path):
     ("text", "said"),
     [
         ("raise ValueError('mine')", r"ValueError: mine \(.*my_plugin.py:1\)"),
-        ("import missing_of_its_own", "No module named 'missing_of_its_own'"),
+        ("\nimport missing_of_its_own", r"No module named 'missing_of_its_own' \(.*plugin.py:2\)"),
         ("\nraise SystemExit(0)", r"SystemExit: 0 \(.*my_plugin.py:2\)"),
-        ("1 +", "SyntaxError: invalid syntax"),
+        ("\n1 +", r"SyntaxError: invalid syntax \(.*my_plugin.py:2\)"),
+        ("x = 1\n  y = 2", r"IndentationError: unexpected indent \(.*my_plugin.py:2\)"),
     ],
 )
 def test_plugin_that_fails_is_named_with_what_it_raised_and_where(plugin, text, said):

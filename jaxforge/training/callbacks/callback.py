@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 from jaxtyping import PyTree
 
@@ -17,9 +17,28 @@ from jaxforge.telemetry.tracker import Tracker
 from jaxforge.training.callbacks.control import Control
 from jaxforge.training.health.watchdog import Watchdog
 
+_OTHER_NAMES = {
+    "model": "state.params",
+    "params": "state.params",
+    "optimizer": "state.opt_state",
+    "opt_state": "state.opt_state",
+}
+"""Attribute of a context in other frameworks -> attribute here."""
+
+
+class _Context:
+    if not TYPE_CHECKING:  # type checkers report missing attributes themselves
+
+        def __getattr__(self, name: str) -> NoReturn:
+            """Name the attribute to use instead of one that only other frameworks have."""
+            names = ", ".join(attribute for attribute in dir(self) if not attribute.startswith("_"))
+            elsewhere = _OTHER_NAMES.get(name)
+            instead = f"Use context.{elsewhere}" if elsewhere else f"It has {names}"
+            raise AttributeError(f"{type(self).__name__} has no {name!r}. {instead}")
+
 
 @dataclasses.dataclass(frozen=True)
-class StepContext:
+class StepContext(_Context):
     """A step as callbacks see it. Reading a scalar fetches it from the device.
 
     Attributes:
@@ -66,7 +85,7 @@ class StepContext:
 
 
 @dataclasses.dataclass(frozen=True)
-class EvalContext:
+class EvalContext(_Context):
     """A run at the end of an evaluation.
 
     Attributes:
@@ -88,7 +107,7 @@ class Notifier(Protocol):
 
 
 @dataclasses.dataclass(frozen=True)
-class IntervalContext:
+class IntervalContext(_Context):
     """A run between two steps, as `Callback.on_interval` sees it.
 
     Attributes:
