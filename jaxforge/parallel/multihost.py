@@ -16,6 +16,7 @@ import socket
 import sys
 import threading
 import time
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,7 @@ JOIN_SEC = 300
 
 _BROKEN_CONNECTION = re.compile(r"Gloo .*gloo/transport/\S+ (.*)")
 
+_AGENT_JOB_PORTS = range(20_000, 30_000)
 CONNECT_SEC = 10.0  # timeout of one attempt to reach process 0
 
 _SHUTDOWN_SEC = 86_400
@@ -278,14 +280,30 @@ def distributed_arguments(env: Mapping[str, str]) -> dict[str, Any] | None:
         return {}  # scripts often set some of torchrun's variables: the scheduler is reliable
     else:
         host, port, count, index = _values(env, _TORCHRUN)
-        address = f"{host}:{port}"
+        holds_port = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        address = f"{host}:{_port_of_agent_job(env) if holds_port else port}"
     try:
-        explicit = {"num_processes": int(count), "process_id": int(index)}
+        explicit: dict[str, Any] = {"num_processes": int(count), "process_id": int(index)}
     except ValueError:
         raise UserError(f"process count {count!r} and index {index!r} must be integers") from None
     if not 0 <= explicit["process_id"] < explicit["num_processes"]:
         raise UserError(f"process index {index} must be at least 0 and below the count, {count}")
-    return None if explicit["num_processes"] == 1 else {"coordinator_address": address, **explicit}
+    if explicit["num_processes"] == 1:
+        return None
+    if _number(env, "LOCAL_WORLD_SIZE") > 1 and not env.get("JAX_LOCAL_DEVICE_IDS"):
+        explicit["local_device_ids"] = [_number(env, "LOCAL_RANK")]  # of torchrun: a GPU each
+    return {"coordinator_address": address, **explicit}
+
+
+def _port_of_agent_job(env: Mapping[str, str]) -> int:
+    """Return a port for process 0 if torchrun's agent listens on MASTER_PORT itself.
+
+    All processes of the job compute the same port, and another one after each restart. It is below
+    the range from which systems take ports for outgoing connections.
+    """
+    names = ("MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")
+    job = " ".join(env.get(name, "") for name in names)
+    return _AGENT_JOB_PORTS[zlib.crc32(job.encode()) % len(_AGENT_JOB_PORTS)]
 
 
 def _values(env: Mapping[str, str], names: tuple[str, ...]) -> list[str]:

@@ -51,6 +51,31 @@ def test_distributed_arguments_follow_environment(env, expected, monkeypatch):
     assert multihost.distributed_arguments(env) == expected
 
 
+AGENT = {
+    **TORCHRUN, "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RUN_ID": "7f",
+    "TORCHELASTIC_RESTART_COUNT": "0", "LOCAL_WORLD_SIZE": "2", "LOCAL_RANK": "1",
+}  # fmt: skip
+
+
+def test_job_of_torchrun_leaves_port_to_its_agent():
+    """The agent listens on MASTER_PORT. A restart takes a new port, which is free again."""
+
+    def address(**env):
+        return multihost.distributed_arguments({**AGENT, **env})["coordinator_address"]
+
+    host, port = address().split(":")
+    assert (host, 20_000 <= int(port) < 30_000) == ("node1", True)
+    assert address(RANK="3", LOCAL_RANK="0", GROUP_RANK="1") == f"node1:{port}"
+    assert address(TORCHELASTIC_RESTART_COUNT="1") != f"node1:{port}"
+    assert address(TORCHELASTIC_USE_AGENT_STORE="False") == "node1:29500"
+
+
+def test_process_of_torchrun_has_one_device_of_its_node():
+    assert multihost.distributed_arguments(AGENT)["local_device_ids"] == [1]
+    for env in ({"LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0"}, {"JAX_LOCAL_DEVICE_IDS": "2,3"}):
+        assert "local_device_ids" not in multihost.distributed_arguments({**AGENT, **env})
+
+
 def test_cloud_tpu_leaves_arguments_to_jax(monkeypatch):
     monkeypatch.setattr(multihost, "on_tpu_vm", lambda: True)
     assert multihost.distributed_arguments({}) == {}

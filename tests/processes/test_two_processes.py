@@ -6,10 +6,13 @@ import re
 import resource
 import signal
 import socket
+import subprocess
+import sys
 
 import numpy as np
 import pytest
 
+from tests.processes.conftest import ROOT, environment
 from tests.processes.launching import check_account, finish_both, free_port, start_both
 from tests.tasks import core_bundle
 from torch_compat.formats.ocdbt import open_arrays
@@ -107,6 +110,27 @@ def check_both_capture_the_same(run, alone):
     )
     residuals = [np.load(item / "residual.npy") for item in of_both]
     np.testing.assert_allclose(*residuals, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("agents", [1, 2])
+def test_torchrun_starts_the_processes_of_a_job(new_run, agents):
+    """The agent of torchrun holds MASTER_PORT itself."""
+    run = new_run()
+    job = [f"--nnodes={agents}", f"--nproc_per_node={2 // agents}", "--rdzv_backend=c10d",
+           f"--rdzv_endpoint=127.0.0.1:{free_port()}", "--local_addr=127.0.0.1"]  # fmt: skip
+    command = [sys.executable, "-m", "torch.distributed.run", *(job if agents > 1 else
+               ["--standalone", "--nproc_per_node=2"]), *run.command(*OVERRIDES)[1:]]  # fmt: skip
+    processes = [
+        subprocess.Popen(
+            command, cwd=ROOT, env=environment(), text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        )
+        for _ in range(agents)
+    ]  # fmt: skip
+    output = "".join(finish_both(processes))
+    assert "2 process(es)" in output
+    assert run.steps() == [10, 20]
 
 
 def check_all_say_that_their_time_is_up(run, outputs):
