@@ -94,7 +94,10 @@ def early_stop_metric_is_logged(config: JobConfig, mesh: Mesh) -> Iterator[str]:
     if not stop.uses_metric:
         return
     if not stop.metric.startswith("eval/"):
-        if higher_is_better(stop.metric, stop.mode) is None:
+        if stop.metric.partition("/")[0] not in _STEP_METRIC_GROUPS:
+            near = choices(stop.metric, (*_STEP_METRICS, *known))
+            yield f'early_stop.metric = "{stop.metric}" is not a metric of a run{near}'
+        elif higher_is_better(stop.metric, stop.mode) is None:
             yield unknown_direction(EARLY_STOP_METRIC, stop.metric)
     elif not config.eval.enabled:
         yield (
@@ -110,6 +113,15 @@ def early_stop_metric_is_logged(config: JobConfig, mesh: Mesh) -> Iterator[str]:
     elif stop.metric not in known and not _has_terms(config):
         near = choices(stop.metric, known)
         yield f'early_stop.metric = "{stop.metric}" is not a metric of [eval]{near}'
+
+
+_STEP_METRICS = ("train/loss", "train/grad_norm", "train/lr", "smoothed/loss")
+"""Metrics that every logged step has."""
+_STEP_METRIC_GROUPS = {
+    "train", "smoothed", "terms", "loss", "data", "dpo", "distillation", "model", "moe",
+    "attention", "gpu", "goodput",
+}  # fmt: skip
+"""First parts of the names of metrics that a logged step may have."""
 
 
 EVAL_RULES: tuple[Rule, ...] = (

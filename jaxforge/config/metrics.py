@@ -63,7 +63,7 @@ class MetricsConfig(Section):
     mlflow_interval: PositiveInt | None = None
     """Updates between points in MLflow; if not set, log_interval."""
     mlflow_tracking_uri: str | None = None
-    """MLflow server or directory; if not set, MLFLOW_TRACKING_URI or MLflow's default."""
+    """MLflow server or sqlite:///FILE; if not set, MLFLOW_TRACKING_URI or MLflow's default."""
     mlflow_experiment: str = "jaxforge"
     """Experiment name in MLflow."""
     mlflow_run_name: str | None = None

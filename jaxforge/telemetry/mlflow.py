@@ -23,7 +23,8 @@ class MlflowSink:
         run_id: identifier of the run, stored as the tag `jaxforge.run_id`.
 
     Raises:
-        UserError: the server refuses the experiment, or the run does not exist.
+        UserError: MLflow cannot use the store, the server refuses the experiment, or the run does
+            not exist.
     """
 
     def __init__(self, config: JobConfig, run_id: str) -> None:
@@ -32,8 +33,8 @@ class MlflowSink:
         from mlflow.tracking import MlflowClient
 
         settings = config.metrics
-        self._client = MlflowClient(tracking_uri=settings.mlflow_tracking_uri)
         try:
+            self._client = MlflowClient(tracking_uri=settings.mlflow_tracking_uri)
             name = settings.mlflow_experiment
             known = self._client.get_experiment_by_name(name)
             experiment = known.experiment_id if known else self._client.create_experiment(name)
@@ -46,8 +47,12 @@ class MlflowSink:
                 run = next(iter(ours), None) or self._client.create_run(
                     experiment, tags={_TAG: run_id}, run_name=settings.mlflow_run_name
                 )
-        except MlflowException as error:
-            raise UserError(f"metrics.enable_mlflow = true: MLflow refuses: {error}") from error
+        except (MlflowException, ImportError) as error:
+            raise UserError(
+                f"metrics.enable_mlflow = true: MLflow refuses: {error}. Set "
+                "metrics.mlflow_tracking_uri to the address of a server, or to a file such as "
+                "\"sqlite:///mlflow.db\", which needs pip install 'jaxforge[mlflow]'"
+            ) from error
         self.run_id: str = run.info.run_id
         self._client.update_run(self.run_id, status="RUNNING")
         self._log_settings(config, set(run.data.params))

@@ -5,8 +5,10 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from jaxforge.cli.suggestions import choices
 from jaxforge.config.directions import higher_is_better
 from jaxforge.config.early_stop import EarlyStopConfig
+from jaxforge.errors import UserError
 
 
 @dataclasses.dataclass
@@ -23,6 +25,26 @@ class EarlyStop:
 
     config: EarlyStopConfig
     memory: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    def check_metric(self, logged: Mapping[str, float]) -> None:
+        """Check that `early_stop.metric` is among the metrics of a logged step, if it is of steps.
+
+        Which of them a run logs is known only after its first step: a model or loss may add some.
+
+        Args:
+            logged: metrics of a logged step; empty if none was logged.
+
+        Raises:
+            UserError: the metric is never logged, so the condition could never end the run.
+        """
+        metric = self.config.metric
+        if not logged or not self.config.uses_metric or metric.startswith("eval/"):
+            return
+        if metric not in logged:
+            raise UserError(
+                f'early_stop.metric = "{metric}" is not logged by the steps of this run'
+                f"{choices(metric, sorted(logged))}"
+            )
 
     def reason(self, step: int, metrics: Mapping[str, float]) -> str | None:
         """Return why the run should end now, for the log; None to continue.

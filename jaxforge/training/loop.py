@@ -348,10 +348,14 @@ class Trainer:
         """Apply `[early_stop]` to the latest logged metrics and evaluation.
 
         All processes have the same metrics, so they come to the same decision.
+
+        Raises:
+            UserError: `early_stop.metric` is never logged.
         """
-        step, metrics = self.progress.step, self.instruments.tracker.take_logged() | evaluation
+        step, logged = self.progress.step, self.instruments.tracker.take_logged()
         early_stop = EarlyStop(self.config.early_stop, self.progress.early_stop)
-        explanation = early_stop.reason(step, metrics)
+        early_stop.check_metric(logged)
+        explanation = early_stop.reason(step, logged | evaluation)
         if explanation is None:
             return None
         log.info("stopping early at step %d: %s", step, explanation)

@@ -363,6 +363,14 @@ CASES = [
         '"eval/perplexity"? Choose from eval/loss, eval/perplexity, eval/bits_per_byte',
     ),
     (
+        1,
+        [*STOPPING, "early_stop.metric=train/loss"],
+        [*STOPPING, "early_stop.metric=val_loss"],
+        'early_stop.metric = "val_loss" is not a metric of a run; did you mean "eval/loss"? Choose '
+        "from train/loss, train/grad_norm, train/lr, smoothed/loss, eval/loss, eval/perplexity, "
+        "eval/bits_per_byte",
+    ),
+    (
         3,
         ["model.dim=72", "model.num_experts=6", "distributed.ep=3"],
         ["model.num_experts=6", "distributed.ep=3"],

@@ -1,10 +1,13 @@
 """Metrics in MLflow, read back through MLflow's own client."""
 
+import io
 import math
 
 import pytest
+from rich.console import Console
 
 from jaxforge.errors import UserError
+from jaxforge.telemetry.metric_writers import open_writers
 from jaxforge.telemetry.mlflow import MlflowSink
 from jaxforge.telemetry.sinks import Sample
 from tests.conftest import tiny_config
@@ -72,6 +75,27 @@ def test_other_run_id_begins_another_run(store):
     assert first.run_id != second.run_id
     joined = MlflowSink(config(store, mlflow_run_id=first.run_id), "id3")
     assert joined.run_id == first.run_id
+
+
+def test_file_stores_metrics(tmp_path):
+    pytest.importorskip("sqlalchemy", reason="the extra mlflow is not installed")
+    database = f"sqlite:///{tmp_path}/mlflow.db"
+    sink = MlflowSink(config(database), "id1")
+    sink.write(1, {"train/loss": 2.5})
+    sink.close(exit_code=0)
+    assert client(database).get_run(sink.run_id).data.metrics == {"train/loss": 2.5}
+
+
+@pytest.mark.parametrize("uri", ["mlruns", "file://{}/mlruns", "ftp://host/store"])
+def test_store_that_mlflow_cannot_use_is_refused_at_the_start(tmp_path, monkeypatch, uri):
+    """A run that only logged the failure would end with code 0 and without metrics."""
+    monkeypatch.chdir(tmp_path)
+    settings = config(uri.format(tmp_path), log_interval=1)
+    settings = settings.model_copy(
+        update={"checkpoint": settings.checkpoint.model_copy(update={"dir": str(tmp_path)})}
+    )
+    with pytest.raises(UserError, match=r'MLflow refuses: .*or to a file such as "sqlite:///'):
+        open_writers(Console(file=io.StringIO()), settings, "id1", 0)
 
 
 def test_unknown_run_is_refused(store):

@@ -6,6 +6,7 @@ import math
 import pytest
 
 from jaxforge.config import EarlyStopConfig
+from jaxforge.errors import UserError
 from jaxforge.training.early_stop import EarlyStop
 
 
@@ -106,6 +107,17 @@ def test_limits_give_their_reason():
         stop(max_grad_norm=1).reason(5, {"train/grad_norm": 2.0})
         == "train/grad_norm = 2 exceeds early_stop.max_grad_norm = 1"
     )
+
+
+def test_metric_that_steps_do_not_log_raises():
+    logged = {"train/loss": 5.0, "train/lr": 1e-3, "smoothed/loss": 5.0}
+    ours = stop(patience_steps=5, metric="train/losses")
+    ours.check_metric({})
+    with pytest.raises(UserError, match=r'"train/losses" is not logged by .* mean "train/loss"\?'):
+        ours.check_metric(logged)
+    for keys in ({"patience_steps": 5, "metric": "train/loss"}, {"patience_steps": 5},
+                 {"max_steps": 5, "metric": "train/losses"}):  # fmt: skip
+        stop(**keys).check_metric(logged)
 
 
 def test_run_ends_at_its_target():
