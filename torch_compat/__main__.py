@@ -1,20 +1,4 @@
-"""`python -m torch_compat COMMAND`: convert and compare checkpoints of PyTorch and jaxforge.
-
-    convert SRC DST --to jaxforge|dcp|pt|hf|megatron|peft [--config FILE]
-                                         convert a checkpoint between any two formats
-    import SRC DST [--config FILE]       import a DCP, Megatron or Hugging Face checkpoint as a run
-    export SRC DST --to dcp|pt|hf|megatron|peft
-                                         export a run as a DCP, a file of torch.save, a Hugging Face
-                                         or Megatron checkpoint, or an adapter of PEFT
-    average RUN --last N --output DIR    write the mean of the weights of several checkpoints
-    inspect PATH [--json]                describe a checkpoint in any readable format
-    verify A B [--json]                  compare two checkpoints (exit code 1 if they differ)
-    lockstep --torch MODULE:FACTORY --checkpoint PATH
-                                         compare a PyTorch model with jaxforge layer by layer
-
-Tensors are converted in blocks: memory use does not grow with the model. Settings such as
-`--optimizer.lr=1e-4` override the config. See docs/torch_compat.md.
-"""
+"""`python -m torch_compat COMMAND`: convert and compare checkpoints of PyTorch and jaxforge."""
 
 import os
 
@@ -81,13 +65,31 @@ class Size:
 
 
 _LARGEST_FILE = Size("5GB")
+_ABOUT = (
+    "`python -m torch_compat COMMAND`: convert and compare checkpoints of PyTorch and jaxforge."
+)
+_DETAILS = """\
+    convert SRC DST --to jaxforge|dcp|pt|hf|megatron|peft [--config FILE]
+                                         convert a checkpoint between any two formats
+    import SRC DST [--config FILE]       import a DCP, Megatron or Hugging Face checkpoint as a run
+    export SRC DST --to dcp|pt|hf|megatron|peft
+                                         export a run as a DCP, a file of torch.save, a Hugging Face
+                                         or Megatron checkpoint, or an adapter of PEFT
+    average RUN --last N --output DIR    write the mean of the weights of several checkpoints
+    inspect PATH [--json]                describe a checkpoint in any readable format
+    verify A B [--json]                  compare two checkpoints (exit code 1 if they differ)
+    lockstep --torch MODULE:FACTORY --checkpoint PATH
+                                         compare a PyTorch model with jaxforge layer by layer
+
+Tensors are converted in blocks: memory use does not grow with the model. Settings such as
+`--optimizer.lr=1e-4` override the config. See docs/torch_compat.md.
+"""
 
 
 def parser() -> CommandParser:
     """Return the parser of all commands."""
-    about, _, details = (__doc__ or "").partition("\n\n")
     parser = CommandParser(
-        "torch_compat", description=about, epilog=details,
+        "torch_compat", description=_ABOUT, epilog=_DETAILS,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
     commands = parser.add_subparsers(required=True, metavar="COMMAND")

@@ -93,7 +93,8 @@ def write_json(path: Path, document: object, *, indent: int | None = None) -> No
     Raises:
         UserError: the file cannot be written.
     """
-    text = json.dumps(document, indent=indent, ensure_ascii=False) + "\n"
+    is_escaped = path == STDOUT and not sys.stdout.encoding.lower().startswith("utf")
+    text = json.dumps(document, indent=indent, ensure_ascii=is_escaped) + "\n"
     if path == STDOUT:
         sys.stdout.write(text)
     else:

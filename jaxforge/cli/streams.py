@@ -1,4 +1,4 @@
-"""Standard output and error that tolerate a closed pipe or a full disk.
+"""Standard output and error that tolerate a closed pipe, a full disk, and an ASCII terminal.
 
 Commands whose output is the result (`generate`, `inspect`) end when the reader closes the pipe.
 Commands whose output only reports progress (`train`, `prepare`) continue.
@@ -33,9 +33,12 @@ class _Guarded(abc.ABC):
         self._stream, self._name = stream, name
 
     def write(self, text: str | bytes) -> int:
-        """Write to the stream."""
+        """Write to the stream; escape characters that its encoding does not have."""
         try:
             return self._stream.write(text)
+        except UnicodeEncodeError:
+            encoding = cast(TextIO, self._stream).encoding
+            return self.write(str(text).encode(encoding, "backslashreplace").decode(encoding))
         except OSError as error:
             self._fail(error)
         return len(text)

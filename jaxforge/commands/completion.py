@@ -1,8 +1,4 @@
-"""`jaxforge completion bash|zsh|fish`: print the shell completion of commands, options and keys.
-
-eval "$(jaxforge completion bash)"       in ~/.bashrc; for zsh in ~/.zshrc
-jaxforge completion fish | source        in ~/.config/fish/config.fish
-"""
+"""`jaxforge completion bash|zsh|fish`: print the shell completion of commands, options and keys."""
 
 import argparse
 import importlib
@@ -12,6 +8,13 @@ from collections.abc import Mapping, Sequence
 from jaxforge.cli.running import run_main
 from jaxforge.commands import Command
 from jaxforge.commands.command_line import CommandParser
+
+_ABOUT = """\
+`jaxforge completion bash|zsh|fish`: print the shell completion of commands, options and keys.
+
+eval "$(jaxforge completion bash)"       in ~/.bashrc; for zsh in ~/.zshrc
+jaxforge completion fish | source        in ~/.config/fish/config.fish
+"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -26,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def parser() -> CommandParser:
     """Return the parser of the command line."""
     parser = CommandParser(
-        "completion", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        "completion", description=_ABOUT, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("shell", choices=("bash", "zsh", "fish"))
     return parser

@@ -1,7 +1,4 @@
-"""`python -m jaxforge.doctor`: check the installation and the devices.
-
-The exit code is 1 if there is a problem. Include the output in bug reports.
-"""
+"""`python -m jaxforge.doctor`: check the installation and the devices."""
 
 import importlib.util
 import os
@@ -21,6 +18,11 @@ from jaxforge.cli.redaction import redacted_message
 from jaxforge.cli.running import run_main, wide_console
 from jaxforge.commands.command_line import CommandParser
 from jaxforge.runs.starts import PACKAGES
+
+_ABOUT = """`python -m jaxforge.doctor`: check the installation and the devices.
+
+The exit code is 1 if there is a problem. Include the output in bug reports.
+"""
 
 _EXTRAS = {
     "torch": ("torch", "exports and imports that run PyTorch"),
@@ -59,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def parser() -> CommandParser:
     """Return the parser of the command line."""
-    return CommandParser("doctor", description=__doc__)
+    return CommandParser("doctor", description=_ABOUT)
 
 
 def _show(console: Console, title: str, rows: Iterator[tuple[str, str]]) -> None:

@@ -1,20 +1,4 @@
-"""`python -m jaxforge.supervise [options] -- COMMAND`: run a command and restart it on failure.
-
-    python -m jaxforge.supervise -- python -m jaxforge.train --config FILE ...
-    python -m jaxforge.supervise -- --config FILE ...        short form
-
-The exit code decides about a restart (`jaxforge.exit_codes`). The pause before a restart doubles
-until a start makes progress, which means that it writes a newer checkpoint. SIGTERM, SIGINT,
-SIGUSR1 and SIGHUP are forwarded to the command. The supervisor then exits with the code of the
-command, without a restart. With `--nproc N`, N processes run on this machine, connected by the
-variables that `parallel.multihost` reads. If one of them fails, the others are stopped and all are
-restarted. No started process outlives the supervisor.
-
-With `--elastic`, the job has several hosts, each with a supervisor. When hosts are lost, the others
-continue from the newest checkpoint with the same batches. Hosts that return join at the next save:
-
-    python -m jaxforge.supervise --elastic --hosts 2:4 --peers a:7070,b:7070,c:7070,d:7070 -- ...
-"""
+"""`python -m jaxforge.supervise [options] -- COMMAND`: run a command and restart it on failure."""
 
 import argparse
 import hashlib
@@ -38,6 +22,25 @@ from jaxforge.supervision.supervisor import Supervisor
 
 if TYPE_CHECKING:
     from jaxforge.config.job import JobConfig
+
+_ABOUT = """\
+`python -m jaxforge.supervise [options] -- COMMAND`: run a command and restart it on failure.
+
+    python -m jaxforge.supervise -- python -m jaxforge.train --config FILE ...
+    python -m jaxforge.supervise -- --config FILE ...        short form
+
+The exit code decides about a restart (`jaxforge.exit_codes`). The pause before a restart doubles
+until a start makes progress, which means that it writes a newer checkpoint. SIGTERM, SIGINT,
+SIGUSR1 and SIGHUP are forwarded to the command. The supervisor then exits with the code of the
+command, without a restart. With `--nproc N`, N processes run on this machine, connected by the
+variables that `parallel.multihost` reads. If one of them fails, the others are stopped and all are
+restarted. No started process outlives the supervisor.
+
+With `--elastic`, the job has several hosts, each with a supervisor. When hosts are lost, the others
+continue from the newest checkpoint with the same batches. Hosts that return join at the next save:
+
+    python -m jaxforge.supervise --elastic --hosts 2:4 --peers a:7070,b:7070,c:7070,d:7070 -- ...
+"""
 
 _SECRET = "JAXFORGE_JOB_SECRET"
 _HANG_TIMEOUT_SEC = 30.0  # if train.hang_timeout is off
@@ -159,7 +162,7 @@ def _arguments_of_train(command: Sequence[str]) -> Sequence[str] | None:
 def parser() -> CommandParser:
     """Return the parser of the command line."""
     parser = CommandParser(
-        "supervise", description=__doc__,
+        "supervise", description=_ABOUT,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
     add = parser.add_argument

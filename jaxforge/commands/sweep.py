@@ -1,13 +1,4 @@
-"""`python -m jaxforge.sweep --config FILE [--grid KEY=A,B ...] [--ladder FILE]`: train variants.
-
-    --grid optimizer.lr=1e-3,3e-3 --grid model.dim=128,256      all combinations: four runs
-    --ladder sizes.toml         a run for each table [[point]] of the file
-
-Each point is trained as a separate run in `<checkpoint.dir>/<its values>`, one after another. Other
-settings apply to all runs. After a stop or kill, the same command resumes and skips finished runs.
-All configs are checked before the first run starts. At the end, the points are listed by loss, with
-the scaling law of a ladder, on the console and in `<checkpoint.dir>/sweep.html`.
-"""
+"""`python -m jaxforge.sweep --config FILE [--grid KEY=A,B ...] [--ladder FILE]`: train variants."""
 
 import argparse
 import sys
@@ -17,6 +8,18 @@ from pathlib import Path
 from jaxforge.cli.running import run_main
 from jaxforge.commands.command_line import CommandParser
 from jaxforge.storage import trust
+
+_ABOUT = """\
+`python -m jaxforge.sweep --config FILE [--grid KEY=A,B ...] [--ladder FILE]`: train variants.
+
+    --grid optimizer.lr=1e-3,3e-3 --grid model.dim=128,256      all combinations: four runs
+    --ladder sizes.toml         a run for each table [[point]] of the file
+
+Each point is trained as a separate run in `<checkpoint.dir>/<its values>`, one after another. Other
+settings apply to all runs. After a stop or kill, the same command resumes and skips finished runs.
+All configs are checked before the first run starts. At the end, the points are listed by loss, with
+the scaling law of a ladder, on the console and in `<checkpoint.dir>/sweep.html`.
+"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -34,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def parser() -> CommandParser:
     """Return the parser of the command line."""
     parser = CommandParser(
-        "sweep", takes_settings=True, description=__doc__,
+        "sweep", takes_settings=True, description=_ABOUT,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
     add = parser.add_argument

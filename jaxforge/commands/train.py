@@ -1,9 +1,4 @@
-"""`python -m jaxforge.train --config FILE [--section.key=value ...]`: train or resume a run.
-
-A run is one directory, `checkpoint.dir`: `config.toml` (resolved), `metrics.jsonl`, `logs/`,
-`tokenizer/`, `checkpoints/`. The same command on the same directory resumes from its newest
-checkpoint; docs/launching.md has the exit codes.
-"""
+"""`python -m jaxforge.train --config FILE [--section.key=value ...]`: train or resume a run."""
 
 import argparse
 import os
@@ -23,6 +18,12 @@ from jaxforge.storage import trust
 
 if TYPE_CHECKING:
     from jaxforge.training.hooks import Hook
+
+_ABOUT = """\
+A run is one directory, `checkpoint.dir`: `config.toml` (resolved), `metrics.jsonl`, `logs/`,
+`tokenizer/`, `checkpoints/`. The same command on the same directory resumes from its newest
+checkpoint; docs/launching.md has the exit codes.
+"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -84,7 +85,7 @@ def parser() -> CommandParser:
         takes_settings=True,
         uses_runs=True,
         usage="%(prog)s --config FILE [--section.key=value ...]",
-        description=__doc__.partition("\n\n")[2],
+        description=_ABOUT,
         epilog=help.contents(),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -1,5 +1,6 @@
 """Exit of commands with running threads, closed pipes and Ctrl-C."""
 
+import json
 import os
 import signal
 import subprocess
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from jaxforge.cli.process import end_now
-from jaxforge.cli.running import raise_interrupts, run_main
+from jaxforge.cli.running import STDOUT, raise_interrupts, run_main, write_json
 from tests.machine import PATIENCE
 
 ROOT = Path(__file__).parents[2]
@@ -115,6 +116,48 @@ def test_ctrl_c_during_import_ends_silently(tmp_path, command):
         check=False,
     )  # fmt: skip
     assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "")
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "iso-8859-1"])
+def test_characters_that_a_terminal_lacks_are_escaped(capfdbinary, monkeypatch, encoding):
+    def work():
+        print("caf\u00e9 \u2026")
+        print("\u2026", file=sys.stderr)
+        write_json(STDOUT, {"text": "\u00e9\u2026"})
+        return 5
+
+    for name, fd in (("stdout", 1), ("stderr", 2)):
+        stream = open(fd, "w", encoding=encoding, errors="strict", closefd=False)  # noqa: SIM115
+        monkeypatch.setattr(sys, name, stream)
+    assert run_main(work) == 5
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    out, err = capfdbinary.readouterr()
+    e = b"\\xe9" if encoding == "ascii" else b"\xe9"
+    assert out == b"caf" + e + b' \\u2026\n{"text": "\\u00e9\\u2026"}\n'
+    assert err == b"\\u2026\n"
+
+
+OPTIMIZED = """
+import importlib, json, sys
+from jaxforge.commands import COMMANDS
+
+modules = sorted({command.module for command in COMMANDS.values()})
+helps = {name: importlib.import_module(name).parser().format_help() for name in modules}
+print(json.dumps(helps))
+"""
+
+
+def test_help_needs_no_docstrings():
+    """`python -OO` drops docstrings."""
+    helps = [
+        json.loads(subprocess.run(
+            [sys.executable, *options, "-c", OPTIMIZED],
+            cwd=ROOT, capture_output=True, text=True, check=True,
+        ).stdout)
+        for options in ([], ["-OO"])
+    ]  # fmt: skip
+    assert helps[0] == helps[1]
 
 
 COMPILES = """
