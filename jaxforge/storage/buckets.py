@@ -2,7 +2,8 @@
 
 Such a path is an `epath.Path`, which Orbax accepts; the same clients transfer the arrays. Buckets
 have no directories: a directory exists if an object exists below it, and is never renamed.
-Throttled and failed requests are retried with exponential backoff for about 90 seconds.
+Throttled and failed requests are retried with exponential backoff for about 90 seconds. Before the
+first request of a process, a service that cannot be reached at all is an error within seconds.
 
 Credentials are found in the same locations as by each cloud's tools. `AWS_ENDPOINT_URL` and
 `TENSORSTORE_GCS_HTTP_URL` select other endpoints.
@@ -22,12 +23,15 @@ from etils import epath
 from etils.epath import backend as epath_backend
 from etils.epath import gpath
 
+from jaxforge.cli import streams
 from jaxforge.errors import StorageError, UserError
 from jaxforge.storage import COMMITTED
 
 _DRIVERS = {"gs": "gcs", "s3": "s3"}
 ACCESS_ERRORS = ("NOT_FOUND", "PERMISSION_DENIED", "UNAUTHENTICATED")  # retries do not help
 _RETRIES = {"max_retries": 12, "initial_delay": "100ms", "max_delay": "16s"}
+_FIRST_RETRIES = {"max_retries": 3, "initial_delay": "100ms", "max_delay": "1s"}
+_FIRST_SEC = 20.0
 
 
 def spec(url: str | os.PathLike) -> dict[str, Any]:
@@ -40,7 +44,7 @@ def spec(url: str | os.PathLike) -> dict[str, Any]:
     if driver == "s3":
         region = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
         spec_ |= {"aws_region": region} if region else {}
-        if "AWS_ACCESS_KEY_ID" in os.environ:  # otherwise the client warns about missing files
+        if "AWS_ACCESS_KEY_ID" in os.environ:
             spec_["aws_credentials"] = {"type": "environment"}
         endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
         spec_ |= {"endpoint": endpoint.rstrip("/")} if endpoint else {}
@@ -64,7 +68,35 @@ def open_store(url: str | os.PathLike, requests: int | None = None) -> ts.KvStor
 
 @functools.cache  # opening a bucket searches for credentials
 def _open_bucket(bucket: str) -> ts.KvStore:
-    return ts.KvStore.open(json.loads(bucket)).result()
+    parts = json.loads(bucket)
+    # The client of AWS logs an error for each place without credentials, also before it finds some.
+    with streams.without_native_logs():
+        _check_reachable(parts)
+    return ts.KvStore.open(parts).result()
+
+
+def _check_reachable(parts: dict[str, Any]) -> None:
+    """Check that the service of a bucket answers at all; any answer will do.
+
+    Raises:
+        StorageError: the host does not exist or does not answer.
+    """
+    retries = {f"{parts['driver']}_request_retries": _FIRST_RETRIES}
+    try:
+        ts.KvStore.open(parts | retries).result().read("-").result(timeout=_FIRST_SEC)
+    except TimeoutError:
+        reason = f"no answer within {_FIRST_SEC:g} s"
+    except ValueError as error:
+        reason = gist(error).rpartition("CURL error ")[2]
+        if reason == gist(error):
+            return  # a refusal is an answer
+    else:
+        return
+    where = parts.get("endpoint") or f"bucket {parts['bucket']}"
+    raise StorageError(
+        f"{where} cannot be reached: {reason}. Correct the URL of the bucket or the endpoint "
+        "(AWS_ENDPOINT_URL, TENSORSTORE_GCS_HTTP_URL), or check the network"
+    )
 
 
 def _with_url_in_errors(function: Callable) -> Callable:

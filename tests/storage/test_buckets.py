@@ -1,12 +1,16 @@
 """Path operations in buckets that Orbax and jaxforge use."""
 
 import gc
+import os
+import socket
+import time
 import zlib
 
 import numpy as np
 import pytest
 
 from jaxforge.checkpoint.paths import is_durable
+from jaxforge.cli import streams
 from jaxforge.data.block_hashes import BlockHashes
 from jaxforge.data.remote_tokens import RemoteTokens
 from jaxforge.errors import StorageError, UserError
@@ -100,6 +104,28 @@ def test_inaccessible_bucket_is_user_error(server, root):
     server.throttle(0)
     with pytest.raises(UserError, match="The specified bucket does not exist"):
         urls.path("s3://mistyped/run").is_dir()
+
+
+def test_unreachable_service_is_reported_within_seconds(monkeypatch, capfd):
+    """The client of AWS logs an error for each place in which it looks for credentials."""
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        port = unused.getsockname()[1]
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{port}")
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name, raising=False)
+    begun = time.monotonic()
+    with pytest.raises(StorageError, match=rf"^http://127.0.0.1:{port} cannot be reached: .*URL"):
+        urls.path("s3://bucket/run").is_dir()
+    assert time.monotonic() - begun < 30  # 90 s of retries for a service that has answered
+    assert capfd.readouterr().err == ""
+
+
+def test_other_lines_than_native_logs_remain(capfd):
+    with streams.without_native_logs():
+        os.write(2, b"E1128 09:11:02.036 10344 http:2053] id=static: Path is invalid\nmine\n")
+        os.write(2, b"hers\n")
+    assert capfd.readouterr().err == "mine\nhers\n"
 
 
 def test_remote_tokens_are_read_in_place(server, root):
