@@ -32,6 +32,18 @@ class PeerLostError(RuntimeError):
     exit_code = 134  # the code of processes that the JAX runtime ends for this reason
 
 
+def exit_code_of(error: BaseException) -> int:
+    """Return the exit code of a process that an error ends.
+
+    A disk that is full or does not answer has the code of `StorageError`, whatever error it became.
+    """
+    cause = error if isinstance(error, OSError) else error.__cause__ or error.__context__
+    if isinstance(cause, OSError) and cause.errno in FAILING_STORAGE:
+        return StorageError.exit_code
+    code: int = getattr(error, "exit_code", 1)
+    return code
+
+
 def file_error(location: object, error: OSError) -> UserError | StorageError:
     """Return the error for a file that a command needs, with one message.
 
@@ -42,7 +54,7 @@ def file_error(location: object, error: OSError) -> UserError | StorageError:
     if isinstance(error, StorageError):
         return error  # of a bucket, with its location
     kind = StorageError if error.errno in FAILING_STORAGE else UserError
-    return kind(f"{location}: {error.strerror}")
+    return kind(f"{location}: {error.strerror or error}")
 
 
 def reason_and_line(error: BaseException) -> str:

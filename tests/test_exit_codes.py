@@ -1,12 +1,16 @@
 """The table of exit codes: unique, explained, and the same in the errors and the documentation."""
 
+import errno
+import pickle
 import re
 import signal
 from pathlib import Path
 
 import pytest
 
-from jaxforge.errors import StorageError, UserError
+from jaxforge.cli.running import run_main
+from jaxforge.data.corpus.workers import answer
+from jaxforge.errors import PeerLostError, StorageError, UserError
 from jaxforge.exit_codes import AGREED, Exit, again, exit_code, meaning
 
 LAUNCHING = Path(__file__).parents[1] / "docs" / "launching.md"
@@ -31,6 +35,49 @@ def test_errors_have_their_codes():
 )  # fmt: skip
 def test_restarted_exit_codes(code, expected):
     assert again(code) is expected
+
+
+def wrapped(error, cause):
+    error.__cause__ = cause
+    return error
+
+
+FULL = OSError(errno.ENOSPC, "No space left on device", "/data/x")
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "message"),
+    [
+        (FULL, 74, "error: [Errno 28] No space left on device: '/data/x'\n"),
+        (wrapped(UserError("cannot write x: No space"), FULL), 74, "error: cannot write x: No sp"),
+        (wrapped(UserError("no x"), FileNotFoundError(2, "no such file")), 2, "error: no x\n"),
+        (StorageError("lost"), 74, "error: lost\n"),
+        (PeerLostError("gone"), 134, "error: gone\n"),
+    ],
+)
+def test_full_disk_has_its_code_whatever_the_error_became(capsys, error, code, message):
+    def fails():
+        raise error
+
+    assert run_main(fails) == code
+    assert capsys.readouterr().err.startswith(message)
+
+
+def test_error_without_a_code_keeps_its_traceback():
+    def fails():
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    with pytest.raises(PermissionError):
+        run_main(fails)
+
+
+def test_worker_answers_with_failure_of_storage():
+    def fails():
+        raise FULL
+
+    error = pickle.loads(pickle.dumps(answer(fails)))
+    assert isinstance(error, StorageError)
+    assert error.filename == "/data/x"
 
 
 def test_ends_that_all_processes_share_ask_for_no_restart():

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, NoReturn, TextIO
 
 from jaxforge.cli import streams
 from jaxforge.cli.redaction import redacted_message
-from jaxforge.errors import PeerLostError, StorageError, UserError, printable
+from jaxforge.errors import PeerLostError, UserError, exit_code_of, printable
+from jaxforge.exit_codes import Exit
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -42,10 +43,13 @@ def run_main(
             if uses_devices:
                 _check_xla_flags(os.environ.get("XLA_FLAGS", ""))
             return main()
-    except (UserError, StorageError, PeerLostError) as error:
+    except (UserError, PeerLostError, OSError) as error:
+        code = exit_code_of(error)
+        if code == Exit.ERROR.code:
+            raise
         message = redacted_message(printable(str(error)))
         print(f"error: {message}", file=streams.tolerant(sys.stderr))
-        return error.exit_code
+        return code
     except KeyboardInterrupt:
         return 130
 

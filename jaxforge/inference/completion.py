@@ -25,7 +25,7 @@ from jaxforge.data.corpus.prompts import (
     splits_a_token,
 )
 from jaxforge.data.corpus.tokenizer import Tokenizer
-from jaxforge.errors import UserError
+from jaxforge.errors import UserError, file_error
 from jaxforge.inference import conversation
 from jaxforge.inference.trained import open_run
 from jaxforge.model.decoding import Completion, Decoder
@@ -164,11 +164,14 @@ def _print(results: Iterator[list[Record]]) -> None:
 def _write(path: Path | None, results: Iterator[list[Record]]) -> None:
     """Write a line per prompt; whole lines only, even if the process is killed."""
     first = next(results)  # a failure before this leaves no empty file behind
-    with _open(path) as file:
-        for records in itertools.chain([first], results):
-            lines = [json.dumps(record, ensure_ascii=False) + "\n" for record in records]
-            file.write("".join(lines).encode())
-            file.flush()
+    try:
+        with _open(path) as file:
+            for records in itertools.chain([first], results):
+                lines = [json.dumps(record, ensure_ascii=False) + "\n" for record in records]
+                file.write("".join(lines).encode())
+                file.flush()
+    except OSError as error:
+        raise file_error(f"--output {path}", error) from error
 
 
 def _open(path: Path | None) -> contextlib.AbstractContextManager[BinaryIO]:
@@ -176,10 +179,7 @@ def _open(path: Path | None) -> contextlib.AbstractContextManager[BinaryIO]:
         return open(os.devnull, "wb")
     if path is None:
         return contextlib.nullcontext(sys.stdout.buffer)
-    try:
-        return path.open("xb")
-    except OSError as error:
-        raise UserError(f"--output {path}: {error.strerror}") from error
+    return path.open("xb")
 
 
 def _say(text: str) -> None:

@@ -26,7 +26,7 @@ from jax.experimental import multihost_utils
 
 from jaxforge.cli import streams
 from jaxforge.cli.process import end_now
-from jaxforge.errors import JobStorageError, PeerLostError, UserError
+from jaxforge.errors import JobStorageError, PeerLostError, UserError, exit_code_of
 from jaxforge.exit_codes import Exit
 from jaxforge.parallel import virtual_devices
 
@@ -225,7 +225,7 @@ def exit_at_once_on_failure(
         failure = peer_lost_error(error) or error
         if note_failure is not None:
             note_failure(failure)
-        code = getattr(failure, "exit_code", Exit.ERROR.code)
+        code = exit_code_of(failure)
         atexit.register(end_now, code)  # runs before JAX's handler, which was registered earlier
         if failure is error:
             raise

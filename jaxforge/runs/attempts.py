@@ -13,7 +13,7 @@ import threading
 import time
 from pathlib import Path
 
-from jaxforge.exit_codes import Exit
+from jaxforge.errors import exit_code_of
 from jaxforge.storage import safe_files
 from jaxforge.storage.untrusted_json import Field, is_number, is_step, is_table, is_time, read_lines
 from jaxforge.telemetry.goodput import CATEGORIES, ActivityClock, Attempt, account
@@ -54,7 +54,7 @@ class AttemptLog:
 
     def __exit__(self, _: object, failure: BaseException | None, __: object) -> None:
         if failure is not None:
-            self.close(getattr(failure, "exit_code", Exit.ERROR.code))
+            self.close(exit_code_of(failure))
 
     def open(self, run: Path, process: int) -> None:
         """Read the earlier attempts, and record this attempt from here on.

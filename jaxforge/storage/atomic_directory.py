@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jaxforge.errors import UserError
+from jaxforge.errors import UserError, file_error
 from jaxforge.storage import locks, safe_files, urls
 
 PLAN, JOURNAL = "plan.json", "journal.json"
@@ -118,9 +118,7 @@ def atomic_directory(
             for leftover in (old, partial):
                 shutil.rmtree(leftover, ignore_errors=True)
     except OSError as error:
-        raise UserError(
-            f"cannot write {error.filename or output}: {error.strerror or error}"
-        ) from error
+        raise file_error(f"cannot write {error.filename or output}", error) from error
 
 
 def check_output(output: Path, marker: str, overwrite: bool) -> None:

@@ -4,7 +4,7 @@ import logging
 from pathlib import Path
 
 from jaxforge.config.train import TrainConfig
-from jaxforge.errors import UserError
+from jaxforge.errors import UserError, exit_code_of
 from jaxforge.exit_codes import Exit
 from jaxforge.state.progress import Progress
 
@@ -110,4 +110,4 @@ def exit_code(reason: Exit | None, failure: BaseException | None) -> int:
     """
     if reason and not failure:
         return reason.code
-    return getattr(failure, "exit_code", Exit.ERROR.code)
+    return exit_code_of(failure) if failure else Exit.ERROR.code

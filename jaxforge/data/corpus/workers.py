@@ -23,7 +23,7 @@ import numpy as np
 from jaxtyping import Int
 
 from jaxforge.data.corpus.untrusted_tokenizer import limit_time
-from jaxforge.errors import StorageError, UserError
+from jaxforge.errors import FAILING_STORAGE, StorageError, UserError
 
 Text = tuple[str, str, bool, bool]
 """Split and text of a part of a document; True if the part begins, and if it ends, the document."""
@@ -160,6 +160,10 @@ def answer(function: Callable[..., _Answer], *args: object) -> _Answer | UserErr
         return function(*args)
     except (UserError, StorageError) as error:
         return error
+    except OSError as error:
+        if error.errno not in FAILING_STORAGE:
+            raise
+        return StorageError(error.errno, error.strerror, error.filename)
 
 
 def _encode_in_time(encode: Encode, texts: Sequence[Text]) -> Encoded:

@@ -29,7 +29,7 @@ from jaxforge.data.corpus.manifest import (
     extend_hashes,
 )
 from jaxforge.data.corpus.statistics import CorpusStatistics
-from jaxforge.errors import UserError
+from jaxforge.errors import UserError, file_error
 
 CHUNK = 1 << 20  # tokens held before they are written
 
@@ -308,8 +308,8 @@ class ShardWriter:
 
 @contextmanager
 def _named(path: Path) -> Iterator[None]:
-    """Convert OSError to UserError and add the path."""
+    """Convert OSError to one message with the path."""
     try:
         yield
     except OSError as error:
-        raise UserError(f"cannot write {path}: {error.strerror}") from error
+        raise file_error(f"cannot write {path}", error) from error
