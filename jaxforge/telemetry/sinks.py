@@ -208,9 +208,8 @@ _FORMATS = {
     "tok/s={:,.0f}": ("train/tokens_per_sec",),
     "mfu={:.1%}": ("train/mfu",),
     "mem={:.1f}/{:.0f}GB": ("gpu/peak_gb", "gpu/total_gb"),
-    "step_time={:.2f}s": ("train/step_time_sec",),
 }
-"""Segment of a line -> metrics that it needs, in the order of KempnerForge."""
+"""Segment of a line -> metrics that it needs, in the order of KempnerForge; then the step time."""
 
 
 def format_line(step: int, metrics: Metrics) -> str:
@@ -237,6 +236,8 @@ def _segments(metrics: Metrics) -> list[str]:
         for text, names in _FORMATS.items()
         if metrics.keys() >= set(names)
     ]
+    if (seconds := metrics.get("train/step_time_sec")) is not None:
+        parts.append(f"step_time={seconds:.{2 if seconds >= 0.1 else 4}f}s")
     parts += [
         f"{name.replace('/', '_')}={value:.{4 if name.endswith('loss') else 2}f}"
         for name, value in metrics.items()

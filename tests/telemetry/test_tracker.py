@@ -350,6 +350,8 @@ def test_line_matches_kempnerforge():
     )
     del metrics["gpu/peak_gb"], metrics["train/mfu"]
     assert format_line(10, metrics).endswith("tok/s=10,471 | step_time=3.13s")
+    fast = metrics | {"train/step_time_sec": 0.00421}
+    assert format_line(10, fast).endswith("tok/s=10,471 | step_time=0.0042s")
     assert format_line(10, {"eval/loss": 2.0, "eval/wiki/perplexity": 7.389}) == (
         "[step 10] eval_loss=2.0000 | eval_wiki_perplexity=7.39"
     )
