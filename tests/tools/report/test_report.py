@@ -460,3 +460,28 @@ def test_browser_renders_page_without_errors_or_requests(tmp_path):
     assert html["data-charts"] == "3|3"
     assert html["data-rest"] == "|5.6000|5.3750"
     assert html["data-pointed"] == "step 10|5.9000|5.5000"
+
+
+PRINT = """<script>
+setTimeout(() => {
+  dispatchEvent(new Event("beforeprint"));
+  queueMicrotask(() => {
+    document.body.style.width = "300px";  // of the paper, which the charts do not learn
+    const frames = [...document.querySelectorAll(".plot")];
+    const canvases = frames.map((frame) => frame.querySelector("canvas"));
+    seen.undrawn = canvases.filter((canvas) => !canvas).length;
+    seen.cut = frames.filter((frame, i) =>
+      canvases[i]?.getBoundingClientRect().right > frame.getBoundingClientRect().right + 1).length;
+    seen.frames = frames.length;
+  });
+}, 1000);
+</script>"""
+
+
+@pytest.mark.processes
+def test_printed_charts_are_drawn_and_fit_the_paper(tmp_path):
+    path = write_run(tmp_path / "run", [line(s) for s in range(1, 41)] + EVALUATIONS)
+    source = page_of(path).source.replace("@media print", "@media all")
+    html = in_a_browser(tmp_path, source, PRINT)
+    assert int(html["data-frames"]) > 2
+    assert (html["data-undrawn"], html["data-cut"]) == ("0", "0")
