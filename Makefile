@@ -15,6 +15,10 @@ NOT_RUN = %/results.py %/figures.py %/aot.py %/pipeline_aot.py %/experts_aot.py 
   %/pictures.py %/optimizers.py %/speedrun.py
 STDLIB  = $(shell $(BIN)/python -c "import sysconfig; print(sysconfig.get_path('stdlib'))")
 
+# No notices about newer versions of pip, or about root in containers.
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+export PIP_ROOT_USER_ACTION := ignore
+
 .PHONY: train speedrun test test-all test-lines test-gpu-compiler test-torchtitan test-megatron test-lm-eval lint bench docs wheel clean
 
 train: $(VENV)/.run data/quickstart
@@ -97,12 +101,14 @@ wheel: $(VENV)/.dev
 clean:
 	rm -rf $(VENV) $(VENV)-cuda $(VENV)-lines $(VENV)-lm-eval dist build
 
-# Real text that every machine has: the source of Python's standard library.
+# Real text that every machine has: the source of Python's standard library. The summary of `prepare`
+# ends with its own next command, while `make train` goes on by itself.
 data/quickstart: | $(VENV)/.run
-	$(BIN)/python -m jaxforge.prepare $(STDLIB) --output $@ --glob '*.py' \
+	summary=$$($(BIN)/python -m jaxforge.prepare $(STDLIB) --output $@ --glob '*.py' \
 	  --exclude 'site-packages/*' --exclude 'test/*' --exclude '*/test/*' --exclude '*/tests/*' \
 	  --exclude 'idlelib/*' --exclude 'lib2to3/*' --exclude 'encodings/*' --exclude 'pydoc_data/*' \
-	  --tokenizer bpe --vocab-size 4096 --validation-fraction 0.05
+	  --tokenizer bpe --vocab-size 4096 --validation-fraction 0.05) && \
+	  printf '%s\n' "$$summary" | sed '/train\.toml: /,$$d'
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)

@@ -2,6 +2,7 @@
 
 import importlib
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +16,7 @@ from jaxforge.errors import UserError
 from tests.documentation import parser_of
 from tests.machine import PATIENCE
 
+ROOT = Path(__file__).parents[1]
 PROGRAM = Path(sys.executable).with_name("jaxforge")
 
 
@@ -37,6 +39,28 @@ def test_unknown_command_gets_a_suggestion():
         UserError, match="unknown command xyzzy; `jaxforge --help` lists the commands"
     ):
         main(["xyzzy"])
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
+def test_make_prepares_without_a_next_command_of_its_own(tmp_path):
+    """`make train` goes on by itself, with another config."""
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    for n in range(40):
+        text = "".join(f"def f{i}(x):\n    return x + {i * n}\n" for i in range(200))
+        (texts / f"m{n}.py").write_text(text)
+    environment = Path(sys.prefix)
+    command = ["make", "-f", ROOT / "Makefile", f"VENV={environment}", f"STDLIB={texts}",
+               "-o", environment / ".run", "data/quickstart"]  # fmt: skip
+    done = subprocess.run(command, cwd=tmp_path, text=True, capture_output=True, timeout=PATIENCE)
+    assert done.returncode == 0, done.stderr
+    assert "unigram entropy" in done.stdout
+    assert "Next" not in done.stdout + done.stderr
+    texts.rename(tmp_path / "moved")
+    shutil.rmtree(tmp_path / "data")
+    failed = subprocess.run(command, cwd=tmp_path, text=True, capture_output=True, timeout=PATIENCE)
+    assert failed.returncode == 2, failed.stdout
 
 
 @pytest.mark.parametrize("word", ["version", "--version", "-V"])
