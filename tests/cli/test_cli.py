@@ -120,7 +120,7 @@ def test_ctrl_c_during_import_ends_silently(tmp_path, command):
 
 @pytest.mark.parametrize("encoding", ["ascii", "iso-8859-1"])
 def test_characters_that_a_terminal_lacks_are_escaped(capfdbinary, monkeypatch, encoding):
-    def work():
+    def show():
         print("caf\u00e9 \u2026")
         print("\u2026", file=sys.stderr)
         write_json(STDOUT, {"text": "\u00e9\u2026"})
@@ -129,7 +129,7 @@ def test_characters_that_a_terminal_lacks_are_escaped(capfdbinary, monkeypatch, 
     for name, fd in (("stdout", 1), ("stderr", 2)):
         stream = open(fd, "w", encoding=encoding, errors="strict", closefd=False)  # noqa: SIM115
         monkeypatch.setattr(sys, name, stream)
-    assert run_main(work) == 5
+    assert run_main(show) == 5
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     out, err = capfdbinary.readouterr()
