@@ -188,7 +188,8 @@ def _checkpoints(config: JobConfig) -> Iterator[str]:
     last, window = config.train.max_steps, config.checkpoint.dyn_ckpt_window
     yield f"every {config.checkpoint.interval:,} updates, and the last"
     if every := config.checkpoint.epoch_interval:
-        yield f"at the end of every {every:,} epochs of the data, not counted below"
+        epochs = "epoch" if every == 1 else f"{every:,} epochs"
+        yield f"at the end of every {epochs} of the data, not counted below"
     if window:
         yield f"steps {window.start:,} to {window.stop:,}: a window of its own, kept for good"
     due = SavePolicy(config)

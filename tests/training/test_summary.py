@@ -4,7 +4,9 @@ import pytest
 
 from jaxforge.errors import UserError
 from jaxforge.optim.schedule import register_scheduler
+from jaxforge.state.progress import Progress
 from jaxforge.training.summary import schedule_summary, write_summary
+from jaxforge.training.training_data import open_data, record_data
 from tests.conftest import tiny_config
 
 FULL = tiny_config(
@@ -83,6 +85,10 @@ def test_summary_of_run_with_defaults():
     assert section(text, "phases") == section(text, "evaluation") == ["  none"]
     assert section(text, "checkpoints") == ["  every 1,000 updates, and the last", "  1 in all: 20"]
     assert text.endswith("early stopping\n  none\n")
+    both = tiny_config(checkpoint={"epoch_interval": 2})
+    assert section(schedule_summary(both, dp=1), "checkpoints")[1] == (
+        "  at the end of every 2 epochs of the data, not counted below"
+    )
 
 
 @pytest.mark.parametrize(
@@ -160,3 +166,10 @@ learning rate
 """
         in text
     )
+
+
+def test_saves_at_epochs_require_data_with_epochs():
+    config = tiny_config(checkpoint={"epoch_interval": 1}, data={"dataset_type": "synthetic"})
+    dataset, _, identity = open_data(config)
+    with pytest.raises(UserError, match=r"epoch_interval = 1: .* no epochs\. Remove it and set"):
+        record_data(config, Progress(), dataset, identity, rows=2, has_begun=False)
