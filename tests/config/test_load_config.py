@@ -315,6 +315,7 @@ def test_every_key_of_kempnerforge_loads():
                 "branch_from",
                 "non_persistent_interval",
                 "non_persistent_dir",
+                "epoch_interval",
                 "replica_interval",
                 "replica_dir",
             )
