@@ -16,6 +16,22 @@ class UserError(ValueError):
     exit_code = 2
 
 
+class InputChangedError(UserError):
+    """An input that changed while it was read, so that work on it cannot be resumed.
+
+    Args:
+        message: see `UserError`.
+        source: name of the input in the plan of the work.
+    """
+
+    def __init__(self, message: str, source: str) -> None:
+        super().__init__(message, source)  # both, so that the error can be sent to other processes
+        self.source = source
+
+    def __str__(self) -> str:
+        return self.args[0]
+
+
 class StorageError(OSError):
     """A failed write of data that a run must keep. Data that were durable before still are."""
 

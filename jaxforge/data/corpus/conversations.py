@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int
 
+from jaxforge.data.corpus.content import RecordError
 from jaxforge.data.corpus.entries import FIRST, UNLEARNED
 from jaxforge.data.corpus.optional import library
-from jaxforge.data.corpus.records import RecordError
 from jaxforge.data.corpus.tokenizer import Tokenizer, with_prefix
 from jaxforge.errors import UserError
 
@@ -32,7 +32,7 @@ Spans = list[tuple[int, int]]
 
 
 class Conversations:
-    """Records that hold conversations (a `records.Content`).
+    """Records that hold conversations (a `content.Content`).
 
     Args:
         tokenizer: tokenizer whose chat template formats the conversations.

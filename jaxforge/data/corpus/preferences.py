@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int
 
+from jaxforge.data.corpus.content import RecordError
 from jaxforge.data.corpus.conversations import (
     EXTRAS,
     Conversations,
@@ -20,7 +21,6 @@ from jaxforge.data.corpus.conversations import (
     without_none,
 )
 from jaxforge.data.corpus.entries import FIRST
-from jaxforge.data.corpus.records import RecordError
 from jaxforge.data.corpus.tokenizer import Tokenizer
 from jaxforge.data.corpus.workers import Encoded, Text
 from jaxforge.errors import UserError
@@ -33,7 +33,7 @@ _IN_WORDS = "chosen and rejected, with a prompt if they are texts"
 
 
 class Preferences(Conversations):
-    """Records that hold a prompt and two answers (a `records.Content`)."""
+    """Records that hold a prompt and two answers (a `content.Content`)."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         super().__init__(tokenizer)
