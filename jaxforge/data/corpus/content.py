@@ -19,6 +19,10 @@ Outcomes = tuple[int, ...]
 """Outcome of each map for a record, up to the map that dropped it."""
 
 
+class TableRow(dict[str, Any]):
+    """Row of a table, whose objects have all keys of their type: None may be a missing key."""
+
+
 class Content(Protocol):
     """Selection of the document in a record."""
 

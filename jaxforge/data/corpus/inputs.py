@@ -11,10 +11,10 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, Self
+from typing import TYPE_CHECKING, NoReturn, Self
 
 from jaxforge.cli.suggestions import path_hint
-from jaxforge.data.corpus.content import DEFAULT_FIELD, Content, MappingContent, TextField
+from jaxforge.data.corpus.content import DEFAULT_FIELD, Content, MappingContent, TableRow, TextField
 from jaxforge.data.corpus.file_state import FileState, check_unchanged
 from jaxforge.data.corpus.json_files import Json, JsonLines, PackedFile
 from jaxforge.data.corpus.records import MAX_RECORD_BYTES, File, Input, Record, Span, to_record
@@ -277,7 +277,7 @@ def _unreadable(error: OSError) -> NoReturn:
     raise UserError(f"cannot read {error.filename}: {error.strerror}") from error
 
 
-def _rows(dataset: "Dataset | IterableDataset") -> Iterator[dict[str, Any]]:
+def _rows(dataset: "Dataset | IterableDataset") -> Iterator[TableRow]:
     for batch in dataset.iter(ROWS):
         for values in zip(*batch.values(), strict=True):
-            yield dict(zip(batch, values, strict=True))
+            yield TableRow(zip(batch, values, strict=True))

@@ -16,9 +16,11 @@ from jaxforge.data.corpus.content import (
     MappingContent,
     Outcomes,
     RecordError,
+    TableRow,
 )
 from jaxforge.data.corpus.file_state import FileState, check_unchanged
 from jaxforge.data.corpus.remote_input import Location
+from jaxforge.data.corpus.unicode_text import is_utf8, without_surrogates
 from jaxforge.errors import UserError
 
 MAX_RECORD_BYTES = 16 << 20
@@ -41,7 +43,7 @@ class Record(NamedTuple):
         advice: advice on `problem`, or "" for the default.
         outcomes: outcomes of maps; empty without maps, and for a problem.
         source: name of the record's source in statistics; "" for that of the input.
-        is_utf8: False if the text was not UTF-8 before it was decoded for maps.
+        is_utf8: False if characters were replaced, because the text was not UTF-8.
     """
 
     number: int
@@ -289,7 +291,7 @@ def to_record(number: int, record: Mapping[str, Any], where: str, content: Conte
             mapped, outcomes = content.apply(number, record, where)
             if mapped is None:
                 return Record(number, io.BytesIO(), outcomes=outcomes)
-            record = mapped
+            record = TableRow(mapped) if isinstance(record, TableRow) else mapped
         document = content.document(record)
     except UserError:  # a problem of the options, not of the record
         raise
@@ -297,18 +299,14 @@ def to_record(number: int, record: Mapping[str, Any], where: str, content: Conte
         return bad_record(number, f"{where}: {error}", error.advice if number == 1 else "")
     except (ValueError, RecursionError) as error:
         return bad_record(number, f"{where}: {error}")
-    # A lone surrogate, which JSON can spell and UTF-8 cannot, becomes "?".
-    text = io.BytesIO(document.encode("utf-8", errors="replace"))
-    return Record(number, text, outcomes=outcomes, source=content.source(record))
-
-
-def is_utf8(data: bytes) -> bool:
-    """Return whether bytes are UTF-8."""
-    try:
-        data.decode()
-    except UnicodeDecodeError:
-        return False
-    return True
+    text = without_surrogates(document)
+    return Record(
+        number,
+        io.BytesIO(text.encode()),
+        outcomes=outcomes,
+        source=without_surrogates(content.source(record)),
+        is_utf8=text is document,
+    )
 
 
 def bad_record(number: int, problem: str, advice: str = "") -> Record:

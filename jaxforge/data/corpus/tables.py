@@ -9,6 +9,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
+from jaxforge.data.corpus.content import TableRow
 from jaxforge.data.corpus.json_files import PackedFile
 from jaxforge.data.corpus.optional import library
 from jaxforge.data.corpus.records import File, Record, bad_record
@@ -123,7 +124,7 @@ class _ArrowTable(File):
             for i in range(min(skipped, batch.num_rows), batch.num_rows):
                 # Row by row: a value that many rows share exists once in Arrow, not in Python.
                 try:
-                    row = {name: batch[name][i].as_py() for name in names}
+                    row = TableRow({name: batch[name][i].as_py() for name in names})
                 except UnicodeDecodeError as error:
                     at = number + i + 1
                     yield bad_record(at, f"{self.path}:{at}: not UTF-8 ({error.reason})")
