@@ -17,6 +17,8 @@ from jaxtyping import Int
 
 from jaxforge.data.corpus.unicode_text import without_surrogates
 from jaxforge.data.corpus.untrusted_tokenizer import (
+    check_added,
+    check_growth,
     check_ids,
     check_loads,
     is_risky,
@@ -190,6 +192,10 @@ class HFTokenizer(Tokenizer):
         ids = self._tokenizer.get_vocab().values()
         self.vocab_size = 1 + max(ids, default=-1)
         check_ids(self.vocab_size - 1, len(ids))
+        parts = {"normalizer": self._tokenizer.normalizer, "decoder": self._tokenizer.decoder}
+        for name, part in parts.items():
+            if part is not None:
+                check_growth(part.__getstate__(), name)
         self.eos_id = self._tokenizer.token_to_id(eos) if isinstance(eos, str) else eos
         if eos is not None and (self.eos_id is None or not 0 <= self.eos_id < self.vocab_size):
             raise ValueError(f"its vocabulary has no EOS {eos!r}")
@@ -207,12 +213,14 @@ class HFTokenizer(Tokenizer):
 
     def _added_before_texts(self) -> tuple[int, ...]:
         """Return the ids that the post-processor puts before a text."""
-        if not self._tokenizer.num_special_tokens_to_add(is_pair=False):
+        count = self._tokenizer.num_special_tokens_to_add(is_pair=False)
+        if not count:
             return ()
         # The text must have a token; a text outside the vocabulary may have none.
         for text in ("a", *itertools.islice(self._tokenizer.get_vocab(), _TRIED_TOKENS)):
             with _encoding():
                 encoding = self._tokenizer.encode(text)
+            check_added(encoding.ids, count, self.vocab_size)
             if 0 in encoding.special_tokens_mask:
                 return tuple(encoding.ids[: encoding.special_tokens_mask.index(0)])
         return ()

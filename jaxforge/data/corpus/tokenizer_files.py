@@ -115,7 +115,7 @@ def _adjacent_eos(directory: Path) -> str | int | None:
 def _eos_ids_in(path: Path) -> list[int]:
     ids = _json(path).get("eos_token_id")
     listed = ids if isinstance(ids, list) else [ids]
-    return [id_ for id_ in listed if type(id_) is int]
+    return [id_ for id_ in listed if type(id_) is int and 0 <= id_ < 2**31]
 
 
 def _adjacent_token(directory: Path, key: str) -> str | None:
