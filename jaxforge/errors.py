@@ -61,11 +61,31 @@ def file_error(location: object, error: OSError) -> UserError | StorageError:
     return kind(f"{location}: {error.strerror}")
 
 
+def unreadable(location: object, error: OSError, option: str = "") -> UserError:
+    """Return the error for an input that cannot be read.
+
+    Args:
+        location: the input.
+        error: the error of the system.
+        option: what leaves the input out, for a message about missing permissions.
+    """
+    message = f"cannot read {location}: {error.strerror or error}"
+    if option and isinstance(error, PermissionError):
+        message += f"; let this user read it, or {option}"
+    return UserError(message)
+
+
 def reason_and_line(error: BaseException) -> str:
     """Describe an error of a user's code, with the line that raised it."""
     *_, innermost = traceback.extract_tb(error.__traceback__)
     reason = traceback.format_exception_only(error)[-1].strip()
     return f"{reason} ({innermost.filename}:{innermost.lineno})"
+
+
+def quoted(name: object) -> str:
+    """Return a name for a message, in quotation marks if blanks at its ends would not be seen."""
+    text = str(name)
+    return text if text == text.strip() else f"'{text}'"
 
 
 def printable(message: str) -> str:

@@ -109,6 +109,8 @@ def _output(text: str) -> Path:
     """Parse the output: a path of this machine or in a bucket."""
     if problem := urls.fault(text):
         raise argparse.ArgumentTypeError(problem)
+    if text != text.strip():
+        raise argparse.ArgumentTypeError(f"{text!r} begins or ends with a blank: remove it")
     return urls.path(text)
 
 

@@ -10,6 +10,7 @@ from jaxforge.errors import UserError
 
 _LONGEST_SOURCE = 200  # characters
 _CHATS = ("messages", "conversations", "conversation")
+_ANSWERS = (("prompt", "completion"), ("instruction", "output"))
 _TEXT_FIELDS = ("text", "content", "body", "document", "raw_content", "article", "code", "story")
 
 UNCHANGED, CHANGED, DROPPED = range(3)
@@ -162,6 +163,9 @@ def _option_for(names: Iterable[str]) -> str:
     there = [str(name) for name in names]
     if key := next((name for name in _CHATS if name in there), ""):
         return f'"{key}" are conversations: give --conversations'
+    for pair in _ANSWERS:
+        if set(pair) <= set(there):
+            return f'"{pair[0]}" and "{pair[1]}" are conversations: give --conversations'
     if {"chosen", "rejected"} <= set(there):
         return '"chosen" and "rejected" are pairs of answers: give --preferences'
     key = next((name for name in _TEXT_FIELDS if name in there), "")

@@ -16,7 +16,8 @@ from typing import BinaryIO, NamedTuple, TypeVar
 
 from jaxforge.data.corpus.content import Outcomes
 from jaxforge.data.corpus.records import READ_ERRORS, Input, Record
-from jaxforge.errors import StorageError, UserError
+from jaxforge.data.corpus.text_files import EXCLUDE
+from jaxforge.errors import StorageError, UserError, unreadable
 
 PART_BYTES = 1 << 20
 LINE_BYTES = 1 << 20  # by which the last line may exceed a part
@@ -178,9 +179,10 @@ def _reading(source: Input) -> Iterator[Input]:
         source.check_unchanged()
     except StorageError:
         raise
+    except OSError as error:
+        raise unreadable(source.where, error, EXCLUDE) from error
     except READ_ERRORS as error:
-        reason = getattr(error, "strerror", None) or error
-        raise UserError(f"cannot read {source.where}: {reason}") from error
+        raise UserError(f"cannot read {source.where}: {error}") from error
 
 
 def _skipped(i: int, source: Input, record: Record, skip_bad: bool) -> TextPart:

@@ -6,12 +6,13 @@ record    unit of an input, counted from 1: line of a JSONL file, row of a table
 """
 
 import os
+import stat
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn, Self
+from typing import TYPE_CHECKING, Self
 
 from jaxforge.cli.suggestions import path_hint
 from jaxforge.data.corpus.content import DEFAULT_FIELD, Content, MappingContent, TableRow, TextField
@@ -22,8 +23,16 @@ from jaxforge.data.corpus.remote_input import Location, RemotePath, list_files, 
 from jaxforge.data.corpus.separated_text import SeparatedText
 from jaxforge.data.corpus.tables import Arrow, Csv, Parquet
 from jaxforge.data.corpus.tar_files import Tar
-from jaxforge.data.corpus.text_files import HEAD, check_heads, check_text, in_words, is_named, utf8
-from jaxforge.errors import InputChangedError, UserError
+from jaxforge.data.corpus.text_files import (
+    EXCLUDE,
+    HEAD,
+    check_heads,
+    check_text,
+    in_words,
+    is_named,
+    utf8,
+)
+from jaxforge.errors import InputChangedError, UserError, quoted, unreadable
 
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
@@ -195,7 +204,7 @@ def find_inputs(
             read or holds no text, or no file is left.
     """
     files: dict[Location, File] = {}
-    for location, name, state in _walk(paths, globs):
+    for location, name, state in _walk(paths, globs, exclude):
         if state.size and not any(fnmatch(name, pattern) for pattern in exclude):
             kind = _kind(location)
             size, modified = state.size, state.modified
@@ -242,7 +251,7 @@ def _kind(path: Location) -> type[File]:
 
 
 def _walk(
-    paths: Iterable[Path | str], globs: Sequence[str]
+    paths: Iterable[Path | str], globs: Sequence[str], exclude: Sequence[str]
 ) -> Iterator[tuple[Location, str, FileState]]:
     """Yield files with their names relative to their input, and their states."""
     for root in paths:
@@ -253,28 +262,58 @@ def _walk(
                 ):
                     yield file.path, file.name, FileState(file.path.size, file.version)
             continue
-        for local, name in _walk_local(root, globs):
+        for local, name in _walk_local(root, globs, exclude):
             yield local, name, FileState.of(local)
 
 
-def _walk_local(root: Path, globs: Sequence[str]) -> Iterator[tuple[Path, str]]:
-    if not root.exists():
-        raise UserError(f"INPUT {root.absolute()} does not exist{path_hint(root)}")
-    if root.is_file():
+def _walk_local(
+    root: Path, globs: Sequence[str], exclude: Sequence[str]
+) -> Iterator[tuple[Path, str]]:
+    try:
+        kind = root.stat().st_mode
+    except (FileNotFoundError, NotADirectoryError) as error:
+        name = quoted(root.absolute())
+        raise UserError(f"INPUT {name} does not exist{path_hint(root)}") from error
+    except OSError as error:
+        raise unreadable(f"INPUT {root}", error, "remove it") from error
+    if stat.S_ISREG(kind):
         yield root, root.name
         return
-    if not root.is_dir():
+    if not stat.S_ISDIR(kind):
         raise UserError(
             f"INPUT {root} is neither a file nor a directory: write the text to a file first"
         )
-    for directory, _, names in os.walk(root, onerror=_unreadable):
+
+    def fail(error: OSError) -> None:
+        name = f"{Path(error.filename).relative_to(root).as_posix()}/"
+        if not any(fnmatch(name, pattern) for pattern in exclude):
+            raise unreadable(error.filename, error, EXCLUDE) from error
+
+    for directory, _, names in os.walk(root, onerror=fail):
         for path in (Path(directory, name) for name in names):
             if path.is_file() and is_named(path.name, globs):
                 yield path, path.relative_to(root).as_posix()
 
 
-def _unreadable(error: OSError) -> NoReturn:
-    raise UserError(f"cannot read {error.filename}: {error.strerror}") from error
+def links_out(paths: Iterable[Path | str], files: Iterable[Input]) -> list[Path]:
+    """Return the files that are links to files outside of every searched directory.
+
+    Args:
+        paths: see `find_inputs`.
+        files: its result.
+    """
+    roots = [path.resolve() for path in paths if isinstance(path, Path) and path.is_dir()]
+    links = [
+        file.path
+        for file in files
+        if isinstance(file, File) and isinstance(file.path, Path) and file.path.is_symlink()
+    ]
+    named = {path for path in paths if isinstance(path, Path)}
+    return [
+        link
+        for link in links
+        if link not in named and not any(link.resolve().is_relative_to(root) for root in roots)
+    ]
 
 
 def _rows(dataset: "Dataset | IterableDataset") -> Iterator[TableRow]:

@@ -4,7 +4,7 @@ import csv
 import io
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
-from itertools import accumulate
+from itertools import accumulate, chain
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
@@ -27,7 +27,7 @@ _SUSPICIOUS_BYTES = 1 << 20
 
 
 class Csv(PackedFile):
-    """CSV files (tab-separated for `.tsv`) with names in the first row and a document per row."""
+    """CSV files with names in the first row and a document per row."""
 
     def records(self, start: int) -> Iterator[Record]:
         """Yield the rows after the first `start`, not counting the row of names.
@@ -40,9 +40,10 @@ class Csv(PackedFile):
         number = 0
         with closing(text):
             lines = _BoundedLines(text, self)
-            rows = csv.reader(lines, delimiter="\t" if ".tsv" in self.path.name.lower() else ",",
-                              strict=True)  # fmt: skip
             try:
+                first = next(lines, "")
+                delimiter = self._delimiter(first)
+                rows = csv.reader(chain([first], lines), delimiter=delimiter, strict=True)
                 names = next(rows, [])
                 columns = self.content.columns(names, str(self.path)) or names
                 _check_names(names, columns, self)
@@ -61,6 +62,12 @@ class Csv(PackedFile):
                     f"{self.path}: not CSV in UTF-8 in row {number + 1} ({error}), so that nothing "
                     "after it can be read; correct it, or exclude the file with --exclude"
                 ) from error
+
+    def _delimiter(self, names: str) -> str:
+        """Return the delimiter: a tab in `.tsv`, and in `.csv` what separates the names."""
+        if ".tsv" in self.path.name.lower():
+            return "\t"
+        return next((mark for mark in ",;\t" if mark in names), ",")
 
 
 class _BoundedLines:

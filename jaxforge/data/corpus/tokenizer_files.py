@@ -17,7 +17,7 @@ from jaxforge.data.corpus.tokenizer import (
     HFTokenizer,
     Tokenizer,
 )
-from jaxforge.errors import UserError
+from jaxforge.errors import UserError, quoted
 from jaxforge.storage import urls
 
 if TYPE_CHECKING:  # importing it takes longer than all else that a worker of `prepare` imports
@@ -63,7 +63,7 @@ def load_tokenizer(spec: str | Path, *, is_checked: bool = False) -> Tokenizer:
         advice = f'give "byte", a {FILE_NAME}, the directory of one, or a model of the Hub'
         if (path.parent / "tokenizer.model").exists():
             advice = f"tokenizer.model (SentencePiece) must be converted to {FILE_NAME} first"
-        message = f"no tokenizer at {str(spec)!r}: {path}: {error.strerror}; {advice}"
+        message = f"no tokenizer at {str(spec)!r}: {quoted(path)}: {error.strerror}; {advice}"
         raise UserError(message) from error
     if file == BYTE_FILE:
         return ByteTokenizer()

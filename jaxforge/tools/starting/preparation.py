@@ -25,7 +25,7 @@ from jaxforge.data.corpus.engines import run_units
 from jaxforge.data.corpus.entries import ENTRY_DTYPE
 from jaxforge.data.corpus.huggingface import load_dataset
 from jaxforge.data.corpus.ingest import EMPTY_JOURNAL, Corpus, Options, check_split, ingest
-from jaxforge.data.corpus.inputs import HuggingFace, find_inputs
+from jaxforge.data.corpus.inputs import HuggingFace, find_inputs, links_out
 from jaxforge.data.corpus.layouts import LAYOUTS, Layout
 from jaxforge.data.corpus.maps import Map, Mapped, load_maps
 from jaxforge.data.corpus.passes import find_repeated_records, needs_passes
@@ -97,7 +97,9 @@ def run(args: argparse.Namespace) -> int:
         totals = _prepare(args, units, tokenizer, options, destination)
         size = _write_config(destination.out, args.output, machine)
     print(table(totals, tokenizer), end="\n\n")
-    print(_next(args.output, size))
+    if size.epochs > _MANY_EPOCHS:
+        print(_few_tokens(size))
+    print(_next(args.output, size, needs_model=args.preferences))
     return 0
 
 
@@ -196,7 +198,8 @@ def _has_tokens(destination: AtomicDirectory) -> bool:
 
 
 def _say(text: str) -> None:
-    Console(stderr=True).print(text, highlight=False, soft_wrap=True)
+    # Without markup: in paths, "[name]" is no style.
+    Console(stderr=True).print(text, highlight=False, soft_wrap=True, markup=False)
 
 
 def _inputs(args: argparse.Namespace, content: Content) -> list[Input]:
@@ -215,6 +218,11 @@ def _inputs(args: argparse.Namespace, content: Content) -> list[Input]:
             args.separator or b"",
         )
         layout.check(source.name for source in inputs)
+        if links := links_out(args.input, inputs):
+            _say(
+                f"{len(links):,} file(s) are links out of INPUT, and are read: {links[0]} is "
+                f"{links[0].resolve()}; leave such out with --exclude"
+            )
     if args.hf_dataset:
         dataset = load_dataset(args.hf_dataset, args.hf_config, args.hf_split)
         name = ":".join(filter(None, [args.hf_dataset, args.hf_config, args.hf_split]))
@@ -261,6 +269,7 @@ def _text_size(inputs: Sequence[Input], max_bytes: int | None) -> int | None:
     return min(size, max_bytes or size)
 
 
+_MANY_EPOCHS = 50  # beyond which a model knows its text by heart
 _BYTES_PER_TOKEN = 500  # minimum bytes of training text per BPE token
 _PLANNED = ("text_field", "source_field", "layout", "map", "tokenizer", "no_bos", "vocab_size",
             "format", "dtype", "shard_tokens", "validation_fraction", "validation_tokens",
@@ -376,12 +385,24 @@ def _write_config(directory: Path, output: Path, machine: Machine) -> Size:
     return size
 
 
-def _next(output: Path, size: Size) -> str:
+def _few_tokens(size: Size) -> str:
+    return (
+        f"note: the text is too short to learn from. In {size.max_steps} updates each token is "
+        f"read {size.epochs:,.0f} times, and the model repeats the text. Give more text\n"
+    )
+
+
+def _next(output: Path, size: Size, *, needs_model: bool) -> str:
     """Return a summary of the output, and the next command."""
     path = output.absolute() / CONFIG
     command = f"jaxforge train --config {shlex.quote(str(path))}"
     if urls.in_bucket(output):
         command = f"copy {path} to this directory\n  jaxforge train --config {CONFIG}"
+    if needs_model:
+        command = (
+            f"set [model] in {path} to the shape of your model MODEL (a run, or a directory of "
+            f"Hugging Face)\n  {command} --checkpoint.load_path=MODEL"
+        )
     return (
         f"{path}: {size.parameters / 1e6:.3g}M parameters, {size.max_steps:,} updates of "
         f"{size.tokens:,} tokens, {in_epochs(size.epochs)}\n"
