@@ -56,7 +56,7 @@ def run(source, output, *options):
 
 @pytest.fixture(scope="module")
 def planned(tmp_path_factory):
-    """Return a directory with an output of which share 0 of 2 is finished, and the reference."""
+    """Return a directory where share 0 of 2 of an output is finished, and the reference."""
     root = tmp_path_factory.mktemp("planned")
     (root / "corpus").mkdir()
     write_records(root / "corpus", 4)
