@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING
 
 from jaxforge.data.corpus.content import Content
 from jaxforge.data.corpus.conversations import Conversations
+from jaxforge.data.corpus.corpus_state import Corpus, Options
 from jaxforge.data.corpus.entries import ENTRY_DTYPE
-from jaxforge.data.corpus.ingest import Corpus, Options, ingest
+from jaxforge.data.corpus.ingest import ingest
 from jaxforge.data.corpus.inputs import HuggingFace
 from jaxforge.data.corpus.manifest import FILE_NAME
 from jaxforge.data.corpus.optional import library

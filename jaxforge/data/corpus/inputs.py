@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from jaxforge.cli.suggestions import path_hint
 from jaxforge.data.corpus.content import DEFAULT_FIELD, Content, MappingContent, TableRow, TextField
@@ -21,7 +21,7 @@ from jaxforge.data.corpus.json_files import Json, JsonLines, PackedFile
 from jaxforge.data.corpus.records import MAX_RECORD_BYTES, File, Input, Record, Span, to_record
 from jaxforge.data.corpus.remote_input import Location, RemotePath, list_files, open_input
 from jaxforge.data.corpus.separated_text import SeparatedText
-from jaxforge.data.corpus.tables import Arrow, Csv, Parquet
+from jaxforge.data.corpus.tables import Arrow, Csv, Parquet, validate
 from jaxforge.data.corpus.tar_files import Tar
 from jaxforge.data.corpus.text_files import (
     EXCLUDE,
@@ -161,7 +161,7 @@ class HuggingFace(Input):
         if self.span:
             start = max(start, self.span.start)
             rows = rows.take(self.span.end)
-        for number, record in enumerate(_rows(rows.skip(start)), start + 1):
+        for number, record in enumerate(_rows(rows.skip(start), self.name), start + 1):
             yield to_record(number, record, f"{self.name}:{number}", self.content)
 
 
@@ -316,7 +316,19 @@ def links_out(paths: Iterable[Path | str], files: Iterable[Input]) -> list[Path]
     ]
 
 
-def _rows(dataset: "Dataset | IterableDataset") -> Iterator[TableRow]:
-    for batch in dataset.iter(ROWS):
+def _rows(dataset: "Dataset | IterableDataset", where: str) -> Iterator[TableRow]:
+    for batch in _checked(dataset, where) if hasattr(dataset, "data") else dataset.iter(ROWS):
         for values in zip(*batch.values(), strict=True):
             yield TableRow(zip(batch, values, strict=True))
+
+
+def _checked(dataset: "Dataset", where: str) -> Iterator[dict[str, Any]]:
+    """Yield batches of a dataset on disk, each after a check of its Arrow data."""
+    batches = dataset.iter(ROWS)
+    for table in dataset.with_format("arrow").iter(ROWS):
+        try:
+            for part in table.to_batches():
+                validate(part)
+        except ValueError as error:  # of pyarrow
+            raise UserError(f"cannot read {where}: {error}") from error
+        yield next(batches)

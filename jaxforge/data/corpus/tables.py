@@ -106,7 +106,7 @@ def _check_names(names: Sequence[str], columns: Iterable[str], source: File) -> 
             )
 
 
-def _validate(batch: "RecordBatch") -> None:
+def validate(batch: "RecordBatch") -> None:
     """Check the offsets of a batch, which pyarrow trusts, but not the UTF-8 of each value.
 
     Raises:
@@ -174,7 +174,7 @@ class _ArrowTable(File):
         """
         size = 0
         for batch in batches:
-            _validate(batch)
+            validate(batch)
             names = batch.schema.names
             for i in range(min(skipped, batch.num_rows), batch.num_rows):
                 # Row by row: a value that many rows share exists once in Arrow, not in Python.

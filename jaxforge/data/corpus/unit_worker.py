@@ -16,7 +16,8 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxforge.data.corpus.ingest import Corpus, Options, fill, open_corpus
+from jaxforge.data.corpus.corpus_state import Corpus, Options, open_corpus
+from jaxforge.data.corpus.ingest import fill
 from jaxforge.data.corpus.parts import READERS, Part, Parts, SplitPart
 from jaxforge.data.corpus.tokenizer import Tokenizer
 from jaxforge.data.corpus.tokenizer_files import load_tokenizer

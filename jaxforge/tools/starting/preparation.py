@@ -13,6 +13,7 @@ from rich.console import Console
 from jaxforge.data.corpus.assembly import assemble
 from jaxforge.data.corpus.content import Content, TextField
 from jaxforge.data.corpus.conversations import Conversations, fingerprint
+from jaxforge.data.corpus.corpus_state import EMPTY_JOURNAL, Corpus, Options, check_split
 from jaxforge.data.corpus.documents import (
     TextPart,
     first_bytes,
@@ -24,7 +25,7 @@ from jaxforge.data.corpus.documents import (
 from jaxforge.data.corpus.engines import run_units
 from jaxforge.data.corpus.entries import ENTRY_DTYPE
 from jaxforge.data.corpus.huggingface import load_dataset
-from jaxforge.data.corpus.ingest import EMPTY_JOURNAL, Corpus, Options, check_split, ingest
+from jaxforge.data.corpus.ingest import ingest
 from jaxforge.data.corpus.inputs import HuggingFace, find_inputs, links_out
 from jaxforge.data.corpus.layouts import LAYOUTS, Layout
 from jaxforge.data.corpus.maps import Map, Mapped, load_maps

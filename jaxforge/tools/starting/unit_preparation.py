@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 
 from jaxforge.data.corpus import local_units
+from jaxforge.data.corpus.corpus_state import Options
 from jaxforge.data.corpus.engines import Engine, local, run_units
-from jaxforge.data.corpus.ingest import Options
 from jaxforge.data.corpus.manifest import FILE_NAME
 from jaxforge.data.corpus.progress import progress_shown
 from jaxforge.data.corpus.repeats import RunUnits
