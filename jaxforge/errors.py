@@ -58,10 +58,10 @@ def file_error(location: object, error: OSError) -> UserError | StorageError:
     if isinstance(error, StorageError):
         return error  # of a bucket, with its location
     kind = StorageError if error.errno in FAILING_STORAGE else UserError
-    return kind(f"{location}: {error.strerror}")
+    return kind(f"{location}: {error.strerror or error}")
 
 
-def unreadable(location: object, error: OSError, option: str = "") -> UserError:
+def unreadable(location: object, error: OSError, option: str) -> UserError | StorageError:
     """Return the error for an input that cannot be read.
 
     Args:
@@ -69,10 +69,11 @@ def unreadable(location: object, error: OSError, option: str = "") -> UserError:
         error: the error of the system.
         option: what leaves the input out, for a message about missing permissions.
     """
-    message = f"cannot read {location}: {error.strerror or error}"
-    if option and isinstance(error, PermissionError):
-        message += f"; let this user read it, or {option}"
-    return UserError(message)
+    location = f"cannot read {location}"
+    if isinstance(error, PermissionError):
+        message = f"{location}: {error.strerror}; let this user read it, or {option}"
+        return UserError(message)
+    return file_error(location, error)
 
 
 def reason_and_line(error: BaseException) -> str:

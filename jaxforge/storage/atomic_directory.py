@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jaxforge.errors import InputChangedError, UserError
+from jaxforge.errors import InputChangedError, StorageError, UserError, file_error
 from jaxforge.storage import locks, safe_files, urls
 
 PLAN, JOURNAL = "plan.json", "journal.json"
@@ -83,6 +83,7 @@ def atomic_directory(
     Raises:
         UserError: `output` exists without `overwrite`, cannot be written, or is being written by
             another process.
+        StorageError: the disk is full or fails, or an input does not arrive from a bucket.
     """
     output = output.absolute()
     partial, old = partial_of(output), output.with_name(f".{output.name}.old")
@@ -118,10 +119,10 @@ def atomic_directory(
             directory.out.rename(output)
             for leftover in (old, partial):
                 shutil.rmtree(leftover, ignore_errors=True)
+    except StorageError:
+        raise
     except OSError as error:
-        raise UserError(
-            f"cannot write {error.filename or output}: {error.strerror or error}"
-        ) from error
+        raise file_error(f"cannot write {error.filename or output}", error) from error
 
 
 def check_output(output: Path, marker: str, overwrite: bool) -> None:

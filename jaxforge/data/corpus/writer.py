@@ -30,7 +30,7 @@ from jaxforge.data.corpus.manifest import (
     extend_hashes,
 )
 from jaxforge.data.corpus.statistics import CorpusStatistics
-from jaxforge.errors import UserError
+from jaxforge.errors import UserError, file_error
 
 CHUNK = 1 << 20  # tokens held before they are written
 
@@ -92,6 +92,7 @@ class ShardWriter:
 
     Raises:
         UserError: a file cannot be written (from every method), or files of `state` are missing.
+        StorageError: the disk is full, or fails (from every method).
     """
 
     def __init__(
@@ -333,8 +334,8 @@ class ShardWriter:
 
 @contextmanager
 def _named(path: Path) -> Iterator[None]:
-    """Convert OSError to UserError and add the path."""
+    """Convert OSError to UserError or StorageError, with the path."""
     try:
         yield
     except OSError as error:
-        raise UserError(f"cannot write {path}: {error.strerror}") from error
+        raise file_error(f"cannot write {path}", error) from error

@@ -39,7 +39,7 @@ from jaxforge.data.corpus.tokenizer import BPE_VOCAB_SIZE, Tokenizer, train_bpe
 from jaxforge.data.corpus.tokenizer_files import load_tokenizer
 from jaxforge.data.corpus.units import Unit, plan_units, sliced
 from jaxforge.data.corpus.writer import token_dtype
-from jaxforge.errors import UserError
+from jaxforge.errors import UserError, file_error
 from jaxforge.storage import urls
 from jaxforge.storage.atomic_directory import AtomicDirectory, Plan
 from jaxforge.tools.starting import corpus_page
@@ -382,7 +382,7 @@ def _write_config(directory: Path, output: Path, machine: Machine) -> Size:
     try:
         (directory / CONFIG).write_text(text, encoding="utf-8")
     except OSError as error:
-        raise UserError(f"cannot write {directory / CONFIG}: {error.strerror}") from error
+        raise file_error(f"cannot write {directory / CONFIG}", error) from error
     return size
 
 

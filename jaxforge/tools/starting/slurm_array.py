@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from jaxforge.errors import UserError
+from jaxforge.errors import file_error
 
 _UNSAFE = re.compile(r"[^\w.-]")  # in the name of a job, which sbatch reads as words
 
@@ -67,7 +67,7 @@ def write_script(args: argparse.Namespace, n_units: int) -> str:
     try:
         path.write_text(script(args, path.name, Path.cwd()), encoding="utf-8")
     except OSError as error:
-        raise UserError(f"cannot write {path}: {error.strerror}") from error
+        raise file_error(f"cannot write {path}", error) from error
     return (
         f"{n_units:,} units are planned for {args.slurm:,} tasks. Look at the #SBATCH lines of "
         f"{path} (time, memory, CPUs)\nNext:\n  bash {shlex.quote(str(path))}"
