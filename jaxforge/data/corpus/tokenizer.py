@@ -18,6 +18,7 @@ from jaxtyping import Int
 from jaxforge.data.corpus.unicode_text import without_surrogates
 from jaxforge.data.corpus.untrusted_tokenizer import (
     check_added,
+    check_affixes,
     check_growth,
     check_ids,
     check_loads,
@@ -192,6 +193,7 @@ class HFTokenizer(Tokenizer):
         ids = self._tokenizer.get_vocab().values()
         self.vocab_size = 1 + max(ids, default=-1)
         check_ids(self.vocab_size - 1, len(ids))
+        check_affixes(self._tokenizer.model)
         parts = {"normalizer": self._tokenizer.normalizer, "decoder": self._tokenizer.decoder}
         for name, part in parts.items():
             if part is not None:

@@ -143,6 +143,17 @@ def _steps(component: dict[str, Any]) -> Iterator[dict[str, Any]]:
         yield from _steps(inner)
 
 
+def check_affixes(model: object) -> None:
+    """Refuse a model that puts long texts before or after each character of a word.
+
+    Raises:
+        ValueError: an affix is too long.
+    """
+    for name in ("continuing_subword_prefix", "end_of_word_suffix"):
+        if len(getattr(model, name, None) or "") > _LARGEST_ADDITION:
+            raise ValueError(f"its {name} has more than {_LARGEST_ADDITION} characters")
+
+
 def check_added(ids: Sequence[int], count: int, vocab_size: int) -> None:
     """Check the ids that a post-processor adds to a text.
 

@@ -105,6 +105,13 @@ def test_usual_normalizers_are_accepted(plain):
     assert HFTokenizer(json.dumps(document).encode(), None).encode("a b")
 
 
+@pytest.mark.parametrize("name", ["continuing_subword_prefix", "end_of_word_suffix"])
+def test_long_affixes_are_refused(plain, name):
+    model = {**plain["model"], "merges": [], name: "#" * 101}
+    with pytest.raises(ValueError, match=f"its {name} has more than 100 characters"):
+        HFTokenizer(json.dumps(plain | {"model": model}).encode(), None)
+
+
 @pytest.mark.parametrize("ids", [[2**32 - 1], [280], [0] * 101])
 def test_post_processor_outside_of_the_vocabulary_is_refused(plain, ids):
     special = {"id": "<x>", "ids": ids, "tokens": ["<x>"] * len(ids)}
