@@ -16,6 +16,22 @@ class UserError(ValueError):
     exit_code = 2
 
 
+class InputChangedError(UserError):
+    """An input that changed while it was read, so that work on it cannot be resumed.
+
+    Args:
+        message: see `UserError`.
+        source: name of the input in the plan of the work.
+    """
+
+    def __init__(self, message: str, source: str) -> None:
+        super().__init__(message, source)  # both, so that the error can be sent to other processes
+        self.source = source
+
+    def __str__(self) -> str:
+        return self.args[0]
+
+
 class StorageError(OSError):
     """A failed write of data that a run must keep. Data that were durable before still are."""
 
@@ -57,6 +73,21 @@ def file_error(location: object, error: OSError) -> UserError | StorageError:
     return kind(f"{location}: {error.strerror or error}")
 
 
+def unreadable(location: object, error: OSError, option: str) -> UserError | StorageError:
+    """Return the error for an input that cannot be read.
+
+    Args:
+        location: the input.
+        error: the error of the system.
+        option: what leaves the input out, for a message about missing permissions.
+    """
+    location = f"cannot read {location}"
+    if isinstance(error, PermissionError):
+        message = f"{location}: {error.strerror}; let this user read it, or {option}"
+        return UserError(message)
+    return file_error(location, error)
+
+
 def reason_and_line(error: BaseException) -> str:
     """Describe an error of a user's code, with the line that raised it or cannot be parsed."""
     reason = traceback.format_exception_only(error)[-1].strip()
@@ -66,6 +97,12 @@ def reason_and_line(error: BaseException) -> str:
     while len(frames) > 1 and frames[-1].filename.startswith("<frozen importlib"):
         frames.pop()  # a failed import inside the user's code
     return f"{reason} ({frames[-1].filename}:{frames[-1].lineno})"
+
+
+def quoted(name: object) -> str:
+    """Return a name for a message, in quotation marks if blanks at its ends would not be seen."""
+    text = str(name)
+    return text if text == text.strip() else f"'{text}'"
 
 
 def printable(message: str) -> str:

@@ -1,8 +1,10 @@
 """Reports at the end of a run: log messages and the exit code."""
 
 import logging
+import shlex
 from pathlib import Path
 
+from jaxforge.config.job import JobConfig
 from jaxforge.config.train import TrainConfig
 from jaxforge.errors import UserError, exit_code_of
 from jaxforge.exit_codes import Exit
@@ -12,19 +14,24 @@ log = logging.getLogger(__name__)
 
 
 def log_exit_reason(
-    reason: Exit, config: TrainConfig, progress: Progress, last_saved: int | None
+    reason: Exit, job: JobConfig, progress: Progress, last_saved: int | None
 ) -> None:
     """Log how a run ended and what the user can do.
 
     Args:
         reason: why the run ended.
-        config: the `[train]` section.
+        job: config of the run.
         progress: the counters of the run.
         last_saved: step of the newest checkpoint; None without one.
     """
-    step, tokens = progress.step, f"{progress.tokens:,}"
+    step, tokens, config = progress.step, f"{progress.tokens:,}", job.train
     if reason is Exit.COMPLETED:
         log.info("Training complete: %d steps, %s tokens", step, tokens)
+        if job.data.tokenizer_path and last_saved is not None:
+            run = shlex.quote(job.checkpoint.dir)
+            log.info(
+                "try the model: jaxforge generate %s; its curves: jaxforge report %s", run, run
+            )
     elif reason is Exit.EARLY_STOPPED:
         log.info("Training ended early: %d steps, %s tokens", step, tokens)
     elif reason is Exit.NON_FINITE:

@@ -412,7 +412,7 @@ class Trainer:
         if reason in (Exit.COMPLETED, Exit.EARLY_STOPPED):
             check_learned(self.config.train, self.progress)
         exits.log_reason(reason, self.progress.step)
-        log_exit_reason(reason, self.config.train, self.progress, self.saver.latest())
+        log_exit_reason(reason, self.config, self.progress, self.saver.latest())
         exits.log_total_time()
         return reason
 

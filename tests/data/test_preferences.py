@@ -68,6 +68,21 @@ def test_forms_of_messages_have_the_same_entries(tokenizer, record):
     assert np.count_nonzero(expected & FIRST) == 2
 
 
+def test_answers_with_eos_get_no_second_one(tokenizer):
+    tokenizer, _ = tokenizer
+    ended = {**TEXT, "chosen": " 2<|im_end|>", "rejected": " 11 or so<|im_end|>"}
+    expected, entries = (entries_of(tokenizer, record).tokens["train"] for record in (TEXT, ended))
+    np.testing.assert_array_equal(entries, expected)
+
+
+def test_null_keys_of_common_messages_do_not_matter(tokenizer):
+    tokenizer, _ = tokenizer
+    with_null = {**USER, "tool_calls": None}
+    expected = entries_of(tokenizer, CHAT)
+    entries = entries_of(tokenizer, {"chosen": [with_null, GOOD], "rejected": [USER, BAD]})
+    np.testing.assert_array_equal(entries.tokens["train"], expected.tokens["train"])
+
+
 def test_texts_are_concatenated_and_end_with_eos(tokenizer):
     tokenizer, _ = tokenizer
     entries = entries_of(tokenizer, TEXT).tokens["train"]
@@ -123,10 +138,12 @@ def config(directory, objective="dpo", **sections):
     )
 
 
-def test_written_config_is_one_of_dpo(prepared):
-    written = load_config(prepared[0] / "train.toml")
+def test_written_config_is_one_of_dpo(prepared, tmp_path):
+    path = prepared[0] / "train.toml"
+    with pytest.raises(UserError, match=r"requires a trained model: set checkpoint\.load_path"):
+        check(load_config(path), 1)
+    written = load_config(path, [f"--checkpoint.load_path={tmp_path}"])
     assert written.train.objective == "dpo"
-    assert written.checkpoint.load_path == "RUN"
     check(written, 1)
 
 
@@ -135,7 +152,11 @@ def test_summary_counts_pairs(tmp_path, tokenizer, capsys):
     path.write_text("".join(json.dumps({**TEXT, "prompt": f"{i}:"}) + "\n" for i in range(30)))
     given = [path, "--output", tmp_path / "out", "--preferences", "--tokenizer", tokenizer[1]]
     assert prepare.main([*map(str, given), "--workers", "1"]) == 0
-    assert re.search(r"^pairs +30$", capsys.readouterr().out, re.MULTILINE)
+    shown = capsys.readouterr().out
+    assert re.search(r"^pairs +30$", shown, re.MULTILINE)
+    path = tmp_path / "out" / "train.toml"
+    assert shown.endswith(f"jaxforge train --config {path} --checkpoint.load_path=MODEL\n")
+    assert f"set [model] in {path} to the shape of your model MODEL (a run, or" in shown
 
 
 def test_manifest_counts_both_answers(prepared):

@@ -4,7 +4,7 @@ import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
-from jaxforge.data.corpus.ingest import check_documents
+from jaxforge.data.corpus.corpus_state import check_documents
 from jaxforge.data.corpus.manifest import LENGTHS, Manifest
 from jaxforge.data.corpus.parts import Parts, all_counts, sums
 from jaxforge.data.corpus.summary import SplitTotals, Totals

@@ -11,30 +11,26 @@ or on interruptions.
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, field
 from itertools import chain, islice
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 from jaxtyping import Int
 
 from jaxforge.data.corpus.conversations import encode_conversations
-from jaxforge.data.corpus.documents import ReadPosition, TextPart, text_parts
+from jaxforge.data.corpus.corpus_state import Batch, Corpus, Options, check_documents, open_corpus
+from jaxforge.data.corpus.documents import TextPart, text_parts
 from jaxforge.data.corpus.encoding import conversation_lengths, encode, split_tokens
-from jaxforge.data.corpus.manifest import CONVERSATIONS, PREFERENCES, VERSION
 from jaxforge.data.corpus.preferences import encode_preferences
 from jaxforge.data.corpus.records import Input
-from jaxforge.data.corpus.statistics import Statistics
 from jaxforge.data.corpus.tokenizer import Tokenizer
 from jaxforge.data.corpus.tokenizer_files import load_tokenizer
 from jaxforge.data.corpus.workers import Encoded, Text, Workers, serve
-from jaxforge.data.corpus.writer import ShardWriter
-from jaxforge.errors import UserError
 from jaxforge.storage.atomic_directory import AtomicDirectory
 
 BATCH_BYTES = 1 << 20  # of text per call of a tokenizer, whose results take up to 50 times as much
@@ -42,157 +38,10 @@ BATCH_PARTS = 4096
 _FEW_BATCHES = 4  # starting processes for them does not pay
 COMMIT_SECONDS = 5.0  # of work that a killed run may lose
 
-EMPTY_JOURNAL: dict[str, Any] = {"splits": {}, "place": ReadPosition(), "skipped": 0}
-"""Journal before the first tokens."""
-
-
-@dataclass(frozen=True)
-class Options:
-    """Options that the shards depend on, in addition to inputs and tokenizer.
-
-    Attributes:
-        dtype: numpy name of the type on disk.
-        file_format: "npy" or "bin".
-        shard_tokens: tokens per shard.
-        validation_fraction: fraction of the documents to hold out.
-        validation_tokens: number of first tokens to hold out instead.
-        max_bytes: bytes of text after which to stop.
-        skip_bad: skip records without text.
-        conversations: documents are conversations (`Conversations.document`).
-        preferences: documents are pairs of conversations (`Preferences.document`).
-        rules: names of the maps, in order.
-    """
-
-    dtype: str
-    file_format: str = "npy"
-    shard_tokens: int = 100_000_000
-    validation_fraction: float = 0.0
-    validation_tokens: int = 0
-    max_bytes: int | None = None
-    skip_bad: bool = False
-    conversations: bool = False
-    preferences: bool = False
-    rules: tuple[str, ...] = ()
-
-    @property
-    def version(self) -> int:
-        """The version of the manifest."""
-        if self.preferences:
-            return PREFERENCES
-        return CONVERSATIONS if self.conversations else VERSION
-
-    @property
-    def splits(self) -> tuple[str, ...]:
-        """Names of the splits to write."""
-        holds_out = self.validation_fraction or self.validation_tokens
-        return ("train", "validation") if holds_out else ("train",)
-
-
-Batch = list[TextPart]
-"""Consecutive parts of documents that are tokenized in one call."""
-
 
 def texts_of(batch: Batch) -> list[Text]:
     """Return the fields of a batch that a worker needs."""
     return [(p.split, p.text, p.first, p.last) for p in batch if not p.skipped]
-
-
-@dataclass
-class Split:
-    """Progress of one split, "train" or "validation".
-
-    Attributes:
-        writer: writer of the shards.
-        size: bytes of text.
-        broken: number of documents that were not UTF-8.
-        last_broken: name of the last such document.
-        statistics: statistics of the documents.
-    """
-
-    writer: ShardWriter
-    size: int = 0
-    broken: int = 0
-    last_broken: str = ""
-    statistics: Statistics = field(default_factory=Statistics)
-
-    def add(
-        self,
-        chunks: Sequence[TextPart],
-        tokens: Int[np.ndarray, "_"],
-        lengths: Int[np.ndarray, "chunks"] | None = None,
-    ) -> None:
-        """Append parts of documents and their tokens.
-
-        Args:
-            chunks: the parts.
-            tokens: tokens of all parts.
-            lengths: number of tokens of each part; None if they are counted already.
-        """
-        if lengths is not None:
-            self.statistics.add(chunks, lengths)
-        self.writer.add(tokens, sum(chunk.last for chunk in chunks))
-        self.size += sum(chunk.size for chunk in chunks)
-        for chunk in chunks:
-            if not chunk.valid and chunk.document != self.last_broken:
-                self.broken, self.last_broken = self.broken + 1, chunk.document
-
-    def journal(self) -> dict[str, Any]:
-        """Flush all tokens to the disk and return the progress as JSON."""
-        counts = {"size": self.size, "broken": self.broken, "last_broken": self.last_broken}
-        statistics = self.statistics.as_json()
-        return {"writer": self.writer.sync(), **counts, "statistics": statistics}
-
-
-@dataclass
-class Corpus:
-    """Progress of all documents.
-
-    Attributes:
-        splits: by name.
-        position: position up to which the inputs have been read.
-        skipped: number of bad records that were skipped.
-    """
-
-    splits: dict[str, Split]
-    position: ReadPosition = field(default_factory=ReadPosition)
-    skipped: int = 0
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        for split in self.splits.values():
-            split.writer.__exit__(*error)
-
-    @property
-    def size(self) -> int:
-        """Bytes of text."""
-        return sum(split.size for split in self.splits.values())
-
-    @property
-    def documents(self) -> int:
-        """Documents in all splits."""
-        return sum(split.writer.documents for split in self.splits.values())
-
-    @property
-    def tokens(self) -> int:
-        """Tokens in all splits."""
-        return sum(split.writer.tokens for split in self.splits.values())
-
-    def add(self, batch: Batch, encoded: Encoded) -> None:
-        """Append a batch and its tokens by split."""
-        for name, arrived in encoded.tokens.items():
-            chunks = [p for p in batch if p.split == name and not p.skipped]
-            self.splits[name].add(chunks, arrived, encoded.lengths.get(name))
-        for name, split in self.splits.items():
-            split.statistics.add_outcomes(p for p in batch if p.outcomes and p.split == name)
-        self.skipped += sum(chunk.is_bad for chunk in batch)
-        self.position = batch[-1].end
-
-    def journal(self) -> dict[str, Any]:
-        """Flush all tokens to the disk and return the progress as JSON."""
-        splits = {name: split.journal() for name, split in self.splits.items()}
-        return {"splits": splits, "place": self.position, "skipped": self.skipped}
 
 
 def ingest(
@@ -298,52 +147,6 @@ def fill(
                 committed = time.monotonic()
 
 
-def open_corpus(
-    out: Path,
-    journal: dict[str, Any] | None,
-    tokenizer: Tokenizer,
-    options: Options,
-    unit: int | None = None,
-    lengths: Callable[[str], Path] | None = None,
-) -> Corpus:
-    """Return the progress that a journal records, or an empty corpus.
-
-    Args:
-        out: directory of the splits.
-        journal: the last `Corpus.journal`.
-        tokenizer: the tokenizer.
-        options: see `Options`.
-        unit: number of the unit of work; None if there is only one.
-        lengths: returns the file of the conversations' lengths of a split.
-
-    Raises:
-        UserError: bad records were skipped before, and are errors now.
-    """
-    journal = journal or EMPTY_JOURNAL
-    if journal["skipped"] and not options.skip_bad:
-        raise UserError(
-            f"the interrupted run skipped {journal['skipped']} bad records; pass "
-            f"--skip-bad again, or remove {out.parent}"
-        )
-    splits = {}
-    for name in options.splits:
-        state = journal["splits"].get(name, {"writer": None, "statistics": {}})
-        writer = ShardWriter(
-            out / name,
-            vocab_size=tokenizer.vocab_size,
-            dtype=options.dtype,
-            file_format=options.file_format,
-            shard_tokens=options.shard_tokens,
-            conversations=options.conversations,
-            state=state["writer"],
-            unit=unit,
-            lengths=lengths and lengths(name),
-        )
-        statistics = Statistics(**state["statistics"])
-        splits[name] = Split(**{**state, "writer": writer, "statistics": statistics})
-    return Corpus(splits, ReadPosition(*journal["place"]), journal["skipped"])
-
-
 def _finish(corpus: Corpus, tokenizer: Tokenizer, name: str, options: Options) -> None:
     counts = {name: split.writer.documents for name, split in corpus.splits.items()}
     check_documents(counts, corpus.skipped, options)
@@ -355,41 +158,6 @@ def _finish(corpus: Corpus, tokenizer: Tokenizer, name: str, options: Options) -
             tokenizer_sha256=tokenizer.fingerprint,
             statistics=split.statistics.summary(options.rules),
             version=options.version,
-        )
-
-
-def check_documents(counts: Mapping[str, int], skipped: int, options: Options) -> None:
-    """Check the numbers of documents by split, after `skipped` bad records.
-
-    Raises:
-        UserError: a split has no document.
-    """
-    if options.validation_tokens and not counts["train"] and counts["validation"]:
-        raise UserError(
-            f"--validation-tokens {options.validation_tokens} leaves nothing to train on: the text "
-            "has no more; hold fewer out"
-        )
-    if skipped and not any(counts.values()):
-        raise UserError(
-            f"the inputs hold no text: --skip-bad left out all {skipped} records; without "
-            "it, the first is named with what is wrong"
-        )
-    if not all(counts.values()):
-        check_split(counts["train"], counts.get("validation", 0), options.validation_fraction)
-
-
-def check_split(train: int, validation: int, fraction: float) -> None:
-    """Check that every split has a document.
-
-    Raises:
-        UserError: a split has none.
-    """
-    if not train + validation:
-        raise UserError("the inputs hold no text")
-    if not train or (fraction and not validation):
-        raise UserError(
-            f"--validation-fraction {fraction} puts {validation} of {train + validation} "
-            "documents into validation; change it, or split the text into more documents"
         )
 
 

@@ -48,7 +48,7 @@ def progress_shown(files: int) -> Iterator[Callable[[Done], None]]:
             line = in_words(done, first, files, now - start)
             progress.update(bar, completed=done.fraction or 0.0, description=line)
             if not console.is_terminal and now - said >= _LINE_SECONDS:
-                console.print(line, highlight=False, soft_wrap=True)
+                console.print(line, highlight=False, soft_wrap=True, markup=False)
                 said = now
 
         yield show

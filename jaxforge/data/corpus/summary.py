@@ -6,7 +6,7 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Int
 
-from jaxforge.data.corpus.ingest import Corpus, Options
+from jaxforge.data.corpus.corpus_state import Corpus, Options
 from jaxforge.data.corpus.statistics import CorpusStatistics, total
 from jaxforge.data.corpus.tokenizer import Tokenizer
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from jaxforge.data.corpus.remote_input import Location
-from jaxforge.errors import UserError
+from jaxforge.errors import UserError, unreadable
 
 TEXTS = ("*.txt", "*.md", "*.py")
 _PACKABLE = (".jsonl", ".ndjson", ".json", ".csv", ".tsv")
@@ -25,6 +25,9 @@ TARS = (*(f"*.tar{end}" for end in PACKINGS), "*.tgz")
 RECORDS = (*(f"*{kind}{end}" for kind in _PACKABLE for end in PACKINGS),
            *(f"*{kind}" for kind in _TABLES), *TARS)  # fmt: skip
 """Default names of files to read in directories, in upper or lower case."""
+
+EXCLUDE = "exclude it with --exclude"
+"""Advice on an input that cannot be read."""
 
 _MARKS = {
     codecs.BOM_UTF32_LE: "UTF-32",
@@ -84,7 +87,7 @@ def _head(path: Path) -> bytes:
         with path.open("rb") as file:
             return file.read(HEAD)
     except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}") from error
+        raise unreadable(path, error, EXCLUDE) from error
 
 
 def check_heads(files: Iterable[tuple[Location, bool, bytes]]) -> None:

@@ -207,7 +207,7 @@ def checkpoint_lines(run: Path) -> list[Line]:
 
 def _base_model(prepared: PreparedData) -> Iterator[Line]:
     if prepared.train.preferences:
-        yield Line("load_path", "RUN", "your model, which is also the reference")
+        # No load_path: only the user knows the model, which is the reference, too.
         yield Line("exclude_from_loading", ["optimizer", "progress"], "a new run begins")
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from jaxforge.data.corpus.manifest import Manifest
 from jaxforge.data.corpus.statistics import CorpusStatistics, RuleCounts, total
-from jaxforge.errors import UserError
+from jaxforge.errors import file_error
 from jaxforge.telemetry.numbers import human
 from jaxforge.tools.pages.parts import (
     details,
@@ -31,7 +31,7 @@ def write(data: PreparedData, directory: Path) -> None:
     try:
         path.write_text(page(data), encoding="utf-8")
     except OSError as error:
-        raise UserError(f"cannot write {path}: {error.strerror}") from error
+        raise file_error(f"cannot write {path}", error) from error
 
 
 def page(data: PreparedData) -> str:

@@ -11,7 +11,9 @@ from pathlib import Path
 from rich.console import Console
 
 from jaxforge.data.corpus.assembly import assemble
+from jaxforge.data.corpus.content import Content, TextField
 from jaxforge.data.corpus.conversations import Conversations, fingerprint
+from jaxforge.data.corpus.corpus_state import EMPTY_JOURNAL, Corpus, Options, check_split
 from jaxforge.data.corpus.documents import (
     TextPart,
     first_bytes,
@@ -23,21 +25,21 @@ from jaxforge.data.corpus.documents import (
 from jaxforge.data.corpus.engines import run_units
 from jaxforge.data.corpus.entries import ENTRY_DTYPE
 from jaxforge.data.corpus.huggingface import load_dataset
-from jaxforge.data.corpus.ingest import EMPTY_JOURNAL, Corpus, Options, check_split, ingest
-from jaxforge.data.corpus.inputs import HuggingFace, find_inputs
+from jaxforge.data.corpus.ingest import ingest
+from jaxforge.data.corpus.inputs import HuggingFace, find_inputs, links_out
 from jaxforge.data.corpus.layouts import LAYOUTS, Layout
 from jaxforge.data.corpus.maps import Map, Mapped, load_maps
 from jaxforge.data.corpus.passes import find_repeated_records, needs_passes
 from jaxforge.data.corpus.preferences import Preferences
 from jaxforge.data.corpus.progress import Done, progress_shown
-from jaxforge.data.corpus.records import Content, Input, TextField
+from jaxforge.data.corpus.records import Input
 from jaxforge.data.corpus.summary import Totals, table
 from jaxforge.data.corpus.text_files import RECORDS, TEXTS
 from jaxforge.data.corpus.tokenizer import BPE_VOCAB_SIZE, Tokenizer, train_bpe
 from jaxforge.data.corpus.tokenizer_files import load_tokenizer
 from jaxforge.data.corpus.units import Unit, plan_units, sliced
 from jaxforge.data.corpus.writer import token_dtype
-from jaxforge.errors import UserError
+from jaxforge.errors import UserError, file_error
 from jaxforge.storage import urls
 from jaxforge.storage.atomic_directory import AtomicDirectory, Plan
 from jaxforge.tools.starting import corpus_page
@@ -96,7 +98,9 @@ def run(args: argparse.Namespace) -> int:
         totals = _prepare(args, units, tokenizer, options, destination)
         size = _write_config(destination.out, args.output, machine)
     print(table(totals, tokenizer), end="\n\n")
-    print(_next(args.output, size))
+    if size.epochs > _MANY_EPOCHS:
+        print(_few_tokens(size))
+    print(_next(args.output, size, needs_model=args.preferences))
     return 0
 
 
@@ -195,7 +199,8 @@ def _has_tokens(destination: AtomicDirectory) -> bool:
 
 
 def _say(text: str) -> None:
-    Console(stderr=True).print(text, highlight=False, soft_wrap=True)
+    # Without markup: in paths, "[name]" is no style.
+    Console(stderr=True).print(text, highlight=False, soft_wrap=True, markup=False)
 
 
 def _inputs(args: argparse.Namespace, content: Content) -> list[Input]:
@@ -214,10 +219,15 @@ def _inputs(args: argparse.Namespace, content: Content) -> list[Input]:
             args.separator or b"",
         )
         layout.check(source.name for source in inputs)
+        if links := links_out(args.input, inputs):
+            _say(
+                f"{len(links):,} file(s) are links out of INPUT, and are read: {links[0]} is "
+                f"{links[0].resolve()}; leave such out with --exclude"
+            )
     if args.hf_dataset:
         dataset = load_dataset(args.hf_dataset, args.hf_config, args.hf_split)
         name = ":".join(filter(None, [args.hf_dataset, args.hf_config, args.hf_split]))
-        inputs.append(HuggingFace(name, dataset, content))
+        inputs.append(HuggingFace.on_disk(name, dataset, content))
     if args.conversations:
         _check_records(inputs)
     if args.shuffle_documents is not None:
@@ -260,6 +270,7 @@ def _text_size(inputs: Sequence[Input], max_bytes: int | None) -> int | None:
     return min(size, max_bytes or size)
 
 
+_MANY_EPOCHS = 50  # beyond which a model knows its text by heart
 _BYTES_PER_TOKEN = 500  # minimum bytes of training text per BPE token
 _PLANNED = ("text_field", "source_field", "layout", "map", "tokenizer", "no_bos", "vocab_size",
             "format", "dtype", "shard_tokens", "validation_fraction", "validation_tokens",
@@ -371,16 +382,28 @@ def _write_config(directory: Path, output: Path, machine: Machine) -> Size:
     try:
         (directory / CONFIG).write_text(text, encoding="utf-8")
     except OSError as error:
-        raise UserError(f"cannot write {directory / CONFIG}: {error.strerror}") from error
+        raise file_error(f"cannot write {directory / CONFIG}", error) from error
     return size
 
 
-def _next(output: Path, size: Size) -> str:
+def _few_tokens(size: Size) -> str:
+    return (
+        f"note: the text is too short to learn from. In {size.max_steps} updates each token is "
+        f"read {size.epochs:,.0f} times, and the model repeats the text. Give more text\n"
+    )
+
+
+def _next(output: Path, size: Size, *, needs_model: bool) -> str:
     """Return a summary of the output, and the next command."""
     path = output.absolute() / CONFIG
     command = f"jaxforge train --config {shlex.quote(str(path))}"
     if urls.in_bucket(output):
         command = f"copy {path} to this directory\n  jaxforge train --config {CONFIG}"
+    if needs_model:
+        command = (
+            f"set [model] in {path} to the shape of your model MODEL (a run, or a directory of "
+            f"Hugging Face)\n  {command} --checkpoint.load_path=MODEL"
+        )
     return (
         f"{path}: {size.parameters / 1e6:.3g}M parameters, {size.max_steps:,} updates of "
         f"{size.tokens:,} tokens, {in_epochs(size.epochs)}\n"

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 
 from jaxforge.data.corpus import local_units
+from jaxforge.data.corpus.corpus_state import Options
 from jaxforge.data.corpus.engines import Engine, local, run_units
-from jaxforge.data.corpus.ingest import Options
 from jaxforge.data.corpus.manifest import FILE_NAME
 from jaxforge.data.corpus.progress import progress_shown
 from jaxforge.data.corpus.repeats import RunUnits
@@ -16,7 +16,7 @@ from jaxforge.data.corpus.tokenizer import Tokenizer
 from jaxforge.data.corpus.tokenizer_files import load_tokenizer
 from jaxforge.data.corpus.unit_worker import Job
 from jaxforge.data.corpus.units import Unit
-from jaxforge.errors import UserError
+from jaxforge.errors import InputChangedError, UserError
 from jaxforge.storage import atomic_directory, locks, urls
 from jaxforge.storage.atomic_directory import AtomicDirectory, Plan
 
@@ -117,14 +117,18 @@ def run_share(
         _locked(destination, share),
         progress_shown(sum(unit.files for unit in chosen)) as show,
     ):
-        run_units(
-            job,
-            chosen,
-            engine_of(args),
-            vocab_size=tokenizer.vocab_size,
-            share=share,
-            show=show,
-        )
+        try:
+            run_units(
+                job,
+                chosen,
+                engine_of(args),
+                vocab_size=tokenizer.vocab_size,
+                share=share,
+                show=show,
+            )
+        except InputChangedError as error:
+            atomic_directory.discard(destination.state, error.source)
+            raise
     print(f"share {share} of {n}: {len(chosen):,} of {len(units):,} units are finished")
     return 0
 

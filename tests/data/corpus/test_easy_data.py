@@ -2,12 +2,18 @@
 
 import codecs
 import json
+import os
+import re
+import tempfile
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from jaxforge.commands import prepare
 from jaxforge.data.corpus import documents, ingest
+from jaxforge.data.corpus.documents import text_parts
+from jaxforge.data.corpus.inputs import find_inputs
 from jaxforge.data.corpus.manifest import Manifest
 from jaxforge.data.tokens import TokenShards
 from jaxforge.errors import UserError
@@ -170,3 +176,80 @@ def test_text_as_training_data_suggests_prepare(tmp_path):
     (tmp_path / "my texts" / "a.md").unlink()
     with pytest.raises(UserError, match=r"no file matches data\.file_pattern"):
         TokenShards(tmp_path / "my texts", "*.npy", 8, vocab_size=300)
+
+
+@pytest.fixture
+def without_rights():
+    """Act as a user without rights, whom file permissions concern."""
+    if os.geteuid():
+        yield
+        return
+    os.seteuid(65534)
+    yield
+    os.seteuid(0)
+
+
+def test_unreadable_inputs_name_the_option(tmp_path, request):
+    directory = Path(tempfile.mkdtemp())  # unlike tmp_path, below a directory that all may enter
+    directory.chmod(0o755)
+    for name in ("a", "b"):
+        (directory / name).mkdir()
+        (directory / name / "a.txt").write_text("text")
+    (directory / "a" / "a.txt").chmod(0)
+    (directory / "b").chmod(0)
+    planned = find_inputs([directory / "a"])
+    request.getfixturevalue("without_rights")
+    denied = ".*: Permission denied; let this user read it, or "
+    with pytest.raises(UserError, match=rf"cannot read .*a\.txt{denied}exclude it with --exclude"):
+        find_inputs([directory / "a"])
+    with pytest.raises(UserError, match=denied + "exclude it with --exclude"):
+        find_inputs([directory])
+    with pytest.raises(UserError, match=f"cannot read INPUT {denied}remove it"):
+        find_inputs([directory / "b" / "a.txt"])
+    excluded = ["b/*", "a/a.txt"]
+    with pytest.raises(UserError, match=r"no file matches --glob \* and no --exclude"):
+        find_inputs([directory], exclude=excluded)
+    with pytest.raises(UserError, match=denied + "exclude it with --exclude"):
+        list(text_parts(planned))
+
+
+def test_blanks_at_the_ends_of_names_are_shown(tmp_path):
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "a.txt").write_text("text")
+    message = f"INPUT '{tmp_path}/texts ' does not exist; did you mean {tmp_path}/texts?"
+    with pytest.raises(UserError, match=re.escape(message)):
+        run(f"{tmp_path}/texts ", "--output", tmp_path / "out")
+    with pytest.raises(UserError, match=r"out ' begins or ends with a blank: remove it"):
+        run(tmp_path / "texts", "--output", f"{tmp_path}/out ")
+
+
+@pytest.mark.parametrize("name", ["x" * 300, "loop"])
+def test_names_without_file_raise(tmp_path, name):
+    (tmp_path / "loop").symlink_to("loop")
+    with pytest.raises(UserError, match=r"cannot read INPUT .*: (File name too|Too many levels)"):
+        run(tmp_path / name, "--output", tmp_path / "out")
+
+
+def test_links_out_of_the_corpus_are_named(tmp_path, capsys):
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "a.txt").write_text("inside")
+    (tmp_path / "in" / "b.txt").symlink_to("a.txt")
+    run(tmp_path / "in", "--output", tmp_path / "out")
+    assert "links" not in capsys.readouterr().err
+    (tmp_path / "secret").write_text("outside")
+    (tmp_path / "in" / "[c].txt").symlink_to("../secret")
+    run(tmp_path / "in", "--output", tmp_path / "out", "--overwrite")
+    shown = f"{tmp_path}/in/[c].txt is {tmp_path}/secret; leave such out with --exclude"
+    assert f"1 file(s) are links out of INPUT, and are read: {shown}" in capsys.readouterr().err
+    assert "outside" in text(tmp_path / "out" / "train")
+    (tmp_path / "link.txt").symlink_to("secret")  # named by the user
+    run(tmp_path / "link.txt", "--output", tmp_path / "out", "--overwrite")
+    assert "links" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("content", "is_short"), [("hi", True), ("some words\n" * 9000, False)])
+def test_short_text_gets_a_note(tmp_path, capsys, content, is_short):
+    (tmp_path / "a.txt").write_text(content)
+    run(tmp_path / "a.txt", "--output", tmp_path / "out")
+    note = "In 100 updates each token is read 100 times, and the model repeats the text"
+    assert (note in capsys.readouterr().out) == is_short

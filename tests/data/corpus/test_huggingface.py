@@ -1,6 +1,7 @@
 """Training on a Hugging Face dataset: tokenized once, or streamed."""
 
 import json
+import struct
 from collections import Counter
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 
 from jaxforge.data import loader, sources, stream
 from jaxforge.data.corpus import huggingface, inputs
+from jaxforge.data.corpus.content import TextField
 from jaxforge.data.corpus.tokenizer import train_bpe
 from jaxforge.data.stream import Anchor
 from jaxforge.errors import UserError
@@ -281,6 +283,19 @@ def test_stream_errors_name_source(directory, tmp_path):
     (directory / "0.jsonl").write_text('{"text": "a"}\n{"text": null}\n')
     with pytest.raises(UserError, match=r'file 0 of 4:2: no text in "text" \(None\)'):
         batches(streaming(directory, tmp_path / "c"), 1)
+
+
+def test_offsets_outside_of_a_saved_dataset_raise(tmp_path):
+    """A process that reads such values ends by a signal."""
+    datasets.Dataset.from_list([{"text": "hello"}] * 40).save_to_disk(tmp_path / "set")
+    [path] = (tmp_path / "set").glob("*.arrow")
+    content, offsets = path.read_bytes(), struct.pack("<4i", 0, 5, 10, 15)
+    assert content.count(offsets) == 1
+    path.write_bytes(content.replace(offsets, struct.pack("<4i", 0, -1, 10, 15)))
+    dataset = huggingface.load_dataset(str(tmp_path / "set"))
+    source = inputs.HuggingFace.on_disk("set", dataset, TextField())
+    with pytest.raises(UserError, match=r"cannot read set: .*[Oo]ffset"):
+        list(source.records(0))
 
 
 def test_saved_datasets_stream_too(tmp_path):

@@ -16,7 +16,7 @@ import pytest
 
 from jaxforge.commands import prepare
 from jaxforge.data.conversation_shards import ConversationShards
-from jaxforge.data.corpus import ingest, parts, unit_worker, units
+from jaxforge.data.corpus import corpus_state, ingest, parts, unit_worker, units
 from jaxforge.data.corpus.documents import split_of
 from jaxforge.data.corpus.inputs import find_inputs
 from jaxforge.data.corpus.manifest import Manifest
@@ -318,7 +318,7 @@ def test_finished_units_leave_no_counts(corpus, tmp_path, monkeypatch):
 
 def test_machine_that_does_not_see_the_output_is_refused(tmp_path):
     """Else it would write its shards to a disk of its own."""
-    options = ingest.Options(dtype="uint16")
+    options = corpus_state.Options(dtype="uint16")
     job = unit_worker.Job(tmp_path / "x" / "out", tmp_path / "x", options, "fingerprint")
     message = rf"{socket.gethostname()} does not see {tmp_path}/x: --output must be in a bucket"
     with pytest.raises(UserError, match=message):
@@ -340,7 +340,8 @@ def test_counts_are_folded_once_whatever_was_interrupted(tmp_path):
     fold.add(0)  # and killed before it is saved
     fold = parts.Fold(store, 0, shape)
     assert store.with_counts() == {0, 2, 3, 4, 5}
-    fold.add_left({0, 2, 3})
+    for unit in (0, 2, 3):
+        fold.add(unit)
     fold.save()
     assert store.with_counts() == {4, 5}
     assert np.array_equal(parts.all_counts(store, shape), sum(rows.values()))
