@@ -5,6 +5,9 @@ import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+ALIKE = 0.66
+"""Similarity (`difflib`) from which a message suggests one of many options or keys."""
+
 _MANY = 10_000  # largest number of names read from a directory
 
 

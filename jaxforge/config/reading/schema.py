@@ -1,10 +1,11 @@
 """JSON schema of the config, from which `--help`, messages and suggestions are derived."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from difflib import get_close_matches
 from functools import cache
 from typing import Any
 
+from jaxforge.cli.suggestions import ALIKE
 from jaxforge.config.data import DATASETS
 from jaxforge.config.eval import EVAL_FUNCTIONS
 from jaxforge.config.job import JobConfig
@@ -19,6 +20,9 @@ Node = dict[str, Any]
 
 REGISTRIES = (MODELS, MIXERS, LOSSES, OPTIMIZERS, SCHEDULERS, DATASETS, EVAL_FUNCTIONS)
 """Registries of the keys that accept registered names."""
+
+_ALIKE_ELSEWHERE = 0.8
+"""Similarity (`difflib`) from which a message suggests a key of another table."""
 
 _TYPES = {"integer": "int", "number": "float", "boolean": "bool", "string": "str"}
 _NOUNS = {
@@ -64,16 +68,34 @@ def keys_by_name() -> dict[str, list[str]]:
 
 
 def nearest_keys(path: Path) -> list[str]:
-    """Return the same key in other tables, else the most similar one."""
-    name = str(path[-1])
-    table = "".join(f"{part}." for part in path[:-1] if isinstance(part, str))
-    by_name = keys_by_name()
-    siblings = [sibling for sibling, keys in by_name.items() if table + sibling in keys]
+    """Return the same key in other tables, else the most similar one; [] if none is similar."""
+    name = str(path[-1]).lower()
+    parts = [part.lower() for part in path if isinstance(part, str)]
+    by_name, keys = keys_by_name(), all_keys()
+    for start in range(len(parts) - 1):  # TRAIN.EARLY_STOP.METRIC is early_stop.metric
+        if (key := ".".join(parts[start:])) in keys:
+            return [key]
     if name in by_name:
-        return by_name[name]
-    if near := get_close_matches(name, siblings, n=1):
+        near = get_close_matches(parts[0], JobConfig.model_fields, n=1, cutoff=ALIKE)
+        same = [key for key in by_name[name] if key in (f"{table}.{name}" for table in near)]
+        return same or by_name[name]
+    table = "".join(f"{part}." for part in parts[:-1])
+    siblings = [sibling for sibling, keys in by_name.items() if table + sibling in keys]
+    if near := get_close_matches(name, siblings, n=1, cutoff=ALIKE):
         return [table + near[0]]
-    return [key for near in get_close_matches(name, by_name, n=1) for key in by_name[near]]
+    near = get_close_matches(name, by_name, n=1, cutoff=_ALIKE_ELSEWHERE)
+    return [key for alike in near for key in by_name[alike]]
+
+
+def is_misspelt_table(path: Path, names: Iterable[object]) -> bool:
+    """Return whether an unknown table has a name similar to that of a table with some of its keys.
+
+    Args:
+        path: path of the unknown table.
+        names: names of its keys.
+    """
+    near = get_close_matches(str(path[-1]), JobConfig.model_fields, n=1, cutoff=_ALIKE_ELSEWHERE)
+    return any(f"{table}.{name}" in all_keys() for table in near for name in names)
 
 
 def alternatives(node: Node) -> list[str]:
