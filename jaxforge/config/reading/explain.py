@@ -22,6 +22,7 @@ from jaxforge.config.reading.schema import (
     is_misspelt_table,
     nearest_keys,
     node_at,
+    without_member,
 )
 from jaxforge.config.section import OUT_OF_RANGE
 
@@ -60,7 +61,8 @@ def explain(error: ValidationError, sources: Sources) -> str:
     if len(every) > _MOST:
         every.sort(key=lambda details: line_of(details["loc"], sources.lines) or 0)
     problems = [problem for details in every[:_MOST] for problem in _problems(details, sources)]
-    texts = [problem.text for problem in sorted(problems, key=lambda problem: problem.line)[:_MOST]]
+    problems.sort(key=lambda problem: problem.line)
+    texts = dict.fromkeys(problem.text for problem in problems[:_MOST])
     more = len(every) - _MOST
     return "\n".join([*texts, *([f"and {more:,} more problems"] if more > 0 else [])])
 
@@ -78,7 +80,7 @@ def explain_value(path: Path, value: object, text: str, sources: Sources) -> str
 
 
 def _problems(details: ErrorDetails, sources: Sources) -> list[_Problem]:
-    path = details["loc"]
+    path = without_member(details["loc"])
     if details["type"] == "missing":  # an item of a short list
         path = path[:-1]
     if details["type"] == "value_error":  # rules between the keys of one section

@@ -24,6 +24,9 @@ REGISTRIES = (MODELS, MIXERS, LOSSES, OPTIMIZERS, SCHEDULERS, DATASETS, EVAL_FUN
 _ALIKE_ELSEWHERE = 0.8
 """Similarity (`difflib`) from which a message suggests a key of another table."""
 
+_UNION = "union"
+"""Type of a value with several types, none of which has a fixed set of values."""
+
 _TYPES = {"integer": "int", "number": "float", "boolean": "bool", "string": "str"}
 _NOUNS = {
     "integer": "an integer",
@@ -52,6 +55,13 @@ def node_at(path: Path) -> Node | None:
     for part in path:
         node = _child(node, part) if node else None
     return node
+
+
+def without_member(path: Path) -> Path:
+    """Return the path of a value without the type in a union, which pydantic appends to it."""
+    values = (path[:end] for end in range(1, len(path)))
+    nodes = ((value, node_at(value)) for value in values)
+    return next((value for value, node in nodes if node and _is_scalar(node)), path)
 
 
 def all_keys() -> dict[str, Node]:
@@ -128,6 +138,9 @@ def expected(node: Node) -> str:
     if alternatives(node):
         family = f", or {node['family']}<name>" if "family" in node else ""
         return "one of " + ", ".join(alternatives(node)) + family
+    if node["type"] == _UNION:
+        *types, last = map(expected, node[_UNION])
+        return f"{', '.join(types)} or {last}"
     if node["type"] == "array":
         count = len(node.get("prefixItems", ()))
         return f"a list of {count} values" if count else "a list"
@@ -159,11 +172,19 @@ def _all_keys(registered: tuple[tuple[str, ...], ...]) -> dict[str, Node]:
 
 
 def _plain(node: Node) -> Node:
-    """Resolve references, and drop the "or null" of optional keys."""
-    value = next((option for option in node.get("anyOf", ()) if option.get("type") != "null"), node)
+    """Resolve references, join unions, and drop the "or null" of optional keys."""
+    options = [option for option in node.get("anyOf", ()) if option.get("type") != "null"]
+    value = options[0] if options else node
+    if len(options) > 1:
+        names = [name for option in options for name in alternatives(option)]
+        value = {"type": "string", "enum": names} if names else {"type": _UNION, _UNION: options}
     if "$ref" in value:
         value = _root()["$defs"][value["$ref"].rsplit("/", 1)[-1]]
     return {**value, **{key: node[key] for key in ("description", "default") if key in node}}
+
+
+def _is_scalar(node: Node) -> bool:
+    return node["type"] not in ("array", "object")
 
 
 def _child(node: Node, part: str | int) -> Node | None:
