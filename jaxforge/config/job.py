@@ -2,7 +2,6 @@
 
 import json
 import re
-import textwrap
 from collections.abc import Iterator, Mapping
 from typing import Any, Self
 
@@ -175,7 +174,11 @@ def toml(value: object) -> str:
 
 def short_toml(value: object) -> str:
     """Return a value in TOML notation, redacted and shortened for a message."""
-    return textwrap.shorten(redacted(toml(value)), width=60, placeholder=" ...")
+    text = redacted(toml(value))
+    return text if len(text) <= _SHORT else f"{text[: _SHORT - 4].rstrip()} ..."
+
+
+_SHORT = 60  # characters
 
 
 def _key(name: str) -> str:
