@@ -80,7 +80,7 @@ class TrainConfig(Section):
     grad_clip_norm: PositiveFloat = 1.0
     """Maximum global L2 norm of gradients; larger gradients are scaled down to it."""
     seed: Annotated[int, HOST_INTEGER] = 42
-    """Seed of initial weights, and of the data order if data_seed is not set."""
+    """Seed of initial weights, and of the data order if data_seed is not set; 0 to 2^32 - 1."""
     data_seed: Annotated[int | None, HOST_INTEGER] = None
     """Seed of the data order; if not set, seed."""
     compile_model: bool = True
