@@ -4,11 +4,13 @@ import ast
 import re
 import runpy
 import tomllib
+from functools import cache
 from urllib.parse import unquote
 
 import pytest
 
 from jaxforge.__main__ import COMMANDS
+from jaxforge.config import JobConfig
 from jaxforge.config.reading.schema import all_keys
 from tests.documentation import FENCE, PAGES, ROOT, commands, parser_of, words_of
 
@@ -103,6 +105,80 @@ def with_imported(script):
         script.with_name(f"{name}.py") for name in re.findall(r"^from (\w+) import", text, re.M)
     )
     return text + "".join(path.read_text() for path in beside if path.is_file())
+
+
+SPAN = re.compile(r"`([^`\n]+)`")
+FOLDERS = [
+    ROOT / name
+    for name in ("jaxforge", "torch_compat", "tests", "benchmarks", "examples", "docs", ".ci")
+]
+SUFFIXES = ("bin", "jsonl", "npy", "pt", "safetensors", "toml")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_names_in_page_exist_in_the_code(page):
+    spans = SPAN.findall(FENCE.sub("", page.read_text())) if page.stem != "CHANGELOG" else []
+    assert [span for span in dict.fromkeys(spans) if not exists(span)] == []
+
+
+@pytest.mark.parametrize(
+    ("span", "expected"),
+    [
+        ("Progress.sync_from_device", True),
+        ("Progress.follow", False),
+        ("AutoModel.from_pretrained", True),  # of another project
+        ("training/loop.py", True),
+        ("training/loops.py", False),
+        ("model/linear.py: declare", True),
+        ("model/linear.py: undeclared", False),
+        ("optimizer.lr = 1e-3", True),
+        ("optimizer.learning_rate", False),
+        ("metrics.jsonl", True),
+    ],
+)
+def test_names_of_code_are_recognised(span, expected):
+    assert exists(span) is expected
+
+
+def exists(span):
+    """Return whether a file, an attribute of a class of this project, or a key exists."""
+    if match := re.fullmatch(r"(?P<path>[a-z_/.0-9]+\.py)(: (?P<names>[\w, .]+))?", span):
+        texts = [text for path, text in sources().items() if path.endswith(f"/{match['path']}")]
+        names = re.findall(r"\w+", match["names"] or "")
+        return any(all(name in text for name in names) for text in texts)
+    if match := re.fullmatch(r"(?P<owner>[A-Z]\w+)\.(?P<name>[a-z]\w*)(\(.*\))?", span):
+        owned = attributes(match["owner"])
+        return not owned or match["name"] in owned
+    match = re.fullmatch(r"(?P<section>[a-z_]+)\.(?P<name>[a-z]\w*)( = .*)?", span)
+    if match and match["section"] in JobConfig.model_fields and match["name"] not in SUFFIXES:
+        section, name = match["section"], match["name"]
+        module = ROOT / "jaxforge" / section / name
+        is_code = module.is_dir() or module.with_suffix(".py").is_file()
+        return (
+            f"{section}.{name}" in all_keys() or is_code or name in attributes(section.capitalize())
+        )
+    return True
+
+
+@cache
+def sources():
+    return {str(path): path.read_text() for folder in FOLDERS for path in folder.rglob("*.py")}
+
+
+@cache
+def attributes(owner):
+    """Return the attributes of the classes of a name, and of their bases in the project."""
+    names = set()
+    for path, text in sources().items():
+        if "/tests/" in path or not re.search(rf"^class {owner}\b", text, re.M):
+            continue
+        for node in ast.parse(text).body:
+            if isinstance(node, ast.ClassDef) and node.name == owner:
+                for part in ast.walk(node):
+                    names |= {getattr(part, key, None) for key in ("name", "attr", "id")}
+                for base in node.bases:
+                    names |= attributes(base.id) if isinstance(base, ast.Name) else set()
+    return names
 
 
 def extras_of(requirement):

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.faults.kinds import KINDS
+
 ROOT = Path(__file__).parents[1]
 FIGURES = runpy.run_path(str(ROOT / "benchmarks" / "figures.py"))
 FLOORS = runpy.run_path(str(ROOT / "benchmarks" / "floors.py"))
@@ -50,12 +52,26 @@ def test_stale_figure_is_found():
 
 def test_front_page_figures_match_the_drill():
     kinds = FIGURES["result"]("faults-cpu")["rows"]
-    runs, kinds_of_faults = re.search(
-        r"breaks over (\d+) short runs in over (\d+) ways", (ROOT / "README.md").read_text()
-    ).groups()
-    assert sum(kind["count"] for kind in kinds) > int(runs)
-    assert len(kinds) > int(kinds_of_faults)
+    page = (ROOT / "README.md").read_text()
+    faults, recorded = re.search(r"record has\s+(\d+) faults of (\d+) kinds", page).groups()
+    [compared] = re.findall(r"(\d+) broken runs compared", page)
+    [n_kinds] = re.findall(r"breaks short runs in over (\d+) ways", page)
+    assert sum(kind["count"] for kind in kinds) == int(faults) == int(compared)
+    assert len(kinds) == int(recorded)
+    assert 0 < len(KINDS) - int(n_kinds) < 10
     assert not any(kind["failures"] for kind in kinds)
+
+
+def test_front_page_figures_match_the_compiled_steps():
+    page = (ROOT / "README.md").read_text()
+    for case in ("Llama 3 8B, v6e 4x4, full remat", "Llama 2 7B, v5e 4x4, full remat"):
+        rows = [row for row in FIGURES["result"]("aot-tpu")["rows"] if row["case"] == case]
+        by_unit = {row["unit"]: row for row in rows}
+        line = next(row for row in page.splitlines() if case[:10] in row)
+        sent = by_unit["GB sent in them"]
+        assert f"[{by_unit['M cycles']['ratio']:.3g} times fewer cycles]" in line
+        assert f"{sent['ours']:.3g} GB" in line
+        assert f"{sent['theirs']:.3g} GB" in line
 
 
 @pytest.mark.processes

@@ -5,6 +5,9 @@ import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+ALIKE = 0.66
+"""Similarity (`difflib`) from which a message suggests one of many options or keys."""
+
 _MANY = 10_000  # largest number of names read from a directory
 
 
@@ -45,7 +48,11 @@ def path_hint(path: str | Path, quote: str = "") -> str:
     others = [missing.parent / name / path.relative_to(missing) for name in names]
     there = next(filter(Path.exists, others), None)  # prefer a path that exists completely
     nearest = there or (missing.with_name(names[0]) if names else None)
-    return f"; did you mean {quote}{nearest}{quote}?" if nearest else ""
+    if not nearest:
+        return ""
+    is_blank = "".join(str(nearest).split()) == "".join(str(path).split())
+    end = ", without a blank?" if is_blank else "?"
+    return f"; did you mean {quote}{nearest}{quote}{end}"
 
 
 def _alike(name: str, names: Iterable[str]) -> list[str]:

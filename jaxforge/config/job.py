@@ -2,7 +2,6 @@
 
 import json
 import re
-import textwrap
 from collections.abc import Iterator, Mapping
 from typing import Any, Self
 
@@ -125,6 +124,12 @@ class JobConfig(Section):
         sections = {name: getattr(self, name) for name in type(self).model_fields}
         return {f"{name}.{key}": x for name, section in sections.items() for key, x in section}
 
+    @property
+    def changed_settings(self) -> dict[str, Any]:
+        """The settings that differ from their default, by dotted key."""
+        defaults = type(self)().settings
+        return {key: value for key, value in self.settings.items() if value != defaults[key]}
+
     def to_toml(self) -> str:
         """Return the resolved config as TOML that loads back to an equal config.
 
@@ -169,7 +174,11 @@ def toml(value: object) -> str:
 
 def short_toml(value: object) -> str:
     """Return a value in TOML notation, redacted and shortened for a message."""
-    return textwrap.shorten(redacted(toml(value)), width=60, placeholder=" ...")
+    text = redacted(toml(value))
+    return text if len(text) <= _SHORT else f"{text[: _SHORT - 4].rstrip()} ..."
+
+
+_SHORT = 60  # characters
 
 
 def _key(name: str) -> str:

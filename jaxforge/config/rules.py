@@ -6,8 +6,9 @@ violation, or a `Problem`, whose changes `check` tries before it proposes them. 
 """
 
 import functools
+import itertools
 import math
-from collections.abc import Iterator, Set
+from collections.abc import Iterator, Mapping, Set
 
 from jaxforge.config.axes import Mesh, Rule, declared_sizes
 from jaxforge.config.eval_rules import EVAL_RULES
@@ -15,7 +16,7 @@ from jaxforge.config.fixes import changed, other_axes
 from jaxforge.config.job import JobConfig
 from jaxforge.config.locations import location_problems
 from jaxforge.config.mesh_rules import MESH_RULES
-from jaxforge.config.problems import Change, Problem, problems_by_message
+from jaxforge.config.problems import Change, Problem, describe_change, problems_by_message
 from jaxforge.config.section_rules import SECTION_RULES
 from jaxforge.errors import UserError
 
@@ -32,15 +33,54 @@ def check(config: JobConfig, n_devices: int) -> None:
     Raises:
         UserError: If any rule is broken; one line each.
     """
-    problems = list(_broken_mesh(config, n_devices))
-    mesh = declared_sizes(config) if problems else mesh_shape(config, n_devices)
-    broken = _broken(config, mesh)
-    for what, problem in broken.items():
-        is_mended = functools.partial(_leaves_only, config, broken.keys() - {what}, n_devices)
-        problems.append(problem.message_with_fix(is_mended))
-    problems += location_problems(config)
-    if problems:
-        raise UserError("\n".join(problems))
+    lines = list(_lines(config, n_devices))
+    lines += location_problems(config)
+    if lines:
+        raise UserError("\n".join(lines))
+
+
+def _lines(config: JobConfig, n_devices: int) -> Iterator[str]:
+    """Yield a line per broken rule, and a line for each change that fixes several of them."""
+    of_mesh = problems_by_message(_mesh_problems(config, n_devices))
+    of_rules = _broken(config, declared_sizes(config) if of_mesh else mesh_shape(config, n_devices))
+    change, fixed = _shared_fix(config, {**of_mesh, **of_rules}, n_devices)
+    if new := changed(config, change) if fixed else None:
+        yield from fixed
+        yield f"these {len(fixed)} problems: change {describe_change(change)}"
+        yield from _lines(new, n_devices)
+        return
+    yield from _broken_mesh(config, n_devices)
+    for what, problem in of_rules.items():
+        is_mended = functools.partial(_leaves_only, config, of_rules.keys() - {what}, n_devices)
+        yield problem.message_with_fix(is_mended)
+
+
+def _shared_fix(
+    config: JobConfig, problems: Mapping[str, Problem], n_devices: int
+) -> tuple[Change, list[str]]:
+    """Return the proposed change that fixes most of the problems, and these; [] for less than two.
+
+    The change causes no other problem.
+    """
+    best: tuple[Change, list[str]] = {}, []
+    fixes = [
+        itertools.islice(fix, _TRIED) for problem in problems.values() for fix in problem.fixes
+    ]
+    changes = {tuple(change.items()): change for change in itertools.chain.from_iterable(fixes)}
+    for change in changes.values() if len(problems) > 1 else ():
+        new = changed(config, change)
+        if new is None or any(_mesh_problems(new, n_devices)):
+            continue
+        left = _broken(new, mesh_shape(new, n_devices)).keys()
+        fixed = [what for what in problems if what not in left]
+        if left <= problems.keys() and len(fixed) > max(1, len(best[1])):
+            best = change, fixed
+        if not left:
+            break
+    return best
+
+
+_TRIED = 24  # values of a key that may fix several problems
 
 
 def allows(config: JobConfig, n_devices: int) -> bool:

@@ -88,6 +88,8 @@ def test_unknown_topic_gets_a_suggestion():
         topic("train.max_step")
     with pytest.raises(UserError, match="jaxforge trains text models only"):
         topic("vlm")
+    with pytest.raises(UserError, match=r"no such section or key; did you mean model.dim\?"):
+        topic("hidden_size")
 
 
 def test_contents_list_all_sections():

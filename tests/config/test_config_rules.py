@@ -17,6 +17,7 @@ from jaxforge.config import (
     rules,
     section_rules,
 )
+from jaxforge.config.problems import Problem
 from jaxforge.errors import UserError
 
 SMALL = [
@@ -83,6 +84,20 @@ CASES = [
         ["train.seq_len=65"],
         "train.seq_len = 65 exceeds model.max_seq_len = 64: change train.seq_len to 64 or "
         "model.max_seq_len to 65",
+    ),
+    (
+        2,
+        ["train.global_batch_size=67108862"],
+        ["train.global_batch_size=67108864"],
+        "an update of 67,108,864 sequences of train.seq_len = 32 has 2,147,483,648 tokens, which "
+        "must be less than 2^31: change train.global_batch_size to 67108862",
+    ),
+    (
+        2,
+        ["train.batch_size=8388607", "train.grad_accum_steps=4"],
+        ["train.batch_size=8388608", "train.grad_accum_steps=4"],
+        "an update of 67,108,864 sequences of train.seq_len = 32 has 2,147,483,648 tokens, which "
+        "must be less than 2^31: change train.batch_size to 8388607 or train.grad_accum_steps to 3",
     ),
     (
         1,
@@ -510,32 +525,42 @@ CHOICES = {
 }  # fmt: skip
 
 
-def what_is_wrong(config, n_devices):
+SEVERAL = re.compile(r"these (\d+) problems: ")
+
+
+def broken(config, n_devices):
+    """Return what is wrong with a config, without the search for changes."""
     try:
-        check(config, n_devices)
+        mesh, wrong = mesh_shape(config, n_devices), set()
     except UserError as error:
-        return {line.partition(": change ")[0]: line for line in str(error).splitlines()}
-    return {}
+        mesh, wrong = axes.declared_sizes(config), {str(error).partition(": change ")[0]}
+    problems = (problem for rule in rules.RULES for problem in rule(config, mesh))
+    return wrong | {getattr(problem, "what", problem) for problem in problems}
 
 
 def test_proposals_break_no_other_rule():
     """Proposals are valid also if other rules are broken."""
     rng, tried = random.Random(0), 0
-    for _ in range(90):
+    for _ in range(45):
         settings = [f"{key}={rng.choice(values)}" for key, values in CHOICES.items()]
         n_devices = rng.choice((4, 6, 8, 12, 24))
         try:
             config = small(*settings)
         except UserError:
             continue  # an invalid section
-        before = what_is_wrong(config, n_devices)
-        for what, message in before.items():
+        before = broken(config, n_devices)
+        for message in complaints(config, n_devices) if before else ():
+            what = message.partition(": change ")[0]
             for change in proposals(message):
-                after = what_is_wrong(small(*settings, *change), n_devices)
-                if " devices, not " in what:  # other rules may then propose other numbers
+                after = broken(small(*settings, *change), n_devices)
+                if match := SEVERAL.match(message):
+                    assert after <= before, (settings, message)
+                    assert len(before) - len(after) == int(match[1])
+                    settings, before = [*settings, *change], after  # of the following lines
+                elif " devices, not " in what:  # other rules may then propose other numbers
                     assert not any(" devices, not " in item for item in after), (settings, message)
                 else:
-                    assert after.keys() <= before.keys() - {what}, (settings, message)
+                    assert after <= before - {what}, (settings, message)
                 tried += 1
     assert tried > 40
 
@@ -680,7 +705,9 @@ def test_partial_mesh_rules_report_their_keys(rule, good, bad, keys):
     assert list(rule(small(*good), mesh_shape(small(*good), 8))) == []
     [problem] = rule(small(*bad), mesh_shape(small(*bad), 8))
     what = getattr(problem, "what", problem)
-    [message] = (line for line in complaints(small(*bad), 8) if line.startswith(what))
+    assert any(line.startswith(what) for line in complaints(small(*bad), 8))
+    fixes = getattr(problem, "fixes", ())
+    message = Problem(what, fixes).message_with_fix(lambda _: True)
     assert all(key in message for key in keys)
 
 
@@ -733,14 +760,25 @@ def test_indivisible_dp_shard_is_replicated(dim, sizes, built):
     assert axes.data_parallel(mesh) == axes.data_parallel(asked)
 
 
-def test_all_failures_are_in_one_message():
+def test_change_that_fixes_several_problems_is_proposed_once():
     config = small("train.seq_len=65", "distributed.tp=3")
-    lines = complaints(config, 8)
-    assert [line.split(" ")[0] for line in lines] == [
-        "distributed.tp",
-        "train.seq_len",
-        "model.n_heads",
-        "train.seq_len",
-        "model.ffn_hidden_dim",
-        "model.vocab_size",
+    assert complaints(config, 8) == [
+        "distributed.tp = 3 needs a multiple of 3 devices, not 8",
+        "model.n_heads = 4 must be a multiple of distributed.tp = 3",
+        "train.seq_len = 65 must be a multiple of distributed.tp = 3",
+        "model.ffn_hidden_dim = 256 must be a multiple of distributed.tp = 3",
+        "model.vocab_size = 256 must be a multiple of distributed.tp = 3",
+        "these 5 problems: change distributed.tp to 1",
+        "train.seq_len = 65 exceeds model.max_seq_len = 64: change train.seq_len to 64 or "
+        "model.max_seq_len to 65",
+    ]
+
+
+def test_independent_problems_keep_their_own_changes():
+    config = small("train.seq_len=65", "model.num_experts=5", "distributed.ep=2")
+    assert complaints(config, 2) == [
+        "train.seq_len = 65 exceeds model.max_seq_len = 64: change train.seq_len to 64 or "
+        "model.max_seq_len to 65",
+        "model.num_experts = 5 must be a multiple of distributed.ep = 2: change "
+        "model.num_experts to 6 or distributed.ep to 1",
     ]

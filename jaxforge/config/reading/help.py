@@ -10,6 +10,7 @@ from rich.text import Text
 
 from jaxforge.config.job import JobConfig, toml
 from jaxforge.config.reading.explain import VISION_SECTIONS
+from jaxforge.config.reading.foreign_names import advice
 from jaxforge.config.reading.schema import (
     Node,
     all_keys,
@@ -52,8 +53,9 @@ def topic(name: str) -> Group:
     keys = all_keys()
     matching = [key for key in keys if name in (key, key.rpartition(".")[2])]
     if not matching:
-        near = nearest_keys(tuple(name.split(".")))
-        hint = f"; did you mean {' or '.join(near)}?" if near else ""
+        path = tuple(name.split("."))
+        near = nearest_keys(path)
+        hint = advice(path) or (f"; did you mean {' or '.join(near)}?" if near else "")
         raise UserError(f"--help {name}: no such section or key{hint}")
     return Group(*(_about(key, keys[key]) for key in matching))
 

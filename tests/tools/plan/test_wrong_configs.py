@@ -5,6 +5,7 @@ The change is parsed from the message alone.
 
 import copy
 import functools
+import itertools
 import json
 import re
 from collections.abc import Iterator
@@ -339,8 +340,9 @@ def test_message_names_key_value_and_working_change(plan_messages, wrong):
         item for item in result if re.search(rf"(^|[^\w.]){re.escape(wrong.key)}\b", item)
     )
     assert wrong.value in message
-    changes = list(proposed(message))
-    assert changes, message
+    following = itertools.dropwhile(lambda item: item != message, result)
+    changes = next(filter(None, (list(proposed(item)) for item in following)), [])
+    assert changes, result
     for change in changes:
         new = applied(values, change)
         assert message not in of(new), (message, change)
@@ -353,7 +355,7 @@ def mended(of, values: Values) -> bool:
         left = of(values)
         if not left:
             return True
-        values = applied(values, next(proposed(left[0])))
+        values = applied(values, next(change for item in left for change in proposed(item)))
     return False
 
 
