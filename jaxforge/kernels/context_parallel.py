@@ -67,23 +67,33 @@ def part_order(strategy: str, devices: int) -> np.ndarray:
     return np.stack([first, 2 * devices - 1 - first], axis=1).reshape(-1)
 
 
-def to_device_order(x: Shaped[Array, "*b s"], strategy: str, devices: int) -> Shaped[Array, "*b s"]:
-    """Reorder tokens for the devices: device i gets the i-th of `devices` equal slices."""
-    return _reordered(x, part_order(strategy, devices))
+def to_device_order(
+    x: Shaped[Array, "..."], strategy: str, devices: int, axis: int = -1
+) -> Shaped[Array, "..."]:
+    """Reorder tokens for the devices: device i gets the i-th of `devices` equal slices.
+
+    Args:
+        x: values of tokens.
+        strategy: "ulysses" or "ring".
+        devices: number of devices that share a sequence.
+        axis: dimension of the tokens.
+    """
+    return _reordered(x, part_order(strategy, devices), axis)
 
 
 def to_sequence_order(
-    x: Shaped[Array, "*b s"], strategy: str, devices: int
-) -> Shaped[Array, "*b s"]:
+    x: Shaped[Array, "..."], strategy: str, devices: int, axis: int = -1
+) -> Shaped[Array, "..."]:
     """Restore the original order of tokens that `to_device_order` has reordered."""
-    return _reordered(x, np.argsort(part_order(strategy, devices)))
+    return _reordered(x, np.argsort(part_order(strategy, devices)), axis)
 
 
-def _reordered(x: Array, parts: np.ndarray) -> Array:
+def _reordered(x: Array, parts: np.ndarray, axis: int) -> Array:
     if np.array_equal(parts, np.arange(len(parts))):
         return x
-    by_part = x.reshape(*x.shape[:-1], len(parts), -1)
-    return by_part[..., parts, :].reshape(x.shape)
+    axis %= x.ndim
+    by_part = x.reshape(*x.shape[:axis], len(parts), -1, *x.shape[axis + 1 :])
+    return by_part[(slice(None),) * axis + (parts,)].reshape(x.shape)
 
 
 def attend_across_devices(

@@ -20,7 +20,8 @@ A scan over chunks computes w and S_C, and the states between chunks. y follows 
 once. Nothing has the size of the sequence squared.
 
 The first token of a packed document sees an empty state. Within a chunk, D is 0 between tokens of
-different documents, and the state before the chunk reaches only the tokens before the first start:
+different documents, and the state before the chunk reaches only the tokens before the first start.
+G restarts with each document:
 
     token        0   1   2   3   4   5          u →
     starts               x           x      D   x                 c ↓
@@ -292,15 +293,19 @@ def _split_into_chunks(
     # Tokens of padding have g = β = 0, so that they do not change the state.
     q, k = (split(x, ()) for x in (tokens.q, tokens.k))  # [n, b, K, c, d]
     v, log_decay, beta = (split(x, (groups,)) for x in tokens[2:])  # [n, b, K, r, c, ...]
-    total = jnp.cumsum(log_decay, axis=-1)
-    decay_in, decay_out = jnp.exp(total), jnp.exp(total[..., -1:] - total)
-    is_seen = np.tril(np.ones((chunk, chunk), bool))
-    if starts is not None:
-        document = jnp.cumsum(split(starts, None), axis=-1, dtype=jnp.int32)  # [n, b, c]
-        document = document[:, :, None, None]
-        is_seen = is_seen & (document[..., :, None] == document[..., None, :])
-        decay_in = jnp.where(document == 0, decay_in, 0)
-        decay_out = jnp.where(document == document[..., -1:], decay_out, 0)
+    is_seen: Array | np.ndarray = np.tril(np.ones((chunk, chunk), bool))
+    if starts is None:
+        total = jnp.cumsum(log_decay, axis=-1)
+        decay_in, decay_out = jnp.exp(total), jnp.exp(total[..., -1:] - total)
+    else:
+        is_start = split(starts, None)  # [n, b, c]
+        document = jnp.cumsum(is_start, axis=-1, dtype=jnp.int32)
+        in_document = jnp.tril(document[..., :, None] == document[..., None, :])
+        total = _sums_in_documents(log_decay, in_document, is_start)
+        is_seen, document = in_document[:, :, None, None], document[:, :, None, None]
+        decay_in = jnp.where(document == 0, jnp.exp(total), 0)
+        is_last = document == document[..., -1:]
+        decay_out = jnp.exp(jnp.where(is_last, total[..., -1:] - total, -jnp.inf))
     # The difference is positive for tokens after a query, where exp could overflow.
     pairs = jnp.exp(jnp.where(is_seen, total[..., :, None] - total[..., None, :], -jnp.inf))
     system = jnp.einsum("nbKcd,nbKud->nbKcu", k, k)[:, :, :, None] * pairs * beta[..., None]
@@ -309,6 +314,18 @@ def _split_into_chunks(
     w_state = jnp.einsum("nbKrcu,nbKud->nbKrcd", inverse * (beta * decay_in)[..., None, :], k)
     scores = jnp.einsum("nbKcd,nbKud->nbKcu", q, k)[:, :, :, None] * pairs
     return _Chunks(u, w_state, k, q, scores, decay_in, decay_out, decay_in[..., -1])
+
+
+def _sums_in_documents(
+    log_decay: Float[Array, "n b K r u"], in_document: Bool[Array, "n b c u"], is_start: Array
+) -> Float[Array, "n b K r c"]:
+    """Return sums of g that restart at each document, without g of its first token.
+
+    With a sum over the chunk, later documents would add to the gradient of g of an earlier one what
+    is left of their own: zero but for rounding. The first token of a document decays no state.
+    """
+    is_added = (in_document & ~is_start[:, :, None]).astype(log_decay.dtype)
+    return jnp.einsum("nbcu,nbKru->nbKrc", is_added, log_decay, precision=_EXACT)
 
 
 def _chunked(chunk: int, x: Array, groups: tuple[int, ...] | None) -> Array:

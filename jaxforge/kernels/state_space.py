@@ -22,8 +22,8 @@ Q x Q matrices of a block again, so that only one block of them exists at a time
 Decays, sums and states are float32 (or wider). Products have operands in the dtype of x and
 float32 results.
 
-Documents of a packed row start with an empty state, anywhere in a chunk. A state is described by
-the document of its last token: it reaches tokens of this document only.
+Documents of a packed row start with an empty state, anywhere in a chunk, and c_t restarts there. A
+state is described by the document of its last token: it reaches tokens of this document only.
 """
 
 import functools
@@ -31,7 +31,8 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
 
 from jaxforge.kernels.sequence_parts import (
     combine_before,
@@ -218,22 +219,48 @@ def _by_blocks(
 def _run_block(carry: _Carry, chunks: _Chunks) -> tuple[_Carry, Array]:
     """Run a block of chunks; return the state after it and its outputs [b, chunks, Q, g, r, P]."""
     x, dt, log_decay, b, c, ids = chunks
-    total = jnp.cumsum(log_decay, axis=2)  # c_t [b, chunks, Q, g, r]
-    to_end = jnp.exp(total[:, :, -1:] - total) * dt
-    from_start, documents = jnp.exp(total), None
-    if ids is not None:
+    if ids is None:
+        documents = None
+        total = jnp.cumsum(log_decay, axis=2)  # c_t [b, chunks, Q, g, r]
+        to_end, from_start = jnp.exp(total[:, :, -1:] - total) * dt, jnp.exp(total)
+    else:
         assert carry.document is not None
         last = ids[:, :, -1]  # document of the state after each chunk
         before = jnp.concatenate([carry.document[:, None], last[:, :-1]], axis=1)
-        to_end = jnp.where(_of_heads(ids == last[:, :, None]), to_end, 0)
-        from_start = jnp.where(_of_heads(ids == before[:, :, None]), from_start, 0)
         documents = jnp.concatenate([before, last[:, -1:]], axis=1)  # of each state [b, chunks + 1]
+        total = _sums_in_documents(log_decay, ids, before)
+        is_last = _of_heads(ids == last[:, :, None])
+        to_end = jnp.exp(jnp.where(is_last, total[:, :, -1:] - total, -jnp.inf)) * dt
+        from_start = jnp.where(_of_heads(ids == before[:, :, None]), jnp.exp(total), 0)
     float_ = dt.dtype
     weighted = (x.astype(float_) * to_end[..., None]).astype(x.dtype)
     added = jnp.einsum("bzugn,bzugrp->bzgrpn", b, weighted, preferred_element_type=float_)
     states = _pass_on(carry.state, added, total[:, :, -1], documents)
     y = _of_states(c, states[:, :-1].astype(x.dtype), from_start) + _inside(chunks, total)
     return _Carry(states[:, -1], None if documents is None else documents[:, -1]), y
+
+
+def _sums_in_documents(
+    x: Float[Array, "b z u g r"], ids: Int[Array, "b z u"], before: Int[Array, "b z"]
+) -> Float[Array, "b z t g r"]:
+    """Return sums over the tokens of each chunk that restart behind the first token of a document.
+
+    With a sum over the chunk, later documents would add to the gradient of an earlier one what is
+    left of their own: zero but for rounding. The first token of a document decays no state.
+
+    Args:
+        x: summands.
+        ids: documents of the tokens.
+        before: document of the token before each chunk.
+    """
+    previous = jnp.concatenate([before[:, :, None], ids[:, :, :-1]], axis=2)
+    is_added = _is_earlier_in_document(ids) & (ids == previous)[:, :, None]
+    return jnp.einsum("bztu,bzugr->bztgr", is_added.astype(x.dtype), x, precision="highest")
+
+
+def _is_earlier_in_document(ids: Int[Array, "*b t"]) -> Bool[Array, "*b t u"]:
+    """Return whether u is in the document of t, and not after it."""
+    return jnp.tril(ids[..., :, None] == ids[..., None, :])
 
 
 def _pass_on(
@@ -255,11 +282,13 @@ def _pass_on(
         log_decay: sum of a over each chunk [b, z, g, r].
         documents: document of each state [b, z + 1]; None: one.
     """
-    sums = jnp.pad(jnp.cumsum(log_decay, axis=1), ((0, 0), (1, 0), (0, 0), (0, 0)))
-    decay = _decays(sums)  # [b, to, from, g, r]
-    if documents is not None:
-        same = documents[:, :, None] == documents[:, None]
-        decay = jnp.where(_of_heads(same), decay, 0)
+    if documents is None:
+        sums = jnp.pad(jnp.cumsum(log_decay, axis=1), ((0, 0), (1, 0), (0, 0), (0, 0)))
+        decay = _decays(sums)  # [b, to, from, g, r]
+    else:
+        of_chunks = jnp.pad(log_decay, ((0, 0), (1, 0), (0, 0), (0, 0)))[:, None]
+        sums = _sums_in_documents(of_chunks, documents[:, None], documents[:, :1])[:, 0]
+        decay = _decays(sums, _of_heads(_is_earlier_in_document(documents)))
     if added.shape[1] == 1:
         after = decay[:, 1, 0, ..., None, None] * state + added[:, 0]
         return jnp.stack([state, after], axis=1)
@@ -277,25 +306,30 @@ def _inside(chunks: _Chunks, total: Array) -> Array:
     """Return the outputs of the tokens of the same chunk."""
     x, dt, _, b, c, ids = chunks
     scores = jnp.einsum("bztgn,bzugn->bzgtu", c, b, preferred_element_type=total.dtype)
-    decay = _decays(total.transpose(0, 1, 3, 4, 2), tokens_last=True)  # [b, z, g, r, t, u]
-    if ids is not None:
-        same = ids[:, :, :, None] == ids[:, :, None]
-        decay = jnp.where(same[:, :, None, None], decay, 0)
+    is_seen = None if ids is None else _is_earlier_in_document(ids)[:, :, None, None]
+    decay = _decays(total.transpose(0, 1, 3, 4, 2), is_seen, tokens_last=True)  # [b, z, g, r, t, u]
     weights = scores[:, :, :, None] * decay * dt.transpose(0, 1, 3, 4, 2)[..., None, :]
     return jnp.einsum(
         "bzgrtu,bzugrp->bztgrp", weights.astype(x.dtype), x, preferred_element_type=total.dtype
     )
 
 
-def _decays(total: Array, *, tokens_last: bool = False) -> Array:
-    """Return exp(c_i - c_j) for j ≤ i, and 0 for others."""
+def _decays(
+    total: Array, is_seen: Bool[Array, "..."] | None = None, *, tokens_last: bool = False
+) -> Array:
+    """Return exp(c_i - c_j) where j is seen by i, by default for j ≤ i, and 0 for others."""
     axis = total.ndim - 1 if tokens_last else 1
     later, earlier = jnp.expand_dims(total, axis + 1), jnp.expand_dims(total, axis)
     length = total.shape[axis]
     shape = (length, length) if tokens_last else (length, length, 1, 1)
-    is_earlier = jnp.tril(jnp.ones((length, length), bool)).reshape(shape)
-    # Masked before exp: the differences of later tokens are positive and may overflow.
-    return jnp.exp(jnp.where(is_earlier, later - earlier, -jnp.inf))
+    is_before: Array | np.ndarray = np.tri(length, k=-1, dtype=bool).reshape(shape)
+    if is_seen is not None:
+        is_before = is_seen & is_before
+    # Masked before exp: the differences of later tokens are positive and may overflow. That of a
+    # token to itself is a constant: its gradients, the largest of all, would cancel but for
+    # rounding.
+    itself = np.where(np.eye(length), 0, -np.inf).astype(total.dtype).reshape(shape)
+    return jnp.exp(jnp.where(is_before, later - earlier, itself))
 
 
 def _of_heads(x: Array) -> Array:

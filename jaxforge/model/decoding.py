@@ -300,11 +300,12 @@ def padded_batch(n: int, most: int, mesh: Mesh | None) -> int:
 def padded_length(length: int, most: int, mesh: Mesh | None) -> int:
     """Return the next power of two, limited to `most` if `length` allows it.
 
-    Sequences are split over `cp` and `tp`, so the result is a multiple of both together.
+    Sequences are split over `cp` and `tp`, with two parts for each device of `cp`, so the result is
+    a multiple of both together. The parts of short sequences are longer than convolutions reach.
     """
-    shares = mesh.shape["cp"] * mesh.shape["tp"] if mesh else 1
-    bucket = max(_SHORTEST, 1 << (length - 1).bit_length())
-    return _round_up(max(length, min(bucket, most)), shares)
+    cp, tp = (mesh.shape["cp"], mesh.shape["tp"]) if mesh else (1, 1)
+    bucket = max(_SHORTEST * cp, 1 << (length - 1).bit_length())
+    return _round_up(max(length, min(bucket, most)), cp * tp * (2 if cp > 1 else 1))
 
 
 def _round_up(size: int, unit: int) -> int:

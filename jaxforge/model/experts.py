@@ -15,7 +15,6 @@ from typing import Generic, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
@@ -25,6 +24,7 @@ from jaxforge.config.model import EXPERTS, ModelConfig
 from jaxforge.kernels.fp8 import Scaled
 from jaxforge.kernels.grouped import GROUPED_BACKENDS, grouped_matmul
 from jaxforge.kernels.grouped_fp8 import grouped_matmul_fp8, quantize_experts
+from jaxforge.model.capacity import token_axis, within_capacity
 from jaxforge.model.dispatch import (
     Assignments,
     gather_tokens,
@@ -34,7 +34,7 @@ from jaxforge.model.dispatch import (
     sort_by_key,
     sum_by_token,
 )
-from jaxforge.model.linear import Declare, normal, residual_std
+from jaxforge.model.linear import Declare, is_decoding_step, normal, residual_std
 from jaxforge.model.mlp import activated
 from jaxforge.model.router import Routing
 from jaxforge.parallel import collectives
@@ -152,6 +152,7 @@ class Experts(nnx.Module):
         *,
         has_padding: bool = False,
         in_8_bits: bool | Bool[Array, ""] = False,
+        strategy: str = "ulysses",
     ) -> tuple[Float[Array, "b s d"], Float[Array, ""]]:
         """Return the weighted sum of each token's expert outputs, and the number of dropped tokens.
 
@@ -161,6 +162,7 @@ class Experts(nnx.Module):
             backend: kernel of the grouped products.
             has_padding: whether some tokens are routed to no expert.
             in_8_bits: whether the products of the block are in 8 bits.
+            strategy: "ulysses" or "ring": how devices share sequences.
         """
         names = [name for name in ("gate_proj", "up_proj", "down_proj") if hasattr(self, name)]
         if not isinstance(in_8_bits, bool):
@@ -168,9 +170,11 @@ class Experts(nnx.Module):
             in_8_bits = False
         linears = {name: getattr(self, name).gathered(x_BSD.dtype, in_8_bits) for name in names}
         specs = {name: getattr(self, name).specs(x_BSD.dtype, in_8_bits) for name in names}
-        run = functools.partial(_run, self.config, backend, has_padding)
+        # A token of a decoding step is on all devices that share sequences.
+        shared = None if is_decoding_step(x_BSD) else strategy
+        run = functools.partial(_run, self.config, backend, has_padding, shared)
         is_opaque = GROUPED_BACKENDS[backend].is_opaque
-        return _run_per_device(run, specs, x_BSD, routing, linears, is_opaque=is_opaque)
+        return _run_per_device(run, specs, x_BSD, routing, linears, shared, is_opaque=is_opaque)
 
 
 def _run_per_device(
@@ -179,6 +183,7 @@ def _run_per_device(
     x_BSD: Float[Array, "b s d"],
     routing: Routing,
     linears: Linears,
+    strategy: str | None,
     *,
     is_opaque: bool,
 ) -> tuple[Float[Array, "b s d"], Float[Array, ""]]:
@@ -194,11 +199,11 @@ def _run_per_device(
         # XLA:CPU would copy the operands of collectives over one device.
         y_BSD, dropped = run(x_BSD, choice, linears)
     else:
-        tokens = automatic_spec("batch", "context", None)
+        tokens = automatic_spec("batch", None if strategy is None else "context", None)
         y_BSD, dropped = jax.shard_map(
             run,
             in_specs=(tokens, (tokens, tokens), specs),
-            out_specs=(tokens, automatic_spec("tokens")),
+            out_specs=(tokens, automatic_spec(token_axis(strategy))),
             axis_names=axes,
             check_vma=False,  # kernels do not declare the mesh axes that their results vary over
         )(x_BSD, choice, linears)
@@ -209,6 +214,7 @@ def _run(
     config: ModelConfig,
     backend: str,
     has_padding: bool,
+    strategy: str | None,
     x_BSD: Float[Array, "b s d"],
     choice: tuple[Int[Array, "b s k"], Float[Array, "b s k"]],
     linears: Linears,
@@ -218,7 +224,9 @@ def _run(
     expert_TK, weight_TK = (of_row.reshape(len(x_TD), -1) for of_row in choice)
     is_padding_TK = expert_TK == config.num_experts
     if config.moe_capacity_factor:
-        expert_TK = _within_capacity(expert_TK, config, has_padding)
+        expert_TK = within_capacity(
+            expert_TK, config, len(x_BSD), strategy, has_padding=has_padding
+        )
     mlp = functools.partial(_mlp, config, backend)
     # Shapes on one device, T tokens with K experts each, N = T K assignments, E local experts:
     #
@@ -290,39 +298,6 @@ def _bias_of_rows(
     if name == "down_proj":
         bias_EO = jnp.where(collectives.first_index("mlp", 1) == 0, bias_EO, 0)
     return bias_EO.at[expert_N].get(mode="fill", fill_value=0)
-
-
-def _within_capacity(
-    expert_TK: Int[Array, "t k"], config: ModelConfig, has_padding: bool
-) -> Int[Array, "t k"]:
-    """Replace experts beyond their capacity by `num_experts`.
-
-    As in KempnerForge, the capacity holds for each expert and each rank of choice: an expert takes
-    up to `capacity` tokens as their first choice, as many as their second, and so on, in the order
-    of the microbatch over all devices. Padding uses no capacity, which is computed from the number
-    of real tokens.
-    """
-    tokens, k = expert_TK.shape
-    n = config.num_experts
-    # Capacity of a microbatch of 0, 1, 2 ... tokens, computed in float64 on the host.
-    even = np.arange(tokens * collectives.axis_size("tokens") + 1) * k / n
-    capacities = np.maximum(1, np.ceil(even * config.moe_capacity_factor)).astype(np.int32)
-    capacity: int | Array = int(capacities[-1])
-    if has_padding:
-        # Only the device knows the number of real tokens: count the capacities that they reach.
-        n_real = collectives.psum(jnp.sum(expert_TK[:, 0] < n, dtype=jnp.int32), "tokens")
-        least_tokens = np.searchsorted(capacities, np.arange(1, capacities[-1] + 1))
-        capacity = jnp.sum(jnp.asarray(least_tokens) <= n_real)
-    # A slot is (expert, rank of the choice). Sorting assignments by slot gives each its rank within
-    # the slot; adding the tokens of the devices before this one makes the rank global, so that
-    # capacity does not depend on how devices share the microbatch.
-    slot_TK = expert_TK * k + jnp.arange(k)
-    assignments, sizes = sort_assignments(slot_TK, n * k)
-    before = jnp.cumsum(sizes) - sizes
-    rank_TK = (
-        assignments.row - before[slot_TK] + collectives.exclusive_cumsum(sizes, "tokens")[slot_TK]
-    )
-    return jnp.where(rank_TK < capacity, expert_TK, n)
 
 
 def _by_all_to_all(

@@ -17,6 +17,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxforge.kernels.context_parallel import context_size, to_device_order, to_sequence_order
 from jaxforge.model.decoding import padded_batch, padded_length
 from jaxforge.model.transformer import Model, Params
 from jaxforge.parallel.sharding import constrain, size_per_device
@@ -156,9 +157,7 @@ def _score(
         scored: number of scored tokens at the end of each sequence.
         last: tokens after each sequence, each scored on its own.
     """
-    is_padding = jnp.arange(inputs.shape[1]) >= lengths[:, None]
-    batch = {"input_ids": constrain(inputs, "batch", None), "is_padding": is_padding}
-    hidden_BSD = model.forward(params, batch, lengths=lengths[:, None])[0]
+    hidden_BSD = _hidden(model, params, constrain(inputs, "batch", None), lengths[:, None])
     # Right-aligned: the last input of each row is in the last column, and predicts `last`.
     positions = lengths[:, None] - 1 - width + jnp.arange(width + 1)
     hidden_BWD = jnp.take_along_axis(hidden_BSD, jnp.maximum(positions, 0)[..., None], axis=1)
@@ -171,6 +170,20 @@ def _score(
         before, all_greedy = _score_labels(model, params, hidden_BWD[:, :-1], labels, counts)
         log_p, is_greedy = log_p + before[:, None], is_greedy & all_greedy[:, None]
     return constrain(log_p, None, None), constrain(is_greedy, None, None)
+
+
+def _hidden(
+    model: Model, params: Params, inputs: Int[Array, "b s"], lengths: Int[Array, "b 1"]
+) -> Float[Array, "b s d"]:
+    """Return final hidden states in the order of the sequences, whatever devices share them."""
+    positions = jnp.broadcast_to(jnp.arange(inputs.shape[1]), inputs.shape)
+    batch = {"input_ids": inputs, "is_padding": positions >= lengths}
+    strategy, devices = model.runtime.context, context_size()
+    if devices > 1:
+        batch["positions"] = positions
+        batch = {name: to_device_order(x, strategy, devices) for name, x in batch.items()}
+    hidden_BSD = model.forward(params, batch, lengths=lengths)[0]
+    return to_sequence_order(hidden_BSD, strategy, devices, axis=1)
 
 
 def _score_labels(

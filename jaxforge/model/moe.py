@@ -45,6 +45,7 @@ class MoE(nnx.Module):
         backend: str,
         is_padding: Bool[Array, "b s"] | None = None,
         precision: LayerPrecision | None = None,
+        strategy: str = "ulysses",
     ) -> tuple[Float[Array, "b s d"], AuxOutputs]:
         """Return the outputs of tokens and, in training, auxiliary outputs about the expert load.
 
@@ -54,14 +55,16 @@ class MoE(nnx.Module):
             backend: kernel of the grouped products (`grouped.GROUPED_BACKENDS`).
             is_padding: tokens that are routed to no expert and left out of statistics.
             precision: precision of the block, where the model multiplies in 8 bits.
+            strategy: "ulysses" or "ring": how devices share sequences.
         """
         c = self.config
         in_8_bits = precision is not None and precision.in_8_bits
         routing, aux = self.router(x_BSD, loss_weights, is_padding)
         has_padding = is_padding is not None
         y_BSD, dropped = self.experts(
-            x_BSD, routing, backend, has_padding=has_padding, in_8_bits=in_8_bits
-        )
+            x_BSD, routing, backend, has_padding=has_padding, in_8_bits=in_8_bits,
+            strategy=strategy,
+        )  # fmt: skip
         if c.moe_routed_scaling != 1.0:
             y_BSD = y_BSD * jnp.asarray(c.moe_routed_scaling, y_BSD.dtype)
         if c.shared_expert_dim:

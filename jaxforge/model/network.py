@@ -123,7 +123,10 @@ class Block(nnx.Module):
         if not is_parallel:
             x_BSD = split_sequence(_add(x_BSD, y_BSD))
         entering = x_BSD if self.shared_norm is None else normed_BSD
-        z_BSD, aux = self._feed_forward(entering, context, settings.runtime, precision)
+        runtime = settings.runtime
+        if cache is not None:  # tokens that extend a cache are in the order of the sequence
+            runtime = runtime._replace(context="ulysses")
+        z_BSD, aux = self._feed_forward(entering, context, runtime, precision)
         x_BSD = split_sequence(_add(_add(x_BSD, y_BSD if is_parallel else None), z_BSD))
         if precision and precision.records_amax:
             # Scan outputs of all layers need the same names; this layer may be in bf16, or belong
@@ -187,7 +190,7 @@ class Block(nnx.Module):
         if isinstance(self.mlp, MoE):
             y_BSD, aux = self.mlp(
                 _normed(self.mlp_norm, x_BSD), context.loss_weights, runtime.grouped,
-                context.is_padding, precision,
+                context.is_padding, precision, runtime.context,
             )  # fmt: skip
             return self._residual_term(self.mlp_post_norm, y_BSD), aux
         z_BSD, aux = None, AuxOutputs()

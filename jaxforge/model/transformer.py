@@ -58,6 +58,7 @@ from jaxforge.model.network import Transformer, gather_sequence, split_sequence
 from jaxforge.model.plan import LayerKind, build_layer_plan
 from jaxforge.model.rope import rotations
 from jaxforge.model.runtime import Runtime, gpu_capability, runtime_for
+from jaxforge.parallel import collectives
 from jaxforge.parallel.mesh import STAGES
 from jaxforge.parallel.sharding import automatic_axes, automatic_size, constrain
 from jaxforge.parallel.stages import Locations, Stack, forward_pipeline
@@ -388,10 +389,11 @@ class Model:
         """Return the properties of the tokens `x` that all blocks share.
 
         `lengths` are the lengths of whole sequences, which some scalings of rotary positions depend
-        on; by default the length of `x`.
+        on; by default the length of `x` on all devices that share a sequence.
         """
         at = jnp.arange(x_BSD.shape[1])[None] if positions is None else positions
-        angles = rotations(self.plan.ropes, self.config.rotary_size, at, lengths)
+        length = x_BSD.shape[1] * collectives.axis_size("context") if lengths is None else lengths
+        angles = rotations(self.plan.ropes, self.config.rotary_size, at, length)
         return Context(positions, segment_ids, angles, loss_weights)
 
     def batch_context(

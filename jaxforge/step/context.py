@@ -22,9 +22,7 @@ def spread_sequences(model: Model, batch: Batch) -> Batch:
     batch = {**batch, "positions": _positions(model, batch)}
 
     def reorder(x: Shaped[Array, "m b s *rest"]) -> Array:
-        x = jnp.moveaxis(
-            to_device_order(jnp.moveaxis(x, 2, -1), model.runtime.context, devices), -1, 2
-        )
+        x = to_device_order(x, model.runtime.context, devices, axis=2)
         return constrain(x, *TOKENS, *(None,) * (x.ndim - len(TOKENS)))
 
     has_tokens = {name: batch_axes(batch, name) == TOKENS for name in batch}

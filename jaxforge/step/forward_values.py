@@ -104,8 +104,5 @@ def _select_row(x: Array, row: Int[Array, ""]) -> Array:
 
 
 def _in_order(model: Model, name: str, x: Float[Array, "..."]) -> Array:
-    if context_size() == 1:
-        return x
     axis = 1 if name in STREAM else 0  # axis of tokens
-    ordered = to_sequence_order(jnp.moveaxis(x, axis, -1), model.runtime.context, context_size())
-    return jnp.moveaxis(ordered, -1, axis)
+    return to_sequence_order(x, model.runtime.context, context_size(), axis)

@@ -160,5 +160,5 @@ class FrozenModel:
         devices = context_size()
         if devices == 1:
             return x
-        ordered = to_sequence_order(jnp.moveaxis(x, 2, -1), self.model.runtime.context, devices)
-        return constrain(jnp.moveaxis(ordered, -1, 2), *TOKENS, *(None,) * (x.ndim - len(TOKENS)))
+        ordered = to_sequence_order(x, self.model.runtime.context, devices, axis=2)
+        return constrain(ordered, *TOKENS, *(None,) * (x.ndim - len(TOKENS)))

@@ -105,6 +105,27 @@ def test_chunks_match_recurrence(length, is_packed):
         np.testing.assert_allclose(ours, theirs, rtol=TOLERANCE, atol=TOLERANCE)
 
 
+def test_gradients_in_float32_do_not_depend_on_other_documents():
+    """No output depends on the last token of a document if its own has no gradient."""
+    tokens, state = drawn(100)
+    ids, d_y = packed(100), directions(tokens, state)[0]
+    is_last = np.diff(ids, axis=1, append=-1) != 0
+    d_y = np.where(is_last[..., None, None], 0, d_y)
+
+    def gradients(rule, dtype):
+        def run(tokens, state, d_y):
+            return jax.vjp(lambda tokens: rule(tokens, ids, state)[0], tokens)[1](d_y)[0]
+
+        return jax.jit(run)(*jax.tree.map(lambda x: x.astype(dtype), (tokens, 0 * state, d_y)))
+
+    expected = gradients(recurrence, np.float64)
+    result = gradients(gated_delta_rule, np.float32)
+    for ours, theirs in zip(result, expected, strict=True):
+        assert ours.dtype == np.float32
+        assert not np.asarray(ours)[is_last].any()
+        np.testing.assert_allclose(ours, theirs, atol=1e-5 * np.abs(theirs).max())
+
+
 def test_large_chunks_match_recurrence():
     tokens, state = drawn(100)
     expected = compiled_recurrence(tokens, packed(100), state)

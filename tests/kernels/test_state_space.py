@@ -81,6 +81,36 @@ def test_chunks_equal_recurrence_in_float64(packed, chunk, block):
         np.testing.assert_allclose(result, right, rtol=1e-10, atol=1e-10)
 
 
+ENDS = np.stack([np.repeat([0, 1, 2, 3], [3, 5, 8, 16]), np.repeat([0, 1], [31, 1])])
+IS_LAST = np.diff(ENDS, axis=1, append=-1) != 0
+
+
+def gradients_of_documents(run, dtype):
+    """Return gradients of x, dt, a, b, c and skip; last tokens of documents have no output."""
+    x, dt, a, b, c, skip, state, d_y, _ = drawn()
+    arrays = x, dt, 10 * a, b, c, skip, 0 * state
+    cotangents = np.where(IS_LAST[..., None, None], 0, d_y), 0 * state
+    inputs = [jnp.asarray(array, dtype) for array in (*arrays, *cotangents)]
+    return values_and_gradients(functools.partial(run, ids=ENDS), inputs[:7], *inputs[7:])[2:8]
+
+
+@functools.cache
+def exact_gradients_of_documents():
+    with jax.enable_x64(True):
+        return gradients_of_documents(recurrence, np.float64)
+
+
+@pytest.mark.parametrize("chunk", [64, 4], ids=["one chunk", "chunks that end with documents"])
+def test_gradients_in_float32_do_not_depend_on_other_documents(chunk):
+    """No output depends on the last token of a document if its own has no gradient."""
+    result = gradients_of_documents(functools.partial(by_chunks, chunk_size=chunk), np.float32)
+    for ours, theirs in zip(result, exact_gradients_of_documents(), strict=True):
+        assert ours.dtype == np.float32
+        if ours.ndim > 1:
+            assert not np.asarray(ours)[IS_LAST].any()
+        np.testing.assert_allclose(ours, theirs, atol=1e-5 * np.abs(theirs).max())
+
+
 def test_steps_and_chunks_continue_from_a_state():
     x, dt, a, b, c, skip, state, *_ = drawn()
     right, right_state, *_ = by_recurrence(packed=False)

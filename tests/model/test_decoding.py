@@ -160,10 +160,10 @@ MESHES = [
 
 
 @functools.cache
-def on_mesh(**axes):
+def on_mesh(shape=(), **axes):
     config = tiny_config(distributed={"dp_shard": 1, **axes})
     mesh = make_mesh(config, jax.devices()[: int(np.prod(list(axes.values())))])
-    model, params = toy()
+    model, params = toy(**dict(shape))
     return mesh, jax.device_put(params, param_shardings(model.abstract, model.axes, mesh))
 
 
@@ -184,6 +184,17 @@ def test_completions_do_not_depend_on_mesh(axes, sampling):
     expected = completed(sampling=sampling, eos_ids=decoder.eos_ids)
     with jax.set_mesh(mesh):
         assert decoder.complete(PROMPTS[:3], NUMBERS[:3]) == expected[:3]
+
+
+def test_experts_decode_with_shared_sequences():
+    """Devices that share prompts all have each generated token, which uses capacity once."""
+    shape = {"num_experts": 4, "moe_expert_dim": 16, "moe_capacity_factor": 0.6}
+    mesh, params = on_mesh((*shape.items(),), cp=2)
+    model, alone = toy(**shape)
+    expected = Decoder(model, alone, N_TOKENS, GREEDY).complete(PROMPTS, NUMBERS)
+    with jax.set_mesh(mesh):
+        decoder = Decoder(model, params, N_TOKENS, GREEDY, mesh=mesh)
+        assert decoder.complete(PROMPTS, NUMBERS) == expected
 
 
 @pytest.mark.parametrize("axes", [{"dp_shard": 4}, {"dp_shard": 2, "tp": 2}], ids=str)

@@ -8,11 +8,10 @@ import pytest
 
 from jaxforge.model import likelihood
 from jaxforge.model.likelihood import Continuation, Scorer
-from jaxforge.model.transformer import Model, build_model
-from jaxforge.parallel.mesh import make_mesh
+from jaxforge.model.transformer import Model
 from jaxforge.parallel.sharding import param_shardings
 from tests.conftest import tiny_config
-from tests.helpers import drawn, with_random_biases
+from tests.helpers import drawn, setup, with_random_biases
 
 MAX_LENGTH = 40
 RNG = np.random.default_rng(0)
@@ -33,10 +32,19 @@ CONTINUATIONS = [
 ]
 
 
+MODEL = {"dim": 32, "vocab_size": 64, "init_std": 0.3}
+RECURRENT = {
+    **MODEL, "n_layers": 1, "mixer": "mamba2",
+    "mamba2": {"heads": 4, "head_dim": 16, "groups": 2, "state_size": 8},
+}  # fmt: skip
+
+
 @functools.cache
 def toy(**distributed):
-    model = {"dim": 32, "vocab_size": 64, "init_std": 0.3}
-    config = tiny_config(model=model, train={"seed": 0}, distributed=distributed)
+    return of_config(tiny_config(model=MODEL, train={"seed": 0}, distributed=distributed))
+
+
+def of_config(config):
     return config, with_random_biases(drawn(config))
 
 
@@ -83,11 +91,27 @@ def test_likelihoods_match_full_forward(rows, monkeypatch):
 
 @pytest.mark.parametrize("mesh", [{"dp_shard": 8}, {"dp_shard": 2, "tp": 2, "cp": 2}], ids=str)
 def test_likelihoods_do_not_depend_on_mesh(mesh):
-    config, params = toy(**mesh)
-    mesh, model = make_mesh(config, jax.devices()), build_model(config)
+    check(scored(*toy(**mesh), rows=3))
+
+
+def scored(config, params, rows, continuations=CONTINUATIONS):
+    ours = setup(config)
+    mesh, model = ours.mesh, ours.model
     with jax.set_mesh(mesh):
         placed = jax.device_put(params, param_shardings(model.abstract, model.axes, mesh))
-        check(Scorer(model, placed, MAX_LENGTH, mesh, rows=3).score(CONTINUATIONS))
+        return Scorer(model, placed, MAX_LENGTH, mesh, rows=rows).score(continuations)
+
+
+def test_likelihoods_do_not_depend_on_order_of_tokens_on_devices():
+    """A ring gives each device two parts of a sequence."""
+    alone, ring = (
+        scored(
+            *of_config(tiny_config(model=RECURRENT, distributed={"dp_shard": 1, **mesh})),
+            rows=2, continuations=CONTINUATIONS[-2:],
+        )
+        for mesh in ({}, {"cp": 2, "cp_strategy": "ring"})
+    )  # fmt: skip
+    np.testing.assert_allclose(ring, alone, rtol=1e-5)
 
 
 def test_greedy_continuation_is_marked_greedy():

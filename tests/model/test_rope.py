@@ -7,11 +7,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
 from jaxforge.config.model import ModelConfig, RopeScaling
 from jaxforge.model.mup import attention_scale
 from jaxforge.model.plan import Rope, build_layer_plan
 from jaxforge.model.rope import attention_factor, inverse_frequencies, rotate, rotation
+from jaxforge.model.transformer import Model
 
 HEAD = 16
 
@@ -45,6 +48,24 @@ def test_rope_as_matmul_matches_concatenation(dtype):
     ours, other = (turned(rope(), x, positions, method) for method in (True, False))
     assert ours.dtype == dtype
     np.testing.assert_allclose(ours, other, rtol=1e-6 if dtype == jnp.float32 else 0)
+
+
+@pytest.mark.parametrize("scaling", ["dynamic", "longrope"])
+def test_scaling_depends_on_whole_sequence_that_devices_share(scaling):
+    """Each device has fewer tokens than the original length, and the sequence has more."""
+    factors = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8} if scaling == "longrope" else {}
+    of_rope = RopeScaling(rope_type=scaling, factor=4.0, original_max_seq_len=12, **factors)
+    model = Model(config(n_layers=1, rope_scaling=of_rope))
+    x, positions = np.zeros((1, 16, 1)), np.arange(16)[None]
+
+    def angles(x, positions):
+        return model.context(x, positions=positions).rotations
+
+    with jax.set_mesh(jax.make_mesh((2,), ("cp",), (AxisType.Auto,))):
+        tokens = P(None, "cp")
+        shared = jax.jit(jax.shard_map(angles, in_specs=(tokens, tokens), out_specs=tokens))
+        result = shared(x, positions)
+    jax.tree.map(np.testing.assert_array_equal, result, jax.jit(angles)(x, positions))
 
 
 def test_position_zero_is_identity():

@@ -27,8 +27,9 @@ KINDS = {
     "attn_temperature_floor": 4,
 }  # fmt: skip
 EXPERTS = {
-    "num_experts": 4, "moe_top_k": 2, "moe_router": "softmax_topk",
+    "num_experts": 4, "moe_top_k": 2, "moe_router": "softmax_topk", "moe_capacity_factor": 0.8,
     "moe_aux_loss_weight": 1.0, "moe_sequence_aux_loss_weight": 10.0, "moe_score_inputs": True,
+    "init_std": 0.3,
 }  # fmt: skip
 ALIBI = {
     "position_embedding": "alibi", "norm_type": "layernorm", "norm_bias": False, "clip_qkv": 0.1,
