@@ -5,9 +5,8 @@ import pytest
 from jaxforge.errors import UserError
 from jaxforge.optim.schedule import register_scheduler
 from jaxforge.state.progress import Progress
-from jaxforge.training.summary import schedule_summary, write_summary
-from jaxforge.training.training_data import open_data, record_data
 from jaxforge.training.summary import epoch_rounding, schedule_summary, write_summary
+from jaxforge.training.training_data import open_data, record_data
 from tests.conftest import tiny_config
 
 FULL = tiny_config(
