@@ -149,6 +149,8 @@ def open_source(request: Request) -> Source:
     )
     checkpoint = ref.read(config, options)
     trained, notes = config, [*checkpoint.notes]
+    if ref.format == "jaxforge" and ref.has_adapters and to != "peft":
+        notes.append(f"the adapters of {ref} are merged into their base model")
     if checkpoint.ema and (to != "jaxforge" or not has_moments):
         checkpoint = dataclasses.replace(checkpoint, ema={})
         notes.append("left out: the average of the parameters, which --weights ema exports")
