@@ -195,5 +195,5 @@ def test_huge_files_are_not_read_completely(tmp_path, capsys):
 
 def test_link_to_itself_is_no_run(tmp_path):
     (tmp_path / "loop").symlink_to("loop")
-    with pytest.raises(UserError, match=r"no run directory at .*/loop$"):
+    with pytest.raises(UserError, match=r"no run directory at .*/loop; name the"):
         main([str(tmp_path / "loop")])
