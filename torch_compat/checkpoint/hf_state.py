@@ -1,5 +1,6 @@
 """Reader and writer of Hugging Face checkpoints: weights, config and tokenizer."""
 
+import dataclasses
 import functools
 import json
 import re
@@ -28,6 +29,7 @@ from torch_compat.checkpoint.name_maps import name_map
 from torch_compat.checkpoint.state import AbstractTarget, CheckpointState
 from torch_compat.checkpoint.validation import INVISIBLE_KEYS, has_effect
 from torch_compat.families import FAMILIES
+from torch_compat.families.family import Family
 from torch_compat.formats import block_scaled, safetensors, torch_file
 from torch_compat.formats.files import Directory, sync
 from torch_compat.formats.lazy import DTYPES, LazyTensor, equal
@@ -223,13 +225,35 @@ def notes(dialect: str, tokenizer: Path | None) -> Iterator[str]:
         )
 
 
+def with_dtypes(checkpoint: CheckpointState, family: str, dtype: str | None) -> CheckpointState:
+    """Return the weights in the dtypes of an export, before matrices are scaled to 8 bits.
+
+    Args:
+        checkpoint: the weights, in the dtypes of their source.
+        family: a key of `FAMILIES`.
+        dtype: requested dtype, or `IN_8_BITS`; None: unchanged. What transformers keeps in float32
+            is in float32 in any case.
+    """
+    usual = "bfloat16" if dtype == IN_8_BITS else dtype
+
+    def converted(name: str, tensor: LazyTensor) -> LazyTensor:
+        if dtype == IN_8_BITS and _MATRIX.fullmatch(name):
+            return tensor
+        target = usual or tensor.dtype.name
+        is_kept = FAMILIES[family].keeps_in_float32(name, target)
+        return tensor.cast(DTYPES["float32" if is_kept else target])
+
+    params = {name: converted(name, tensor) for name, tensor in checkpoint.params.items()}
+    return dataclasses.replace(checkpoint, params=params)
+
+
 def tensors_of_export(
     checkpoint: CheckpointState, model: ModelConfig, family: str, dtype: str | None
 ) -> dict[str, LazyTensor]:
     """Return the tensors of an export by the family's keys.
 
     Args:
-        checkpoint: the weights, in their dtype.
+        checkpoint: the weights, of `with_dtypes`.
         model: the model.
         family: a key of `FAMILIES` that supports the model.
         dtype: `IN_8_BITS` for matrices in 8 bits.
@@ -250,8 +274,6 @@ def tensors_of_export(
         raise UserError(
             f"--dtype {IN_8_BITS}: {packed[0]} holds several matrices. Export with --dtype bfloat16"
         )
-    bf16 = DTYPES["bfloat16"]
-    weights = {key: t if key in matrices else t.cast(bf16) for key, t in weights.items()}
     others = dialect.to_dialect(checkpoint.model_state or {}, model)
     weights |= {key: weights[shared] for key, shared in copies.items()}
     return {**block_scaled.quantize(weights, matrices), **others}
@@ -272,11 +294,11 @@ def units(
     """Return units that write a directory for `AutoModelForCausalLM.from_pretrained`.
 
     Args:
-        checkpoint: the weights.
+        checkpoint: the weights, of `with_dtypes`.
         config: config of the run.
         directory: directory of the files.
         family: a key of `FAMILIES` that supports the model.
-        dtype: requested dtype (`tensors_of_export`).
+        dtype: requested dtype.
         largest: bytes of tensors per file; a single tensor may exceed it.
         block: bytes that may be in memory at a time.
         tokenizer: tokenizer of the run.
@@ -285,7 +307,7 @@ def units(
     tensors = tensors_of_export(checkpoint, config.model, family, dtype)
     result, index = safetensors.units(tensors, directory, largest, block)
     is_in_8_bits = dtype == IN_8_BITS
-    common = "bfloat16" if is_in_8_bits else _common_dtype(checkpoint.params)
+    common = "bfloat16" if is_in_8_bits else _common_dtype(checkpoint.params, FAMILIES[family])
     documents = _documents(config, family, common, tokenizer, before)
     if is_in_8_bits:
         documents[CONFIG]["quantization_config"] = block_scaled.quantization_config()
@@ -451,9 +473,15 @@ def _eos_ids(tokenizer: Path | None) -> tuple[int, ...]:
     return load_tokenizer(tokenizer).eos_ids
 
 
-def _common_dtype(tensors: Mapping[str, LazyTensor]) -> str:
-    """Return a dtype that holds all tensors: transformers casts all to the dtype of the config."""
-    dtypes = {tensor.dtype for tensor in tensors.values()}
+def _common_dtype(tensors: Mapping[str, LazyTensor], family: Family) -> str:
+    """Return a dtype that holds all tensors: transformers casts all to the dtype of the config.
+
+    It does not cast the weights that it keeps in float32.
+    """
+    dtypes = {
+        tensor.dtype for name, tensor in tensors.items()
+        if not any(family.keeps_in_float32(name, dtype) for dtype in family.float32)
+    }  # fmt: skip
     if len(dtypes) == 1:
         return dtypes.pop().name
     from jax.numpy import promote_types  # NumPy cannot promote float16 and bfloat16

@@ -31,9 +31,10 @@ class HfWriter(Writer):
         )
         model = source.target.config.model
         self._left_out = 0 if FAMILIES[self._family].further_layers_key else model.mtp_depth
+        checkpoint = hf_state.with_dtypes(source.checkpoint, self._family, request.dtype)
         if self._left_out:
-            checkpoint = source.checkpoint.without_layers_from(model.n_layers)
-            self.source = dataclasses.replace(source, checkpoint=checkpoint)
+            checkpoint = checkpoint.without_layers_from(model.n_layers)
+        self.source = dataclasses.replace(source, checkpoint=checkpoint)
         self.label = FAMILIES[self._family].dialect.name
         self._check_names(self.label)
 
