@@ -43,6 +43,7 @@ from tests.torch_compat.huggingface import (  # noqa: E402 (needs torch)
     bpe,
     config_json,
     config_of,
+    convert,
     export,
     load,
     open_theirs,
@@ -330,6 +331,26 @@ def test_import_keeps_tokenizer(with_tokenizer, tmp_path):
     assert (
         run_directory.read_tokenizer(tmp_path / "other").eos_id == 256
     )  # the run's tokenizer takes precedence
+
+
+def test_named_chat_templates_survive_every_conversion(with_tokenizer, tmp_path):
+    path, _ = with_tokenizer
+    source = shutil.copytree(path / "hf", tmp_path / "hf")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(source)
+    tokenizer.chat_template = {"default": "{{ messages }}", "tool_use": "{{ tools }}"}
+    tokenizer.save_pretrained(source)
+    (source / "additional_chat_templates" / "notes.txt").write_text("not a template")
+    reference = checkpoints.find(source)
+    stamps = reference.stamps()
+    load(source, tmp_path / "run")
+    other = Request(checkpoints.find(tmp_path / "run"), tmp_path / "other", "jaxforge")
+    convert(other, tmp_path / "other" / "checkpoints" / "step_0")
+    for start in ("hf", "run", "other"):
+        result = export(tmp_path / start, tmp_path / f"{start}-hf")
+        read = transformers.AutoTokenizer.from_pretrained(result)
+        assert read.chat_template == tokenizer.chat_template
+    (source / "additional_chat_templates" / "tool_use.jinja").write_text("changed")
+    assert reference.stamps() != stamps
 
 
 def test_import_can_be_generated_from_and_evaluated(with_tokenizer, tmp_path, capsysbinary):

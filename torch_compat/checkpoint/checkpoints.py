@@ -22,6 +22,7 @@ from torch_compat.checkpoint import (
     dcp_state,
     hf_config,
     hf_state,
+    hf_tokenizer,
     megatron_files,
     megatron_state,
     mup,
@@ -300,7 +301,11 @@ class CheckpointRef:
             return {self.directory.path: buckets.stamps(self.directory.path)}
         if self.format == "hf":
             stamps = self.directory.stamps().items()
-            return {str(self.directory): {n: s for n, s in stamps if hf_state.is_read(n)}}
+            templates = self.directory / hf_tokenizer.TEMPLATES
+            return {
+                str(self.directory): {n: s for n, s in stamps if hf_state.is_read(n)},
+                str(templates): templates.stamps(),
+            }
         if self.format == "peft":
             return {str(self.directory): self.directory.stamps()} | self._base_of_peft()._stamps()
         if self.format == "pt":
@@ -309,7 +314,7 @@ class CheckpointRef:
             extra = self.directory / posixpath.dirname(train_state.EXTRA_STATE)
             directories = [self.directory, *stage_directories(self.directory), extra]
         else:
-            roots = [self._path / "state", self._path / "config", self.run / hf_state.TOKENIZER]
+            roots = [self._path / "state", self._path / "config", self.run / hf_tokenizer.TOKENIZER]
             directories = [Directory(d) for root in roots for d, _, _ in os.walk(root)]
         return {str(directory): directory.stamps() for directory in directories}
 

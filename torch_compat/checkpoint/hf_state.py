@@ -14,7 +14,7 @@ from jaxforge.config.model import ModelConfig
 from jaxforge.config.reading.load import make_config
 from jaxforge.errors import UserError
 from jaxforge.storage.untrusted_json import load_object
-from torch_compat.checkpoint import untrained
+from torch_compat.checkpoint import hf_tokenizer, untrained
 from torch_compat.checkpoint.dcp_state import ReadOptions
 from torch_compat.checkpoint.hf_config import (
     CONFIG,
@@ -25,6 +25,7 @@ from torch_compat.checkpoint.hf_config import (
     further_layers,
     model_table,
 )
+from torch_compat.checkpoint.hf_tokenizer import GENERATION
 from torch_compat.checkpoint.name_maps import name_map
 from torch_compat.checkpoint.state import AbstractTarget, CheckpointState
 from torch_compat.checkpoint.validation import INVISIBLE_KEYS, has_effect
@@ -37,14 +38,8 @@ from torch_compat.formats.staging import Unit
 from torch_compat.names.table import EMBEDDING, HEAD, NameMap, strip_wrappers
 from torch_compat.names.translation import Translation, summarize_names
 
-_SETTINGS = "tokenizer_config.json"
-_TOKENIZER = ("tokenizer.json", _SETTINGS, "special_tokens_map.json",
-              "tokenizer.model", "vocab.json", "merges.txt", "chat_template.jinja")  # fmt: skip
-_GENERATION = "generation_config.json"
-DOCUMENTS = (CONFIG, _GENERATION)
+DOCUMENTS = (CONFIG, GENERATION)
 """JSON files of a checkpoint that a run keeps, for its exports."""
-TOKENIZER = "tokenizer"
-"""Directory of a run that holds its tokenizer."""
 IMPORTED = "huggingface"
 """Directory of a run that holds the JSON files of the Hugging Face model that it began with."""
 IN_8_BITS = "fp8"
@@ -76,7 +71,13 @@ def tensors(directory: Directory) -> Mapping[str, LazyTensor]:
 
 def is_read(name: str) -> bool:
     """Return whether an import reads a file of this name."""
-    documents = (*_TOKENIZER, CONFIG, _GENERATION, safetensors.INDEX, torch_file.WEIGHTS_INDEX)
+    documents = (
+        *hf_tokenizer.FILES,
+        CONFIG,
+        GENERATION,
+        safetensors.INDEX,
+        torch_file.WEIGHTS_INDEX,
+    )
     return name.endswith((safetensors.SUFFIX, ".bin")) or name in documents
 
 
@@ -125,23 +126,6 @@ def read(directory: Directory, target: AbstractTarget, options: ReadOptions) -> 
     )
 
 
-def copy_tokenizer(directory: Directory, target: Path) -> None:
-    """Copy the tokenizer of a checkpoint; do nothing if it has no `tokenizer.json`.
-
-    Args:
-        directory: the checkpoint.
-        target: directory to create. An existing one is left unchanged.
-    """
-    if target.exists() or not directory.has(_TOKENIZER[0]):
-        return
-    partial = target.with_name(f".{target.name}.partial")
-    partial.mkdir(parents=True, exist_ok=True)
-    for name in (*_TOKENIZER, CONFIG, _GENERATION):  # EOS may be defined only in the last two
-        if directory.has(name):
-            (partial / name).write_bytes(directory.read(name))
-    partial.rename(target)
-
-
 class ImportedDocuments(NamedTuple):
     """JSON files of the Hugging Face model from which a run was imported.
 
@@ -184,7 +168,7 @@ def read_imported_documents(run: Path) -> ImportedDocuments | None:
     Raises:
         UserError: a file is not a JSON object.
     """
-    config, generation = (run / IMPORTED / name for name in (CONFIG, _GENERATION))
+    config, generation = (run / IMPORTED / name for name in (CONFIG, GENERATION))
     if not config.is_file():
         return None
     contents = (
@@ -199,30 +183,10 @@ def read_documents(directory: Directory) -> ImportedDocuments:
     Raises:
         UserError: a file is not a JSON object.
     """
-    where = f"{directory}/{_GENERATION}"
-    has_generation = directory.has(_GENERATION)
-    generation = load_object(directory.read(_GENERATION), where) if has_generation else None
+    where = f"{directory}/{GENERATION}"
+    has_generation = directory.has(GENERATION)
+    generation = load_object(directory.read(GENERATION), where) if has_generation else None
     return ImportedDocuments(_config(directory), generation)
-
-
-def notes(dialect: str, tokenizer: Path | None) -> Iterator[str]:
-    """Yield notes for the user of an export.
-
-    Args:
-        dialect: dialect of the exported family.
-        tokenizer: tokenizer of the run.
-    """
-    if (
-        dialect != FAMILIES["qwen2"].dialect.name
-        or tokenizer is None
-        or not _is_huggingface(tokenizer)
-    ):
-        return
-    if not _settings(tokenizer).get("tokenizer_class", "").startswith("Qwen2Tokenizer"):
-        yield (
-            "transformers' AutoTokenizer splits the text of every qwen2 model with the rules of "
-            "Qwen2: open this tokenizer with PreTrainedTokenizerFast.from_pretrained"
-        )
 
 
 def with_dtypes(checkpoint: CheckpointState, family: str, dtype: str | None) -> CheckpointState:
@@ -330,14 +294,14 @@ def _documents(
 
     Imported files are used if their EOS tokens are those of the run's tokenizer.
     """
-    eos_ids = _eos_ids(tokenizer)
+    eos_ids = hf_tokenizer.eos_ids(tokenizer)
     if before is None or not (tokenizer is None or set(before.eos_ids) <= set(eos_ids)):
         return {
             CONFIG: config_json(config, family, dtype, eos_ids),
-            _GENERATION: {"eos_token_id": eos_token_id(eos_ids), "do_sample": True},
+            GENERATION: {"eos_token_id": eos_token_id(eos_ids), "do_sample": True},
         }
     result = config_json(config, family, dtype, eos_ids, before.config)
-    generation = {} if before.generation is None else {_GENERATION: before.generation}
+    generation = {} if before.generation is None else {GENERATION: before.generation}
     return {CONFIG: result, **generation}
 
 
@@ -441,36 +405,16 @@ def _span(windows: Sequence[int | None]) -> str:
 
 def _write_documents(documents: Mapping[str, Any], directory: Path, tokenizer: Path | None) -> None:
     files = {name: _json(document) for name, document in documents.items()}
-    if tokenizer is not None and _is_huggingface(tokenizer):
-        contents = (tokenizer / name for name in _TOKENIZER)
-        files |= {path.name: path.read_bytes() for path in contents if path.is_file()}
-        settings = {"tokenizer_class": "PreTrainedTokenizerFast", **_settings(tokenizer)}
-        files[_SETTINGS] = _json(settings)
+    if tokenizer is not None:
+        files |= hf_tokenizer.exported_files(tokenizer)
     for name, content in files.items():
+        (directory / name).parent.mkdir(exist_ok=True)
         (directory / name).write_bytes(content)
         sync(directory / name)
 
 
 def _json(document: Mapping[str, Any]) -> bytes:
     return (json.dumps(document, indent=2) + "\n").encode()
-
-
-def _settings(tokenizer: Path) -> dict[str, Any]:
-    file = tokenizer / _SETTINGS
-    return load_object(file.read_bytes(), str(file)) if file.exists() else {}
-
-
-def _is_huggingface(tokenizer: Path) -> bool:
-    file = tokenizer / "tokenizer.json"
-    return file.is_file() and "model" in load_object(file.read_bytes(), str(file))
-
-
-def _eos_ids(tokenizer: Path | None) -> tuple[int, ...]:
-    if tokenizer is None:
-        return ()
-    from jaxforge.data.corpus.tokenizer_files import load_tokenizer  # slow; most runs name none
-
-    return load_tokenizer(tokenizer).eos_ids
 
 
 def _common_dtype(tensors: Mapping[str, LazyTensor], family: Family) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 from jaxforge.config.job import JobConfig
 from jaxforge.errors import UserError
 from jaxforge.state.progress import Progress
-from torch_compat.checkpoint import hf_state, mup
+from torch_compat.checkpoint import hf_state, hf_tokenizer, mup
 from torch_compat.checkpoint.checkpoints import CheckpointRef, Target
 from torch_compat.checkpoint.dcp_state import ReadOptions
 from torch_compat.checkpoint.state import AbstractTarget, CheckpointState, abstract_target
@@ -101,18 +101,18 @@ class Source:
             UserError: the config's data name a tokenizer that does not exist.
         """
         if self.ref.format == "jaxforge":
-            directory = self.ref.run / hf_state.TOKENIZER
+            directory = self.ref.run / hf_tokenizer.TOKENIZER
             return directory if directory.is_dir() else None
         from jaxforge.data.corpus.tokenizer_files import (  # imported here: 0.3 s
             load_tokenizer,
             tokenizer_of,
         )
 
-        copy = Path(self._scratch.name, hf_state.TOKENIZER)
+        copy = Path(self._scratch.name, hf_tokenizer.TOKENIZER)
         if spec := tokenizer_of(self.target.config.data):
             load_tokenizer(spec).save(copy)
         elif self.ref.format == "hf":
-            hf_state.copy_tokenizer(self.ref.directory, copy)
+            hf_tokenizer.copy_tokenizer(self.ref.directory, copy)
         return copy if copy.is_dir() else None
 
     @functools.cached_property

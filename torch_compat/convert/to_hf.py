@@ -9,7 +9,7 @@ from typing import Any
 
 from jaxforge.cli.redaction import redacted_message
 from jaxforge.storage import urls
-from torch_compat.checkpoint import hf_config, hf_state
+from torch_compat.checkpoint import hf_config, hf_state, hf_tokenizer
 from torch_compat.checkpoint.validation import check_written
 from torch_compat.convert import model_card
 from torch_compat.convert.source import Request, Source, left_out_modules
@@ -41,7 +41,7 @@ class HfWriter(Writer):
     def notes(self) -> list[str]:
         """Return notes for the user."""
         own = [left_out_modules(self._left_out)] if self._left_out else []
-        return [*own, *hf_state.notes(self.label, self.source.tokenizer)]
+        return [*own, *hf_tokenizer.notes(self.label, self.source.tokenizer)]
 
     @functools.cached_property
     def units(self) -> Sequence[Unit]:
