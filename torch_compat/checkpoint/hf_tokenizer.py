@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from jaxforge.errors import UserError
 from jaxforge.storage.untrusted_json import load_object
 from torch_compat.checkpoint.hf_config import CONFIG
 from torch_compat.families import FAMILIES
@@ -78,6 +79,25 @@ def notes(dialect: str, tokenizer: Path | None) -> Iterator[str]:
         yield (
             "transformers' AutoTokenizer splits the text of every qwen2 model with the rules of "
             "Qwen2: open this tokenizer with PreTrainedTokenizerFast.from_pretrained"
+        )
+
+
+def vocabulary_notes(tokenizer: Path | None, vocab_size: int) -> Iterator[str]:
+    """Yield a note if a tokenizer is unusable, or has ids beyond a model of `vocab_size` tokens."""
+    if tokenizer is None:
+        return
+    from jaxforge.data.corpus.tokenizer_files import load_tokenizer  # slow
+
+    try:
+        loaded = load_tokenizer(tokenizer)
+    except UserError as error:
+        yield f"generate and prepare will refuse the tokenizer: {error}"
+        return
+    if (last := loaded.vocab_size - 1) >= vocab_size:
+        text = loaded.decode([last], special_tokens=True)
+        yield (
+            f"the tokenizer has ids up to {last} ({text!r}), and the model only {vocab_size} "
+            "tokens: prompts and data with further tokens are refused"
         )
 
 

@@ -41,7 +41,12 @@ class HfWriter(Writer):
     def notes(self) -> list[str]:
         """Return notes for the user."""
         own = [left_out_modules(self._left_out)] if self._left_out else []
-        return [*own, *hf_tokenizer.notes(self.label, self.source.tokenizer)]
+        tokenizer, vocab_size = self.source.tokenizer, self.source.target.config.model.vocab_size
+        return [
+            *own,
+            *hf_tokenizer.notes(self.label, tokenizer),
+            *hf_tokenizer.vocabulary_notes(tokenizer, vocab_size),
+        ]
 
     @functools.cached_property
     def units(self) -> Sequence[Unit]:

@@ -24,6 +24,11 @@ class RunWriter(Writer):
         self.label = f"step {step}" if source.checkpoint.moments else "weights only, step 0"
         self.subdirectory = f"{SUBDIRECTORY}/{PREFIX}_{step}"
 
+    def notes(self) -> list[str]:
+        """Return notes for the user."""
+        vocab_size = self.source.target.config.model.vocab_size
+        return [*hf_tokenizer.vocabulary_notes(self.source.tokenizer, vocab_size)]
+
     def stage(self, plan: dict[str, Any], share: Share) -> Staging:
         """Begin or resume the checkpoint of the run."""
         self._import = orbax_store.stage(
