@@ -26,6 +26,7 @@ from torch_compat.checkpoint.hf_config import (
     model_table,
 )
 from torch_compat.checkpoint.hf_tokenizer import GENERATION
+from torch_compat.checkpoint.model_keys import shared_prefixes
 from torch_compat.checkpoint.name_maps import name_map
 from torch_compat.checkpoint.state import AbstractTarget, CheckpointState
 from torch_compat.checkpoint.validation import INVISIBLE_KEYS, has_effect
@@ -314,15 +315,24 @@ def _rename_to_dialect(
 ) -> dict[str, LazyTensor]:
     """Return tensors by the dialect's names: without wrappers, with the prefix of the base class.
 
-    `LlamaModel` and other base classes save their tensors without "model.".
+    `LlamaModel` and other base classes save their tensors without "model.". A user's module around
+    the model adds the name of its attribute to all keys.
 
     Raises:
         UserError: two keys belong to one parameter.
     """
     base = dialect.key_for(EMBEDDING).partition(".")[0]
+    names = [strip_wrappers(key) for key in contents]
+
+    def is_prefix(prefix: str) -> bool:
+        return any(
+            dialect.knows(f"{b}{n.removeprefix(prefix)}") for b in ("", f"{base}.") for n in names
+        )
+
+    wrapper = next(filter(is_prefix, ("", *shared_prefixes(names))), "")
     tensors: dict[str, LazyTensor] = {}
     for key, tensor in contents.items():
-        name = dialect.current_key(strip_wrappers(key))
+        name = dialect.current_key(strip_wrappers(key).removeprefix(wrapper))
         if not dialect.knows(name) and dialect.knows(f"{base}.{name}"):
             name = f"{base}.{name}"
         if name in tensors:
