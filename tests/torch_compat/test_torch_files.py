@@ -1,6 +1,7 @@
 """Files of `torch.save` (checkpoint.pt, pytorch_model.bin), read and written."""
 
 import copy
+import dataclasses
 import io
 import json
 import pickle
@@ -17,6 +18,8 @@ from tests.torch_compat.tensors import random_array
 from torch_compat.__main__ import main
 from torch_compat.checkpoint import checkpoints, orbax_store
 from torch_compat.checkpoint.dcp_state import ReadOptions
+from torch_compat.convert import conversion
+from torch_compat.convert.source import Request
 from torch_compat.formats import limits, torch_file, torch_zip
 from torch_compat.formats.files import Directory
 from torch_compat.formats.lazy import from_array
@@ -61,9 +64,12 @@ def job():
 
 @pytest.fixture
 def config_file(tmp_path):
-    file = tmp_path / "run.toml"
+    return write_config(tmp_path / "run.toml", CONFIG)
+
+
+def write_config(file, config):
     lines = []
-    for section, table in CONFIG.items():
+    for section, table in config.items():
         lines += [f"[{section}]", *(f"{key} = {json.dumps(v)}" for key, v in table.items())]
     file.write_text("\n".join(lines))
     return file
@@ -238,6 +244,25 @@ def test_export_counts_parameters_in_the_order_of_modules(job, tmp_path, config_
     assert [group["params"] for group in groups] == [
         group["params"] for group in job[1].state_dict()["param_groups"]
     ]
+
+
+@pytest.mark.parametrize(
+    ("settings", "order"),
+    [
+        ([], "in the order of PyTorch's DistributedSampler. Check.* set --data.shuffle=false"),
+        (["--data.shuffle=false"], "in file order. Check.* set --data.shuffle=true"),
+    ],
+)
+def test_import_notes_the_assumed_order_and_absent_data(job, tmp_path, settings, order):
+    source = checkpoints.find(save(job, tmp_path / "checkpoint.pt", step=STEPS))
+    config = CONFIG | {"data": {"dataset_path": str(tmp_path / "absent")}}
+    file = write_config(tmp_path / "run.toml", config)
+    request = Request(source, tmp_path / "run", "jaxforge", config=file, overrides=settings)
+    notes = " ".join(conversion.plan(request).notes)
+    assert re.search(f"training continues {order}", notes)
+    assert f"data.dataset_path = {tmp_path / 'absent'} does not exist on this machine" in notes
+    request = dataclasses.replace(request, options=ReadOptions(weights_only=True))
+    assert not conversion.plan(request).notes  # training starts at its first sequence
 
 
 def test_export_without_suffix_is_refused(job, tmp_path, config_file):

@@ -7,7 +7,7 @@ from typing import Any
 from jaxforge.checkpoint.paths import PREFIX, SUBDIRECTORY
 from jaxforge.config.job import JobConfig
 from jaxforge.errors import UserError
-from torch_compat.checkpoint import hf_state, hf_tokenizer, orbax_store
+from torch_compat.checkpoint import hf_state, hf_tokenizer, orbax_store, train_state
 from torch_compat.convert import average
 from torch_compat.convert.source import Request, Source
 from torch_compat.convert.writer import Writer
@@ -26,8 +26,12 @@ class RunWriter(Writer):
 
     def notes(self) -> list[str]:
         """Return notes for the user."""
-        vocab_size = self.source.target.config.model.vocab_size
-        return [*hf_tokenizer.vocabulary_notes(self.source.tokenizer, vocab_size)]
+        source, config = self.source, self.source.target.config
+        notes = [*hf_tokenizer.vocabulary_notes(source.tokenizer, config.model.vocab_size)]
+        if source.ref.is_torch and source.progress.samples:
+            notes += train_state.order_notes(source.checkpoint.dialect, config.data)
+            notes += train_state.absent_data(config.data)
+        return notes
 
     def stage(self, plan: dict[str, Any], share: Share) -> Staging:
         """Begin or resume the checkpoint of the run."""
