@@ -170,16 +170,17 @@ CASES = {
     "glm4": ("glm4", {"head_dim": 8}),
     "cohere": ("cohere", {"logit_scale": 2.0}),
     "cohere, biases": ("cohere", {
-        "attention_bias": True, "logit_scale": 0.7, "tie_word_embeddings": False}),
+        "attention_bias": True, "logit_scale": 0.7, "tie_word_embeddings": False, "head_dim": 16}),
     "cohere, q/k norms": ("cohere", {"use_qk_norm": True, "logit_scale": 2.0}),
-    "cohere2, window 8": ("cohere2", {**PATTERN, "sliding_window": 8, "logit_scale": 2.0}),
+    "cohere2, window 8": ("cohere2", {
+        **PATTERN, "sliding_window": 8, "logit_scale": 2.0, "head_dim": 16}),
     "cohere2, window 80": ("cohere2", {**PATTERN, "sliding_window": 80, "logit_scale": 2.0}),
     "ernie4_5": ("ernie4_5", {"head_dim": 16}),
     "ernie4_5, biases": ("ernie4_5", {"head_dim": 8, "use_bias": True}),
     "nemotron": ("nemotron", {}),
     "nemotron, biases": ("nemotron", {**ALL_BIASES, "hidden_act": "gelu", "head_dim": 16}),
     "phi": ("phi", {}),
-    "phi, groups": ("phi", {"hidden_act": "relu", "num_key_value_heads": 2}),
+    "phi, groups": ("phi", {"hidden_act": "relu", "num_key_value_heads": 2, "head_dim": 16}),
     "gptj": ("gptj", {}),
     "gptj, wide": ("gptj", {"n_inner": 48, "rotary_dim": 8, "activation_function": "relu"}),
     "falcon": ("falcon", {}),
@@ -267,7 +268,8 @@ CASES = {
         "time_step_min": 1e-6}),  # transformers does not clamp the time steps of single tokens
     "ernie4_5_moe": ("ernie4_5_moe", {**ERNIE, "num_hidden_layers": 3}),
     "ernie4_5_moe, some layers": ("ernie4_5_moe", {
-        **ERNIE, "num_hidden_layers": 4, "moe_layer_interval": 2, "moe_num_shared_experts": 0}),
+        **ERNIE, "num_hidden_layers": 4, "moe_layer_interval": 2, "moe_num_shared_experts": 0,
+        "head_dim": 16}),
     "llama4_text": ("llama4_text", {**LLAMA4, "num_hidden_layers": 4}),
     "llama4_text, some layers": ("llama4_text", {
         **LLAMA4, "num_hidden_layers": 5, "interleave_moe_layer_step": 2, "num_experts_per_tok": 3,
@@ -1023,6 +1025,28 @@ def changes_of(config):
             yield f"{key}.{inner}", {key: {**value, inner: another(inner, of_inner)}}
     for key in NORM_EPS:
         yield key, {key: 0.3}
+
+
+@pytest.mark.parametrize("case", FIRST)
+def test_every_config_that_can_be_imported_can_be_exported(case):
+    """Each optional key of the family is changed separately, and added if files may lack it."""
+    model_type, keys = keys_of(case)
+    config = transformers.AutoConfig.for_model(model_type, **json.loads(json.dumps(keys)))
+    config = json.loads(config.to_json_string(use_diff=False))
+    family = FAMILIES[config["model_type"]]
+    optional = {family.name_in_family(key): value for key, value in family.defaults.items()}
+    added = {key: another(key, value) for key, value in optional.items() if key not in config}
+    added["head_dim"] = 16
+    changes = [{}, *({key: value} for key, value in added.items())]
+    changes += [change for _, change in changes_of(config)]
+    n_imported = 0
+    for change in changes:
+        if settings_of({**config, **change}) is None:
+            continue  # refused
+        n_imported += 1
+        model = ModelConfig(**hf_config.model_table({**config, **change}, ""))
+        assert not hf_config._lacks(family, model), change
+    assert n_imported > 10
 
 
 def merged(config, changes):
