@@ -13,6 +13,7 @@ Columns of the cache for a prompt of 3 tokens in a bucket of 8 (p prompt, x padd
 """
 
 import dataclasses
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property, partial
 from typing import NamedTuple
@@ -30,6 +31,8 @@ from jaxforge.model.sampling import Sampling, sample
 from jaxforge.model.transformer import Model, Params
 from jaxforge.parallel.mesh import data_parallel_size
 from jaxforge.parallel.sharding import constrain
+
+log = logging.getLogger(__name__)
 
 _SHORTEST = 16  # length that shorter prompts are padded to
 TURNS = 16  # turns between two checks of whether a batch has finished
@@ -153,6 +156,7 @@ class Decoder:
         for row, prompt in enumerate(prompts):
             padded[row, : len(prompt)], lengths[row] = prompt, len(prompt)
         check_ids(padded, self.model.config.vocab_size)
+        self._warn_about_long_texts([len(prompt) for prompt in prompts])
         all_numbers[: len(prompts)] = numbers
         # Rows without a prompt keep shapes static. They count as ended, so that they do not delay
         # the end of the batch.
@@ -161,6 +165,20 @@ class Decoder:
             self.model, self.sampling, self.max_tokens, self._weights,
             padded, lengths, self._seed_words, all_numbers, is_empty, self._eos,
         )  # fmt: skip
+
+    def _warn_about_long_texts(self, lengths: Sequence[int]) -> None:
+        """Warn if keys in the cache may get other rotations than those of the whole text."""
+        scaling = self.model.config.rope_scaling
+        if scaling is None or scaling.rope_type != "longrope":
+            return
+        original = scaling.original_max_seq_len
+        if any(n <= original < n + self.max_tokens for n in lengths):
+            log.warning(
+                "a text may outgrow model.rope_scaling.original_max_seq_len = %d: its first keys "
+                "keep the rotations of a short text, so later tokens may differ from those after "
+                "a longer prompt",
+                original,
+            )
 
     def _advance(self, batch: Decoding, until: int) -> Decoding:
         return _advance(self.model, self.sampling, self._weights, batch, np.int32(until), self._eos)

@@ -85,6 +85,21 @@ def test_token_beyond_the_vocabulary_is_refused():
         generated([[1, 63], [1, 64]])
 
 
+@pytest.mark.parametrize(
+    ("length", "is_warned"),
+    [(16 - N_TOKENS, False), (17 - N_TOKENS, True), (16, True), (17, False)],
+)
+def test_text_that_outgrows_longrope_is_warned_about(monkeypatch, length, is_warned):
+    warnings = []
+    monkeypatch.setattr(decoding.log, "warning", lambda *texts: warnings.append(texts))
+    factors = [1.0] * 4
+    scaling = {"rope_type": "longrope", "original_max_seq_len": 16, "short_factor": factors,
+               "long_factor": factors}  # fmt: skip
+    model = Model(tiny_config(model={"dim": 32, "rope_scaling": scaling}).model)
+    Decoder(model, {}, N_TOKENS, GREEDY)._warn_about_long_texts([1, length])
+    assert bool(warnings) == is_warned
+
+
 def test_max_tokens_limits_completion():
     assert generated(PROMPTS, n=1) == [row[:1] for row in greedy()]
 
