@@ -932,10 +932,10 @@ def test_families_agree_with_transformers_on_what_stays_in_float32():
         network = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[kind]
         strict = {*(network._keep_in_fp32_modules_strict or ())} - of_state
         others = {*(network._keep_in_fp32_modules or ())}
-        kept = [dtype for dtype, names in (("bfloat16", strict), ("float16", strict | others))
+        dtypes = [dtype for dtype, names in (("bfloat16", strict), ("float16", strict | others))
                 if names]  # fmt: skip
-        assert sorted(FAMILIES[name].float32) == kept, name
-        assert not kept or name in KEPT_IN_FLOAT32
+        assert sorted(FAMILIES[name].float32) == dtypes, name
+        assert not dtypes or name in KEPT_IN_FLOAT32
 
 
 def test_mxfp4_files_are_refused_with_advice(tmp_path):
