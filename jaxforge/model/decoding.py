@@ -13,6 +13,7 @@ Columns of the cache for a prompt of 3 tokens in a bucket of 8 (p prompt, x padd
 """
 
 import dataclasses
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property, partial
 from typing import NamedTuple
@@ -24,11 +25,14 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Int, Key
 
 from jaxforge.config.model import LAYERS
+from jaxforge.errors import UserError
 from jaxforge.model.layer import Cache
 from jaxforge.model.sampling import Sampling, sample
 from jaxforge.model.transformer import Model, Params
 from jaxforge.parallel.mesh import data_parallel_size
 from jaxforge.parallel.sharding import constrain
+
+log = logging.getLogger(__name__)
 
 _SHORTEST = 16  # length that shorter prompts are padded to
 TURNS = 16  # turns between two checks of whether a batch has finished
@@ -151,6 +155,8 @@ class Decoder:
         lengths, all_numbers = np.ones(rows, np.int32), np.zeros(rows, np.int32)
         for row, prompt in enumerate(prompts):
             padded[row, : len(prompt)], lengths[row] = prompt, len(prompt)
+        check_ids(padded, self.model.config.vocab_size)
+        self._warn_about_long_texts([len(prompt) for prompt in prompts])
         all_numbers[: len(prompts)] = numbers
         # Rows without a prompt keep shapes static. They count as ended, so that they do not delay
         # the end of the batch.
@@ -159,6 +165,20 @@ class Decoder:
             self.model, self.sampling, self.max_tokens, self._weights,
             padded, lengths, self._seed_words, all_numbers, is_empty, self._eos,
         )  # fmt: skip
+
+    def _warn_about_long_texts(self, lengths: Sequence[int]) -> None:
+        """Warn if keys in the cache may get other rotations than those of the whole text."""
+        scaling = self.model.config.rope_scaling
+        if scaling is None or scaling.rope_type != "longrope":
+            return
+        original = scaling.original_max_seq_len
+        if any(n <= original < n + self.max_tokens for n in lengths):
+            log.warning(
+                "a text may outgrow model.rope_scaling.original_max_seq_len = %d: its first keys "
+                "keep the rotations of a short text, so later tokens may differ from those after "
+                "a longer prompt",
+                original,
+            )
 
     def _advance(self, batch: Decoding, until: int) -> Decoding:
         return _advance(self.model, self.sampling, self._weights, batch, np.int32(until), self._eos)
@@ -176,6 +196,19 @@ class Decoder:
     def _seed_words(self) -> np.ndarray:
         """Return the key of `seed` as host data, which is equal on all processes."""
         return np.asarray(jax.random.key_data(jax.random.key(self.seed)))
+
+
+def check_ids(ids: Int[np.ndarray, "b s"], vocab_size: int) -> None:
+    """Check that the model has all tokens, because a gather of others returns arbitrary values.
+
+    Raises:
+        UserError: a token is outside the vocabulary.
+    """
+    if ids.max(initial=0) >= vocab_size:
+        raise UserError(
+            f"the tokenizer encodes a text with token {ids.max()}, and the model has only "
+            f"{vocab_size} tokens"
+        )
 
 
 _unstacked = jax.jit(Model.unstacked, static_argnums=0)

@@ -64,9 +64,6 @@ class RunFiles:
         run_directory.log_config_changes(files, config)
         for answer in answers(config):
             log.info("%s", answer)
-        if jax.process_index() == 0:
-            for warning in ineffective_settings(config, jax.default_backend()):
-                log.warning("%s", warning)
         watchdog.write_stacks_to(files / "logs" / f"stacks_{jax.process_index()}.txt")
         saver = Saver.of_run(config, model, copier)
         is_new = saver.is_empty()
@@ -80,7 +77,10 @@ class RunFiles:
             run_directory.rename_old_metrics(mirror.files(config.checkpoint.dir))
 
     def record_start(self, config: JobConfig, model: Model, progress: Progress, mesh: Mesh) -> None:
-        """Write the config, the record of this start and the schedule summary.
+        """Write the config, the record of this start and the schedule summary, and log warnings.
+
+        A start that is refused does not warn: without data, a new model trains on random tokens,
+        and weights of a checkpoint are refused.
 
         Args:
             config: the resolved config.
@@ -92,6 +92,8 @@ class RunFiles:
         run_directory.prepare(run, config)
         run_directory.record_start(run, config, progress.step)
         if jax.process_index() == 0:
+            for warning in ineffective_settings(config, jax.default_backend()):
+                log.warning("%s", warning)
             more: dict[str, Any] = {}
             if self.is_new and config.checkpoint.start_path:
                 _keep_documents(config.checkpoint.start_path, run)

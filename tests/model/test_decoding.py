@@ -7,6 +7,7 @@ import jax
 import numpy as np
 import pytest
 
+from jaxforge.errors import UserError
 from jaxforge.model import decoding
 from jaxforge.model.decoding import Completion, Decoder
 from jaxforge.model.sampling import Sampling
@@ -77,6 +78,26 @@ def test_decoding_stops_when_every_row_has_ended():
     eos = greedy()[0][3]
     (row,) = generated([PROMPTS[0]], eos_ids=(eos,))
     assert row == [*greedy()[0][:3], None]
+
+
+def test_token_beyond_the_vocabulary_is_refused():
+    with pytest.raises(UserError, match="token 64, and the model has only 64 tokens"):
+        generated([[1, 63], [1, 64]])
+
+
+@pytest.mark.parametrize(
+    ("length", "is_warned"),
+    [(16 - N_TOKENS, False), (17 - N_TOKENS, True), (16, True), (17, False)],
+)
+def test_text_that_outgrows_longrope_is_warned_about(monkeypatch, length, is_warned):
+    warnings = []
+    monkeypatch.setattr(decoding.log, "warning", lambda *texts: warnings.append(texts))
+    factors = [1.0] * 4
+    scaling = {"rope_type": "longrope", "original_max_seq_len": 16, "short_factor": factors,
+               "long_factor": factors}  # fmt: skip
+    model = Model(tiny_config(model={"dim": 32, "rope_scaling": scaling}).model)
+    Decoder(model, {}, N_TOKENS, GREEDY)._warn_about_long_texts([1, length])
+    assert bool(warnings) == is_warned
 
 
 def test_max_tokens_limits_completion():

@@ -170,16 +170,17 @@ CASES = {
     "glm4": ("glm4", {"head_dim": 8}),
     "cohere": ("cohere", {"logit_scale": 2.0}),
     "cohere, biases": ("cohere", {
-        "attention_bias": True, "logit_scale": 0.7, "tie_word_embeddings": False}),
+        "attention_bias": True, "logit_scale": 0.7, "tie_word_embeddings": False, "head_dim": 16}),
     "cohere, q/k norms": ("cohere", {"use_qk_norm": True, "logit_scale": 2.0}),
-    "cohere2, window 8": ("cohere2", {**PATTERN, "sliding_window": 8, "logit_scale": 2.0}),
+    "cohere2, window 8": ("cohere2", {
+        **PATTERN, "sliding_window": 8, "logit_scale": 2.0, "head_dim": 16}),
     "cohere2, window 80": ("cohere2", {**PATTERN, "sliding_window": 80, "logit_scale": 2.0}),
     "ernie4_5": ("ernie4_5", {"head_dim": 16}),
     "ernie4_5, biases": ("ernie4_5", {"head_dim": 8, "use_bias": True}),
     "nemotron": ("nemotron", {}),
     "nemotron, biases": ("nemotron", {**ALL_BIASES, "hidden_act": "gelu", "head_dim": 16}),
     "phi": ("phi", {}),
-    "phi, groups": ("phi", {"hidden_act": "relu", "num_key_value_heads": 2}),
+    "phi, groups": ("phi", {"hidden_act": "relu", "num_key_value_heads": 2, "head_dim": 16}),
     "gptj": ("gptj", {}),
     "gptj, wide": ("gptj", {"n_inner": 48, "rotary_dim": 8, "activation_function": "relu"}),
     "falcon": ("falcon", {}),
@@ -267,7 +268,8 @@ CASES = {
         "time_step_min": 1e-6}),  # transformers does not clamp the time steps of single tokens
     "ernie4_5_moe": ("ernie4_5_moe", {**ERNIE, "num_hidden_layers": 3}),
     "ernie4_5_moe, some layers": ("ernie4_5_moe", {
-        **ERNIE, "num_hidden_layers": 4, "moe_layer_interval": 2, "moe_num_shared_experts": 0}),
+        **ERNIE, "num_hidden_layers": 4, "moe_layer_interval": 2, "moe_num_shared_experts": 0,
+        "head_dim": 16}),
     "llama4_text": ("llama4_text", {**LLAMA4, "num_hidden_layers": 4}),
     "llama4_text, some layers": ("llama4_text", {
         **LLAMA4, "num_hidden_layers": 5, "interleave_moe_layer_step": 2, "num_experts_per_tok": 3,
@@ -900,6 +902,42 @@ def test_router_bias_stays_float32(tmp_path):
     assert torch.equal(again.e_score_correction_bias, router.e_score_correction_bias)
 
 
+KEPT_IN_FLOAT32 = ("dots1", "ernie4_5_moe", "gpt_oss")
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("case", KEPT_IN_FLOAT32)
+def test_export_keeps_in_float32_what_transformers_keeps(tmp_path, case, dtype):
+    network_of(case).save_pretrained(tmp_path / "hf")
+    load(tmp_path / "hf", tmp_path / "run")
+    ours = export(tmp_path / "run", tmp_path / "ours", dtype=dtype)
+    assert config_json(ours)["dtype"] == dtype
+    open_theirs(ours, dtype="auto").save_pretrained(tmp_path / "theirs")
+    assert_same_bits(tensors_of(ours), tensors_of(tmp_path / "theirs"))
+
+
+def test_routers_of_ernie_stay_in_float32_beside_8_bits(tmp_path):
+    network_of("ernie4_5_moe").save_pretrained(tmp_path / "hf")
+    load(tmp_path / "hf", tmp_path / "run")
+    tensors = tensors_of(export(tmp_path / "run", tmp_path / "ours", dtype="fp8"))
+    assert tensors["model.layers.1.mlp.gate.weight"].dtype == np.float32
+    assert tensors["model.embed_tokens.weight"].dtype.name == "bfloat16"
+
+
+def test_families_agree_with_transformers_on_what_stays_in_float32():
+    """Selection biases are state here, which is in float32 in any case."""
+    of_state = {"e_score_correction_bias", "moe_statics"}
+    for name in FAMILIES.keys() - {"kimi_k2"}:
+        kind = transformers.CONFIG_MAPPING[name]
+        network = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[kind]
+        strict = {*(network._keep_in_fp32_modules_strict or ())} - of_state
+        others = {*(network._keep_in_fp32_modules or ())}
+        dtypes = [dtype for dtype, names in (("bfloat16", strict), ("float16", strict | others))
+                if names]  # fmt: skip
+        assert sorted(FAMILIES[name].float32) == dtypes, name
+        assert not dtypes or name in KEPT_IN_FLOAT32
+
+
 def test_mxfp4_files_are_refused_with_advice(tmp_path):
     """Published files have blocks and scales instead of `gate_up_proj` and `down_proj`."""
     network_of("gpt_oss").save_pretrained(tmp_path / "hf")
@@ -987,6 +1025,28 @@ def changes_of(config):
             yield f"{key}.{inner}", {key: {**value, inner: another(inner, of_inner)}}
     for key in NORM_EPS:
         yield key, {key: 0.3}
+
+
+@pytest.mark.parametrize("case", FIRST)
+def test_every_config_that_can_be_imported_can_be_exported(case):
+    """Each optional key of the family is changed separately, and added if files may lack it."""
+    model_type, keys = keys_of(case)
+    config = transformers.AutoConfig.for_model(model_type, **json.loads(json.dumps(keys)))
+    config = json.loads(config.to_json_string(use_diff=False))
+    family = FAMILIES[config["model_type"]]
+    optional = {family.name_in_family(key): value for key, value in family.defaults.items()}
+    added = {key: another(key, value) for key, value in optional.items() if key not in config}
+    added["head_dim"] = 16
+    changes = [{}, *({key: value} for key, value in added.items())]
+    changes += [change for _, change in changes_of(config)]
+    n_imported = 0
+    for change in changes:
+        if settings_of({**config, **change}) is None:
+            continue  # refused
+        n_imported += 1
+        model = ModelConfig(**hf_config.model_table({**config, **change}, ""))
+        assert not hf_config._lacks(family, model), change
+    assert n_imported > 10
 
 
 def merged(config, changes):
@@ -1135,6 +1195,7 @@ WRAPPERS = {
     "torch.compile": lambda key: f"_orig_mod.{key}",
     "DDP": lambda key: f"module.{key}",
     "both": lambda key: f"module._orig_mod.{key}",
+    "a module of the user": lambda key: f"net.inner._orig_mod.{key}",
     "the base class": lambda key: re.sub(r"^(model|transformer|gpt_neox)\.", "", key),
 }
 
@@ -1153,8 +1214,8 @@ def test_wrapper_prefixes_are_ignored(imported):
 @pytest.mark.parametrize("imported", ["llama"], indirect=True)
 def test_unused_file_keys_are_listed(imported):
     _, path, *_ = imported
-    with pytest.raises(UserError, match=r"(?s)missing: .*left over: encoder\.model\.layers\.\d"):
-        read_as(path, lambda key: f"encoder.{key}")
+    with pytest.raises(UserError, match=r"(?s)missing: .*left over: model\.blocks\.\d"):
+        read_as(path, lambda key: key.replace("layers", "blocks"))
     with pytest.raises(UserError, match=r"model\.norm\.weight and another key are both model"):
         read_as(
             path, lambda key: key.replace("model.layers.1.input_layernorm", "module.model.norm")

@@ -115,8 +115,8 @@ def test_tensors_outside_model_are_noted(tmp_path, where, options):
 
 def test_wrong_dialect_lists_keys(tmp_path):
     model, _ = trained()
-    weights = {f"encoder.{key}": tensor for key, tensor in model.state_dict().items()}
-    with pytest.raises(UserError, match=r"(?s)missing: .*left over: model\.encoder\."):
+    weights = {key.replace("layers", "blocks"): t for key, t in model.state_dict().items()}
+    with pytest.raises(UserError, match=r"(?s)missing: .*left over: (model\.)+blocks\."):
         read(tmp_path / "dcp", {"model": weights}, dialect="hf-llama")
 
 

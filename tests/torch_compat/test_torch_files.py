@@ -1,9 +1,11 @@
 """Files of `torch.save` (checkpoint.pt, pytorch_model.bin), read and written."""
 
 import copy
+import dataclasses
 import io
 import json
 import pickle
+import re
 import tarfile
 import zipfile
 
@@ -16,6 +18,8 @@ from tests.torch_compat.tensors import random_array
 from torch_compat.__main__ import main
 from torch_compat.checkpoint import checkpoints, orbax_store
 from torch_compat.checkpoint.dcp_state import ReadOptions
+from torch_compat.convert import conversion
+from torch_compat.convert.source import Request
 from torch_compat.formats import limits, torch_file, torch_zip
 from torch_compat.formats.files import Directory
 from torch_compat.formats.lazy import from_array
@@ -60,9 +64,12 @@ def job():
 
 @pytest.fixture
 def config_file(tmp_path):
-    file = tmp_path / "run.toml"
+    return write_config(tmp_path / "run.toml", CONFIG)
+
+
+def write_config(file, config):
     lines = []
-    for section, table in CONFIG.items():
+    for section, table in config.items():
         lines += [f"[{section}]", *(f"{key} = {json.dumps(v)}" for key, v in table.items())]
     file.write_text("\n".join(lines))
     return file
@@ -112,6 +119,74 @@ def test_step_within_an_epoch_yields_to_the_count_of_updates(job, tmp_path):
     state = read(save(job, tmp_path / "a.pt", epoch=1, step=1))
     assert state.progress.step == STEPS
     assert any("below the 3 updates" in note for note in state.notes)
+
+
+class Wrapper(torch.nn.Module):
+    def __init__(self, model):
+        super().__init__()
+        self.m = model
+
+    def forward(self, tokens):
+        return self.m(tokens)
+
+
+TEXTBOOK = ["bias", "LayerNorm.weight"]  # norms of this model have other names
+
+
+def by_names(model, names, has_names=False):
+    """Return groups with and without weight decay by parts of the names of parameters."""
+    spared = [any(part in name for part in names) for name, _ in model.named_parameters()]
+    items = model.named_parameters() if has_names else ((p,) for p in model.parameters())
+    items = [item if has_names else item[0] for item in items]
+    return [
+        {"params": [x for x, is_spared in zip(items, spared, strict=True) if is_spared is group],
+         "weight_decay": 0.0 if group else 0.1}
+        for group in (False, True)
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("names", "has_names", "wrap", "note"),
+    [
+        (TEXTBOOK, False, lambda model: model, "on in PyTorch for layers.0.attention_norm.weight"),
+        ([], False, Wrapper, "on in PyTorch for layers.0.attention_norm.weight"),
+        (["norm", "bias"], False, lambda model: Wrapper(Wrapper(model)), ""),
+        (["down_proj", "norm", "bias"], True, Wrapper,  # only the recorded names tell these
+         "off in PyTorch for layers.0.mlp.down_proj.weight, layers.1.mlp.down_proj.weight and is"),
+    ],
+    ids=["textbook", "empty group", "two wrappers", "recorded names"],
+)  # fmt: skip
+def test_groups_by_name_and_wrapped_models_are_imported(tmp_path, names, has_names, wrap, note):
+    model = wrap(llama.random_weights(llama.Llama()))
+    optimizer = torch.optim.AdamW(by_names(model, names, has_names), lr=llama.LR,
+                                  betas=llama.BETAS, eps=llama.EPS)  # fmt: skip
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
+    update(model, optimizer, 0)
+    state = read(save((model, optimizer, scheduler), tmp_path / "a.pt", step=1))
+    for name, parameter in model.named_parameters():
+        ours = re.sub(r"^(m\.)+", "", name)
+        np.testing.assert_array_equal(state.params[ours].all(), parameter.detach().numpy())
+        moment = optimizer.state[parameter]["exp_avg"].numpy()
+        np.testing.assert_array_equal(state.moments["mu"][ours].all(), moment)
+    notes = [text for text in state.notes if text.startswith("weight decay was")]
+    assert len(notes) == bool(note)
+    assert note in "".join(notes)
+
+
+def test_export_with_an_empty_group_is_imported(job, tmp_path, config_file):
+    """With `decay_patterns` of all names, no parameter is without weight decay."""
+    source = save(job, tmp_path / "checkpoint.pt", step=STEPS)
+    decays = '--optimizer.decay_patterns=[".*"]'
+    command = ["import", str(source), str(tmp_path / "run"), f"--config={config_file}", decays]
+    assert main(command) == 0
+    exported = tmp_path / "back.pt"
+    assert main(["export", str(tmp_path / "run"), str(exported), "--to=pt"]) == 0
+    groups = torch.load(exported, weights_only=True)["optimizer"]["param_groups"]
+    assert [len(group["params"]) for group in groups] == [26, 0]
+    again = read(exported)
+    first = read(source)
+    for name, moment in first.moments["mu"].items():
+        np.testing.assert_array_equal(again.moments["mu"][name].all(), moment.all())
 
 
 @pytest.mark.parametrize("root", ["", "model_state_dict", "state_dict"])
@@ -169,6 +244,25 @@ def test_export_counts_parameters_in_the_order_of_modules(job, tmp_path, config_
     assert [group["params"] for group in groups] == [
         group["params"] for group in job[1].state_dict()["param_groups"]
     ]
+
+
+@pytest.mark.parametrize(
+    ("settings", "order"),
+    [
+        ([], "in the order of PyTorch's DistributedSampler. Check.* set --data.shuffle=false"),
+        (["--data.shuffle=false"], "in file order. Check.* set --data.shuffle=true"),
+    ],
+)
+def test_import_notes_the_assumed_order_and_absent_data(job, tmp_path, settings, order):
+    source = checkpoints.find(save(job, tmp_path / "checkpoint.pt", step=STEPS))
+    config = CONFIG | {"data": {"dataset_path": str(tmp_path / "absent")}}
+    file = write_config(tmp_path / "run.toml", config)
+    request = Request(source, tmp_path / "run", "jaxforge", config=file, overrides=settings)
+    notes = " ".join(conversion.plan(request).notes)
+    assert re.search(f"training continues {order}", notes)
+    assert f"data.dataset_path = {tmp_path / 'absent'} does not exist on this machine" in notes
+    request = dataclasses.replace(request, options=ReadOptions(weights_only=True))
+    assert not conversion.plan(request).notes  # training starts at its first sequence
 
 
 def test_export_without_suffix_is_refused(job, tmp_path, config_file):

@@ -133,17 +133,19 @@ def trained_on_data(tmp_path_factory):
     return run
 
 
-def test_new_model_may_train_on_random_tokens(tmp_path):
+def test_new_model_may_train_on_random_tokens(tmp_path, capsys):
     assert train.run(config(tmp_path, 1, data={"dataset_type": "auto"})) is Exit.COMPLETED
+    assert "no data are set, so tokens are random" in "".join(capsys.readouterr())
     assert train.run(config(tmp_path, 2, data={"dataset_type": "auto"})) is Exit.COMPLETED
 
 
 @pytest.mark.parametrize("start", [lambda config: train.run(config), lambda config: dry(
     Path(config.checkpoint.dir), data={"dataset_type": "auto"})])  # fmt: skip
-def test_resume_without_data_on_random_tokens_raises(trained_on_data, tmp_path, start):
+def test_resume_without_data_on_random_tokens_raises(trained_on_data, tmp_path, start, capsys):
     run = shutil.copytree(trained_on_data, tmp_path / "run")
     with pytest.raises(UserError, match=r'random tokens would spoil .*dataset_type = "synthetic"'):
         start(config(run, 2, data={"dataset_type": "auto"}))
+    assert "tokens are random" not in "".join(capsys.readouterr())
 
 
 def test_loaded_weights_train_on_random_tokens_only_if_configured(trained_on_data, tmp_path):

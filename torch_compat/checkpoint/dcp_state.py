@@ -170,7 +170,14 @@ def _with_optimizer(
     if numbered_state.is_numbered(keys.state):
         trained = {by.dialect.key_for(name) for name in target.params}
         of_model = {key: tensor for key, tensor in keys.params.items() if key in trained}
-        keys = keys._replace(state=numbered_state.state_by_name(keys.state, of_model, dcp))
+        assigned = numbered_state.state_by_name(keys.state, of_model, dcp)
+        keys = keys._replace(state=assigned.state)
+        optimizer, stacking = target.config.optimizer, target.stacking
+        ours = {
+            by.dialect.key_for(n): optimizer.decays(stacking.array_of(n), is_matrix=len(shape) > 1)
+            for n, shape in target.params.items() if optimizer.weight_decay
+        }  # fmt: skip
+        notes += optimizer_state.decay_disagreements(assigned.decays, ours)
     states, more = untrained.drop_untrained_moments(keys.state, target, by.dialect)
     notes += more
     counts = _counts(keys, target, dcp.where)

@@ -341,7 +341,14 @@ def _complete(config: Mapping[str, Any], family: Family, where: str) -> dict[str
             f"{where}: jaxforge's model has no counterpart of {'; '.join(problems)} in "
             f"{family.model_type}"
         )
-    return {**family.defaults, **usual}
+    complete = {**family.defaults, **usual}
+    if family.requires_head_divisor and complete["hidden_size"] % complete["num_attention_heads"]:
+        width, heads = map(family.name_in_family, ("hidden_size", "num_attention_heads"))
+        raise UserError(
+            f"{where}: {width} = {complete['hidden_size']} is not a multiple of {heads} = "
+            f"{complete['num_attention_heads']}, which transformers refuses in {family.model_type}"
+        )
+    return complete
 
 
 def _by_usual_names(config: Mapping[str, Any], family: Family, where: str) -> dict[str, Any]:

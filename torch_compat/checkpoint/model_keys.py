@@ -1,6 +1,7 @@
 """Location of the model among the keys of a state dict, and the dialect of its names."""
 
-from collections.abc import Iterator, Mapping
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -15,6 +16,9 @@ PREFIXES = (
 )  # fmt: skip
 """Prefixes of a model's keys in AppState and Lightning, Composer, tutorials, KempnerForge and
 MindSpeed's engine. torchtitan has none."""
+
+
+_MAX_WRAPPERS = 4  # modules around a model whose names are removed
 
 
 class DcpKeys(NamedTuple):
@@ -68,8 +72,9 @@ class ModelKeys(NamedTuple):
 def find_model(tensors: Mapping[str, LazyTensor], name: str | None = None) -> ModelKeys:
     """Find the model among tensors.
 
-    Candidates in this order: all keys share a prefix; the keys with a known prefix; the keys with a
-    dot, because trainers store counters and random states at the root.
+    Candidates in this order: all keys share a known prefix; the keys with a known prefix; the keys
+    with a dot, because trainers store counters and random states at the root; the keys that share
+    the prefix of a user's module around the model.
 
     Args:
         tensors: key without wrappers -> tensor.
@@ -88,7 +93,20 @@ def find_model(tensors: Mapping[str, LazyTensor], name: str | None = None) -> Mo
     dotted = {key: tensor for key, tensor in tensors.items() if "." in key}
     if dialect := detect_dialect(list(dotted), candidates):
         return ModelKeys(dialect, dotted, "", tuple(key for key in tensors if key not in dotted))
+    for known in ("", *PREFIXES):
+        for prefix in shared_prefixes([key for key in dotted if key.startswith(known)]):
+            location = _below(tensors, prefix, candidates)
+            if location.dialect:
+                return location
     return ModelKeys(name_map(name) if name else None, dict(tensors))
+
+
+def shared_prefixes(keys: Sequence[str]) -> list[str]:
+    """Return the prefixes that end in a dot and that all keys share, the shortest first."""
+    parts = [key.split(".")[: _MAX_WRAPPERS + 1] for key in keys]
+    columns = itertools.takewhile(lambda names: len({*names}) == 1, zip(*parts, strict=False))
+    shared = [column[0] for column in columns]
+    return [".".join(shared[:n]) + "." for n in range(1, min(len(shared), _MAX_WRAPPERS) + 1)]
 
 
 def _below(tensors: Mapping[str, LazyTensor], prefix: str, candidates: list[NameMap]) -> ModelKeys:

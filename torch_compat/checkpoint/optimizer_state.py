@@ -6,7 +6,7 @@ optimizer.param_groups.{parameter}.{key}    flattened: every key for every param
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,6 +16,7 @@ from jaxforge.errors import UserError
 from jaxforge.optim.schedule import learning_rate_after
 from torch_compat.formats.lazy import to_count
 from torch_compat.formats.limits import shown
+from torch_compat.names.translation import summarize_names
 
 MAIN_KEYS = ("lr", "initial_lr", "betas", "eps", "weight_decay", "momentum")
 """Settings of parameter groups that are read from a checkpoint."""
@@ -165,6 +166,18 @@ def disagreements(settings: Mapping[str, Any], config: JobConfig) -> list[str]:
         for key, value in ours.items()
         if key in settings and not _same(settings[key], value)
     ]
+
+
+def decay_disagreements(theirs: Mapping[str, bool], ours: Mapping[str, bool]) -> Iterator[str]:
+    """Yield messages about parameters that decay either in PyTorch or with the config."""
+    for decayed, key in ((True, "decay_patterns"), (False, "no_decay_patterns")):
+        names = [n for n, value in theirs.items() if value is decayed is not ours.get(n, decayed)]
+        if names:
+            states = ("on", "off") if decayed else ("off", "on")
+            yield (
+                f"weight decay was {states[0]} in PyTorch for {summarize_names(names)} and is "
+                f"{states[1]} in the config, which is used. Set optimizer.{key} for these"
+            )
 
 
 def group_lr(config: JobConfig, updates: int) -> float:

@@ -22,7 +22,7 @@ from jaxforge.state.guard_state import GuardState
 from jaxforge.state.progress import Progress
 from jaxforge.state.train_state import TrainState, with_counts
 from jaxforge.storage import urls
-from torch_compat.checkpoint import adapters, checkpoints, hf_state
+from torch_compat.checkpoint import adapters, checkpoints, hf_state, train_state
 from torch_compat.checkpoint.dcp_state import ReadOptions
 from torch_compat.checkpoint.eight_bit import check_moment_dtype
 from torch_compat.checkpoint.hf_config import CONFIG
@@ -116,7 +116,10 @@ def open_foreign(path: str, config: JobConfig) -> ForeignCheckpoint:
     excluded = bool(config.lora.rank) or ("optimizer" in config.checkpoint.exclude_from_loading)
     checkpoint = reference.read(config, ReadOptions(weights_only=excluded, keep_place=excluded))
     check_moment_dtype(checkpoint, config, str(reference))
-    for note in checkpoint.notes:
+    notes = [*checkpoint.notes]
+    if reference.is_torch and checkpoint.progress and checkpoint.progress.samples:
+        notes += train_state.order_notes(checkpoint.dialect, config.data)
+    for note in notes:
         log.warning("%s: %s", reference, note)
     step = "" if checkpoint.progress is None else f"step {checkpoint.progress.step} of "
     name = f"{step}{reference} ({checkpoint.dialect})"

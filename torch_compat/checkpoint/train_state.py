@@ -4,16 +4,19 @@ KempnerForge and Megatron-Bridge store it in `train_state.pt` next to the DCP fi
 `extra_state/`, Megatron-LM in `common.pt`, and torchtitan in the DCP files.
 """
 
+import os
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from jaxforge.config.data import DataConfig
 from jaxforge.config.job import JobConfig
 from jaxforge.data.order import data_seed
 from jaxforge.errors import UserError
 from jaxforge.state.progress import Progress
+from jaxforge.storage import urls
 from torch_compat.checkpoint import megatron_files
 from torch_compat.checkpoint.optimizer_state import group_lr
 from torch_compat.formats import limits
@@ -22,6 +25,7 @@ from torch_compat.formats.lazy import to_count
 from torch_compat.formats.limits import shown
 from torch_compat.formats.pickles import Call, Global, New
 from torch_compat.formats.torch_zip import Archive
+from torch_compat.names.megatron import MEGATRON
 
 TRAIN_STATE = "train_state.pt"
 SKIPS_IDLE_EXPERTS = "skip_idle_experts"
@@ -126,6 +130,35 @@ def to_progress(
     return Progress(
         step=step, samples=samples, tokens=tokens, skipped=max(0, step - n_updates)
     ), notes
+
+
+def order_notes(dialect: str, data: DataConfig) -> Iterator[str]:
+    """Yield a note about the order in which a resumed run reads the data of a torch job.
+
+    `to_progress` has the notes about Megatron's order and data.order = "grain".
+    """
+    is_torch = data.order == "torch" or not data.shuffle
+    if not is_torch or dialect == MEGATRON.name:
+        return
+    order, job, value = (
+        ("the order of PyTorch's DistributedSampler", "read its data in file order", "false")
+        if data.shuffle
+        else ("file order", "shuffled its data", "true")
+    )
+    yield (
+        f"training continues in {order}. Checkpoint and config do not record that of the job: if "
+        f"the job {job}, set --data.shuffle={value}"
+    )
+
+
+def absent_data(data: DataConfig) -> Iterator[str]:
+    """Yield notes about training data that do not exist on this machine."""
+    if not data.has_source:
+        yield "the config names no data: set data.dataset_path to those of the job"
+    paths = {f"data.datasets.{source.name}": source.path for source in data.datasets}
+    for key, path in {"data.dataset_path": data.dataset_path, **paths}.items():
+        if path and not urls.in_bucket(path) and not os.path.exists(path):
+            yield f"{key} = {path} does not exist on this machine: set it to the data of the job"
 
 
 def _samples_by_tokens(

@@ -46,8 +46,7 @@ def write(model: ModelConfig) -> Table:
     """Return the keys that `read` reads."""
     keys = {**common.llama_keys(model), "attention_bias": model.qkv_bias and model.o_bias,
             "logit_scale": 1 / model.logits_scaling}  # fmt: skip
-    del keys["head_dim"]  # not a key of Cohere
-    return keys
+    return common.without_usual_head_dim(keys)
 
 
 FAMILY = Family(

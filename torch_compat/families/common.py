@@ -78,6 +78,27 @@ def shape(c: Config) -> Table:
     return table
 
 
+def check_usual_heads(c: Config, where: str) -> None:
+    """Check that all heads add up to the width, in families that have no other heads.
+
+    Raises:
+        UserError: they do not.
+    """
+    if head_size(c) * c["num_attention_heads"] != c["hidden_size"]:
+        raise UserError(
+            f"{where}: head_dim = {c['head_dim']}: all heads must add up to hidden_size"
+        )
+
+
+def without_usual_head_dim(keys: Table) -> Table:
+    """Return keys without `head_dim` if all heads add up to the width.
+
+    Files of some families lack the key, but transformers reads it.
+    """
+    is_usual = keys["head_dim"] * keys["num_attention_heads"] == keys["hidden_size"]
+    return {k: v for k, v in keys.items() if k != "head_dim" or not is_usual}
+
+
 def head_size(c: Config) -> int:
     """Return the width of a head."""
     return c.get("head_dim") or c["hidden_size"] // c["num_attention_heads"]

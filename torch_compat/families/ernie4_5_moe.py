@@ -29,10 +29,9 @@ def _read(c: Config, where: str) -> Table:
 
 def _write(model: ModelConfig) -> Table:
     keys = {**common.llama_keys(model), **experts.softmax_keys(model, *_SIZES)}
-    for key in ("head_dim", "norm_topk_prob"):  # not keys of ERNIE
-        del keys[key]
+    del keys["norm_topk_prob"]  # not a key of ERNIE
     return {
-        **keys,
+        **common.without_usual_head_dim(keys),
         "use_bias": False,
         "moe_num_shared_experts": model.shared_expert_dim // model.expert_dim,
         "moe_layer_start_index": model.has_experts.index(True),
@@ -60,4 +59,5 @@ FAMILY = Family(
     unused=("moe_capacity", "moe_gate", "moe_use_aux_free", "num_nextn_predict_layers",
             *experts.LOSSES),
     requires_head_divisor=True,
+    float32=dict.fromkeys(("bfloat16", "float16"), r".*\.router\.gate\.weight"),
 )  # fmt: skip

@@ -46,6 +46,7 @@ _RULES = (
 
 
 def _read(c: Config, where: str) -> Table:
+    common.check_usual_heads(c, where)
     table = common.shape({**c, "num_key_value_heads": None}) | common.biases(c)
     table |= common.feed_forward(c, where, gated=False)
     table |= common.rotary(c, where, partial=0.25)

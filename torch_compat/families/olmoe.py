@@ -1,7 +1,6 @@
 """OLMoE (arXiv:2409.02060): experts in every layer, norms of all queries and keys at once."""
 
 from jaxforge.config.model import ModelConfig
-from jaxforge.errors import UserError
 from torch_compat.families import common, experts
 from torch_compat.families.common import COMMON
 from torch_compat.families.family import (
@@ -20,10 +19,7 @@ _SIZES = ("num_experts", "intermediate_size")
 
 
 def _read(c: Config, where: str) -> Table:
-    if common.head_size(c) * c["num_attention_heads"] != c["hidden_size"]:
-        raise UserError(
-            f"{where}: head_dim = {c['head_dim']}: all heads must add up to hidden_size"
-        )
+    common.check_usual_heads(c, where)
     norms = {"qk_norm": True, "qk_norm_scope": "projection", "qk_norm_eps": c["rms_norm_eps"]}
     clip = {} if c["clip_qkv"] is None else {"clip_qkv": c["clip_qkv"]}
     return common.llama(c, where) | norms | clip | experts.softmax(c, *_SIZES)

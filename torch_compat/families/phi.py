@@ -37,7 +37,7 @@ def _read(c: Config, where: str) -> Table:
 
 def _write(model: ModelConfig) -> Table:
     keys = {**common.llama_keys(model), **common.rotary_keys(model, partial=True)}
-    del keys["head_dim"]  # not a key of Phi
+    keys = common.without_usual_head_dim(keys)
     return {**keys, "qk_layernorm": False, "tie_word_embeddings": False, "resid_pdrop": 0.0,
             "embd_pdrop": 0.0}  # fmt: skip
 

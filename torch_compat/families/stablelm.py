@@ -18,6 +18,7 @@ _BIASES = tuple(
 
 
 def _read(c: Config, where: str) -> Table:
+    common.check_usual_heads(c, where)
     table = common.shape(c) | common.feed_forward(c, where) | {"norm_type": "layernorm"}
     table |= common.rotary(c, where, partial=0.25)
     return {**table, "qkv_bias": True} if c["use_qkv_bias"] else table
