@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 ROSTER_VARIABLE = "JAXFORGE_ROSTER"
-"""Variable of processes of elastic jobs: the job's key, and the number of its list of hosts."""
+"""Variable of processes of elastic jobs: identifier of the job, number of its list of hosts."""
 
 _LIBC = ctypes.CDLL(None) if sys.platform.startswith("linux") else None
 _PR_SET_PDEATHSIG = 1  # prctl(2)

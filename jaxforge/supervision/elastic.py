@@ -13,6 +13,7 @@ Nothing is restored here: processes choose the newest state that all of them can
 start, and `distributed.elastic_processes` makes them keep the batches of the whole job.
 """
 
+import hashlib
 import logging
 import math
 import queue
@@ -58,7 +59,7 @@ class Hosts:
         own: number of this host.
         least: smallest number of hosts.
         multiple: number of hosts that hold one copy of the model together.
-        key: identifies the job; the same on all hosts.
+        key: secret of the job; the same on all hosts.
         timeout: seconds until a silent host counts as lost.
         join_timeout: seconds that the first roster waits for all hosts.
     """
@@ -90,6 +91,8 @@ class ElasticSupervisor:
         self._run, self._hosts = run, hosts
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self._env = command_env(policy)
+        # The lock of the run names the job, and others may read that file: it is not the key.
+        self._job = hashlib.sha256(f"job of {hosts.key}".encode()).hexdigest()
         self._own = Status(hosts.own, uuid.uuid4().hex)  # replaced whole: other threads send it
         self._group: Group | None = None
         self._final: int | None = None
@@ -200,7 +203,7 @@ class ElasticSupervisor:
         }
         first = rosters.first_process(roster, self._hosts.own, self._per_host)
         env = environments(
-            {**self._env, ROSTER_VARIABLE: f"{self._hosts.key} {roster.number}"},
+            {**self._env, ROSTER_VARIABLE: f"{self._job} {roster.number}"},
             roster.coordinator, first, self._per_host, total,
         )  # fmt: skip
         self._group = Group(self._command, env, self._events)
