@@ -11,7 +11,7 @@ _RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "top_p": (lambda x: 0 < x <= 1, "greater than 0 and at most 1"),
     "max_tokens": (lambda x: x > 0, "at least 1"),
     "batch_size": (lambda x: x > 0, "at least 1"),
-    "seed": (lambda x: -(2**63) <= x < 2**63, f"from {-(2**63)} to {2**63 - 1}"),
+    "seed": (lambda x: 0 <= x < 2**32, f"from 0 to {2**32 - 1}"),
 }
 
 

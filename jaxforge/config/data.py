@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 from jaxforge.config.duration import Steps, TokenCount
-from jaxforge.config.section import PathText, Section, Weights, WeightTable
+from jaxforge.config.section import HOST_INTEGER, PathText, Section, Weights, WeightTable
 from jaxforge.registry import Registry
 
 DATASETS = Registry("data.dataset_type", "auto", "synthetic")
@@ -36,7 +36,7 @@ class DatasetSource(Section):
     """Configuration of the Hugging Face dataset."""
     max_epochs: PositiveFloat | None = None
     """Passes over the source, after which its weight goes to the others; if not set, no limit."""
-    max_tokens: TokenCount | None = None
+    max_tokens: Annotated[TokenCount | None, HOST_INTEGER] = None
     """Tokens of the source, after which its weight goes to the others; a number, or "2B tok"."""
 
     @property

@@ -1,9 +1,10 @@
 """Common base of all config sections."""
 
+import ctypes
 import functools
 import os
-from collections.abc import Iterator, Mapping, Set
-from typing import Annotated, Generic, Self, TypeVar, get_args, get_origin
+from collections.abc import Callable, Iterator, Mapping, Set
+from typing import Annotated, Generic, NoReturn, Self, TypeVar, get_args, get_origin
 
 from pydantic import (
     AfterValidator,
@@ -12,6 +13,7 @@ from pydantic import (
     ConfigDict,
     NonNegativeFloat,
     PlainSerializer,
+    ValidationError,
     ValidationInfo,
     field_validator,
     model_validator,
@@ -19,6 +21,15 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from jaxforge.config.problems import Change, Problem, problems_by_message
+
+HOST_INTEGER = "host integer"
+"""Annotation of an integer key that only the host computes with, in any number of bits."""
+
+OUT_OF_RANGE = "out_of_range"
+"""Type of the error of a number that devices cannot represent."""
+
+_INT32 = range(-(2**31), 2**31)
+_SMALLEST, _LARGEST = 2.0**-126, float(2**128 - 2**104)  # normal numbers of float32
 
 
 class Section(BaseModel):
@@ -53,16 +64,65 @@ class Section(BaseModel):
     def _leaves_only(self, known: Set[str], change: Change) -> bool:
         return problems_by_message(self.model_copy(update=change).problems()).keys() <= known
 
-    @field_validator("*", mode="before")
+    @field_validator("*", mode="wrap")
     @classmethod
-    def _read_leniently(cls, value: object, info: ValidationInfo) -> object:
-        annotation = cls.model_fields[info.field_name or ""].annotation
-        kinds = (annotation, *get_args(annotation))
-        if isinstance(value, bool) and bool not in kinds:  # pydantic reads True as 1
-            raise PydanticCustomError("no_bool", "true and false are not values of this key")
-        if _is_list(annotation) and not isinstance(value, list | tuple):
-            return (value,)
-        return value
+    def _read(cls, value: object, read: Callable[[object], object], info: ValidationInfo) -> object:
+        field = cls.model_fields[info.field_name or ""]
+        parsed = read(_read_leniently(value, field.annotation))
+        _check_on_devices(parsed, HOST_INTEGER in field.metadata)
+        _check_rounded(parsed, read)
+        return parsed
+
+
+def _read_leniently(value: object, annotation: object) -> object:
+    kinds = (annotation, *get_args(annotation))
+    if isinstance(value, bool) and bool not in kinds:  # pydantic reads True as 1
+        raise PydanticCustomError("no_bool", "true and false are not values of this key")
+    if _is_list(annotation) and not isinstance(value, list | tuple):
+        return (value,)
+    return value
+
+
+def as_float32(number: float) -> float:
+    """Return the float32 nearest to a number; infinite if there is none."""
+    return ctypes.c_float(number).value
+
+
+def _check_on_devices(value: object, is_for_host: bool = False) -> None:
+    """Check that devices, which compute in 32 bits, can represent the numbers of a key.
+
+    Args:
+        value: value of the key.
+        is_for_host: whether only the host computes with its integers.
+    """
+    match value:
+        case int() if not (is_for_host or value in _INT32):
+            bound = f"most {_INT32[-1]:,}" if value > 0 else f"least {_INT32[0]:,}"
+            _refuse(f"devices compute with integers of 32 bits: use at {bound}")
+        case float() if 0 < abs(value) < _SMALLEST:
+            _refuse(f"rounds to 0 in float32: use at least {_SMALLEST * 1.01:.3g}")
+        case float() if abs(value) > _LARGEST:
+            _refuse(f"rounds to infinity in float32: use at most {_LARGEST * 0.999:.3g}")
+        case tuple() | Mapping():
+            for item in value.values() if isinstance(value, Mapping) else value:
+                _check_on_devices(item, is_for_host)
+
+
+def _check_rounded(value: object, read: Callable[[object], object]) -> None:
+    """Check that numbers are in the range of their key when they are rounded to float32."""
+    numbers = value if isinstance(value, tuple) else (value,)
+    if not numbers or not all(isinstance(number, float) for number in numbers):
+        return
+    rounded = tuple(map(as_float32, numbers))
+    try:
+        read(rounded if isinstance(value, tuple) else rounded[0])
+    except ValidationError:
+        text = ", ".join(f"{number:g}" for number in rounded)
+        _refuse(f"rounds to {text} in float32, which is out of range: use a smaller number")
+
+
+def _refuse(problem: str) -> NoReturn:
+    raise PydanticCustomError(OUT_OF_RANGE, "{problem}", {"problem": problem})
 
 
 T = TypeVar("T")

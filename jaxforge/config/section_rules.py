@@ -26,6 +26,29 @@ def seq_len_fits_model(config: JobConfig, mesh: Mesh) -> Iterator[Problem]:
         )
 
 
+def tokens_of_an_update_fit_int32(config: JobConfig, mesh: Mesh) -> Iterator[Problem]:
+    """Require fewer than 2^31 tokens per update, which devices count in 32 bits."""
+    train, dp = config.train, data_parallel(mesh)
+    accum, longest = train.grad_accum_steps, (2**31 - 1) // train.seq_len
+    rows = train.microbatch_size(dp)
+    sequences = train.update_sequences(accum * rows)
+    if sequences <= longest:
+        return
+    per_rank = longest // (accum * dp)
+    smaller = ("global_batch_size", per_rank * accum * dp)
+    if not train.global_batch_size:
+        smaller = ("batch_size", per_rank)
+    yield Problem(
+        f"an update of {sequences:,} sequences of train.seq_len = {train.seq_len:,} has "
+        f"{sequences * train.seq_len:,} tokens, which must be less than 2^31",
+        tuple(
+            single_change(f"train.{key}", new)
+            for key, new in (smaller, ("grad_accum_steps", longest // rows))
+            if new
+        ),
+    )
+
+
 def text_datasets_have_tokenizer(config: JobConfig, mesh: Mesh) -> Iterator[str]:
     """Require a tokenizer for text datasets."""
     data = config.data
@@ -299,6 +322,7 @@ SECTION_RULES: tuple[Rule, ...] = (
     preferences_are_read,
     preferences_have_one_loss,
     seq_len_fits_model,
+    tokens_of_an_update_fit_int32,
     text_datasets_have_tokenizer,
     eos_is_in_vocabulary,
     streaming_has_dataset,

@@ -10,7 +10,14 @@ from jaxforge.config.batch_ramp import BatchRamp, SampleRamp, Stage
 from jaxforge.config.duration import PositiveSteps, Steps
 from jaxforge.config.objective import Objective
 from jaxforge.config.problems import Problem, single_change
-from jaxforge.config.section import PathText, Section, Words, WordTable
+from jaxforge.config.section import (
+    HOST_INTEGER,
+    PathText,
+    Section,
+    Words,
+    WordTable,
+    as_float32,
+)
 from jaxforge.registry import Registry
 
 CROSS_ENTROPIES = ("cross_entropy", "chunked_cross_entropy")
@@ -72,9 +79,9 @@ class TrainConfig(Section):
     """Megatron-LM's ramp to global_batch_size: first batch, increment, length, all in sequences."""
     grad_clip_norm: PositiveFloat = 1.0
     """Maximum global L2 norm of gradients; larger gradients are scaled down to it."""
-    seed: int = 42
+    seed: Annotated[int, HOST_INTEGER] = 42
     """Seed of initial weights, and of the data order if data_seed is not set."""
-    data_seed: int | None = None
+    data_seed: Annotated[int | None, HOST_INTEGER] = None
     """Seed of the data order; if not set, seed."""
     compile_model: bool = True
     """Without effect: updates are always compiled."""
@@ -195,8 +202,14 @@ class TrainConfig(Section):
 
     def problems(self) -> Iterator[str | Problem]:
         """Yield the broken rules between the keys of this section."""
-        if not -(2**63) <= self.seed < 2**63:
-            yield f"seed must be from {-(2**63)} to {2**63 - 1}, the range of JAX keys"
+        for key in ("seed", "data_seed"):
+            seed = getattr(self, key)
+            if seed is not None and seed != seed % 2**32:
+                yield Problem(
+                    f"{key} = {seed} must be from 0 to {2**32 - 1}, because seeds that differ by "
+                    "2^32 make the same random numbers",
+                    (single_change(key, seed % 2**32),),
+                )
         if self.rampup_batch_size:
             yield from self._sample_ramp_problems(SampleRamp(*self.rampup_batch_size))
         elif self.batch_ramp:
@@ -242,7 +255,8 @@ class TrainConfig(Section):
                 f"initial_loss_scale = {self.initial_loss_scale:g} must be at least "
                 f"min_loss_scale = {self.min_loss_scale:g}"
             )
-        if self.loss_scale_growth_factor <= 1 or self.loss_scale_backoff_factor >= 1:
+        growth = as_float32(self.loss_scale_growth_factor)
+        if growth <= 1 or as_float32(self.loss_scale_backoff_factor) >= 1:
             yield (
                 f"loss_scale_growth_factor = {self.loss_scale_growth_factor:g} must be above 1, "
                 f"and loss_scale_backoff_factor = {self.loss_scale_backoff_factor:g} below 1"

@@ -209,6 +209,61 @@ def test_command_line_errors_are_reported(error_text, settings, message):
     assert all(any(line.startswith(start) for line in actual) for start in message.splitlines())
 
 
+ZERO, LARGEST = "rounds to 0 in float32: use at least 1.19e-38", "use at most 2,147,483,647"
+ROUNDED = "in float32, which is out of range: use a smaller number"
+
+
+@pytest.mark.parametrize(
+    ("setting", "problem"),
+    [
+        ("optimizer.eps=1e-50", ZERO),
+        ("optimizer.lr=1e-46", ZERO),
+        ("optimizer.weight_decay=1e-40", ZERO),  # a subnormal number, which processors flush
+        ("model.norm_eps=1e-50", ZERO),
+        ("model.rope_theta=1e39", "rounds to infinity in float32: use at most 3.4e+38"),
+        ("optimizer.betas=[1e-60,0.9]", ZERO),
+        ("optimizer.betas=[0.9,0.99999999]", f"rounds to 0.9, 1 {ROUNDED}"),
+        ("train.ema_decay=0.99999999", f"rounds to 1 {ROUNDED}"),
+        ("dpo.label_smoothing=0.499999999", f"rounds to 0.5 {ROUNDED}"),
+        ("optimizer.lr_patterns={'head':1e-50}", ZERO),
+        ("optimizer.options={'b1':1e-50}", ZERO),
+        ("data.datasets=[{'path':'a','weight':1e-50}]", ZERO),
+        ("train.max_steps=2147483648", LARGEST),
+        ("train.rampup_batch_size=[1,1,3000000000]", LARGEST),
+        ("data.phases=[{'start_step':3000000000}]", LARGEST),
+        ("checkpoint.keep_last_n=-2147483649", "use at least -2,147,483,648"),
+    ],
+)
+def test_numbers_that_32_bits_cannot_hold_are_refused(error_text, setting, problem):
+    actual = error_text("", f"--{setting}")
+    assert actual.startswith(f"--{setting}: ")
+    assert actual.endswith(problem)
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        "train.max_steps=2147483647",
+        "optimizer.weight_decay=0",
+        "optimizer.betas=[0.0,0.9999999]",
+        "scheduler.min_lr_ratio=0.99999999",  # 1 is allowed
+        "data.datasets=[{'path':'a','max_tokens':'3T tok'}]",
+        "train.seed=4294967295",
+    ],
+)
+def test_numbers_that_32_bits_can_hold_are_accepted(setting):
+    load_config(None, [f"--{setting}"])
+
+
+@pytest.mark.parametrize("key", ["seed", "data_seed"])
+@pytest.mark.parametrize(("seed", "same"), [(2**32 + 1, 1), (-1, 2**32 - 1), (7 - 2**32, 7)])
+def test_seeds_that_repeat_another_one_are_refused(error_text, key, seed, same):
+    assert error_text("", f"--train.{key}={seed}") == (
+        f"--train.{key}={seed}: [train] {key} = {seed} must be from 0 to 4294967295, because seeds "
+        f"that differ by 2^32 make the same random numbers: change {key} to {same}"
+    )
+
+
 def test_problems_are_reported_together_in_file_order(error_text):
     text = "[train]\nseed = 'x'\nlr = 1\n[eval]\nsteps = 0\n[optimizer]\nlr = -1"
     assert error_text(text, "--metrics.log_interval=0").splitlines() == [

@@ -85,6 +85,20 @@ CASES = [
         "model.max_seq_len to 65",
     ),
     (
+        2,
+        ["train.global_batch_size=67108862"],
+        ["train.global_batch_size=67108864"],
+        "an update of 67,108,864 sequences of train.seq_len = 32 has 2,147,483,648 tokens, which "
+        "must be less than 2^31: change train.global_batch_size to 67108862",
+    ),
+    (
+        2,
+        ["train.batch_size=8388607", "train.grad_accum_steps=4"],
+        ["train.batch_size=8388608", "train.grad_accum_steps=4"],
+        "an update of 67,108,864 sequences of train.seq_len = 32 has 2,147,483,648 tokens, which "
+        "must be less than 2^31: change train.batch_size to 8388607 or train.grad_accum_steps to 3",
+    ),
+    (
         1,
         ["eval.enabled", "eval.dataset_path=a"],
         ["eval.enabled"],

@@ -20,6 +20,7 @@ from jaxforge.config.reading.schema import (
     nearest_keys,
     node_at,
 )
+from jaxforge.config.section import OUT_OF_RANGE
 
 VISION_SECTIONS = ("vision_encoder", "adapter", "vlm", "video", "model.vlm")
 """Tables of vision-language models, refused by name."""
@@ -82,7 +83,7 @@ def _problems(details: ErrorDetails, sources: Sources) -> list[_Problem]:
         return [_located(f"[{dotted(path)}] {rule}", path, rule, sources) for rule in rules]
     if details["type"] == "extra_forbidden" or not node_at(path):
         return [_located(_unknown(path), path, "", sources)]
-    if details["type"] == "home":  # not described by the schema
+    if details["type"] in ("home", OUT_OF_RANGE):  # not described by the schema
         return [
             _located(_about(path, details["input"], details["msg"], sources), path, "", sources)
         ]
