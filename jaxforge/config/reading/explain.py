@@ -21,6 +21,7 @@ from jaxforge.config.reading.schema import (
     node_at,
 )
 from jaxforge.config.section import OUT_OF_RANGE
+from jaxforge.errors import shortened
 
 VISION_SECTIONS = ("vision_encoder", "adapter", "vlm", "video", "model.vlm")
 """Tables of vision-language models, refused by name."""
@@ -95,7 +96,7 @@ def _located(text: str, path: Path, rule: str, sources: Sources) -> _Problem:
     line = line_of(path, sources.lines)
     setting = _setting_of(path, rule if line else "", sources)
     if setting:
-        return _Problem(math.inf, f"{setting.flag}: {text}")
+        return _Problem(math.inf, f"{shortened(setting.flag, _LONG)}: {text}")
     location = f"{sources.file}:{line}" if line else sources.file  # lines are known only for TOML
     return _Problem(line or 0, f"{location}: {text}")
 
@@ -115,8 +116,7 @@ def _unknown(path: Path) -> str:
         if f"{dotted(path)}.".startswith(f"{table}."):
             return f"[{table}] cannot be used: jaxforge trains text models only"
     name, keys = dotted(path), " or ".join(nearest_keys(path))
-    name = name if len(name) < _LONG else f"{name[:_LONG]}..."
-    return f"unknown key {name}" + (f"; did you mean {keys}?" if keys else "")
+    return f"unknown key {shortened(name, _LONG)}" + (f"; did you mean {keys}?" if keys else "")
 
 
 def _bad_value(path: Path, value: object, sources: Sources) -> str:
