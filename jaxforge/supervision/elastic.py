@@ -17,7 +17,6 @@ import hashlib
 import logging
 import math
 import queue
-import shlex
 import signal
 import time
 import uuid
@@ -27,6 +26,7 @@ from pathlib import Path
 
 from jaxforge import exit_codes
 from jaxforge.cli.process import ROSTER_VARIABLE, listening
+from jaxforge.cli.redaction import redacted_command
 from jaxforge.exit_codes import AGREED, Exit
 from jaxforge.supervision import rosters
 from jaxforge.supervision.members import Members
@@ -193,7 +193,7 @@ class ElasticSupervisor:
         total = len(roster.hosts) * self._per_host
         log.info("roster %d: %s of %d, %d processes: %s", roster.number,
                  rosters.describe(roster.hosts), len(self._hosts.addresses), total,
-                 shlex.join(self._command))  # fmt: skip
+                 redacted_command(self._command))  # fmt: skip
         self._own = replace(self._own, phase="running", attempt=roster.number, code=None, regroup=0)
         self._deadline, self._spare_step, self._asked_to_save = math.inf, None, False
         self._began, self._first_step = time.time(), newest_step(self._run)
