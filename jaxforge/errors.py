@@ -21,12 +21,29 @@ class UserError(ValueError):
 
     Args:
         message: the message, of which at most `LONGEST_MESSAGE` characters are kept.
+        details: further arguments of a subclass, which other processes need to create it again.
     """
 
     exit_code = 2
 
-    def __init__(self, message: str = "") -> None:
-        super().__init__(shortened(message))
+    def __init__(self, message: str = "", *details: object) -> None:
+        super().__init__(shortened(message), *details)
+
+
+class InputChangedError(UserError):
+    """An input that changed while it was read, so that work on it cannot be resumed.
+
+    Args:
+        message: see `UserError`.
+        source: name of the input in the plan of the work.
+    """
+
+    def __init__(self, message: str, source: str) -> None:
+        super().__init__(message, source)  # both, so that the error can be sent to other processes
+        self.source = source
+
+    def __str__(self) -> str:
+        return self.args[0]
 
 
 class StorageError(OSError):

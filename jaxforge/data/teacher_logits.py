@@ -255,7 +255,7 @@ class SavedLogits:
 def _open(path: Path, record: np.dtype) -> np.ndarray:
     try:
         records = np.load(path, mmap_mode="r")
-    except (OSError, ValueError) as error:
+    except Exception as error:  # NumPy reads the header as Python code, which may raise anything
         raise UserError(f"cannot read {path}: {error}") from error
     if records.dtype != record or records.ndim != 1:
         raise UserError(f"{path} has records of another type than {FILE_NAME}. Save it again")

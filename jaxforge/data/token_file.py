@@ -163,8 +163,11 @@ def _inspect_npy(path: Path) -> TokenFile:
             head = file.read(_HEADER)
         size = _NPY_PREFIX + int.from_bytes(head[_NPY_PREFIX - 2 : _NPY_PREFIX], "little")
         shape, dtype, offset = _npy_layout(head[:size] if head[6:8] == b"\1\0" else head)
-    except ValueError as error:
-        raise UserError(f"{path} is not a .npy file, or cut short ({error})") from error
+    except OSError:
+        raise
+    except Exception as error:  # NumPy reads the header as Python code, which may raise anything
+        reason = str(error) or type(error).__name__
+        raise UserError(f"{path} is not a .npy file, or cut short ({reason:.200})") from error
     if len(shape) != 1 or dtype.kind not in "iu":
         raise UserError(
             f"{path} holds {dtype} of shape {shape}; token files hold one 1-D array of integers "

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jaxforge.errors import UserError
+from jaxforge.errors import InputChangedError, UserError
 from jaxforge.storage import locks, safe_files, urls
 
 PLAN, JOURNAL = "plan.json", "journal.json"
@@ -101,8 +101,9 @@ def atomic_directory(
             directory = _open(partial, plan, say)
             try:
                 yield directory
-            except BaseException:
-                if directory.journal is None:  # nothing to resume from
+            except BaseException as error:
+                if directory.journal is None or isinstance(error, InputChangedError):
+                    # nothing to resume from
                     shutil.rmtree(partial, ignore_errors=True)
                 else:
                     say(f"finished parts stay in {partial}: the same command resumes from there")
@@ -162,6 +163,19 @@ def attach(output: Path, plan: Plan) -> AtomicDirectory:
     partial = partial_of(output.absolute())
     check_plan(read_json(partial / PLAN), plan, output)
     return AtomicDirectory(partial / "out", read_json(partial / JOURNAL), partial)
+
+
+def discard(state: Path, source: str) -> None:
+    """Change a plan, so that no process resumes from work on an input that has changed.
+
+    Args:
+        state: directory of the plan.
+        source: name of the input.
+    """
+    plan = read_json(state / PLAN)
+    if plan:
+        items = [[source, "changed"] if item[0] == source else item for item in plan["inputs"]]
+        write_json(state / PLAN, {**plan, "inputs": items})
 
 
 def check_plan(before: Plan | None, plan: Plan, output: Path) -> None:

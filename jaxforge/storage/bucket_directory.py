@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from jaxforge.errors import StorageError, UserError
+from jaxforge.errors import InputChangedError, StorageError, UserError
 from jaxforge.storage import buckets, run_lock
 from jaxforge.storage.atomic_directory import (
     JOURNAL,
@@ -56,8 +56,9 @@ def bucket_directory(
         directory = _open(output, plan, say)
         try:
             yield directory
-        except BaseException:
-            if directory.journal is None:  # nothing to resume from
+        except BaseException as error:
+            if directory.journal is None or isinstance(error, InputChangedError):
+                # nothing to resume from
                 _remove(output)
                 (output / INCOMPLETE).unlink()
             else:

@@ -68,6 +68,21 @@ def test_forms_of_messages_have_the_same_entries(tokenizer, record):
     assert np.count_nonzero(expected & FIRST) == 2
 
 
+def test_answers_with_eos_get_no_second_one(tokenizer):
+    tokenizer, _ = tokenizer
+    ended = {**TEXT, "chosen": " 2<|im_end|>", "rejected": " 11 or so<|im_end|>"}
+    expected, entries = (entries_of(tokenizer, record).tokens["train"] for record in (TEXT, ended))
+    np.testing.assert_array_equal(entries, expected)
+
+
+def test_null_keys_of_common_messages_do_not_matter(tokenizer):
+    tokenizer, _ = tokenizer
+    with_null = {**USER, "tool_calls": None}
+    expected = entries_of(tokenizer, CHAT)
+    entries = entries_of(tokenizer, {"chosen": [with_null, GOOD], "rejected": [USER, BAD]})
+    np.testing.assert_array_equal(entries.tokens["train"], expected.tokens["train"])
+
+
 def test_texts_are_concatenated_and_end_with_eos(tokenizer):
     tokenizer, _ = tokenizer
     entries = entries_of(tokenizer, TEXT).tokens["train"]

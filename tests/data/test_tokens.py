@@ -144,6 +144,21 @@ def test_missing_directory_or_pattern_raises(tmp_path):
         shards(tmp_path)
 
 
+def npy_header(text):
+    return b"\x93NUMPY\1\0" + len(text).to_bytes(2, "little") + text.encode()
+
+
+ODD_HEADERS = [
+    "(" * 3000,  # unknown to the tokenizer of Python
+    "-" * 3000 + "1",
+    "{'descr': '<u2', 'fortran_order': False, 'shape': (1,), 'x': " + "[" * 500 + "]" * 500 + "}",
+    "{'descr': [('a', '<u2', -1)], 'fortran_order': False, 'shape': (1,)}",
+    "{'descr': ('<u2', (1 << 40,)), 'fortran_order': False, 'shape': (1,)}",
+    "{'descr': 'O' * 9, 'fortran_order': False, 'shape': (1,)}",
+    "{[]: 1}",
+]
+
+
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
@@ -153,6 +168,10 @@ def test_missing_directory_or_pattern_raises(tmp_path):
         (lambda path: path.write_bytes(path.read_bytes()[:40]), r"not a \.npy file, or cut short"),
         (lambda path: path.write_bytes(path.read_bytes() + b"x"), "is too long"),
         (lambda path: path.write_bytes(b"hello world"), r"not a \.npy file"),
+        *(
+            (lambda path, text=text: path.write_bytes(npy_header(text)), r"not a \.npy file")
+            for text in ODD_HEADERS
+        ),
         (lambda path: np.save(path, np.zeros(100)), r"float64 of shape \(100,\)"),
         (lambda path: np.save(path, np.zeros((10, 10), np.uint16)), r"uint16 of shape \(10, 10\)"),
         (lambda path: np.save(path, np.array([{}]), allow_pickle=True), "holds object"),

@@ -7,6 +7,7 @@ import io
 import json
 import random
 import threading
+import time
 from urllib.parse import parse_qs, unquote, urlparse
 
 import numpy as np
@@ -15,10 +16,12 @@ import pyarrow.parquet
 import pytest
 
 from jaxforge.commands import prepare
-from jaxforge.data.corpus import ingest, remote_input
+from jaxforge.data.corpus import file_state, ingest, remote_input
+from jaxforge.data.corpus.documents import text_parts
+from jaxforge.data.corpus.inputs import find_inputs
 from jaxforge.data.tokens import TokenShards
-from jaxforge.errors import StorageError, UserError
-from jaxforge.storage import buckets, run_lock
+from jaxforge.errors import InputChangedError, StorageError, UserError
+from jaxforge.storage import buckets, run_lock, urls
 from jaxforge.storage.atomic_directory import read_json
 from tests.data.corpus.interruptions import Interrupted, snapshot
 
@@ -218,7 +221,7 @@ def test_answers_that_are_too_short_are_requested_again(monkeypatch):
     assert remote_input.read_whole(path, 2, 6, read) == b"abcd"
     assert not answers
     answers[:] = [FileNotFoundError()]
-    with pytest.raises(UserError, match=r"s3://bucket/a: it does not exist any more"):
+    with pytest.raises(InputChangedError, match=r"s3://bucket/a .*: it does not exist any more"):
         remote_input.read_whole(path, 2, 6, read)
 
 
@@ -236,6 +239,29 @@ def test_ranged_file_reads_like_a_file(bucket, monkeypatch):
         assert file.read(n) == expected.read(n)
     assert file.seek(-10, 2) == expected.seek(-10, 2)
     assert file.read() == expected.read()
+
+
+@pytest.mark.parametrize("large", [500, 5000])
+@pytest.mark.parametrize("moment", ["before", "while"])
+def test_changed_object_raises(bucket, large, moment, monkeypatch):
+    """The new object has as many bytes as the old one, and another second of modification."""
+    monkeypatch.setattr(file_state, "LARGE", large)
+    url, data = f"{bucket}/in/a.jsonl", b'{"text": "line"}\n' * 100
+    buckets.write(url, data)
+    [source] = find_inputs([url])
+    parts = text_parts([source], skip_bad=True)
+    if moment == "while":
+        next(parts)
+    time.sleep(1.1)
+    buckets.write(url, data.replace(b"line", b"LINE"))
+    with pytest.raises(InputChangedError, match=r"a\.jsonl changed since it was planned: "):
+        list(parts)
+    buckets.write(url, data[:100])
+    with pytest.raises(InputChangedError, match=r"it had .* bytes, and has"):
+        source.check_unchanged()
+    (urls.path(url)).unlink()
+    with pytest.raises(InputChangedError, match="it does not exist any more"):
+        source.check_unchanged()
 
 
 class Hub(http.server.BaseHTTPRequestHandler):
@@ -319,6 +345,16 @@ def hub(corpus, monkeypatch):
         monkeypatch.setattr(remote_input, "_hub", lambda: system)
         yield Handler
         server.shutdown()
+
+
+@pytest.mark.parametrize("path", ["data", "data/a.jsonl"])
+def test_changed_file_of_the_hub_raises(hub, path):
+    source = next(iter(find_inputs([f"hf://datasets/me/data/{path}"])))
+    parts = text_parts([source])
+    next(parts)
+    hub.files["data/a.jsonl"] = hub.files["data/a.jsonl"].replace(b"1", b"2")
+    with pytest.raises(InputChangedError, match=r"a\.jsonl changed .*: its version"):
+        list(parts)
 
 
 def test_hub_to_local_disk_matches(hub, reference, tmp_path):

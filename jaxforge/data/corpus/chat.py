@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from itertools import pairwise
 from types import MappingProxyType
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import jinja2
 from jinja2.ext import Extension
@@ -47,19 +47,17 @@ class _GenerationTag(Extension):
 
 
 class ChatTemplate:
-    """A tokenizer's chat template.
+    """A tokenizer's chat template, and its template for conversations with tools.
 
     Args:
-        settings: `chat_template`, and the special tokens that it may use (`bos_token`).
+        settings: see `Tokenizer.chat`.
 
     Raises:
-        UserError: `chat_template` is not a Jinja template.
+        UserError: a template is not a Jinja template.
     """
 
     def __init__(self, settings: Mapping[str, str]) -> None:
-        source, self._tokens = settings["chat_template"], dict(settings)
-        del self._tokens["chat_template"]
-        self._has_marks = bool(_GENERATION.search(source))
+        self._tokens = dict(settings)
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True,
             lstrip_blocks=True,
@@ -67,17 +65,14 @@ class ChatTemplate:
         )
         environment.filters["tojson"] = _to_json
         environment.globals.update(raise_exception=_refuse, strftime_now=_NOW.strftime)
-        try:
-            self._template = environment.from_string(source)
-        except jinja2.TemplateSyntaxError as error:
-            raise UserError(
-                f"the tokenizer's chat template, line {error.lineno}: {error.message}"
-            ) from error
-        except Exception as error:  # from Python, which compiles the code that Jinja generates
-            raise UserError(
-                f"the tokenizer's chat template cannot be compiled ({_in_words(error)}): correct "
-                "it, or use another"
-            ) from error
+        self._default = _Compiled.of(environment, self._tokens.pop("chat_template"))
+        tool_use = self._tokens.pop("tool_use", None)
+        self._tool_use = None if tool_use is None else _Compiled.of(environment, tool_use)
+
+    def _choose(self, options: Mapping[str, object]) -> "_Compiled":
+        """Return the template for these options, as transformers chooses it."""
+        has_tools = options.get("tools") is not None
+        return self._tool_use if has_tools and self._tool_use else self._default
 
     def render(
         self,
@@ -100,9 +95,13 @@ class ChatTemplate:
             ValueError: the template refuses the messages, or its text of a conversation does not
                 begin with its text of the conversation's beginning.
         """
-        if any(_BETWEEN_MARKS.search(message["content"]) for message in messages):
+        try:
+            texts = json.dumps([list(messages), dict(options)], ensure_ascii=False, default=str)
+        except RecursionError as error:
+            raise ValueError("its objects are nested too deeply") from error
+        if _BETWEEN_MARKS.search(texts):
             raise ValueError("it holds U+FDD0 or U+FDD1, which are no characters")
-        if self._has_marks and not first:
+        if self._choose(options).has_marks and not first:
             return _unmark(self._text(messages, options))
         text = _unmark(self._text(messages, options))[0]
         spans = []
@@ -129,11 +128,38 @@ class ChatTemplate:
     def _text(self, messages: Sequence[Message], options: Mapping[str, object]) -> str:
         variables = {"add_generation_prompt": False, "tools": None, "documents": None}
         try:
-            return self._template.render(
+            return self._choose(options).template.render(
                 {**self._tokens, **variables, **options, "messages": list(messages)}
             )
         except Exception as error:  # a template is a program that may raise anything
             raise ValueError(f"the chat template cannot write it: {_in_words(error)}") from error
+
+
+class _Compiled(NamedTuple):
+    """A compiled template.
+
+    Attributes:
+        template: the template.
+        has_marks: True if it marks what the assistant says.
+    """
+
+    template: jinja2.Template
+    has_marks: bool
+
+    @classmethod
+    def of(cls, environment: jinja2.Environment, source: str) -> "_Compiled":
+        try:
+            template = environment.from_string(source)
+        except jinja2.TemplateSyntaxError as error:
+            raise UserError(
+                f"the tokenizer's chat template, line {error.lineno}: {error.message}"
+            ) from error
+        except Exception as error:  # from Python, which compiles the code that Jinja generates
+            raise UserError(
+                f"the tokenizer's chat template cannot be compiled ({_in_words(error)}): correct "
+                "it, or use another"
+            ) from error
+        return cls(template, bool(_GENERATION.search(source)))
 
 
 def _in_words(error: Exception) -> str:

@@ -15,9 +15,9 @@ import numpy as np
 from jaxtyping import Int
 
 from jaxforge.cli.suggestions import listed
+from jaxforge.data.corpus.content import RecordError, TableRow
 from jaxforge.data.corpus.entries import FIRST, UNLEARNED
 from jaxforge.data.corpus.optional import library
-from jaxforge.data.corpus.records import RecordError
 from jaxforge.data.corpus.tokenizer import Tokenizer, with_prefix
 from jaxforge.errors import UserError
 
@@ -29,11 +29,14 @@ _FORMS_IN_WORDS = "messages, conversations, prompt and completion, or instructio
 _ROLES = {"human": "user", "gpt": "assistant", "model": "assistant", "bot": "assistant",
           "observation": "tool"}  # fmt: skip
 
+_KEYS = {"from": "role", "value": "content"}  # of ShareGPT
+_REASONING = ("reasoning_content", "thinking", "reasoning")  # in the order of transformers
+
 Spans = list[tuple[int, int]]
 
 
 class Conversations:
-    """Records that hold conversations (a `records.Content`).
+    """Records that hold conversations (a `content.Content`).
 
     Args:
         tokenizer: tokenizer whose chat template formats the conversations.
@@ -81,7 +84,8 @@ class Conversations:
                 f"expected {_FORMS_IN_WORDS} (it has: {listed(record)})",
                 "leave --conversations out if the records are texts" if "text" in record else "",
             )
-        record = without_none(record)
+        if isinstance(record, TableRow):
+            record = without_none(record)
         texts = [record[name] for name in form]
         plain = form == ("prompt", "completion") and all(isinstance(text, str) for text in texts)
         if plain:
@@ -105,8 +109,11 @@ class Conversations:
         options = record.get("chat_template_kwargs") or {}
         if not isinstance(options, dict):
             raise ValueError(f"expected an object as chat_template_kwargs, not {options!r:.40}")
-        if tools := record.get("tools"):
-            options = {**options, "tools": json.loads(tools) if isinstance(tools, str) else tools}
+        tools = record.get("tools")
+        if isinstance(tools, str):
+            tools = json.loads(tools) if tools.strip() else None
+        if tools is not None:
+            options = {**options, "tools": tools}
         return self._template.render(messages, first, options)
 
 
@@ -133,7 +140,8 @@ def encode_conversations(
             begun = with_prefix(tokenizer, ids)
             added = begun[: len(begun) - len(ids)]  # not learned
             entries = np.concatenate([np.asarray(added, dtype) | UNLEARNED, entries])
-        if document["eos"] or not ids:
+            is_ended = begun[len(tokenizer.prefix) :][-1:] == [tokenizer.eos_id]
+        if not ids or (document["eos"] and not is_ended):
             entries = np.append(entries, np.asarray(tokenizer.eos_id, dtype))
         entries[0] |= FIRST
         parts.setdefault(split, []).append(entries)
@@ -183,15 +191,24 @@ def _plain_message(role: str, content: object) -> dict[str, Any]:
 
 
 def _message(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a message with `role` and `content`, whatever their keys are, and its other fields."""
-    others = dict(message)
-    role = others.pop("role", others.pop("from", None))
-    content = others.pop("content", others.pop("value", "" if "tool_calls" in others else None))
-    if not isinstance(role, str) or content is None:
+    """Return a message with `role`, `content` if it has one, and its other fields."""
+    # As in transformers: no null keys, and reasoning under the names that templates read.
+    there = {key: value for key, value in message.items() if value is not None}
+    fields = {key if (name := _KEYS.get(key, key)) in there else name: value
+              for key, value in there.items()}  # fmt: skip
+    reasoning = next((fields[key] for key in _REASONING if key in fields), None)
+    role, content = fields.get("role"), fields.get("content")
+    is_empty = content is None and reasoning is None and "tool_calls" not in fields
+    if not isinstance(role, str) or is_empty:
         raise ValueError(f'expected messages with "role" and "content", not {message!r:.60}')
-    if others.get("weight", 1) != 1 or others.get("train", True) is not True:
+    if fields.get("weight", 1) != 1 or fields.get("train", True) is not True:
         raise ValueError("messages with a weight, or that are not trained on, are not supported")
-    return {"role": _ROLES.get(role, role), "content": _text(content), **others}
+    fields["role"] = _ROLES.get(role, role)
+    if content is not None:
+        fields["content"] = _text(content)
+    if reasoning is not None:
+        fields = {"thinking": reasoning, **fields, "reasoning_content": reasoning}
+    return fields
 
 
 def _text(content: object) -> str:
@@ -210,7 +227,7 @@ def _part(part: object) -> str:
 
 
 def without_none(value: Any) -> Any:  # noqa: ANN401
-    """Remove None values, which tables have for missing keys."""
+    """Remove keys with None, which tables have for missing keys, at every depth."""
     if isinstance(value, Mapping):
         return {key: without_none(item) for key, item in value.items() if item is not None}
     return [without_none(item) for item in value] if isinstance(value, list) else value

@@ -9,11 +9,13 @@ import hashlib
 import os
 import sys
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import BinaryIO, NamedTuple, TypeVar
 
-from jaxforge.data.corpus.records import READ_ERRORS, Input, Outcomes, Record
+from jaxforge.data.corpus.content import Outcomes
+from jaxforge.data.corpus.records import READ_ERRORS, Input, Record
 from jaxforge.errors import StorageError, UserError
 
 PART_BYTES = 1 << 20
@@ -124,17 +126,18 @@ def text_parts(
         is_whole: the inputs are all inputs of the corpus.
 
     Raises:
+        InputChangedError: an input changed since it was planned.
         UserError: an input cannot be read, or holds a bad record.
     """
     left = (max_bytes or sys.maxsize) - before
     inside = is_whole and is_split_inside(inputs) and validation_fraction > 0
     position = start or ReadPosition()
-    for i, source in enumerate(inputs[position.input :], position.input):
+    for i, listed in enumerate(inputs[position.input :], position.input):
         offset = position.offset if i == position.input else 0
-        try:
+        with _reading(listed) as source:
             for record in source.records(position.record if i == position.input else 0):
                 if left <= 0:
-                    return
+                    break
                 if record.problem:
                     yield _skipped(i, source, record, skip_bad)
                     continue
@@ -152,11 +155,32 @@ def text_parts(
                     left -= chunk.size
                     yield chunk
                 offset = 0
-        except StorageError:  # after many attempts
+        if left <= 0:
+            return
+
+
+@contextmanager
+def _reading(source: Input) -> Iterator[Input]:
+    """Check that an input is in the state of the plan, before and after it is read.
+
+    Raises:
+        InputChangedError: it is not.
+        StorageError: it cannot be read, after many attempts.
+        UserError: it cannot be read.
+    """
+    try:
+        source = source.opened()
+        try:
+            yield source
+        except Exception:
+            source.check_unchanged()  # a change explains any error
             raise
-        except READ_ERRORS as error:
-            reason = getattr(error, "strerror", None) or error
-            raise UserError(f"cannot read {source.where}: {reason}") from error
+        source.check_unchanged()
+    except StorageError:
+        raise
+    except READ_ERRORS as error:
+        reason = getattr(error, "strerror", None) or error
+        raise UserError(f"cannot read {source.where}: {reason}") from error
 
 
 def _skipped(i: int, source: Input, record: Record, skip_bad: bool) -> TextPart:

@@ -13,6 +13,8 @@ from jaxforge.data.corpus.workers import Encoded, Text, Tokens
 def encode(tokenizer: Tokenizer, texts: Sequence[Text], dtype: str) -> Encoded:
     """Return the tokens of texts: each document with BOS, if the tokenizer adds it, and EOS.
 
+    A document that ends with EOS itself gets no second one.
+
     Args:
         tokenizer: a tokenizer with an EOS.
         texts: the texts of a batch.
@@ -25,9 +27,10 @@ def encode(tokenizer: Tokenizer, texts: Sequence[Text], dtype: str) -> Encoded:
     for (split, _, first, last), ids in zip(texts, encoded, strict=True):
         begun = with_prefix(tokenizer, ids) if first else ids
         parts.setdefault(split, []).append(np.asarray(begun, dtype))
-        if last:
+        needs_end = last and begun[len(tokenizer.prefix) * first :][-1:] != [tokenizer.eos_id]
+        if needs_end:
             parts[split].append(end)
-        lengths.setdefault(split, []).append(len(begun) + last)
+        lengths.setdefault(split, []).append(len(begun) + needs_end)
     return Encoded(
         {split: np.concatenate(arrays) for split, arrays in parts.items()},
         {split: np.asarray(counts, np.int64) for split, counts in lengths.items()},

@@ -10,13 +10,13 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 from jaxforge.cli.suggestions import listed
+from jaxforge.data.corpus.content import Content
 from jaxforge.data.corpus.conversations import Conversations
 from jaxforge.data.corpus.entries import ENTRY_DTYPE
 from jaxforge.data.corpus.ingest import Corpus, Options, ingest
 from jaxforge.data.corpus.inputs import HuggingFace
 from jaxforge.data.corpus.manifest import FILE_NAME
 from jaxforge.data.corpus.optional import library
-from jaxforge.data.corpus.records import Content
 from jaxforge.data.corpus.tokenizer import Tokenizer, identity
 from jaxforge.data.corpus.writer import token_dtype
 from jaxforge.errors import UserError
@@ -93,7 +93,8 @@ def cached_shards(
         UserError: the dataset cannot be loaded, or has a row without text.
     """
     dataset = load_dataset(name, config, split)
-    source = HuggingFace(":".join(filter(None, [name, config, split])), dataset, content)
+    label = ":".join(filter(None, [name, config, split]))
+    source = HuggingFace.on_disk(label, dataset, content)
     key = [*source.identity[1:], *content.identity, *identity(tokenizer)]
     cache = library("datasets", "reading Hugging Face datasets").config.HF_DATASETS_CACHE
     output = Path(cache) / "jaxforge" / hashlib.sha256(json.dumps(key).encode()).hexdigest()[:24]

@@ -11,28 +11,19 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, Self
+from typing import TYPE_CHECKING, NoReturn, Self
 
 from jaxforge.cli.suggestions import path_hint
+from jaxforge.data.corpus.content import DEFAULT_FIELD, Content, MappingContent, TableRow, TextField
+from jaxforge.data.corpus.file_state import FileState, check_unchanged
 from jaxforge.data.corpus.json_files import Json, JsonLines, PackedFile
-from jaxforge.data.corpus.records import (
-    DEFAULT_FIELD,
-    MAX_RECORD_BYTES,
-    Content,
-    File,
-    Input,
-    MappingContent,
-    Record,
-    Span,
-    TextField,
-    to_record,
-)
+from jaxforge.data.corpus.records import MAX_RECORD_BYTES, File, Input, Record, Span, to_record
 from jaxforge.data.corpus.remote_input import Location, RemotePath, list_files, open_input
 from jaxforge.data.corpus.separated_text import SeparatedText
 from jaxforge.data.corpus.tables import Arrow, Csv, Parquet
 from jaxforge.data.corpus.tar_files import Tar
 from jaxforge.data.corpus.text_files import HEAD, check_heads, check_text, in_words, is_named, utf8
-from jaxforge.errors import UserError
+from jaxforge.errors import InputChangedError, UserError
 
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
@@ -83,12 +74,36 @@ class HuggingFace(Input):
         dataset: the rows, streaming or on disk.
         content: selects the text of a row.
         span: the first row to read, and the row after the last; None reads all rows.
+        states: states of the files of a dataset on disk when it was listed or opened.
     """
 
     name: str
     dataset: "Dataset | IterableDataset"
     content: Content = DEFAULT_FIELD
     span: Span | None = None
+    states: tuple[tuple[Path, FileState], ...] = ()
+
+    @classmethod
+    def on_disk(cls, name: str, dataset: "Dataset", content: Content) -> Self:
+        """Return the input of a dataset with the states of its files."""
+        paths = [Path(file["filename"]) for file in dataset.cache_files]
+        return cls(name, dataset, content, states=tuple((p, FileState.of(p)) for p in paths))
+
+    def opened(self) -> Self:
+        """Return the dataset with the present states of its files."""
+        states = tuple((path, self._checked(path, state)) for path, state in self.states)
+        return replace(self, states=states)
+
+    def check_unchanged(self) -> None:
+        """Check that the files are those which were opened."""
+        for path, state in self.states:
+            self._checked(path, state)
+
+    def _checked(self, path: Path, state: FileState) -> FileState:
+        try:
+            return check_unchanged(path, state)
+        except InputChangedError as error:
+            raise InputChangedError(str(error), self.name) from error
 
     @property
     def identity(self) -> tuple[str, ...]:
@@ -180,12 +195,17 @@ def find_inputs(
             read or holds no text, or no file is left.
     """
     files: dict[Location, File] = {}
-    for location, name, size, modified in _walk(paths, globs):
-        if size and not any(fnmatch(name, pattern) for pattern in exclude):
+    for location, name, state in _walk(paths, globs):
+        if state.size and not any(fnmatch(name, pattern) for pattern in exclude):
             kind = _kind(location)
+            size, modified = state.size, state.modified
             facts = (location, name, size, modified, content or TextField(), max_record_bytes)
             is_separated = separator and kind is TextFile
-            file = SeparatedText(*facts, separator=separator) if is_separated else kind(*facts)
+            file = (
+                SeparatedText(*facts, state=state, separator=separator)
+                if is_separated
+                else kind(*facts, state=state)
+            )
             files.setdefault(location.resolve(), file)
     # Others are checked when they are read: a request for each of them would take hours.
     check_text((file.path, file.is_text) for file in files.values() if isinstance(file.path, Path))
@@ -223,19 +243,18 @@ def _kind(path: Location) -> type[File]:
 
 def _walk(
     paths: Iterable[Path | str], globs: Sequence[str]
-) -> Iterator[tuple[Location, str, int, int]]:
-    """Yield files with their names relative to their input, sizes and versions."""
+) -> Iterator[tuple[Location, str, FileState]]:
+    """Yield files with their names relative to their input, and their states."""
     for root in paths:
         if isinstance(root, str):
             for file in list_files(root):
                 if file.name == file.path.name == root.rpartition("/")[2] or is_named(
                     file.path.name, globs
                 ):
-                    yield file.path, file.name, file.path.size, file.version
+                    yield file.path, file.name, FileState(file.path.size, file.version)
             continue
         for local, name in _walk_local(root, globs):
-            status = local.stat()
-            yield local, name, status.st_size, status.st_mtime_ns
+            yield local, name, FileState.of(local)
 
 
 def _walk_local(root: Path, globs: Sequence[str]) -> Iterator[tuple[Path, str]]:
@@ -258,7 +277,7 @@ def _unreadable(error: OSError) -> NoReturn:
     raise UserError(f"cannot read {error.filename}: {error.strerror}") from error
 
 
-def _rows(dataset: "Dataset | IterableDataset") -> Iterator[dict[str, Any]]:
+def _rows(dataset: "Dataset | IterableDataset") -> Iterator[TableRow]:
     for batch in dataset.iter(ROWS):
         for values in zip(*batch.values(), strict=True):
-            yield dict(zip(batch, values, strict=True))
+            yield TableRow(zip(batch, values, strict=True))

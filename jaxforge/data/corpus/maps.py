@@ -25,7 +25,7 @@ from types import ModuleType
 from typing import Any, TypeVar
 
 from jaxforge.cli.suggestions import hint
-from jaxforge.data.corpus.records import (
+from jaxforge.data.corpus.content import (
     CHANGED,
     DROPPED,
     UNCHANGED,

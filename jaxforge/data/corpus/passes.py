@@ -10,9 +10,10 @@ from pathlib import Path
 
 import numpy as np
 
+from jaxforge.data.corpus.content import TextField
 from jaxforge.data.corpus.documents import text_parts
 from jaxforge.data.corpus.maps import AnyRecord, Mapped, RecordKeys, with_repeats
-from jaxforge.data.corpus.records import Input, TextField
+from jaxforge.data.corpus.records import Input
 from jaxforge.data.corpus.repeats import KEY, Repeats, RunUnits, find_repeats, keys_path, write_keys
 from jaxforge.data.corpus.units import Unit
 

@@ -14,6 +14,7 @@ import numpy as np
 from jaxtyping import Int
 
 from jaxforge.cli.suggestions import listed
+from jaxforge.data.corpus.content import RecordError, TableRow
 from jaxforge.data.corpus.conversations import (
     EXTRAS,
     Conversations,
@@ -21,7 +22,6 @@ from jaxforge.data.corpus.conversations import (
     without_none,
 )
 from jaxforge.data.corpus.entries import FIRST
-from jaxforge.data.corpus.records import RecordError
 from jaxforge.data.corpus.tokenizer import Tokenizer
 from jaxforge.data.corpus.workers import Encoded, Text
 from jaxforge.errors import UserError
@@ -34,7 +34,7 @@ _IN_WORDS = "chosen and rejected, with a prompt if they are texts"
 
 
 class Preferences(Conversations):
-    """Records that hold a prompt and two answers (a `records.Content`)."""
+    """Records that hold a prompt and two answers (a `content.Content`)."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         super().__init__(tokenizer)
@@ -58,7 +58,9 @@ class Preferences(Conversations):
         Raises:
             ValueError: the record is no pair, the template refuses it, or an answer is empty.
         """
-        record = without_none(record)
+        if isinstance(record, TableRow):
+            record = without_none(record)
+        record = {name: value for name, value in record.items() if value is not None}
         if not set(ANSWERS) <= record.keys():
             raise RecordError(
                 f"expected {_IN_WORDS} (it has: {listed(record)})",
@@ -84,13 +86,19 @@ def _split(record: Mapping[str, Any]) -> tuple[Any, Any, Any]:
         if prompt is None:
             raise ValueError("the record has texts as answers, and no prompt")
         return prompt, chosen, rejected
-    pairs = zip(chosen, rejected, strict=False)
+    pairs = zip(map(_without_null_keys, chosen), map(_without_null_keys, rejected), strict=False)
     n = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(chosen), len(rejected)))
     if n == 0 and prompt is not None:
         return prompt, chosen, rejected
     if n == 0 or n == len(chosen) or n == len(rejected):
         raise ValueError("the answers have no common messages, or do not differ after them")
     return chosen[:n], chosen[n:], rejected[n:]
+
+
+def _without_null_keys(message: object) -> object:
+    if not isinstance(message, dict):
+        return message
+    return {key: value for key, value in message.items() if value is not None}
 
 
 def encode_preferences(tokenizer: Tokenizer, texts: Sequence[Text], dtype: str) -> Encoded:

@@ -2,16 +2,25 @@
 
 import io
 import os
-import shlex
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any, BinaryIO, ClassVar, NamedTuple, Protocol, Self
+from typing import Any, BinaryIO, ClassVar, NamedTuple, Self
 
-from jaxforge.cli.suggestions import listed
+from jaxforge.data.corpus.content import (
+    DEFAULT_FIELD,
+    DROPPED,
+    Content,
+    MappingContent,
+    Outcomes,
+    RecordError,
+    TableRow,
+)
+from jaxforge.data.corpus.file_state import FileState, check_unchanged
 from jaxforge.data.corpus.remote_input import Location
+from jaxforge.data.corpus.unicode_text import is_utf8, without_surrogates
 from jaxforge.errors import UserError
 
 MAX_RECORD_BYTES = 16 << 20
@@ -21,17 +30,7 @@ READ_ERRORS = (OSError, EOFError, zlib.error)
 """Errors of reading an input (no access, damaged data), in addition to UserError."""
 
 UNSUSPICIOUS_BYTES = 32 << 20  # unpacked size that is never checked
-_LONGEST_SOURCE = 200  # characters
 _LARGEST_RATIO = 250  # of compression; repetitive logs reach 100
-_CHATS = ("messages", "conversations", "conversation")
-_TEXT_FIELDS = ("text", "content", "body", "document", "raw_content", "article", "code", "story")
-
-
-UNCHANGED, CHANGED, DROPPED = range(3)
-"""Outcomes of a map for a record."""
-
-Outcomes = tuple[int, ...]
-"""Outcome of each map for a record, up to the map that dropped it."""
 
 
 class Record(NamedTuple):
@@ -44,7 +43,7 @@ class Record(NamedTuple):
         advice: advice on `problem`, or "" for the default.
         outcomes: outcomes of maps; empty without maps, and for a problem.
         source: name of the record's source in statistics; "" for that of the input.
-        is_utf8: False if the text was not UTF-8 before it was decoded for maps.
+        is_utf8: False if characters were replaced, because the text was not UTF-8.
     """
 
     number: int
@@ -59,161 +58,6 @@ class Record(NamedTuple):
     def is_dropped(self) -> bool:
         """True if a map dropped the record."""
         return self.outcomes[-1:] == (DROPPED,)
-
-
-class Content(Protocol):
-    """Selection of the document in a record."""
-
-    @property
-    def identity(self) -> tuple[str, ...]:
-        """Strings that change whenever the same records may give other documents."""
-        ...
-
-    def columns(self, there: Sequence[str] | None, where: str) -> list[str]:
-        """Return the columns of a table to read, [] for all; raise UserError if one is missing.
-
-        `there` is None if the columns are not known before reading.
-        """
-        ...
-
-    def document(self, record: Mapping[str, Any]) -> str:
-        """Return the document; raise ValueError if the record has none."""
-        ...
-
-    def source(self, record: Mapping[str, Any]) -> str:
-        """Return the name of the record's source in statistics, or ""."""
-        ...
-
-
-class MappingContent(ABC):
-    """Content that maps records before it selects their documents (a `Content`)."""
-
-    @property
-    @abstractmethod
-    def identity(self) -> tuple[str, ...]:
-        """See `Content`."""
-
-    @abstractmethod
-    def columns(self, there: Sequence[str] | None, where: str) -> list[str]:
-        """See `Content`."""
-
-    @abstractmethod
-    def document(self, record: Mapping[str, Any]) -> str:
-        """See `Content`; the record is a result of `apply`."""
-
-    @abstractmethod
-    def source(self, record: Mapping[str, Any]) -> str:
-        """See `Content`."""
-
-    @property
-    @abstractmethod
-    def text_field(self) -> str:
-        """Field of the record that is made of plain text."""
-
-    @abstractmethod
-    def apply(
-        self, number: int, record: Mapping[str, Any], where: str
-    ) -> tuple[Mapping[str, Any] | None, Outcomes]:
-        """Return the mapped record, or None if it was dropped, and the outcome of each map.
-
-        Args:
-            number: number of the record in its input.
-            record: the record.
-            where: the record in messages.
-
-        Raises:
-            UserError: a map raises, or returns no record.
-            ValueError: the record has no document.
-        """
-
-
-@dataclass(frozen=True)
-class TextField:
-    """Text in a field of the record.
-
-    Attributes:
-        field: key or column of the text.
-        source_field: key or column of the record's source in statistics; "" if there is none.
-    """
-
-    field: str = "text"
-    source_field: str = ""
-
-    @property
-    def identity(self) -> tuple[str, ...]:
-        """The fields."""
-        return tuple(filter(None, (self.field, self.source_field)))
-
-    def source(self, record: Mapping[str, Any]) -> str:
-        """Return the text in `source_field`, of bounded length, or ""."""
-        value = record.get(self.source_field) if self.source_field else None
-        return value[:_LONGEST_SOURCE] if isinstance(value, str) else ""
-
-    def columns(self, there: Sequence[str] | None, where: str) -> list[str]:
-        """Return the field.
-
-        Raises:
-            UserError: the column does not exist.
-        """
-        if there is not None and self.field not in there:
-            message = f'{where} has no column "{self.field}"; it has {listed(there)}'
-            raise UserError("; ".join(filter(None, [message, _option_for(there)])))
-        has_source = self.source_field and (there is None or self.source_field in there)
-        return list(dict.fromkeys([self.field, *([self.source_field] if has_source else [])]))
-
-    def document(self, record: Mapping[str, Any]) -> str:
-        """Return the text.
-
-        Raises:
-            RecordError: the record has no such text.
-        """
-        text = record.get(self.field)
-        if isinstance(text, str):
-            return text
-        has = f"{text!r:.40}" if self.field in record else f"it has: {listed(record)}"
-        advice = "" if self.field in record else _option_for(record)
-        texts = [name for name, value in record.items() if isinstance(value, str)]
-        if not advice and self.field not in record and len(texts) == 1:
-            advice = _text_field(texts[0])
-        raise RecordError(f'no text in "{self.field}" ({has})', advice)
-
-
-DEFAULT_FIELD = TextField()
-"""Default selection of the document: the field "text"."""
-
-
-class RecordError(ValueError):
-    """Error for a record without a document.
-
-    Attributes:
-        advice: advice to the user, or "" for the default.
-    """
-
-    def __init__(self, problem: str, advice: str) -> None:
-        super().__init__(problem)
-        self.advice = advice
-
-
-def _option_for(names: Iterable[str]) -> str:
-    """Return the advice to read one of these keys or columns, if a name is a likely candidate."""
-    there = [str(name) for name in names]
-    if key := next((name for name in _CHATS if name in there), ""):
-        return f'"{key}" are conversations: give --conversations'
-    if {"chosen", "rejected"} <= set(there):
-        return '"chosen" and "rejected" are pairs of answers: give --preferences'
-    key = next((name for name in _TEXT_FIELDS if name in there), "")
-    return _text_field(key) if key else ""
-
-
-def _text_field(name: str) -> str:
-    return f"give --text-field {shlex.quote(name)}"
-
-
-def text_field(content: Content) -> str:
-    """Return the field of a record that plain text becomes."""
-    if isinstance(content, MappingContent):
-        return content.text_field
-    return content.field if isinstance(content, TextField) else "text"
 
 
 class Input(ABC):
@@ -275,6 +119,19 @@ class Input(ABC):
         """Name of the source in statistics: the directory, or a file without one."""
         return self.name.rpartition("/")[0] or self.name
 
+    def opened(self) -> Self:
+        """Return the input as it is about to be read, to be compared by `check_unchanged`.
+
+        Raises:
+            InputChangedError: it changed since it was planned.
+            OSError, UserError: its state cannot be read.
+        """
+        return self
+
+    def check_unchanged(self) -> None:
+        """Check that the input has not changed since it was `opened`; raise as `opened`."""
+        return
+
     @abstractmethod
     def records(self, start: int) -> Iterator[Record]:
         """Yield the records after the first `start`; may raise `READ_ERRORS`, or UserError."""
@@ -309,6 +166,7 @@ class File(Input):
         content: selects the document of a record.
         max_record_bytes: a larger record is a bad record.
         span: the slice to read; None reads the whole file.
+        state: state of the file when it was listed or opened; None is not checked.
         numbered_in_slice: True if records are numbered from the start of a slice, because their
             numbers in the file are not known without reading all of it.
     """
@@ -322,6 +180,18 @@ class File(Input):
     content: Content = DEFAULT_FIELD
     max_record_bytes: int = MAX_RECORD_BYTES
     span: Span | None = None
+    state: FileState | None = None
+
+    def opened(self) -> Self:
+        """Return the file with its present state."""
+        if self.state is None:
+            return self
+        return replace(self, state=check_unchanged(self.path, self.state, opening=True))
+
+    def check_unchanged(self) -> None:
+        """Check that the file is that which was opened."""
+        if self.state:
+            check_unchanged(self.path, self.state)
 
     @property
     def identity(self) -> tuple[str, ...]:
@@ -421,7 +291,7 @@ def to_record(number: int, record: Mapping[str, Any], where: str, content: Conte
             mapped, outcomes = content.apply(number, record, where)
             if mapped is None:
                 return Record(number, io.BytesIO(), outcomes=outcomes)
-            record = mapped
+            record = TableRow(mapped) if isinstance(record, TableRow) else mapped
         document = content.document(record)
     except UserError:  # a problem of the options, not of the record
         raise
@@ -429,18 +299,14 @@ def to_record(number: int, record: Mapping[str, Any], where: str, content: Conte
         return bad_record(number, f"{where}: {error}", error.advice if number == 1 else "")
     except (ValueError, RecursionError) as error:
         return bad_record(number, f"{where}: {error}")
-    # A lone surrogate, which JSON can spell and UTF-8 cannot, becomes "?".
-    text = io.BytesIO(document.encode("utf-8", errors="replace"))
-    return Record(number, text, outcomes=outcomes, source=content.source(record))
-
-
-def is_utf8(data: bytes) -> bool:
-    """Return whether bytes are UTF-8."""
-    try:
-        data.decode()
-    except UnicodeDecodeError:
-        return False
-    return True
+    text = without_surrogates(document)
+    return Record(
+        number,
+        io.BytesIO(text.encode()),
+        outcomes=outcomes,
+        source=without_surrogates(content.source(record)),
+        is_utf8=text is document,
+    )
 
 
 def bad_record(number: int, problem: str, advice: str = "") -> Record:

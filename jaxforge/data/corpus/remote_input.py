@@ -19,10 +19,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Any, BinaryIO, cast
+from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar, cast
 
 from jaxforge.data.corpus.optional import library
-from jaxforge.errors import StorageError, UserError
+from jaxforge.errors import InputChangedError, StorageError, UserError
 from jaxforge.storage import urls
 
 if TYPE_CHECKING:
@@ -34,10 +34,14 @@ SCHEMES = ("gs", "s3", "hf")
 DEADLINE_SECONDS = 300.0
 """Time after which a block that does not arrive is an error."""
 
+LARGE = 1 << 20
+"""Bytes of a file by URL from which on a request for its version costs little in comparison."""
+
 _REQUEST_SECONDS = 60.0  # after which a request without an answer is repeated
 _FIRST_DELAY, _LARGEST_DELAY = 0.1, 10.0  # seconds between requests
 _FIRST_BLOCK, _BLOCK = 256 << 10, 8 << 20  # blocks double from the first to the largest
 _THREADS = 16  # which request blocks ahead
+_Result = TypeVar("_Result")
 _HUB = "hf://datasets/"
 _PERMANENT = ("NOT_FOUND", "PERMISSION_DENIED", "UNAUTHENTICATED", "OUT_OF_RANGE")
 
@@ -119,6 +123,30 @@ def list_files(url: str) -> list[Listed]:
     if not files:
         raise UserError(f"INPUT {url} does not exist, or is empty")
     return sorted(files, key=lambda file: file.name)
+
+
+def current_version(path: RemotePath) -> tuple[int, int]:
+    """Return the present size and version of a file by URL.
+
+    Raises:
+        InputChangedError: the file does not exist any more.
+        StorageError, UserError: its version cannot be read.
+    """
+    if path.url.startswith("hf://"):
+        return _repeated(path, functools.partial(_hub_version, path.url), "its version")
+    for file in _list_bucket(path.url):
+        if file.path.url == path.url:
+            return file.path.size, file.version
+    raise changed(path, "it does not exist any more")
+
+
+def changed(path: Location | str, detail: str) -> InputChangedError:
+    """Return the error for a file that is not in the state of the plan any more."""
+    return InputChangedError(
+        f"{path} changed since it was planned: {detail}. Repeat the command when nothing writes to "
+        "it; it starts over",
+        str(path),
+    )
 
 
 def open_input(location: Location) -> BinaryIO:
@@ -203,26 +231,43 @@ def read_whole(path: RemotePath, start: int, end: int, read: Read) -> bytes:
     """Return a range of bytes of a file, requested until it arrives whole.
 
     Raises:
-        UserError: the file cannot be read at all.
+        InputChangedError: the file does not exist any more.
+        UserError: it cannot be read at all.
         StorageError: it did not arrive within `DEADLINE_SECONDS`.
+    """
+
+    def request() -> bytes:
+        data = read(start, end)
+        if len(data) < end - start:
+            raise OSError(f"{len(data)} of {end - start} bytes arrived")
+        return data
+
+    return _repeated(path, request, f"bytes {start} to {end}")
+
+
+def _repeated(path: RemotePath, request: Callable[[], _Result], what: str) -> _Result:
+    """Return the result of a request, which is repeated until it succeeds; raise as `read_whole`.
+
+    Args:
+        path: the file.
+        request: the request.
+        what: the result, for messages.
     """
     deadline, delay = time.monotonic() + DEADLINE_SECONDS, _FIRST_DELAY
     while True:
         try:
-            data = read(start, end)
-            if len(data) == end - start:
-                return data
-            reason = f"{len(data)} of {end - start} bytes arrived"
+            return request()
         except FileNotFoundError as error:
-            raise UserError(f"{path}: it does not exist any more") from error
+            raise changed(path, "it does not exist any more") from error
+        except UserError:
+            raise
         except (OSError, TimeoutError, ValueError) as error:  # ValueError: from tensorstore
             reason = str(error).partition("\n")[0].partition(" [")[0] or type(error).__name__
             if reason.startswith(_PERMANENT) or _is_denied(error):
                 raise UserError(f"{path}: {reason}") from error
         if time.monotonic() + delay > deadline:
             raise StorageError(
-                f"{path}: bytes {start} to {end} did not arrive in {DEADLINE_SECONDS:.0f} seconds "
-                f"({reason})"
+                f"{path}: {what} did not arrive in {DEADLINE_SECONDS:.0f} seconds ({reason})"
             )
         time.sleep(delay * random.uniform(0.5, 1.0))
         delay = min(2 * delay, _LARGEST_DELAY)
@@ -245,13 +290,16 @@ def _reader(url: str) -> Read:
         return lambda start, end: _hub().cat_file(path, start=start, end=end)
     from jaxforge.storage import buckets
 
-    store = buckets.open_store(url)
+    store, generations = buckets.open_store(url), set[bytes]()
 
     def read(start: int, end: int) -> bytes:
         future = store.read("", byte_range=slice(start, end))
         answer = future.result(timeout=_REQUEST_SECONDS)
         if answer.state != "value":
             raise FileNotFoundError(url)
+        generations.add(answer.stamp.generation)
+        if len(generations) > 1:
+            raise changed(url, "another object has its name")
         return answer.value
 
     return read
@@ -267,10 +315,28 @@ def _list_hub(url: str) -> Iterator[Listed]:
         raise UserError(f"INPUT {url}: {str(error).partition(chr(10))[0]}") from error
     assert isinstance(files, dict)
     for path, info in files.items():
-        version = int(info.get("blob_id") or "0", 16)
+        file = RemotePath(f"hf://{path}", info["size"])
+        blob = info.get("blob_id")  # missing if the URL names a file
+        version = int(blob, 16) if blob else current_version(file)[1]
         # Not by the prefix: the Hub may spell the revision in another form than the URL.
         below = path.split("/")[root.count("/") + 1 :] or path.split("/")[-1:]
-        yield Listed(RemotePath(f"hf://{path}", info["size"]), "/".join(below), version)
+        yield Listed(file, "/".join(below), version)
+
+
+def _hub_version(url: str) -> tuple[int, int]:
+    """Return the size and the hash of a file of the Hub, without the cache of `_hub`."""
+    from huggingface_hub import HfApi, RepoFile
+
+    system = _hub()
+    file: Any = system.resolve_path(url.removeprefix("hf://"))
+    api = HfApi(endpoint=system.endpoint, token=system.token)
+    infos = api.get_paths_info(
+        file.repo_id, file.path_in_repo, revision=file.revision, repo_type="dataset"
+    )
+    for info in infos:
+        if isinstance(info, RepoFile):
+            return info.size, int(info.blob_id, 16)
+    raise FileNotFoundError(url)
 
 
 @functools.cache
@@ -296,7 +362,9 @@ def _list_bucket(url: str) -> Iterator[Listed]:
         if info.type == fs.FileType.File:
             name = info.path.removeprefix(root).lstrip("/") or info.base_name
             path = RemotePath(f"{scheme}://{info.path}", info.size)
-            yield Listed(path, name, info.mtime_ns or 0)
+            # S3 answers with milliseconds for a listing, and with seconds for an object.
+            unit = 10**9 if scheme == "s3" else 1
+            yield Listed(path, name, (info.mtime_ns or 0) // unit)
 
 
 def _s3(fs: Any, root: str) -> Any:  # noqa: ANN401

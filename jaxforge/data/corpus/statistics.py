@@ -82,7 +82,7 @@ class Statistics:
         documents_by_length: see `CorpusStatistics`; all bins.
         tokens_by_length: see `CorpusStatistics`; all bins.
         sources: documents, tokens and bytes by source.
-        outcomes: by index of the map, its outcomes (`records.UNCHANGED`, ...).
+        outcomes: by index of the map, its outcomes (`content.UNCHANGED`, ...).
         open_tokens: tokens of the document that is not complete yet.
     """
 

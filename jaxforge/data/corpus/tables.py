@@ -2,13 +2,14 @@
 
 import csv
 import io
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
 from itertools import accumulate
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
+from jaxforge.data.corpus.content import TableRow
 from jaxforge.data.corpus.json_files import PackedFile
 from jaxforge.data.corpus.optional import library
 from jaxforge.data.corpus.records import File, Record, bad_record
@@ -16,8 +17,8 @@ from jaxforge.data.corpus.remote_input import open_input
 from jaxforge.errors import UserError
 
 if TYPE_CHECKING:
-    from pyarrow import NativeFile, RecordBatch
-    from pyarrow.ipc import RecordBatchFileReader, RecordBatchStreamReader
+    from pyarrow import DataType, NativeFile, RecordBatch
+    from pyarrow.ipc import IpcReadOptions, RecordBatchFileReader, RecordBatchStreamReader
     from pyarrow.parquet import FileMetaData, ParquetFile
 
 _ROWS = 16  # of a table in memory at a time
@@ -43,7 +44,8 @@ class Csv(PackedFile):
                               strict=True)  # fmt: skip
             try:
                 names = next(rows, [])
-                self.content.columns(names, str(self.path))
+                columns = self.content.columns(names, str(self.path)) or names
+                _check_names(names, columns, self)
                 for row in rows:
                     lines.size = 0
                     number += bool(row)
@@ -88,6 +90,42 @@ class _BoundedLines:
         return line
 
 
+def _check_names(names: Sequence[str], columns: Iterable[str], source: File) -> None:
+    for name in columns:
+        if (n := list(names).count(name)) > 1:
+            raise UserError(
+                f'{source.path} has {n} columns "{name}": rename or remove all but one, or exclude '
+                "the file with --exclude"
+            )
+
+
+def _validate(batch: "RecordBatch") -> None:
+    """Check the offsets of a batch, which pyarrow trusts, but not the UTF-8 of each value.
+
+    Raises:
+        pyarrow.ArrowInvalid: they are outside of the data.
+    """
+    for column in batch.columns:
+        column.view(_as_bytes(column.type)).validate(full=True)
+
+
+def _as_bytes(kind: "DataType") -> "DataType":
+    """Return the type with binary values instead of text, at every depth."""
+    import pyarrow as pa
+
+    if pa.types.is_string(kind):
+        return pa.binary()
+    if pa.types.is_large_string(kind):
+        return pa.large_binary()
+    if pa.types.is_list(kind):
+        return pa.list_(kind.value_field.with_type(_as_bytes(kind.value_type)))
+    if pa.types.is_large_list(kind):
+        return pa.large_list(kind.value_field.with_type(_as_bytes(kind.value_type)))
+    if pa.types.is_struct(kind):
+        return pa.struct([field.with_type(_as_bytes(field.type)) for field in kind])
+    return kind
+
+
 class _ArrowTable(File):
     """Base of files that pyarrow reads."""
 
@@ -95,6 +133,16 @@ class _ArrowTable(File):
     def can_be_sliced(self) -> bool:
         """True: row groups and record batches are found by the file's index."""
         return True
+
+    def _columns(self, names: Sequence[str]) -> list[str]:
+        """Return the names of the columns to read.
+
+        Raises:
+            UserError: a column does not exist, or several have its name.
+        """
+        columns = self.content.columns(names, str(self.path)) or list(names)
+        _check_names(names, columns, self)
+        return columns
 
     def _is_in_slice(self, before: int, total: int) -> bool:
         """Return whether a group of rows belongs to the slice.
@@ -119,14 +167,17 @@ class _ArrowTable(File):
         """
         size = 0
         for batch in batches:
+            _validate(batch)
             names = batch.schema.names
             for i in range(min(skipped, batch.num_rows), batch.num_rows):
                 # Row by row: a value that many rows share exists once in Arrow, not in Python.
                 try:
-                    row = {name: batch[name][i].as_py() for name in names}
-                except UnicodeDecodeError as error:
-                    at = number + i + 1
-                    yield bad_record(at, f"{self.path}:{at}: not UTF-8 ({error.reason})")
+                    row = TableRow({name: batch[name][i].as_py() for name in names})
+                except (ValueError, OverflowError) as error:
+                    at, reason = number + i + 1, str(error)
+                    if isinstance(error, UnicodeDecodeError):
+                        reason = f"not UTF-8 ({error.reason})"
+                    yield bad_record(at, f"{self.path}:{at}: {reason}")
                     continue
                 record = self.record(number + i + 1, row)
                 size += record.content.seek(0, io.SEEK_END)
@@ -154,7 +205,7 @@ class Parquet(_ArrowTable):
             raise UserError(f"cannot read {self.path}: {error}") from error
 
     def _rows(self, file: "ParquetFile", start: int) -> Iterator[Record]:
-        columns = self.content.columns(file.schema_arrow.names, str(self.path))
+        columns = self._columns(file.schema_arrow.names)
         sizes = [file.metadata.row_group(i).total_byte_size for i in range(file.num_row_groups)]
         before = 0  # rows of earlier groups
         for group, size in zip(range(len(sizes)), accumulate(sizes, initial=0), strict=False):
@@ -190,28 +241,34 @@ class Arrow(_ArrowTable):
         """
         arrow, ipc = (library(n, "reading Arrow files") for n in ("pyarrow", "pyarrow.ipc"))
         try:
-            with self._map(arrow) as file, self._reader(arrow, ipc, file) as reader:
-                columns = self.content.columns(reader.schema.names, str(self.path))
+            with self._reader(arrow, ipc) as reader:
+                names = reader.schema.names
+                columns = self._columns(names)
+            options = ipc.IpcReadOptions(included_fields=[names.index(name) for name in columns])
+            with self._reader(arrow, ipc, options) as reader:
                 before = 0
                 for batch in self._batches(reader):
                     if before + batch.num_rows > start:
-                        selected = iter([batch.select(columns)])
-                        yield from self._from_batches(selected, before, max(0, start - before))
+                        yield from self._from_batches(iter([batch]), before, max(0, start - before))
                     before += batch.num_rows
         except arrow.ArrowException as error:
             raise UserError(f"cannot read {self.path}: {error}") from error
 
     def _reader(
-        self, arrow: ModuleType, ipc: ModuleType, file: object
+        self,
+        arrow: ModuleType,
+        ipc: ModuleType,
+        options: "IpcReadOptions | None" = None,
     ) -> "RecordBatchFileReader | RecordBatchStreamReader":
         try:
-            return ipc.open_file(file)
+            return ipc.open_file(self._open(arrow), options=options)
         except arrow.ArrowInvalid:
-            return ipc.open_stream(self._map(arrow))
+            return ipc.open_stream(self._open(arrow), options=options)
 
-    def _map(self, arrow: ModuleType) -> "NativeFile":
+    def _open(self, arrow: ModuleType) -> "NativeFile":
+        # Not a memory map: the system ends a process that reads the map of a file which was cut.
         if isinstance(self.path, Path):
-            return arrow.memory_map(str(self.path))
+            return arrow.OSFile(str(self.path))
         return arrow.PythonFile(open_input(self.path), "r")
 
     def _batches(

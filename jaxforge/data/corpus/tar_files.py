@@ -18,8 +18,10 @@ from dataclasses import dataclass, field
 from typing import BinaryIO, NamedTuple
 
 from jaxforge.cli.suggestions import listed
+from jaxforge.data.corpus.content import text_field
 from jaxforge.data.corpus.json_files import BYTES_PER_VALUE, PackedFile
-from jaxforge.data.corpus.records import Record, bad_record, is_utf8, text_field
+from jaxforge.data.corpus.records import Record, bad_record
+from jaxforge.data.corpus.unicode_text import is_utf8
 from jaxforge.errors import UserError
 
 _BLOCK = 512

@@ -15,7 +15,10 @@ import numpy as np
 import tokenizers
 from jaxtyping import Int
 
+from jaxforge.data.corpus.unicode_text import without_surrogates
 from jaxforge.data.corpus.untrusted_tokenizer import (
+    check_added,
+    check_growth,
     check_ids,
     check_loads,
     is_risky,
@@ -34,6 +37,12 @@ LARGEST_VOCAB = 1 << 24
 
 FILE_NAME = "tokenizer.json"
 TEMPLATE = "chat_template.jinja"
+TEMPLATE_DIRECTORY = "additional_chat_templates"
+"""Directory of templates with other names than "default": `NAME.jinja`."""
+
+TOOL_USE = "tool_use"
+"""Name of the template for conversations with tools; its key in `Tokenizer.chat`."""
+
 ADJACENT_FILES = ("tokenizer_config.json", "special_tokens_map.json", "config.json",
                "generation_config.json")  # fmt: skip
 ADD_BOS = "add_bos_token"
@@ -54,7 +63,8 @@ class Tokenizer(ABC):
         prefix: ids that the tokenizer puts before a text, usually BOS; empty if it adds none.
         fingerprint: SHA-256 (hex) that identifies the tokenizer without its chat template.
         is_risky: True if encoding may panic or never end: encode large texts in other processes.
-        chat: `chat_template`, and special tokens by name (`bos_token`); empty without a template.
+        chat: `chat_template`, perhaps `tool_use` (the template for conversations with tools), and
+            special tokens by name (`bos_token`); empty without a template.
     """
 
     vocab_size: int
@@ -113,8 +123,8 @@ class ByteTokenizer(Tokenizer):
     fingerprint = hashlib.sha256(BYTE_FILE).hexdigest()
 
     def encode(self, text: str, *, special_tokens: bool = False) -> list[int]:
-        """Return the bytes of `text`; a lone surrogate becomes "?"."""
-        return list(text.encode("utf-8", errors="replace"))
+        """Return the bytes of `text`; a lone surrogate becomes U+FFFD."""
+        return list(without_surrogates(text).encode())
 
     def encode_with_offsets(
         self, texts: Sequence[str]
@@ -123,7 +133,7 @@ class ByteTokenizer(Tokenizer):
         return [(self.encode(text), self._token_offsets(text)) for text in texts]
 
     def _token_offsets(self, text: str) -> Int[np.ndarray, "n 2"]:
-        n_bytes = [len(character.encode("utf-8", errors="replace")) for character in text]
+        n_bytes = [len(character.encode()) for character in without_surrogates(text)]
         characters = np.repeat(np.arange(len(text)), n_bytes)
         return np.stack([characters, characters + 1], axis=1)
 
@@ -144,7 +154,8 @@ class ByteTokenizer(Tokenizer):
 class HFTokenizer(Tokenizer):
     """Hugging Face fast tokenizer.
 
-    As in transformers, special tokens in a text ("<|endoftext|>") become their ids.
+    As in transformers, special tokens in a text ("<|endoftext|>") become their ids. Lone
+    surrogates become U+FFFD.
 
     Args:
         file: content of a `tokenizer.json`.
@@ -181,6 +192,10 @@ class HFTokenizer(Tokenizer):
         ids = self._tokenizer.get_vocab().values()
         self.vocab_size = 1 + max(ids, default=-1)
         check_ids(self.vocab_size - 1, len(ids))
+        parts = {"normalizer": self._tokenizer.normalizer, "decoder": self._tokenizer.decoder}
+        for name, part in parts.items():
+            if part is not None:
+                check_growth(part.__getstate__(), name)
         self.eos_id = self._tokenizer.token_to_id(eos) if isinstance(eos, str) else eos
         if eos is not None and (self.eos_id is None or not 0 <= self.eos_id < self.vocab_size):
             raise ValueError(f"its vocabulary has no EOS {eos!r}")
@@ -198,12 +213,14 @@ class HFTokenizer(Tokenizer):
 
     def _added_before_texts(self) -> tuple[int, ...]:
         """Return the ids that the post-processor puts before a text."""
-        if not self._tokenizer.num_special_tokens_to_add(is_pair=False):
+        count = self._tokenizer.num_special_tokens_to_add(is_pair=False)
+        if not count:
             return ()
         # The text must have a token; a text outside the vocabulary may have none.
         for text in ("a", *itertools.islice(self._tokenizer.get_vocab(), _TRIED_TOKENS)):
             with _encoding():
                 encoding = self._tokenizer.encode(text)
+            check_added(encoding.ids, count, self.vocab_size)
             if 0 in encoding.special_tokens_mask:
                 return tuple(encoding.ids[: encoding.special_tokens_mask.index(0)])
         return ()
@@ -222,14 +239,18 @@ class HFTokenizer(Tokenizer):
     def encode(self, text: str, *, special_tokens: bool = False) -> list[int]:
         """Return the ids of `text`; `special_tokens` adds those of the file's post-processor."""
         with _encoding():
-            return self._tokenizer.encode(text, add_special_tokens=special_tokens).ids
+            return self._tokenizer.encode(
+                without_surrogates(text), add_special_tokens=special_tokens
+            ).ids
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Return `encode` of each text, computed on all cores."""
         ids: list[list[int]] = []
         for part in _parts(texts):
             with _encoding():
-                encodings = self._tokenizer.encode_batch_fast(part, add_special_tokens=False)
+                encodings = self._tokenizer.encode_batch_fast(
+                    [without_surrogates(text) for text in part], add_special_tokens=False
+                )
             ids += [encoding.ids for encoding in encodings]
         return ids
 
@@ -239,7 +260,7 @@ class HFTokenizer(Tokenizer):
         """Return `encode` of each text with the character range of each id, on all cores."""
         with _encoding():
             encodings = self._without_post_processor.encode_batch(
-                list(texts), add_special_tokens=False
+                [without_surrogates(text) for text in texts], add_special_tokens=False
             )
         return [(e.ids, np.array(e.offsets, np.int64).reshape(-1, 2)) for e in encodings]
 
@@ -295,6 +316,11 @@ class HFTokenizer(Tokenizer):
         directory.mkdir(parents=True, exist_ok=True)
         (directory / FILE_NAME).write_bytes(self._file)
         settings: dict[str, Any] = {**self.chat, "eos_token": self._token(self.eos_id)}
+        if tool_use := settings.pop(TOOL_USE, None):
+            settings["chat_template"] = [
+                {"name": "default", "template": self.chat["chat_template"]},
+                {"name": TOOL_USE, "template": tool_use},
+            ]
         if self.bos_id is not None:
             settings["bos_token"] = self._token(self.bos_id)
         if self._adds_bos:

@@ -11,6 +11,8 @@ from jaxforge.data.corpus.tokenizer import (
     BYTE_FILE,
     FILE_NAME,
     TEMPLATE,
+    TEMPLATE_DIRECTORY,
+    TOOL_USE,
     ByteTokenizer,
     HFTokenizer,
     Tokenizer,
@@ -42,7 +44,8 @@ def load_tokenizer(spec: str | Path, *, is_checked: bool = False) -> Tokenizer:
             config.json and generation_config.json next to `tokenizer.json`. Generation also ends
             at every id in generation_config.json, or else config.json. BOS is put before texts by
             the post-processor of `tokenizer.json` or "add_bos_token" of tokenizer_config.json.
-            The chat template is chat_template.jinja, or else that of tokenizer_config.json.
+            Chat templates are those in chat_template.jinja and additional_chat_templates/, or else
+            those of tokenizer_config.json.
         is_checked: see `HFTokenizer`.
 
     Raises:
@@ -80,8 +83,9 @@ def _download(name: str) -> Path:
     """Return the directory of a model's tokenizer in the Hub's cache; fetch it if it is missing."""
     from huggingface_hub import constants, errors, snapshot_download
 
+    files = [FILE_NAME, TEMPLATE, f"{TEMPLATE_DIRECTORY}/*.jinja", *ADJACENT_FILES]
     try:
-        return Path(snapshot_download(name, allow_patterns=[FILE_NAME, TEMPLATE, *ADJACENT_FILES]))
+        return Path(snapshot_download(name, allow_patterns=files))
     except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled):
         why = (
             f"cannot be reached, nor is it in its cache, {constants.HF_HUB_CACHE}; where there is "
@@ -111,7 +115,7 @@ def _adjacent_eos(directory: Path) -> str | int | None:
 def _eos_ids_in(path: Path) -> list[int]:
     ids = _json(path).get("eos_token_id")
     listed = ids if isinstance(ids, list) else [ids]
-    return [id_ for id_ in listed if type(id_) is int]
+    return [id_ for id_ in listed if type(id_) is int and 0 <= id_ < 2**31]
 
 
 def _adjacent_token(directory: Path, key: str) -> str | None:
@@ -127,24 +131,36 @@ def _adjacent_token(directory: Path, key: str) -> str | None:
 def _adjacent_chat(directory: Path) -> dict[str, str]:
     """Return `Tokenizer.chat` from the files next to a `tokenizer.json`."""
     settings = _json(directory / ADJACENT_FILES[1]) | _json(directory / ADJACENT_FILES[0])
-    template = settings.get("chat_template")
-    if isinstance(template, list):  # several, each with a name
-        if not all(isinstance(named, dict) and named.get("name") for named in template):
-            raise UserError(
-                f"cannot use {directory}: chat_template of {ADJACENT_FILES[0]} must be a text, or "
-                'a list of objects with "name" and "template"'
-            )
-        template = {str(named["name"]): named.get("template") for named in template}
-    if isinstance(template, dict):
-        template = template.get("default")
-    if (directory / TEMPLATE).exists():
-        template = (directory / TEMPLATE).read_text("utf-8")
-    if not isinstance(template, str):
+    templates = _template_files(directory) or _named(settings.get("chat_template"), directory)
+    default = templates.get("default")
+    if not isinstance(default, str):
         return {}
     tokens = {name: token.get("content") if isinstance(token, dict) else token
               for name, token in settings.items() if name.endswith("_token")}  # fmt: skip
     texts = {name: token for name, token in tokens.items() if isinstance(token, str)}
-    return {**texts, "chat_template": template}
+    tool_use = templates.get(TOOL_USE)
+    more = {TOOL_USE: tool_use} if isinstance(tool_use, str) else {}
+    return {**texts, "chat_template": default, **more}
+
+
+def _template_files(directory: Path) -> dict[str, str]:
+    """Return the chat templates in files of their own, by name, as transformers writes them."""
+    paths = {path.stem: path for path in sorted((directory / TEMPLATE_DIRECTORY).glob("*.jinja"))}
+    if (directory / TEMPLATE).exists():
+        paths["default"] = directory / TEMPLATE
+    return {name: path.read_text("utf-8") for name, path in paths.items()}
+
+
+def _named(template: object, directory: Path) -> dict[str, object]:
+    """Return the chat templates of a tokenizer_config.json by name."""
+    if not isinstance(template, list):
+        return template if isinstance(template, dict) else {"default": template}
+    if not all(isinstance(named, dict) and named.get("name") for named in template):
+        raise UserError(
+            f"cannot use {directory}: chat_template of {ADJACENT_FILES[0]} must be a text, or "
+            'a list of objects with "name" and "template"'
+        )
+    return {str(named["name"]): named.get("template") for named in template}
 
 
 def _json(path: Path) -> dict[str, Any]:

@@ -6,14 +6,16 @@ memory or time.
 """
 
 import hashlib
+import json
 import re
 import resource
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 _LOAD = (
     "import signal, sys, tokenizers\n"
@@ -29,6 +31,7 @@ _RISKS = re.compile(rb'"(?:Precompiled|Regex|Unigram)"|(?:^|[^\\])(?:\\\\)*\\u00
 _MEMORY, _MEMORY_PER_BYTE = 256 << 20, 64
 _SECONDS, _SECONDS_PER_BYTE = 2.0, 2e-6
 _LARGEST_SPARSE_ID = 1 << 20
+_LARGEST_GROWTH, _LARGEST_ADDITION = 10, 100  # of a text: characters per character, and at its ends
 _loaded: set[str] = set()  # sha256 of files that a child has loaded
 
 
@@ -104,6 +107,59 @@ def limit_time(size: int | None, per_byte: float = _SECONDS_PER_BYTE) -> None:
     """
     seconds = 0.0 if size is None else _SECONDS + per_byte * size
     signal.setitimer(signal.ITIMER_PROF, seconds)
+
+
+def check_growth(state: bytes, what: str) -> None:
+    """Refuse a normalizer or decoder that makes long texts of short ones.
+
+    Args:
+        state: its JSON.
+        what: its name in messages.
+
+    Raises:
+        ValueError: a text may become more than ten times as long, or longer by 100 characters.
+    """
+    factor, added = 1.0, 0.0
+    for step in _steps(json.loads(state)):
+        if step["type"] == "Prepend":
+            added += len(step["prepend"])
+        elif step["type"] == "Replace":
+            replaced = step["pattern"].get("String", ".") or "."  # a pattern: at least a character
+            growth = max(1.0, len(step["content"]) / len(replaced))
+            factor, added = factor * growth, added * growth
+        if factor > _LARGEST_GROWTH or added > _LARGEST_ADDITION:
+            raise ValueError(
+                f"its {what} makes texts more than {_LARGEST_GROWTH} times as long, or puts more "
+                f"than {_LARGEST_ADDITION} characters before them"
+            )
+
+
+def _steps(component: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield the parts of a normalizer or decoder, which may be nested sequences."""
+    if component["type"] != "Sequence":
+        yield component
+        return
+    for inner in component.get("normalizers") or component.get("decoders") or ():
+        yield from _steps(inner)
+
+
+def check_added(ids: Sequence[int], count: int, vocab_size: int) -> None:
+    """Check the ids that a post-processor adds to a text.
+
+    Args:
+        ids: ids of a text with those that are added.
+        count: number of added ids.
+        vocab_size: one more than the largest id of the vocabulary.
+
+    Raises:
+        ValueError: they are too many, or outside of the vocabulary.
+    """
+    if count > _LARGEST_ADDITION:
+        raise ValueError(f"its post-processor adds {count:,} tokens to each text")
+    if max(ids, default=0) >= vocab_size:
+        raise ValueError(
+            f"its post-processor adds the id {max(ids):,}, and its vocabulary has {vocab_size:,}"
+        )
 
 
 def check_ids(largest: int, n_tokens: int) -> None:

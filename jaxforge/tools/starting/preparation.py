@@ -11,6 +11,7 @@ from pathlib import Path
 from rich.console import Console
 
 from jaxforge.data.corpus.assembly import assemble
+from jaxforge.data.corpus.content import Content, TextField
 from jaxforge.data.corpus.conversations import Conversations, fingerprint
 from jaxforge.data.corpus.documents import (
     TextPart,
@@ -30,7 +31,7 @@ from jaxforge.data.corpus.maps import Map, Mapped, load_maps
 from jaxforge.data.corpus.passes import find_repeated_records, needs_passes
 from jaxforge.data.corpus.preferences import Preferences
 from jaxforge.data.corpus.progress import Done, progress_shown
-from jaxforge.data.corpus.records import Content, Input, TextField
+from jaxforge.data.corpus.records import Input
 from jaxforge.data.corpus.summary import Totals, table
 from jaxforge.data.corpus.text_files import RECORDS, TEXTS
 from jaxforge.data.corpus.tokenizer import BPE_VOCAB_SIZE, Tokenizer, train_bpe
@@ -217,7 +218,7 @@ def _inputs(args: argparse.Namespace, content: Content) -> list[Input]:
     if args.hf_dataset:
         dataset = load_dataset(args.hf_dataset, args.hf_config, args.hf_split)
         name = ":".join(filter(None, [args.hf_dataset, args.hf_config, args.hf_split]))
-        inputs.append(HuggingFace(name, dataset, content))
+        inputs.append(HuggingFace.on_disk(name, dataset, content))
     if args.conversations:
         _check_records(inputs)
     if args.shuffle_documents is not None:

@@ -16,7 +16,7 @@ from jaxforge.data.corpus.tokenizer import Tokenizer
 from jaxforge.data.corpus.tokenizer_files import load_tokenizer
 from jaxforge.data.corpus.unit_worker import Job
 from jaxforge.data.corpus.units import Unit
-from jaxforge.errors import UserError
+from jaxforge.errors import InputChangedError, UserError
 from jaxforge.storage import atomic_directory, locks, urls
 from jaxforge.storage.atomic_directory import AtomicDirectory, Plan
 
@@ -117,14 +117,18 @@ def run_share(
         _locked(destination, share),
         progress_shown(sum(unit.files for unit in chosen)) as show,
     ):
-        run_units(
-            job,
-            chosen,
-            engine_of(args),
-            vocab_size=tokenizer.vocab_size,
-            share=share,
-            show=show,
-        )
+        try:
+            run_units(
+                job,
+                chosen,
+                engine_of(args),
+                vocab_size=tokenizer.vocab_size,
+                share=share,
+                show=show,
+            )
+        except InputChangedError as error:
+            atomic_directory.discard(destination.state, error.source)
+            raise
     print(f"share {share} of {n}: {len(chosen):,} of {len(units):,} units are finished")
     return 0
 

@@ -46,6 +46,14 @@ LAST_THINKS = """\
 {% endif %}"""
 
 
+EVERYTHING = """\
+{% for tool in tools or [] %}{{ tool | tojson }}
+{% endfor %}{% for message in messages %}{{ message | tojson }}{{ message.content is defined }}\
+{% if message.role == 'assistant' %}{% generation %}said{% endgeneration %}{% endif %}
+{% endfor %}"""
+"""Writes all that it receives."""
+
+
 WORDS = (
     "who are you? I am a bot. what is <b>2 + 2</b>? four, 4 naïve 🙂 {} \n assistant user tools "
 )

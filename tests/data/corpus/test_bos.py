@@ -140,6 +140,24 @@ def test_documents_begin_with_bos_and_end_with_eos(tmp_path, monkeypatch, capsys
     assert load_tokenizer(output / "tokenizer").prefix == ()
 
 
+def test_eos_is_never_written_twice(tmp_path, monkeypatch):
+    monkeypatch.setattr("jaxforge.data.corpus.documents.PART_BYTES", 6)  # EOS alone in a part
+    save(tmp_path / "t", POST_PROCESSORS["bos"])
+    tokenizer = load_tokenizer(tmp_path / "t")
+    texts = ["hello</s>", "hello\n</s>", "a</s>b", "</s>", "a</s>\n"]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in texts))
+    output = prepared(tmp_path)
+    expected = [[*prompt_ids(tokenizer, t.removesuffix("</s>")), EOS] for t in texts]
+    assert tokens(output / "train") == [i for ids in expected for i in ids]
+    assert Manifest.read(output / "train").documents == 5
+    for text, ids in zip(texts, expected, strict=True):
+        record = {"prompt": "", "completion": text}
+        document = Conversations(tokenizer).document(record)
+        entries = encode_conversations(tokenizer, [("train", document, True, True)], "uint32")
+        assert (entries["train"] & ID).tolist() == ids
+        assert not entries["train"][-1] & UNLEARNED
+
+
 @pytest.mark.parametrize("held_out", ["--validation-fraction=0.5", "--validation-tokens=12"])
 def test_both_parts_of_split_document_begin_with_bos(tmp_path, held_out):
     save(tmp_path / "t", POST_PROCESSORS["bos"])

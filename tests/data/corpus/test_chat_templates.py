@@ -8,6 +8,7 @@ import pytest
 import transformers
 
 from jaxforge.data.corpus.chat import ChatTemplate
+from jaxforge.data.corpus.content import TableRow
 from jaxforge.data.corpus.conversations import Conversations, encode_conversations
 from jaxforge.data.corpus.entries import FIRST, ID, UNLEARNED
 from jaxforge.data.corpus.tokenizer import HFTokenizer
@@ -15,6 +16,7 @@ from jaxforge.data.corpus.tokenizer_files import load_tokenizer
 from jaxforge.errors import UserError
 from tests.data.corpus.chat_files import (
     CHATML,
+    EVERYTHING,
     INSTRUCTIONS,
     LAST_THINKS,
     TOOLS,
@@ -51,6 +53,53 @@ def test_ids_are_those_of_transformers(tmp_path, template, n, as_file):
     expected = theirs.apply_chat_template(CHAT[:n], tools=tools, return_dict=False)
     assert (entries & ID).tolist() == expected
     assert np.flatnonzero(entries & FIRST).tolist() == [0]
+
+
+FUNCTION = {"name": "f", "arguments": {"a": 1, "b": None, "c": [None]}}
+CALL = {"type": "function", "function": FUNCTION}
+DEFAULTS = {"type": "object", "properties": {"a": {"default": None}, "b": {"const": None}}}
+NULLS_AND_REASONS = {
+    "arguments": [{"role": "assistant", "content": "", "tool_calls": [CALL]}],
+    "content": [{"role": "assistant", "content": None, "tool_calls": [CALL], "name": None}],
+    "thinking": [{"role": "assistant", "content": "4", "thinking": "2 + 2"}],
+    "reasoning": [{"role": "assistant", "content": "4", "reasoning": "2 + 2", "thinking": None}],
+    "both": [{"role": "assistant", "content": "4", "reasoning_content": "a", "thinking": "b"}],
+    "only reasons": [{"role": "assistant", "content": None, "reasoning": "2 + 2"}],
+}
+
+
+@pytest.mark.parametrize("name", NULLS_AND_REASONS)
+def test_template_sees_messages_as_in_transformers(tmp_path, name):
+    theirs = save_tokenizer(tmp_path, EVERYTHING)
+    messages = [CHAT[0], *NULLS_AND_REASONS[name]]
+    tools = [{"type": "function", "function": {"name": "f", "parameters": DEFAULTS}}]
+    document = Conversations(load_tokenizer(tmp_path)).document(
+        {"messages": messages, "tools": tools}
+    )
+    expected = theirs.apply_chat_template(messages, tools=tools, tokenize=False)
+    assert json.loads(document)["text"] == expected
+
+
+@pytest.mark.parametrize("as_file", [True, False])
+@pytest.mark.parametrize("tools", [None, [], TOOLS])
+def test_template_is_chosen_as_in_transformers(tmp_path, as_file, tools):
+    templates = {"default": CHATML, "tool_use": CHATML.replace("<|im_start|>", "<s>"), "rag": "no"}
+    theirs = save_tokenizer(tmp_path / "a", templates, save_jinja_files=as_file)
+    assert (tmp_path / "a" / "additional_chat_templates").exists() == as_file
+    load_tokenizer(tmp_path / "a").save(tmp_path / "b")
+    expected = theirs.apply_chat_template(CHAT, tools=tools, return_dict=False)
+    for name in ("a", "b"):
+        entries = entries_of(load_tokenizer(tmp_path / name), {"messages": CHAT, "tools": tools})
+        assert (entries & ID).tolist() == expected
+    saved = transformers.AutoTokenizer.from_pretrained(tmp_path / "b")
+    assert saved.apply_chat_template(CHAT, tools=tools, return_dict=False) == expected
+
+
+def test_nulls_of_tables_are_missing_keys():
+    tokenizer = HFTokenizer(bpe_file(), None, {"chat_template": EVERYTHING})
+    messages = [CHAT[0], {"role": "assistant", "content": "", "tool_calls": [CALL]}]
+    text = json.loads(Conversations(tokenizer).document(TableRow(messages=messages)))["text"]
+    assert '"arguments": {"a": 1, "c": [null]}' in text
 
 
 def test_learned_tokens_equal_transformers_mask(tmp_path):

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import re
 import sys
 
 import datasets
@@ -196,10 +197,11 @@ def test_records_keep_their_order(tmp_path):
         run(tmp_path / "a.jsonl", "--output", tmp_path / "out", "--shuffle-documents", 1)
 
 
-def test_lone_surrogate_becomes_a_question_mark(tmp_path):
-    (tmp_path / "a.jsonl").write_text('{"text": "a\\ud800b"}\n')
+def test_lone_surrogate_becomes_a_replacement_character(tmp_path, capsys):
+    (tmp_path / "a.jsonl").write_text('{"text": "a\\ud800b"}\n{"text": "c"}\n')
     run(tmp_path / "a.jsonl", "--output", tmp_path / "out")
-    assert documents_of(tmp_path / "out" / "train") == ["a?b"]
+    assert documents_of(tmp_path / "out" / "train") == ["a\ufffdb", "c"]
+    assert re.search("not UTF-8 +1$", capsys.readouterr().out, re.MULTILINE)
 
 
 @pytest.mark.parametrize("part_bytes", [1, 30])

@@ -16,9 +16,9 @@ from pyarrow import parquet
 
 from jaxforge.commands import prepare
 from jaxforge.data.corpus import documents, json_files, records
+from jaxforge.data.corpus.content import TextField
 from jaxforge.data.corpus.documents import text_parts
 from jaxforge.data.corpus.inputs import find_inputs
-from jaxforge.data.corpus.records import TextField
 from jaxforge.errors import UserError
 
 TEXTS = ["one", 'two "quoted", with ünïcödé\n', "", "three ]}"]
@@ -207,6 +207,40 @@ def test_invalid_utf8_in_table_is_bad_record(tmp_path):
             run(path, "--output", output)
         run(path, "--output", output, "--skip-bad")
         assert texts(output) == ["a", "b"]
+
+
+@pytest.mark.parametrize("new", [pyarrow.ipc.new_file, pyarrow.ipc.new_stream])
+@pytest.mark.parametrize("offset", [-1, 2**31 - 1, 1 << 20])
+@pytest.mark.parametrize("is_nested", [False, True])
+def test_offsets_outside_of_the_data_raise(tmp_path, new, offset, is_nested):
+    """A process that reads such values ends by a signal."""
+    texts = pyarrow.array(["hello", "world"] * 20)
+    column = pyarrow.array([[{"a": text}] for text in texts.to_pylist()]) if is_nested else texts
+    content = arrow(new, pyarrow.table({"text": column}))
+    expected = struct.pack("<4i", 0, 5, 10, 15)
+    assert content.count(expected) > 0
+    damaged = content.replace(expected, struct.pack("<4i", 0, offset, 10, 15))
+    path = write(tmp_path / "a.arrow", damaged)
+    with pytest.raises(UserError, match=r"cannot read .*a\.arrow: .*[Oo]ffset"):
+        run(path, "--output", tmp_path / "out", "--skip-bad")
+
+
+def test_value_without_python_object_is_bad_record(tmp_path):
+    times = pyarrow.array([1 << 50], pyarrow.timestamp("s"))
+    path = write(tmp_path / "a.arrow", arrow(pyarrow.ipc.new_file, pyarrow.table({"text": times})))
+    with pytest.raises(UserError, match=r"a\.arrow:1: .*--skip-bad"):
+        run(path, "--output", tmp_path / "out")
+
+
+@pytest.mark.parametrize("name", ["a.parquet", "a.arrow", "a.csv"])
+def test_column_with_two_meanings_raises(tmp_path, name):
+    names, texts = ["text", "n", "text", "n"], pyarrow.array(["a", "b"])
+    twice = pyarrow.Table.from_arrays([texts] * 4, names=names)
+    content = {"a.parquet": parquet_of(twice), "a.arrow": arrow(pyarrow.ipc.new_file, twice),
+               "a.csv": "text,n,text,n\na,b,a,b\n"}[name]  # fmt: skip
+    path = write(tmp_path / name, content)
+    with pytest.raises(UserError, match=rf'{name} has 2 columns "text": rename .*--exclude'):
+        run(path, "--output", tmp_path / "out", "--skip-bad")
 
 
 LARGE = "x" * 5000

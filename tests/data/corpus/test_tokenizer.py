@@ -39,7 +39,15 @@ def test_bytes():
     assert tokenizer.encode("é") == [0xC3, 0xA9]
     assert tokenizer.decode([104, 256, 105, 0xC3]) == "hi\ufffd"
     assert (tokenizer.vocab_size, tokenizer.eos_id) == (257, 256)
-    assert tokenizer.encode("\ud800") == [ord("?")]
+
+
+def test_lone_surrogates_become_replacement_characters(bpe):
+    for tokenizer in (ByteTokenizer(), bpe):
+        expected = tokenizer.encode("a\ufffdb")
+        assert tokenizer.encode("a\ud800b") == expected
+        assert tokenizer.encode_batch(["a\udfffb"]) == [expected]
+        [(ids, offsets)] = tokenizer.encode_with_offsets(["a\ud800b"])
+        assert (ids, offsets[-1].tolist()) == (expected, [2, 3])
 
 
 def test_bpe_merges_and_is_deterministic(bpe):

@@ -67,6 +67,58 @@ def test_sparse_ids_are_refused(tmp_path, plain):
             assert load_tokenizer(path).vocab_size == largest + 1
 
 
+def replace(pattern, content):
+    return {"type": "Replace", "pattern": {"String": pattern}, "content": content}
+
+
+def sequence(*steps, kind="normalizers"):
+    return {"type": "Sequence", kind: list(steps)}
+
+
+def prepend(text):
+    return {"type": "Prepend", "prepend": text}
+
+
+SECTIONS = {
+    "a long prefix": ("normalizer", prepend("a" * 101)),
+    "prefixes": ("normalizer", sequence(*[prepend("a" * 51)] * 2)),
+    "a longer text": ("normalizer", replace("a", "b" * 11)),
+    "doublings": ("normalizer", sequence(*[replace("a", "aa")] * 4)),
+    "a longer prefix": ("normalizer", sequence(prepend("a" * 60), replace("a", "aa"))),
+    "nested": ("normalizer", sequence(sequence(replace("", "a" * 11)))),
+    "decoder": ("decoder", sequence(replace("a", "b" * 11), kind="decoders")),
+}
+
+
+@pytest.mark.parametrize("name", SECTIONS)
+def test_normalizers_that_lengthen_texts_are_refused(plain, name):
+    section, value = SECTIONS[name]
+    with pytest.raises(ValueError, match=f"its {section} makes texts more than 10 times as long"):
+        HFTokenizer(json.dumps(plain | {section: value}).encode(), None)
+
+
+def test_usual_normalizers_are_accepted(plain):
+    steps = [prepend("▁"), replace(" ", "▁"), replace("``", '"'), replace("...", "…"),
+             {"type": "NFKC"}, {"type": "Lowercase"}]  # fmt: skip
+    decoder = sequence(replace("▁", " "), {"type": "Fuse"}, kind="decoders")
+    document = plain | {"normalizer": sequence(*steps), "decoder": decoder}
+    assert HFTokenizer(json.dumps(document).encode(), None).encode("a b")
+
+
+@pytest.mark.parametrize("ids", [[2**32 - 1], [280], [0] * 101])
+def test_post_processor_outside_of_the_vocabulary_is_refused(plain, ids):
+    special = {"id": "<x>", "ids": ids, "tokens": ["<x>"] * len(ids)}
+    single = [
+        {"SpecialToken": {"id": "<x>", "type_id": 0}},
+        {"Sequence": {"id": "A", "type_id": 0}},
+    ]
+    processor = {"type": "TemplateProcessing", "single": single, "pair": single,
+                 "special_tokens": {"<x>": special}}  # fmt: skip
+    message = "adds 101 tokens to each text" if len(ids) > 100 else f"adds the id {ids[0]:,}"
+    with pytest.raises(ValueError, match=f"its post-processor {message}"):
+        HFTokenizer(json.dumps(plain | {"post_processor": processor}).encode(), None)
+
+
 NESTED = "[" * 10_000 + "]" * 10_000
 
 
