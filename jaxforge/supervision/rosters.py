@@ -21,7 +21,7 @@ from typing import Annotated, Literal
 
 from pydantic import ConfigDict, Field, NonNegativeInt, TypeAdapter, ValidationError
 
-from jaxforge.errors import printable
+from jaxforge.storage.untrusted_json import first_problem
 
 Phase = Literal["idle", "running", "ended"]
 _STRICT = ConfigDict(extra="forbid", strict=True)
@@ -93,10 +93,7 @@ class Status:
         try:
             status = _JSON.validate_json(text)
         except ValidationError as error:
-            first = error.errors(include_input=False)[0]
-            where = ".".join(map(str, first["loc"]))
-            message = printable(f"not a status of a host: {where}: {first['msg']}"[:300])
-            raise ValueError(message) from error
+            raise ValueError(f"not a status of a host: {first_problem(error)}") from error
         hosts = status.roster.hosts if status.roster else ()
         if len(set(hosts)) < len(hosts) or max((status.host, *hosts)) >= n_hosts:
             raise ValueError(f"not a status of a host: hosts {status.host} and {hosts[:9]}")

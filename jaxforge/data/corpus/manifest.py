@@ -14,6 +14,7 @@ from pydantic import FailFast, TypeAdapter, ValidationError
 
 from jaxforge.data.corpus.statistics import CorpusStatistics
 from jaxforge.errors import UserError
+from jaxforge.storage.untrusted_json import first_problem
 
 FILE_NAME = "manifest.json"
 VERSION = 1
@@ -183,7 +184,7 @@ class Manifest:
         except OSError as error:
             raise UserError(f"cannot read {path}: {error.strerror}") from error
         except ValidationError as error:
-            raise UserError(_not_a_manifest(path, _first(error))) from error
+            raise UserError(_not_a_manifest(path, first_problem(error))) from error
         if manifest.version not in (VERSION, CONVERSATIONS, PREFERENCES):
             known = f"{VERSION}, {CONVERSATIONS} and {PREFERENCES}"
             reason = f"version is {manifest.version}, this jaxforge knows {known}"
@@ -207,12 +208,6 @@ def _check_hashes(path: Path, manifest: Manifest) -> None:
         if hashes is not None and len(hashes) != blocks:
             reason = f"crc32 of {shard.file} has {len(hashes)} hashes for {blocks} blocks"
             raise UserError(_not_a_manifest(path, reason))
-
-
-def _first(error: ValidationError) -> str:
-    """Return the first problem of a validation error as "key: problem"."""
-    first = error.errors(include_input=False)[0]  # the input may be the whole file
-    return ": ".join(filter(None, [".".join(map(str, first["loc"])), first["msg"]]))
 
 
 def _not_a_manifest(path: Path, reason: str) -> str:
