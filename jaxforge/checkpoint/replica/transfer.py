@@ -29,6 +29,7 @@ from typing import Any, NamedTuple
 from jaxforge.checkpoint.replica.store import BLOCK, Group, Manifest, Store
 from jaxforge.cli.authenticated import Channel
 from jaxforge.cli.bounded_threads import BoundedThreads
+from jaxforge.storage.untrusted_json import load_object
 
 log = logging.getLogger(__name__)
 
@@ -100,7 +101,7 @@ class _Connection(socketserver.BaseRequestHandler):
         """Answer a request."""
         try:
             self._channel = Channel(self.request, self.server.owner.token, is_client=False)
-            request = json.loads(self._channel.receive(_MAX_REQUEST))
+            request = load_object(self._channel.receive(_MAX_REQUEST), "a request")
             self.server.note_proof(self.request)
             self._channel.extend(TIMEOUT_SEC)
             self._answer(request)
