@@ -86,6 +86,9 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         line.error("--address is that of a Ray cluster: add --engine ray, or remove it")
     if (args.slurm or args.share) and args.engine == "ray":
         line.error("--slurm and --engine ray exclude each other")
+    if args.slurm and not str(args.output).isprintable():  # a comment would end at a line break
+        line.error(f"--slurm writes a script with the name of --output {str(args.output)!r}: give "
+                   "a name without control characters")  # fmt: skip
     if args.slurm and args.share:
         line.error("--slurm and --share exclude each other")
     if not args.input and not args.hf_dataset:

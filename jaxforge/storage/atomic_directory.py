@@ -138,12 +138,14 @@ def check_output(output: Path, marker: str, overwrite: bool) -> None:
 
 def _open(partial: Path, plan: Plan, say: Callable[[str], None]) -> AtomicDirectory:
     plan = json.loads(json.dumps(plan))  # comparable with the file: tuples become lists
-    before, journal = (read_json(partial / name) for name in (PLAN, JOURNAL))
+    before, journal = read_plan(partial), read_json(partial / JOURNAL)
     # A kill after the final rename leaves a journal without out/, from which nothing can resume.
     if before == plan and journal is not None and (partial / "out").is_dir():
         say(f"resuming from {partial}")
         return AtomicDirectory(partial / "out", journal, partial)
-    if before not in (None, plan) and journal is not None:
+    if damaged := is_damaged(partial, before, journal):
+        say(f"starting over: {partial / damaged} is damaged")
+    elif before not in (None, plan) and journal is not None:
         say(f"starting over: {difference(before, plan)}")
     # The journal goes first: after a kill in this loop, nothing must resume from parts of out/.
     (partial / JOURNAL).unlink(missing_ok=True)
@@ -161,7 +163,7 @@ def attach(output: Path, plan: Plan) -> AtomicDirectory:
         UserError: that process has another plan.
     """
     partial = partial_of(output.absolute())
-    check_plan(read_json(partial / PLAN), plan, output)
+    check_plan(read_plan(partial), plan, output)
     return AtomicDirectory(partial / "out", read_json(partial / JOURNAL), partial)
 
 
@@ -172,7 +174,7 @@ def discard(state: Path, source: str) -> None:
         state: directory of the plan.
         source: name of the input.
     """
-    plan = read_json(state / PLAN)
+    plan = read_plan(state)
     if plan:
         items = [[source, "changed"] if item[0] == source else item for item in plan["inputs"]]
         write_json(state / PLAN, {**plan, "inputs": items})
@@ -216,10 +218,39 @@ def partial_of(destination: Path) -> Path:
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
-    """Return the object in a JSON file or an object of a bucket; None if it does not exist."""
-    with suppress(FileNotFoundError):
-        return json.loads(path.read_bytes())
-    return None
+    """Return the object in a JSON file or an object of a bucket.
+
+    None if it does not exist or is damaged, so that what it describes is made again.
+    """
+    try:
+        value = json.loads(_read(path))
+    except FileNotFoundError:
+        return None
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def read_plan(state: Path) -> Plan | None:
+    """Return the plan in the directory of a state; None if it does not exist or is damaged."""
+    plan = read_json(state / PLAN) or {}
+    inputs = plan.get("inputs")
+    if not isinstance(plan.get("options"), dict) or not isinstance(inputs, list):
+        return None
+    return plan if all(isinstance(item, list) and item for item in inputs) else None
+
+
+def is_damaged(state: Path, plan: Plan | None, journal: object) -> str:
+    """Return the name of the file of a state that exists and could not be read, or ""."""
+    values = {PLAN: plan, JOURNAL: journal}
+    return next((name for name, v in values.items() if v is None and (state / name).exists()), "")
+
+
+def _read(path: Path) -> bytes:
+    """Return the content of a file; that of a pipe, which may wait for ever, is empty."""
+    if urls.in_bucket(path):
+        return path.read_bytes()
+    return path.read_bytes() if path.is_file() or not path.exists() else b""
 
 
 def write_json(path: Path, value: object) -> None:

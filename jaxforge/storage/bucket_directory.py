@@ -24,7 +24,9 @@ from jaxforge.storage.atomic_directory import (
     Plan,
     check_plan,
     difference,
+    is_damaged,
     read_json,
+    read_plan,
     write_json,
 )
 
@@ -76,7 +78,7 @@ def attach(output: Path, plan: Plan) -> AtomicDirectory:
         UserError: that process has another plan.
     """
     state = output / _STATE
-    check_plan(read_json(state / PLAN), plan, output)
+    check_plan(read_plan(state), plan, output)
     return AtomicDirectory(output, read_json(state / JOURNAL), state)
 
 
@@ -115,12 +117,14 @@ def _take(lock: run_lock.RunLock, output: Path) -> None:
 def _open(output: Path, plan: Plan, say: Callable[[str], None]) -> AtomicDirectory:
     plan = json.loads(json.dumps(plan))  # comparable with the object: tuples become lists
     state = output / _STATE
-    before, journal = (read_json(state / name) for name in (PLAN, JOURNAL))
+    before, journal = read_plan(state), read_json(state / JOURNAL)
     is_begun = (output / INCOMPLETE).exists()
     if is_begun and before == plan and journal is not None:
         say(f"resuming from {output}")
         return AtomicDirectory(output, journal, state)
-    if is_begun and before not in (None, plan) and journal is not None:
+    if is_begun and (damaged := is_damaged(state, before, journal)):
+        say(f"starting over: {state / damaged} is damaged")
+    elif is_begun and before not in (None, plan) and journal is not None:
         say(f"starting over: {difference(before, plan)}")
     # The order matters: after a kill, no reader may see parts, and no run may resume from them.
     buckets.write(output / INCOMPLETE, _NOTE)

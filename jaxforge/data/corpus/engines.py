@@ -18,7 +18,7 @@ from typing import Protocol
 
 from jaxforge.data.corpus.parts import Fold, Part
 from jaxforge.data.corpus.progress import Done
-from jaxforge.data.corpus.unit_worker import Job, Show, prepare_unit
+from jaxforge.data.corpus.unit_worker import Job, Show, intact_units, prepare_unit
 from jaxforge.data.corpus.units import Unit
 from jaxforge.data.corpus.workers import News, Workers, serve_requests
 
@@ -63,8 +63,9 @@ def run_units(
     parts = job.parts
     fold = Fold(parts, share, (len(job.options.splits), vocab_size))
     numbers = {unit.number for unit in units}
-    finished = parts.finished() & numbers
-    fold.add_left(parts.with_counts() & finished)
+    finished = intact_units(job, parts.finished() & numbers)
+    for number in parts.with_counts() & finished:  # left by an interrupted process
+        fold.add(number)
     progress = _Progress(units, finished, show)
     for part in engine(job, [u for u in units if u.number not in finished], progress.update):
         fold.add(part.unit)

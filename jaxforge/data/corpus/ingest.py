@@ -317,9 +317,25 @@ def open_corpus(
         lengths: returns the file of the conversations' lengths of a split.
 
     Raises:
-        UserError: bad records were skipped before, and are errors now.
+        UserError: bad records were skipped before, and are errors now; or the journal is damaged.
     """
-    journal = journal or EMPTY_JOURNAL
+    try:
+        return _open_corpus(out, journal or EMPTY_JOURNAL, tokenizer, options, unit, lengths)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise UserError(
+            f"the progress in {out.parent} is damaged ({error!r}): remove that directory, and "
+            "repeat the command"
+        ) from error
+
+
+def _open_corpus(
+    out: Path,
+    journal: dict[str, Any],
+    tokenizer: Tokenizer,
+    options: Options,
+    unit: int | None,
+    lengths: Callable[[str], Path] | None,
+) -> Corpus:
     if journal["skipped"] and not options.skip_bad:
         raise UserError(
             f"the interrupted run skipped {journal['skipped']} bad records; pass "

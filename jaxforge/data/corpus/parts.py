@@ -14,6 +14,7 @@ are added up while the units are prepared, and removed.
 import io
 import re
 import time
+import zipfile
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -24,7 +25,7 @@ from typing import Any
 
 import numpy as np
 from jaxtyping import Int
-from pydantic import TypeAdapter
+from pydantic import TypeAdapter, ValidationError
 
 from jaxforge.data.corpus.manifest import Shard
 from jaxforge.data.corpus.statistics import Statistics, merged
@@ -32,8 +33,10 @@ from jaxforge.errors import UserError
 from jaxforge.storage import locks, urls
 from jaxforge.storage.atomic_directory import read_json, write_bytes, write_json
 
+READERS = 32
+"""Number of threads that read parts."""
+
 _LOCK_SECONDS = 600.0  # in which a lost process must have released its lock
-_READERS = 32  # requests at a time
 _NAME = re.compile(r"(\d{6})\.(json|counts)")
 
 
@@ -145,13 +148,16 @@ class Parts:
         write_json(self._path(unit, "journal"), journal)
 
     def read(self, unit: int) -> Part | None:
-        """Return a part; None if it is not finished."""
+        """Return a part; None if it is not finished, or its file is damaged."""
         value = read_json(self._path(unit, "json"))
-        return None if value is None else _JSON.validate_python(value)
+        try:
+            return None if value is None else _JSON.validate_python(value)
+        except ValidationError:
+            return None
 
     def read_all(self, units: Iterable[int]) -> Iterator[Part]:
         """Yield finished parts, in order."""
-        with ThreadPoolExecutor(_READERS) as threads:
+        with ThreadPoolExecutor(READERS) as threads:
             for number, part in zip(units, threads.map(self.read, units), strict=True):
                 assert part is not None, f"part {number} is not finished"
                 yield part
@@ -166,8 +172,9 @@ class Parts:
 
     def counts(self, unit: int, shape: Sequence[int]) -> Counts:
         """Return the counts of a unit that are not folded."""
-        data = zlib.decompress(self._path(unit, "counts").read_bytes())
-        return np.frombuffer(data, "<i8").reshape(shape)
+        path = self._path(unit, "counts")
+        with _sound(path):
+            return np.frombuffer(zlib.decompress(path.read_bytes()), "<i8").reshape(shape)
 
     def remove_counts(self, unit: int) -> None:
         """Remove the counts of a unit."""
@@ -204,25 +211,18 @@ class Fold:
     def __init__(self, parts: Parts, share: int, shape: tuple[int, int]) -> None:
         self._parts, self._path, self._shape = parts, parts.fold_path(share), shape
         self.units, self.counts = _read_fold(self._path, shape)
+        self._folded = folded_units(parts, shape)
         self._pending: list[int] = []
 
     def add(self, unit: int) -> None:
-        """Add the counts of a unit."""
+        """Add the counts of a unit, unless they are part of a sum, because the unit is repeated."""
+        if unit in self._folded:
+            self._parts.remove_counts(unit)
+            return
         self.counts += self._parts.counts(unit, self.counts.shape)
         self._pending.append(unit)
         if len(self._pending) >= self._PENDING:
             self.save()
-
-    def add_left(self, units: Iterable[int]) -> None:
-        """Add counts that an interrupted process has left, unless any process has folded them."""
-        folded: set[int] = set()
-        for path in self._parts.folds():
-            folded |= _read_fold(path, self._shape)[0]
-        for unit in units:
-            if unit in folded:
-                self._parts.remove_counts(unit)
-            else:
-                self.add(unit)
 
     def save(self) -> None:
         """Write the sum, and only then remove what it contains."""
@@ -233,6 +233,11 @@ class Fold:
         for unit in self._pending:
             self._parts.remove_counts(unit)
         self._pending = []
+
+
+def folded_units(parts: Parts, shape: tuple[int, int]) -> set[int]:
+    """Return the units whose counts any process has folded."""
+    return set().union(*(_read_fold(path, shape)[0] for path in parts.folds()))
 
 
 def all_counts(parts: Parts, shape: tuple[int, int]) -> Counts:
@@ -250,10 +255,21 @@ def all_counts(parts: Parts, shape: tuple[int, int]) -> Counts:
 
 def _read_fold(path: Path, shape: tuple[int, int]) -> tuple[set[int], Counts]:
     try:
-        with np.load(io.BytesIO(path.read_bytes())) as file:
-            return set(file["units"].tolist()), file["counts"]
+        with _sound(path), np.load(io.BytesIO(path.read_bytes())) as file:
+            return set(file["units"].tolist()), file["counts"].reshape(shape)
     except FileNotFoundError:
         return set(), np.zeros(shape, np.int64)
+
+
+@contextmanager
+def _sound(path: Path) -> Iterator[None]:
+    """Convert errors of a damaged file of counts, which cannot be made again, to UserError."""
+    try:
+        yield
+    except (ValueError, KeyError, EOFError, zlib.error, zipfile.BadZipFile) as error:
+        raise UserError(
+            f"{path} is damaged ({error}): remove {path.parent.parent}, and repeat the command"
+        ) from error
 
 
 def _names(directory: Path) -> list[str]:

@@ -14,7 +14,15 @@ from jaxforge.data.corpus.content import TextField
 from jaxforge.data.corpus.documents import text_parts
 from jaxforge.data.corpus.maps import AnyRecord, Mapped, RecordKeys, with_repeats
 from jaxforge.data.corpus.records import Input
-from jaxforge.data.corpus.repeats import KEY, Repeats, RunUnits, find_repeats, keys_path, write_keys
+from jaxforge.data.corpus.repeats import (
+    KEY,
+    Repeats,
+    RunUnits,
+    find_repeats,
+    keys_path,
+    open_entries,
+    write_keys,
+)
 from jaxforge.data.corpus.units import Unit
 
 
@@ -60,7 +68,7 @@ def find_repeated_records(
         survey = functools.partial(_survey, work_directory, skip_bad)
         entries = sum(run_units(survey, list(enumerate(surveyed))))
         paths = find_repeats(len(units), work_directory, run_units)
-        repeated = sum(len(np.load(path, mmap_mode="r")) for path in paths)
+        repeated = sum(len(open_entries(path)) for path in paths)
         show(f"pass for --map {each.spec}: {entries:,} keys, {repeated:,} repeated records")
         contents = [
             [with_repeats(content, index, Repeats(path, i)) for i, content in enumerate(row)]
@@ -86,7 +94,7 @@ def _survey(directory: Path, skip_bad: bool, numbered: tuple[int, Sequence[Input
     number, unit = numbered
     path = keys_path(directory, number)
     if path.exists():
-        return len(np.load(path, mmap_mode="r"))
+        return len(open_entries(path))
     entries = bytearray()
     for part in text_parts(unit, skip_bad=skip_bad):
         source, records, offset = part.end

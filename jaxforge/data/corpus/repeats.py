@@ -20,6 +20,7 @@ from typing import Protocol, TypeVar
 import numpy as np
 from jaxtyping import Shaped
 
+from jaxforge.errors import UserError
 from jaxforge.storage import safe_files
 
 RANGE_ENTRIES = 1 << 21
@@ -83,7 +84,7 @@ def find_repeats(units: int, directory: Path, run_units: RunUnits) -> list[Path]
     Returns:
         For each unit the path for `Repeats`.
     """
-    total = sum(len(_open(keys_path(directory, unit))) for unit in range(units))
+    total = sum(len(open_entries(keys_path(directory, unit))) for unit in range(units))
     ranges = max(1, -(-total // RANGE_ENTRIES))
     for _ in run_units(functools.partial(_write_range, directory, units, ranges), range(ranges)):
         pass
@@ -96,7 +97,7 @@ def _write_range(directory: Path, units: int, ranges: int, number: int) -> None:
     bounds = [-(-(i << 64) // ranges) for i in (number, number + 1)]
     entries, origins = [], []
     for unit in range(units):
-        keys = _open(keys_path(directory, unit))
+        keys = open_entries(keys_path(directory, unit))
         # bisect and not searchsorted, which would copy a column of the whole file.
         first, last = (bisect.bisect_left(keys, bound, key=_high) for bound in bounds)
         entries.append(np.array(keys[first:last]))
@@ -131,7 +132,7 @@ def _write_unit(directory: Path, ranges: int, unit: int) -> Path:
     """Collect the repeated records of a unit from all ranges."""
     parts = []
     for number in range(ranges):
-        repeats = _open(_range_path(directory, number))
+        repeats = open_entries(_range_path(directory, number))
         first, last = (bisect.bisect_left(repeats, bound, key=_unit) for bound in (unit, unit + 1))
         parts.append(np.array(repeats[first:last]))
     path = directory / f"repeats_{unit:05d}.npy"
@@ -149,12 +150,22 @@ def _range_path(directory: Path, number: int) -> Path:
 
 @functools.lru_cache(maxsize=2)
 def _numbers(path: Path, source: int) -> Shaped[np.ndarray, "n"]:
-    repeats = np.load(path)
+    repeats = open_entries(path)
     return np.ascontiguousarray(repeats["record"][repeats["input"] == source])
 
 
-def _open(path: Path) -> Shaped[np.ndarray, "n"]:
-    return np.load(path, mmap_mode="r")
+def open_entries(path: Path) -> Shaped[np.ndarray, "n"]:
+    """Return the entries of a file of the passes, mapped into memory.
+
+    Raises:
+        UserError: the file is damaged.
+    """
+    try:
+        return np.load(path, mmap_mode="r")
+    except (ValueError, EOFError) as error:
+        raise UserError(
+            f"{path} is damaged ({error}): remove {path.parents[2]}, and repeat the command"
+        ) from error
 
 
 def _save(path: Path, array: Shaped[np.ndarray, "n"]) -> None:

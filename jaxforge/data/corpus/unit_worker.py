@@ -9,17 +9,19 @@ On a local disk, an interrupted unit resumes from its journal. In a bucket it st
 import functools
 import socket
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from jaxforge.data.corpus.ingest import Corpus, Options, fill, open_corpus
-from jaxforge.data.corpus.parts import Part, Parts, SplitPart
+from jaxforge.data.corpus.parts import READERS, Part, Parts, SplitPart
 from jaxforge.data.corpus.tokenizer import Tokenizer
 from jaxforge.data.corpus.tokenizer_files import load_tokenizer
 from jaxforge.data.corpus.units import Unit
+from jaxforge.data.corpus.writer import lengths_bytes, shard_header
 from jaxforge.errors import UserError
 from jaxforge.storage import urls
 from jaxforge.storage.atomic_directory import PLAN
@@ -80,7 +82,7 @@ def prepare_unit(job: Job, unit: Unit, workers: int = 1, show: Show = lambda *_:
         )
     parts = job.parts
     with parts.claimed(unit.number) as finished:
-        if finished:
+        if finished and is_intact(job, finished):
             return finished
         tokenizer = _tokenizer(job.out / "tokenizer", job.fingerprint)
         is_remote = urls.in_bucket(job.out)
@@ -112,6 +114,45 @@ def prepare_unit(job: Job, unit: Unit, workers: int = 1, show: Show = lambda *_:
         counts = np.stack([split.writer.counts for split in corpus.splits.values()])
         parts.write(part, counts)
     return part
+
+
+def intact_units(job: Job, numbers: Iterable[int]) -> set[int]:
+    """Return the finished units among `numbers` whose files are whole; the others are repeated."""
+    numbers, parts = list(numbers), job.parts
+
+    def check(number: int) -> bool:
+        part = parts.read(number)
+        return part is not None and is_intact(job, part)
+
+    with ThreadPoolExecutor(READERS) as threads:
+        are_intact = list(threads.map(check, numbers))
+    return {n for n, is_whole in zip(numbers, are_intact, strict=True) if is_whole}
+
+
+def is_intact(job: Job, part: Part) -> bool:
+    """Return whether the files of a part have their sizes. Those in buckets are written whole."""
+    if urls.in_bucket(job.out):
+        return True
+    dtype, file_format = job.options.dtype, job.options.file_format
+    for name, split in part.splits.items():
+        lengths = job.parts.lengths_path(part.unit, name)
+        size = lengths_bytes(split.documents)
+        if job.options.conversations and not _has(lengths, b"", size):
+            return False
+        for shard in split.shards:
+            header = shard_header(shard.tokens, dtype, file_format)
+            size = len(header) + shard.tokens * np.dtype(dtype).itemsize
+            if not _has(job.out / name / shard.file, header, size):
+                return False
+    return True
+
+
+def _has(path: Path, start: bytes, size: int) -> bool:
+    """Return whether a path is a file of a size that begins with some bytes."""
+    if not path.is_file() or path.stat().st_size != size:
+        return False
+    with path.open("rb") as file:
+        return file.read(len(start)) == start
 
 
 @functools.lru_cache(1)

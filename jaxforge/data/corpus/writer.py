@@ -8,6 +8,7 @@ removed, and the same tokens are added again.
 """
 
 import dataclasses
+import io
 import itertools
 import os
 import zlib
@@ -44,6 +45,21 @@ def token_dtype(name: str | None, vocab_size: int) -> str:
     if name and np.iinfo(name).max < vocab_size - 1:
         raise UserError(f"--dtype {name} cannot hold a vocabulary of {vocab_size}; use {smallest}")
     return name or smallest
+
+
+def shard_header(tokens: int, dtype: str, file_format: str) -> bytes:
+    """Return the bytes of a complete shard before its tokens."""
+    header = io.BytesIO()
+    if file_format == "npy":
+        descr = np.dtype(dtype).newbyteorder("<").str
+        layout = {"descr": descr, "fortran_order": False, "shape": (tokens,)}
+        np.lib.format.write_array_header_1_0(header, layout)
+    return header.getvalue()
+
+
+def lengths_bytes(conversations: int) -> int:
+    """Return the size of the file of the conversations' lengths."""
+    return 4 * conversations
 
 
 class ShardWriter:
@@ -159,9 +175,21 @@ class ShardWriter:
                     break
                 path.unlink()  # a shard that was begun after the state
             if self.conversations:
-                os.truncate(self._lengths, 4 * self.documents)
+                self._check_size(self._lengths, lengths_bytes(self.documents))
+                os.truncate(self._lengths, lengths_bytes(self.documents))
+        for shard in self._shards:
+            header = len(shard_header(shard.tokens, self.dtype, self._format))
+            size = header + shard.tokens * self._dtype.itemsize
+            self._check_size(self._directory / shard.file, size)
         if self._shards and self._shards[-1].tokens < self._shard_tokens:
             self._reopen(self._shards[-1])
+
+    def _check_size(self, path: Path, size: int) -> None:
+        """Check that a file of the state has all its bytes; later ones may follow."""
+        with _named(path):
+            if not path.is_file() or path.stat().st_size < size:
+                partial = self._directory.parent.parent
+                raise UserError(f"{path} lost its end; remove {partial}")
 
     def _reopen(self, shard: Shard) -> None:
         path = self._directory / shard.file
@@ -169,8 +197,6 @@ class ShardWriter:
             self._file = file = path.open("r+b")
             self._write_header(file, 0)  # positions the file behind the header
             end = file.tell() + shard.tokens * self._dtype.itemsize
-            if path.stat().st_size < end:
-                raise UserError(f"{path} lost its end; remove {path.parent.parent.parent}")
             file.truncate(end)
             file.seek(end)
 
@@ -284,6 +310,7 @@ class ShardWriter:
         shard = Shard(self._shard_name(len(self._shards)), 0, 0)
         path = self._directory / shard.file
         with _named(path):
+            path.unlink(missing_ok=True)  # of an attempt that was lost
             self._file = file = path.open("wb")
             self._write_header(file, 0)
         self._shards.append(shard)
@@ -301,9 +328,7 @@ class ShardWriter:
 
     def _write_header(self, file: BinaryIO, tokens: int) -> None:
         """Write a .npy header; NumPy pads it, so its size is the same for any number of tokens."""
-        if self._format == "npy":
-            header = {"descr": self._dtype.str, "fortran_order": False, "shape": (tokens,)}
-            np.lib.format.write_array_header_1_0(file, header)
+        file.write(shard_header(tokens, self.dtype, self._format))
 
 
 @contextmanager

@@ -1,12 +1,15 @@
 """Slurm script of `jaxforge prepare --slurm N`: an array of tasks, and a job that commits."""
 
 import argparse
+import re
 import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from jaxforge.errors import UserError
+
+_UNSAFE = re.compile(r"[^\w.-]")  # in the name of a job, which sbatch reads as words
 
 _TEMPLATE = """\
 #!/bin/bash
@@ -47,7 +50,7 @@ def script(args: argparse.Namespace, name: str, directory: Path) -> str:
         n=args.slurm,
         last=args.slurm - 1,
         name=name,
-        job=f"prepare-{args.output.name}",
+        job=_UNSAFE.sub("_", f"prepare-{args.output.name}"),
         directory=shlex.quote(str(directory)),
         command=shlex.join(words),
         workers="" if args.workers else '--workers "$SLURM_CPUS_PER_TASK" ',

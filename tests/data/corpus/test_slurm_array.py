@@ -57,6 +57,23 @@ def test_shares_in_any_order_match_a_single_run(corpus, tmp_path, reference, mon
     monkeypatch.undo()
 
 
+def test_line_break_in_output_is_refused(corpus, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("a\ntouch TOUCHED #", "a\rb", "a\x85b"):
+        with pytest.raises(UserError, match="without control characters"):
+            run(corpus, tmp_path / name, "--slurm", "2")
+    assert not list(tmp_path.glob("*.sbatch"))
+    assert not list(tmp_path.glob(".*partial"))
+
+
+def test_job_name_is_a_word(corpus, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run(corpus, tmp_path / "my out; x", "--slurm", "2")
+    assert (
+        "\n#SBATCH --job-name=prepare-my_out__x\n" in Path("prepare_my out; x.sbatch").read_text()
+    )
+
+
 def test_share_needs_the_plan_of_the_array(corpus, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match=r"nothing is planned for .*out, or it is complete"):

@@ -340,7 +340,8 @@ def test_counts_are_folded_once_whatever_was_interrupted(tmp_path):
     fold.add(0)  # and killed before it is saved
     fold = parts.Fold(store, 0, shape)
     assert store.with_counts() == {0, 2, 3, 4, 5}
-    fold.add_left({0, 2, 3})
+    for unit in (0, 2, 3):
+        fold.add(unit)
     fold.save()
     assert store.with_counts() == {4, 5}
     assert np.array_equal(parts.all_counts(store, shape), sum(rows.values()))
