@@ -34,6 +34,7 @@ def here(tmp_path_factory):
     (here / "utf16.toml").write_bytes("[model]\ndim = 64\n".encode("utf-16"))
     (here / "vlm.toml").write_text("[vlm]\nx = 1\n")
     (here / "twice.toml").write_text("[model]\ndim = 64\ndim = 32\n")
+    (here / "config.yaml").write_text("model:\n  hidden_size: 64\n")
     (here / "json.toml").write_text('{"model": {"dim": 64}}')
     (here / "one.jsonl").write_text('{"text": "hello there"}\n')
     for name in ("content.jsonl", "syntax.txt"):

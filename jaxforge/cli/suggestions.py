@@ -8,6 +8,9 @@ from pathlib import Path
 from jaxforge.errors import shortened
 
 _LISTED, _LONGEST_NAME = 30, 200  # names, and characters of each
+ALIKE = 0.66
+"""Similarity (`difflib`) from which a message suggests one of many options or keys."""
+
 _MANY = 10_000  # largest number of names read from a directory
 
 

@@ -151,10 +151,15 @@ class CommandParser(argparse.ArgumentParser):
 
     def _hint(self, option: str) -> str:
         """Return a suggestion of similar options or settings, or ""."""
-        meant = {known.replace("-", "_"): [known] for known in self._option_string_actions}
+        name = option.strip("-").replace("-", "_")
+        meant = {x.strip("-").replace("-", "_"): [x] for x in self._option_string_actions}
         if self._takes_settings:
+            from jaxforge.config.reading import foreign_names  # as slow as the schema
+
+            if name not in meant and (foreign := foreign_names.advice((name,), "--")):
+                return foreign
             meant |= _settings_by_name()
-        close = difflib.get_close_matches(option.replace("-", "_"), meant, n=1)
+        close = difflib.get_close_matches(name, meant, n=1, cutoff=suggestions.ALIKE)
         return f"; did you mean {' or '.join(meant[close[0]])}?" if close else ""
 
 
@@ -244,7 +249,7 @@ def _settings_by_name() -> dict[str, list[str]]:
     from jaxforge.config.reading.schema import keys_by_name
 
     return {
-        f"__{name}": [f"--{key}" for key in keys if "." in key]
+        name: [f"--{key}" for key in keys if "." in key]
         for name, keys in keys_by_name().items()
         if any("." in key for key in keys)
     }

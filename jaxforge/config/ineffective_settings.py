@@ -4,6 +4,7 @@ Each warning names the key, its value and a change. `plan.checks` has the warnin
 the data and the disk.
 """
 
+import json
 import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -28,11 +29,8 @@ def ineffective_settings(config: JobConfig, platform: str) -> list[str]:
         *rates,
         *_data(config),
         *_precision(config, platform),
-        *_optimizer(config),
-        *_experts(config),
-        *_mtp(config),
+        *_unused(config),
         *_average(config),
-        *_objective(config),
         *schedule(config),
         *_intervals(config),
     ]
@@ -104,58 +102,49 @@ def _precision(config: JobConfig, platform: str) -> Iterator[str]:
         )
 
 
-def _optimizer(config: JobConfig) -> Iterator[str]:
-    """Warn of keys that belong to another optimizer."""
-    section = config.optimizer
-    owners = {"muon_": "muon", "soap_": "soap", "schedule_free_": "schedule_free_adamw"}
-    for prefix, name in owners.items():
-        keys = [key for key in type(section).model_fields if key.startswith(prefix)]
-        for key in keys if section.name != name else ():
-            value = getattr(section, key)
-            if value != type(section).model_fields[key].default:
-                yield (
-                    f"optimizer.{key} = {short_toml(value)} has no effect with optimizer.name = "
-                    f'"{section.name}": remove it, or set optimizer.name to "{name}"'
-                )
+_NEEDS: dict[str, tuple[str, object]] = {
+    "early_stop.": ("early_stop.active", True),
+    "profiling.": ("profiling.enable", True),
+    "dpo.": ("train.objective", "dpo"),
+    "distillation.": ("train.objective", "distillation"),
+    "lora.": ("lora.rank", None),
+    "optimizer.muon_": ("optimizer.name", "muon"),
+    "optimizer.soap_": ("optimizer.name", "soap"),
+    "optimizer.schedule_free_": ("optimizer.name", "schedule_free_adamw"),
+    "optimizer.skip_idle_experts": ("model.num_experts", None),
+    "train.ema_": ("train.ema_decay", None),
+    "train.mtp_loss_weight": ("model.mtp_depth", None),
+}
+"""Beginning of keys -> key and value without which they have no effect; None: other than 0."""
 
 
-def _experts(config: JobConfig) -> Iterator[str]:
-    if config.optimizer.skip_idle_experts and not config.model.is_moe:
-        yield (
-            "optimizer.skip_idle_experts = true has no effect: the model has no experts "
-            "(model.num_experts = 0); remove it"
-        )
+def _unused(config: JobConfig) -> Iterator[str]:
+    """Yield settings whose effect depends on another key.
 
-
-def _mtp(config: JobConfig) -> Iterator[str]:
-    if config.is_set("train.mtp_loss_weight") and not config.model.mtp_depth:
-        yield (
-            f"train.mtp_loss_weight = {config.train.mtp_loss_weight:g} has no effect: the model "
-            "predicts no further tokens (model.mtp_depth = 0); remove it, or set model.mtp_depth"
-        )
-
-
-def _objective(config: JobConfig) -> Iterator[str]:
-    for name in ("dpo", "distillation"):
-        section = getattr(config, name)
-        if section.model_fields_set and config.train.objective != name:
-            keys = ", ".join(f"{name}.{key}" for key in sorted(section.model_fields_set))
+    Values equal to the default do not count, because the config of a run contains all keys.
+    """
+    changed = config.changed_settings
+    for start, (key, needed) in _NEEDS.items():
+        value = config.settings[key]
+        if value == needed or (needed is None and value):
+            continue
+        unused = [
+            f"{name} = {short_toml(x)}" for name, x in changed.items()
+            if name.startswith(start) and x is not False
+        ]  # fmt: skip
+        if unused:
+            verb, it = ("have", "them") if len(unused) > 1 else ("has", "it")
+            remedy = f"{key} to {json.dumps(needed)}" if needed else key
             yield (
-                f'{keys} has no effect: train.objective = "{config.train.objective}"; remove it, '
-                f'or set train.objective = "{name}"'
+                f"{', '.join(unused)} {verb} no effect with {key} = {short_toml(value)}: remove "
+                f"{it}, or set {remedy}"
             )
 
 
 def _average(config: JobConfig) -> Iterator[str]:
-    """Yield settings of an average that is off, is too short, or is lost in rounding errors."""
+    """Yield settings of an average that is too short, or is lost in rounding errors."""
     train = config.train
     if not train.averages_weights:
-        for key in ("ema_dtype", "ema_interval", "ema_start"):
-            if config.is_set(f"train.{key}"):
-                yield (
-                    f"train.{key} has no effect: train.ema_decay = 0 computes no average; remove "
-                    "it, or set train.ema_decay"
-                )
         return
     if train.ema_interval > train.max_steps - train.ema_start:
         yield (

@@ -125,6 +125,12 @@ class JobConfig(Section):
         sections = {name: getattr(self, name) for name in type(self).model_fields}
         return {f"{name}.{key}": x for name, section in sections.items() for key, x in section}
 
+    @property
+    def changed_settings(self) -> dict[str, Any]:
+        """The settings that differ from their default, by dotted key."""
+        defaults = type(self)().settings
+        return {key: value for key, value in self.settings.items() if value != defaults[key]}
+
     def to_toml(self) -> str:
         """Return the resolved config as TOML that loads back to an equal config.
 

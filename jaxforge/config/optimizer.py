@@ -53,7 +53,7 @@ class OptimizerConfig(Section):
     lr_base_batch: PositiveInt | None = None
     """Sequences per update for which lr was chosen."""
     weight_decay: NonNegativeFloat = 0.1
-    """Decoupled weight decay of all parameters with more than one dimension."""
+    """Decoupled weight decay of matrices, but not of biases and norms, including those per head."""
     cautious_weight_decay: bool = False
     """Decay only the elements that the step moves towards zero."""
     qk_clip: PositiveFloat | None = None

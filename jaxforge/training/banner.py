@@ -10,6 +10,7 @@ from jax.sharding import Mesh
 import jaxforge
 from jaxforge.checkpoint.layout import split_adapters
 from jaxforge.checkpoint.replica.memory import describe_memory
+from jaxforge.config.batch_ramp import BatchRamp
 from jaxforge.config.job import JobConfig
 from jaxforge.config.model import ModelConfig
 from jaxforge.config.train import TrainConfig
@@ -27,6 +28,7 @@ from jaxforge.step.memory import step_memory
 from jaxforge.storage import urls
 from jaxforge.telemetry.numbers import human
 from jaxforge.training.frozen import FrozenFields
+from jaxforge.training.summary import epoch_rounding
 
 
 def rows(
@@ -71,7 +73,7 @@ def _rows(
     yield "on the host", ", ".join(train.offload)
     yield "replicas", describe_memory(config.checkpoint, state)
     yield "data", _data(config, progress.sequences_per_epoch)
-    yield "length", _length(config, ramp.samples(train.max_steps), progress)
+    yield "length", _length(config, ramp, progress)
     seed = "" if train.data_seed is None else f", of the data {train.data_seed}"
     yield "seed", f"{train.seed}{seed}"
     yield "versions", _versions()
@@ -139,10 +141,13 @@ def _data(config: JobConfig, per_epoch: int | None) -> str:
     return f"{name}{tokens}"
 
 
-def _length(config: JobConfig, samples: int, progress: Progress) -> str:
+def _length(config: JobConfig, ramp: BatchRamp, progress: Progress) -> str:
     """Describe the length of the whole run and its current position."""
-    per_epoch = progress.sequences_per_epoch
-    epochs = f", {samples / per_epoch:.3g} epochs" if per_epoch else ""
+    samples, per_epoch = ramp.samples(config.train.max_steps), progress.sequences_per_epoch
+    epochs = ""
+    if per_epoch:
+        rounding = epoch_rounding(per_epoch, ramp.sequences(config.train.grad_accum_steps))
+        epochs = f", {samples / per_epoch:.3g} epochs{rounding}"
     begun = f"; from step {progress.step:,} on" if progress.step else ""
     tokens = human(samples * config.train.seq_len)
     return f"{config.train.max_steps:,} steps, {tokens} tokens{epochs}{begun}"

@@ -76,7 +76,19 @@ def _length(config: JobConfig, ramp: BatchRamp, per_epoch: int | None) -> Iterat
     if per_epoch is None:
         yield "no epochs: the length of the data is not known"
     else:
-        yield f"{samples / per_epoch:.4g} epochs of {per_epoch:,} sequences"
+        rounding = epoch_rounding(per_epoch, ramp.sequences(config.train.grad_accum_steps))
+        yield f"{samples / per_epoch:.4g} epochs of {per_epoch:,} sequences{rounding}"
+
+
+def epoch_rounding(per_epoch: int, per_update: int) -> str:
+    """Return the end of a sentence about epochs, if whole updates change their number visibly.
+
+    Args:
+        per_epoch: sequences of an epoch.
+        per_update: sequences of an update.
+    """
+    is_visible = per_update > per_epoch / 20
+    return f", in whole updates of {per_update:,} sequences" if is_visible else ""
 
 
 def _batch(config: JobConfig, ramp: BatchRamp) -> Iterator[str]:

@@ -201,6 +201,24 @@ def test_file_errors_are_reported_with_line(error_text, text, message):
             "--train.seed=x: expected an integer",
         ),
         (["--train.seed.x=1"], "--train.seed.x=1: train.seed = {x = 1}: expected an integer"),
+        (
+            ["--train.opt_state_dtype=int8"],
+            "--train.opt_state_dtype=int8: expected one of float32, bfloat16, float16, 8bit",
+        ),
+        (
+            ["--train.opt_state_dtype=8bits"],
+            "--train.opt_state_dtype=8bits: expected one of float32, bfloat16, float16, 8bit; did "
+            'you mean "8bit"?',
+        ),
+        (
+            ["--optimizer.options={'b1':[1]}"],
+            "--optimizer.options={'b1':[1]}: optimizer.options.b1 = [1]: expected true or false, "
+            "an integer, a number or text",
+        ),
+        (
+            ["--optimizer.options.b1"],
+            "--optimizer.options.b1 needs a value: true or false, an integer, a number or text",
+        ),
         (["--vlm.arch=mot"], "--vlm.arch=mot: [vlm] cannot be used: jaxforge trains text models"),
     ],
 )

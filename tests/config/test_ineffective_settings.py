@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxforge.config import JobConfig, load_unresolved
+from jaxforge.config import JobConfig, load_config, load_unresolved
 from jaxforge.config.ineffective_settings import ineffective_settings
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").rglob("*.toml"))
@@ -68,15 +68,36 @@ def test_effective_settings_give_no_warning():
         ),
         (
             {"optimizer": {"skip_idle_experts": True}},
-            "optimizer.skip_idle_experts = true has no effect: the model has no experts",
+            "optimizer.skip_idle_experts = true has no effect with model.num_experts = 0: remove",
         ),
         (
             {"dpo": {"beta": 0.2}},
-            'dpo.beta has no effect: train.objective = "next_token"; remove it',
+            'dpo.beta = 0.2 has no effect with train.objective = "next_token": remove it, or set '
+            'train.objective to "dpo"',
         ),
         (
             {"train": {"ema_interval": 10}},
-            "train.ema_interval has no effect: train.ema_decay = 0 computes no average",
+            "train.ema_interval = 10 has no effect with train.ema_decay = 0.0: remove it, or set "
+            "train.ema_decay",
+        ),
+        (
+            {"train": {"mtp_loss_weight": 0.5}},
+            "train.mtp_loss_weight = 0.5 has no effect with model.mtp_depth = 0",
+        ),
+        (
+            {"early_stop": {"patience_steps": 5, "target": 2.0}},
+            "early_stop.patience_steps = 5, early_stop.target = 2.0 have no effect with "
+            "early_stop.active = false: remove them, or set early_stop.active to true",
+        ),
+        (
+            {"profiling": {"start_step": 3}},
+            "profiling.start_step = 3 has no effect with profiling.enable = false",
+        ),
+        ({"lora": {"alpha": 32}}, "lora.alpha = 32.0 has no effect with lora.rank = 0"),
+        (
+            {"optimizer": {"muon_ns_steps": 7}},
+            'optimizer.muon_ns_steps = 7 has no effect with optimizer.name = "adamw": remove it, '
+            'or set optimizer.name to "muon"',
         ),
         (
             {"train": {"ema_decay": 0.9, "ema_interval": 30, "ema_start": 30}},
@@ -136,6 +157,15 @@ def test_effective_settings_give_no_warning():
 def test_ineffective_setting_is_reported_with_change(sections, expected):
     (warning,) = warnings_of(sections)
     assert expected in warning
+
+
+def test_config_that_contains_all_keys_gives_no_warning(tmp_path):
+    config = JobConfig.model_validate(USUAL)
+    (tmp_path / "config.toml").write_text(config.to_toml())
+    loaded = load_config(tmp_path / "config.toml")
+    assert loaded.is_set("train.ema_interval")
+    assert loaded.is_set("dpo.beta")
+    assert ineffective_settings(loaded, "cpu") == []
 
 
 def test_disabled_features_give_no_warning():

@@ -1,6 +1,7 @@
 """Banner of a run."""
 
 import io
+import re
 
 import jax
 from rich.console import Console
@@ -32,6 +33,11 @@ def test_banner_shows_totals():
         " per device, for the arrays of a step; libraries, compiler, data and saves need more"
     )
     assert "on the host" not in reported
+
+
+def test_banner_names_the_update_that_rounds_epochs():
+    length = banner_rows(Progress(sequences_per_epoch=10), train={"max_steps": 1})["length"]
+    assert re.search(r", [\d.]+ epochs, in whole updates of \d+ sequences$", length)
 
 
 def test_banner_shows_average_of_parameters():

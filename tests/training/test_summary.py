@@ -4,7 +4,7 @@ import pytest
 
 from jaxforge.errors import UserError
 from jaxforge.optim.schedule import register_scheduler
-from jaxforge.training.summary import schedule_summary, write_summary
+from jaxforge.training.summary import epoch_rounding, schedule_summary, write_summary
 from tests.conftest import tiny_config
 
 FULL = tiny_config(
@@ -85,6 +85,14 @@ def test_summary_of_run_with_defaults():
     assert text.endswith("early stopping\n  none\n")
 
 
+def test_epochs_of_small_data_name_the_update_that_rounds_them():
+    assert epoch_rounding(per_epoch=40, per_update=2) == ""
+    config = tiny_config(train={"max_steps": 1, "batch_size": 40})
+    assert section(schedule_summary(config, dp=1, sequences_per_epoch=10), "length")[-1] == (
+        "  4 epochs of 10 sequences, in whole updates of 40 sequences"
+    )
+
+
 @pytest.mark.parametrize(
     ("scheduler", "optimizer", "turns"),
     [
@@ -122,15 +130,15 @@ def test_summary_lists_annealing_as_phase():
 
 
 def test_summary_counts_steps_without_listing_them():
-    """The steps are counted and not listed: there would be 600 million of them."""
+    """The steps are counted and not listed: there would be 400 million of them."""
     config = tiny_config(
-        train={"max_steps": 3_000_000_000},
+        train={"max_steps": 2_000_000_000},
         checkpoint={"interval": 5},
         eval={"enabled": True, "dataset_path": "x", "interval": 5, "start_step": 12},
     )
     text = schedule_summary(config, dp=1)
-    assert "599,999,998 in all: 15, 20, 25, 30, 35, 40, 45, 50, ..." in text
-    assert "600,000,000 in all: 5, 10, 15, 20, 25, 30, 35, 40, ..." in text
+    assert "399,999,998 in all: 15, 20, 25, 30, 35, 40, 45, 50, ..." in text
+    assert "400,000,000 in all: 5, 10, 15, 20, 25, 30, 35, 40, ..." in text
     assert "decay ends, end of the run" in text
 
 

@@ -3,6 +3,7 @@
 import math
 import re
 from collections.abc import Mapping, Sequence
+from itertools import islice
 from typing import NamedTuple
 
 from pydantic import ValidationError
@@ -10,6 +11,7 @@ from pydantic_core import ErrorDetails
 
 from jaxforge.cli.suggestions import hint
 from jaxforge.config.job import short_toml
+from jaxforge.config.reading.foreign_names import advice, key_of, note_of
 from jaxforge.config.reading.lines import line_of
 from jaxforge.config.reading.overrides import Setting
 from jaxforge.config.reading.schema import (
@@ -17,8 +19,10 @@ from jaxforge.config.reading.schema import (
     alternatives,
     dotted,
     expected,
+    is_misspelt_table,
     nearest_keys,
     node_at,
+    without_member,
 )
 from jaxforge.config.section import OUT_OF_RANGE
 from jaxforge.errors import shortened
@@ -58,7 +62,8 @@ def explain(error: ValidationError, sources: Sources) -> str:
     if len(every) > _MOST:
         every.sort(key=lambda details: line_of(details["loc"], sources.lines) or 0)
     problems = [problem for details in every[:_MOST] for problem in _problems(details, sources)]
-    texts = [problem.text for problem in sorted(problems, key=lambda problem: problem.line)]
+    problems.sort(key=lambda problem: problem.line)
+    texts = dict.fromkeys(problem.text for problem in problems[:_MOST])
     more = len(every) - _MOST
     return "\n".join([*texts, *([f"and {more:,} more problems"] if more > 0 else [])])
 
@@ -76,14 +81,15 @@ def explain_value(path: Path, value: object, text: str, sources: Sources) -> str
 
 
 def _problems(details: ErrorDetails, sources: Sources) -> list[_Problem]:
-    path = details["loc"]
+    path = without_member(details["loc"])
     if details["type"] == "missing":  # an item of a short list
         path = path[:-1]
     if details["type"] == "value_error":  # rules between the keys of one section
         rules = str(details["ctx"]["error"]).splitlines()
         return [_located(f"[{dotted(path)}] {rule}", path, rule, sources) for rule in rules]
     if details["type"] == "extra_forbidden" or not node_at(path):
-        return [_located(_unknown(path), path, "", sources)]
+        keys = _keys_of_unknown(path, details["input"])
+        return [_located(_unknown(key), key, "", sources) for key in keys]
     if details["type"] in ("home", OUT_OF_RANGE):  # not described by the schema
         return [
             _located(_about(path, details["input"], details["msg"], sources), path, "", sources)
@@ -112,11 +118,30 @@ def _setting_of(path: Path, rule: str, sources: Sources) -> Setting | None:
 
 
 def _unknown(path: Path) -> str:
-    for table in VISION_SECTIONS:
-        if f"{dotted(path)}.".startswith(f"{table}."):
-            return f"[{table}] cannot be used: jaxforge trains text models only"
-    name, keys = dotted(path), " or ".join(nearest_keys(path))
-    return f"unknown key {shortened(name, _LONG)}" + (f"; did you mean {keys}?" if keys else "")
+    if table := _vision_section(path):
+        return f"[{table}] cannot be used: jaxforge trains text models only"
+    name = shortened(dotted(path), _LONG)
+    if foreign := advice(path):
+        return f"unknown key {name}{foreign}"
+    keys = " or ".join(nearest_keys(path))
+    return f"unknown key {name}" + (f"; did you mean {keys}?" if keys else "")
+
+
+def _keys_of_unknown(path: Path, value: object) -> list[Path]:
+    """Return the keys of an unknown table that no known table resembles, else the table itself."""
+    if not (isinstance(value, Mapping) and value):
+        return [path]
+    is_misspelt = is_misspelt_table(path, value) and key_of(path) is None
+    if is_misspelt or note_of(path) or _vision_section(path):
+        return [path]
+    keys = (key for name in value for key in _keys_of_unknown((*path, name), value[name]))
+    return list(islice(keys, _MOST))
+
+
+def _vision_section(path: Path) -> str | None:
+    """Return the table of vision-language models that contains a key."""
+    name = f"{dotted(path)}."
+    return next((table for table in VISION_SECTIONS if name.startswith(f"{table}.")), None)
 
 
 def _bad_value(path: Path, value: object, sources: Sources) -> str:

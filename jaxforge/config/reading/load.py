@@ -32,7 +32,12 @@ def load_unresolved(
         UserError: If the file cannot be read, or a value in it or in `overrides` is invalid. The
             message has a line per problem, with its location and remedy.
     """
-    text = "" if path is None else read_text(urls.path(path, "--config"))
+    file = None if path is None else urls.path(path, "--config")
+    text = "" if file is None else read_text(file)
+    if file is not None and file.suffix.lower() in (".yaml", ".yml", ".json"):
+        from jaxforge.config.reading.other_formats import refusal  # few need YAML
+
+        raise refusal(file, text)
     document = toml.parse(text, str(path))
     return _unresolved(document, overrides, str(path or ""), text, trusts)
 

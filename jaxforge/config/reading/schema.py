@@ -1,10 +1,11 @@
 """JSON schema of the config, from which `--help`, messages and suggestions are derived."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from difflib import get_close_matches
 from functools import cache
 from typing import Any
 
+from jaxforge.cli.suggestions import ALIKE
 from jaxforge.config.data import DATASETS
 from jaxforge.config.eval import EVAL_FUNCTIONS
 from jaxforge.config.job import JobConfig
@@ -19,6 +20,12 @@ Node = dict[str, Any]
 
 REGISTRIES = (MODELS, MIXERS, LOSSES, OPTIMIZERS, SCHEDULERS, DATASETS, EVAL_FUNCTIONS)
 """Registries of the keys that accept registered names."""
+
+_ALIKE_ELSEWHERE = 0.8
+"""Similarity (`difflib`) from which a message suggests a key of another table."""
+
+_UNION = "union"
+"""Type of a value with several types, none of which has a fixed set of values."""
 
 _TYPES = {"integer": "int", "number": "float", "boolean": "bool", "string": "str"}
 _NOUNS = {
@@ -50,6 +57,13 @@ def node_at(path: Path) -> Node | None:
     return node
 
 
+def without_member(path: Path) -> Path:
+    """Return the path of a value without the type in a union, which pydantic appends to it."""
+    values = (path[:end] for end in range(1, len(path)))
+    nodes = ((value, node_at(value)) for value in values)
+    return next((value for value, node in nodes if node and _is_scalar(node)), path)
+
+
 def all_keys() -> dict[str, Node]:
     """Return the schema of each key, by dotted path without list indices."""
     return _all_keys(_registered())
@@ -64,16 +78,34 @@ def keys_by_name() -> dict[str, list[str]]:
 
 
 def nearest_keys(path: Path) -> list[str]:
-    """Return the same key in other tables, else the most similar one."""
-    name = str(path[-1])
-    table = "".join(f"{part}." for part in path[:-1] if isinstance(part, str))
-    by_name = keys_by_name()
-    siblings = [sibling for sibling, keys in by_name.items() if table + sibling in keys]
+    """Return the same key in other tables, else the most similar one; [] if none is similar."""
+    name = str(path[-1]).lower()
+    parts = [part.lower() for part in path if isinstance(part, str)]
+    by_name, keys = keys_by_name(), all_keys()
+    for start in range(len(parts) - 1):  # TRAIN.EARLY_STOP.METRIC is early_stop.metric
+        if (key := ".".join(parts[start:])) in keys:
+            return [key]
     if name in by_name:
-        return by_name[name]
-    if near := get_close_matches(name, siblings, n=1):
+        near = get_close_matches(parts[0], JobConfig.model_fields, n=1, cutoff=ALIKE)
+        same = [key for key in by_name[name] if key in (f"{table}.{name}" for table in near)]
+        return same or by_name[name]
+    table = "".join(f"{part}." for part in parts[:-1])
+    siblings = [sibling for sibling, keys in by_name.items() if table + sibling in keys]
+    if near := get_close_matches(name, siblings, n=1, cutoff=ALIKE):
         return [table + near[0]]
-    return [key for near in get_close_matches(name, by_name, n=1) for key in by_name[near]]
+    near = get_close_matches(name, by_name, n=1, cutoff=_ALIKE_ELSEWHERE)
+    return [key for alike in near for key in by_name[alike]]
+
+
+def is_misspelt_table(path: Path, names: Iterable[object]) -> bool:
+    """Return whether an unknown table has a name similar to that of a table with some of its keys.
+
+    Args:
+        path: path of the unknown table.
+        names: names of its keys.
+    """
+    near = get_close_matches(str(path[-1]), JobConfig.model_fields, n=1, cutoff=_ALIKE_ELSEWHERE)
+    return any(f"{table}.{name}" in all_keys() for table in near for name in names)
 
 
 def alternatives(node: Node) -> list[str]:
@@ -106,6 +138,9 @@ def expected(node: Node) -> str:
     if alternatives(node):
         family = f", or {node['family']}<name>" if "family" in node else ""
         return "one of " + ", ".join(alternatives(node)) + family
+    if node["type"] == _UNION:
+        *types, last = map(expected, node[_UNION])
+        return f"{', '.join(types)} or {last}"
     if node["type"] == "array":
         count = len(node.get("prefixItems", ()))
         return f"a list of {count} values" if count else "a list"
@@ -143,11 +178,19 @@ def _all_keys(registered: tuple[tuple[str, ...], ...]) -> dict[str, Node]:
 
 
 def _plain(node: Node) -> Node:
-    """Resolve references, and drop the "or null" of optional keys."""
-    value = next((option for option in node.get("anyOf", ()) if option.get("type") != "null"), node)
+    """Resolve references, join unions, and drop the "or null" of optional keys."""
+    options = [option for option in node.get("anyOf", ()) if option.get("type") != "null"]
+    value = options[0] if options else node
+    if len(options) > 1:
+        names = [name for option in options for name in alternatives(option)]
+        value = {"type": "string", "enum": names} if names else {"type": _UNION, _UNION: options}
     if "$ref" in value:
         value = _root()["$defs"][value["$ref"].rsplit("/", 1)[-1]]
     return {**value, **{key: node[key] for key in ("description", "default") if key in node}}
+
+
+def _is_scalar(node: Node) -> bool:
+    return node["type"] not in ("array", "object")
 
 
 def _child(node: Node, part: str | int) -> Node | None:

@@ -25,6 +25,7 @@ from jaxforge.parallel.device_memory import gigabytes
 from jaxforge.program import Program
 from jaxforge.storage import urls
 from jaxforge.training.frozen import teacher_model
+from jaxforge.training.summary import epoch_rounding
 
 
 def warnings(config: JobConfig, n_devices: int) -> Iterator[str]:
@@ -58,7 +59,7 @@ def _data_warnings(config: JobConfig, n_devices: int) -> Iterator[str]:
         if (epochs := config.train.max_steps * per_update / length) > 1:
             yield (
                 f"train.max_steps = {config.train.max_steps:,} is {epochs:.3g} epochs of "
-                f"{length:,} sequences"
+                f"{length:,} sequences{epoch_rounding(length, per_update)}"
             )
 
 
