@@ -55,6 +55,8 @@ def path_hint(path: str | Path, quote: str = "") -> str:
     )
     if missing is None or not missing.parent.is_dir():
         return ""
+    if missing.is_symlink():  # to nothing, or to itself
+        return ""
     names = _alike(missing.name, _names(missing.parent))
     others = [missing.parent / name / path.relative_to(missing) for name in names]
     there = next(filter(Path.exists, others), None)  # prefer a path that exists completely

@@ -53,8 +53,11 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
         tokenizer = tokenizer.without_bos()
     if not prompts:
         _check_terminal()
-    limit = trained.config.model.max_seq_len
-    ids = [encode(tokenizer, prompt, limit, args.max_tokens) for prompt in prompts]
+    model = trained.config.model
+    ids = [
+        encode(tokenizer, prompt, model.max_seq_len, args.max_tokens, vocab_size=model.vocab_size)
+        for prompt in prompts
+    ]
     warn_about_spaces(tokenizer, prompts)
     eos_ids = () if args.ignore_eos else tokenizer.eos_ids
     rows = min(args.batch_size, max(1, len(prompts)))

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from jaxforge.data.corpus.optional import library
-from jaxforge.data.corpus.prompts import continuation
+from jaxforge.data.corpus.prompts import continuation, unknown_token
 from jaxforge.data.corpus.tokenizer import Tokenizer, with_prefix
 from jaxforge.errors import UserError
 from jaxforge.model.decoding import Decoder
@@ -42,13 +42,14 @@ class Dialogue:
     Args:
         tokenizer: tokenizer of the run.
         room: tokens of the model's context that are left for the history.
+        vocab_size: `model.vocab_size`.
 
     Raises:
         UserError: the tokenizer's chat template cannot write a conversation.
     """
 
-    def __init__(self, tokenizer: Tokenizer, room: int) -> None:
-        self._tokenizer, self._room = tokenizer, room
+    def __init__(self, tokenizer: Tokenizer, room: int, vocab_size: int) -> None:
+        self._tokenizer, self._room, self._vocab_size = tokenizer, room, vocab_size
         self._template = _template(tokenizer)
         self._turns: list[_Turn] = []
         self.end = self._end_of_answer()
@@ -65,7 +66,8 @@ class Dialogue:
             The tokens to continue, and a notice to the user about dropped tokens, or "".
 
         Raises:
-            ValueError: the message alone is too long, or the template refuses it.
+            ValueError: the message alone is too long, has a token that the model lacks, or the
+                template refuses it.
         """
         return self._message(text) if self._template else self._more_text(text)
 
@@ -103,6 +105,8 @@ class Dialogue:
         ids = self._tokenizer.encode(self._text(turns))
         if self._template is None:  # templates write BOS themselves
             ids = with_prefix(self._tokenizer, ids)
+        if problem := unknown_token(self._tokenizer, ids, self._vocab_size):
+            raise ValueError(problem)
         if ids:
             return ids
         if self._tokenizer.eos_id is None:
@@ -193,7 +197,8 @@ def talk(
     Raises:
         UserError: the tokenizer's chat template cannot write a conversation.
     """
-    dialogue = Dialogue(tokenizer, decoder.model.config.max_seq_len - decoder.max_tokens)
+    model = decoder.model.config
+    dialogue = Dialogue(tokenizer, model.max_seq_len - decoder.max_tokens, model.vocab_size)
     say(f"{_CHAT if dialogue.has_template else _TEXT}; {_HELP}\n")
     with _interruptible():
         for turn, line in enumerate(_lines(ask, say)):

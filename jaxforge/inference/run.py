@@ -113,7 +113,8 @@ class Run:
             The continuation, or a list of them.
 
         Raises:
-            UserError: the run has no tokenizer, a prompt is too long, or a number out of range.
+            UserError: the run has no tokenizer, a prompt is too long or has a token that the model
+                lacks, or a number is out of range.
         """
         check(
             {"temperature": temperature, "top_k": top_k, "top_p": top_p,
@@ -122,9 +123,12 @@ class Run:
         )  # fmt: skip
         texts = [prompts] if isinstance(prompts, str) else list(prompts)
         trained, tokenizer = self._trained, run_directory.read_tokenizer(self._trained.run)
-        limit = trained.config.model.max_seq_len
+        model = trained.config.model
         asked = [Prompt(text, f"prompt {n}") for n, text in enumerate(texts)]
-        ids = [encode(tokenizer, prompt, limit, max_tokens) for prompt in asked]
+        ids = [
+            encode(tokenizer, prompt, model.max_seq_len, max_tokens, vocab_size=model.vocab_size)
+            for prompt in asked
+        ]
         sampling = Sampling(temperature, top_k, top_p, tokenizer.vocab_size)
         with trained.in_use(self._params) as params:
             decoder = Decoder(trained.model, params, max_tokens, sampling, tokenizer.eos_ids, seed,

@@ -24,6 +24,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Int, Key
 
 from jaxforge.config.model import LAYERS
+from jaxforge.errors import UserError
 from jaxforge.model.layer import Cache
 from jaxforge.model.sampling import Sampling, sample
 from jaxforge.model.transformer import Model, Params
@@ -151,6 +152,7 @@ class Decoder:
         lengths, all_numbers = np.ones(rows, np.int32), np.zeros(rows, np.int32)
         for row, prompt in enumerate(prompts):
             padded[row, : len(prompt)], lengths[row] = prompt, len(prompt)
+        check_ids(padded, self.model.config.vocab_size)
         all_numbers[: len(prompts)] = numbers
         # Rows without a prompt keep shapes static. They count as ended, so that they do not delay
         # the end of the batch.
@@ -176,6 +178,19 @@ class Decoder:
     def _seed_words(self) -> np.ndarray:
         """Return the key of `seed` as host data, which is equal on all processes."""
         return np.asarray(jax.random.key_data(jax.random.key(self.seed)))
+
+
+def check_ids(ids: Int[np.ndarray, "b s"], vocab_size: int) -> None:
+    """Check that the model has all tokens, because a gather of others returns arbitrary values.
+
+    Raises:
+        UserError: a token is outside the vocabulary.
+    """
+    if ids.max(initial=0) >= vocab_size:
+        raise UserError(
+            f"the tokenizer encodes a text with token {ids.max()}, and the model has only "
+            f"{vocab_size} tokens"
+        )
 
 
 _unstacked = jax.jit(Model.unstacked, static_argnums=0)

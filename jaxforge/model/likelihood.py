@@ -17,7 +17,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxforge.model.decoding import padded_batch, padded_length
+from jaxforge.model.decoding import check_ids, padded_batch, padded_length
 from jaxforge.model.transformer import Model, Params
 from jaxforge.parallel.sharding import constrain, size_per_device
 
@@ -108,6 +108,8 @@ class Scorer:
         for i, row in enumerate(batch):
             inputs[i, : len(row.inputs)], last[i, : len(row.last)] = row.inputs, row.last
             lengths[i], scored[i] = len(row.inputs), row.scored
+        for ids in (inputs, last):
+            check_ids(ids, self.model.config.vocab_size)
         arrays = inputs, lengths, scored, last
         return jax.device_get(_score(self.model, width, self.params, *arrays))
 

@@ -294,7 +294,7 @@ class RunReader:
 
 def readers(paths: Sequence[Path]) -> list[RunReader]:
     """Return a reader for each run; runs with the same directory name are named by their paths."""
-    names = [path.resolve().name for path in paths]
+    names = [Path(os.path.realpath(path)).name for path in paths]
     return [
         RunReader(path, name if names.count(name) == 1 else str(path))
         for path, name in zip(paths, names, strict=True)

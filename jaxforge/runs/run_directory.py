@@ -19,6 +19,7 @@ profiler_traces/  with `profiling.enable`
 """
 
 import logging
+import os
 import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -76,7 +77,7 @@ def check_not_moved(config: UnresolvedConfig) -> None:
     if file.name != _CONFIG or config.is_on_command_line("checkpoint.dir"):
         return
     here, is_local = file.parent, not urls.in_bucket(directory)
-    if not _has_steps(here) or (is_local and Path(directory).resolve() == here.resolve()):
+    if not _has_steps(here) or (is_local and os.path.realpath(directory) == os.path.realpath(here)):
         return
     what = f"{config.file} lies in a run directory, and names another: checkpoint.dir = {directory}"
     if is_local and not _has_steps(Path(directory)):

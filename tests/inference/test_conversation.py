@@ -12,6 +12,7 @@ from jaxforge.inference.conversation import Dialogue, answer, talk
 from tests.data.corpus.chat_files import CHATML, INSTRUCTIONS, LAST_THINKS, save_tokenizer
 
 BYTES = ByteTokenizer()
+VOCAB = 1 << 16
 
 
 @pytest.fixture
@@ -26,7 +27,7 @@ def chat(tmp_path):
 @pytest.mark.parametrize("template", [CHATML, LAST_THINKS])
 def test_turns_are_template_messages(chat, template):
     tokenizer = chat(template)
-    dialogue = Dialogue(tokenizer, room=1000)
+    dialogue = Dialogue(tokenizer, room=1000, vocab_size=VOCAB)
     assert dialogue.end == "<|im_end|>"
     ids, _ = dialogue.ask("who are you?")
     begun = "<|im_start|>user\nwho are you?<|im_end|>\n<|im_start|>assistant\n"
@@ -44,11 +45,11 @@ def test_turns_are_template_messages(chat, template):
 def test_refusing_template_is_tokenizer_error(chat):
     refusing = INSTRUCTIONS.replace("['user', 'assistant']", "['user']")
     with pytest.raises(UserError, match=r"no conversation with this tokenizer: .*no such role"):
-        Dialogue(chat(refusing), room=100)
+        Dialogue(chat(refusing), room=100, vocab_size=VOCAB)
 
 
 def test_conversation_without_template_is_one_text():
-    dialogue = Dialogue(BYTES, room=100)
+    dialogue = Dialogue(BYTES, room=100, vocab_size=VOCAB)
     assert (dialogue.has_template, dialogue.end) == (False, "")
     assert dialogue.ask("")[0] == [BYTES.eos_id]
     dialogue.reset()
@@ -61,11 +62,11 @@ def test_conversation_without_template_is_one_text():
 
 def test_oldest_messages_are_dropped(chat):
     tokenizer = chat(CHATML)
-    sizes = Dialogue(tokenizer, room=1000)
+    sizes = Dialogue(tokenizer, room=1000, vocab_size=VOCAB)
     item = len(sizes.ask("x")[0])
     sizes.record_answer("y")
     two = len(sizes.ask("x")[0])
-    dialogue = Dialogue(tokenizer, room=two)
+    dialogue = Dialogue(tokenizer, room=two, vocab_size=VOCAB)
     for word in ("", "", "oldest turns that the model does not see any more: 1"):
         ids, said = dialogue.ask("x")
         assert said == word
@@ -77,10 +78,19 @@ def test_oldest_messages_are_dropped(chat):
 
 
 def test_beginning_of_text_is_dropped():
-    dialogue = Dialogue(BYTES, room=8)
+    dialogue = Dialogue(BYTES, room=8, vocab_size=VOCAB)
     assert dialogue.ask("12345678") == (list(b"12345678"), "")
     dialogue.record_answer("9")
     assert dialogue.ask("") == (list(b"23456789"), "the model sees the last 8 tokens of 9")
+
+
+def test_message_with_token_beyond_the_model_is_refused():
+    dialogue = Dialogue(BYTES, room=100, vocab_size=ord("y"))
+    dialogue.ask("abc")
+    dialogue.record_answer("d")
+    with pytest.raises(ValueError, match="the token 'z' has id 122, and the model has only 121 to"):
+        dialogue.ask("xyz"[2:])
+    assert bytes(dialogue.ask("e")[0]) == b"abcd\ne"
 
 
 def printed_parts(text, end="", prompt="a"):
@@ -115,7 +125,7 @@ class Parrot:
     seed: int = 0
     max_tokens: int = 10
     stops_at: str = ""
-    model = types.SimpleNamespace(config=types.SimpleNamespace(max_seq_len=100))
+    model = types.SimpleNamespace(config=types.SimpleNamespace(max_seq_len=100, vocab_size=VOCAB))
 
     def stream(self, prompts):
         for token in prompts[0][::-1][: self.max_tokens]:

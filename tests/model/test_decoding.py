@@ -7,6 +7,7 @@ import jax
 import numpy as np
 import pytest
 
+from jaxforge.errors import UserError
 from jaxforge.model import decoding
 from jaxforge.model.decoding import Completion, Decoder
 from jaxforge.model.sampling import Sampling
@@ -77,6 +78,11 @@ def test_decoding_stops_when_every_row_has_ended():
     eos = greedy()[0][3]
     (row,) = generated([PROMPTS[0]], eos_ids=(eos,))
     assert row == [*greedy()[0][:3], None]
+
+
+def test_token_beyond_the_vocabulary_is_refused():
+    with pytest.raises(UserError, match="token 64, and the model has only 64 tokens"):
+        generated([[1, 63], [1, 64]])
 
 
 def test_max_tokens_limits_completion():

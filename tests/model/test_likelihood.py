@@ -6,6 +6,7 @@ import jax
 import numpy as np
 import pytest
 
+from jaxforge.errors import UserError
 from jaxforge.model import likelihood
 from jaxforge.model.likelihood import Continuation, Scorer
 from jaxforge.model.transformer import Model, build_model
@@ -120,3 +121,13 @@ def test_one_program_per_padded_length_is_compiled():
     some = [Continuation(tokens(n), tokens(1 + n % 3)) for n in range(1, 30)]
     scorer.score(some)
     assert likelihood._score._cache_size() - before <= 3  # of 16 and of 32 tokens, short and not
+
+
+@pytest.mark.parametrize("continuation", [([64], [1]), ([1], [2, 64]), ([1], [64])])
+def test_token_beyond_the_vocabulary_is_refused(continuation):
+    config, params = toy()
+    scorer = Scorer(
+        Model(config.model), params, MAX_LENGTH, make_mesh(config, jax.devices()[:1]), 4
+    )
+    with pytest.raises(UserError, match="token 64, and the model has only 64 tokens"):
+        scorer.score([Continuation(*continuation)])

@@ -1,6 +1,7 @@
 """Adapters in the layouts of families, and damaged or unsupported files of PEFT."""
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -8,7 +9,7 @@ import pytest
 from jaxforge.config.lora import LoraConfig
 from jaxforge.config.model import ModelConfig
 from jaxforge.errors import UserError
-from torch_compat.checkpoint import adapters
+from torch_compat.checkpoint import adapters, checkpoints
 from torch_compat.checkpoint.shapes import parameters
 from torch_compat.checkpoint.state import CheckpointState
 from torch_compat.families import FAMILIES
@@ -139,12 +140,55 @@ def test_adapter_of_another_rank_or_size_is_refused(tmp_path):
         ({"rank_pattern": {"q_proj": 0}}, "rank_pattern = .* must have a positive number for each"),
         ({"alpha_pattern": {"[qv]_proj": 4}}, "has the regular expression '.qv._proj', which is"),
         ({"r": 0}, "must be positive"),
+        ({"bias": "lora_only"}, "bias = 'lora_only' is not supported"),
+        ({"use_rslora": "yes"}, "use_rslora = 'yes' must be true or false"),
+        *(({"init_lora_weights": name}, f"init_lora_weights = '{name}' changes the weights of the")
+          for name in ("pissa", "pissa_niter_4", "OLoRA", "corda", "loftq", "lora_ga", "later")),
+        *(({key: value}, f"{key} = .* is not supported. Only plain LoRA is") for key, value in (
+            ("alora_invocation_tokens", [5, 6]), ("use_bdlora", {"nblocks": 2}),
+            ("arrow_config", {"top_k": 2}), ("use_qalora", True), ("kasa_config", {"beta": 1}),
+            ("monteclora_config", {"mc_training": True}), ("key_of_a_later_version", 1),
+        )),
     ],
-)
+)  # fmt: skip
 def test_unsupported_adapter_is_refused(tmp_path, config, message):
     directory = write(tmp_path, {}, **config)
     with pytest.raises(UserError, match=message):
         adapters.read_config(directory)
+
+
+def test_keys_without_effect_are_accepted(tmp_path):
+    keys = {"init_lora_weights": "eva", "eva_config": {"rho": 2}, "corda_config": {"beta": 1},
+            "bias": "none", "use_dora": False, "target_modules": ["q_proj"], "task_type": "X",
+            "key_of_a_later_version": None, "another": [], "qalora_group_size": 16}  # fmt: skip
+    assert adapters.read_config(write(tmp_path, {}, **keys)).lora.rank == 2
+
+
+BASES = [
+    ("adapter", "holds adapters. Merge them"),
+    ("other", "holds adapters. Merge them"),  # whose base is the adapter
+    ("run", "holds adapters. Merge them"),
+    ("gs://bucket/model", "'gs://bucket/model' is a URL, which is not opened"),
+    ("s3:/bucket/model", "is a URL, which is not opened"),
+    ("a" * 100_000, "a\\.\\.\\.' is no checkpoint on this machine. Download"),
+    ("a\0b", "is no checkpoint on this machine"),
+]
+
+
+@pytest.mark.parametrize(("base", "message"), BASES, ids=[base[:9] for base, _ in BASES])
+def test_base_of_an_adapter_must_be_a_model_on_this_machine(tmp_path, monkeypatch, base, message):
+    monkeypatch.chdir(tmp_path)
+    for name, named in (("adapter", base), ("other", "adapter")):
+        Path(name).mkdir()
+        tensors = {"base_model.model.x.lora_A.weight": random(2, 4)}
+        write(tmp_path / name, tensors, base_model_name_or_path=named)
+    stored = tmp_path / "run" / "checkpoints" / "step_3"
+    (stored / "state").mkdir(parents=True)
+    (stored / "config").mkdir()
+    (stored / "config" / "metadata").write_text('{"lora": {"rank": 2}}')
+    with pytest.raises(UserError, match=message) as caught:
+        checkpoints.find("adapter").required_config(None, ())
+    assert len(str(caught.value)) < 1000
 
 
 def test_incomplete_or_unknown_matrices_are_refused(tmp_path):

@@ -8,7 +8,9 @@ from jaxforge.config.model import ModelConfig
 from jaxforge.errors import UserError
 from torch_compat.checkpoint import hf_config
 from torch_compat.formats import block_scaled
+from torch_compat.formats.files import Directory
 from torch_compat.formats.lazy import LazyTensor, from_array
+from torch_compat.formats.safetensors import open_directory
 
 pytest.importorskip("transformers")
 
@@ -63,6 +65,41 @@ def test_dequantized_weight_is_product_with_scale_of_its_block(shape):
     rows, columns = (shape[0] // 3, shape[0]), (shape[1] // 2, shape[1])
     part = product.astype(ml_dtypes.bfloat16)[slice(*rows), slice(*columns)]
     np.testing.assert_array_equal(weight.read(index_of(rows, columns)), part)
+
+
+def test_scales_in_e8m0_are_powers_of_two(tmp_path):
+    """transformers writes them with `scale_fmt = "ue8m0"`; older files call the dtype U8."""
+    torch = pytest.importorskip("torch")
+    save_file = pytest.importorskip("safetensors.torch").save_file
+    file = random_file((300, 130))
+    exponents = np.random.default_rng(1).integers(100, 150, (3, 2)).astype(np.uint8)
+    scales = torch.from_numpy(exponents).view(torch.float8_e8m0fnu)
+    weight = torch.from_numpy(file["a.weight"].view(np.uint8)).view(torch.float8_e4m3fn)
+    written = {"a.weight": weight, "a.weight_scale_inv": scales}
+    save_file(written, tmp_path / "model.safetensors")
+    wide = torch.kron(scales.float(), torch.ones(128, 128))[:300, :130]
+    product = (weight.float() * wide).bfloat16().float().numpy()
+    read = open_directory(Directory(tmp_path))
+    for form in (read, lazy({**file, "a.weight_scale_inv": exponents})):
+        weights = block_scaled.dequantize(form, (128, 128), "here")["a.weight"].all()
+        np.testing.assert_array_equal(weights.astype(np.float32), product)
+
+
+@pytest.mark.parametrize(
+    "scale",
+    [np.float32("nan"), np.float32("inf"), ml_dtypes.bfloat16("-inf"), np.uint8(255)],
+    ids=str,
+)
+def test_scales_that_are_not_finite_are_refused(scale):
+    file = random_file((300, 130))
+    file["a.weight_scale_inv"] = np.full((3, 2), 1, scale.dtype)
+    file["a.weight_scale_inv"][2, 1] = scale
+    weight = block_scaled.dequantize(lazy(file), (128, 128), "here")["a.weight"]
+    weight.read(index_of((0, 256), (0, 130)))
+    with pytest.raises(
+        UserError, match=r"here: a\.weight_scale_inv has a scale that is not finite"
+    ):
+        weight.read(index_of((250, 300), (0, 130)))
 
 
 def test_part_is_read_without_the_rest():
@@ -135,6 +172,9 @@ def without(key):
          "a.weight_scale_inv is [], but a.weight of [300, 130] has [3, 2] blocks"),
         ({"a.weight": e4m3(np.random.default_rng(0), (2, 3, 4)),
           "a.weight_scale_inv": np.ones((1, 1), np.float32)}, "a.weight of [2, 3, 4] is no matrix"),
+        *(({**random_file((300, 130)), "a.weight_scale_inv": np.ones((3, 2), dtype)},
+           f"a.weight_scale_inv is in {np.dtype(dtype).name}. Scales must be in float32, bfloat16")
+          for dtype in (np.int32, np.bool_, np.int8, np.float64, ml_dtypes.float8_e4m3fn)),
     ],
 )  # fmt: skip
 def test_wrong_scales_are_refused(file, message):

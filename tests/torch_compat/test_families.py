@@ -900,6 +900,42 @@ def test_router_bias_stays_float32(tmp_path):
     assert torch.equal(again.e_score_correction_bias, router.e_score_correction_bias)
 
 
+KEPT_IN_FLOAT32 = ("dots1", "ernie4_5_moe", "gpt_oss")
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("case", KEPT_IN_FLOAT32)
+def test_export_keeps_in_float32_what_transformers_keeps(tmp_path, case, dtype):
+    network_of(case).save_pretrained(tmp_path / "hf")
+    load(tmp_path / "hf", tmp_path / "run")
+    ours = export(tmp_path / "run", tmp_path / "ours", dtype=dtype)
+    assert config_json(ours)["dtype"] == dtype
+    open_theirs(ours, dtype="auto").save_pretrained(tmp_path / "theirs")
+    assert_same_bits(tensors_of(ours), tensors_of(tmp_path / "theirs"))
+
+
+def test_routers_of_ernie_stay_in_float32_beside_8_bits(tmp_path):
+    network_of("ernie4_5_moe").save_pretrained(tmp_path / "hf")
+    load(tmp_path / "hf", tmp_path / "run")
+    tensors = tensors_of(export(tmp_path / "run", tmp_path / "ours", dtype="fp8"))
+    assert tensors["model.layers.1.mlp.gate.weight"].dtype == np.float32
+    assert tensors["model.embed_tokens.weight"].dtype.name == "bfloat16"
+
+
+def test_families_agree_with_transformers_on_what_stays_in_float32():
+    """Selection biases are state here, which is in float32 in any case."""
+    of_state = {"e_score_correction_bias", "moe_statics"}
+    for name in FAMILIES.keys() - {"kimi_k2"}:
+        kind = transformers.CONFIG_MAPPING[name]
+        network = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[kind]
+        strict = {*(network._keep_in_fp32_modules_strict or ())} - of_state
+        others = {*(network._keep_in_fp32_modules or ())}
+        kept = [dtype for dtype, names in (("bfloat16", strict), ("float16", strict | others))
+                if names]  # fmt: skip
+        assert sorted(FAMILIES[name].float32) == kept, name
+        assert not kept or name in KEPT_IN_FLOAT32
+
+
 def test_mxfp4_files_are_refused_with_advice(tmp_path):
     """Published files have blocks and scales instead of `gate_up_proj` and `down_proj`."""
     network_of("gpt_oss").save_pretrained(tmp_path / "hf")

@@ -82,3 +82,12 @@ def test_full_disk_and_truncated_source_raise_distinct_errors(source, tmp_path, 
     monkeypatch.setattr(os, "copy_file_range", full)
     with pytest.raises(OSError, match="full"), writing(tmp_path / "target") as put:
         put(chunk, 0)
+
+
+def test_links_to_themselves_are_no_files(tmp_path):
+    (tmp_path / "file").write_bytes(b"1")
+    (tmp_path / "loop").symlink_to("loop")
+    directory = Directory(tmp_path)
+    assert list(directory.stamps()) == ["file"]
+    with pytest.raises(UserError, match=r"loop cannot be read \(Too many levels"):
+        directory.open("loop")

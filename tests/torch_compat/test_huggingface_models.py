@@ -19,6 +19,7 @@ from jaxforge.data.corpus.tokenizer import END_OF_TEXT
 from jaxforge.data.corpus.tokenizer_files import load_tokenizer
 from jaxforge.errors import UserError
 from jaxforge.inference.evaluation import evaluate
+from jaxforge.inference.run import Run
 from jaxforge.model.transformer import Model
 from jaxforge.runs import run_directory
 from jaxforge.training.hooks import Hook
@@ -43,6 +44,7 @@ from tests.torch_compat.huggingface import (  # noqa: E402 (needs torch)
     bpe,
     config_json,
     config_of,
+    convert,
     export,
     load,
     open_theirs,
@@ -330,6 +332,42 @@ def test_import_keeps_tokenizer(with_tokenizer, tmp_path):
     assert (
         run_directory.read_tokenizer(tmp_path / "other").eos_id == 256
     )  # the run's tokenizer takes precedence
+
+
+def test_named_chat_templates_survive_every_conversion(with_tokenizer, tmp_path):
+    path, _ = with_tokenizer
+    source = shutil.copytree(path / "hf", tmp_path / "hf")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(source)
+    tokenizer.chat_template = {"default": "{{ messages }}", "tool_use": "{{ tools }}"}
+    tokenizer.save_pretrained(source)
+    (source / "additional_chat_templates" / "notes.txt").write_text("not a template")
+    reference = checkpoints.find(source)
+    stamps = reference.stamps()
+    load(source, tmp_path / "run")
+    other = Request(checkpoints.find(tmp_path / "run"), tmp_path / "other", "jaxforge")
+    convert(other, tmp_path / "other" / "checkpoints" / "step_0")
+    for start in ("hf", "run", "other"):
+        result = export(tmp_path / start, tmp_path / f"{start}-hf")
+        read = transformers.AutoTokenizer.from_pretrained(result)
+        assert read.chat_template == tokenizer.chat_template
+    (source / "additional_chat_templates" / "tool_use.jinja").write_text("changed")
+    assert reference.stamps() != stamps
+
+
+def test_token_beyond_the_model_is_noted_by_import_and_refused_in_prompts(with_tokenizer, tmp_path):
+    source = shutil.copytree(with_tokenizer[0] / "hf", tmp_path / "hf")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(source)
+    vocab_size = config_json(source)["vocab_size"]
+    tokenizer.add_tokens([f"<{i}>" for i in range(vocab_size - len(tokenizer) + 1)])
+    tokenizer.save_pretrained(source)
+    last = tokenizer.decode([vocab_size])
+    note = f"has ids up to {vocab_size} ('{last}'), and the model only {vocab_size} tokens"
+    assert any(note in text for text in load(source, tmp_path / "run"))
+    message = f"the token '{last}' has id {vocab_size}, and the model has only {vocab_size} tokens"
+    with pytest.raises(UserError, match=f"^prompt 0: {message}"):
+        Run(tmp_path / "run").generate(f"a {last} b", max_tokens=3)
+    with pytest.raises(UserError, match=f"^--prompt: {message}"):
+        generate.main([str(tmp_path / "run"), "--prompt", last, "--max-tokens=3"])
 
 
 def test_import_can_be_generated_from_and_evaluated(with_tokenizer, tmp_path, capsysbinary):

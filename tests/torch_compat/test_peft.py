@@ -22,6 +22,7 @@ from tests.helpers import random_batches, setup
 from tests.torch_compat import huggingface
 from torch_compat.checkpoint import checkpoints, inspection
 from torch_compat.checkpoint.dcp_state import ReadOptions
+from torch_compat.convert import conversion
 from torch_compat.convert.source import Request
 from torch_compat.convert.verify import verify
 
@@ -214,6 +215,21 @@ def test_import_of_a_peft_adapter_is_the_merged_model(trained):
     assert (report["format"], report["scale"]) == ("peft", 2.0)
 
 
+def test_exports_say_whether_adapters_are_merged(trained, tmp_path):
+    for to, is_merged in (("hf", True), ("peft", False)):
+        request = Request(checkpoints.find(trained / "run"), tmp_path / to, to)
+        notes = " ".join(conversion.plan(request).notes)
+        assert ("are merged into their base model" in notes) == is_merged
+        assert "left out: the optimizer state of the adapters" in notes
+
+
+def test_run_that_is_the_base_of_its_adapters_is_refused(trained):
+    reference = checkpoints.find(trained / "run")
+    config = reference.required_config(None, [f"--checkpoint.load_path={trained / 'run'}"])
+    with pytest.raises(UserError, match=r"its base model .* holds adapters\. Merge them into"):
+        reference.read(config, ReadOptions())
+
+
 def test_training_goes_on_from_a_peft_adapter(trained):
     """The first loss is that of the adapter, so B was not initialized anew."""
     section = {"adapter": str(trained / "as_peft")}
@@ -237,6 +253,32 @@ def test_adapter_of_other_settings_is_refused(trained, lora, message):
     saved = Checkpoints(trained / "refused", config.checkpoint, read_only=True)
     with pytest.raises(UserError, match=message):
         starting_state(setup(config), saved, open_foreign)
+
+
+INITIAL = ["gaussian", "orthogonal", "eva", "mica", "pissa", "pissa_niter_2", "olora"]
+
+
+@pytest.mark.parametrize("initial", INITIAL)
+def test_adapter_with_initial_values_of_peft_has_its_logits_or_is_refused(base, tmp_path, initial):
+    """PEFT subtracts some initial values from the base when it loads the adapter."""
+    settings = peft.LoraConfig(
+        r=4, lora_alpha=6, target_modules=["q_proj", "up_proj"], init_lora_weights=initial
+    )
+    network = peft.get_peft_model(theirs(base / "hf"), settings)
+    for name, values in network.named_parameters():
+        if "lora_" in name:
+            values.data += 0.1
+    network.save_pretrained(tmp_path)
+    reference = checkpoints.find(tmp_path)
+    if initial in INITIAL[4:]:
+        with pytest.raises(UserError, match=f"init_lora_weights = '{initial}' changes the weights"):
+            reference.required_config(None, ())
+        return
+    merged = reference.read(reference.required_config(None, ()), ReadOptions()).params
+    expected = peft.PeftModel.from_pretrained(theirs(base / "hf"), tmp_path).merge_and_unload()
+    for layer, tensor in (("mlp.up_proj", "mlp.up_proj"), ("attention.q_proj", "self_attn.q_proj")):
+        weight = expected.get_parameter(f"model.layers.1.{tensor}.weight").detach().numpy()
+        np.testing.assert_allclose(merged[f"layers.1.{layer}.weight"].all(), weight, atol=1e-6)
 
 
 SIZES = {"vocab_size": 128, "initializer_range": 0.1}

@@ -214,7 +214,7 @@ def test_undamaged_file_is_read(tmp_path):
         (raw({"a": entry(offsets=[0.0, 8.0])}, bytes(8)), "its header is damaged"),
         (raw({"a": entry(offsets=None)}, bytes(8)), "its header is damaged"),
         (raw({"a": entry(dtype=["F32"])}, bytes(8)), "its header is damaged"),
-        (raw({"a": entry(dtype="F8_E8M0")}, bytes(8)), "a has dtype F8_E8M0, which is not supp"),
+        (raw({"a": entry(dtype="F4")}, bytes(8)), "a has dtype F4, which is not supp"),
         (raw({"a": entry(dtype="f32")}, bytes(8)), "a has dtype f32, which is not supp"),
         (raw({"a": entry(shape=[3])}, bytes(8)), r"a is F32\[3\] in 8 bytes"),
         (raw({"a": entry(shape=[2**40])}, bytes(8)), r"a is F32\[1099511627776\] in 8 bytes"),

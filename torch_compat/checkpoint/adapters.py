@@ -44,6 +44,20 @@ from torch_compat.names.table import (
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 _MATRICES = {"lora_a": "lora_A", "lora_b": "lora_B"}
+_READ = {
+    "peft_type", "base_model_name_or_path", "r", "lora_alpha", "use_rslora", "rank_pattern",
+    "alpha_pattern", "init_lora_weights",
+}  # fmt: skip
+"""Keys of `adapter_config.json` that are read."""
+_IRRELEVANT = {
+    "task_type", "auto_mapping", "peft_version", "revision", "inference_mode", "lora_dropout",
+    "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "fan_in_fan_out",
+    "megatron_config", "megatron_core", "runtime_config", "ensure_weight_tying",
+    "eva_config", "corda_config", "lora_ga_config", "loftq_config", "qalora_group_size",
+}  # fmt: skip
+"""Keys that do not change what trained matrices compute. All other keys must be off."""
+_PLAIN_INITS = {"gaussian", "orthogonal", "eva", "mica"}
+"""Initial values of A and B for which PEFT leaves the base model as it is."""
 _MODULE = re.compile(r"[\w.]+", re.ASCII)
 _BLOCK = 32 << 20  # bytes of a base weight that are hashed at a time
 _MERGED = 1 << 20  # elements of a base weight that are merged at a time
@@ -177,25 +191,42 @@ def read_config(directory: Directory) -> PeftConfig:
         raise UserError(
             f"{where}: peft_type is {values.get('peft_type')!r}: only LORA is supported"
         )
-    unsupported = {
-        "bias": "none", "use_dora": False, "modules_to_save": None, "layer_replication": None,
-        "lora_bias": False, "trainable_token_indices": None, "target_parameters": None,
-    }  # fmt: skip
-    for key, usual in unsupported.items():
-        if values.get(key, usual) not in (usual, None, [], {}):
-            raise UserError(f"{where}: {key} = {values[key]!r} is not supported")
+    _check_plain(values, where)
     rank, alpha = values.get("r"), values.get("lora_alpha")
     if not (_is_rank(rank) and _is_alpha(alpha)):
         raise UserError(
             f"{where}: r = {rank!r} and lora_alpha = {alpha!r} must be positive numbers"
         )
-    lora = LoraConfig(rank=rank, alpha=alpha, use_rslora=values.get("use_rslora") is True)
+    lora = LoraConfig(rank=rank, alpha=alpha, use_rslora=values.get("use_rslora") or False)
     base = values.get("base_model_name_or_path")
     patterns = (
         _pattern(values, key, is_valid, where)
         for key, is_valid in (("rank_pattern", _is_rank), ("alpha_pattern", _is_alpha))
     )
     return PeftConfig(base if isinstance(base, str) else "", lora, *patterns)
+
+
+def _check_plain(values: Mapping[str, Any], where: str) -> None:
+    """Check that the trained model is W + s B A with the W of the base model.
+
+    Raises:
+        UserError: PEFT computes another function, or the meaning of a key is unknown.
+    """
+    initial = values.get("init_lora_weights")
+    if not isinstance(initial, bool | None) and str(initial).lower() not in _PLAIN_INITS:
+        raise UserError(
+            f"{where}: init_lora_weights = {initial!r} changes the weights of the base model, "
+            "which is not supported. Save the adapter as plain LoRA with PEFT's "
+            "save_pretrained(..., path_initial_model_for_weight_conversion=...)"
+        )
+    if not isinstance(values.get("use_rslora"), bool | None):
+        raise UserError(f"{where}: use_rslora = {values['use_rslora']!r} must be true or false")
+    for key, value in values.items():
+        if key not in _READ | _IRRELEVANT and value and (key, value) != ("bias", "none"):
+            raise UserError(
+                f"{where}: {key} = {value!r} is not supported. Only plain LoRA is: merge the "
+                "adapter with PEFT's merge_and_unload()"
+            )
 
 
 def _is_rank(value: Any) -> TypeGuard[int]:  # noqa: ANN401 (untrusted)

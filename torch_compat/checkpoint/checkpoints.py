@@ -8,20 +8,21 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
-from jaxforge.checkpoint.paths import PREFIX, SUBDIRECTORY, has_run
+from jaxforge.checkpoint.paths import PREFIX, SUBDIRECTORY, has_run, stored_config
 from jaxforge.checkpoint.paths import find as find_step
 from jaxforge.checkpoint.weights import Weights
 from jaxforge.cli.suggestions import path_hint
 from jaxforge.config.job import JobConfig
 from jaxforge.config.reading.load import load_config, make_config
 from jaxforge.config.scheduler import SchedulerConfig
-from jaxforge.errors import UserError
+from jaxforge.errors import UserError, file_error
 from jaxforge.storage import trust, urls
 from torch_compat.checkpoint import (
     adapters,
     dcp_state,
     hf_config,
     hf_state,
+    hf_tokenizer,
     megatron_files,
     megatron_state,
     mup,
@@ -35,6 +36,7 @@ from torch_compat.formats import safetensors, torch_file
 from torch_compat.formats.dcp_reader import Dcp, is_dcp, open_dcp, stage_directories
 from torch_compat.formats.files import Directory
 from torch_compat.formats.lazy import LazyTensor
+from torch_compat.formats.limits import shown
 
 Format = Literal["jaxforge", "dcp", "pt", "hf", "peft"]
 """Formats that are read. dcp: also a checkpoint of Megatron-Core; pt: a file of `torch.save`; peft:
@@ -68,6 +70,18 @@ class CheckpointRef:
     def is_torch(self) -> bool:
         """True for a checkpoint of a PyTorch loop, which has the keys of state dicts."""
         return self.format in ("dcp", "pt")
+
+    @property
+    def has_adapters(self) -> bool:
+        """True for adapters, which belong to a model in another directory.
+
+        Raises:
+            UserError: the config of a run is damaged.
+        """
+        if self.format != "jaxforge":
+            return self.format == "peft"
+        lora = stored_config(self._path).get("lora")
+        return isinstance(lora, dict) and bool(lora.get("rank"))
 
     def config(
         self, path: Path | None, overrides: Sequence[str] = (), *, is_compared: bool = False
@@ -168,13 +182,18 @@ class CheckpointRef:
         if own is None:
             raise UserError(f"{self}: its config names no base model: give --checkpoint.load_path")
         base = find(own)
+        if base.format == "jaxforge" and base.has_adapters:
+            raise UserError(
+                f"{self}: its base model {base} holds adapters. Merge them into a new run: "
+                "python -m torch_compat convert RUN NEW --to jaxforge"
+            )
         read = base.read(config, dataclasses.replace(options, weights_only=True, weights="raw"))
         if options.weights == "ema":
             checkpoint = checkpoint.averaged(str(self))
         assert checkpoint.progress is not None
         adapters.check_base(read.params, checkpoint.progress.base, config.model, str(base))
         merged = adapters.merge(read, checkpoint.params, stored.lora.scale)
-        notes = [f"adapters of {self} are merged into {base}; their optimizer state is left out"]
+        notes = ["left out: the optimizer state of the adapters"]
         if checkpoint.ema:
             notes.append("left out: the average of the adapters, which --weights ema exports")
         state = checkpoint.model_state or merged.model_state
@@ -189,13 +208,20 @@ class CheckpointRef:
             UserError: the adapter names no directory of this machine.
         """
         base = adapters.read_config(self.directory).base
+        where = f"{self.directory}/{adapters.CONFIG}: base_model_name_or_path = {shown(base)!r}"
+        remedy = "Download the model and write its path there"
+        if urls.in_bucket(base):  # a file of others must not decide which servers are contacted
+            raise UserError(f"{where} is a URL, which is not opened. {remedy}")
         try:
-            return find(base)
+            reference = find(base)
         except UserError as error:
+            raise UserError(f"{where} is no checkpoint on this machine. {remedy}") from error
+        if reference.has_adapters:
             raise UserError(
-                f"{self.directory}/{adapters.CONFIG}: base_model_name_or_path = {base!r} is no "
-                "checkpoint on this machine. Download the model and write its path there"
-            ) from error
+                f"{where} holds adapters. Merge them with `torch_compat convert`, and write the "
+                "path of the result there"
+            )
+        return reference
 
     def _merged_peft(self, config: JobConfig, options: ReadOptions) -> CheckpointState:
         """Return the weights of the base model with the merged adapter."""
@@ -275,7 +301,11 @@ class CheckpointRef:
             return {self.directory.path: buckets.stamps(self.directory.path)}
         if self.format == "hf":
             stamps = self.directory.stamps().items()
-            return {str(self.directory): {n: s for n, s in stamps if hf_state.is_read(n)}}
+            templates = self.directory / hf_tokenizer.TEMPLATES
+            return {
+                str(self.directory): {n: s for n, s in stamps if hf_state.is_read(n)},
+                str(templates): templates.stamps(),
+            }
         if self.format == "peft":
             return {str(self.directory): self.directory.stamps()} | self._base_of_peft()._stamps()
         if self.format == "pt":
@@ -284,7 +314,7 @@ class CheckpointRef:
             extra = self.directory / posixpath.dirname(train_state.EXTRA_STATE)
             directories = [self.directory, *stage_directories(self.directory), extra]
         else:
-            roots = [self._path / "state", self._path / "config", self.run / hf_state.TOKENIZER]
+            roots = [self._path / "state", self._path / "config", self.run / hf_tokenizer.TOKENIZER]
             directories = [Directory(d) for root in roots for d, _, _ in os.walk(root)]
         return {str(directory): directory.stamps() for directory in directories}
 
@@ -325,6 +355,13 @@ def find(path: str | os.PathLike) -> CheckpointRef:
         UserError: there is no checkpoint.
     """
     location = os.fspath(path)
+    try:
+        return _find(location)
+    except OSError as error:  # such as a name that is too long
+        raise file_error(shown(location), error) from error
+
+
+def _find(location: str) -> CheckpointRef:
     if has_run(location):
         run, step = find_step(urls.path(location))
         return CheckpointRef("jaxforge", Directory(run / SUBDIRECTORY / f"{PREFIX}_{step}"))

@@ -1,5 +1,6 @@
 """Reader and writer of Hugging Face checkpoints: weights, config and tokenizer."""
 
+import dataclasses
 import functools
 import json
 import re
@@ -13,7 +14,7 @@ from jaxforge.config.model import ModelConfig
 from jaxforge.config.reading.load import make_config
 from jaxforge.errors import UserError
 from jaxforge.storage.untrusted_json import load_object
-from torch_compat.checkpoint import untrained
+from torch_compat.checkpoint import hf_tokenizer, untrained
 from torch_compat.checkpoint.dcp_state import ReadOptions
 from torch_compat.checkpoint.hf_config import (
     CONFIG,
@@ -24,10 +25,12 @@ from torch_compat.checkpoint.hf_config import (
     further_layers,
     model_table,
 )
+from torch_compat.checkpoint.hf_tokenizer import GENERATION
 from torch_compat.checkpoint.name_maps import name_map
 from torch_compat.checkpoint.state import AbstractTarget, CheckpointState
 from torch_compat.checkpoint.validation import INVISIBLE_KEYS, has_effect
 from torch_compat.families import FAMILIES
+from torch_compat.families.family import Family
 from torch_compat.formats import block_scaled, safetensors, torch_file
 from torch_compat.formats.files import Directory, sync
 from torch_compat.formats.lazy import DTYPES, LazyTensor, equal
@@ -35,14 +38,8 @@ from torch_compat.formats.staging import Unit
 from torch_compat.names.table import EMBEDDING, HEAD, NameMap, strip_wrappers
 from torch_compat.names.translation import Translation, summarize_names
 
-_SETTINGS = "tokenizer_config.json"
-_TOKENIZER = ("tokenizer.json", _SETTINGS, "special_tokens_map.json",
-              "tokenizer.model", "vocab.json", "merges.txt", "chat_template.jinja")  # fmt: skip
-_GENERATION = "generation_config.json"
-DOCUMENTS = (CONFIG, _GENERATION)
+DOCUMENTS = (CONFIG, GENERATION)
 """JSON files of a checkpoint that a run keeps, for its exports."""
-TOKENIZER = "tokenizer"
-"""Directory of a run that holds its tokenizer."""
 IMPORTED = "huggingface"
 """Directory of a run that holds the JSON files of the Hugging Face model that it began with."""
 IN_8_BITS = "fp8"
@@ -74,7 +71,13 @@ def tensors(directory: Directory) -> Mapping[str, LazyTensor]:
 
 def is_read(name: str) -> bool:
     """Return whether an import reads a file of this name."""
-    documents = (*_TOKENIZER, CONFIG, _GENERATION, safetensors.INDEX, torch_file.WEIGHTS_INDEX)
+    documents = (
+        *hf_tokenizer.FILES,
+        CONFIG,
+        GENERATION,
+        safetensors.INDEX,
+        torch_file.WEIGHTS_INDEX,
+    )
     return name.endswith((safetensors.SUFFIX, ".bin")) or name in documents
 
 
@@ -123,23 +126,6 @@ def read(directory: Directory, target: AbstractTarget, options: ReadOptions) -> 
     )
 
 
-def copy_tokenizer(directory: Directory, target: Path) -> None:
-    """Copy the tokenizer of a checkpoint; do nothing if it has no `tokenizer.json`.
-
-    Args:
-        directory: the checkpoint.
-        target: directory to create. An existing one is left unchanged.
-    """
-    if target.exists() or not directory.has(_TOKENIZER[0]):
-        return
-    partial = target.with_name(f".{target.name}.partial")
-    partial.mkdir(parents=True, exist_ok=True)
-    for name in (*_TOKENIZER, CONFIG, _GENERATION):  # EOS may be defined only in the last two
-        if directory.has(name):
-            (partial / name).write_bytes(directory.read(name))
-    partial.rename(target)
-
-
 class ImportedDocuments(NamedTuple):
     """JSON files of the Hugging Face model from which a run was imported.
 
@@ -182,7 +168,7 @@ def read_imported_documents(run: Path) -> ImportedDocuments | None:
     Raises:
         UserError: a file is not a JSON object.
     """
-    config, generation = (run / IMPORTED / name for name in (CONFIG, _GENERATION))
+    config, generation = (run / IMPORTED / name for name in (CONFIG, GENERATION))
     if not config.is_file():
         return None
     contents = (
@@ -197,30 +183,32 @@ def read_documents(directory: Directory) -> ImportedDocuments:
     Raises:
         UserError: a file is not a JSON object.
     """
-    where = f"{directory}/{_GENERATION}"
-    has_generation = directory.has(_GENERATION)
-    generation = load_object(directory.read(_GENERATION), where) if has_generation else None
+    where = f"{directory}/{GENERATION}"
+    has_generation = directory.has(GENERATION)
+    generation = load_object(directory.read(GENERATION), where) if has_generation else None
     return ImportedDocuments(_config(directory), generation)
 
 
-def notes(dialect: str, tokenizer: Path | None) -> Iterator[str]:
-    """Yield notes for the user of an export.
+def with_dtypes(checkpoint: CheckpointState, family: str, dtype: str | None) -> CheckpointState:
+    """Return the weights in the dtypes of an export, before matrices are scaled to 8 bits.
 
     Args:
-        dialect: dialect of the exported family.
-        tokenizer: tokenizer of the run.
+        checkpoint: the weights, in the dtypes of their source.
+        family: a key of `FAMILIES`.
+        dtype: requested dtype, or `IN_8_BITS`; None: unchanged. What transformers keeps in float32
+            is in float32 in any case.
     """
-    if (
-        dialect != FAMILIES["qwen2"].dialect.name
-        or tokenizer is None
-        or not _is_huggingface(tokenizer)
-    ):
-        return
-    if not _settings(tokenizer).get("tokenizer_class", "").startswith("Qwen2Tokenizer"):
-        yield (
-            "transformers' AutoTokenizer splits the text of every qwen2 model with the rules of "
-            "Qwen2: open this tokenizer with PreTrainedTokenizerFast.from_pretrained"
-        )
+    usual = "bfloat16" if dtype == IN_8_BITS else dtype
+
+    def converted(name: str, tensor: LazyTensor) -> LazyTensor:
+        if dtype == IN_8_BITS and _MATRIX.fullmatch(name):
+            return tensor
+        target = usual or tensor.dtype.name
+        is_kept = FAMILIES[family].keeps_in_float32(name, target)
+        return tensor.cast(DTYPES["float32" if is_kept else target])
+
+    params = {name: converted(name, tensor) for name, tensor in checkpoint.params.items()}
+    return dataclasses.replace(checkpoint, params=params)
 
 
 def tensors_of_export(
@@ -229,7 +217,7 @@ def tensors_of_export(
     """Return the tensors of an export by the family's keys.
 
     Args:
-        checkpoint: the weights, in their dtype.
+        checkpoint: the weights, of `with_dtypes`.
         model: the model.
         family: a key of `FAMILIES` that supports the model.
         dtype: `IN_8_BITS` for matrices in 8 bits.
@@ -250,8 +238,6 @@ def tensors_of_export(
         raise UserError(
             f"--dtype {IN_8_BITS}: {packed[0]} holds several matrices. Export with --dtype bfloat16"
         )
-    bf16 = DTYPES["bfloat16"]
-    weights = {key: t if key in matrices else t.cast(bf16) for key, t in weights.items()}
     others = dialect.to_dialect(checkpoint.model_state or {}, model)
     weights |= {key: weights[shared] for key, shared in copies.items()}
     return {**block_scaled.quantize(weights, matrices), **others}
@@ -272,11 +258,11 @@ def units(
     """Return units that write a directory for `AutoModelForCausalLM.from_pretrained`.
 
     Args:
-        checkpoint: the weights.
+        checkpoint: the weights, of `with_dtypes`.
         config: config of the run.
         directory: directory of the files.
         family: a key of `FAMILIES` that supports the model.
-        dtype: requested dtype (`tensors_of_export`).
+        dtype: requested dtype.
         largest: bytes of tensors per file; a single tensor may exceed it.
         block: bytes that may be in memory at a time.
         tokenizer: tokenizer of the run.
@@ -285,7 +271,7 @@ def units(
     tensors = tensors_of_export(checkpoint, config.model, family, dtype)
     result, index = safetensors.units(tensors, directory, largest, block)
     is_in_8_bits = dtype == IN_8_BITS
-    common = "bfloat16" if is_in_8_bits else _common_dtype(checkpoint.params)
+    common = "bfloat16" if is_in_8_bits else _common_dtype(checkpoint.params, FAMILIES[family])
     documents = _documents(config, family, common, tokenizer, before)
     if is_in_8_bits:
         documents[CONFIG]["quantization_config"] = block_scaled.quantization_config()
@@ -308,14 +294,14 @@ def _documents(
 
     Imported files are used if their EOS tokens are those of the run's tokenizer.
     """
-    eos_ids = _eos_ids(tokenizer)
+    eos_ids = hf_tokenizer.eos_ids(tokenizer)
     if before is None or not (tokenizer is None or set(before.eos_ids) <= set(eos_ids)):
         return {
             CONFIG: config_json(config, family, dtype, eos_ids),
-            _GENERATION: {"eos_token_id": eos_token_id(eos_ids), "do_sample": True},
+            GENERATION: {"eos_token_id": eos_token_id(eos_ids), "do_sample": True},
         }
     result = config_json(config, family, dtype, eos_ids, before.config)
-    generation = {} if before.generation is None else {_GENERATION: before.generation}
+    generation = {} if before.generation is None else {GENERATION: before.generation}
     return {CONFIG: result, **generation}
 
 
@@ -419,12 +405,10 @@ def _span(windows: Sequence[int | None]) -> str:
 
 def _write_documents(documents: Mapping[str, Any], directory: Path, tokenizer: Path | None) -> None:
     files = {name: _json(document) for name, document in documents.items()}
-    if tokenizer is not None and _is_huggingface(tokenizer):
-        contents = (tokenizer / name for name in _TOKENIZER)
-        files |= {path.name: path.read_bytes() for path in contents if path.is_file()}
-        settings = {"tokenizer_class": "PreTrainedTokenizerFast", **_settings(tokenizer)}
-        files[_SETTINGS] = _json(settings)
+    if tokenizer is not None:
+        files |= hf_tokenizer.exported_files(tokenizer)
     for name, content in files.items():
+        (directory / name).parent.mkdir(exist_ok=True)
         (directory / name).write_bytes(content)
         sync(directory / name)
 
@@ -433,27 +417,15 @@ def _json(document: Mapping[str, Any]) -> bytes:
     return (json.dumps(document, indent=2) + "\n").encode()
 
 
-def _settings(tokenizer: Path) -> dict[str, Any]:
-    file = tokenizer / _SETTINGS
-    return load_object(file.read_bytes(), str(file)) if file.exists() else {}
+def _common_dtype(tensors: Mapping[str, LazyTensor], family: Family) -> str:
+    """Return a dtype that holds all tensors: transformers casts all to the dtype of the config.
 
-
-def _is_huggingface(tokenizer: Path) -> bool:
-    file = tokenizer / "tokenizer.json"
-    return file.is_file() and "model" in load_object(file.read_bytes(), str(file))
-
-
-def _eos_ids(tokenizer: Path | None) -> tuple[int, ...]:
-    if tokenizer is None:
-        return ()
-    from jaxforge.data.corpus.tokenizer_files import load_tokenizer  # slow; most runs name none
-
-    return load_tokenizer(tokenizer).eos_ids
-
-
-def _common_dtype(tensors: Mapping[str, LazyTensor]) -> str:
-    """Return a dtype that holds all tensors: transformers casts all to the dtype of the config."""
-    dtypes = {tensor.dtype for tensor in tensors.values()}
+    It does not cast the weights that it keeps in float32.
+    """
+    dtypes = {
+        tensor.dtype for name, tensor in tensors.items()
+        if not any(family.keeps_in_float32(name, dtype) for dtype in family.float32)
+    }  # fmt: skip
     if len(dtypes) == 1:
         return dtypes.pop().name
     from jax.numpy import promote_types  # NumPy cannot promote float16 and bfloat16

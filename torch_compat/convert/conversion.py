@@ -54,7 +54,7 @@ def plan(request: Request) -> ConversionPlan:
         check_path(request.destination)
     source = open_source(request)
     writer = create_writer(request, source)
-    start, size = str(source.ref), f"{source.nbytes / 1e9:.3g} GB"
+    start, size = str(source.ref), f"{writer.source.nbytes / 1e9:.3g} GB"
     if request.to == "jaxforge":
         dialect = source.checkpoint.dialect
         summary = f"{start} ({dialect}, {writer.label}, {size}) -> {request.destination}"

@@ -9,7 +9,7 @@ from pathlib import Path
 from jaxforge.config.job import JobConfig
 from jaxforge.errors import UserError
 from jaxforge.state.progress import Progress
-from torch_compat.checkpoint import hf_state, mup
+from torch_compat.checkpoint import hf_state, hf_tokenizer, mup
 from torch_compat.checkpoint.checkpoints import CheckpointRef, Target
 from torch_compat.checkpoint.dcp_state import ReadOptions
 from torch_compat.checkpoint.state import AbstractTarget, CheckpointState, abstract_target
@@ -101,18 +101,18 @@ class Source:
             UserError: the config's data name a tokenizer that does not exist.
         """
         if self.ref.format == "jaxforge":
-            directory = self.ref.run / hf_state.TOKENIZER
+            directory = self.ref.run / hf_tokenizer.TOKENIZER
             return directory if directory.is_dir() else None
         from jaxforge.data.corpus.tokenizer_files import (  # imported here: 0.3 s
             load_tokenizer,
             tokenizer_of,
         )
 
-        copy = Path(self._scratch.name, hf_state.TOKENIZER)
+        copy = Path(self._scratch.name, hf_tokenizer.TOKENIZER)
         if spec := tokenizer_of(self.target.config.data):
             load_tokenizer(spec).save(copy)
         elif self.ref.format == "hf":
-            hf_state.copy_tokenizer(self.ref.directory, copy)
+            hf_tokenizer.copy_tokenizer(self.ref.directory, copy)
         return copy if copy.is_dir() else None
 
     @functools.cached_property
@@ -149,6 +149,8 @@ def open_source(request: Request) -> Source:
     )
     checkpoint = ref.read(config, options)
     trained, notes = config, [*checkpoint.notes]
+    if ref.format == "jaxforge" and ref.has_adapters and to != "peft":
+        notes.append(f"the adapters of {ref} are merged into their base model")
     if checkpoint.ema and (to != "jaxforge" or not has_moments):
         checkpoint = dataclasses.replace(checkpoint, ema={})
         notes.append("left out: the average of the parameters, which --weights ema exports")
@@ -177,10 +179,9 @@ def open_source(request: Request) -> Source:
             checkpoint, params=mup.fold_multipliers(checkpoint.params, config.model)
         )
         config = config.model_copy(update={"model": mup.to_standard(config.model)})
-    if request.dtype == hf_state.IN_8_BITS:  # its writer scales the stored values
-        if to != "hf":
-            raise UserError(f"--dtype {request.dtype} is possible with --to hf only")
-    elif request.dtype:
+    if to != "hf" and request.dtype == hf_state.IN_8_BITS:
+        raise UserError(f"--dtype {request.dtype} is possible with --to hf only")
+    if to != "hf" and request.dtype:  # the writer of "hf" knows what its family keeps in float32
         params = {n: t.cast(DTYPES[request.dtype]) for n, t in checkpoint.params.items()}
         checkpoint = dataclasses.replace(checkpoint, params=params)
     return Source(ref, files, trained, checkpoint, abstract_target(config), tuple(notes))

@@ -9,7 +9,7 @@ from typing import Any
 
 from jaxforge.cli.redaction import redacted_message
 from jaxforge.storage import urls
-from torch_compat.checkpoint import hf_config, hf_state
+from torch_compat.checkpoint import hf_config, hf_state, hf_tokenizer
 from torch_compat.checkpoint.validation import check_written
 from torch_compat.convert import model_card
 from torch_compat.convert.source import Request, Source, left_out_modules
@@ -31,16 +31,22 @@ class HfWriter(Writer):
         )
         model = source.target.config.model
         self._left_out = 0 if FAMILIES[self._family].further_layers_key else model.mtp_depth
+        checkpoint = hf_state.with_dtypes(source.checkpoint, self._family, request.dtype)
         if self._left_out:
-            checkpoint = source.checkpoint.without_layers_from(model.n_layers)
-            self.source = dataclasses.replace(source, checkpoint=checkpoint)
+            checkpoint = checkpoint.without_layers_from(model.n_layers)
+        self.source = dataclasses.replace(source, checkpoint=checkpoint)
         self.label = FAMILIES[self._family].dialect.name
         self._check_names(self.label)
 
     def notes(self) -> list[str]:
         """Return notes for the user."""
         own = [left_out_modules(self._left_out)] if self._left_out else []
-        return [*own, *hf_state.notes(self.label, self.source.tokenizer)]
+        tokenizer, vocab_size = self.source.tokenizer, self.source.target.config.model.vocab_size
+        return [
+            *own,
+            *hf_tokenizer.notes(self.label, tokenizer),
+            *hf_tokenizer.vocabulary_notes(tokenizer, vocab_size),
+        ]
 
     @functools.cached_property
     def units(self) -> Sequence[Unit]:

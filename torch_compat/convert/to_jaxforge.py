@@ -7,7 +7,7 @@ from typing import Any
 from jaxforge.checkpoint.paths import PREFIX, SUBDIRECTORY
 from jaxforge.config.job import JobConfig
 from jaxforge.errors import UserError
-from torch_compat.checkpoint import hf_state, orbax_store
+from torch_compat.checkpoint import hf_state, hf_tokenizer, orbax_store
 from torch_compat.convert import average
 from torch_compat.convert.source import Request, Source
 from torch_compat.convert.writer import Writer
@@ -23,6 +23,11 @@ class RunWriter(Writer):
         step = source.progress.step
         self.label = f"step {step}" if source.checkpoint.moments else "weights only, step 0"
         self.subdirectory = f"{SUBDIRECTORY}/{PREFIX}_{step}"
+
+    def notes(self) -> list[str]:
+        """Return notes for the user."""
+        vocab_size = self.source.target.config.model.vocab_size
+        return [*hf_tokenizer.vocabulary_notes(self.source.tokenizer, vocab_size)]
 
     def stage(self, plan: dict[str, Any], share: Share) -> Staging:
         """Begin or resume the checkpoint of the run."""
@@ -47,7 +52,7 @@ class RunWriter(Writer):
             beside.mkdir(parents=True, exist_ok=True)
             (beside / average.FILE).write_text(ref.about(self.request.options))
         if ref.format == "jaxforge":
-            for name in (hf_state.TOKENIZER, hf_state.IMPORTED):
+            for name in (hf_tokenizer.TOKENIZER, hf_state.IMPORTED):
                 _copy_files(ref.run / name, beside / name)
         try:
             run_directory.prepare(
@@ -56,7 +61,7 @@ class RunWriter(Writer):
         except UserError as error:
             raise error.__cause__ or error from None  # a disk error, not an error of a setting
         if ref.format == "hf":
-            hf_state.copy_tokenizer(ref.directory, beside / hf_state.TOKENIZER)
+            hf_tokenizer.copy_tokenizer(ref.directory, beside / hf_tokenizer.TOKENIZER)
             hf_state.write_documents(hf_state.document_contents(ref.directory), beside)
 
     def commit(self) -> None:
@@ -72,7 +77,10 @@ def config_for_run(config: JobConfig, run: Path) -> JobConfig:
 
 
 def _copy_files(source: Path, target: Path) -> None:
-    """Copy the files of a directory, which may be in a bucket or may not exist."""
-    for path in filter(Path.is_file, source.iterdir() if source.is_dir() else ()):
-        target.mkdir(parents=True, exist_ok=True)
-        (target / path.name).write_bytes(path.read_bytes())
+    """Copy a directory, which may be in a bucket or may not exist."""
+    for path in source.iterdir() if source.is_dir() else ():
+        if path.is_dir():
+            _copy_files(path, target / path.name)
+        else:
+            target.mkdir(parents=True, exist_ok=True)
+            (target / path.name).write_bytes(path.read_bytes())

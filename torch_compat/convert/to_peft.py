@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from jaxforge.storage import urls
 from torch_compat.checkpoint import adapters, hf_config
 from torch_compat.checkpoint.checkpoints import find
 from torch_compat.checkpoint.validation import check_written
@@ -35,7 +36,8 @@ class PeftWriter(Writer):
         self._tensors = adapters.peft_tensors(tensors, dialect, config.model)
         assert config.checkpoint.load_path is not None
         base = find(source.target.config.checkpoint.load_path or config.checkpoint.load_path)
-        self._base = str(Path(str(base)).absolute()) if base.format == "hf" else None
+        is_loadable = base.format == "hf" and not urls.in_bucket(base.directory.path)
+        self._base = base.directory.path if is_loadable else None
         self._config = adapters.config_json(
             config.lora, self._base, self._tensors,
             fan_in_fan_out=adapters.stores_transposed(dialect, config.model),
@@ -46,8 +48,8 @@ class PeftWriter(Writer):
         if self._base is not None:
             return []
         return [
-            "the base model is no directory of Hugging Face, so adapter_config.json names none: "
-            "export it with --to hf, and pass the model to PeftModel.from_pretrained"
+            "the base model is no local directory of Hugging Face, so adapter_config.json names "
+            "none: export it with --to hf, and pass the model to PeftModel.from_pretrained"
         ]
 
     @functools.cached_property

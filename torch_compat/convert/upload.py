@@ -23,7 +23,7 @@ from pathlib import Path
 from jaxforge.config.reading.load import load_config
 from jaxforge.errors import UserError
 from jaxforge.storage import COMMITTED, buckets, mirror, run_lock, trust
-from torch_compat.checkpoint import hf_config, hf_state, orbax_store
+from torch_compat.checkpoint import hf_config, hf_state, hf_tokenizer, orbax_store
 from torch_compat.convert import conversion
 from torch_compat.convert.conversion import Advance, ConversionPlan, identity
 from torch_compat.convert.source import Request
@@ -103,7 +103,9 @@ class _Upload:
         """Copy all files, the markers last, if the lock is still valid then."""
         self._mark_unfinished()
         markers = [path for pattern in _MARKERS for path in sorted(self._directory.glob(pattern))]
-        further = (_files(self._local / name) for name in (hf_state.TOKENIZER, hf_state.IMPORTED))
+        further = (
+            _files(self._local / name) for name in (hf_tokenizer.TOKENIZER, hf_state.IMPORTED)
+        )
         self._put({*_files(self._directory), *itertools.chain(*further)} - {*markers})
         keys = {path.relative_to(self._directory).as_posix() for path in _files(self._directory)}
         for key in _keys(self._target) - keys - {UNFINISHED}:  # of another, incomplete conversion
@@ -120,8 +122,8 @@ class _Upload:
     def _mark_unfinished(self) -> None:
         """Mark the destination as unfinished; an existing run keeps its tokenizer."""
         mark = self._target / UNFINISHED
-        if not mark.exists() and (self._remote / hf_state.TOKENIZER).is_dir():
-            shutil.rmtree(self._local / hf_state.TOKENIZER, ignore_errors=True)
+        if not mark.exists() and (self._remote / hf_tokenizer.TOKENIZER).is_dir():
+            shutil.rmtree(self._local / hf_tokenizer.TOKENIZER, ignore_errors=True)
         mark.write_text(self._name)
         for key in _marker_keys(_keys(self._target)):
             (self._target / key).unlink()

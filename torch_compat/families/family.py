@@ -1,6 +1,7 @@
 """Description of a family of transformers, and parameter names that most families share."""
 
 import dataclasses
+import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -45,6 +46,9 @@ class Family:
         further_layers_key: key of the number of layers after the last that predict further tokens.
             Its rules include `PREDICTION`.
         experts_are_optional: whether a family with experts also has models without.
+        float32: dtype of the weights in files -> pattern of jaxforge's names of the weights that
+            transformers keeps in float32 (`_keep_in_fp32_modules_strict`, for float16 also
+            `_keep_in_fp32_modules`). State such as selection biases is always in float32.
     """
 
     model_type: str
@@ -59,11 +63,16 @@ class Family:
     requires_head_divisor: bool = False
     further_layers_key: str | None = None
     experts_are_optional: bool = False
+    float32: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def may_have(self, *, experts: bool) -> bool:
         """Return whether models of the family may have experts, or may have none."""
         has_experts = "num_experts_per_tok" in self.defaults
         return self.experts_are_optional or has_experts == experts
+
+    def keeps_in_float32(self, name: str, dtype: str) -> bool:
+        """Return whether a weight is in float32 in files whose other weights have a dtype."""
+        return re.fullmatch(self.float32.get(dtype, ""), name) is not None
 
     def name_in_family(self, key: str) -> str:
         """Return the family's name of a key of Llama."""

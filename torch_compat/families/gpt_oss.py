@@ -96,4 +96,5 @@ FAMILY = Family(
     write=_write,
     only={"swiglu_alpha": _ALPHA},
     unused=("experts_per_token", "initial_context_length", *experts.LOSSES),
+    float32={"float16": r"(.*_)?norm\.weight"},
 )  # fmt: skip

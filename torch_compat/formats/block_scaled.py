@@ -6,7 +6,8 @@ A weight W of [rows, columns] is stored as Q in e4m3 with one scale per block of
     NAME.weight_scale_inv   S [ceil(rows / 128), ceil(columns / 128)]
     W[i, j] = Q[i, j] · S[i // 128, j // 128]
 
-Blocks at the edges are smaller. The scale of a block is its largest absolute value over 448, the
+Blocks at the edges are smaller. Scales are floats, or powers of two in one byte: e8m0, which some
+files call U8. The scale of a block is its largest absolute value over 448, the
 largest number of e4m3 (DeepSeek-V3, arXiv:2412.19437, section 3.3.2). Both directions are lazy: a
 part of a tensor is computed when it is read.
 """
@@ -25,6 +26,8 @@ BLOCK = (128, 128)
 SCALE = "_scale_inv"
 """Suffix that a weight's name has in the name of its scales."""
 _FP8, _BF16, _F32 = (DTYPES[name] for name in ("float8_e4m3fn", "bfloat16", "float32"))
+_E8M0 = DTYPES["float8_e8m0fnu"]
+_FLOATS = {*(DTYPES[name] for name in ("float32", "bfloat16", "float16")), _E8M0}
 _LARGEST = 448.0  # of e4m3
 _NUMBERS = np.arange(256, dtype=np.uint8).view(_FP8).astype(np.float32)
 """Value of each of the 256 numbers of e4m3."""
@@ -53,7 +56,8 @@ def dequantize(
         where: path of the checkpoint, for messages.
 
     Raises:
-        UserError: a weight has no scales or scales of another shape, or scales have no weight.
+        UserError: a weight has no scales or scales of another shape or dtype, or scales have no
+            weight. Reading raises it if a scale is not finite.
     """
     result = {}
     for name, tensor in tensors.items():
@@ -92,8 +96,18 @@ def _dequantized(
             + (f"has {list(wanted)} blocks of {list(block)}" if wanted else "is no matrix")
         )
 
+    is_e8m0 = scales.dtype == DTYPES["uint8"]
+    if scales.dtype not in _FLOATS and not is_e8m0:
+        raise UserError(
+            f"{where}: {name}{SCALE} is in {scales.dtype.name}. Scales must be in float32, "
+            "bfloat16, float16 or e8m0"
+        )
+
     def read(index: Index) -> np.ndarray:
-        factors = scales.read(_blocks_of(index, block)).astype(np.float32)
+        stored = scales.read(_blocks_of(index, block))
+        factors = (stored.view(_E8M0) if is_e8m0 else stored).astype(np.float32)
+        if not np.isfinite(factors).all():
+            raise UserError(f"{where}: {name}{SCALE} has a scale that is not finite")
         values = _NUMBERS[weight.read(index).view(np.uint8)]  # half the time of a cast
         _scale(np.multiply, values, factors, index, block)
         return values.astype(_BF16)

@@ -95,7 +95,9 @@ class Directory:
             return {}
         if self._fs is None:
             files = [
-                (entry.name, os.stat(entry)) for entry in os.scandir(self._root) if entry.is_file()
+                (entry.name, os.stat(entry))
+                for entry in os.scandir(self._root)
+                if os.path.isfile(entry)
             ]
             return {name: f"{s.st_size} {s.st_mtime_ns} {s.st_ino}" for name, s in files}
         self._fs.invalidate_cache(self._root)

@@ -28,6 +28,7 @@ DTYPES: Mapping[str, np.dtype] = {
         "bfloat16": ml_dtypes.bfloat16,
         "float8_e4m3fn": ml_dtypes.float8_e4m3fn,
         "float8_e5m2": ml_dtypes.float8_e5m2,
+        "float8_e8m0fnu": ml_dtypes.float8_e8m0fnu,
         "int64": np.int64,
         "int32": np.int32,
         "int16": np.int16,

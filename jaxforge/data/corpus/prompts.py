@@ -35,7 +35,13 @@ class Prompt:
 
 
 def encode(
-    tokenizer: Tokenizer, prompt: Prompt, limit: int, max_tokens: int, key: str = "--max-tokens"
+    tokenizer: Tokenizer,
+    prompt: Prompt,
+    limit: int,
+    max_tokens: int,
+    key: str = "--max-tokens",
+    *,
+    vocab_size: int,
 ) -> list[int]:
     """Return the token ids of a prompt, after BOS if the tokenizer adds BOS.
 
@@ -47,9 +53,11 @@ def encode(
         limit: `model.max_seq_len`.
         max_tokens: tokens to generate.
         key: option that sets `max_tokens`, for messages.
+        vocab_size: `model.vocab_size`.
 
     Raises:
-        UserError: the prompt is too long, or empty without an end-of-text token.
+        UserError: the prompt is too long, has a token that the model lacks, or is empty without an
+            end-of-text token.
     """
     ids = with_prefix(tokenizer, tokenizer.encode(prompt.text))
     if not ids:
@@ -64,7 +72,18 @@ def encode(
             f"{prompt.location}: a prompt of {len(ids)} tokens and {key} {max_tokens} exceed "
             f"model.max_seq_len = {limit}; shorten the one or lower the other"
         )
+    if problem := unknown_token(tokenizer, ids, vocab_size):
+        raise UserError(f"{prompt.location}: {problem}")
     return ids
+
+
+def unknown_token(tokenizer: Tokenizer, ids: Sequence[int], vocab_size: int) -> str:
+    """Return a message about the first token that a model lacks; "" if there is none."""
+    first = next((id_ for id_ in ids if id_ >= vocab_size), None)
+    if first is None:
+        return ""
+    text = tokenizer.decode([first], special_tokens=True)
+    return f"the token {text!r} has id {first}, and the model has only {vocab_size} tokens"
 
 
 def splits_a_token(tokenizer: Tokenizer, text: str) -> bool:

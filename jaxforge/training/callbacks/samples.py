@@ -48,7 +48,14 @@ class Sampler(RunCallback):
             for i, text in enumerate(section.sample_prompts)
         ]
         self._ids = [
-            encode(tokenizer, prompt, limit, section.sample_tokens, "eval.sample_tokens =")
+            encode(
+                tokenizer,
+                prompt,
+                limit,
+                section.sample_tokens,
+                "eval.sample_tokens =",
+                vocab_size=config.model.vocab_size,
+            )
             for prompt in self._prompts
         ]
 

@@ -59,7 +59,7 @@ def save(directory, post_processor, **settings):
 
 
 def prompt_ids(tokenizer, text):
-    return encode(tokenizer, Prompt(text, "--prompt"), 10**6, 1)
+    return encode(tokenizer, Prompt(text, "--prompt"), 10**6, 1, vocab_size=10**6)
 
 
 @pytest.mark.parametrize("name", POST_PROCESSORS)
@@ -187,6 +187,6 @@ def test_conversations_begin_with_bos_once(tmp_path):
     assert (chat & ID).tolist() == theirs.apply_chat_template(messages, return_dict=False)
     assert (plain & ID).tolist() == [*theirs("hello world")["input_ids"], EOS]
     assert plain[0] == BOS | FIRST | UNLEARNED
-    assert Dialogue(tokenizer, 100).ask("hello")[0].count(BOS) == 1
+    assert Dialogue(tokenizer, 100, 10**6).ask("hello")[0].count(BOS) == 1
     plain_text = load_tokenizer(save(tmp_path / "u", POST_PROCESSORS["bos"]))
-    assert Dialogue(plain_text, 100).ask("hello")[0] == theirs("hello")["input_ids"]
+    assert Dialogue(plain_text, 100, 10**6).ask("hello")[0] == theirs("hello")["input_ids"]

@@ -191,3 +191,9 @@ def test_huge_files_are_not_read_completely(tmp_path, capsys):
     os.mkfifo(path / "config.toml")
     with pytest.raises(UserError, match=r"config.toml is not a file"):
         main([str(path)])
+
+
+def test_link_to_itself_is_no_run(tmp_path):
+    (tmp_path / "loop").symlink_to("loop")
+    with pytest.raises(UserError, match=r"no run directory at .*/loop; name the"):
+        main([str(tmp_path / "loop")])
