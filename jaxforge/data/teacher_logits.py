@@ -254,7 +254,14 @@ class SavedLogits:
         records = np.empty(len(indices), self.manifest.record)
         for i, index in enumerate(indices):
             file, row = divmod(int(index), self.manifest.sequences_per_file)
-            records[i] = _open(self._path(file), self.manifest.record)[row]
+            saved = _open(self._path(file), self.manifest.record)
+            if row >= len(saved):
+                raise UserError(
+                    f"{self._path(file)} has {len(saved):,} records, and {FILE_NAME} names "
+                    f"{self.manifest.sequences_per_file:,}. Copy the directory again, or save the "
+                    "logits again"
+                )
+            records[i] = saved[row]
         is_damaged = checksums(example, records) != records["checksum"][:, 0]
         if is_damaged.any():
             raise UserError(

@@ -2,9 +2,10 @@
 
 import json
 
+import numpy as np
 import pytest
 
-from jaxforge.data.teacher_logits import FILE_NAME, Manifest
+from jaxforge.data.teacher_logits import FILE_NAME, Manifest, SavedLogits, file_name
 from jaxforge.errors import UserError
 
 SOUND = {
@@ -52,3 +53,15 @@ def test_damaged_manifest_is_refused(tmp_path, changes, problem):
     with pytest.raises(UserError, match="is damaged, or no manifest of logits: ") as error:
         read(tmp_path, **changes)
     assert problem in str(error.value)
+
+
+def test_file_with_fewer_records_than_its_manifest_says_is_refused(tmp_path):
+    """Its header makes it as long as the missing record."""
+    datasets = [{"name": "d", "sequences": 5, "contents": "x"}]
+    manifest = read(tmp_path, sequences_per_file=5, datasets=datasets)
+    np.save(tmp_path / file_name(0, 0), np.zeros(4, manifest.record))
+    logits = SavedLogits(tmp_path, manifest, 0, 4)
+    logits.check_files()
+    tokens = np.zeros((1, 4), np.int32)
+    with pytest.raises(UserError, match=r"0_00000.npy has 4 records, and .* names 5"):
+        logits.read([4], {"input_ids": tokens})

@@ -10,6 +10,8 @@ from pathlib import Path
 import numpy as np
 
 from jaxforge.commands import prepare
+from jaxforge.data import token_file
+from jaxforge.data.corpus import manifest as corpus_manifest
 from jaxforge.data.corpus.content import TextField
 from jaxforge.data.corpus.documents import text_parts
 from jaxforge.data.corpus.inputs import find_inputs
@@ -63,17 +65,26 @@ def write_partial(directory: Path) -> None:
 
 
 def read_partial(directory: Path) -> dict[str, str]:
-    """Finish a copy of the state; return a hash of each file of the corpus."""
+    """Finish a copy of the state; return a hash of the tokens in each file."""
     with tempfile.TemporaryDirectory() as copy:
         state = shutil.copytree(directory, Path(copy) / "state", symlinks=True)
         with contextlib.chdir(state):
             assert prepare.main([str((state / "input").resolve()), *OPTIONS]) == 0
-        files = sorted((state / "out" / "train").iterdir())
-        hashes = {}
-        for path in files:
-            with path.open("rb") as file:
-                hashes[f"corpus {path.name}"] = hashlib.file_digest(file, "sha256").hexdigest()
-        return hashes
+        manifest = corpus_manifest.Manifest.read(state / "out" / "train")
+        assert manifest is not None
+        return {
+            f"corpus {shard.file}": _verified(state / "out" / "train" / shard.file, manifest)
+            for shard in manifest.shards
+        }
+
+
+def _verified(path: Path, manifest: corpus_manifest.Manifest) -> str:
+    """Return a hash of the tokens of a file, which are verified as in a run."""
+    file = token_file.inspect(path, "", manifest)
+    tokens = np.asarray(file.map())
+    assert file.hashes is not None
+    file.hashes.check_from(tokens, 0)
+    return hashlib.sha256(tokens.tobytes()).hexdigest()
 
 
 def write_logits(directory: Path) -> None:
