@@ -20,7 +20,7 @@ class UserError(ValueError):
     """A mistake of the user. The message says what is wrong, where, and what to change.
 
     Args:
-        message: the message, of which at most `LONGEST_MESSAGE` characters are kept.
+        message: the message; from a longer one than `LONGEST_MESSAGE` the middle is left out.
         details: further arguments of a subclass, which other processes need to create it again.
     """
 

@@ -53,7 +53,7 @@ def read_arrow(directory: Path) -> dict[str, str]:
 
 
 def write_partial(directory: Path) -> None:
-    """Write the state of a `prepare` of which a task has finished its share."""
+    """Write the state of a `prepare` after one of two tasks has finished."""
     given = directory.parent / "input.jsonl"
     given.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
     state = directory / "prepare"

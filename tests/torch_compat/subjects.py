@@ -133,7 +133,7 @@ def write_safetensors(path: Path, arrays: dict[str, np.ndarray]) -> None:
 
 
 def write_scaled(source: Path, directory: Path) -> None:
-    """Write a model of which some matrices have 8 bits, and scales."""
+    """Write a model in which some matrices have 8 bits and scales."""
     shutil.copytree(source, directory)
     file = directory / "model.safetensors"
     tensors = safetensors.open_directory(checkpoints.find(source).directory)
