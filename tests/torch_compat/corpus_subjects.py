@@ -3,7 +3,7 @@
 import contextlib
 import hashlib
 import json
-import shutil
+import subprocess
 import tempfile
 from pathlib import Path
 
@@ -67,7 +67,8 @@ def write_partial(directory: Path) -> None:
 def read_partial(directory: Path) -> dict[str, str]:
     """Finish a copy of the state; return a hash of the tokens in each file."""
     with tempfile.TemporaryDirectory() as copy:
-        state = shutil.copytree(directory, Path(copy) / "state", symlinks=True)
+        state = Path(copy) / "state"
+        subprocess.run(["cp", "-a", directory, state], check=True)  # also pipes and vast files
         with contextlib.chdir(state):
             assert prepare.main([str((state / "input").resolve()), *OPTIONS]) == 0
         manifest = corpus_manifest.Manifest.read(state / "out" / "train")
