@@ -239,7 +239,8 @@ def _without_settings(text: str) -> str:
     while match := _NAME.search(text, at):
         start = match.end()
         read = _word_end if (match["gap"] or "").isspace() else _value_end
-        end = start if _SPECIAL.fullmatch(match["name"]) else read(text, start)
+        is_special = _SPECIAL.fullmatch(match["name"].lstrip("-"))
+        end = start if is_special else read(text, start)
         value = text[start:end]
         is_option = bool(match["gap"]) and _is_option(_word_before(text, match.start("name")))
         if (match["gap"] and not is_option) or not _hides(match, value):

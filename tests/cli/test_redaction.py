@@ -199,7 +199,7 @@ def test_harmless_words_are_not_redacted():
     text = JobConfig().to_toml() + "\n".join([
         'tokenizer_path = "data/tokenizer"', "max_tokens = 128", "eos_token_id = 3",
         'eos_token = "<eos>"', 'token_dtype = "uint16"', "tokens_seen = 5", 'author = "me"',
-        "see --max-tokens 5", "lr_patterns = {a = 1}",
+        "see --max-tokens 5 --eos-token </s> --pad-token=x", "lr_patterns = {a = 1}",
         "stop_tokens = ['<a>']", "num_tokens = 4", "keys = ['a']", "key = 'x'", "n_tokens: many",
         "error: token: 17 is outside of the vocabulary", "tokens: 1,000", "monkey = 'x'",
     ])  # fmt: skip
