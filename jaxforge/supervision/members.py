@@ -142,7 +142,7 @@ class Members:
         except ConnectionRefusedError:
             with self._lock:
                 peer.refusals += 1
-        except OSError as error:
+        except (OSError, UnicodeError) as error:  # UnicodeError: the name of the host is too long
             log.debug("host %d does not answer: %s", host, error)
         return False
 
