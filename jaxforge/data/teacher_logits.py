@@ -33,7 +33,8 @@ from jaxforge.data.dataset import Dataset, Example, Mixture, Streaming
 from jaxforge.data.fingerprint import fingerprint_of
 from jaxforge.errors import UserError
 from jaxforge.storage import urls
-from jaxforge.storage.untrusted_json import first_problem
+from jaxforge.storage.safe_files import read_regular
+from jaxforge.storage.untrusted_json import DOCUMENT, first_problem
 
 TEACHER_IDS, TEACHER_LOGITS = "teacher_ids", "teacher_logits"
 """Fields of a batch: entries and values of the teacher's largest logits [..., s, k]."""
@@ -100,7 +101,7 @@ class Manifest:
         """
         path = directory / FILE_NAME
         try:
-            manifest = _JSON.validate_json(path.read_bytes(), strict=True)
+            manifest = _JSON.validate_json(read_regular(path, DOCUMENT), strict=True)
         except FileNotFoundError as error:
             raise UserError(
                 f"{_KEY} = {directory}: {path.name} does not exist there{path_hint(directory)}. "

@@ -1,10 +1,12 @@
 """Manifests of saved logits that are damaged, or from a stranger."""
 
 import json
+import os
 
 import numpy as np
 import pytest
 
+from jaxforge.data.corpus import manifest as corpus
 from jaxforge.data.teacher_logits import FILE_NAME, Manifest, SavedLogits, file_name
 from jaxforge.errors import UserError
 
@@ -65,3 +67,20 @@ def test_file_with_fewer_records_than_its_manifest_says_is_refused(tmp_path):
     tokens = np.zeros((1, 4), np.int32)
     with pytest.raises(UserError, match=r"0_00000.npy has 4 records, and .* names 5"):
         logits.read([4], {"input_ids": tokens})
+
+
+@pytest.mark.parametrize(
+    "manifest", [Manifest, corpus.Manifest], ids=["teacher logits", "token shards"]
+)
+@pytest.mark.parametrize("kind", ["pipe", "vast", "directory"])
+def test_manifest_that_is_no_file_of_text_is_refused(tmp_path, manifest, kind):
+    path = tmp_path / (FILE_NAME if manifest is Manifest else corpus.FILE_NAME)
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "directory":
+        path.mkdir()
+    else:
+        path.touch()
+        os.truncate(path, 1 << 40)
+    with pytest.raises(UserError, match=f"cannot read {path}: "):
+        manifest.read(tmp_path)

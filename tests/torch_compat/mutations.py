@@ -155,7 +155,7 @@ def of_dtypes(rng: Random, path: Path) -> str:
     about = header[name]
     kinds = next(kinds for kinds in _SAME_SIZE if about["dtype"] in kinds)
     if about["dtype"] == "F32" and name in scales and rng.integers(2):
-        strange = np.float32([np.nan, np.inf, -np.inf, 0, -1, 1e38])[rng.integers(6)]
+        strange = np.float32([np.nan, np.inf, -np.inf, 0, -1])[rng.integers(5)]
         begin = about["data_offsets"][0]
         numbers[begin : begin + 4] = strange.tobytes()
         what = str(strange)

@@ -14,6 +14,7 @@ from pydantic import FailFast, TypeAdapter, ValidationError
 
 from jaxforge.data.corpus.statistics import CorpusStatistics
 from jaxforge.errors import UserError
+from jaxforge.storage.safe_files import read_regular
 from jaxforge.storage.untrusted_json import first_problem
 
 FILE_NAME = "manifest.json"
@@ -175,7 +176,7 @@ class Manifest:
         """
         path = directory / FILE_NAME
         try:
-            content = path.read_bytes()
+            content = read_regular(path, _MOST_BYTES)
             if _SHARD_BYTES * content.count(b"{") > len(content) + 1000:
                 raise UserError(_not_a_manifest(path, "its tables are too small for shards"))
             manifest = _JSON.validate_json(content, strict=True)
@@ -194,6 +195,7 @@ class Manifest:
 
 
 _JSON = TypeAdapter(Manifest)
+_MOST_BYTES = 1 << 30  # 12 TB of tokens
 _SHARD_BYTES = 30  # minimum size of a shard in JSON: a megabyte of {} would take a gigabyte
 
 
