@@ -1,12 +1,14 @@
-"""Fuzz test of all readers with damaged checkpoints, for hours.
+"""Fuzz test of all readers and ports with damaged files and messages, for hours.
 
     python benchmarks/fuzz.py [--hours 1] [--seed 0] [--only N] [--out results.json]
 
 Real files are mutated in bits, in structure and as files, one mutation at a time
 (`tests/torch_compat/mutations.py`): checkpoints of every format (DCP written by torch, by jaxforge,
-by pipeline stages and by torchtitan, safetensors in one or several files, jaxforge's own), logs and
-configs of runs, and capsules. A separate process reads each mutant like `inspect`, `import`,
-`report` and `capsule verify`, within 5 seconds and 300 MB. A mutant must be read unchanged or
+by pipeline stages and by torchtitan, safetensors in one or several files, also with 8-bit weights,
+adapters of PEFT, jaxforge's own), logs and configs of runs, capsules, saved logits, records of
+Arrow and Parquet, the state of an interrupted `prepare`, and messages to the ports of supervisors
+and replicas. A separate process reads each mutant like `inspect`, `import`, `report`, `capsule
+verify`, `train` and `prepare`, within 5 seconds and 300 MB. A mutant must be read unchanged or
 rejected with one message; anything else is a fault. The seed and the number determine a mutant:
 `--only` repeats one.
 """

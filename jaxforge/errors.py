@@ -10,10 +10,24 @@ FAILING_STORAGE = {
 """Numbers of system errors that are no mistake of the user: the disk is full or does not answer."""
 
 
+LONGEST_MESSAGE = 4000
+"""Largest number of characters of a message; files may contain names and values of any length."""
+
+_END = 500  # characters of the end of a long message, which often says what to do
+
+
 class UserError(ValueError):
-    """A mistake of the user. The message says what is wrong, where, and what to change."""
+    """A mistake of the user. The message says what is wrong, where, and what to change.
+
+    Args:
+        message: the message; from a longer one than `LONGEST_MESSAGE` the middle is left out.
+        details: further arguments of a subclass, which other processes need to create it again.
+    """
 
     exit_code = 2
+
+    def __init__(self, message: str = "", *details: object) -> None:
+        super().__init__(shortened(message), *details)
 
 
 class InputChangedError(UserError):
@@ -86,6 +100,23 @@ def unreadable(location: object, error: OSError, option: str) -> UserError | Sto
         message = f"{location}: {error.strerror}; let this user read it, or {option}"
         return UserError(message)
     return file_error(location, error)
+
+
+def shortened(message: str, longest: int = LONGEST_MESSAGE) -> str:
+    """Return a message without the middle of a long one; cut between words, if there are any.
+
+    Args:
+        message: the message.
+        longest: largest number of characters.
+    """
+    if len(message) <= longest:
+        return message
+    end = min(_END, longest // 2)
+    head, tail = message[: longest - end - 50], message[-end:]
+    head = head[: head.rfind(" ", len(head) // 2)] if " " in head[len(head) // 2 :] else head
+    tail = tail[tail.find(" ", 0, end // 2) + 1 :]
+    left_out = len(message) - len(head) - len(tail)
+    return f"{head} ... [{left_out:,} characters left out] ... {tail}"
 
 
 def reason_and_line(error: BaseException) -> str:

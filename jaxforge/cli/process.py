@@ -13,7 +13,7 @@ from pathlib import Path
 from jaxforge.exit_codes import STOP_SIGNALS
 
 ROSTER_VARIABLE = "JAXFORGE_ROSTER"
-"""Variable of processes of elastic jobs: the job's key, and the number of its list of hosts."""
+"""Variable of processes of elastic jobs: identifier of the job, number of its list of hosts."""
 
 _LIBC = ctypes.CDLL(None) if sys.platform.startswith("linux") else None
 _PR_SET_PDEATHSIG = 1  # prctl(2)

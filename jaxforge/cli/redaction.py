@@ -11,6 +11,9 @@ import re
 import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
+from urllib.parse import quote, quote_plus
+
+from jaxforge.errors import printable
 
 REMOVED = "removed"
 
@@ -18,7 +21,9 @@ _BEFORE, _AFTER = r"[\w-]{0,64}", r"(?:[_-][\w-]{1,64})?"  # bounded, for hostil
 _STRONG = (
     rf"{_BEFORE}(?:secret|passw(?:or)?d|passphrase|credential|webhook)s?{_AFTER}"
     rf"|(?:{_BEFORE}[_-])?(?:api|access|private|signing|encryption|ssh|master|account)[_-]?keys?{_AFTER}"
-    rf"|(?:{_BEFORE}[_-])?(?:auth|authorization|cookies?|pwd|dsn|bearer){_AFTER}"
+    rf"|(?:{_BEFORE}[_-])?(?:auth|authorization|cookies?|pwd|dsn|bearer|sas){_AFTER}"
+    rf"|(?:{_BEFORE}[_-])?(?:pat|sas[_-]?ur[il])|{_BEFORE}sharedaccess(?:key|signature)"
+    rf"|{_BEFORE}connection[_-]?strings?"
 )
 _TOKEN = (
     rf"(?:{_BEFORE}[_-])?tokens?"
@@ -30,11 +35,16 @@ _SPECIAL = re.compile(  # text tokens, and counts of tokens
     re.IGNORECASE,
 )
 _NAME = re.compile(
-    rf"""(?<![\w-])(?P<quote>\\?["'])?(?P<name>(?P<strong>{_STRONG})|{_TOKEN})(?(quote)(?P=quote))"""
-    r"(?P<separator>\s*[=:]\s*)",
+    rf"""(?<![\w-])(?P<quote>\\?["'])?(?P<name>(?P<strong>{_STRONG})|{_TOKEN})"""
+    r"""(?(quote)(?P=quote)|(?:\\?["'])?)"""  # in "hf.token" the first quote is further left
+    r"(?P<separator>\s*[=:]\s*|(?P<gap>\s*,\s*|\s+))",
     re.IGNORECASE,
 )
 _HEADER = re.compile(r"^[ \t]*\[{1,2}(?P<name>[^\[\]\n=]+)\]{1,2}[ \t]*(?:#.*)?$", re.MULTILINE)
+_SHELL_WORD = re.compile(  # bare, or as `shlex.quote` writes it
+    r"""(?:\\[^"'\s]|[^\s"'\\])+|'[^']*'(?:"'"'[^']*')+"""
+)
+_WORD_BORDER = re.compile(r"""[\s,"'\[({]""")
 _ANY_KEY = re.compile(r"""^[ \t]*[\w."'-]+[ \t]*=[ \t]*""", re.MULTILINE)
 _PLAIN = re.compile(r"true|false|null|none|\"\"|''", re.IGNORECASE)  # values that need no redaction
 _BARE = re.compile(r"""[^\s,;&\]}"'\\]+""")
@@ -52,6 +62,7 @@ _URL = re.compile(
 )
 _HOST = re.compile(r"\[[0-9a-fA-F:.]+\](?::\d*)?|[^:]*(?::\d*)?")
 _WEB = ("http", "https", "ws", "wss")
+_HOOK = re.compile(r"hooks?\.|webhook", re.IGNORECASE)  # the path of such an address is the secret
 _KNOWN = re.compile(
     r"(?<![A-Za-z0-9])(?:hf_[A-Za-z0-9/+]{16,}|api_org_[A-Za-z0-9]{16,}|gh[oprsu]_[\w/+]{16,}"
     r"|github_pat_[\w/+]{8,}|npm_[A-Za-z0-9/+]{16,}|pypi-[\w/+-]{16,}|AIza[\w/+-]{16,}"
@@ -64,11 +75,17 @@ _PRIVATE_KEY = re.compile(
     r"-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END [A-Z ]*-----|\Z)", re.S
 )
 _CARRIED = re.compile(r"\b(bearer|basic)\s+[\w.~+/=-]{16,}", re.IGNORECASE)
-_SECRET_VARIABLE = re.compile(r"KEY|TOKEN(?!IZER)|SECRET|PASSW|CREDENTIAL|AUTH", re.IGNORECASE)
+_SECRET_VARIABLE = re.compile(
+    r"KEY|TOKEN(?!IZER)|SECRET|PASSW|PASSPHRASE|CREDENTIAL|AUTH|WEBHOOK|CONNECTION_?STRING|_PWD$"
+    r"|(?:^|_)(?:PAT|PASS|SAS|DSN|BEARER|COOKIES?)(?:_|$)",
+    re.IGNORECASE,
+)
+_PERCENT = re.compile("%[0-9A-F]{2}")
 _MARK = re.compile(r"""["'\\\n]""")
 _BRACKET = re.compile(r"""["'\[\]{}]""")
 _NUMBERS = re.compile(r"\[[\d\s,.+-]*\]")
 _LONG = 1000  # characters; longer lists are scanned once, to bound the time
+_NAMES = 200  # characters of the tables before the name in an option: --a.b.token
 _SHORT = 6  # characters; shorter values are not secrets and occur in any text
 
 
@@ -84,22 +101,24 @@ def redacted(text: str, environment: Mapping[str, str] = os.environ) -> str:
         text: TOML, JSON, a Python literal, or a command-line argument.
         environment: environment variables.
     """
+    text = _without_values(text, environment)  # first: other patterns may change parts of them
     text = _URL.sub(lambda url: _shown_url(url, keeps_web_path=False), text)
     text = _CARRIED.sub(rf"\1 {REMOVED}", text)
-    return _without_known(_without_settings(_without_tables(text)), environment)
+    return _without_known(_without_settings(_without_tables(text)))
 
 
 def redacted_message(text: str, environment: Mapping[str, str] = os.environ) -> str:
     """Return an error message or log line without secrets.
 
-    Unlike `redacted`, it keeps text that looks like a setting, and the paths of web URLs.
+    Unlike `redacted`, it keeps text that looks like a setting, and the paths of web URLs except
+    for webhooks.
     """
-    text = _URL.sub(lambda url: _shown_url(url, keeps_web_path=True), text)
-    return _without_known(text, environment)
+    text = _without_values(text, environment)
+    return _without_known(_URL.sub(lambda url: _shown_url(url, keeps_web_path=True), text))
 
 
 def redacted_value(value: Any, environment: Mapping[str, str] = os.environ) -> Any:  # noqa: ANN401
-    """Return a copy of a JSON value without secrets, which are recognised by object keys.
+    """Return a copy of a JSON value without secrets, which are recognised by keys and options.
 
     Args:
         value: objects, lists, strings and numbers.
@@ -111,7 +130,11 @@ def redacted_value(value: Any, environment: Mapping[str, str] = os.environ) -> A
             for key, item in value.items()
         }
     if isinstance(value, list | tuple):
-        return [redacted_value(item, environment) for item in value]
+        options = [False, *map(_is_secret_option, value)]  # whether the item before is one
+        return [
+            REMOVED if hidden and not _is_option(item) else redacted_value(item, environment)
+            for hidden, item in zip(options, value, strict=False)
+        ]
     return redacted(value, environment) if isinstance(value, str) else value
 
 
@@ -125,9 +148,8 @@ def redacted_command(words: Sequence[str], environment: Mapping[str, str] = os.e
     shown, hides_next = [], False
     for word in words:
         name, equals, value = word.partition("=")
-        is_option = name.startswith("-")
-        is_secret = is_option and _is_secret(name.lstrip("-").rpartition(".")[2], value or "x")
-        if hides_next and not is_option:
+        is_secret = _is_option(name) and _is_secret(name.lstrip("-"), value or "x")
+        if hides_next and not _is_option(name):
             shown.append(REMOVED)
         elif is_secret and equals:
             shown.append(f"{name}={REMOVED}")
@@ -147,8 +169,18 @@ def redacted_line(command: str, environment: Mapping[str, str] = os.environ) -> 
     return shown if shown != shlex.join(words) else redacted(command, environment)
 
 
+def _is_option(word: object) -> bool:
+    return isinstance(word, str) and word.startswith("-")
+
+
+def _is_secret_option(word: object) -> bool:
+    """Return whether a word is an option whose value, the next word, is secret."""
+    return isinstance(word, str) and _is_option(word) and _is_secret(word.lstrip("-"), "x")
+
+
 def _is_secret(name: str, value: object) -> bool:
     """Return whether the value of a setting with this name is secret."""
+    name = name.rpartition(".")[2]
     match = _NAME.fullmatch(f"{name}=")  # the pattern includes the separator
     if match is None or value is None or isinstance(value, bool) or value == "":
         return False
@@ -174,7 +206,7 @@ def _shown_url(url: re.Match[str], *, keeps_web_path: bool) -> str:
     elif not _HOST.fullmatch(re.split(r"[?#]", first)[0]):  # possibly truncated by a message
         return f"{scheme}://{REMOVED}"
     path = re.split(r"[?#]", path)[0]
-    if scheme.lower() in _WEB and not keeps_web_path:
+    if scheme.lower() in _WEB and (not keeps_web_path or _HOOK.search(path)):
         path = path.partition("/")[0]
     return f"{scheme}://{path}"
 
@@ -206,9 +238,12 @@ def _without_settings(text: str) -> str:
     parts, at = [], 0
     while match := _NAME.search(text, at):
         start = match.end()
-        end = start if _SPECIAL.fullmatch(match["name"]) else _value_end(text, start)
+        read = _word_end if (match["gap"] or "").isspace() else _value_end
+        is_special = _SPECIAL.fullmatch(match["name"].lstrip("-"))
+        end = start if is_special else read(text, start)
         value = text[start:end]
-        if not _hides(match, value):
+        is_option = bool(match["gap"]) and _is_option(_word_before(text, match.start("name")))
+        if (match["gap"] and not is_option) or not _hides(match, value):
             parts.append(text[at:start])
             at = start
             continue
@@ -217,9 +252,14 @@ def _without_settings(text: str) -> str:
     return "".join([*parts, text[at:]])
 
 
+def _word_before(text: str, end: int) -> str:
+    """Return the word that contains a position, from its start."""
+    return _WORD_BORDER.split(text[max(0, end - _NAMES) : end])[-1] + text[end : end + 1]
+
+
 def _hides(match: re.Match[str], value: str) -> bool:
     """Return whether the value after a name must be removed."""
-    if not value or _PLAIN.fullmatch(value):
+    if not value or _PLAIN.fullmatch(value) or (match["gap"] and _is_option(value.lstrip("\"'"))):
         return False
     if match["strong"]:
         return True
@@ -253,6 +293,12 @@ def _value_end(text: str, start: int) -> int:
         return _quote_end(text, start)
     match = _BARE.match(text, start)
     return match.end() if match else start
+
+
+def _word_end(text: str, start: int) -> int:
+    """Return the end of a word of a shell, or of a quoted item of a list."""
+    match = _SHELL_WORD.match(text, start)
+    return match.end() if match else _value_end(text, start)
 
 
 def _after(text: str, mark: str, start: int) -> int:
@@ -290,15 +336,32 @@ def _bracket_end(text: str, start: int) -> int:
     return len(text) if newline < 0 or len(text) - start > _LONG else newline
 
 
-def _without_known(text: str, environment: Mapping[str, str]) -> str:
+def _without_known(text: str) -> str:
     text = _PRIVATE_KEY.sub(REMOVED, text)
-    text = _KNOWN.sub(REMOVED, _CARRIED.sub(rf"\1 {REMOVED}", text))
+    return _KNOWN.sub(REMOVED, _CARRIED.sub(rf"\1 {REMOVED}", text))
+
+
+def _without_values(text: str, environment: Mapping[str, str]) -> str:
+    """Remove the values of secret environment variables, in any notation."""
     secrets = {
         value
         for name, value in environment.items()
         if _SECRET_VARIABLE.search(name) and len(value) >= _SHORT
     }
     for value in sorted(secrets, key=len, reverse=True):  # a secret may contain another
-        for form in (value, json.dumps(value)[1:-1]):
+        for form in sorted(_notations(value), key=len, reverse=True):
             text = text.replace(form, REMOVED)
     return text
+
+
+def _notations(value: str) -> set[str]:
+    """Return the notations of a text in Python, JSON, TOML, a shell, messages and URLs."""
+    in_json = json.dumps(value)[1:-1]
+    encoded = value.encode("utf-8", "surrogateescape")
+    quoted = {quote(encoded, safe="/"), quote(encoded, safe=""), quote_plus(encoded)}
+    return {
+        value, in_json, json.dumps(in_json)[1:-1], json.dumps(value, ensure_ascii=False)[1:-1],
+        repr(value)[1:-1], repr(repr(value)[1:-1])[1:-1], ascii(value)[1:-1],
+        repr(encoded)[2:-1], printable(value), shlex.quote(value), *quoted,
+        *(_PERCENT.sub(lambda code: code[0].lower(), form) for form in quoted),
+    }  # fmt: skip

@@ -5,6 +5,9 @@ import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from jaxforge.errors import shortened
+
+_LISTED, _LONGEST_NAME = 30, 200  # names, and characters of each
 ALIKE = 0.66
 """Similarity (`difflib`) from which a message suggests one of many options or keys."""
 
@@ -27,6 +30,14 @@ def choices(name: str, names: Sequence[str]) -> str:
     """Return a suggestion with all names: `; did you mean "web"? Choose from web, code`."""
     near = hint(name, names)
     return f"{f'{near} Choose' if near else '; choose'} from {', '.join(names)}"
+
+
+def listed(names: Iterable[object]) -> str:
+    """Return the first names of a file in words: `a, b and 7 more`; "nothing" without names."""
+    every = list(names)
+    shown = ", ".join(shortened(str(name), _LONGEST_NAME) for name in every[:_LISTED])
+    more = len(every) - _LISTED
+    return f"{shown} and {more:,} more" if more > 0 else shown or "nothing"
 
 
 def path_hint(path: str | Path, quote: str = "") -> str:

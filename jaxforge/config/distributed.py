@@ -6,27 +6,28 @@ from typing import Annotated, Literal
 from pydantic import Field, PositiveInt
 
 from jaxforge.config.section import Section
+from jaxforge.config.sizes import MOST_DEVICES, MOST_LAYERS, AxisSize
 
 
 class DistributedConfig(Section):
     """Sizes of the mesh axes; their product is the number of devices."""
 
-    dp_shard: Annotated[int, Field(ge=-1)] = -1
+    dp_shard: Annotated[int, Field(ge=-1, le=MOST_DEVICES)] = -1
     """Data parallelism with sharded parameters (FSDP); -1 uses all remaining devices.
 
     Parameters are sharded over the largest factor that divides model.dim, and replicated over the
     remaining factor."""
-    dp_replicate: PositiveInt = 1
+    dp_replicate: AxisSize = 1
     """Data parallelism with replicated parameters."""
-    tp: PositiveInt = 1
+    tp: AxisSize = 1
     """Tensor parallelism: heads, feed-forward columns and vocabulary are sharded."""
-    pp: PositiveInt = 1
+    pp: AxisSize = 1
     """Pipeline parallelism: each stage has consecutive blocks."""
     pp_schedule: Literal["1f1b", "gpipe", "interleaved_1f1b"] = "1f1b"
     """Schedule of the microbatches in the pipeline."""
-    pp_chunks: Annotated[int, Field(ge=2)] = 2
+    pp_chunks: Annotated[int, Field(ge=2, le=MOST_LAYERS)] = 2
     """Virtual stages (groups of consecutive blocks) per stage with interleaved_1f1b."""
-    cp: PositiveInt = 1
+    cp: AxisSize = 1
     """Context parallelism: sequences are sharded."""
     cp_strategy: Literal["auto", "ulysses", "ring"] = "auto"
     """Communication of attention over sharded sequences.
@@ -34,11 +35,11 @@ class DistributedConfig(Section):
     ulysses: an all-to-all gives each device all tokens for a share of the heads. ring: keys and
     values circulate around the devices. auto: ulysses if n_heads is a multiple of cp * tp, else
     ring."""
-    ep: PositiveInt = 1
+    ep: AxisSize = 1
     """Expert parallelism: experts are sharded; like dp_shard, this axis also shards the batch."""
-    elastic_processes: PositiveInt | None = None
+    elastic_processes: AxisSize | None = None
     """Processes of the whole job. With fewer, dp shrinks and batches stay the same."""
-    elastic_min_processes: PositiveInt = 1
+    elastic_min_processes: AxisSize = 1
     """Smallest number of processes of an elastic job; checked when it starts."""
     heartbeat_timeout_sec: PositiveInt = 100
     """Seconds without a heartbeat after which a process is considered lost and the job ends."""

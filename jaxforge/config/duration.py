@@ -16,6 +16,7 @@ _FORM = re.compile(
     r"(?P<number>\d[\d_]*\.?\d*|\.\d+)\s*"
     r"(?:(?P<unit>%|ep)|(?P<size>[KMBT]?)\s*(?P<item>tok|samples))"
 )
+_LONG = 100  # characters; no duration is as long, and the time of the pattern grows as its square
 _SIZES = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
 _IN_ANY_UNIT = {"duration": True}
@@ -76,7 +77,7 @@ def parse_duration(text: str) -> Duration | None:
     Args:
         text: A number and its unit; K, M, B or T (10^3 ... 10^12) may precede "tok" or "samples".
     """
-    match = _FORM.fullmatch(text.strip())
+    match = _FORM.fullmatch(text.strip()) if len(text) < _LONG else None
     if match is None:
         return None
     number = Fraction(match["number"].replace("_", ""))

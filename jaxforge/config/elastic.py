@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from jaxforge.config import rules
 from jaxforge.config.axes import BATCH_AXES, Mesh, data_parallel
 from jaxforge.config.job import JobConfig
+from jaxforge.config.problems import divisors
 from jaxforge.config.train import BatchStage, TrainConfig
 from jaxforge.errors import UserError
 
@@ -155,7 +156,7 @@ def _accumulating(config: JobConfig, before: int, ranks: int) -> TrainConfig:
     if len(sizes) > 1:
         # Batches of several sizes are not padded, so each must consist of whole microbatches.
         unit = math.gcd(*sizes)
-        fitting = [n for n in range(1, per_rank + 1) if unit % (n * ranks) == 0]
+        fitting = [n for n in divisors(unit) if n <= per_rank and unit % (n * ranks) == 0]
         if not fitting:
             raise UserError(
                 f"the batch ramp has updates of {', '.join(map(str, sizes))} sequences, which "

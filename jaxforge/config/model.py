@@ -16,6 +16,7 @@ from jaxforge.config.mixers import (
 )
 from jaxforge.config.problems import Problem, divisors, multiples, nearest, single_change
 from jaxforge.config.section import Section
+from jaxforge.config.sizes import MOST_LAYERS
 from jaxforge.registry import Registry
 
 LAYERS = "layers"
@@ -157,7 +158,7 @@ class ModelConfig(Section):
 
     dim: PositiveInt = 4096
     """Width of the residual stream."""
-    n_layers: PositiveInt = 32
+    n_layers: Annotated[int, Field(gt=0, le=MOST_LAYERS)] = 32
     """Number of transformer blocks."""
     n_heads: PositiveInt = 32
     """Query heads per block."""
@@ -272,7 +273,7 @@ class ModelConfig(Section):
     layers use the same frequencies as full layers."""
     rope_pattern: tuple[bool, ...] = ()
     """Use of rotary positions in consecutive layers, repeated over all; if empty, all use them."""
-    mtp_depth: NonNegativeInt = 0
+    mtp_depth: Annotated[int, Field(ge=0, le=MOST_LAYERS)] = 0
     """Number of modules of multi-token prediction, as in DeepSeek-V3. Module k predicts the token k
     positions after the next one, from the output of module k - 1 and the token before. Only
     training uses the modules (train.mtp_loss_weight)."""

@@ -16,7 +16,7 @@ Value = float | str
 Change = Mapping[str, Value]
 """New values by key, as in {"model.dim": 64}."""
 
-_TRIED = 64  # number of larger multiples to try
+_TRIED = 64  # number of larger, and of smaller, multiples to try
 
 
 class Changes(Iterable[Change]):
@@ -83,9 +83,10 @@ def single_change(key: str, value: Value) -> tuple[Change, ...]:
 
 
 def multiples(key: str, value: int, unit: int) -> Changes:
-    """Return multiples of `unit` for a key: first those above its value, then those below."""
-    above = math.ceil(value / unit) * unit
-    up, down = range(above, above + _TRIED * unit, unit), range(above - unit, 0, -unit)
+    """Return multiples of `unit` near a key's value: first those above it, then those below."""
+    above = -(-value // unit) * unit
+    up = range(above, above + _TRIED * unit, unit)
+    down = range(above - unit, max(0, above - (_TRIED + 1) * unit), -unit)
     return Changes(key, lambda: itertools.chain(up, down))
 
 
@@ -96,4 +97,6 @@ def nearest(key: str, value: int, others: Iterable[int]) -> Changes:
 
 def divisors(n: int) -> Iterator[int]:
     """Yield the divisors of `n` in ascending order."""
-    return (d for d in range(1, n + 1) if n % d == 0)
+    small = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
+    yield from small
+    yield from (n // d for d in reversed(small) if d * d != n)

@@ -10,6 +10,7 @@ from jaxforge.config.optimizer import UPDATED_BY_ROWS
 from jaxforge.config.problems import Problem, nearest, single_change
 from jaxforge.config.train import CROSS_ENTROPIES, EIGHT_BIT, SHORTEST_HANG_TIMEOUT
 
+_TRIED = 256  # shorter sequences
 _REPORT_SEC = 20  # after train.hang_timeout: all processes report a hang, process 0 ends last
 
 
@@ -20,7 +21,7 @@ def seq_len_fits_model(config: JobConfig, mesh: Mesh) -> Iterator[Problem]:
         yield Problem(
             f"train.seq_len = {seq_len} exceeds model.max_seq_len = {longest}",
             (
-                nearest("train.seq_len", longest, range(1, longest + 1)),
+                nearest("train.seq_len", longest, range(max(1, longest - _TRIED), longest + 1)),
                 single_change("model.max_seq_len", seq_len),
             ),
         )

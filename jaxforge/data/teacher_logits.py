@@ -21,11 +21,11 @@ import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 from jaxtyping import UInt32
-from pydantic import PositiveInt, TypeAdapter, ValidationError
+from pydantic import Field, NonNegativeInt, PositiveInt, TypeAdapter, ValidationError
 
 from jaxforge.cli.suggestions import path_hint
 from jaxforge.config.job import JobConfig
@@ -33,6 +33,8 @@ from jaxforge.data.dataset import Dataset, Example, Mixture, Streaming
 from jaxforge.data.fingerprint import fingerprint_of
 from jaxforge.errors import UserError
 from jaxforge.storage import urls
+from jaxforge.storage.safe_files import read_regular
+from jaxforge.storage.untrusted_json import DOCUMENT, first_problem
 
 TEACHER_IDS, TEACHER_LOGITS = "teacher_ids", "teacher_logits"
 """Fields of a batch: entries and values of the teacher's largest logits [..., s, k]."""
@@ -46,6 +48,7 @@ _SEQUENCE_KEYS = (
 )  # fmt: skip
 """Keys on which the content of a sequence depends, apart from the files of its dataset."""
 _OPEN_FILES = 64
+_ENTRY_BYTES, _RECORD_BYTES = 8, 2**31 - 64  # NumPy's limit on the bytes of a record
 
 
 @dataclass(frozen=True)
@@ -59,7 +62,7 @@ class SavedSet:
     """
 
     name: str
-    sequences: int
+    sequences: NonNegativeInt
     contents: str
 
 
@@ -80,13 +83,13 @@ class Manifest:
     """
 
     teacher: str
-    arrays: dict[str, list[str | int]]
-    vocab_size: int
-    top_k: int
+    arrays: dict[str, Annotated[list[str | int], Field(min_length=2, max_length=2)]]
+    vocab_size: PositiveInt
+    top_k: PositiveInt
     dtype: LogitsDtype
     settings: dict[str, Any]
     sequences_per_file: PositiveInt
-    datasets: list[SavedSet]
+    datasets: Annotated[list[SavedSet], Field(min_length=1)]
     version: int = VERSION
 
     @classmethod
@@ -98,7 +101,7 @@ class Manifest:
         """
         path = directory / FILE_NAME
         try:
-            manifest = _JSON.validate_json(path.read_bytes(), strict=True)
+            manifest = _JSON.validate_json(read_regular(path, DOCUMENT), strict=True)
         except FileNotFoundError as error:
             raise UserError(
                 f"{_KEY} = {directory}: {path.name} does not exist there{path_hint(directory)}. "
@@ -107,13 +110,14 @@ class Manifest:
         except OSError as error:
             raise UserError(f"cannot read {path}: {error.strerror}") from error
         except ValidationError as error:
-            reason = error.errors(include_input=False)[0]["msg"]
-            raise UserError(f"{path} is damaged, or no manifest of logits: {reason}") from error
+            raise UserError(_damaged(path, first_problem(error))) from error
         if manifest.version != VERSION:
             raise UserError(
                 f"{path} has version {manifest.version}; this jaxforge reads version {VERSION}. "
                 "Save the logits again"
             )
+        if problem := _record_problem(manifest):
+            raise UserError(_damaged(path, problem))
         return manifest
 
     def to_json(self) -> dict[str, Any]:
@@ -127,6 +131,27 @@ class Manifest:
 
 
 _JSON = TypeAdapter(Manifest)
+
+
+def _damaged(path: Path, problem: str) -> str:
+    return (
+        f"{path} is damaged, or no manifest of logits: {problem}. Copy the directory again, or "
+        "save the logits again"
+    )
+
+
+def _record_problem(manifest: Manifest) -> str:
+    """Return why the type of a record cannot be what the manifest says, or ""."""
+    if lacking := [key for key in _SEQUENCE_KEYS if key not in manifest.settings]:
+        return f"settings has no {lacking[0]}"
+    seq_len = manifest.settings["train.seq_len"]
+    if not isinstance(seq_len, int) or isinstance(seq_len, bool) or seq_len < 1:
+        return "train.seq_len is not an integer of at least 1"
+    if manifest.top_k > manifest.vocab_size:
+        return f"top_k exceeds vocab_size = {manifest.vocab_size:,}"
+    if seq_len * manifest.top_k * _ENTRY_BYTES > _RECORD_BYTES:
+        return f"a record of {seq_len:,} tokens and {manifest.top_k:,} logits is too large"
+    return ""
 
 
 def record_type(seq_len: int, top_k: int, vocab_size: int, dtype: LogitsDtype) -> np.dtype:
@@ -230,7 +255,14 @@ class SavedLogits:
         records = np.empty(len(indices), self.manifest.record)
         for i, index in enumerate(indices):
             file, row = divmod(int(index), self.manifest.sequences_per_file)
-            records[i] = _open(self._path(file), self.manifest.record)[row]
+            saved = _open(self._path(file), self.manifest.record)
+            if row >= len(saved):
+                raise UserError(
+                    f"{self._path(file)} has {len(saved):,} records, and {FILE_NAME} names "
+                    f"{self.manifest.sequences_per_file:,}. Copy the directory again, or save the "
+                    "logits again"
+                )
+            records[i] = saved[row]
         is_damaged = checksums(example, records) != records["checksum"][:, 0]
         if is_damaged.any():
             raise UserError(

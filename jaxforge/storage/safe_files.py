@@ -14,6 +14,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
+from jaxforge.storage import urls
+
 _LINK = "this is a link or not a regular file, which is never written to; remove it"
 _NOT_OURS = "this is not a private directory of this user; remove it"
 
@@ -71,6 +73,31 @@ def open_to_append(path: Path) -> BinaryIO:
         os.close(descriptor)
         raise OSError(errno.EINVAL, _LINK, str(path))
     return os.fdopen(descriptor, "ab", buffering=0)
+
+
+def read_regular(path: Path, most: int) -> bytes:
+    """Return the content of a file from a stranger; a pipe would block, and a vast file not fit.
+
+    Args:
+        path: the file, or an object of a bucket, which is always regular.
+        most: largest number of bytes of a local file.
+
+    Raises:
+        OSError: the file does not exist, is no regular file, or is larger.
+    """
+    if urls.in_bucket(path):
+        return path.read_bytes()
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            raise OSError(errno.EINVAL, "it is not a regular file", str(path))
+        if status.st_size > most:
+            raise OSError(errno.EFBIG, f"it has {status.st_size:,} bytes", str(path))
+        with open(descriptor, "rb", closefd=False) as file:
+            return file.read()
+    finally:
+        os.close(descriptor)
 
 
 def make_directory(path: Path) -> None:

@@ -9,9 +9,12 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import UnionType
-from typing import Any, NamedTuple, TypeGuard
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
 from jaxforge.errors import UserError, printable
+
+if TYPE_CHECKING:
+    from pydantic import ValidationError
 
 DOCUMENT = 32 << 20  # bytes per document
 DOCUMENT_MADE = 160 << 20  # bytes of the parsed values of a document
@@ -54,6 +57,12 @@ def excerpt(text: object, most: int = 200) -> str:
     """Shorten text of a file for a message, and escape control characters."""
     plain = printable(str(text)[: most + 1]).replace("\n", "\\n")
     return plain if len(plain) <= most else plain[:most] + "..."
+
+
+def first_problem(error: "ValidationError") -> str:
+    """Return the first problem of a document as "key: problem", without the document's values."""
+    first = error.errors(include_input=False, include_context=False, include_url=False)[0]
+    return excerpt(": ".join(filter(None, [".".join(map(str, first["loc"])), first["msg"]])))
 
 
 def is_step(value: object) -> bool:

@@ -13,10 +13,10 @@ Nothing is restored here: processes choose the newest state that all of them can
 start, and `distributed.elastic_processes` makes them keep the batches of the whole job.
 """
 
+import hashlib
 import logging
 import math
 import queue
-import shlex
 import signal
 import time
 import uuid
@@ -26,6 +26,7 @@ from pathlib import Path
 
 from jaxforge import exit_codes
 from jaxforge.cli.process import ROSTER_VARIABLE, listening
+from jaxforge.cli.redaction import redacted_command
 from jaxforge.exit_codes import AGREED, Exit
 from jaxforge.supervision import rosters
 from jaxforge.supervision.members import Members
@@ -57,7 +58,7 @@ class Hosts:
         own: number of this host.
         least: smallest number of hosts.
         multiple: number of hosts that hold one copy of the model together.
-        key: identifies the job; the same on all hosts.
+        key: secret of the job; the same on all hosts.
         timeout: seconds until a silent host counts as lost.
         join_timeout: seconds that the first roster waits for all hosts.
     """
@@ -89,6 +90,8 @@ class ElasticSupervisor:
         self._run, self._hosts = run, hosts
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self._env = command_env(policy)
+        # The lock of the run names the job, and others may read that file: it is not the key.
+        self._job = hashlib.sha256(f"job of {hosts.key}".encode()).hexdigest()
         self._own = Status(hosts.own, uuid.uuid4().hex)  # replaced whole: other threads send it
         self._group: Group | None = None
         self._final: int | None = None
@@ -189,7 +192,7 @@ class ElasticSupervisor:
         total = len(roster.hosts) * self._per_host
         log.info("roster %d: %s of %d, %d processes: %s", roster.number,
                  rosters.describe(roster.hosts), len(self._hosts.addresses), total,
-                 shlex.join(self._command))  # fmt: skip
+                 redacted_command(self._command))  # fmt: skip
         self._own = replace(self._own, phase="running", attempt=roster.number, code=None, regroup=0)
         self._deadline, self._spare_step, self._asked_to_save = math.inf, None, False
         self._began, self._first_step = time.time(), newest_step(self._run)
@@ -199,7 +202,7 @@ class ElasticSupervisor:
         }
         first = rosters.first_process(roster, self._hosts.own, self._per_host)
         env = environments(
-            {**self._env, ROSTER_VARIABLE: f"{self._hosts.key} {roster.number}"},
+            {**self._env, ROSTER_VARIABLE: f"{self._job} {roster.number}"},
             roster.coordinator, first, self._per_host, total,
         )  # fmt: skip
         self._group = Group(self._command, env, self._events)

@@ -1,15 +1,16 @@
 """Exchange of statuses between the hosts of an elastic job, over TCP.
 
-Every host connects to every other one each `BEAT_SEC`, sends its status as one line and reads the
+Every host connects to every other one each `BEAT_SEC`, sends its status as a frame and reads the
 other's status. A host is alive while its status arrives. It is silent after a timeout, which also
 means that it may be stopped, or cut off from this host. It is gone if its machine refuses
 connections: then its supervisor, and with it all its processes, have ended.
 
-Lines carry the job's key, a hash of a shared secret, so that jobs on the same machines cannot
-confuse each other's hosts. Commands never travel: a host only runs its own command line.
+Each frame proves that its sender knows the job's key, which is never sent (`cli.authenticated`): a
+hash of a shared secret, so that jobs on the same machines cannot confuse each other's hosts. A
+stranger at the port of a host, or at the address of one that has ended, learns and changes nothing.
+Commands never travel: a host only runs its own command line.
 """
 
-import contextlib
 import dataclasses
 import logging
 import socket
@@ -18,6 +19,8 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
+from jaxforge.cli.authenticated import Channel
+from jaxforge.cli.bounded_threads import BoundedThreads
 from jaxforge.errors import UserError
 from jaxforge.supervision.rosters import Status, View
 
@@ -26,8 +29,9 @@ log = logging.getLogger("jaxforge.supervise")
 BEAT_SEC = 1.0
 """Seconds between two messages to a host."""
 
-_ANSWER_SEC = 5.0  # until a message counts as lost
+_ANSWER_SEC = 5.0  # until an exchange of statuses counts as lost, however slowly bytes arrive
 _REFUSALS = 3  # in a row until a host counts as gone: its supervisor may be restarting
+_PATIENCE_SEC = 1.0  # for the key, if other connections wait
 _MESSAGE_BYTES = 1 << 16
 
 
@@ -54,7 +58,7 @@ class Members:
     Args:
         addresses: address of each host, as "name:port".
         host: number of this host.
-        key: identifies the job.
+        key: secret of the job.
         timeout: seconds without a status after which a host is silent.
         status: returns the status of this host.
 
@@ -70,14 +74,14 @@ class Members:
         timeout: float,
         status: Callable[[], Status],
     ) -> None:
-        self._key, self._timeout, self._status = key, timeout, status
+        self._key, self._timeout, self._status = key.encode(), timeout, status
         self._host, self._n_hosts = host, len(addresses)
         parsed = [parse_address(address) for address in addresses]
         self.name = parsed[host][0]
         self._peers = {i: _Peer(address) for i, address in enumerate(parsed) if i != host}
         self._lock, self._ended = threading.Lock(), threading.Event()
         try:
-            self._server = _Server(("", parsed[host][1]), self._answer)
+            self._server = _Server(("", parsed[host][1]), self._serve)
         except OSError as error:
             raise UserError(
                 f"cannot listen at port {parsed[host][1]} of host {host} ({error.strerror}): end "
@@ -132,56 +136,62 @@ class Members:
         peer = self._peers[host]
         try:
             with socket.create_connection(peer.address, timeout=_ANSWER_SEC) as connection:
-                connection.sendall(self._message())
-                with connection.makefile("rb") as file:
-                    return self._receive(file.readline(_MESSAGE_BYTES))
+                channel = Channel(connection, self._key, is_client=True, seconds=_ANSWER_SEC)
+                channel.send(self._status().to_json().encode())
+                return self._note(channel.receive(_MESSAGE_BYTES), host)
         except ConnectionRefusedError:
             with self._lock:
                 peer.refusals += 1
-        except OSError as error:
+        except (OSError, UnicodeError) as error:  # UnicodeError: the name of the host is too long
             log.debug("host %d does not answer: %s", host, error)
         return False
 
-    def _message(self) -> bytes:
-        return f"{self._key} {self._status().to_json()}\n".encode()
-
-    def _receive(self, line: bytes) -> bool:
-        """Note the status in a line; return False if the line belongs to no host of this job."""
-        key, _, text = line.partition(b" ")
-        if key.decode(errors="replace") != self._key:
-            return False
+    def _serve(self, connection: socket.socket) -> None:
+        """Answer the status of another host with that of this host."""
         try:
-            status = Status.from_json(text)
-            peer = self._peers[status.host]
-        except (ValueError, KeyError, TypeError) as error:
-            log.warning("a message from no host of this job was ignored: %s", error)
+            channel = Channel(connection, self._key, is_client=False, seconds=_ANSWER_SEC)
+            if self._note(channel.receive(_MESSAGE_BYTES)):
+                channel.send(self._status().to_json().encode())
+        except OSError as error:  # a stranger, or a host that is gone: its next message tells
+            log.debug("a message was ignored: %s", error)
+
+    def _note(self, message: bytes, sender: int | None = None) -> bool:
+        """Note the status in a message of a host; return False if it is not valid.
+
+        Args:
+            message: the status as JSON.
+            sender: the host that was asked; None if the host has opened the connection.
+        """
+        try:
+            status = Status.from_json(message, self._n_hosts)
+        except ValueError as error:
+            log.warning("a message of a host of this job was ignored: %s", error)
+            return False
+        peer = self._peers.get(status.host)
+        if peer is None or sender not in (None, status.host):
+            log.warning("host %s answered as host %d: do all hosts have the same --peers?",
+                        sender, status.host)  # fmt: skip
             return False
         with self._lock:
             peer.status, peer.heard, peer.refusals = status, time.monotonic(), 0
         return True
 
-    def _answer(self, line: bytes) -> bytes:
-        return self._message() if self._receive(line) else b""
 
-
-class _Server(socketserver.ThreadingTCPServer):
-    """Server that answers each line with the status of this host."""
+class _Server(BoundedThreads, socketserver.TCPServer):
+    """Server that calls a function with each connection, in a thread."""
 
     allow_reuse_address = True
-    daemon_threads = True
+    patience_sec = _PATIENCE_SEC
 
-    def __init__(self, address: tuple[str, int], answer: Callable[[bytes], bytes]) -> None:
-        self.answer = answer
+    def __init__(self, address: tuple[str, int], serve: Callable[[socket.socket], None]) -> None:
+        self.serve = serve
         super().__init__(address, _Handler)
 
 
-class _Handler(socketserver.StreamRequestHandler):
-    timeout = 10.0
-
+class _Handler(socketserver.BaseRequestHandler):
     def handle(self) -> None:
         assert isinstance(self.server, _Server)
-        with contextlib.suppress(OSError):  # the other host is gone: its next message tells
-            self.wfile.write(self.server.answer(self.rfile.readline(_MESSAGE_BYTES)))
+        self.server.serve(self.request)
 
 
 def parse_address(text: str) -> tuple[str, int]:

@@ -17,9 +17,17 @@ hold a majority of the same roster (dynamic voting: Jajodia and Mutchler, 1990).
 import dataclasses
 import json
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, Literal
+from typing import Annotated, Literal
+
+from pydantic import ConfigDict, Field, NonNegativeInt, TypeAdapter, ValidationError
+
+from jaxforge.storage.untrusted_json import first_problem
 
 Phase = Literal["idle", "running", "ended"]
+_STRICT = ConfigDict(extra="forbid", strict=True)
+_COUNT = 2**31  # attempts or steps
+_Count = Annotated[int, Field(ge=0, lt=_COUNT)]
+_Address = Annotated[str, Field(max_length=300, pattern=r"^[^\p{C}\s]+:[0-9]{1,5}$")]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,9 +40,11 @@ class Roster:
         coordinator: address at which process 0 listens.
     """
 
-    number: int
-    hosts: tuple[int, ...]
-    coordinator: str
+    __pydantic_config__ = _STRICT
+
+    number: Annotated[_Count, Field(gt=0)]
+    hosts: Annotated[tuple[NonNegativeInt, ...], Field(min_length=1)]
+    coordinator: _Address
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,38 +63,44 @@ class Status:
         step: newest complete checkpoint that the host sees, or -1.
     """
 
-    host: int
-    incarnation: str
+    __pydantic_config__ = _STRICT
+
+    host: NonNegativeInt
+    incarnation: Annotated[str, Field(max_length=64)]
     phase: Phase = "idle"
     roster: Roster | None = None
-    attempt: int = 0
-    code: int | None = None
+    attempt: _Count = 0
+    code: Annotated[int, Field(ge=0, lt=256)] | None = None
     leaves: bool = False
-    regroup: int = 0
-    step: int = -1
+    regroup: _Count = 0
+    step: Annotated[int, Field(ge=-1, lt=_COUNT)] = -1
 
     def to_json(self) -> str:
         """Return the status as one line of JSON."""
         return json.dumps(dataclasses.asdict(self))
 
     @classmethod
-    def from_json(cls, text: str | bytes) -> "Status":
+    def from_json(cls, text: str | bytes, n_hosts: int) -> "Status":
         """Return a status from JSON.
 
+        Args:
+            text: the JSON.
+            n_hosts: number of hosts of the job.
+
         Raises:
-            ValueError: the text is no status.
+            ValueError: the text is no status of a host of the job.
         """
         try:
-            values: dict[str, Any] = json.loads(text)
-            if roster := values.pop("roster"):
-                values["roster"] = Roster(
-                    int(roster["number"]),
-                    tuple(map(int, roster["hosts"])),
-                    str(roster["coordinator"]),
-                )
-            return cls(**values)
-        except (TypeError, KeyError, AttributeError, RecursionError) as error:
-            raise ValueError(f"not a status of a host: {error}") from error
+            status = _JSON.validate_json(text)
+        except ValidationError as error:
+            raise ValueError(f"not a status of a host: {first_problem(error)}") from error
+        hosts = status.roster.hosts if status.roster else ()
+        if len(set(hosts)) < len(hosts) or max((status.host, *hosts)) >= n_hosts:
+            raise ValueError(f"not a status of a host: hosts {status.host} and {hosts[:9]}")
+        return status
+
+
+_JSON = TypeAdapter(Status)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -3,7 +3,6 @@
 import logging
 import math
 import queue
-import shlex
 import signal
 import time
 from collections.abc import Sequence
@@ -11,6 +10,7 @@ from pathlib import Path
 
 from jaxforge import exit_codes
 from jaxforge.cli.process import listening
+from jaxforge.cli.redaction import redacted_command
 from jaxforge.exit_codes import AGREED
 from jaxforge.supervision.processes import Ended, Event, Group, environments, free_port
 from jaxforge.supervision.restarts import (
@@ -68,7 +68,7 @@ class Supervisor:
 
     def _run_once(self) -> Group:
         self._starts += 1
-        log.info("start %d: %s", self._starts, shlex.join(self._command))
+        log.info("start %d: %s", self._starts, redacted_command(self._command))
         group = Group(self._command, self._environments(), self._events)
         deadline = math.inf
         while group.running:

@@ -1,7 +1,10 @@
 """Transfer of replicas between hosts: a store and a server for each, in one process."""
 
+import contextlib
 import os
 import socket
+import threading
+import time
 
 import numpy as np
 import pytest
@@ -10,6 +13,8 @@ from jaxforge.checkpoint.replica import complete_groups, transfer
 from jaxforge.checkpoint.replica.peers import Process, choose_peers, own_address
 from jaxforge.checkpoint.replica.reading import Copy, Reader
 from jaxforge.checkpoint.replica.store import BLOCK, Group, Manifest, Shard, Store
+from jaxforge.cli import authenticated
+from jaxforge.cli.bounded_threads import CONNECTIONS
 from tests.machine import PATIENCE
 
 TOKEN = b"t" * 32
@@ -92,16 +97,80 @@ def test_request_without_token_is_not_answered(hosts):
 )
 def test_other_requests_return_nothing(hosts, changes, message):
     sound = {"kind": "get", "group": GROUP.name, "sender": 0, "ranges": [[0, 1]]}
-    transfer._request(hosts[0].server.address, TOKEN, **sound).close()
-    with pytest.raises(OSError, match=message):
-        transfer._request(hosts[0].server.address, TOKEN, **sound | changes)
+    with transfer._request(hosts[0].server.address, TOKEN, **sound):
+        pass
+    with (
+        pytest.raises(OSError, match=message),
+        transfer._request(hosts[0].server.address, TOKEN, **sound | changes),
+    ):
+        pass
 
 
-def test_message_of_excessive_length_ends_the_connection(hosts):
-    with socket.create_connection(hosts[0].server.address, timeout=PATIENCE) as connection:
-        transfer.receive(connection, 32)
-        connection.sendall(b"d" * 32 + (1 << 31).to_bytes(4, "big"))
+def test_manifest_is_transferred(hosts):
+    manifest = transfer.get_manifest(hosts[0].server.address, TOKEN, GROUP, 0)
+    assert manifest.encode() == hosts[0].store.manifest_path(GROUP, 0).read_bytes()
+
+
+def connect(address):
+    return socket.create_connection(address, timeout=PATIENCE)
+
+
+@pytest.mark.parametrize("length", [1, 1 << 31])
+def test_message_without_token_is_not_read(hosts, length):
+    with connect(hosts[0].server.address) as connection:
+        connection.sendall(b"n" * 32 + length.to_bytes(4, "big") + b"d" * 64)
+        assert len(connection.recv(33)) == 32
         assert connection.recv(1) == b""
+
+
+def test_answer_without_token_is_not_accepted(hosts):
+    """A stranger may listen at the address of a process that has ended."""
+    with socket.create_server(("127.0.0.1", 0)) as stranger:
+
+        def answer():
+            connection = stranger.accept()[0]
+            connection.sendall(b"n" * 32 + bytes(4) + b"d" * 64)
+            connection.recv(1 << 16)
+
+        threading.Thread(target=answer, daemon=True).start()
+        with pytest.raises(ConnectionError, match="does not know the secret"):
+            transfer.get_manifest(transfer.Address(*stranger.getsockname()), TOKEN, GROUP, 0)
+
+
+def test_strangers_cannot_exhaust_threads_and_do_not_keep_the_job_out(hosts, monkeypatch):
+    monkeypatch.setattr(transfer._Listener, "patience_sec", 0.0)
+    before = threading.active_count()
+    with contextlib.ExitStack() as stack:
+        strangers = [stack.enter_context(connect(hosts[1].server.address)) for _ in range(200)]
+        for stranger in strangers:
+            with contextlib.suppress(OSError):  # it has been closed
+                stranger.sendall(b"n" * 36)
+        put(hosts)
+        assert threading.active_count() - before <= CONNECTIONS + 1
+    assert complete_groups.inventory(hosts[1].store)
+
+
+def test_transfer_is_not_closed_for_strangers(hosts):
+    sound = {"kind": "get", "group": GROUP.name, "sender": 0, "ranges": [[0, DATA.size]]}
+    address = hosts[0].server.address
+    hosts[0].server._listener.patience_sec = 0.0
+    with transfer._request(address, TOKEN, **sound) as channel, contextlib.ExitStack() as stack:
+        for _ in range(2 * CONNECTIONS):
+            stack.enter_context(connect(address)).recv(32)
+        assert channel.read(DATA.size) == DATA.tobytes()
+
+
+def test_slow_stranger_is_closed(hosts, monkeypatch):
+    monkeypatch.setattr(authenticated, "PROOF_SEC", 0.2)
+    with connect(hosts[0].server.address) as connection:
+
+        def trickle():
+            while True:
+                connection.sendall(b"x")
+                time.sleep(0.05)
+
+        with pytest.raises(ConnectionError):
+            trickle()
 
 
 def test_reader_replaces_damaged_blocks_by_those_of_other_copies(hosts):

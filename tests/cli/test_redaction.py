@@ -6,6 +6,7 @@ import random
 import shlex
 import string
 import sys
+import urllib.parse
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,7 +17,7 @@ from jaxforge.cli.redaction import redacted, redacted_command, redacted_message,
 from jaxforge.cli.running import run_main
 from jaxforge.commands import report as report
 from jaxforge.config.job import JobConfig, short_toml, toml
-from jaxforge.errors import UserError
+from jaxforge.errors import UserError, printable
 from jaxforge.telemetry.tensorboard import TensorBoardSink
 from jaxforge.telemetry.wandb import WandbSink
 from tests.conftest import tiny_config
@@ -26,6 +27,8 @@ NAMES = [
     "password", "db_password", "PASSWD", "secret", "client_secret", "aws_secret_access_key",
     "api_key", "apikey", "WANDB_API_KEY", "access_key", "private_key", "token", "hf_token",
     "access_token", "accessToken", "auth_token", "credentials", "authorization", "webhook_url",
+    "connection_string", "AZURE_STORAGE_CONNECTION_STRING", "connectionString", "SharedAccessKey",
+    "sas_url", "BLOB_SAS_URL", "sas_token", "GITHUB_PAT", "pat",
 ]  # fmt: skip
 LETTERS = string.ascii_letters + string.digits
 
@@ -45,11 +48,19 @@ SETTINGS = {
     "TOML list": lambda name, s: f"{name} = [\n  {toml(s)},\n  {toml(s + 'x')}]\nkept = 1",
     "TOML inline table": lambda name, s: f"x = {{a = 1, {name} = {{n = {toml(s)}}}}}\nkept = 1",
     "TOML table": lambda name, s: f"[{name}]\na = {toml(s)}\nb = [{toml(s)}]\n[x]\nkept = 1",
+    "TOML quoted name": lambda name, s: f'"hf.{name}" = {toml(s)}\nkept = 1',
     "TOML dotted": lambda name, s: f"wandb.{name} = {toml(s)}\nkept = 1",
     "JSON": lambda name, s: json.dumps({"a": {name: s}, "kept": 1}),
     "JSON list": lambda name, s: json.dumps({name: [s, s], "kept": 1}),
     "JSON in JSON": lambda name, s: json.dumps({"a": f'{{"{name}": "{plain(s)}"}}', "kept": 1}),
     "Python": lambda name, s: repr({name: s, "kept": 1}),
+    "JSON with all letters": lambda name, s: json.dumps({name: s, "kept": 1}, ensure_ascii=False),
+    "option in JSON": lambda name, s: json.dumps(["--x", f"--a.{name}", s, "--kept"]),
+    "option in Python": lambda name, s: repr(["--x", f"--a.{name}", s, "--kept"]),
+    "option in JSON in JSON": lambda name, s: json.dumps(
+        {"a": json.dumps([f"--{name}", plain(s)]), "kept": 1}
+    ),
+    "option in a command": lambda name, s: f"train --{name} {shlex.quote(s)} --kept",
     "assigned": lambda name, s: f"{name}={''.join(c for c in s if c in LETTERS)} kept",
 }  # fmt: skip
 URLS = {
@@ -75,7 +86,7 @@ def leaks(secret, text, n=5):
 @pytest.mark.parametrize("kind", SETTINGS)
 @pytest.mark.parametrize("name", NAMES)
 def test_settings_with_secret_names_are_emptied(name, kind):
-    for secret in secrets(40, LETTERS + "/+=-_.,:;@ {}[]\"'#"):
+    for secret in secrets(40, LETTERS + "/+=-_.,:;@ {}[]\"'#\\éß漢"):
         text = SETTINGS[kind](name, secret)
         assert "kept" in redacted(text, {})
         assert not leaks(secret, redacted(text, {})), text
@@ -101,6 +112,20 @@ def test_secrets_in_commands_are_removed():
         assert not leaks(secret, command), words
         assert shlex.split(command)[-1] == "--kept=1"
         assert "s3://b/c" in command
+
+
+def test_secrets_after_options_in_lists_are_removed():
+    values = ["train", "--token", "abc", "--x.api_key", "d e", "--kept", "v", "--secret", "--kept"]
+    shown = ["train", "--token", "removed", "--x.api_key", "removed", *values[5:]]
+    assert redacted_value({"a": [values], "hf.token": "x"}, {}) == {"a": [shown], "hf.token": ""}
+    assert redacted(f"{shlex.join(values)}", {}).count('""') == 2
+
+
+def test_paths_of_webhooks_are_removed_from_messages():
+    for url in ("https://hooks.slack.com/services/T00/B00/abc123",
+                "https://discord.com/api/webhooks/123/abc123",
+                "https://x.webhook.office.com/webhookb2/abc123"):  # fmt: skip
+        assert "abc123" not in redacted_message(f"cannot reach {url}: 404", {})
 
 
 def test_shell_command_line_is_redacted():
@@ -174,6 +199,7 @@ def test_harmless_words_are_not_redacted():
     text = JobConfig().to_toml() + "\n".join([
         'tokenizer_path = "data/tokenizer"', "max_tokens = 128", "eos_token_id = 3",
         'eos_token = "<eos>"', 'token_dtype = "uint16"', "tokens_seen = 5", 'author = "me"',
+        "see --max-tokens 5 --eos-token </s> --pad-token=x", "lr_patterns = {a = 1}",
         "stop_tokens = ['<a>']", "num_tokens = 4", "keys = ['a']", "key = 'x'", "n_tokens: many",
         "error: token: 17 is outside of the vocabulary", "tokens: 1,000", "monkey = 'x'",
     ])  # fmt: skip
@@ -188,6 +214,45 @@ def test_environment_secrets_are_removed_in_any_encoding():
     text = json.dumps({"a": 's3cr3t"value-and-more'}) + ' s3cr3t"value /home'
     assert redacted(text, environment) == '{"a": "removed"} removed /home'
     assert redacted_message("x false y", {"TOKENIZERS_PARALLELISM": "false!"}) == "x false y"
+
+
+NOTATIONS = {
+    "plain": str,
+    "Python": repr,
+    "Python in Python": lambda s: repr(repr(s)),
+    "ASCII": ascii,
+    "bytes": lambda s: repr(s.encode()),
+    "JSON": json.dumps,
+    "JSON with all letters": lambda s: json.dumps(s, ensure_ascii=False),
+    "JSON in JSON": lambda s: json.dumps(json.dumps(s)),
+    "TOML": toml,
+    "shell": shlex.quote,
+    "message": printable,
+    "percent": urllib.parse.quote,
+    "percent, all": lambda s: urllib.parse.quote(s, safe="").lower(),
+    "form": urllib.parse.quote_plus,
+}
+
+
+@pytest.mark.parametrize("notation", NOTATIONS)
+@pytest.mark.parametrize(
+    "name", ["X_CONNECTION_STRING", "X_SAS_URL", "SLACK_WEBHOOK_URL", "GITHUB_PAT", "DB_PASS",
+             "MYSQL_PWD", "SENTRY_DSN", "HF_TOKEN"],
+)  # fmt: skip
+def test_secrets_of_the_environment_are_removed_in_any_notation(name, notation):
+    for secret in ("c:\\new\\'x\"y", "größe-漢字-\x85z", "a b/c+d%e&f", "https://h/a?sig=b%2Fc"):
+        secret = secret.lower()
+        text = f"kept {NOTATIONS[notation](secret)} kept"
+        for redact in (redacted, redacted_message):
+            shown = redact(text, {name: secret})
+            assert shown.startswith("kept ")
+            assert shown.endswith(" kept")
+            assert not leaks(NOTATIONS[notation](secret).strip("'\""), shown), shown
+
+
+def test_harmless_variables_are_not_secrets():
+    for name in ("PATH", "PWD", "OLDPWD", "SASL_PATH", "COMPASS", "PATTERN"):
+        assert redacted_message("x /work/dir y", {name: "/work/dir"}) == "x /work/dir y"
 
 
 def test_messages_and_logs_are_redacted(capsys, tmp_path):

@@ -3,7 +3,8 @@
 import pytest
 from pydantic import ValidationError
 
-from jaxforge.config import JobConfig, load_config
+from jaxforge.config import JobConfig, check, load_config
+from jaxforge.config.problems import divisors
 from jaxforge.config.reading.explain import Sources, explain
 from jaxforge.config.reading.overrides import Setting
 from jaxforge.errors import UserError
@@ -280,6 +281,45 @@ def test_seeds_that_repeat_another_one_are_refused(error_text, key, seed, same):
         f"--train.{key}={seed}: [train] {key} = {seed} must be from 0 to 4294967295, because seeds "
         f"that differ by 2^32 make the same random numbers: change {key} to {same}"
     )
+
+
+@pytest.mark.parametrize(
+    ("key", "most"),
+    [("model.n_layers", 10_000), ("model.mtp_depth", 10_000), ("distributed.tp", 2**20),
+     ("distributed.dp_shard", 2**20), ("distributed.elastic_processes", 2**20)],
+)  # fmt: skip
+def test_counts_beyond_any_machine_are_refused_at_once(error_text, key, most):
+    section, _, name = key.partition(".")
+    for number in (most + 1, 10**9):
+        message = error_text(f"[{section}]\n{name} = {number}")
+        assert message.startswith(f"x.toml:2: {key} = {number}: expected an integer ")
+        assert message.endswith(f"at most {most:,}")
+    load_config("x.toml", [f"--{key}={most}"])
+
+
+@pytest.mark.parametrize(
+    "key",
+    ["model.n_layers", "model.dim", "model.head_dim", "model.n_kv_heads", "model.vocab_size",
+     "train.seed", "distributed.tp", "data.datasets", "eval.activations_layers"],
+)  # fmt: skip
+def test_numbers_of_many_digits_have_a_short_message(error_text, key):
+    for digits in (400, 5000):
+        assert len(error_text("", f"--{key}={'9' * digits}")) < 1000
+
+
+def test_fixes_are_searched_among_few_values(error_text):
+    """The largest accepted sizes, which few numbers divide."""
+    message = error_text("[model]\ndim = 2147483629\nn_heads = 2\nn_kv_heads = 2147483587")
+    assert "dim = 2147483629 must be a multiple of n_heads = 2: change" in message
+    settings = ["--model.max_seq_len=2147483646", "--train.seq_len=2147483647"]
+    known = load_config(None, [*settings, "--distributed.tp=1048573", "--train.batch_size=1"])
+    with pytest.raises(UserError, match="must be a multiple of distributed"):
+        check(known, 1048573)
+
+
+def test_divisors_are_ascending():
+    for n in (1, 2, 36, 97, 2310):
+        assert list(divisors(n)) == [d for d in range(1, n + 1) if n % d == 0]
 
 
 def test_problems_are_reported_together_in_file_order(error_text):

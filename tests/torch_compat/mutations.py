@@ -49,6 +49,11 @@ def value(rng: Random) -> Any:
     return every[rng.integers(len(every))]
 
 
+_SAME_SIZE = [
+    ["F32", "I32", "U32"], ["F16", "BF16", "I16", "U16"], ["F64", "I64", "U64"],
+    ["U8", "I8", "BOOL", "F8_E4M3", "F8_E5M2", "F8_E8M0"],
+]  # fmt: skip
+
 WITH_CHECKSUMS = "of_archive", "of_items"
 """Ways after which all checksums are right: what is read then is what the file says."""
 
@@ -136,6 +141,29 @@ def of_json(rng: Random, path: Path) -> str:
     before = struct.pack("<Q", len(text)) if after or path.suffix == ".safetensors" else b""
     path.write_bytes(before + text + after)
     return text[:80].decode("ascii", "replace")
+
+
+def of_dtypes(rng: Random, path: Path) -> str:
+    """Tensors of safetensors with another dtype of the same size; scales with strange numbers."""
+    data = path.read_bytes()
+    end = 8 + struct.unpack("<Q", data[:8])[0]
+    header, numbers = json.loads(data[8:end]), bytearray(data[end:])
+    names = [name for name in header if name != "__metadata__"]
+    scales = [name for name in names if "scale" in name]
+    names = scales if scales and rng.integers(2) else names
+    name = names[rng.integers(len(names))]
+    about = header[name]
+    kinds = next(kinds for kinds in _SAME_SIZE if about["dtype"] in kinds)
+    if about["dtype"] == "F32" and name in scales and rng.integers(2):
+        strange = np.float32([np.nan, np.inf, -np.inf, 0, -1])[rng.integers(5)]
+        begin = about["data_offsets"][0]
+        numbers[begin : begin + 4] = strange.tobytes()
+        what = str(strange)
+    else:
+        what = about["dtype"] = kinds[rng.integers(len(kinds))]
+    text = json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + numbers)
+    return f"{name} = {what}"
 
 
 def _target(rng: Random, document: Any) -> tuple[Any, Any]:
@@ -379,7 +407,7 @@ def _undetectable(path: Path, data: bytes) -> int:
 
 _STRUCTURAL: dict[str, list[Callable[[Random, Path], str]]] = {
     ".json": [of_json] * 3,
-    ".safetensors": [of_json] * 3,
+    ".safetensors": [*[of_json] * 3, *[of_dtypes] * 2],
     ".pt": [of_archive] * 3,
     ".distcp": [of_items] * 3,
     ".jsonl": [of_lines] * 6,

@@ -2,24 +2,27 @@
 
 import io
 import json
+import shutil
+import struct
 from pathlib import Path
 
 import numpy as np
 
 from jaxforge.config.reading.load import make_config
 from jaxforge.state.progress import Progress
+from tests.torch_compat import corpus_subjects, port_subjects
 from tests.torch_compat.tensors import random_array, to_torch
 from torch_compat.checkpoint import checkpoints, dcp_state, train_state
 from torch_compat.checkpoint.name_maps import NAME_MAPS
 from torch_compat.checkpoint.state import CheckpointState, abstract_target
 from torch_compat.convert import conversion
 from torch_compat.convert.source import Request
-from torch_compat.formats import torch_zip
+from torch_compat.formats import block_scaled, safetensors, torch_zip
 from torch_compat.formats.lazy import LazyTensor, from_array
 from torch_compat.formats.workers import Share, Workers
 
 SUBJECTS = ["torch", "ours", "stages", "torchtitan", "hf", "sharded", "jaxforge", "report",
-            "capsule"]  # fmt: skip
+            "capsule", "scaled", "adapter", "arrow", "partial", "logits", "ports"]  # fmt: skip
 CONFIG = {
     "model": {"dim": 16, "n_layers": 2, "n_heads": 2, "n_kv_heads": 1, "vocab_size": 32,
               "max_seq_len": 16, "ffn_hidden_dim": 24},
@@ -99,7 +102,63 @@ def write_subjects(directory: Path) -> dict[str, Path]:
     result |= {"report": directory / "report", "capsule": directory / "capsule"}
     write_report(result["report"])
     write_capsule(result["capsule"])
-    return result | {"jaxforge": run}
+    write_scaled(result["hf"], directory / "scaled")
+    write_adapter(result["hf"], directory / "adapter")
+    writers = {
+        "arrow": corpus_subjects.write_arrow,
+        "partial": corpus_subjects.write_partial,
+        "logits": corpus_subjects.write_logits,
+        "ports": port_subjects.write_ports,
+    }
+    for name, write in writers.items():
+        write(directory / name)
+    written = {name: directory / name for name in ("scaled", "adapter", *writers)}
+    return result | {"jaxforge": run} | written
+
+
+def write_safetensors(path: Path, arrays: dict[str, np.ndarray]) -> None:
+    """Write a file, also of dtypes that the library's NumPy interface lacks."""
+    header, at = {}, 0
+    for name, array in arrays.items():
+        kind = safetensors._CODE_OF[str(array.dtype)]
+        header[name] = {
+            "dtype": kind,
+            "shape": array.shape,
+            "data_offsets": [at, at + array.nbytes],
+        }
+        at += array.nbytes
+    text = json.dumps(header).encode()
+    data = b"".join(array.tobytes() for array in arrays.values())
+    path.write_bytes(struct.pack("<Q", len(text)) + text + data)
+
+
+def write_scaled(source: Path, directory: Path) -> None:
+    """Write a model in which some matrices have 8 bits and scales."""
+    shutil.copytree(source, directory)
+    file = directory / "model.safetensors"
+    tensors = safetensors.open_directory(checkpoints.find(source).directory)
+    names = {name for name in tensors if "_proj" in name}
+    quantized = block_scaled.quantize(tensors, names)
+    write_safetensors(file, {name: tensor.all() for name, tensor in quantized.items()})
+    about = json.loads((directory / "config.json").read_text())
+    about["quantization_config"] = block_scaled.quantization_config()
+    (directory / "config.json").write_text(json.dumps(about))
+
+
+def write_adapter(base: Path, directory: Path) -> None:
+    """Write an adapter of PEFT for two layers of a model."""
+    directory.mkdir(parents=True)
+    about = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": str(base),
+             "r": 2, "lora_alpha": 4, "target_modules": ["q_proj"], "bias": "none",
+             "rank_pattern": {}, "alpha_pattern": {}, "use_rslora": False,
+             "init_lora_weights": True, "fan_in_fan_out": False}  # fmt: skip
+    (directory / "adapter_config.json").write_text(json.dumps(about))
+    key = "base_model.model.model.layers.{}.self_attn.q_proj.lora_{}.weight"
+    shapes = {"A": (2, 16), "B": (16, 2)}
+    write_safetensors(directory / "adapter_model.safetensors", {
+        key.format(layer, kind): random_array("float32", shape, layer)
+        for layer in range(2) for kind, shape in shapes.items()
+    })  # fmt: skip
 
 
 def write_report(directory: Path) -> None:

@@ -32,14 +32,15 @@ def test_mutant_is_read_or_refused(subjects, tmp_path, name):
     kinds = collections.Counter()
     for number in range(MUTANTS):
         mutant = tmp_path / "mutant"
-        shutil.copytree(subjects[name], mutant)
+        shutil.copytree(subjects[name], mutant, symlinks=True)
         what = mutate(np.random.default_rng([3, number]), mutant)
         kind, message = reading.judge(reading.outcome(mutant), original, what)
         assert not kind.isupper(), (number, what, kind, message)
         kinds[kind] += 1
         shutil.rmtree(mutant)
     # The mutated file depends on file names, which tensorstore generates for jaxforge checkpoints.
-    assert kinds["refused"] or name == "jaxforge"
+    # Servers ignore damaged messages, and an unfinished corpus is finished from its inputs.
+    assert kinds["refused"] or name in ("jaxforge", "ports", "partial")
 
 
 def test_pipe_among_arrays_is_refused(subjects, tmp_path):

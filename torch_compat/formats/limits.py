@@ -4,6 +4,7 @@ Each limit is far beyond real checkpoints. Together they bound the cost of any s
 and 300 MB. The cost of a large file is at most proportional to its size.
 """
 
+from jaxforge.config.sizes import MOST_LAYERS as LAYERS
 from jaxforge.errors import UserError
 from jaxforge.storage.untrusted_json import excerpt as shown
 
@@ -19,7 +20,6 @@ CUT_DIMENSIONS = 4  # dimensions along which a tensor may be cut into chunks
 EXPANDED = 64 << 20  # bytes of a tensor that repeats its storage
 CHECKED = 64 << 10  # bytes of a record in an archive up to which its checksum is verified
 ENTRIES = 16 << 20  # bytes of an archive's index
-LAYERS = 10_000
 EXPERTS = 1 << 16  # experts of all layers together: each has entries of its own
 WIDTH = 2**31  # any size in a model: vocabulary, matrices, positions
 KEYS = 1 << 20  # keys of a nested state dict

@@ -1,33 +1,35 @@
 """Transfer of replicas between the processes of a job over TCP.
 
-    client                                     server
-                                       <──     nonce (32 bytes)
-    HMAC-SHA256(token, nonce + request),
-    request (JSON with its length)     ──>
-                                       <──     answer (JSON with its length): error, or ""
-    put: data, manifest                ──>
-                                       <──     answer
-    get: nothing                       <──     the requested bytes, without a length
+    client                     server
+    request (JSON)      ──>
+                        <──    answer: error, or ""
+    put: data           ──>
+         manifest       ──>
+                        <──    answer
+    get:                <──    data
+    manifest:           <──    manifest
 
-All processes of a job share a random token. A server knows three requests: `put` stores the two
-files of a sender, `get` returns ranges of data, `manifest` returns a manifest. Paths are built from
-numbers, so no other file can be requested.
+All processes of a job share a random token, which each frame proves (`cli.authenticated`); data
+are bytes without a frame. A server knows three requests: `put` stores the two files of a sender,
+`get` returns ranges of data, `manifest` returns a manifest. Paths are built from numbers, so no
+other file can be requested. Connections without the token are few, and end within seconds.
 """
 
-import hmac
+import contextlib
 import json
 import logging
-import secrets
 import shutil
 import socket
 import socketserver
-import struct
 import threading
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxforge.checkpoint.replica.store import BLOCK, Group, Manifest, Store
+from jaxforge.cli.authenticated import Channel
+from jaxforge.cli.bounded_threads import BoundedThreads
+from jaxforge.storage.untrusted_json import load_object
 
 log = logging.getLogger(__name__)
 
@@ -36,8 +38,7 @@ TIMEOUT_SEC = 60.0
 
 _CONNECT_SEC = 10.0  # an unreachable peer must not delay training for long
 _POLL_SEC = 0.1  # delay of `Server.close`
-_NONCE = 32
-_LENGTH = struct.Struct("!I")
+_PATIENCE_SEC = 1.0  # for the token, if other connections wait
 _MAX_REQUEST, _MAX_MANIFEST = 1 << 20, 256 << 20  # bytes
 _MAX_RANGES = 10_000  # per request
 
@@ -84,10 +85,9 @@ class Server:
         self._listener.server_close()
 
 
-class _Listener(socketserver.ThreadingTCPServer):
-    daemon_threads = True
-    block_on_close = False
+class _Listener(BoundedThreads, socketserver.TCPServer):
     request_queue_size = 512
+    patience_sec = _PATIENCE_SEC
 
     def __init__(self, address: tuple[str, int], owner: Server) -> None:
         super().__init__(address, _Connection)
@@ -99,22 +99,14 @@ class _Connection(socketserver.BaseRequestHandler):
 
     def handle(self) -> None:
         """Answer a request."""
-        self.request.settimeout(TIMEOUT_SEC)
         try:
-            request = self._authenticated_request()
-            if request is not None:
-                self._answer(request)
+            self._channel = Channel(self.request, self.server.owner.token, is_client=False)
+            request = load_object(self._channel.receive(_MAX_REQUEST), "a request")
+            self.server.note_proof(self.request)
+            self._channel.extend(TIMEOUT_SEC)
+            self._answer(request)
         except (OSError, ValueError, KeyError, TypeError) as error:
             log.debug("a transfer of a replica with %s failed: %s", self.client_address, error)
-
-    def _authenticated_request(self) -> dict[str, Any] | None:
-        nonce = secrets.token_bytes(_NONCE)
-        self.request.sendall(nonce)
-        digest = receive(self.request, _NONCE)
-        content = _receive_message(self.request, _MAX_REQUEST)
-        if not hmac.compare_digest(digest, _digest(self.server.owner.token, nonce, content)):
-            return None
-        return json.loads(content)
 
     def _answer(self, request: dict[str, Any]) -> None:
         group = Group.parse(str(request["group"]))
@@ -124,46 +116,47 @@ class _Connection(socketserver.BaseRequestHandler):
         try:
             if kind == "put":
                 self._put(group, sender, int(request["size"]))
-                _send_message(self.request, b"")
+                self._channel.send(b"")
             elif kind == "get":
                 self._get(self.server.owner.store.data_path(group, sender), request["ranges"])
             elif kind == "manifest":
-                path = self.server.owner.store.manifest_path(group, sender)
-                self._get(path, [(0, path.stat().st_size)])
+                content = self.server.owner.store.manifest_path(group, sender).read_bytes()
+                self._channel.send(b"")
+                self._channel.send(content)
         except (ConnectionError, TimeoutError):
             raise
         except (OSError, ValueError) as error:
             log.warning("a request for replicas was refused (%s of process %d): %s",
                         kind, sender, error)  # fmt: skip
-            _send_message(self.request, str(error).encode() or b"failed")
+            self._channel.send(str(error).encode() or b"failed")
 
     def _get(self, path: Path, ranges: Sequence[tuple[int, int]]) -> None:
         with path.open("rb") as file:
             size = path.stat().st_size
             if any(not 0 <= begin < end <= size for begin, end in ranges):
                 raise ValueError(f"{path.name} has no such range")
-            _send_message(self.request, b"")
+            self._channel.send(b"")
             for begin, end in ranges:
                 self.request.sendfile(file, begin, end - begin)
 
     def _put(self, group: Group, sender: int, size: int) -> None:
-        owner, connection = self.server.owner, self.request
+        owner, channel = self.server.owner, self._channel
         if sender not in owner.accepted:
             raise ValueError(f"the files of process {sender} do not belong here")
         free = shutil.disk_usage(owner.store.directory).free
         if not 0 <= size <= free:
             raise OSError(f"{owner.store.directory} has {free:,} bytes free of {size:,}")
-        _send_message(connection, b"")
+        channel.send(b"")
 
         def blocks() -> Iterator[memoryview]:
             buffer = memoryview(bytearray(BLOCK))
             for begin in range(0, size, BLOCK):
                 block = buffer[: min(BLOCK, size - begin)]
-                receive_into(connection, block)
+                channel.read_into(block)
                 yield block
 
         def describe(size: int, sums: list[int]) -> bytes:
-            content = _receive_message(connection, _MAX_MANIFEST)
+            content = channel.receive(_MAX_MANIFEST)
             manifest = Manifest.decode(content)
             if (manifest.size, manifest.block_crcs) != (size, sums):
                 raise ValueError("the data changed in transfer")
@@ -182,8 +175,8 @@ def put(address: Address, token: bytes, group: Group, sender: int, store: Store)
     size = path.stat().st_size
     with _request(address, token, kind="put", group=group.name, sender=sender, size=size) as to:
         with path.open("rb") as file:
-            to.sendfile(file)
-        _send_message(to, store.manifest_path(group, sender).read_bytes())
+            to.connection.sendfile(file)
+        to.send(store.manifest_path(group, sender).read_bytes())
         _check_answer(to, address)
 
 
@@ -211,9 +204,9 @@ def get(
         ranges = [(begin, begin + len(target)) for begin, target in some]
         with _request(
             address, token, kind="get", group=group.name, sender=sender, ranges=ranges
-        ) as connection:
+        ) as channel:
             for _, target in some:
-                receive_into(connection, target)
+                channel.read_into(target)
 
 
 def get_manifest(address: Address, token: bytes, group: Group, sender: int) -> Manifest:
@@ -223,67 +216,22 @@ def get_manifest(address: Address, token: bytes, group: Group, sender: int) -> M
         OSError: the server refused, or the connection failed.
         ValueError: the manifest is damaged.
     """
-    with _request(
-        address, token, kind="manifest", group=group.name, sender=sender
-    ) as connection, connection.makefile("rb") as file:  # fmt: skip
-        return Manifest.decode(file.read(_MAX_MANIFEST))
+    with _request(address, token, kind="manifest", group=group.name, sender=sender) as channel:
+        return Manifest.decode(channel.receive(_MAX_MANIFEST))
 
 
-def _request(address: Address, token: bytes, **request: Any) -> socket.socket:  # noqa: ANN401
-    """Send a request; return the connection after a positive answer."""
-    connection = socket.create_connection(address, timeout=_CONNECT_SEC)
-    connection.settimeout(TIMEOUT_SEC)
-    try:
-        nonce, content = receive(connection, _NONCE), json.dumps(request).encode()
-        connection.sendall(_digest(token, nonce, content))
-        _send_message(connection, content)
-        _check_answer(connection, address)
-    except BaseException:
-        connection.close()
-        raise
-    return connection
+@contextlib.contextmanager
+def _request(address: Address, token: bytes, **request: Any) -> Iterator[Channel]:  # noqa: ANN401
+    """Send a request; yield the channel after a positive answer."""
+    with socket.create_connection(address, timeout=_CONNECT_SEC) as connection:
+        channel = Channel(connection, token, is_client=True, seconds=TIMEOUT_SEC)
+        channel.send(json.dumps(request).encode())
+        _check_answer(channel, address)
+        channel.extend(TIMEOUT_SEC)
+        yield channel
 
 
-def _check_answer(connection: socket.socket, address: Address) -> None:
-    error = _receive_message(connection, _MAX_REQUEST)
+def _check_answer(channel: Channel, address: Address) -> None:
+    error = channel.receive(_MAX_REQUEST)
     if error:
         raise RefusedError(f"{address.host}:{address.port}: {error.decode(errors='replace')}")
-
-
-def _digest(token: bytes, nonce: bytes, content: bytes) -> bytes:
-    return hmac.digest(token, nonce + content, "sha256")
-
-
-def _send_message(connection: socket.socket, content: bytes) -> None:
-    connection.sendall(_LENGTH.pack(len(content)) + content)
-
-
-def _receive_message(connection: socket.socket, limit: int) -> bytes:
-    (length,) = _LENGTH.unpack(receive(connection, _LENGTH.size))
-    if length > limit:
-        raise ValueError(f"a message of {length:,} bytes is too long")
-    return receive(connection, length)
-
-
-def receive(connection: socket.socket, size: int) -> bytes:
-    """Return exactly `size` bytes of a connection.
-
-    Raises:
-        ConnectionError: the connection ended before.
-    """
-    buffer = bytearray(size)
-    receive_into(connection, memoryview(buffer))
-    return bytes(buffer)
-
-
-def receive_into(connection: socket.socket, target: memoryview) -> None:
-    """Fill a buffer from a connection.
-
-    Raises:
-        ConnectionError: the connection ended before.
-    """
-    while target:
-        size = connection.recv_into(target)
-        if not size:
-            raise ConnectionError("the connection ended early")
-        target = target[size:]

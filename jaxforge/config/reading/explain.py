@@ -25,6 +25,7 @@ from jaxforge.config.reading.schema import (
     without_member,
 )
 from jaxforge.config.section import OUT_OF_RANGE
+from jaxforge.errors import shortened
 
 VISION_SECTIONS = ("vision_encoder", "adapter", "vlm", "video", "model.vlm")
 """Tables of vision-language models, refused by name."""
@@ -101,7 +102,7 @@ def _located(text: str, path: Path, rule: str, sources: Sources) -> _Problem:
     line = line_of(path, sources.lines)
     setting = _setting_of(path, rule if line else "", sources)
     if setting:
-        return _Problem(math.inf, f"{setting.flag}: {text}")
+        return _Problem(math.inf, f"{shortened(setting.flag, _LONG)}: {text}")
     location = f"{sources.file}:{line}" if line else sources.file  # lines are known only for TOML
     return _Problem(line or 0, f"{location}: {text}")
 
@@ -119,8 +120,7 @@ def _setting_of(path: Path, rule: str, sources: Sources) -> Setting | None:
 def _unknown(path: Path) -> str:
     if table := _vision_section(path):
         return f"[{table}] cannot be used: jaxforge trains text models only"
-    name = dotted(path)
-    name = name if len(name) < _LONG else f"{name[:_LONG]}..."
+    name = shortened(dotted(path), _LONG)
     if foreign := advice(path):
         return f"unknown key {name}{foreign}"
     keys = " or ".join(nearest_keys(path))

@@ -147,9 +147,15 @@ def expected(node: Node) -> str:
     if is_table(node):
         names = list(node["properties"])
         return f"a table of {', '.join(names[:3])}{', ...' if len(names) > 3 else ''}"
-    bounds = [f"{words} {node[bound]:g}" for bound, words in _BOUNDS.items() if bound in node]
+    bounds = [
+        f"{words} {_number(node[bound])}" for bound, words in _BOUNDS.items() if bound in node
+    ]
     text = " ".join([_NOUNS[node["type"]], " and ".join(bounds)]).strip()
     return f'{text}, or a duration like "10%", "2ep", "1B tok"' if node.get("duration") else text
+
+
+def _number(bound: float) -> str:
+    return f"{bound:,}" if isinstance(bound, int) else f"{bound:g}"
 
 
 def _registered() -> tuple[tuple[str, ...], ...]:

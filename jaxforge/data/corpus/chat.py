@@ -17,7 +17,7 @@ import jinja2
 from jinja2.ext import Extension
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from jaxforge.errors import UserError
+from jaxforge.errors import UserError, shortened
 
 Message = dict[str, Any]
 """`role`, `content` and further fields for the template."""
@@ -27,6 +27,7 @@ Span = tuple[int, int]
 
 _NOW = datetime(2024, 7, 26)  # the default date of Llama 3's templates
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_REASON = 500  # characters of what a template says when it refuses a conversation
 _MARKS = "\ufdd0\ufdd1"  # around generated text; noncharacters, which no text contains
 _BETWEEN_MARKS = re.compile(f"[{_MARKS}]")
 
@@ -164,7 +165,7 @@ class _Compiled(NamedTuple):
 def _in_words(error: Exception) -> str:
     if isinstance(error, MemoryError):
         return "it takes too much memory"
-    return str(error) or type(error).__name__
+    return shortened(str(error), _REASON) or type(error).__name__
 
 
 def _unmark(text: str) -> tuple[str, list[Span]]:

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from jaxforge.cli.suggestions import listed
 from jaxforge.errors import UserError
 
 _LONGEST_SOURCE = 200  # characters
@@ -119,7 +120,7 @@ class TextField:
             UserError: the column does not exist.
         """
         if there is not None and self.field not in there:
-            message = f'{where} has no column "{self.field}"; it has {", ".join(there)}'
+            message = f'{where} has no column "{self.field}"; it has {listed(there)}'
             raise UserError("; ".join(filter(None, [message, _option_for(there)])))
         has_source = self.source_field and (there is None or self.source_field in there)
         return list(dict.fromkeys([self.field, *([self.source_field] if has_source else [])]))
@@ -133,8 +134,7 @@ class TextField:
         text = record.get(self.field)
         if isinstance(text, str):
             return text
-        there = ", ".join(map(str, record)) or "nothing"
-        has = f"{text!r:.40}" if self.field in record else f"it has: {there}"
+        has = f"{text!r:.40}" if self.field in record else f"it has: {listed(record)}"
         advice = "" if self.field in record else _option_for(record)
         texts = [name for name, value in record.items() if isinstance(value, str)]
         if not advice and self.field not in record and len(texts) == 1:

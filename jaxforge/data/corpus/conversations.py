@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int
 
+from jaxforge.cli.suggestions import listed
 from jaxforge.data.corpus.content import RecordError, TableRow
 from jaxforge.data.corpus.entries import FIRST, UNLEARNED
 from jaxforge.data.corpus.optional import library
@@ -63,7 +64,7 @@ class Conversations:
             return []
         form = _form(there)
         if not form:
-            raise UserError(f"{where}: expected columns {_FORMS_IN_WORDS}; it has {_list(there)}")
+            raise UserError(f"{where}: expected columns {_FORMS_IN_WORDS}; it has {listed(there)}")
         return [name for name in there if name in (*form, *EXTRAS)]
 
     def source(self, record: Mapping[str, Any]) -> str:
@@ -80,7 +81,7 @@ class Conversations:
         form = _form(name for name, value in record.items() if value is not None)
         if not form:
             raise RecordError(
-                f"expected {_FORMS_IN_WORDS} (it has: {_list(record)})",
+                f"expected {_FORMS_IN_WORDS} (it has: {listed(record)})",
                 "leave --conversations out if the records are texts" if "text" in record else "",
             )
         if isinstance(record, TableRow):
@@ -230,7 +231,3 @@ def without_none(value: Any) -> Any:  # noqa: ANN401
     if isinstance(value, Mapping):
         return {key: without_none(item) for key, item in value.items() if item is not None}
     return [without_none(item) for item in value] if isinstance(value, list) else value
-
-
-def _list(names: Iterable[str]) -> str:
-    return ", ".join(map(str, names)) or "nothing"

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
+from jaxforge.cli.suggestions import listed
 from jaxforge.data.corpus.content import Content
 from jaxforge.data.corpus.conversations import Conversations
 from jaxforge.data.corpus.corpus_state import Corpus, Options
@@ -65,7 +66,7 @@ def _saved(
     saved = datasets.load_from_disk(name)
     splits = saved if isinstance(saved, dict) else {str(saved.split or split): saved}
     if split not in splits:
-        raise ValueError(f"it has the splits {', '.join(splits)}")
+        raise ValueError(f"it has the splits {listed(splits)}")
     dataset = splits[split]
     n_files = max(1, len(dataset.cache_files))
     return dataset.to_iterable_dataset(num_shards=n_files) if streaming else dataset

@@ -14,6 +14,8 @@ from pydantic import FailFast, TypeAdapter, ValidationError
 
 from jaxforge.data.corpus.statistics import CorpusStatistics
 from jaxforge.errors import UserError
+from jaxforge.storage.safe_files import read_regular
+from jaxforge.storage.untrusted_json import first_problem
 
 FILE_NAME = "manifest.json"
 VERSION = 1
@@ -174,7 +176,7 @@ class Manifest:
         """
         path = directory / FILE_NAME
         try:
-            content = path.read_bytes()
+            content = read_regular(path, _MOST_BYTES)
             if _SHARD_BYTES * content.count(b"{") > len(content) + 1000:
                 raise UserError(_not_a_manifest(path, "its tables are too small for shards"))
             manifest = _JSON.validate_json(content, strict=True)
@@ -183,7 +185,7 @@ class Manifest:
         except OSError as error:
             raise UserError(f"cannot read {path}: {error.strerror}") from error
         except ValidationError as error:
-            raise UserError(_not_a_manifest(path, _first(error))) from error
+            raise UserError(_not_a_manifest(path, first_problem(error))) from error
         if manifest.version not in (VERSION, CONVERSATIONS, PREFERENCES):
             known = f"{VERSION}, {CONVERSATIONS} and {PREFERENCES}"
             reason = f"version is {manifest.version}, this jaxforge knows {known}"
@@ -193,6 +195,7 @@ class Manifest:
 
 
 _JSON = TypeAdapter(Manifest)
+_MOST_BYTES = 1 << 30  # 12 TB of tokens
 _SHARD_BYTES = 30  # minimum size of a shard in JSON: a megabyte of {} would take a gigabyte
 
 
@@ -207,12 +210,6 @@ def _check_hashes(path: Path, manifest: Manifest) -> None:
         if hashes is not None and len(hashes) != blocks:
             reason = f"crc32 of {shard.file} has {len(hashes)} hashes for {blocks} blocks"
             raise UserError(_not_a_manifest(path, reason))
-
-
-def _first(error: ValidationError) -> str:
-    """Return the first problem of a validation error as "key: problem"."""
-    first = error.errors(include_input=False)[0]  # the input may be the whole file
-    return ": ".join(filter(None, [".".join(map(str, first["loc"])), first["msg"]]))
 
 
 def _not_a_manifest(path: Path, reason: str) -> str:

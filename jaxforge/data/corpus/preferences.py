@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int
 
+from jaxforge.cli.suggestions import listed
 from jaxforge.data.corpus.content import RecordError, TableRow
 from jaxforge.data.corpus.conversations import (
     EXTRAS,
@@ -48,8 +49,7 @@ class Preferences(Conversations):
         if there is None:
             return []
         if not set(ANSWERS) <= set(there):
-            names = ", ".join(there) or "nothing"
-            raise UserError(f"{where}: expected columns {_IN_WORDS}; it has {names}")
+            raise UserError(f"{where}: expected columns {_IN_WORDS}; it has {listed(there)}")
         return [name for name in there if name in (_PROMPT, *ANSWERS, *EXTRAS)]
 
     def document(self, record: Mapping[str, Any]) -> str:
@@ -62,9 +62,8 @@ class Preferences(Conversations):
             record = without_none(record)
         record = {name: value for name, value in record.items() if value is not None}
         if not set(ANSWERS) <= record.keys():
-            names = ", ".join(map(str, record)) or "nothing"
             raise RecordError(
-                f"expected {_IN_WORDS} (it has: {names})",
+                f"expected {_IN_WORDS} (it has: {listed(record)})",
                 "leave --preferences out if the records are texts" if "text" in record else "",
             )
         prompt, *completions = _split(record)

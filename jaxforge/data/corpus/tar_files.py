@@ -17,6 +17,7 @@ from contextlib import closing
 from dataclasses import dataclass, field
 from typing import BinaryIO, NamedTuple
 
+from jaxforge.cli.suggestions import listed
 from jaxforge.data.corpus.content import text_field
 from jaxforge.data.corpus.json_files import BYTES_PER_VALUE, PackedFile
 from jaxforge.data.corpus.records import Record, bad_record
@@ -120,7 +121,7 @@ class Tar(PackedFile):
         if not texts and "json" not in sample.parts:
             return bad_record(
                 number,
-                f"{where} has no .txt and no .json (it has: {', '.join(sample.suffixes)})",
+                f"{where} has no .txt and no .json (it has: {listed(sample.suffixes)})",
                 "leave such out with --skip-bad, or the archive with --exclude",
             )
         record: dict[str, object] = {}

@@ -188,6 +188,13 @@ def test_invalid_template_raises():
         ChatTemplate({"chat_template": "\n{% for m in messages %}"})
 
 
+def test_long_refusal_of_template_is_shortened():
+    template = ChatTemplate({"chat_template": "{{ raise_exception('a reason ' * 100000) }}"})
+    with pytest.raises(ValueError, match=r"cannot write it: a reason .* characters left") as error:
+        template.render(CHAT)
+    assert len(str(error.value)) < 600
+
+
 def test_template_needs_jinja(monkeypatch):
     monkeypatch.setitem(sys.modules, "jinja2", None)
     with pytest.raises(UserError, match=r"a chat template needs jinja2: pip install 'jaxf"):

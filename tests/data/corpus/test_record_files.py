@@ -16,6 +16,7 @@ from pyarrow import parquet
 
 from jaxforge.commands import prepare
 from jaxforge.data.corpus import documents, json_files, records
+from jaxforge.data.corpus.content import TextField
 from jaxforge.data.corpus.documents import text_parts
 from jaxforge.data.corpus.inputs import find_inputs
 from jaxforge.errors import UserError
@@ -158,6 +159,13 @@ def test_damaged_csv_is_named(tmp_path, content, message):
 def test_json_in_text_file_is_refused(tmp_path, name, content):
     with pytest.raises(UserError, match=rf"{name} holds JSON, .*\.jsonl .*--exclude"):
         run(write(tmp_path / name, content), "--output", tmp_path / "out")
+
+
+def test_message_about_a_record_names_few_of_its_fields():
+    record = {"x" * 1000: 1, **{f"field_{i}": 1 for i in range(10**5)}}
+    with pytest.raises(ValueError, match=r"field_28 and 99,971 more\)$") as error:
+        TextField("text").document(record)
+    assert len(str(error.value)) < 800
 
 
 ADVICE = [
