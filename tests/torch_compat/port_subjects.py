@@ -27,6 +27,7 @@ GROUP = Group(7, "ab-0")
 SUPERVISOR, REPLICAS = "supervisor", "replicas"
 STATUS = Status(1, "one", "running", Roster(2, (0, 1), "127.0.0.1:7"), 2, None, False, 0, 40)
 _SEC = 0.3  # for a message
+_ATTEMPTS = 20  # on a busy machine
 
 
 def write_ports(directory: Path) -> None:
@@ -98,8 +99,11 @@ def read_ports(directory: Path) -> dict[str, str]:
                 _send(address, line, proven=True)
     view = services.members.view()
     _decide(view)
-    _send(services.addresses[SUPERVISOR], STATUS.to_json().encode(), proven=True)
-    known = services.members.view().others.get(1)
+    for _ in range(_ATTEMPTS):
+        _send(services.addresses[SUPERVISOR], STATUS.to_json().encode(), proven=True)
+        known = services.members.view().others.get(1)
+        if known == STATUS:
+            break
     manifest = transfer.get_manifest(services.replicas.address, SECRET, GROUP, 0)
     held = sorted(p.name for p in services.directory.rglob("*.*") if p.is_file())
     if services.failures:
