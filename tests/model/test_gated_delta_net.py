@@ -15,11 +15,11 @@ from jaxforge.config.model import ModelConfig
 from jaxforge.errors import UserError
 from jaxforge.kernels.gated_delta import working_values
 from jaxforge.model.decoding import Decoder
+from jaxforge.model.flops import flops_per_token
 from jaxforge.model.mixers.gated_delta_net import GatedDeltaNet
 from jaxforge.model.sampling import Sampling
 from jaxforge.model.transformer import Model
 from jaxforge.step.memory import step_memory
-from jaxforge.telemetry.flops import flops_per_token
 from tests.conftest import tiny_config
 from tests.helpers import drawn, losses_and_gradients, lowered, random_batches, setup
 

@@ -10,10 +10,10 @@ from jaxforge.config.job import JobConfig
 from jaxforge.config.reading.unresolved import UnresolvedConfig
 from jaxforge.data.epoch import sequences_per_epoch
 from jaxforge.errors import UserError
+from jaxforge.model.flops import causal_flops_per_token, flops_per_token, pairs_twice
 from jaxforge.parallel.hardware import CHIPS
 from jaxforge.parallel.mesh import STAGES, data_parallel_size, token_parallel_size
 from jaxforge.parallel.pipeline.schedule import SCHEDULES
-from jaxforge.telemetry.flops import causal_flops_per_token, flops_per_token, pairs_twice
 from jaxforge.tools.plan import checks
 from jaxforge.tools.plan.compiled import Step, compile_step, devices_of
 from jaxforge.tools.plan.cost import Network, rates_of

@@ -1,7 +1,7 @@
 """Search for the best mesh, batch split and rematerialisation of a model on a machine.
 
 The update stays the same: the same number of sequences, of the same length. Candidates are ranked
-by `cost.update_seconds`. Candidates that cannot fit by `step.memory` are dropped. The best are
+by `step.update_time`. Candidates that cannot fit by `step.memory` are dropped. The best are
 compiled, each in a process of its own, so that a crash of the compiler ends one candidate only.
 """
 
@@ -34,8 +34,9 @@ from jaxforge.parallel.mesh import make_mesh
 from jaxforge.program import Program
 from jaxforge.step.executable import installed_version
 from jaxforge.step.memory import step_memory
+from jaxforge.step.update_time import update_seconds
 from jaxforge.storage import safe_files
-from jaxforge.tools.plan import checks, cost
+from jaxforge.tools.plan import checks
 from jaxforge.tools.plan.compiled import devices_of
 from jaxforge.tools.plan.memory_fit import SLACK
 from jaxforge.tools.plan.topology import Topology
@@ -173,11 +174,11 @@ def given_candidate(config: JobConfig, topology: Topology) -> Iterator[Candidate
         placed = make_mesh(given, devices_of(topology))
     except UserError:
         return
-    yield Candidate(given, mesh, cost.update_seconds(given, model, placed, chip))
+    yield Candidate(given, mesh, update_seconds(given, model, placed, chip))
 
 
 def fitting_candidates(config: JobConfig, topology: Topology) -> Iterator[Candidate]:
-    """Yield the valid candidates that may fit, the fastest by `cost.update_seconds` first."""
+    """Yield the valid candidates that may fit, the fastest by `step.update_time` first."""
     chip = CHIPS[topology.chip]
     teacher, _ = checks.known_teacher(config, is_elsewhere=True)
 
@@ -222,7 +223,7 @@ def candidates(config: JobConfig, topology: Topology) -> Iterator[tuple[Candidat
         except UserError:  # an axis does not map to the torus
             continue
         for split in splits(config, topology, mesh):
-            yield Candidate(split, mesh, cost.update_seconds(split, model, placed, chip)), placed
+            yield Candidate(split, mesh, update_seconds(split, model, placed, chip)), placed
 
 
 def splits(config: JobConfig, topology: Topology, mesh: Mapping[str, int]) -> Iterator[JobConfig]:

@@ -5,10 +5,10 @@ from typing import NamedTuple
 from jaxforge.config import rules
 from jaxforge.config.job import JobConfig
 from jaxforge.errors import UserError
+from jaxforge.model.flops import causal_flops_per_token
 from jaxforge.parallel import device_memory, hardware
 from jaxforge.parallel.device_memory import gigabytes
 from jaxforge.parallel.mesh import abstract_mesh, data_parallel_size
-from jaxforge.telemetry.flops import causal_flops_per_token
 from jaxforge.tools.plan.dry_run_memory import Device, chip_device, fits_by_device
 from jaxforge.tools.plan.memory_fit import Fit
 from jaxforge.tools.plan.search import REMAT, compiled_report, replaced
