@@ -233,7 +233,7 @@ def compiled_step(
     data = {"input_ids": jax.device_put(tokens), "labels": jax.device_put(labels)}
     state: list[TrainState] = []
     with program.context():
-        options = compilation.accepted_flags(config)
+        options = compilation.accepted_flags(config, program.model.runtime.unroll)
         lowered = program.step.lower(program.abstract_state(), data, Controls())
         compiled = lowered.compile(options)
 

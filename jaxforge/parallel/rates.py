@@ -1,4 +1,4 @@
-"""Rates that programs reach on a chip: fractions of its data sheet, and links between devices."""
+"""Rates that programs reach: fractions of a chip's data sheet, and links between devices."""
 
 import functools
 from collections.abc import Sequence
@@ -6,9 +6,9 @@ from typing import NamedTuple
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 
-from jaxforge.parallel.hardware import Chip
+from jaxforge.parallel.hardware import CHIPS, Chip
 from jaxforge.parallel.mesh import nvlink_domain
 
 
@@ -45,16 +45,41 @@ _ON_GPU = {
 }
 _ON_TPU = {"products": 0.9, "attention": 0.45, "experts": 0.6}
 EFFICIENCY = {
-    "gpu": Efficiency(_ON_GPU, 0.85, 1.5e-6, latency=12e-6, waited=0.5),
+    "cpu": Efficiency({"products": 0.6}, 0.8, 0, latency=0, waited=1.0),
+    "gpu": Efficiency(_ON_GPU, 0.85, 1.5e-6, latency=12e-6, waited=0.15),
     "tpu": Efficiency(_ON_TPU, 0.8, 0, latency=2e-6, waited=0.1),
 }
+_CPU = Chip("cpu", "cpu", (), peak_flops=1e11, capacity=0, bandwidth=20e9, link=1e9, network=1e9)
+"""A device of a CPU with two cores; collectives are copies, during which nothing is computed."""
+SIMILAR = {"cpu": _CPU, "gpu": CHIPS["h100"], "tpu": CHIPS["v5p"]}
+"""Figures to compare choices with on unknown devices. The ratios of FLOPs, memory and links of an
+A100 or a v4 are like those of the next generation."""
+
+
+def chip_of(mesh: Mesh | AbstractMesh) -> Chip:
+    """Return the figures of a mesh's devices; of unknown devices, those of a similar chip.
+
+    A mesh without devices counts as one of CPUs.
+    """
+    if isinstance(mesh, AbstractMesh):
+        return SIMILAR["cpu"]
+    device = mesh.devices.flat[0]
+    known = (chip for chip in CHIPS.values() if device.device_kind in chip.kinds)
+    return next(known, SIMILAR[device.platform])
 
 
 @functools.cache
-def rate_along(mesh: Mesh, axes: tuple[str, ...], chip: Chip) -> float:
-    """Return the bytes/s that a device sends in a group along some axes of a mesh."""
+def rate_along(mesh: Mesh | AbstractMesh, axes: tuple[str, ...], chip: Chip) -> float:
+    """Return the bytes/s that a device sends in a group along some axes of a mesh.
+
+    The devices of an abstract mesh are assumed to be neighbours, in domains of `chip.per_domain`.
+    """
     first_group = tuple(slice(None) if name in axes else 0 for name in mesh.axis_names)
-    members = np.atleast_1d(mesh.devices[first_group]).flat
+    if isinstance(mesh, AbstractMesh):
+        domains = np.arange(mesh.size).reshape(mesh.axis_sizes) // chip.per_domain
+        neighbours = np.ravel(domains[first_group]).tolist()
+        return EFFICIENCY[chip.platform].links * _between_domains(chip, neighbours)
+    members = np.ravel(mesh.devices[first_group])
     return link_rate(chip, "all-gather", list(members), list(mesh.devices.flat))
 
 
@@ -62,18 +87,22 @@ def link_rate(
     chip: Chip, kind: str, members: Sequence[jax.Device], everyone: Sequence[jax.Device]
 ) -> float:
     """Return the bytes/s that each member of a group sends."""
-    is_gpu, links = chip.platform == "gpu", EFFICIENCY[chip.platform].links
-    return links * (
-        _between_gpus(chip, members) if is_gpu else _between_tpus(chip, kind, members, everyone)
-    )
+    if chip.platform == "tpu":
+        rate = _between_tpus(chip, kind, members, everyone)
+    else:
+        rate = _between_domains(chip, [nvlink_domain(device) for device in members])
+    return EFFICIENCY[chip.platform].links * rate
 
 
-def _between_gpus(chip: Chip, members: Sequence[jax.Device]) -> float:
-    """Return the bytes/s of a GPU: all adapters of a node serve a ring through all its GPUs."""
-    nodes = {nvlink_domain(device) for device in members}
-    if len(nodes) == 1:
-        return chip.link
-    return min(chip.link, chip.network * len(members) / len(nodes))
+def _between_domains(chip: Chip, domains: Sequence[int]) -> float:
+    """Return the bytes/s of a device: all adapters of a domain serve a ring through its devices.
+
+    Args:
+        chip: the devices.
+        domains: number of the domain of each device: NVLink domain, or process for CPUs.
+    """
+    n_domains = len(set(domains))
+    return chip.link if n_domains == 1 else min(chip.link, chip.network * len(domains) / n_domains)
 
 
 def _between_tpus(

@@ -8,7 +8,7 @@ Tensor-parallel exchanges and the pipeline's bubble are added.
 import math
 from collections.abc import Mapping
 
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 
 from jaxforge.config.axes import data_parallel
 from jaxforge.config.job import JobConfig
@@ -19,18 +19,25 @@ from jaxforge.parallel.rates import EFFICIENCY, rate_along
 
 _BF16, _F32 = 2, 4
 _RECOMPUTED = {
-    "none": 0.0,
-    "everything_saveable": 0.0,
-    "selective": 0.03,
-    "dots_saveable": 0.02,
-    "dots_with_no_batch_dims_saveable": 0.05,
-    "full": 0.22,
-    "nothing_saveable": 0.22,
+    "gpu": {"dots_with_no_batch_dims_saveable": 0.08, "selective": 0.13, "full": 0.22},
+    "tpu": {"selective": 0.01, "none": 0.03, "full": 0.15},
+    "cpu": {"dots_with_no_batch_dims_saveable": 0.01, "selective": 0.03, "full": 0.04},
 }
-"""Recomputed fraction of the FLOPs of forward and backward pass; heads are not recomputed."""
+"""Additional time of a microbatch, as a fraction: recomputation, and copies of saved values.
+
+From plans of Llama 2 7B on 8 H100, of Llama 3.2 1B on v5e and of depth 12 on v6e. CPUs were
+measured (docs/remat.md). On GPUs, "none" unrolls layers. On TPUs, writing and
+reading more values takes longer than computing attention and elementwise operations again.
+"""
+
+_ADDED_BYTES = 10
+"""Bytes that a microbatch moves for each gathered gradient, to add it to the sum in float32."""
+_SLICED_BYTES = 12
+"""Bytes that a loop over layers moves for each gathered weight: it copies the weights of a layer in
+both passes, and their gradients."""
 
 
-def update_seconds(config: JobConfig, model: Model, mesh: Mesh, chip: Chip) -> float:
+def update_seconds(config: JobConfig, model: Model, mesh: Mesh | AbstractMesh, chip: Chip) -> float:
     """Return a rough estimate of an update's seconds, good enough to rank candidates.
 
     Args:
@@ -45,7 +52,7 @@ def update_seconds(config: JobConfig, model: Model, mesh: Mesh, chip: Chip) -> f
     tokens = train.microbatch_size(dp) // dp * train.seq_len // sizes["cp"]
     split = sizes["tp"] * sizes["pp"]
     peak = chip.peak_flops * EFFICIENCY[chip.platform].by_kind["products"]
-    recompute = 1 + _RECOMPUTED[train.activation_checkpointing]
+    recompute = 1 + _recomputed(train.activation_checkpointing, chip.platform)
     computing = tokens / split * causal_flops_per_token(c, train.seq_len) * recompute / peak
     # tp: each half of a layer (attention, feed-forward) gathers and scatters the residual stream,
     # in the forward and in the backward pass: 2 halves x 2 collectives x 2 passes = 8.
@@ -66,13 +73,22 @@ def update_seconds(config: JobConfig, model: Model, mesh: Mesh, chip: Chip) -> f
     stored = weights / (sizes["dp_shard"] * sizes["cp"])
     replicas = _exchange(2 * _F32 * stored, mesh, ("dp_replicate",), chip)
     if train.grad_sync == "update":
-        return microbatches * computing * bubble + gathers + reduces + replicas
+        has_loop = train.activation_checkpointing != "none"
+        moved = weights * (_ADDED_BYTES + has_loop * _SLICED_BYTES)
+        moving = moved / (chip.bandwidth * EFFICIENCY[chip.platform].memory)
+        return microbatches * (computing + moving) * bubble + gathers + reduces + replicas
     exchanging = 2 * gathers + reduces + replicas  # the backward pass gathers weights again
     waiting = max(exchanging - computing, EFFICIENCY[chip.platform].waited * exchanging)
     return microbatches * (computing + waiting) * bubble
 
 
-def _exchange(sent: float, mesh: Mesh, axes: tuple[str, ...], chip: Chip) -> float:
+def _recomputed(save: str, platform: str) -> float:
+    """Return the additional time of a value of `train.activation_checkpointing`."""
+    same = {"everything_saveable": "none", "dots_saveable": "none", "nothing_saveable": "full"}
+    return _RECOMPUTED[platform].get(same.get(save, save), 0.0)
+
+
+def _exchange(sent: float, mesh: Mesh | AbstractMesh, axes: tuple[str, ...], chip: Chip) -> float:
     """Return the seconds in which devices along some axes exchange their bytes."""
     n = math.prod(mesh.shape[axis] for axis in axes)
     return sent * (n - 1) / n / rate_along(mesh, axes, chip)
