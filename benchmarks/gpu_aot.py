@@ -104,9 +104,10 @@ def measure(case: Case) -> dict[str, float | str]:
     """Return the compiler's figures of a case, or the reason for its failure."""
     rules.check(case.config, case.nodes * PER_NODE)
     devices = list(targets.gpus("h100", case.nodes, PER_NODE))
-    lowered = Program(case.config, make_mesh(case.config, devices)).lower()
+    program = Program(case.config, make_mesh(case.config, devices))
+    lowered, unroll = program.lower(), program.model.runtime.unroll
     start = time.perf_counter()
-    options = xla_flags.compiler_options(devices[0], {}, has=xla_flags.traits(case.config))
+    options = xla_flags.compiler_options(devices[0], {}, has=xla_flags.traits(case.config, unroll))
     compiled = lowered.compile(options)
     seconds = time.perf_counter() - start
     peak = compiled.memory_analysis().peak_memory_in_bytes

@@ -124,7 +124,7 @@ def row(name: str) -> dict[str, Any]:
         "topology": file.topology,
         "mesh": planned.mesh_in_words(report) or "-",
         "rows x microbatches": f"{file.rows} x {file.accum}",
-        "reduces": report["grad_sync"]["mode"] if "grad_sync" in report else "-",
+        "reduces": report["execution"]["grad_sync"] if "execution" in report else "-",
         "fits": "yes" if report["fits"] else "; ".join(report["errors"] + report["advice"]),
     }
     if memory := report.get("memory_per_device"):

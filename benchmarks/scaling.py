@@ -40,7 +40,7 @@ def row(name: str) -> dict[str, Any]:
         "config": name,
         "topology": CLUSTERS[name],
         "mesh": planned.mesh_in_words(report),
-        "reduces": report["grad_sync"]["mode"] if "grad_sync" in report else "-",
+        "reduces": report["execution"]["grad_sync"] if "execution" in report else "-",
         "fits": "yes" if report["fits"] else "; ".join(report["errors"] + report["advice"]),
         "memory, GB": round(memory["peak_bytes"] / 1e9, 1) if memory else "-",
         "of the device, %": round(100 * memory["peak_bytes"] / memory["capacity_bytes"])

@@ -24,13 +24,13 @@ from torch.nn import functional as F
 
 from jaxforge.config.job import JobConfig
 from jaxforge.config.model import ModelConfig
+from jaxforge.model import flops
 from jaxforge.model.transformer import build_model, parameter_count
 from jaxforge.parallel import compilation, host_memory
 from jaxforge.parallel.mesh import make_mesh
 from jaxforge.program import Program
 from jaxforge.state.train_state import TrainState
 from jaxforge.step.train_step import Controls
-from jaxforge.telemetry import flops
 
 
 @dataclass(frozen=True)
@@ -233,7 +233,7 @@ def compiled_step(
     data = {"input_ids": jax.device_put(tokens), "labels": jax.device_put(labels)}
     state: list[TrainState] = []
     with program.context():
-        options = compilation.accepted_flags(config)
+        options = compilation.accepted_flags(config, program.model.runtime.unroll)
         lowered = program.step.lower(program.abstract_state(), data, Controls())
         compiled = lowered.compile(options)
 

@@ -20,6 +20,7 @@ from jaxforge.model.transformer import Model, Params, build_model, matmul_precis
 from jaxforge.optim.freezing import frozen_paths
 from jaxforge.optim.optimizer import build_optimizer
 from jaxforge.optim.trees import split
+from jaxforge.parallel.hardware import Chip
 from jaxforge.parallel.mesh import STAGES, data_parallel_size, make_mesh
 from jaxforge.parallel.sharding import batch_shardings
 from jaxforge.state.train_state import (
@@ -29,8 +30,8 @@ from jaxforge.state.train_state import (
     state_shardings,
 )
 from jaxforge.step.collect import check_collect
+from jaxforge.step.execution import AUTO, Execution, choose_execution
 from jaxforge.step.frozen_model import frozen_bytes
-from jaxforge.step.grad_sync import GradSync, resolve_grad_sync
 from jaxforge.step.gradients import Gradients, make_gradients
 from jaxforge.step.objectives import with_frozen_fields
 from jaxforge.step.padded_batch import MAX_PROGRAMS, N_MICROBATCHES, pad_batch
@@ -49,15 +50,18 @@ class Program:
     Attributes:
         config: the validated config.
         collect: metrics that the step computes, from `step.collect.COLLECTED`.
-        capacity: bytes of one device, for `grad_sync`; None uses those of the devices.
-        teacher: the `[model]` section of the teacher, whose memory counts for `grad_sync`.
+        capacity: bytes of one device, for `execution`; None uses those of the devices.
+        chip: figures of the devices, for `execution`; None uses those of the devices.
+        teacher: the `[model]` section of the teacher, whose memory counts for `execution`.
 
     Args:
         config: a config that `rules.check` has passed for the mesh.
         mesh: the devices; by default all devices, for which the config is then checked.
-        model: by default the model of `[model]`, with the kernels of the mesh's devices.
+        model: by default the model of `[model]`, with the kernels of the mesh's devices. A given
+            model recomputes what its `runtime.save` says.
         collect: metrics in addition to `metrics.collect`.
         capacity: bytes of one device.
+        chip: figures of the devices.
         teacher: the `[model]` section of the teacher.
 
     Raises:
@@ -75,14 +79,16 @@ class Program:
         model: Model | None = None,
         collect: Iterable[str] = (),
         capacity: int | None = None,
+        chip: Chip | None = None,
         teacher: ModelConfig | None = None,
     ) -> None:
-        self.config, self.capacity, self.teacher = config, capacity, teacher
+        self.config, self.teacher = config, teacher
+        self.capacity, self.chip = capacity, chip
         self.collect = check_collect((*config.metrics.collect, *collect))
         if mesh is not None:
             self.mesh = cast(Mesh, mesh)
         if model is not None:
-            self.model = model
+            self.model = self.declaration = model
 
     @classmethod
     def without_devices(cls, config: JobConfig) -> "Program":
@@ -100,31 +106,46 @@ class Program:
         return make_mesh(self.config)
 
     @functools.cached_property
+    def declaration(self) -> Model:
+        """The model before the choice of its recomputation, with final parameters and axes."""
+        return self._build_model(self.config)
+
+    @functools.cached_property
     def model(self) -> Model:
-        """The model, with the kernels of the mesh's devices."""
+        """The model, with the kernels of the mesh's devices.
+
+        Collective, as `execution`, if that chooses the recomputation.
+        """
+        if self.config.train.activation_checkpointing != AUTO:
+            return self.declaration
+        if self.execution.recomputation == self.declaration.runtime.save:
+            return self.declaration
+        return self._build_model(self.resolved_config)
+
+    def _build_model(self, config: JobConfig) -> Model:
         device = self.mesh.devices.flat[0]
-        return build_model(self.config, device.platform, gpu_capability(device))
+        return build_model(config, device.platform, gpu_capability(device))
 
     @functools.cached_property
     def optimizer(self) -> optax.GradientTransformationExtraArgs:
         """The optimizer of `[optimizer]` and `[scheduler]`."""
-        return build_optimizer(self.config, self.model.axes)
+        return build_optimizer(self.config, self.declaration.axes)
 
     def _averaged(self, params: Params) -> Params:
         """Return the parameters that have an average: the trained ones, or none."""
         if not self.config.train.averages_weights:
             return {}
-        return split(params, frozen_paths(self.model.axes, self.config))[1]
+        return split(params, frozen_paths(self.declaration.axes, self.config))[1]
 
     @functools.cached_property
     def shapes(self) -> TrainState:
         """The shape and dtype of every array of the state, as `ShapeDtypeStruct`."""
-        return jax.eval_shape(self.state_before_steps, self.model.abstract)
+        return jax.eval_shape(self.state_before_steps, self.declaration.abstract)
 
     @functools.cached_property
     def shardings(self) -> TrainState:
         """The `NamedSharding` of every array of the state."""
-        shardings = state_shardings(self.model, self.optimizer, self.mesh)
+        shardings = state_shardings(self.declaration, self.optimizer, self.mesh)
         return dataclasses.replace(shardings, ema=self._averaged(shardings.params))
 
     def abstract_state(self) -> TrainState:
@@ -163,7 +184,7 @@ class Program:
             model_state: non-trainable state; by default the initial one.
         """
         average = start_average(self._averaged(params), self.config.train.ema_dtype)
-        return init_train_state(self.model, params, self.optimizer, model_state, average)
+        return init_train_state(self.declaration, params, self.optimizer, model_state, average)
 
     def init(self, seed: int | None = None) -> TrainState:
         """Return a new state, each array on its devices. The values do not depend on the mesh.
@@ -172,7 +193,7 @@ class Program:
             seed: seed of the parameters; by default `train.seed`.
         """
         make: Any = jax.jit(
-            lambda key: self.state_before_steps(self.model.init(key)),
+            lambda key: self.state_before_steps(self.declaration.init(key)),
             out_shardings=self.shardings,
         )
         with self.context():
@@ -193,22 +214,26 @@ class Program:
         return make(variables)
 
     @functools.cached_property
-    def grad_sync(self) -> GradSync:
-        """The reduction of gradients. Collective: all processes must access it."""
-        return resolve_grad_sync(
-            self.config, self.model, self.abstract_state(), self.mesh, self.capacity,
-            self.frozen_bytes,
+    def execution(self) -> Execution:
+        """Gradient reduction and recomputation. Collective: all processes must access it."""
+        config = self.config
+        if "model" in vars(self):  # a given model
+            execution = Execution(config.train.grad_sync, self.declaration.runtime.save)
+            config = execution.applied_to(config)
+        return choose_execution(
+            config, self.declaration, self.abstract_state(), self.mesh, capacity=self.capacity,
+            chip=self.chip, frozen=self.frozen_bytes,
         )  # fmt: skip
 
     @property
     def frozen_bytes(self) -> int:
         """The bytes of the frozen model's parameters on a device."""
-        return frozen_bytes(self.config, self.model, self.mesh, self.teacher)
+        return frozen_bytes(self.config, self.declaration, self.mesh, self.teacher)
 
     @property
     def resolved_config(self) -> JobConfig:
-        """The config with the value of `train.grad_sync` in place of "auto"."""
-        return self.grad_sync.applied_to(self.config)
+        """The config with the values of `execution` in place of "auto"."""
+        return self.execution.applied_to(self.config)
 
     @functools.cached_property
     def gradients(self) -> Gradients:

@@ -16,7 +16,7 @@ from tests.helpers import random_batches, setup
 
 ROOT = Path(__file__).parents[1]
 EVERY_DEVICE = tiny_config(distributed={"dp_shard": -1})
-PARTS = {"build_optimizer", "make_gradients", "make_train_step", "resolve_grad_sync"}
+PARTS = {"build_optimizer", "make_gradients", "make_train_step", "choose_execution"}
 
 
 def calls(path):
@@ -34,7 +34,7 @@ def test_program_alone_assembles_a_run():
                 locations[name].append(str(path.relative_to(ROOT)))
     # `fit` asks what a config would choose on a device of another size; `inject` spoils gradients.
     elsewhere = {
-        "resolve_grad_sync": ["jaxforge/tools/plan/memory_fit.py"],
+        "choose_execution": ["jaxforge/tools/plan/memory_fit.py"],
         "make_gradients": ["benchmarks/faults/inject.py"],
     }
     assert {name: sorted(paths) for name, paths in locations.items()} == {
@@ -83,7 +83,9 @@ def test_parts_are_made_once_and_each_program_has_its_own():
 
 
 def test_optimizer_is_not_built_for_the_model():
-    program = jf.Program(EVERY_DEVICE)
+    program = jf.Program(
+        tiny_config(train={"activation_checkpointing": "none"}, distributed={"dp_shard": -1})
+    )
     assert program.model.abstract
     assert not {"optimizer", "shardings", "step"} & vars(program).keys()
 

@@ -31,7 +31,7 @@ def test_config_has_published_size_and_fits(path):
     capacity = int(MEMORY[kind] * (0.75 if kind == "gpu" else 1))
     program = Program(config, mesh, model=network, capacity=capacity)
     state = bytes_per_device(program.abstract_state())
-    needed = step_memory(config, network, mesh, program.grad_sync.mode, state)
+    needed = step_memory(program.resolved_config, network, mesh, state)
     assert needed.total < capacity
     active = active_parameter_count(network)
     assert parameter_count(network.abstract) == PARAMETERS

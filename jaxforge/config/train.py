@@ -128,6 +128,7 @@ class TrainConfig(Section):
     ema_start: Steps = 0
     """Updates during which the average equals the parameters."""
     activation_checkpointing: Literal[
+        "auto",
         "none",
         "full",
         "selective",
@@ -135,8 +136,9 @@ class TrainConfig(Section):
         "nothing_saveable",
         "dots_saveable",
         "dots_with_no_batch_dims_saveable",
-    ] = "none"
-    """Recompute blocks (full), only attention (selective), or follow a jax.checkpoint policy."""
+    ] = "auto"
+    """Recompute blocks (full), only attention (selective), or follow a jax.checkpoint policy; auto:
+    the fastest that fits, see docs/remat.md."""
     offload: tuple[Literal["activations", "optimizer"], ...] = ()
     """Arrays to offload to host memory: saved activations, optimizer moments; see docs/remat.md."""
     objective: Objective = "next_token"
@@ -154,7 +156,7 @@ class TrainConfig(Section):
     ce_vocab_chunk: NonNegativeInt = 0
     """Vocabulary entries per device and chunk; 0 selects chunks of 128 MiB of logits."""
     grad_sync: Literal["auto", "update", "microbatch"] = "auto"
-    """Reduce gradients per update, or per microbatch (more traffic, less memory); auto: as fits."""
+    """Reduce gradients per update, or per microbatch (less memory); auto: the faster that fits."""
     reduce_dtype: Literal["float32", "compute"] = "float32"
     """Dtype of gradient reduction; compute uses that of mixed_precision, with half the traffic."""
     on_nonfinite: Literal["skip", "stop", "warn", "rollback"] = "skip"

@@ -32,6 +32,8 @@ _ANY_MESH = [
     *(f"--distributed.{axis}=1" for axis in ("dp_replicate", "tp", "pp", "cp", "ep")),
 ]
 _NO_TRAINING = [
+    "--train.activation_checkpointing=none",
+    "--train.offload=[]",
     "--train.objective=next_token",
     "--train.global_batch_size=None",
     "--train.batch_ramp=[]",

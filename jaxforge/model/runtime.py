@@ -28,7 +28,8 @@ class Runtime(NamedTuple):
 
     Attributes:
         attention: name of the kernel in `attention_backends.BACKENDS`.
-        save: values saved for the backward pass: `train.activation_checkpointing`.
+        save: values saved for the backward pass: `train.activation_checkpointing`, other than
+            "auto".
         offload: whether saved values wait in host memory: "activations" in `train.offload`.
         unroll: layers per iteration of the scan over layers. Without a loop, XLA does not copy
             saved values into and out of arrays of all layers: a step takes 15 % less time on CPU
@@ -39,6 +40,8 @@ class Runtime(NamedTuple):
             schedules unrolled layers for parallelism and not for memory, so that recomputation
             would only take time. fp8 runs save all values, because `jax.checkpoint` turns large
             ones in 8 bits into NaN (docs/upstream.md).
+        fuses_elementwise: whether the compiler computes elementwise operations where their results
+            are used, so that the backward pass of a layer does not hold them. XLA:CPU does not.
         rope_as_matmul: rotary positions pair channels that are half a head apart. On TPU a product
             with a permutation pairs them: shuffling lanes took 5 % of a step of Llama 2 7B.
         loss_tile: preferred number of logits of the loss at a time; None: any number.
@@ -72,6 +75,7 @@ class Runtime(NamedTuple):
     offload: bool = False
     unroll: int = 1
     saves_elementwise: bool = True
+    fuses_elementwise: bool = True
     rope_as_matmul: bool = False
     loss_tile: int | None = None
     grouped: str = "blocks"
@@ -126,6 +130,7 @@ def runtime_for(
     products = ProductRequirements(platform, dtype, widths, capability)
     grouped = choose_grouped(m.moe_backend, products) if m.is_moe else "blocks"
     save = config.train.activation_checkpointing
+    save = "none" if save == "auto" else save  # `step.execution` chooses for training
     sums = FLOAT32 if config.train.reduce_dtype == "float32" else jnp.dtype(dtype)
     attention, why = choose_backend(m, at)
     runtime = Runtime(
@@ -147,6 +152,7 @@ def runtime_for(
             loss_tile=_TILE_ON_CPU,
             unstacks=m.n_layers <= UNROLLED_ON_CPU and config.distributed.pp == 1,
             saves_elementwise=is_unrolled or runtime.saves_elementwise,
+            fuses_elementwise=False,
         )
     return runtime._replace(chunk_elements=_CHUNK_ELEMENTS)
 

@@ -68,18 +68,19 @@ def cache_directory(config: TrainConfig) -> str:
     return os.path.join(home, "jaxforge", "xla")
 
 
-def accepted_flags(config: JobConfig) -> dict[str, Option]:
+def accepted_flags(config: JobConfig, unroll: int = 1) -> dict[str, Option]:
     """Return and log the flags of the step that this XLA accepts for an empty program.
 
     Args:
         config: config of the run.
+        unroll: layers per iteration of the loop over layers.
 
     Raises:
         UserError: XLA rejects a flag of `train.xla_flags`, or its value.
     """
     device = jax.devices()[0]
     own = config.train.xla_flags
-    flags = compiler_options(device, own, has=traits(config))
+    flags = compiler_options(device, own, has=traits(config, unroll))
     while flags and (name := _first_refused_flag(flags)) is not None:
         if name in own:
             raise UserError(flag_error_message(name, own[name], jax.default_backend()))

@@ -25,11 +25,21 @@ LEVELS = ("optimization_level", "memory_fitting_level")
 
 
 EXPERTS, CONTEXT = "experts", "context parallelism"
+UNROLLED = "several microbatches of unrolled layers"
 
 
-def traits(config: JobConfig) -> tuple[str, ...]:
-    """Return the traits of a step that flags apply to."""
-    has = {EXPERTS: config.model.is_moe, CONTEXT: config.distributed.cp > 1}
+def traits(config: JobConfig, unroll: int = 1) -> tuple[str, ...]:
+    """Return the traits of a step that flags apply to.
+
+    Args:
+        config: config of the step.
+        unroll: layers per iteration of the loop over layers (`model.runtime.Runtime`).
+    """
+    has = {
+        EXPERTS: config.model.is_moe,
+        CONTEXT: config.distributed.cp > 1,
+        UNROLLED: unroll > 1 and config.train.grad_accum_steps > 1,
+    }
     return tuple(name for name, is_so in has.items() if is_so)
 
 
@@ -83,6 +93,23 @@ FLAGS: tuple[Flag, ...] = (
     ),
     Flag(
         "gpu",
+        "optimization_level",
+        DEFAULT,
+        "at level 1 XLA ends the process, or computes parts of microbatches twice to pipeline "
+        "collectives of the loop over them",
+        "upstream.md",
+        only_with=(UNROLLED,),
+    ),
+    Flag(
+        "gpu",
+        "xla_gpu_enable_latency_hiding_scheduler",
+        "true",
+        "the part of level 1 that such steps need",
+        f"{_XLA}effort_levels",
+        only_with=(UNROLLED,),
+    ),
+    Flag(
+        "gpu",
         "xla_gpu_enable_while_loop_unrolling",
         "WHILE_LOOP_UNROLLING_NO_UNROLL",
         "XLA ends the process where it unrolls some loops over layers with experts",
@@ -122,7 +149,8 @@ FLAGS: tuple[Flag, ...] = (
         "xla_tpu_overlap_compute_collective_tc", "the matrix unit works while data moves"
     ),
 )
-"""The table. Tests compile with each flag, and compare docs/xla_flags.md with the table."""
+"""The table. Of rows with the same flag, the last one that applies counts. Tests compile with each
+flag, and compare docs/xla_flags.md with the table."""
 
 
 def compiler_options(

@@ -58,7 +58,6 @@ def step_memory(
     config: JobConfig,
     model: Model,
     mesh: Mesh | AbstractMesh,
-    grad_sync: str,
     state: int,
     frozen: int = 0,
 ) -> StepMemory:
@@ -77,15 +76,15 @@ def step_memory(
     schedule has in flight.
 
     Args:
-        config: a config that `rules.check` has passed for the mesh.
-        model: result of `build_model`.
+        config: a config that `rules.check` has passed for the mesh, without "auto" in
+            `train.grad_sync` and `train.activation_checkpointing`.
+        model: result of `build_model`, for any recomputation.
         mesh: sizes of the axes; devices are not used.
-        grad_sync: "update" or "microbatch".
         state: bytes of the training state on a device.
         frozen: bytes of the frozen model on a device (`frozen_model.frozen_bytes`).
     """
     sizes = _Sizes(config, model, mesh)
-    whole = grad_sync == "update"
+    whole = config.train.grad_sync == "update"
     return StepMemory(
         state=state + frozen,
         weights=sizes.weights(whole),
@@ -168,10 +167,12 @@ class _Sizes:
 
     def layer(self, whole: bool) -> int:
         """Return the bytes of one layer's backward pass: values, their gradients, weight grads."""
-        values = self._saved_per_token("none")
+        c, runtime = self.model.config, self.model.runtime
+        inside = max(mixer_class(name).saved_values(c, self._share).inside for name in c.mixers)
+        fused = self._saved_per_token("none")
+        values = fused if runtime.fuses_elementwise else self._all_per_token(inside)
         recomputed = 0 if self.config.train.activation_checkpointing == "none" else values
         grad = self.bytes if whole else _F32
-        c = self.model.config
         working = max(mixer_class(name).working_values(c, self._share) for name in c.mixers)
         per_token = recomputed + values + _F32 * working
         return self.tokens * per_token + self._scores() + grad * self._layer_elements()
@@ -219,10 +220,16 @@ class _Sizes:
             return self.bytes * (stream + products)
         if save == "dots_saveable":
             return self.bytes * (stream + products + mixer.mixed) + self._scores_per_token()
-        norms = 2 * (self.bytes * dim + 2 * _F32 * stream)
-        feed_forward = self.bytes * (2 + c.is_gated) * width
-        inside = 0 if save == "selective" else self.bytes * mixer.inside
-        return self.bytes * 2 * stream + norms + feed_forward + inside
+        if save == "none" and not self.model.runtime.saves_elementwise:
+            return self.bytes * (stream + products - dim + mixer.mixed) + self._scores_per_token()
+        return self._all_per_token(mixer.inside if save != "selective" else 0)
+
+    def _all_per_token(self, inside: int) -> int:
+        """Return the bytes per token of all values of a layer, with these values of its mixer."""
+        c, stream = self.model.config, self._share(self.model.config.dim)
+        norms = 2 * (self.bytes * c.dim + 2 * _F32 * stream)
+        feed_forward = self.bytes * (2 + c.is_gated) * self._width()
+        return self.bytes * (2 * stream + inside) + norms + feed_forward
 
     def _scores_per_token(self) -> int:
         """Return the bytes of saved attention products per token."""

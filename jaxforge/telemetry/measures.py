@@ -13,8 +13,8 @@ import jax
 from jaxforge.config.job import JobConfig
 from jaxforge.config.model import MTP_LOSS
 from jaxforge.config.objective import METRIC_PREFIXES
+from jaxforge.model import flops
 from jaxforge.parallel import hardware
-from jaxforge.telemetry import flops
 from jaxforge.telemetry.expert_load import ROUTER_OUTPUTS, moe_metrics
 from jaxforge.telemetry.sinks import Metrics
 

@@ -23,7 +23,7 @@ from jaxforge.parallel.mesh import data_parallel_size, describe_mesh
 from jaxforge.program import Program
 from jaxforge.state.progress import Progress
 from jaxforge.state.train_state import TrainState
-from jaxforge.step.grad_sync import GradSync
+from jaxforge.step.execution import Execution
 from jaxforge.step.memory import step_memory
 from jaxforge.storage import urls
 from jaxforge.telemetry.numbers import human
@@ -48,7 +48,8 @@ def rows(
 def _rows(
     program: Program, state: TrainState, progress: Progress, frozen: FrozenFields | None
 ) -> Iterator[tuple[str, str]]:
-    config, model, mesh, sync = program.config, program.model, program.mesh, program.grad_sync
+    config, model, mesh = program.resolved_config, program.model, program.mesh
+    execution = program.execution
     train, device = config.train, jax.devices()[0]
     yield "model", _model(config.model)
     yield "experts", _experts(model)
@@ -62,8 +63,8 @@ def _rows(
     yield "devices", f"{devices}, {jax.process_count()} process(es)"
     yield "mesh", describe_mesh(mesh.shape)
     ramp = train.ramp(data_parallel_size(mesh))
-    yield "step", _step(config, ramp.sequences(train.grad_accum_steps), sync)
-    yield "gradients", sync.why
+    yield "step", _step(config, ramp.sequences(train.grad_accum_steps), execution)
+    yield "chosen", execution.why
     yield "memory", _memory(program, state)
     if model.recipe is not None:
         capability = gpu_capability(device)
@@ -87,12 +88,13 @@ def _model(m: ModelConfig) -> str:
     )
 
 
-def _step(config: JobConfig, samples: int, sync: GradSync) -> str:
+def _step(config: JobConfig, samples: int, execution: Execution) -> str:
     t, d = config.train, config.distributed
     schedule = f", {d.pp_schedule}" if d.pp > 1 else ""
     return (
         f"{samples} sequences x {t.seq_len} tokens = {samples * t.seq_len:,} tokens, "
-        f"in {t.grad_accum_steps} microbatch(es); gradients reduced per {sync.mode}{schedule}"
+        f"in {t.grad_accum_steps} microbatch(es); gradients reduced per {execution.grad_sync}"
+        f"{schedule}"
     )
 
 
@@ -118,10 +120,10 @@ def _memory(program: Program, state: TrainState) -> str:
     On CPU, the same memory also holds Python with its libraries, the compiler while it runs, data
     workers, and the copy of a state that is being saved.
     """
-    stored, mode = bytes_per_device(state), program.grad_sync.mode
     needs = step_memory(
-        program.config, program.model, program.mesh, mode, stored, program.frozen_bytes
-    ).total
+        program.resolved_config, program.model, program.mesh, bytes_per_device(state),
+        program.frozen_bytes,
+    ).total  # fmt: skip
     has = device_memory.capacity_per_device()
     others = ""
     if jax.default_backend() == "cpu":

@@ -59,13 +59,13 @@ def build_trainer(config: JobConfig, mesh: Mesh, session: Session) -> Trainer:
     profiler = open_profiler(config)
     config = resolve_skip_idle_experts(resolve_base(resolve_branch(config)))
     users = [*session.callbacks, *named_callbacks(config)]
-    compiler = StepCompiler.of(config, mesh)
     watchdog = session.watchdog
     with watchdog.section("data"):
         dataset, eval_data, identity = open_data(config)
         check_task_names(config.eval)
     collect = [name for callback in users for name in callback.collect]
     program = Program(config, mesh, collect=collect, teacher=teacher_model(config))
+    compiler = StepCompiler.of(program)
     if session.make_step is not None:
         program.step, program.pads_batches = session.make_step(program), False
     model = program.model

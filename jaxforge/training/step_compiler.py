@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import jax
-from jax.sharding import Mesh
 
 from jaxforge.config.job import JobConfig
 from jaxforge.parallel import compilation
@@ -32,14 +31,15 @@ class StepCompiler(NamedTuple):
     saved: Executable | None
 
     @classmethod
-    def of(cls, config: JobConfig, mesh: Mesh) -> "StepCompiler":
+    def of(cls, program: Program) -> "StepCompiler":
         """Check the flags and open the executable of a run.
 
         Raises:
             UserError: a flag or the executable cannot be used.
         """
-        flags, path = compilation.accepted_flags(config), config.train.executable
-        return cls(flags, Executable(path, mesh) if path else None)
+        config, path = program.config, program.config.train.executable
+        flags = compilation.accepted_flags(config, program.model.runtime.unroll)
+        return cls(flags, Executable(path, program.mesh) if path else None)
 
     def lower(
         self, program: Program, config: JobConfig, frozen: FrozenFields | None, batch: Batch

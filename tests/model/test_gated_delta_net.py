@@ -15,11 +15,11 @@ from jaxforge.config.model import ModelConfig
 from jaxforge.errors import UserError
 from jaxforge.kernels.gated_delta import working_values
 from jaxforge.model.decoding import Decoder
+from jaxforge.model.flops import flops_per_token
 from jaxforge.model.mixers.gated_delta_net import GatedDeltaNet
 from jaxforge.model.sampling import Sampling
 from jaxforge.model.transformer import Model
 from jaxforge.step.memory import step_memory
-from jaxforge.telemetry.flops import flops_per_token
 from tests.conftest import tiny_config
 from tests.helpers import drawn, losses_and_gradients, lowered, random_batches, setup
 
@@ -104,11 +104,11 @@ def test_memory_estimate_counts_values_of_chunks():
     assert 4 * 4096 * working_values(16, 32, 128, 128) == pytest.approx(1.1e9, rel=0.05)
     config = tiny_config(
         model={**SHAPE, "mixer_pattern": ["gated_delta_net"]},
-        train={"batch_size": 2, "activation_checkpointing": "full"},
+        train={"batch_size": 2, "activation_checkpointing": "full", "grad_sync": "update"},
     )
     shape = rules.mesh_shape(config, 1)
     mesh = AbstractMesh(tuple(shape.values()), tuple(shape))
-    needed = step_memory(config, Model(config.model), mesh, "update", state=0)
+    needed = step_memory(config, Model(config.model), mesh, state=0)
     assert needed.working > 2 * config.train.seq_len * 4 * working_values(2, 4, 8, 6)
 
 

@@ -12,6 +12,7 @@ from jaxforge.config.mixers import LatentAttentionConfig
 from jaxforge.config.model import ModelConfig
 from jaxforge.config.points import ATTENTION_WEIGHTS, MAX_LOGITS
 from jaxforge.model.decoding import Decoder
+from jaxforge.model.flops import causal_flops_per_token, matrix_elements
 from jaxforge.model.layer import NO_CAPTURE, Capture, Context, LayerSettings
 from jaxforge.model.linear import Declare
 from jaxforge.model.mixers import latent_attention
@@ -23,7 +24,6 @@ from jaxforge.model.sampling import Sampling
 from jaxforge.model.transformer import Model, active_parameter_count, parameter_count
 from jaxforge.parallel.mesh import make_mesh
 from jaxforge.parallel.sharding import param_shardings
-from jaxforge.telemetry.flops import causal_flops_per_token, matrix_elements
 from tests.conftest import tiny_config
 from tests.helpers import drawn, random_batches, setup
 

@@ -13,8 +13,8 @@ from jaxforge.config import rules
 from jaxforge.config.mixers import Mamba2Config
 from jaxforge.config.model import ModelConfig
 from jaxforge.errors import UserError
+from jaxforge.model.flops import flops_per_token
 from jaxforge.model.transformer import Model
-from jaxforge.telemetry.flops import flops_per_token
 from tests.conftest import tiny_config
 from tests.helpers import losses_and_gradients, random_batches, setup
 

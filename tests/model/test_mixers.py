@@ -11,13 +11,13 @@ from pydantic import ValidationError
 
 from jaxforge.config.model import ModelConfig
 from jaxforge.model.decoding import Decoder
+from jaxforge.model.flops import causal_flops_per_token, flops_per_token
 from jaxforge.model.layer import LayerSettings
 from jaxforge.model.runtime import Runtime
 from jaxforge.model.sampling import Sampling
 from jaxforge.model.transformer import Model, build_model, join
 from jaxforge.parallel.mesh import make_mesh
 from jaxforge.parallel.sharding import param_shardings
-from jaxforge.telemetry.flops import causal_flops_per_token, flops_per_token
 from tests import helpers
 from tests.conftest import tiny_config
 from tests.helpers import drawn, random_batches

@@ -105,6 +105,17 @@ def test_expert_loops_are_not_unrolled_on_gpus():
         assert (name in compiler_options(device, {}, env={}, has=(EXPERTS,))) == is_set
 
 
+def test_microbatches_of_unrolled_layers_are_not_pipelined_on_gpus():
+    """Level 1 aborts the compiler, or computes parts of microbatches twice (docs/upstream.md)."""
+    config = JobConfig.model_validate({"train": {"grad_accum_steps": 2}})
+    options = compiler_options(H100, {}, env={}, has=traits(config, unroll=12))
+    assert options == {"xla_gpu_enable_latency_hiding_scheduler": True}
+    for other, unroll in ((config, 1), (JobConfig(), 12)):
+        assert compiler_options(H100, {}, env={}, has=traits(other, unroll)) == {
+            "optimization_level": 19
+        }
+
+
 def test_user_flags_take_precedence():
     own = {"optimization_level": "2", "xla_gpu_enable_triton_gemm": "False"}
     assert compiler_options(H100, own, env={}) == {

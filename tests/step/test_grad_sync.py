@@ -1,7 +1,6 @@
-"""Reduction of gradients: resolution of "auto", and the dtype of sums over devices."""
+"""Reduction of gradients: estimated memory, and the dtype of sums over devices."""
 
 import re
-from pathlib import Path
 
 import jax
 import numpy as np
@@ -9,12 +8,7 @@ import pytest
 from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import AbstractMesh, AxisType
 
-from jaxforge import program
-from jaxforge.commands import train
 from jaxforge.config import rules
-from jaxforge.config.job import JobConfig
-from jaxforge.config.reading.load import load_config
-from jaxforge.errors import UserError
 from jaxforge.model.transformer import build_model
 from jaxforge.parallel import device_memory
 from jaxforge.parallel.mesh import make_mesh
@@ -44,115 +38,10 @@ def mesh_of(config, n_devices):
     return AbstractMesh(tuple(shape.values()), tuple(shape), axis_types=kinds)
 
 
-def resolved(config, n_devices, capacity):
-    rules.check(config, n_devices)
-    mesh = mesh_of(config, n_devices)
-    return Program(config, mesh, model=build_model(config), capacity=capacity).grad_sync
-
-
-def needs(config, n_devices, mode="update"):
+def needs(config, n_devices):
     mesh, model = mesh_of(config, n_devices), build_model(config)
     state = Program(config, mesh, model=model).abstract_state()
-    return step_memory(config, model, mesh, mode, device_memory.bytes_per_device(state))
-
-
-def test_auto_selects_update_if_it_fits():
-    config = tiny_config(distributed={"dp_shard": 4})
-    total = needs(config, 4).total
-    result = {percent: resolved(config, 4, 100 * total // percent).mode for percent in (84, 86)}
-    assert result == {84: "update", 86: "microbatch"}
-    why = resolved(config, 4, 2 * total).why
-    amounts = device_memory.gigabytes(total), device_memory.gigabytes(2 * total)
-    assert why == f"whole weights and gradients fit: about {amounts[0]} of {amounts[1]} per device"
-    assert "would not fit" in resolved(config, 4, total).why
-
-
-@pytest.mark.parametrize("mode", ["update", "microbatch"])
-def test_explicit_grad_sync_is_obeyed(mode):
-    config = tiny_config(train={"grad_sync": mode}, distributed={"dp_shard": 4})
-    assert {resolved(config, 4, capacity) for capacity in (1, 1 << 60)} == {(mode, "")}
-
-
-def test_single_data_parallel_device_uses_update():
-    config = tiny_config(distributed={"dp_shard": 1, "tp": 2})
-    assert resolved(config, 2, 1) == ("update", "")
-
-
-def test_smallest_device_of_a_job_decides(monkeypatch):
-    config = tiny_config(distributed={"dp_shard": 2})
-    mesh = make_mesh(config, jax.devices()[:2])
-    monkeypatch.setattr(device_memory, "capacity", lambda: 64 << 30)
-    assert device_memory.smallest_capacity(mesh) == 8 << 30  # eight devices of one machine
-    others = np.array([7 << 10, 9 << 10], np.int32)
-    monkeypatch.setattr(jax, "process_count", lambda: 3)
-    monkeypatch.setattr(
-        device_memory.multihost_utils, "process_allgather",
-        lambda mine: np.append(others, mine),
-    )  # fmt: skip
-    assert device_memory.smallest_capacity(mesh) == 7 << 30
-
-
-def test_unknown_device_capacity_raises():
-    config = tiny_config(distributed={"dp_shard": 4})
-    with pytest.raises(UserError, match=r'grad_sync = "auto" needs .* "update" or "microbatch"'):
-        resolved(config, 4, None)
-
-
-def test_run_logs_grad_sync_and_stores_configured_value(tmp_path, capsys, monkeypatch):
-    config = tiny_config(
-        train={"max_steps": 1}, distributed={"dp_shard": -1}, checkpoint={"dir": str(tmp_path)}
-    )
-    monkeypatch.setattr(device_memory, "capacity", lambda: 1 << 20)
-    modes = []
-    make = program.make_gradients
-
-    def recording_make(model, config, mesh):
-        modes.append(config.train.grad_sync)
-        return make(model, config, mesh)
-
-    monkeypatch.setattr(program, "make_gradients", recording_make)
-    train.run(config)
-    output = " ".join(capsys.readouterr().out.split())
-    assert "gradients reduced per microbatch" in output
-    assert "whole weights and gradients would not fit" in output
-    assert modes == ["microbatch"]
-    assert load_config(tmp_path / "config.toml").train.grad_sync == "auto"
-
-
-# --- Large runs on their target hardware
-
-KEMPNERFORGE = {  # 32 x H100; layers, width, heads; then train and distributed
-    "7b": (
-        (32, 4096, 32), {"batch_size": 4, "grad_accum_steps": 4}, {"dp_shard": 32}, "microbatch",
-    ),
-    "70b": (
-        (80, 8192, 64), {"batch_size": 2, "grad_accum_steps": 4}, {"dp_shard": 8, "tp": 4},
-        "microbatch",
-    ),
-}  # fmt: skip
-
-
-def kempnerforge(name) -> tuple[JobConfig, str]:
-    (layers, dim, heads), of_train, distributed, mode = KEMPNERFORGE[name]
-    model = {
-        "dim": dim, "n_layers": layers, "n_heads": heads, "n_kv_heads": 8, "vocab_size": 128256,
-        "ffn_dim_multiplier": 1.3, "max_seq_len": 4096,
-    }  # fmt: skip
-    of_train = {"seq_len": 4096, "activation_checkpointing": "full", **of_train}
-    sections = {"model": model, "train": of_train, "distributed": distributed}
-    return JobConfig.model_validate(sections), mode
-
-
-@pytest.mark.parametrize("name", KEMPNERFORGE)
-def test_large_kempnerforge_models_reduce_per_microbatch(name):
-    config, mode = kempnerforge(name)
-    assert resolved(config, 32, H100).mode == mode
-
-
-def test_quickstart_reduces_per_update():
-    config = load_config(Path(__file__).parents[2] / "configs" / "quickstart.toml")
-    for n_devices in (2, 8):
-        assert resolved(config, n_devices, 1 << 30).mode == "update"
+    return step_memory(config, model, mesh, device_memory.bytes_per_device(state))
 
 
 # --- The estimate
@@ -202,7 +91,7 @@ def test_memory_estimate_is_close_to_compiler(name, mode):
     mesh = make_mesh(config, jax.devices()[:4])
     memory = Program(config, mesh).lower().compile().memory_analysis()
     peak = memory.argument_size_in_bytes + memory.temp_size_in_bytes
-    assert 0.7 < needs(config, 4, mode).total / peak < 1.25
+    assert 0.7 < needs(config, 4).total / peak < 1.25
 
 
 # --- Dtype of reductions

@@ -11,9 +11,9 @@ from torch.nn import functional
 from jaxforge.config.ineffective_settings import ineffective_settings
 from jaxforge.config.model import ModelConfig
 from jaxforge.errors import UserError
+from jaxforge.model import flops
 from jaxforge.model.transformer import Model, parameter_count
 from jaxforge.step.mtp import FURTHER_LABELS, FURTHER_TOKENS, with_further_tokens, with_mtp_loss
-from jaxforge.telemetry import flops
 from jaxforge.telemetry.measures import aux_metrics
 from jaxforge.tools.starting.sizes import parameters
 from tests.conftest import tiny_config

@@ -6,9 +6,9 @@ import types
 import pytest
 
 from jaxforge.errors import StorageError
+from jaxforge.model.flops import causal_flops_per_token
 from jaxforge.state.progress import Progress
 from jaxforge.telemetry import progress_log
-from jaxforge.telemetry.flops import causal_flops_per_token
 from jaxforge.telemetry.progress_log import ProgressLog, start_time_and_flops
 from jaxforge.training.callbacks.progress_txt import ProgressTxt
 from tests.conftest import tiny_config

@@ -24,7 +24,7 @@ from jaxforge.parallel.xla_flags import Option
 from jaxforge.program import Program
 from jaxforge.state.train_state import TrainState
 from jaxforge.step.executable import CompiledStep
-from jaxforge.step.grad_sync import GradSync
+from jaxforge.step.execution import Execution
 from jaxforge.tools.plan.hlo import HloProgram, parse_arrays
 from jaxforge.tools.plan.topology import CPU, TPUS, Topology
 from jaxforge.training.callbacks.runner import Callbacks
@@ -72,7 +72,7 @@ class Step(NamedTuple):
 
     Attributes:
         mesh: mesh of the step.
-        grad_sync: how gradients are reduced, and why.
+        execution: gradient reduction and recomputation, and the reason.
         program: the optimized program; None if the compiler ran out of device memory.
         memory: memory of one device.
         seconds: compile time.
@@ -80,7 +80,7 @@ class Step(NamedTuple):
     """
 
     mesh: Mesh
-    grad_sync: GradSync
+    execution: Execution
     program: HloProgram | None
     memory: Memory
     seconds: float
@@ -130,9 +130,11 @@ def compile_step(
     capacity = chip.memory if chip else capacity_per_device()
     mesh = make_mesh(config, devices)
     train = Program(config, mesh, collect=hooks.collect, capacity=capacity, teacher=teacher)
-    sync, parts = train.grad_sync, _Parts(train, train.abstract_state(), capacity)
+    execution, parts = train.execution, _Parts(train, train.abstract_state(), capacity)
     flags = config.train.xla_flags
-    options = xla_flags.compiler_options(device, flags, has=xla_flags.traits(config))
+    options = xla_flags.compiler_options(
+        device, flags, has=xla_flags.traits(config, train.model.runtime.unroll)
+    )
     largest = config.train.grad_accum_steps
     lowered = train.lower_sizes() if every_size else {largest: train.lower()}
     # The program of padded batches does not know how long its loop over microbatches is, which the
@@ -151,13 +153,13 @@ def compile_step(
         if not is_out_of_memory(error):
             raise
         memory = parts.memory(_required_bytes(str(error), parts.state), None)
-        return Step(mesh, sync, None, memory, time.perf_counter() - start, {})
+        return Step(mesh, execution, None, memory, time.perf_counter() - start, {})
     seconds = time.perf_counter() - start
     text = compiled.as_text()
     assert text is not None
     program = HloProgram(text, len(devices))
     memory = parts.memory(peak_memory(compiled, device.platform), program)
-    return Step(mesh, sync, program, memory, seconds, steps)
+    return Step(mesh, execution, program, memory, seconds, steps)
 
 
 def peak_memory(compiled: jax.stages.Compiled, platform: str) -> int:
@@ -232,7 +234,9 @@ class _Parts(NamedTuple):
     @property
     def _gathers_weights(self) -> bool:
         """True if weights and gradients are unsharded over the data axes for a whole update."""
-        return self.train.grad_sync.mode == "update" and token_parallel_size(self.train.mesh) > 1
+        return (
+            self.train.execution.grad_sync == "update" and token_parallel_size(self.train.mesh) > 1
+        )
 
     def _gradients(self) -> int:
         """Return the bytes of accumulated gradients."""

@@ -21,10 +21,12 @@ from jaxforge.model.transformer import (
 )
 from jaxforge.parallel import device_memory
 from jaxforge.parallel.device_memory import gigabytes
-from jaxforge.parallel.hardware import CHIPS
+from jaxforge.parallel.hardware import CHIPS, Chip
 from jaxforge.parallel.mesh import data_parallel_size
+from jaxforge.parallel.rates import SIMILAR
 from jaxforge.program import Program
 from jaxforge.state.train_state import TrainState
+from jaxforge.step.execution import in_words
 from jaxforge.telemetry.numbers import human
 from jaxforge.tools.plan.memory_fit import SLACK, Fit, estimate_fit
 from jaxforge.tools.plan.topology import CPU, Topology
@@ -46,6 +48,11 @@ class Device(NamedTuple):
     platform: str
     capacity: int
     capability: str | None = None
+
+    @property
+    def chip(self) -> Chip:
+        """Figures of the device, or of a similar one."""
+        return CHIPS.get(self.name) or SIMILAR[self.platform]
 
 
 def parse_devices(devices: str) -> tuple[int, list[Device]] | None:
@@ -100,7 +107,9 @@ def fits_by_device(
             continue
         program = Program(config, mesh, model=model, teacher=teacher)
         state, frozen = program.abstract_state(), program.frozen_bytes
-        fits[device] = estimate_fit(config, model, state, mesh, device.capacity, frozen)
+        fits[device] = estimate_fit(
+            config, model, state, mesh, device.capacity, frozen, device.chip
+        )
         model_and_state = model_and_state or (model, state)
     if model_and_state is None:
         assert first_error is not None
@@ -137,7 +146,7 @@ def memory_rows(fits: dict[Device, Fit]) -> Iterator[str]:
         yield (
             f"{device.name}: {gigabytes(estimate.memory.total)} of {gigabytes(device.capacity)}; "
             f"{estimate.rows} sequence(s) of a microbatch on a device, {most}; gradients reduced "
-            f"per {estimate.grad_sync}"
+            f"per {estimate.execution.grad_sync}, {in_words(estimate.execution.recomputation)}"
         )
 
 

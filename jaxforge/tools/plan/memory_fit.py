@@ -12,9 +12,10 @@ from jax.sharding import AbstractMesh, Mesh
 from jaxforge.config.job import JobConfig
 from jaxforge.model.transformer import Model
 from jaxforge.parallel.device_memory import bytes_per_device
+from jaxforge.parallel.hardware import Chip
 from jaxforge.parallel.mesh import data_parallel_size
 from jaxforge.state.train_state import TrainState
-from jaxforge.step.grad_sync import resolve_grad_sync
+from jaxforge.step.execution import Execution, choose_execution, executions
 from jaxforge.step.memory import StepMemory, step_memory
 
 SLACK = 1.1
@@ -28,13 +29,13 @@ class Fit(NamedTuple):
 
     Attributes:
         memory: estimated memory of a device.
-        grad_sync: "update" or "microbatch", as a run would choose.
+        execution: gradient reduction and recomputation, as a run would choose.
         rows: sequences of a microbatch on a device.
         most_rows: largest number of such sequences that fits; 0 if not even one fits.
     """
 
     memory: StepMemory
-    grad_sync: str
+    execution: Execution
     rows: int
     most_rows: int
 
@@ -46,6 +47,7 @@ def estimate_fit(
     mesh: Mesh | AbstractMesh,
     capacity: int,
     frozen: int = 0,
+    chip: Chip | None = None,
 ) -> Fit:
     """Estimate a step's memory on a device, and the number of sequences that would fit.
 
@@ -56,20 +58,23 @@ def estimate_fit(
         mesh: concrete or abstract mesh.
         capacity: bytes of a device.
         frozen: bytes of the frozen model on a device.
+        chip: figures of a device; by default, those of the mesh's devices.
     """
-    sync = resolve_grad_sync(config, model, state, mesh, capacity, frozen).mode
+    execution = choose_execution(
+        config, model, state, mesh, capacity=capacity, chip=chip, frozen=frozen
+    )
     stored = bytes_per_device(state)
     dp = data_parallel_size(mesh)
     rows = -(-config.train.microbatch_size(dp) // dp)
-    modes = ["update", "microbatch"] if config.train.grad_sync == "auto" else [sync]
+
+    def memory(execution: Execution, resized: JobConfig) -> StepMemory:
+        return step_memory(execution.applied_to(resized), model, mesh, stored, frozen)
 
     def fits(n: int) -> bool:
         resized = with_batch_size(config, n)
-        totals = (step_memory(resized, model, mesh, mode, stored, frozen).total for mode in modes)
-        return min(totals) <= capacity
+        return any(memory(option, resized).total <= capacity for option in executions(config, mesh))
 
-    memory = step_memory(config, model, mesh, sync, stored, frozen)
-    return Fit(memory, sync, rows, _largest(fits))
+    return Fit(memory(execution, config), execution, rows, _largest(fits))
 
 
 def with_batch_size(config: JobConfig, rows: int) -> JobConfig:

@@ -10,10 +10,10 @@ from jaxforge.config.job import JobConfig
 from jaxforge.config.reading.unresolved import UnresolvedConfig
 from jaxforge.data.epoch import sequences_per_epoch
 from jaxforge.errors import UserError
+from jaxforge.model.flops import causal_flops_per_token, flops_per_token, pairs_twice
 from jaxforge.parallel.hardware import CHIPS
 from jaxforge.parallel.mesh import STAGES, data_parallel_size, token_parallel_size
 from jaxforge.parallel.pipeline.schedule import SCHEDULES
-from jaxforge.telemetry.flops import causal_flops_per_token, flops_per_token, pairs_twice
 from jaxforge.tools.plan import checks
 from jaxforge.tools.plan.compiled import Step, compile_step, devices_of
 from jaxforge.tools.plan.cost import Network, rates_of
@@ -187,6 +187,7 @@ def estimate(config: JobConfig, topology: Topology, step: Step, line: Timeline) 
 
 
 def _advice(config: JobConfig, step: Step) -> Iterator[str]:
+    config = step.execution.applied_to(config)
     memory, train = step.memory, config.train
     state = 2 * memory.parameters + memory.optimizer  # gradients are as large as parameters
     yield from out_of_memory.fewer_copies(config, step.mesh)
@@ -194,7 +195,7 @@ def _advice(config: JobConfig, step: Step) -> Iterator[str]:
         yield from out_of_memory.smaller_state(config, state, memory.capacity)
         return
     dp = data_parallel_size(step.mesh)
-    reduces_whole = step.grad_sync.mode == "update" and token_parallel_size(step.mesh) > 1
+    reduces_whole = step.execution.grad_sync == "update" and token_parallel_size(step.mesh) > 1
     yield from out_of_memory.smaller_step(
         config, train.microbatch_size(dp) // dp, reduces_whole=reduces_whole
     )
@@ -220,7 +221,7 @@ def as_json(planned: Plan, price: float | None = None) -> dict[str, Any]:
         sizes = planned.step.memory._asdict()
         report["memory_per_device"] = {f"{name}_bytes": size for name, size in sizes.items()}
         report["pipeline_bubble"] = bubble(planned)
-        report["grad_sync"] = planned.step.grad_sync._asdict()
+        report["execution"] = planned.step.execution._asdict()
         report["compile_seconds"] = round(planned.step.seconds, 1)
     if planned.timeline is not None:
         report["collectives"] = [

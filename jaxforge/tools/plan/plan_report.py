@@ -124,7 +124,7 @@ def _write_files(
     if path and step is not None and planned.config is not None and planned.fits:
         with reporting_write_errors("--save-executable", path):
             executable.write(
-                path, step.executables, step.grad_sync.applied_to(planned.config), step.mesh
+                path, step.executables, step.execution.applied_to(planned.config), step.mesh
             )
 
 
@@ -218,8 +218,9 @@ def _memory(planned: Plan) -> Iterator[tuple[str, str, str]]:
     for name, size in memory.parts.items():
         yield name, format_gb(size), ""
     yield "at the peak", format_gb(memory.peak), f"of {format_gb(memory.capacity)}"
-    sync = planned.step.grad_sync
-    yield "gradients", f"per {sync.mode}", sync.why
+    execution = planned.step.execution
+    yield "gradients", f"per {execution.grad_sync}", ""
+    yield "recomputation", execution.recomputation, execution.why
     if idle := bubble(planned):
         yield "pipeline", f"{idle:.1%}", "idle"
     yield "compiled in", f"{planned.step.seconds:.1f} s", ""

@@ -1,7 +1,7 @@
 """Search for the best mesh, batch split and rematerialisation of a model on a machine.
 
 The update stays the same: the same number of sequences, of the same length. Candidates are ranked
-by `cost.update_seconds`. Candidates that cannot fit by `step.memory` are dropped. The best are
+by `step.update_time`. Candidates that cannot fit by `step.memory` are dropped. The best are
 compiled, each in a process of its own, so that a crash of the compiler ends one candidate only.
 """
 
@@ -33,14 +33,15 @@ from jaxforge.parallel.hardware import CHIPS
 from jaxforge.parallel.mesh import make_mesh
 from jaxforge.program import Program
 from jaxforge.step.executable import installed_version
+from jaxforge.step.execution import RECOMPUTATIONS
 from jaxforge.step.memory import step_memory
+from jaxforge.step.update_time import update_seconds
 from jaxforge.storage import safe_files
-from jaxforge.tools.plan import checks, cost
+from jaxforge.tools.plan import checks
 from jaxforge.tools.plan.compiled import devices_of
 from jaxforge.tools.plan.memory_fit import SLACK
 from jaxforge.tools.plan.topology import Topology
 
-REMAT = ("none", "selective", "dots_with_no_batch_dims_saveable", "full")
 _MOST_ROWS = 16
 _MOST_TP = 8
 _MOST_STAGES = 8
@@ -118,8 +119,13 @@ def search(
         raise UserError(
             f"--search: the speed of {topology.chip} is unknown. Choose one of {', '.join(CHIPS)}"
         )
-    proposed = itertools.islice(fitting_candidates(config, topology), most)
-    chosen = [*given_candidate(config, topology), *proposed]
+    given = list(given_candidate(config, topology))
+    others = (
+        candidate
+        for candidate in fitting_candidates(config, topology)
+        if candidate.config not in [item.config for item in given]
+    )
+    chosen = [*given, *itertools.islice(others, most)]
     if not chosen:
         raise UserError(
             f"--search: no mesh of {topology} fits this update. Use fewer sequences or more devices"
@@ -166,18 +172,20 @@ def given_candidate(config: JobConfig, topology: Topology) -> Iterator[Candidate
     if not rules.allows(config, topology.n_devices):
         return
     mesh, chip = rules.mesh_shape(config, topology.n_devices), CHIPS[topology.chip]
-    model, dp = build_model(config, chip.platform), axes.data_parallel(mesh)
+    dp = axes.data_parallel(mesh)
     rows = config.train.microbatch_size(dp) // dp  # batch_size is ignored with global_batch_size
     given = replaced(config, {"batch_size": rows}, {})
     try:
         placed = make_mesh(given, devices_of(topology))
+        program = Program(given, placed, capacity=chip.memory, chip=chip)
+        resolved = program.resolved_config
     except UserError:
         return
-    yield Candidate(given, mesh, cost.update_seconds(given, model, placed, chip))
+    yield Candidate(resolved, mesh, update_seconds(resolved, program.model, placed, chip))
 
 
 def fitting_candidates(config: JobConfig, topology: Topology) -> Iterator[Candidate]:
-    """Yield the valid candidates that may fit, the fastest by `cost.update_seconds` first."""
+    """Yield the valid candidates that may fit, the fastest by `step.update_time` first."""
     chip = CHIPS[topology.chip]
     teacher, _ = checks.known_teacher(config, is_elsewhere=True)
 
@@ -207,7 +215,7 @@ def fitting_candidates(config: JobConfig, topology: Topology) -> Iterator[Candid
         if sizes is None or sum(sizes) > chip.memory:
             continue
         model = model_of(train.activation_checkpointing, candidate.mesh["pp"])
-        memory = step_memory(candidate.config, model, mesh, train.grad_sync, *sizes)
+        memory = step_memory(candidate.config, model, mesh, *sizes)
         if memory.total <= SLACK * chip.memory:
             yield candidate
 
@@ -222,14 +230,14 @@ def candidates(config: JobConfig, topology: Topology) -> Iterator[tuple[Candidat
         except UserError:  # an axis does not map to the torus
             continue
         for split in splits(config, topology, mesh):
-            yield Candidate(split, mesh, cost.update_seconds(split, model, placed, chip)), placed
+            yield Candidate(split, mesh, update_seconds(split, model, placed, chip)), placed
 
 
 def splits(config: JobConfig, topology: Topology, mesh: Mapping[str, int]) -> Iterator[JobConfig]:
     """Yield the config with every valid batch split, rematerialisation and gradient reduction."""
     rows, dp = sequences(config, topology.n_devices), axes.data_parallel(mesh)
     syncs = ("update", "microbatch") if axes.token_parallel(mesh) > 1 else ("update",)
-    for each, save, sync in itertools.product(_powers(_MOST_ROWS), REMAT, syncs):
+    for each, save, sync in itertools.product(_powers(_MOST_ROWS), RECOMPUTATIONS, syncs):
         if rows % (dp * each):
             continue
         split = {"batch_size": each, "grad_accum_steps": rows // (dp * each)}

@@ -6,7 +6,7 @@ Formulas, with d the width, S the tokens of a sequence and N all parameters (doc
     heads           128 channels each (as nanochat)
     feed-forward    8/3 d, rounded to a multiple of 128 (Llama's SwiGLU)
     tokens          D = 20 N (Hoffmann et al. 2022, arXiv:2203.15556)
-    compute         C = D x FLOPs per token, attention in full (telemetry/flops.py)
+    compute         C = D x FLOPs per token, attention in full (model/flops.py)
     batch           B = 0.2920 C'^0.3271 tokens (DeepSeek LLM, arXiv:2401.02954, formula 1), where
                     C' = C without the output head
     learning rate   2^-8 at width 128, transferred by muP (docs/mup.md)
@@ -25,7 +25,7 @@ from jaxforge.config.reading.load import make_config
 from jaxforge.config.reading.overrides import parse_overrides
 from jaxforge.data.corpus.tokenizer import BPE_VOCAB_SIZE
 from jaxforge.errors import UserError
-from jaxforge.telemetry.flops import flops_per_token
+from jaxforge.model.flops import flops_per_token
 from jaxforge.tools.starting.prepared import PreparedData, longest_sequence
 from jaxforge.tools.starting.sizes import parameters
 from jaxforge.tools.starting.sizing import TOKENS_PER_PARAMETER, power_below

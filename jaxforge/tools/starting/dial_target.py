@@ -5,19 +5,18 @@ from typing import NamedTuple
 from jaxforge.config import rules
 from jaxforge.config.job import JobConfig
 from jaxforge.errors import UserError
+from jaxforge.model.flops import causal_flops_per_token
 from jaxforge.parallel import device_memory, hardware
 from jaxforge.parallel.device_memory import gigabytes
 from jaxforge.parallel.mesh import abstract_mesh, data_parallel_size
-from jaxforge.telemetry.flops import causal_flops_per_token
+from jaxforge.step.execution import RECOMPUTATIONS, USABLE
 from jaxforge.tools.plan.dry_run_memory import Device, chip_device, fits_by_device
 from jaxforge.tools.plan.memory_fit import Fit
-from jaxforge.tools.plan.search import REMAT, compiled_report, replaced
+from jaxforge.tools.plan.search import compiled_report, replaced
 from jaxforge.tools.plan.topology import CPU, Topology
 from jaxforge.tools.starting.machine import Machine, gpu_kind
 from jaxforge.tools.starting.sizing import CPU_FLOPS
 
-_USABLE = 0.9
-"""Fraction of a device that the estimate of memory may fill."""
 _MOST_TOKENS = {"cpu": 2**13}
 _MOST_TOKENS_OF_CHIPS = 2**15
 """Largest microbatch of a device: products of more tokens are not faster."""
@@ -136,7 +135,7 @@ def _policies(target: Target) -> tuple[str, ...]:
     "none" is left out on TPUs, where it is not the fastest: compiled for v6e at depth 12, a step
     takes 0.172 s by the plan, and 0.167 s with "selective".
     """
-    return REMAT[1:] if target.device.platform == "tpu" else REMAT
+    return RECOMPUTATIONS[1:] if target.device.platform == "tpu" else RECOMPUTATIONS
 
 
 def _sequences_of_device(config: JobConfig, target: Target) -> int:
@@ -158,7 +157,7 @@ def _split(config: JobConfig, target: Target, rows: int, accum: int, remat: str)
 
 
 def _fit(config: JobConfig, target: Target) -> Fit:
-    usable = target.device._replace(capacity=int(_USABLE * target.device.capacity))
+    usable = target.device._replace(capacity=int(USABLE * target.device.capacity))
     *_, fits = fits_by_device(config, abstract_mesh(config, target.n_devices), [usable])
     return fits[usable]
 

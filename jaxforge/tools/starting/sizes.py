@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from jaxforge.config.model import ModelConfig
-from jaxforge.telemetry.flops import matrix_elements
+from jaxforge.model.flops import matrix_elements
 
 
 class Shape(NamedTuple):

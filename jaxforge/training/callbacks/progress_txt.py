@@ -7,9 +7,9 @@ import jax
 from jaxforge.checkpoint.paths import is_durable
 from jaxforge.config.job import JobConfig
 from jaxforge.exit_codes import Exit
+from jaxforge.model.flops import causal_flops_per_token
 from jaxforge.state.progress import Progress
 from jaxforge.storage import mirror
-from jaxforge.telemetry.flops import causal_flops_per_token
 from jaxforge.telemetry.progress_log import NAME, ProgressLog
 from jaxforge.training.callbacks.callback import EvalContext
 from jaxforge.training.callbacks.run_callback import RunCallback, RunParts

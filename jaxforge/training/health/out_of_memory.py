@@ -59,11 +59,11 @@ def explanation(message: str, config: JobConfig, mesh: Mesh) -> str:
         f"{gigabytes(limit)}. The remaining memory is for the activations of {rows:,} sequences "
         f"of {length:,} tokens"
     )
-    reduces_whole = program.grad_sync.mode == "update" and token_parallel_size(mesh) > 1
+    reduces_whole = program.execution.grad_sync == "update" and token_parallel_size(mesh) > 1
     advice = (
         smaller_state(config, whole, limit)
         if whole > limit
-        else smaller_step(config, rows, reduces_whole=reduces_whole)
+        else smaller_step(program.resolved_config, rows, reduces_whole=reduces_whole)
     )
     listed = "".join(f"\n  - {remedy}" for remedy in (*fewer_copies(config, mesh), *advice))
     return f"out of memory: {device_memory.first_line(message)}\n{needs}. What helps:{listed}"

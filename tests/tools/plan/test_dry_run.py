@@ -14,6 +14,7 @@ from jaxforge.model.transformer import build_model
 from jaxforge.parallel.device_memory import bytes_per_device, gigabytes
 from jaxforge.parallel.mesh import abstract_mesh
 from jaxforge.program import Program
+from jaxforge.step.execution import executions
 from jaxforge.step.memory import step_memory
 from jaxforge.tools.plan import dry_run_memory
 from jaxforge.tools.plan.checks import checkpoint_bytes
@@ -186,9 +187,9 @@ def test_most_rows_is_the_largest_batch_that_fits(request):
     state = bytes_per_device(like)
 
     def needs(rows):
-        modes = ("update", "microbatch")
-        of = with_batch_size(config, rows)
-        return min(step_memory(of, model, mesh, mode, state).total for mode in modes)
+        resized = with_batch_size(config, rows)
+        variants = (option.applied_to(resized) for option in executions(config, mesh))
+        return min(step_memory(variant, model, mesh, state).total for variant in variants)
 
     assert result.rows == 4
     assert result.most_rows > 4

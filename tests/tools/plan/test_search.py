@@ -9,9 +9,12 @@ from rich.console import Console
 
 from jaxforge.commands import plan as command_line
 from jaxforge.config import axes, rules
+from jaxforge.config.job import JobConfig
 from jaxforge.config.reading.load import load_config
 from jaxforge.config.train import TrainConfig
 from jaxforge.errors import UserError
+from jaxforge.parallel import targets
+from jaxforge.step.execution import RECOMPUTATIONS
 from jaxforge.tools.plan import plan_report, search
 from jaxforge.tools.plan.topology import Topology
 from tests.conftest import tiny_config
@@ -40,7 +43,7 @@ def test_candidates_are_valid_and_keep_the_update(node):
     meshes = {tuple(item.mesh.items()) for item in result}
     for axis in ("pp", "dp_replicate", "dp_shard", "tp"):
         assert {dict(mesh)[axis] for mesh in meshes} >= {1, 2}
-    assert {item.config.train.activation_checkpointing for item in result} == set(search.REMAT)
+    assert {item.config.train.activation_checkpointing for item in result} == set(RECOMPUTATIONS)
     assert {item.config.train.grad_sync for item in result} == {"update", "microbatch"}
 
 
@@ -122,12 +125,35 @@ def load_config_of(result):
 
 
 def test_search_compiles_given_config(node, monkeypatch):
+    (given,) = search.given_candidate(config(), NODE)
+    train = given.config.train
+    assert "auto" not in (train.grad_sync, train.activation_checkpointing)
     monkeypatch.setattr(
-        search, "compiled_report", lambda item, _: report(2.0 if item == config() else 1.0)
+        search, "compiled_report", lambda item, _: report(2.0 if item == given.config else 1.0)
     )
     match = search.search(config(), NODE, most=2, jobs=1, console=QUIET)
-    assert match[0].candidate.config == config()
+    assert match[0].candidate.config == given.config
     assert len(match) == 5
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not targets.has_gpu_compiler(), reason="needs XLA's compiler for GPUs")
+def test_ranking_has_the_best_of_everything_that_compiles():
+    """Of all ways to make an update on two H100, a fast one is among the first six."""
+    config = JobConfig.model_validate({
+        "model": {"dim": 2048, "n_layers": 4, "n_heads": 16, "vocab_size": 32000,
+                  "max_seq_len": 2048},
+        "train": {"batch_size": 4, "seq_len": 2048, "loss_fn": "chunked_cross_entropy"},
+        "distributed": {"dp_shard": -1},
+    })  # fmt: skip
+    pair = Topology.parse("h100:1x2")
+    every = list(search.fitting_candidates(config, pair))
+    speeds = [
+        search.CompiledCandidate(item, search.compiled_report(item.config, pair)).tokens_per_second
+        for item in every
+    ]
+    assert len(every) > 20
+    assert max(speeds[:6]) >= 0.97 * max(speeds)
 
 
 def test_search_prints_and_writes_best_config(node, speeds, tmp_path, monkeypatch, capsys):

@@ -2,7 +2,8 @@ import numpy as np
 import pytest
 
 from jaxforge.parallel.hardware import CHIPS
-from jaxforge.tools.plan.cost import EFFICIENCY, Network, Roofline
+from jaxforge.parallel.rates import EFFICIENCY
+from jaxforge.tools.plan.cost import Network, Roofline
 from jaxforge.tools.plan.hlo import HloProgram
 from jaxforge.tools.plan.workload import Workload
 

@@ -17,6 +17,7 @@ from jaxforge.model.transformer import build_model, parameter_count
 from jaxforge.parallel.device_memory import bytes_per_device
 from jaxforge.parallel.mesh import abstract_mesh
 from jaxforge.program import Program
+from jaxforge.step.execution import Execution
 from jaxforge.step.memory import step_memory
 from jaxforge.tools.starting.config import config_for_data
 from jaxforge.tools.starting.machine import Machine
@@ -54,8 +55,9 @@ def share_of_memory(config: JobConfig, devices: int, memory: float) -> float:
     mesh = abstract_mesh(config, devices)
     model = build_model(config, "gpu", "9.0")
     state = bytes_per_device(Program(config, mesh, model=model).abstract_state())
-    sync = "update" if devices == 1 else "microbatch"
-    return step_memory(config, model, mesh, sync, state).total / (0.75 * memory)
+    sync, save = "update" if devices == 1 else "microbatch", config.train.activation_checkpointing
+    config = Execution(sync, save).applied_to(config)
+    return step_memory(config, model, mesh, state).total / (0.75 * memory)
 
 
 @pytest.mark.parametrize("words", ["cpu", "1x24GB", "1x80", "8x80GB", "6x40GB"])

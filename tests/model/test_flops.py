@@ -5,9 +5,9 @@ import numpy as np
 import pytest
 
 from jaxforge.config.model import ModelConfig
+from jaxforge.model import flops
 from jaxforge.model.transformer import Model
 from jaxforge.parallel import hardware
-from jaxforge.telemetry import flops
 
 SEVEN_B = {
     "dim": 4096, "n_layers": 32, "n_heads": 32, "n_kv_heads": 8, "ffn_dim_multiplier": 1.3,
