@@ -10,6 +10,7 @@ from jaxforge.errors import UserError
 from jaxforge.model import likelihood
 from jaxforge.model.likelihood import Continuation, Scorer
 from jaxforge.model.transformer import Model
+from jaxforge.parallel.mesh import make_mesh
 from jaxforge.parallel.sharding import param_shardings
 from tests.conftest import tiny_config
 from tests.helpers import drawn, setup, with_random_biases
