@@ -135,8 +135,6 @@ def _train(prepared: PreparedData, machine: Machine, size: Size) -> Iterator[Lin
         yield Line("mixed_precision", "fp32", "CPUs have no fast bfloat16")
     else:
         yield Line("mixed_precision", "bf16", "weights, moments and gradients stay in float32")
-        if size.recomputes:
-            yield Line("activation_checkpointing", "full", "otherwise no sequence fits in memory")
         if prepared.train.vocab_size >= LARGE_VOCABULARY:
             yield Line("loss_fn", "chunked_cross_entropy", "logits are never all in memory")
     if prepared.train.preferences:
@@ -231,8 +229,6 @@ def _preset_train(preset: Preset, prepared: PreparedData | None) -> Iterator[Lin
             steps, why = most, f"{EPOCHS} epochs: further epochs help little"
     yield Line("max_steps", steps, why)
     yield Line("mixed_precision", "fp32" if preset.is_on_cpu else "bf16")
-    if preset.recomputes:
-        yield Line("activation_checkpointing", "full", "recomputes blocks, for less memory")
     if preset.model["vocab_size"] >= LARGE_VOCABULARY:
         yield Line("loss_fn", "chunked_cross_entropy", "logits are never all in memory")
     yield Line("seed", 42, "of weights and data")

@@ -21,7 +21,6 @@ class Preset(NamedTuple):
         accum: microbatches of an update.
         lr: peak learning rate.
         is_on_cpu: for CPUs, which are fastest in float32.
-        recomputes: recompute blocks in the backward pass.
         distributed: settings of `[distributed]`, except dp_shard, which takes all other devices.
         active: active parameters per token of a mixture of experts.
         steps: number of updates, if 20 tokens per parameter would take too long.
@@ -36,7 +35,6 @@ class Preset(NamedTuple):
     accum: int
     lr: float
     is_on_cpu: bool = False
-    recomputes: bool = True
     distributed: Mapping[str, int] = {}
     active: int | None = None
     steps: int | None = None
@@ -62,14 +60,14 @@ PRESETS: Mapping[str, Preset] = {
         "the quickstart's shape, for ten minutes or so",
         1, "a CPU",
         {**SHAPES[1]._asdict(), "vocab_size": 4096, "max_seq_len": 256, "tie_embeddings": True},
-        256, 8, 1, 2e-3, is_on_cpu=True, recomputes=False, steps=1000,
+        256, 8, 1, 2e-3, is_on_cpu=True, steps=1000,
     ),
     "124m": Preset(
         "the shape of GPT-2 small, with Llama's blocks",
         1, "a GPU of 24 GB or more",
         {"dim": 768, "n_layers": 12, "n_heads": 12, "n_kv_heads": 12, "ffn_hidden_dim": 2048,
          "vocab_size": 50304, "max_seq_len": 1024, "tie_embeddings": True},
-        1024, 512, 32, 6e-4, recomputes=False,
+        1024, 512, 32, 6e-4,
     ),
     "1b": Preset(
         "the shape of Llama 3.2 1B",

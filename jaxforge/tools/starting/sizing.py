@@ -37,7 +37,6 @@ class Size(NamedTuple):
         seq_len: tokens of a sequence.
         batch: sequences of an update.
         accum: microbatches of an update.
-        recomputes: recompute blocks in the backward pass, to save memory.
         max_steps: number of updates.
         epochs: number of epochs.
         limit: limit that determines the length: "parameters", "data", "time" or "least".
@@ -48,7 +47,6 @@ class Size(NamedTuple):
     seq_len: int
     batch: int
     accum: int
-    recomputes: bool
     max_steps: int
     epochs: float
     limit: str
@@ -78,12 +76,12 @@ def choose_size(prepared: PreparedData, machine: Machine) -> Size:
     seq_len = _seq_len(prepared, machine)
     per_epoch = max(1, windows(prepared.train, seq_len))
     wanted = lengths[limit] / seq_len
-    batch, accum, recomputes = _batch(shape, parameters, machine, seq_len, wanted, per_epoch)
+    batch, accum = _batch(shape, parameters, machine, seq_len, wanted, per_epoch)
     steps = round(lengths[limit] / (batch * seq_len))
     if steps < FEWEST_UPDATES:
         steps, limit = FEWEST_UPDATES, "least"
     epochs = steps * batch / per_epoch
-    return Size(shape, parameters, seq_len, batch, accum, recomputes, steps, epochs, limit)
+    return Size(shape, parameters, seq_len, batch, accum, steps, epochs, limit)
 
 
 def _flops(machine: Machine) -> float:
@@ -122,19 +120,18 @@ def _seq_len(prepared: PreparedData, machine: Machine) -> int:
 
 def _batch(
     shape: Shape, parameters: int, machine: Machine, seq_len: int, sequences: float, per_epoch: int
-) -> tuple[int, int, bool]:
-    """Return sequences and microbatches of an update, and True if blocks must be recomputed."""
+) -> tuple[int, int]:
+    """Return sequences and microbatches of an update."""
     if machine.memory is None:
-        return min(8, power_below(per_epoch)), 1, False
+        return min(8, power_below(per_epoch)), 1
     # About two thousand updates of at most half a million tokens (as GPT-3's small models).
     wanted = min(2**19 / seq_len, max(2**14 / seq_len, sequences / 2000), per_epoch)
     per_device = power_below(wanted / machine.devices)
     state = (_SPLIT / machine.devices + _WHOLE) * parameters
     saved = _ACTIVATIONS * shape.n_layers * shape.dim * seq_len
     rows = (machine.memory * _USABLE - state) / saved
-    recomputes = rows < 1
     microbatch = min(per_device, power_below(rows), 64)
-    return per_device * machine.devices, per_device // microbatch, recomputes
+    return per_device * machine.devices, per_device // microbatch
 
 
 def power_below(number: float) -> int:

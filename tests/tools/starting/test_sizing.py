@@ -15,9 +15,10 @@ from jaxforge.data.corpus.manifest import Manifest, Shard
 from jaxforge.errors import UserError
 from jaxforge.model.transformer import build_model, parameter_count
 from jaxforge.parallel.device_memory import bytes_per_device
+from jaxforge.parallel.hardware import CHIPS
 from jaxforge.parallel.mesh import abstract_mesh
 from jaxforge.program import Program
-from jaxforge.step.execution import Execution
+from jaxforge.step.execution import USABLE, choose_execution
 from jaxforge.step.memory import step_memory
 from jaxforge.tools.starting.config import config_for_data
 from jaxforge.tools.starting.machine import Machine
@@ -50,14 +51,14 @@ def loaded(tmp_path, text) -> JobConfig:
 
 
 def share_of_memory(config: JobConfig, devices: int, memory: float) -> float:
-    """Return the share of GPU memory by the estimate of `train.grad_sync`."""
+    """Return the share of GPU memory that the chosen execution is estimated to need."""
     check(config, devices)
     mesh = abstract_mesh(config, devices)
     model = build_model(config, "gpu", "9.0")
-    state = bytes_per_device(Program(config, mesh, model=model).abstract_state())
-    sync, save = "update" if devices == 1 else "microbatch", config.train.activation_checkpointing
-    config = Execution(sync, save).applied_to(config)
-    return step_memory(config, model, mesh, state).total / (0.75 * memory)
+    state, capacity = Program(config, mesh, model=model).abstract_state(), int(0.75 * memory)
+    execution = choose_execution(config, model, state, mesh, capacity=capacity, chip=CHIPS["h100"])
+    needed = step_memory(execution.applied_to(config), model, mesh, bytes_per_device(state))
+    return needed.total / capacity
 
 
 @pytest.mark.parametrize("words", ["cpu", "1x24GB", "1x80", "8x80GB", "6x40GB"])
@@ -143,7 +144,7 @@ def test_preset_loads_and_fits_its_machine(tmp_path, name):
     assert preset.parameters == parameter_count(model.abstract) - norms
     if not preset.is_on_cpu:
         memory = 24e9 if preset.devices == 1 else 80e9
-        assert share_of_memory(config, preset.devices, memory) < 0.85
+        assert share_of_memory(config, preset.devices, memory) < USABLE
 
 
 def test_documentation_lists_every_preset():
