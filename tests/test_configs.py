@@ -114,9 +114,10 @@ def test_state_and_gradients_leave_room_for_activations(recipe):
     assert bytes_per_device(state) + gradients < 0.7 * MEMORY[recipe.kind]
 
 
-def test_gradients_are_reduced_per_microbatch(recipe):
-    """The networks of all these clusters are fast enough to overlap with a microbatch."""
-    assert recipe.program.execution.grad_sync == "microbatch", recipe.program.execution.why
+def test_gradients_are_reduced_per_microbatch_over_fast_networks(recipe, path):
+    """Few parameters of gpt-oss are not experts: to gather the others once takes little memory."""
+    execution, is_small = recipe.program.execution, path.stem == "gpt_oss_20b_gpu_64"
+    assert execution.grad_sync == ("update" if is_small else "microbatch"), execution.why
 
 
 def test_page_states_memory_per_device(recipe, path):
