@@ -11,6 +11,8 @@ CONNECTIONS = 64
 """Concurrent connections of clients that have proven nothing; each has a thread."""
 IDLE_SEC: Final = 10
 """Timeout of an idle connection of such a client."""
+PATIENCE_SEC: Final = 1.0
+"""Time for a process of a job to prove that it knows the secret, while other connections wait."""
 
 
 class BoundedThreads(socketserver.ThreadingMixIn):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from jaxforge.errors import shortened
 
-_LISTED, _LONGEST_NAME = 30, 200  # names, and characters of each
+_LONGEST_NAME = 200  # characters
 ALIKE = 0.66
 """Similarity (`difflib`) from which a message suggests one of many options or keys."""
 
@@ -32,11 +32,16 @@ def choices(name: str, names: Sequence[str]) -> str:
     return f"{f'{near} Choose' if near else '; choose'} from {', '.join(names)}"
 
 
-def listed(names: Iterable[object]) -> str:
-    """Return the first names of a file in words: `a, b and 7 more`; "nothing" without names."""
+def listed(names: Iterable[object], most: int = 30) -> str:
+    """Return the first names of a file in words: `a, b and 7 more`; "nothing" without names.
+
+    Args:
+        names: the names.
+        most: number of names that are listed.
+    """
     every = list(names)
-    shown = ", ".join(shortened(str(name), _LONGEST_NAME) for name in every[:_LISTED])
-    more = len(every) - _LISTED
+    shown = ", ".join(shortened(str(name), _LONGEST_NAME) for name in every[:most])
+    more = len(every) - most
     return f"{shown} and {more:,} more" if more > 0 else shown or "nothing"
 
 

@@ -44,7 +44,8 @@ def _lines(config: JobConfig, n_devices: int) -> Iterator[str]:
     of_mesh = problems_by_message(_mesh_problems(config, n_devices))
     of_rules = _broken(config, declared_sizes(config) if of_mesh else mesh_shape(config, n_devices))
     change, fixed = _shared_fix(config, {**of_mesh, **of_rules}, n_devices)
-    if new := changed(config, change) if fixed else None:
+    new = changed(config, change) if fixed else None
+    if new is not None:
         yield from fixed
         yield f"these {len(fixed)} problems: change {describe_change(change)}"
         yield from _lines(new, n_devices)
@@ -55,18 +56,23 @@ def _lines(config: JobConfig, n_devices: int) -> Iterator[str]:
         yield problem.message_with_fix(is_mended)
 
 
+_TRIED = 24  # values of a key that may fix several problems
+
+
 def _shared_fix(
     config: JobConfig, problems: Mapping[str, Problem], n_devices: int
 ) -> tuple[Change, list[str]]:
-    """Return the proposed change that fixes most of the problems, and these; [] for less than two.
+    """Return the proposed change that fixes most of the problems, and these; [] for fewer than two.
 
     The change causes no other problem.
     """
     best: tuple[Change, list[str]] = {}, []
-    fixes = [
-        itertools.islice(fix, _TRIED) for problem in problems.values() for fix in problem.fixes
-    ]
-    changes = {tuple(change.items()): change for change in itertools.chain.from_iterable(fixes)}
+    changes = {
+        tuple(change.items()): change
+        for problem in problems.values()
+        for fix in problem.fixes
+        for change in itertools.islice(fix, _TRIED)
+    }
     for change in changes.values() if len(problems) > 1 else ():
         new = changed(config, change)
         if new is None or any(_mesh_problems(new, n_devices)):
@@ -78,9 +84,6 @@ def _shared_fix(
         if not left:
             break
     return best
-
-
-_TRIED = 24  # values of a key that may fix several problems
 
 
 def allows(config: JobConfig, n_devices: int) -> bool:

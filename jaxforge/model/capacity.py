@@ -68,8 +68,7 @@ def within_capacity(
     # Sorting assignments by slot gives each its rank within the slot among those of this device.
     slot_TK = expert_TK * k + jnp.arange(k)
     assignments, sizes = sort_assignments(slot_TK, n * k)
-    before = jnp.cumsum(sizes) - sizes
-    rank_TK = assignments.row - before[slot_TK]
+    rank_TK = assignments.row - _exclusive_cumsum(sizes)[slot_TK]
     if strategy is None or collectives.axis_size("context") == 1:
         rank_TK += collectives.exclusive_cumsum(sizes, "batch")[slot_TK]
     else:
@@ -102,5 +101,5 @@ def _earlier_on_other_devices(
     return before - _exclusive_cumsum(counts)
 
 
-def _exclusive_cumsum(x: Int[Array, "n slots"]) -> Int[Array, "n slots"]:
+def _exclusive_cumsum(x: Int[Array, "n ..."]) -> Int[Array, "n ..."]:
     return jnp.cumsum(x, axis=0) - x

@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from jaxforge.cli.authenticated import Channel
-from jaxforge.cli.bounded_threads import BoundedThreads
+from jaxforge.cli.bounded_threads import PATIENCE_SEC, BoundedThreads
 from jaxforge.errors import UserError
 from jaxforge.supervision.rosters import Status, View
 
@@ -31,7 +31,6 @@ BEAT_SEC = 1.0
 
 _ANSWER_SEC = 5.0  # until an exchange of statuses counts as lost, however slowly bytes arrive
 _REFUSALS = 3  # in a row until a host counts as gone: its supervisor may be restarting
-_PATIENCE_SEC = 1.0  # for the key, if other connections wait
 _MESSAGE_BYTES = 1 << 16
 
 
@@ -181,7 +180,7 @@ class _Server(BoundedThreads, socketserver.TCPServer):
     """Server that calls a function with each connection, in a thread."""
 
     allow_reuse_address = True
-    patience_sec = _PATIENCE_SEC
+    patience_sec = PATIENCE_SEC
 
     def __init__(self, address: tuple[str, int], serve: Callable[[socket.socket], None]) -> None:
         self.serve = serve

@@ -21,12 +21,11 @@ from typing import Annotated, Literal
 
 from pydantic import ConfigDict, Field, NonNegativeInt, TypeAdapter, ValidationError
 
-from jaxforge.storage.untrusted_json import first_problem
+from jaxforge.storage.untrusted_json import STEPS, first_problem
 
 Phase = Literal["idle", "running", "ended"]
 _STRICT = ConfigDict(extra="forbid", strict=True)
-_COUNT = 2**31  # attempts or steps
-_Count = Annotated[int, Field(ge=0, lt=_COUNT)]
+_Count = Annotated[int, Field(ge=0, lt=STEPS)]  # attempts or steps
 _Address = Annotated[str, Field(max_length=300, pattern=r"^[^\p{C}\s]+:[0-9]{1,5}$")]
 
 
@@ -73,7 +72,7 @@ class Status:
     code: Annotated[int, Field(ge=0, lt=256)] | None = None
     leaves: bool = False
     regroup: _Count = 0
-    step: Annotated[int, Field(ge=-1, lt=_COUNT)] = -1
+    step: Annotated[int, Field(ge=-1, lt=STEPS)] = -1
 
     def to_json(self) -> str:
         """Return the status as one line of JSON."""

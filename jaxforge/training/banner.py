@@ -10,7 +10,6 @@ from jax.sharding import Mesh
 import jaxforge
 from jaxforge.checkpoint.layout import split_adapters
 from jaxforge.checkpoint.replica.memory import describe_memory
-from jaxforge.config.batch_ramp import BatchRamp
 from jaxforge.config.job import JobConfig
 from jaxforge.config.model import ModelConfig
 from jaxforge.config.train import TrainConfig
@@ -23,7 +22,6 @@ from jaxforge.parallel.mesh import data_parallel_size, describe_mesh
 from jaxforge.program import Program
 from jaxforge.state.progress import Progress
 from jaxforge.state.train_state import TrainState
-from jaxforge.step.execution import Execution
 from jaxforge.step.memory import step_memory
 from jaxforge.storage import urls
 from jaxforge.telemetry.numbers import human
@@ -49,7 +47,6 @@ def _rows(
     program: Program, state: TrainState, progress: Progress, frozen: FrozenFields | None
 ) -> Iterator[tuple[str, str]]:
     config, model, mesh = program.resolved_config, program.model, program.mesh
-    execution = program.execution
     train, device = config.train, jax.devices()[0]
     yield "model", _model(config.model)
     yield "experts", _experts(model)
@@ -63,8 +60,9 @@ def _rows(
     yield "devices", f"{devices}, {jax.process_count()} process(es)"
     yield "mesh", describe_mesh(mesh.shape)
     ramp = train.ramp(data_parallel_size(mesh))
-    yield "step", _step(config, ramp.sequences(train.grad_accum_steps), execution)
-    yield "chosen", execution.why
+    per_update = ramp.sequences(train.grad_accum_steps)
+    yield "step", _step(config, per_update)
+    yield "chosen", program.execution.why
     yield "memory", _memory(program, state)
     if model.recipe is not None:
         capability = gpu_capability(device)
@@ -74,7 +72,7 @@ def _rows(
     yield "on the host", ", ".join(train.offload)
     yield "replicas", describe_memory(config.checkpoint, state)
     yield "data", _data(config, progress.sequences_per_epoch)
-    yield "length", _length(config, ramp, progress)
+    yield "length", _length(config, ramp.samples(train.max_steps), per_update, progress)
     seed = "" if train.data_seed is None else f", of the data {train.data_seed}"
     yield "seed", f"{train.seed}{seed}"
     yield "versions", _versions()
@@ -88,13 +86,12 @@ def _model(m: ModelConfig) -> str:
     )
 
 
-def _step(config: JobConfig, samples: int, execution: Execution) -> str:
+def _step(config: JobConfig, samples: int) -> str:
     t, d = config.train, config.distributed
     schedule = f", {d.pp_schedule}" if d.pp > 1 else ""
     return (
         f"{samples} sequences x {t.seq_len} tokens = {samples * t.seq_len:,} tokens, "
-        f"in {t.grad_accum_steps} microbatch(es); gradients reduced per {execution.grad_sync}"
-        f"{schedule}"
+        f"in {t.grad_accum_steps} microbatch(es); gradients reduced per {t.grad_sync}{schedule}"
     )
 
 
@@ -143,12 +140,11 @@ def _data(config: JobConfig, per_epoch: int | None) -> str:
     return f"{name}{tokens}"
 
 
-def _length(config: JobConfig, ramp: BatchRamp, progress: Progress) -> str:
+def _length(config: JobConfig, samples: int, per_update: int, progress: Progress) -> str:
     """Describe the length of the whole run and its current position."""
-    samples, per_epoch = ramp.samples(config.train.max_steps), progress.sequences_per_epoch
-    epochs = ""
+    epochs, per_epoch = "", progress.sequences_per_epoch
     if per_epoch:
-        rounding = epoch_rounding(per_epoch, ramp.sequences(config.train.grad_accum_steps))
+        rounding = epoch_rounding(per_epoch, per_update)
         epochs = f", {samples / per_epoch:.3g} epochs{rounding}"
     begun = f"; from step {progress.step:,} on" if progress.step else ""
     tokens = human(samples * config.train.seq_len)

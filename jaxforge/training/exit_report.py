@@ -61,10 +61,13 @@ def log_failed_callback(event: str, reason: Exit, last_saved: Path | None) -> No
         reason: why training ended.
         last_saved: the newest checkpoint; None without one.
     """
+    saved = "no checkpoint was saved"
+    if last_saved is not None:
+        saved = f"the last checkpoint is complete: {last_saved}"
     log.error(
-        "%s failed after the end of training (%s). The last checkpoint is complete: %s. Correct "
-        "the callback and run the same command: it calls the callback again",
-        event, reason.meaning, last_saved or "none was saved",
+        "%s failed after the end of training (%s); %s. Correct the callback and run the same "
+        "command: it calls the callback again",
+        event, reason.meaning, saved,
     )  # fmt: skip
 
 

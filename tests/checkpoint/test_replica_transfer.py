@@ -165,7 +165,7 @@ def test_slow_stranger_is_closed(hosts, monkeypatch):
     with connect(hosts[0].server.address) as connection:
 
         def trickle():
-            while True:
+            for _ in range(400):
                 connection.sendall(b"x")
                 time.sleep(0.05)
 

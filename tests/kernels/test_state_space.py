@@ -32,15 +32,19 @@ def drawn():
 def recurrence(x, dt, a, b, c, skip, state, ids):
     """Return the outputs and the last state, token by token."""
     b, c = (jnp.repeat(g, HEADS // GROUPS, axis=2) for g in (b, c))
-    outputs = []
-    for t in range(x.shape[1]):
-        if t and ids is not None:
-            state = jnp.where((ids[:, t] == ids[:, t - 1])[:, None, None, None], state, 0)
-        decay = jnp.exp(dt[:, t] * a)[..., None, None]
-        state = decay * state + jnp.einsum("bh,bhp,bhn->bhpn", dt[:, t], x[:, t], b[:, t])
-        y = jnp.einsum("bhpn,bhn->bhp", state, c[:, t]) + skip[:, None] * x[:, t]
-        outputs.append(y)
-    return jnp.stack(outputs, axis=1), state
+    documents = np.zeros(x.shape[:2], int) if ids is None else ids
+    is_start = np.diff(documents, axis=1, prepend=documents[:, :1]) != 0
+
+    def step(state, token):
+        x, dt, b, c, is_start = token
+        state = jnp.where(is_start[:, None, None, None], 0, state)
+        decay = jnp.exp(dt * a)[..., None, None]
+        state = decay * state + jnp.einsum("bh,bhp,bhn->bhpn", dt, x, b)
+        return state, jnp.einsum("bhpn,bhn->bhp", state, c) + skip[:, None] * x
+
+    tokens = [jnp.moveaxis(array, 1, 0) for array in (x, dt, b, c, is_start)]
+    state, outputs = jax.lax.scan(step, state, tokens)
+    return jnp.moveaxis(outputs, 0, 1), state
 
 
 @functools.cache

@@ -344,6 +344,8 @@ def test_named_chat_templates_survive_every_conversion(with_tokenizer, tmp_path)
     reference = checkpoints.find(source)
     stamps = reference.stamps()
     load(source, tmp_path / "run")
+    os.mkfifo(tmp_path / "run" / "tokenizer" / "pipe")
+    (tmp_path / "run" / "tokenizer" / "loop").symlink_to(".")
     other = Request(checkpoints.find(tmp_path / "run"), tmp_path / "other", "jaxforge")
     convert(other, tmp_path / "other" / "checkpoints" / "step_0")
     for start in ("hf", "run", "other"):

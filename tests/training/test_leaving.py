@@ -230,8 +230,9 @@ def test_hangup_is_ignored_under_nohup():
 
 
 @pytest.fixture
-def blocked_log(logged):
+def blocked_log(logged, monkeypatch):
     """Hold the lock of the log in another thread for the whole test; return its release."""
+    monkeypatch.setattr(preemption, "_MESSAGE_SEC", 0.05)
     holds, is_over = threading.Event(), threading.Event()
 
     def hold():

@@ -209,7 +209,7 @@ def test_failing_callback_at_end_names_checkpoint(caplog, monkeypatch):
     assert events == ["end 1 256"]
     (message,) = caplog.messages
     assert message.startswith("Fails.on_train_end failed after the end of training (finished: max")
-    assert "The last checkpoint is complete: step_1." in message
+    assert "; the last checkpoint is complete: step_1. Correct" in message
 
 
 def test_callback_that_exits_at_end_sets_exit_code():

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from operator import attrgetter
@@ -414,17 +413,13 @@ def _span(windows: Sequence[int | None]) -> str:
 
 
 def _write_documents(documents: Mapping[str, Any], directory: Path, tokenizer: Path | None) -> None:
-    files = {name: _json(document) for name, document in documents.items()}
+    files = {name: hf_tokenizer.to_json(document) for name, document in documents.items()}
     if tokenizer is not None:
         files |= hf_tokenizer.exported_files(tokenizer)
     for name, content in files.items():
         (directory / name).parent.mkdir(exist_ok=True)
         (directory / name).write_bytes(content)
         sync(directory / name)
-
-
-def _json(document: Mapping[str, Any]) -> bytes:
-    return (json.dumps(document, indent=2) + "\n").encode()
 
 
 def _common_dtype(tensors: Mapping[str, LazyTensor], family: Family) -> str:

@@ -1,7 +1,7 @@
 """Files of tokenizers in Hugging Face checkpoints: copies for runs, and for exports of runs."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +59,12 @@ def exported_files(tokenizer: Path) -> dict[str, bytes]:
     paths |= {f"{TEMPLATES}/{path.name}": path for path in named}
     files = {name: path.read_bytes() for name, path in paths.items() if path.is_file()}
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", **_settings(tokenizer)}
-    return files | {_SETTINGS: (json.dumps(settings, indent=2) + "\n").encode()}
+    return files | {_SETTINGS: to_json(settings)}
+
+
+def to_json(document: Mapping[str, Any]) -> bytes:
+    """Return a document as transformers writes its files of JSON."""
+    return (json.dumps(document, indent=2) + "\n").encode()
 
 
 def notes(dialect: str, tokenizer: Path | None) -> Iterator[str]:

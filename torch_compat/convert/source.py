@@ -179,9 +179,9 @@ def open_source(request: Request) -> Source:
             checkpoint, params=mup.fold_multipliers(checkpoint.params, config.model)
         )
         config = config.model_copy(update={"model": mup.to_standard(config.model)})
-    if to != "hf" and request.dtype == hf_state.IN_8_BITS:
-        raise UserError(f"--dtype {request.dtype} is possible with --to hf only")
     if to != "hf" and request.dtype:  # the writer of "hf" knows what its family keeps in float32
+        if request.dtype == hf_state.IN_8_BITS:
+            raise UserError(f"--dtype {request.dtype} is possible with --to hf only")
         params = {n: t.cast(DTYPES[request.dtype]) for n, t in checkpoint.params.items()}
         checkpoint = dataclasses.replace(checkpoint, params=params)
     return Source(ref, files, trained, checkpoint, abstract_target(config), tuple(notes))

@@ -56,7 +56,8 @@ class RunWriter(Writer):
             beside.mkdir(parents=True, exist_ok=True)
             (beside / average.FILE).write_text(ref.about(self.request.options))
         if ref.format == "jaxforge":
-            for name in (hf_tokenizer.TOKENIZER, hf_state.IMPORTED):
+            templates = f"{hf_tokenizer.TOKENIZER}/{hf_tokenizer.TEMPLATES}"
+            for name in (hf_tokenizer.TOKENIZER, templates, hf_state.IMPORTED):
                 _copy_files(ref.run / name, beside / name)
         try:
             run_directory.prepare(
@@ -81,10 +82,7 @@ def config_for_run(config: JobConfig, run: Path) -> JobConfig:
 
 
 def _copy_files(source: Path, target: Path) -> None:
-    """Copy a directory, which may be in a bucket or may not exist."""
-    for path in source.iterdir() if source.is_dir() else ():
-        if path.is_dir():
-            _copy_files(path, target / path.name)
-        else:
-            target.mkdir(parents=True, exist_ok=True)
-            (target / path.name).write_bytes(path.read_bytes())
+    """Copy the files of a directory, which may be in a bucket or may not exist."""
+    for path in filter(Path.is_file, source.iterdir() if source.is_dir() else ()):
+        target.mkdir(parents=True, exist_ok=True)
+        (target / path.name).write_bytes(path.read_bytes())

@@ -7,9 +7,9 @@ A weight W of [rows, columns] is stored as Q in e4m3 with one scale per block of
     W[i, j] = Q[i, j] · S[i // 128, j // 128]
 
 Blocks at the edges are smaller. Scales are floats, or powers of two in one byte: e8m0, which some
-files call U8. The scale of a block is its largest absolute value over 448, the
-largest number of e4m3 (DeepSeek-V3, arXiv:2412.19437, section 3.3.2). Both directions are lazy: a
-part of a tensor is computed when it is read.
+files call U8. The scale of a block is its largest absolute value over 448, the largest number of
+e4m3 (DeepSeek-V3, arXiv:2412.19437, section 3.3.2). Both directions are lazy: a part of a tensor is
+computed when it is read.
 """
 
 import dataclasses

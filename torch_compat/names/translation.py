@@ -6,6 +6,7 @@ Every key and every parameter is used exactly once; all problems are reported to
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
+from jaxforge.cli.suggestions import listed
 from jaxforge.config.model import ModelConfig
 from jaxforge.errors import UserError
 from torch_compat.formats.lazy import LazyTensor, equal
@@ -80,9 +81,8 @@ def translate(
 
 
 def summarize_names(names: Iterable[str]) -> str:
-    """Return the first three names and the number of others."""
-    names = list(names)
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    """Return the first three names and the number of further ones."""
+    return listed(names, most=3)
 
 
 def shorten_problems(problems: list[str]) -> list[str]:

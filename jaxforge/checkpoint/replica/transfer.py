@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 
 from jaxforge.checkpoint.replica.store import BLOCK, Group, Manifest, Store
 from jaxforge.cli.authenticated import Channel
-from jaxforge.cli.bounded_threads import BoundedThreads
+from jaxforge.cli.bounded_threads import PATIENCE_SEC, BoundedThreads
 from jaxforge.storage.untrusted_json import load_object
 
 log = logging.getLogger(__name__)
@@ -38,7 +38,6 @@ TIMEOUT_SEC = 60.0
 
 _CONNECT_SEC = 10.0  # an unreachable peer must not delay training for long
 _POLL_SEC = 0.1  # delay of `Server.close`
-_PATIENCE_SEC = 1.0  # for the token, if other connections wait
 _MAX_REQUEST, _MAX_MANIFEST = 1 << 20, 256 << 20  # bytes
 _MAX_RANGES = 10_000  # per request
 
@@ -87,7 +86,7 @@ class Server:
 
 class _Listener(BoundedThreads, socketserver.TCPServer):
     request_queue_size = 512
-    patience_sec = _PATIENCE_SEC
+    patience_sec = PATIENCE_SEC
 
     def __init__(self, address: tuple[str, int], owner: Server) -> None:
         super().__init__(address, _Connection)

@@ -120,11 +120,13 @@ def _setting_of(path: Path, rule: str, sources: Sources) -> Setting | None:
 def _unknown(path: Path) -> str:
     if table := _vision_section(path):
         return f"[{table}] cannot be used: jaxforge trains text models only"
-    name = shortened(dotted(path), _LONG)
-    if foreign := advice(path):
-        return f"unknown key {name}{foreign}"
+    return f"unknown key {shortened(dotted(path), _LONG)}{suggestion(path)}"
+
+
+def suggestion(path: Path) -> str:
+    """Return the end of a message about an unknown key: the key that may be meant, or ""."""
     keys = " or ".join(nearest_keys(path))
-    return f"unknown key {name}" + (f"; did you mean {keys}?" if keys else "")
+    return advice(path) or (f"; did you mean {keys}?" if keys else "")
 
 
 def _keys_of_unknown(path: Path, value: object) -> list[Path]:

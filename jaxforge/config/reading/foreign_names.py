@@ -88,11 +88,11 @@ NAMES: dict[str, str] = {
         "grad_clip_value clip_grad_norm"
     ),
     "train.param_dtype": "params_dtype weight_dtype",
-    "train.reduce_dtype": "mixed_precision_reduce grad_reduce_dtype ",
+    "train.reduce_dtype": "mixed_precision_reduce grad_reduce_dtype",
     "train.ce_chunk_size": "loss_chunk_size",
     "train.z_loss_weight": "z_loss z_loss_coeff z_loss_weighting",
     "train.mtp_loss_weight": "mtp_loss_scaling_factor",
-    "train.rampup_batch_size": "batch_size_rampup ",
+    "train.rampup_batch_size": "batch_size_rampup",
     "train.manual_gc_interval": "gc_freq",
     "optimizer.name": "optim optimizer_type",
     "optimizer.lr": "learning_rate base_lr peak_lr max_lr lr_max",
@@ -106,10 +106,10 @@ NAMES: dict[str, str] = {
     "scheduler.warmup_steps": (
         "lr_warmup_iters warmup_iters num_warmup_steps lr_warmup_steps warmup"
     ),
-    "scheduler.decay_steps": ("lr_decay_iters decay_iters lr_wsd_decay_iters "),
+    "scheduler.decay_steps": "lr_decay_iters decay_iters lr_wsd_decay_iters",
     "scheduler.stable_steps": "num_stable_steps",
     "scheduler.wsd_decay_type": "decay_type lr_wsd_decay_style",
-    "scheduler.min_lr_ratio": "min_lr_factor min_lr_rate ",
+    "scheduler.min_lr_ratio": "min_lr_factor min_lr_rate",
     "data.dataset_path": "data_path train_data_path dataset_dir train_file data_dir train_data",
     "data.datasets": "blend data_blend train_data_mix",
     "data.hf_dataset_name": "dataset_name dataset_id",
@@ -140,7 +140,7 @@ NAMES: dict[str, str] = {
         "pipeline_model_parallel_size pipeline_parallel_degree pipeline_parallel_size pp_size"
     ),
     "distributed.pp_schedule": "pipeline_parallel_schedule",
-    "distributed.pp_chunks": ("virtual_pipeline_model_parallel_size "),
+    "distributed.pp_chunks": "virtual_pipeline_model_parallel_size",
     "distributed.cp": "context_parallel_size context_parallel_degree cp_size",
     "distributed.cp_strategy": "cp_comm_type context_parallel_load_balancer",
     "distributed.ep": (
@@ -160,7 +160,7 @@ NAMES: dict[str, str] = {
     "checkpoint.keep_last_n": (
         "save_total_limit keep_latest_k most_recent_k max_checkpoints keep_last max_to_keep"
     ),
-    "checkpoint.keep_best_n": "keep_top_n save_top_k ",
+    "checkpoint.keep_best_n": "keep_top_n save_top_k",
     "checkpoint.best_metric": "metric_for_best_model monitor",
     "checkpoint.load_path": (
         "initial_load_path pretrained_checkpoint checkpoint.load "
@@ -235,7 +235,7 @@ NOTES: dict[str, str] = {
     "deepspeed zero_optimization": (
         "jaxforge shards parameters and moments itself, by distributed.dp_shard"
     ),
-    "sequence_parallel enable_sequence_parallel": ("distributed.tp includes sequence parallelism"),
+    "sequence_parallel enable_sequence_parallel": "distributed.tp includes sequence parallelism",
     "flavor architectures": "the keys of [model] describe the architecture",
     "torch_compile compile": "every update is a single compiled program",
     "device no_cuda use_cpu": "JAX selects the platform: set JAX_PLATFORMS in the environment",

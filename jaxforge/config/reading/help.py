@@ -9,14 +9,12 @@ from rich.table import Table
 from rich.text import Text
 
 from jaxforge.config.job import JobConfig, toml
-from jaxforge.config.reading.explain import VISION_SECTIONS
-from jaxforge.config.reading.foreign_names import advice
+from jaxforge.config.reading.explain import VISION_SECTIONS, suggestion
 from jaxforge.config.reading.schema import (
     Node,
     all_keys,
     expected,
     has_keys,
-    nearest_keys,
     short_type,
 )
 from jaxforge.config.torch_only import TORCH_ONLY
@@ -53,9 +51,7 @@ def topic(name: str) -> Group:
     keys = all_keys()
     matching = [key for key in keys if name in (key, key.rpartition(".")[2])]
     if not matching:
-        path = tuple(name.split("."))
-        near = nearest_keys(path)
-        hint = advice(path) or (f"; did you mean {' or '.join(near)}?" if near else "")
+        hint = suggestion(tuple(name.split(".")))
         raise UserError(f"--help {name}: no such section or key{hint}")
     return Group(*(_about(key, keys[key]) for key in matching))
 

@@ -158,8 +158,9 @@ class Callbacks:
     def end_step(self, progress: Progress, context: StepContext) -> None:
         """Call the events after a step: of the step, and of the epochs that ended with it."""
         self.call(Callback.on_step_end, context)
-        for epoch in self.ended_epochs(progress):
-            if epoch != self.ended_epochs(progress)[0]:  # the step drew several epochs
+        ended = self.ended_epochs(progress)
+        for epoch in ended:
+            if epoch != ended[0]:  # the step drew several epochs
                 self.call(Callback.on_epoch_begin, epoch)
             self.call(Callback.on_epoch_end, epoch, context)
 
