@@ -30,6 +30,7 @@ from jaxforge.storage.seals import add_seal, remove_seal
 
 PLAN, JOURNAL = "plan.json", "journal.json"
 
+_FILE = "file"  # key of the name of a sealed file
 _MOST_BYTES = 1 << 30  # 10 million inputs
 
 Plan = dict[str, Any]
@@ -249,14 +250,15 @@ def read_json(path: Path) -> dict[str, Any] | None:
 def read_sealed(path: Path) -> dict[str, Any] | None:
     """Return the values of `write_sealed` as `read_json`."""
     try:
-        return remove_seal(read_json(path), str(path))
+        values = remove_seal(read_json(path), str(path))
     except (ValueError, RecursionError):
         return None
+    return values if values.pop(_FILE, None) == path.name else None
 
 
 def write_sealed(path: Path, values: Mapping[str, Any]) -> None:
-    """Write a JSON file as `write_json`, with a checksum that `read_sealed` compares."""
-    write_json(path, add_seal(values))
+    """Write a JSON file as `write_json`, with its name and a checksum for `read_sealed`."""
+    write_json(path, add_seal({**values, _FILE: path.name}))
 
 
 def write_json(path: Path, value: object) -> None:

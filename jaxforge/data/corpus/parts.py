@@ -14,7 +14,6 @@ are added up while the units are prepared, and removed.
 import io
 import re
 import time
-import zipfile
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -39,8 +38,6 @@ READERS = 32
 _LOCK_SECONDS = 600.0  # in which a lost process must have released its lock
 _MOST_BYTES = 1 << 29  # above the counts of the largest vocabulary in two splits
 _NAME = re.compile(r"(\d{6})\.(json|counts)")
-_DAMAGES = (ValueError, KeyError, EOFError, zlib.error, zipfile.BadZipFile,
-            safe_files.IrregularFileError)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -151,12 +148,11 @@ class Parts:
         write_sealed(self._path(unit, "journal"), journal)
 
     def read(self, unit: int) -> Part | None:
-        """Return a part; None if it is not finished, or its file is damaged or another unit's."""
+        """Return a part; None if it is not finished, or its file is damaged."""
         try:
-            part = _JSON.validate_python(read_sealed(self._path(unit, "json")))
+            return _JSON.validate_python(read_sealed(self._path(unit, "json")))
         except ValidationError:
             return None
-        return part if part.unit == unit else None
 
     def read_all(self, units: Iterable[int]) -> Iterator[Part]:
         """Yield finished parts, in order."""
@@ -273,7 +269,9 @@ def _sound(path: Path) -> Iterator[None]:
     """Convert errors of a damaged file of counts, which cannot be made again, to UserError."""
     try:
         yield
-    except _DAMAGES as error:
+    except Exception as error:  # zipfile and NumPy raise almost anything
+        if isinstance(error, OSError) and not isinstance(error, safe_files.IrregularFileError):
+            raise
         raise UserError(
             f"{path} is damaged ({getattr(error, 'strerror', error)}): remove "
             f"{path.parent.parent}, and repeat the command"

@@ -111,8 +111,13 @@ def test_work_of_other_values_is_repeated(planned, partial, name, damage):
     assert snapshot(partial.parent / "out") == planned[1]
 
 
-def test_part_of_other_unit_is_repeated(planned, partial):
-    shutil.copy(partial / "parts" / "000002.json", partial / "parts" / "000000.json")
+@pytest.mark.parametrize(
+    ("source", "name"),
+    [("parts/000002.json", "parts/000000.json"), ("journal.json", "plan.json"),
+     ("plan.json", "journal.json")],
+)  # fmt: skip
+def test_work_of_file_with_other_content_is_repeated(planned, partial, source, name):
+    shutil.copy(partial / source, partial / name)
     run(planned[0] / "corpus", partial.parent / "out")
     assert snapshot(partial.parent / "out") == planned[1]
 
