@@ -53,6 +53,13 @@ def vast(path):
     os.truncate(path, 1 << 34)
 
 
+def unknown_compression(path):
+    data = bytearray(path.read_bytes())
+    data[data.index(b"PK\1\2") + 10] = 99  # the method, in the directory of the archive
+    data[8] = 99  # and before its first file
+    path.write_bytes(data)
+
+
 def nested(path):
     path.write_bytes(NESTED)
 
@@ -142,7 +149,9 @@ def test_share_refuses_tokenizer_that_is_a_pipe(planned, partial):
         run(planned[0] / "corpus", partial.parent / "out", "--share", "1/2")
 
 
-@pytest.mark.parametrize("damage", [empty, zeros, half, cut, other_value, pipe, vast])
+@pytest.mark.parametrize(
+    "damage", [empty, zeros, half, cut, other_value, pipe, vast, unknown_compression]
+)
 def test_damaged_counts_raise(planned, partial, damage):
     [fold] = (partial / "parts").glob("folded_0.npz")
     damage(fold)
