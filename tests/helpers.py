@@ -16,7 +16,7 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import NamedSharding, SingleDeviceSharding
 
 from jaxforge.checkpoint.manager import Checkpoints
-from jaxforge.checkpoint.sealed_progress import crc32, seal_progress
+from jaxforge.checkpoint.sealed_progress import seal_progress
 from jaxforge.config.job import JobConfig
 from jaxforge.config.model import RopeScaling
 from jaxforge.kernels import attention_backends
@@ -29,6 +29,7 @@ from jaxforge.state.progress import Progress
 from jaxforge.state.train_state import Counts, TrainState
 from jaxforge.step.context import spread_sequences
 from jaxforge.step.train_step import Controls
+from jaxforge.storage.seals import crc32
 
 EVERY_OPTION = {
     "norm_placement": "sandwich", "norm_unit_offset": True, "qk_norm": True,

@@ -50,9 +50,6 @@ from jaxforge.checkpoint.read_errors import is_storage_failure
 from jaxforge.checkpoint.relayout import by_layer
 from jaxforge.checkpoint.save_policy import milestones
 from jaxforge.checkpoint.sealed_progress import (
-    add_seal,
-    check_seal,
-    crc32,
     seal_progress,
     stored_config_crc32,
     unseal_progress,
@@ -67,6 +64,7 @@ from jaxforge.parallel.stages import Stack
 from jaxforge.state.progress import Progress
 from jaxforge.state.train_state import TrainState, with_counts
 from jaxforge.storage import atomic_directory, urls
+from jaxforge.storage.seals import add_seal, check_seal, crc32
 
 log = logging.getLogger(__name__)
 

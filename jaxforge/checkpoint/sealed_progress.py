@@ -7,14 +7,13 @@ in `checksums`. The seal is in the file itself because the file is replaced when
 after the save (`Checkpoints.amend`). Files of versions without a seal are read too.
 """
 
-import json
-import zlib
 from collections.abc import Mapping
 from typing import Any
 
 from jaxforge.state.progress import Progress
+from jaxforge.storage.seals import add_seal, check_seal, crc32
 
-_SEAL, _CONFIG = "crc32", "config_crc32"
+_CONFIG = "config_crc32"
 
 
 def seal_progress(progress: Progress, config_crc32: int | None) -> dict[str, Any]:
@@ -45,22 +44,6 @@ def unseal_progress(values: Mapping[str, Any], step: int | None = None) -> Progr
     return progress
 
 
-def add_seal(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return JSON with a checksum of itself."""
-    return {**values, _SEAL: crc32(values)}
-
-
-def check_seal(values: Mapping[str, Any], name: str) -> None:
-    """Compare JSON with the checksum that it contains, if any.
-
-    Raises:
-        ValueError: the content differs from what was saved.
-    """
-    content = {key: value for key, value in values.items() if key != _SEAL}
-    if values.get(_SEAL, crc32(content)) != crc32(content):
-        raise ValueError(f"{name} is not what was saved")
-
-
 def stored_config_crc32(values: Mapping[str, Any]) -> int | None:
     """Return the checksum of the config from `progress/metadata`, if any."""
     return values.get(_CONFIG)
@@ -74,8 +57,3 @@ def check_config(values: Mapping[str, Any], config: Any) -> None:  # noqa: ANN40
     """
     if stored_config_crc32(values) not in (None, crc32(config)):
         raise ValueError("config/metadata is not what was saved")
-
-
-def crc32(values: Any) -> int:  # noqa: ANN401 (any JSON)
-    """Return the CRC-32 of JSON, independent of key order and white space."""
-    return zlib.crc32(json.dumps(json.loads(json.dumps(values)), sort_keys=True).encode())

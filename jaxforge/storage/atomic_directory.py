@@ -18,7 +18,7 @@ States after a kill -9, in the order of writing. The lock ends with the process 
 
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,8 +26,12 @@ from typing import Any
 
 from jaxforge.errors import InputChangedError, StorageError, UserError, file_error
 from jaxforge.storage import locks, safe_files, urls
+from jaxforge.storage.seals import add_seal, remove_seal
 
 PLAN, JOURNAL = "plan.json", "journal.json"
+
+_FILE = "file"  # key of the name of a sealed file
+_MOST_BYTES = 1 << 30  # 10 million inputs
 
 Plan = dict[str, Any]
 """JSON with `options` (values by name) and `inputs` (lists of strings that begin with a name)."""
@@ -53,7 +57,7 @@ class AtomicDirectory:
         """Record the progress durably. The caller has already synced the files it refers to."""
         # A kill before this write repeats the work since the last commit, but never skips any.
         self.journal = journal
-        write_json(self.state / JOURNAL, journal)
+        write_sealed(self.state / JOURNAL, journal)
 
 
 @contextmanager
@@ -139,21 +143,19 @@ def check_output(output: Path, marker: str, overwrite: bool) -> None:
 
 def _open(partial: Path, plan: Plan, say: Callable[[str], None]) -> AtomicDirectory:
     plan = json.loads(json.dumps(plan))  # comparable with the file: tuples become lists
-    before, journal = read_plan(partial), read_json(partial / JOURNAL)
+    before, journal = read_sealed(partial / PLAN), read_sealed(partial / JOURNAL)
     # A kill after the final rename leaves a journal without out/, from which nothing can resume.
     if before == plan and journal is not None and (partial / "out").is_dir():
         say(f"resuming from {partial}")
         return AtomicDirectory(partial / "out", journal, partial)
-    if damaged := is_damaged(partial, before, journal):
-        say(f"starting over: {partial / damaged} is damaged")
-    elif before not in (None, plan) and journal is not None:
-        say(f"starting over: {difference(before, plan)}")
+    if reason := restart_reason(partial, before, plan, journal):
+        say(f"starting over: {reason}")
     # The journal goes first: after a kill in this loop, nothing must resume from parts of out/.
     (partial / JOURNAL).unlink(missing_ok=True)
     for path in partial.iterdir():
         shutil.rmtree(path) if path.is_dir() else path.unlink()
     (partial / "out").mkdir()
-    write_json(partial / PLAN, plan)
+    write_sealed(partial / PLAN, plan)
     return AtomicDirectory(partial / "out", None, partial)
 
 
@@ -164,8 +166,8 @@ def attach(output: Path, plan: Plan) -> AtomicDirectory:
         UserError: that process has another plan.
     """
     partial = partial_of(output.absolute())
-    check_plan(read_plan(partial), plan, output)
-    return AtomicDirectory(partial / "out", read_json(partial / JOURNAL), partial)
+    check_plan(read_sealed(partial / PLAN), plan, output)
+    return AtomicDirectory(partial / "out", read_sealed(partial / JOURNAL), partial)
 
 
 def discard(state: Path, source: str) -> None:
@@ -175,10 +177,10 @@ def discard(state: Path, source: str) -> None:
         state: directory of the plan.
         source: name of the input.
     """
-    plan = read_plan(state)
+    plan = read_sealed(state / PLAN)
     if plan:
         items = [[source, "changed"] if item[0] == source else item for item in plan["inputs"]]
-        write_json(state / PLAN, {**plan, "inputs": items})
+        write_sealed(state / PLAN, {**plan, "inputs": items})
 
 
 def check_plan(before: Plan | None, plan: Plan, output: Path) -> None:
@@ -196,6 +198,21 @@ def check_plan(before: Plan | None, plan: Plan, output: Path) -> None:
         raise UserError(
             f"{output} was planned otherwise: {difference(before, plan)}. Plan it again"
         )
+
+
+def restart_reason(state: Path, before: Plan | None, plan: Plan, journal: object) -> str:
+    """Return why nothing can resume from a state; "" if there is nothing to resume from.
+
+    Args:
+        state: directory of the state.
+        before: its plan; None if it does not exist or is damaged.
+        plan: the present plan.
+        journal: its journal; None if it does not exist or is damaged.
+    """
+    for name, values in ((PLAN, before), (JOURNAL, journal)):
+        if values is None and (state / name).exists():
+            return f"{state / name} is damaged, or from another version of jaxforge"
+    return difference(before, plan) if journal and before and before != plan else ""
 
 
 def difference(before: Plan, now: Plan) -> str:
@@ -224,34 +241,24 @@ def read_json(path: Path) -> dict[str, Any] | None:
     None if it does not exist or is damaged, so that what it describes is made again.
     """
     try:
-        value = json.loads(_read(path))
-    except FileNotFoundError:
-        return None
-    except (ValueError, RecursionError):
+        value = json.loads(safe_files.read_regular(path, _MOST_BYTES, end=b"}"))
+    except (FileNotFoundError, safe_files.IrregularFileError, ValueError, RecursionError):
         return None
     return value if isinstance(value, dict) else None
 
 
-def read_plan(state: Path) -> Plan | None:
-    """Return the plan in the directory of a state; None if it does not exist or is damaged."""
-    plan = read_json(state / PLAN) or {}
-    inputs = plan.get("inputs")
-    if not isinstance(plan.get("options"), dict) or not isinstance(inputs, list):
+def read_sealed(path: Path) -> dict[str, Any] | None:
+    """Return the values of `write_sealed` as `read_json`."""
+    try:
+        values = remove_seal(read_json(path), str(path))
+    except (ValueError, RecursionError):
         return None
-    return plan if all(isinstance(item, list) and item for item in inputs) else None
+    return values if values.pop(_FILE, None) == path.name else None
 
 
-def is_damaged(state: Path, plan: Plan | None, journal: object) -> str:
-    """Return the name of the file of a state that exists and could not be read, or ""."""
-    values = {PLAN: plan, JOURNAL: journal}
-    return next((name for name, v in values.items() if v is None and (state / name).exists()), "")
-
-
-def _read(path: Path) -> bytes:
-    """Return the content of a file; that of a pipe, which may wait for ever, is empty."""
-    if urls.in_bucket(path):
-        return path.read_bytes()
-    return path.read_bytes() if path.is_file() or not path.exists() else b""
+def write_sealed(path: Path, values: Mapping[str, Any]) -> None:
+    """Write a JSON file as `write_json`, with its name and a checksum for `read_sealed`."""
+    write_json(path, add_seal({**values, _FILE: path.name}))
 
 
 def write_json(path: Path, value: object) -> None:

@@ -23,11 +23,9 @@ from jaxforge.storage.atomic_directory import (
     AtomicDirectory,
     Plan,
     check_plan,
-    difference,
-    is_damaged,
-    read_json,
-    read_plan,
-    write_json,
+    read_sealed,
+    restart_reason,
+    write_sealed,
 )
 
 INCOMPLETE = "INCOMPLETE"
@@ -78,8 +76,8 @@ def attach(output: Path, plan: Plan) -> AtomicDirectory:
         UserError: that process has another plan.
     """
     state = output / _STATE
-    check_plan(read_plan(state), plan, output)
-    return AtomicDirectory(output, read_json(state / JOURNAL), state)
+    check_plan(read_sealed(state / PLAN), plan, output)
+    return AtomicDirectory(output, read_sealed(state / JOURNAL), state)
 
 
 def check_complete(directory: Path) -> None:
@@ -117,21 +115,19 @@ def _take(lock: run_lock.RunLock, output: Path) -> None:
 def _open(output: Path, plan: Plan, say: Callable[[str], None]) -> AtomicDirectory:
     plan = json.loads(json.dumps(plan))  # comparable with the object: tuples become lists
     state = output / _STATE
-    before, journal = read_plan(state), read_json(state / JOURNAL)
+    before, journal = read_sealed(state / PLAN), read_sealed(state / JOURNAL)
     is_begun = (output / INCOMPLETE).exists()
     if is_begun and before == plan and journal is not None:
         say(f"resuming from {output}")
         return AtomicDirectory(output, journal, state)
-    if is_begun and (damaged := is_damaged(state, before, journal)):
-        say(f"starting over: {state / damaged} is damaged")
-    elif is_begun and before not in (None, plan) and journal is not None:
-        say(f"starting over: {difference(before, plan)}")
+    if is_begun and (reason := restart_reason(state, before, plan, journal)):
+        say(f"starting over: {reason}")
     # The order matters: after a kill, no reader may see parts, and no run may resume from them.
     buckets.write(output / INCOMPLETE, _NOTE)
     for name in (JOURNAL, PLAN):
         (state / name).unlink(missing_ok=True)
     _remove(output)
-    write_json(state / PLAN, plan)
+    write_sealed(state / PLAN, plan)
     return AtomicDirectory(output, None, state)
 
 

@@ -75,15 +75,21 @@ def open_to_append(path: Path) -> BinaryIO:
     return os.fdopen(descriptor, "ab", buffering=0)
 
 
-def read_regular(path: Path, most: int) -> bytes:
+class IrregularFileError(OSError):
+    """Error for a path that is not a regular file, or not as large as expected."""
+
+
+def read_regular(path: Path, most: int, *, end: bytes = b"") -> bytes:
     """Return the content of a file from a stranger; a pipe would block, and a vast file not fit.
 
     Args:
         path: the file, or an object of a bucket, which is always regular.
         most: largest number of bytes of a local file.
+        end: last bytes of a complete local file.
 
     Raises:
-        OSError: the file does not exist, is no regular file, or is larger.
+        IrregularFileError: the file is not a regular file, is larger, or has another end.
+        OSError: the file does not exist, or cannot be read.
     """
     if urls.in_bucket(path):
         return path.read_bytes()
@@ -91,9 +97,11 @@ def read_regular(path: Path, most: int) -> bytes:
     try:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
-            raise OSError(errno.EINVAL, "it is not a regular file", str(path))
+            raise IrregularFileError(errno.EINVAL, "it is not a regular file", str(path))
         if status.st_size > most:
-            raise OSError(errno.EFBIG, f"it has {status.st_size:,} bytes", str(path))
+            raise IrregularFileError(errno.EFBIG, f"it has {status.st_size:,} bytes", str(path))
+        if end and os.pread(descriptor, len(end), max(0, status.st_size - len(end))) != end:
+            raise IrregularFileError(errno.EINVAL, "its end is missing", str(path))
         with open(descriptor, "rb", closefd=False) as file:
             return file.read()
     finally:

@@ -5,9 +5,10 @@ import shutil
 
 import pytest
 
-from jaxforge.checkpoint.sealed_progress import crc32, seal_progress, unseal_progress
+from jaxforge.checkpoint.sealed_progress import seal_progress, unseal_progress
 from jaxforge.errors import UserError
 from jaxforge.state.progress import Progress, Validation
+from jaxforge.storage.seals import crc32
 from tests.conftest import tiny_config
 from tests.helpers import open_checkpoints, setup
 from torch_compat.checkpoint.orbax_store import open_orbax

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from jaxforge.errors import InputChangedError, StorageError, UserError
-from jaxforge.storage.atomic_directory import atomic_directory, partial_of, write_json
+from jaxforge.storage.atomic_directory import atomic_directory, partial_of, write_sealed
 
 PLAN = {"options": {"dtype": "uint16"}, "inputs": []}
 
@@ -18,8 +18,8 @@ def test_overwrite_starts_over_after_kill_following_final_rename(tmp_path):
     (output / "marker").touch()
     partial = partial_of(output)
     partial.mkdir()
-    write_json(partial / "plan.json", PLAN)
-    write_json(partial / "journal.json", {"shards": 3})
+    write_sealed(partial / "plan.json", PLAN)
+    write_sealed(partial / "journal.json", {"shards": 3})
     messages = []
     with atomic_directory(
         output, PLAN, marker="marker", overwrite=True, say=messages.append

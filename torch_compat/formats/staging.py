@@ -197,9 +197,7 @@ class Staging:
         return {"fingerprint": self._fingerprint, "processes": self.share.processes}
 
     def _plan(self) -> dict[str, Any]:
-        with contextlib.suppress(json.JSONDecodeError):
-            return read_json(self.path / _MARKS / _PLAN) or {}
-        return {}
+        return read_json(self.path / _MARKS / _PLAN) or {}
 
     def _mark(self, name: str) -> Path:
         return self.path / _MARKS / f"{name}.json"

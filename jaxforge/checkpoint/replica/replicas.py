@@ -42,13 +42,14 @@ from jaxforge.checkpoint.replica.shards import (
 )
 from jaxforge.checkpoint.replica.source import Replica
 from jaxforge.checkpoint.replica.store import Group, Manifest, Store
-from jaxforge.checkpoint.sealed_progress import crc32, seal_progress
+from jaxforge.checkpoint.sealed_progress import seal_progress
 from jaxforge.config.checkpoint import CheckpointConfig
 from jaxforge.errors import UserError
 from jaxforge.parallel import agreement
 from jaxforge.parallel.stages import Stack
 from jaxforge.state.progress import Progress
 from jaxforge.state.train_state import TrainState
+from jaxforge.storage.seals import crc32
 
 log = logging.getLogger(__name__)
 

@@ -18,8 +18,8 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jaxforge.checkpoint.sealed_progress import add_seal, check_seal
 from jaxforge.storage import safe_files
+from jaxforge.storage.seals import add_seal, remove_seal
 
 BLOCK = 1 << 18
 """Bytes of data per checksum."""
@@ -101,11 +101,7 @@ class Manifest:
         Raises:
             ValueError: the content is damaged.
         """
-        values = json.loads(content)
-        if not isinstance(values, dict) or "crc32" not in values:
-            raise ValueError("a manifest of a replica is incomplete")
-        check_seal(values, "a manifest of a replica")
-        values.pop("crc32")
+        values = remove_seal(json.loads(content), "a manifest of a replica")
         arrays = {name: (tuple(shape), dtype) for name, (shape, dtype) in values["arrays"].items()}
         shards = [Shard(name, tuple(at), tuple(shape), offset)
                   for name, at, shape, offset in values["shards"]]  # fmt: skip

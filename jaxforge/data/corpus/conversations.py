@@ -193,7 +193,7 @@ def _plain_message(role: str, content: object) -> dict[str, Any]:
 def _message(message: Mapping[str, Any]) -> dict[str, Any]:
     """Return a message with `role`, `content` if it has one, and its other fields."""
     # As in transformers: no null keys, and reasoning under the names that templates read.
-    there = {key: value for key, value in message.items() if value is not None}
+    there = without_null_keys(message)
     fields = {key if (name := _KEYS.get(key, key)) in there else name: value
               for key, value in there.items()}  # fmt: skip
     reasoning = next((fields[key] for key in _REASONING if key in fields), None)
@@ -224,6 +224,13 @@ def _part(part: object) -> str:
     if not isinstance(text, str):
         raise ValueError(f"expected parts of text only, not {part!r:.40}")
     return text
+
+
+def without_null_keys(value: Any) -> Any:  # noqa: ANN401
+    """Remove keys with None from an object, and return other values unchanged."""
+    if not isinstance(value, Mapping):
+        return value
+    return {key: item for key, item in value.items() if item is not None}
 
 
 def without_none(value: Any) -> Any:  # noqa: ANN401

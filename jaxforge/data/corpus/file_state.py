@@ -73,30 +73,22 @@ def check_unchanged(path: Location, before: FileState, *, opening: bool = False)
         OSError: the state of a local file cannot be read.
         UserError: that of a file by URL cannot be read.
     """
-    if isinstance(path, RemotePath):
-        if opening and path.size < LARGE:
-            return before
-        return _check_remote(path, before)
+    if opening and isinstance(path, RemotePath) and path.size < LARGE:
+        return before
     try:
-        now = FileState.of(path)
+        if isinstance(path, RemotePath):
+            now, number = FileState(*current_version(path)), "version"
+        else:
+            now, number = FileState.of(path), "time of modification"
     except FileNotFoundError as error:
         raise changed(path, "it does not exist any more") from error
     if now.size != before.size:
         raise changed(path, f"it had {before.size:,} bytes, and has {now.size:,}")
     if now.modified != before.modified:
-        raise changed(path, "its time of modification is another")
+        raise changed(path, f"its {number} is another")
     if before.is_replaced_by(now):
         raise changed(path, "another file has its name")
     return now
-
-
-def _check_remote(path: RemotePath, before: FileState) -> FileState:
-    size, modified = current_version(path)
-    if size != before.size:
-        raise changed(path, f"it had {before.size:,} bytes, and has {size:,}")
-    if modified != before.modified:
-        raise changed(path, "its version is another")
-    return before
 
 
 @lru_cache(1)

@@ -10,6 +10,7 @@ import stat
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -105,8 +106,7 @@ class HuggingFace(Input):
 
     def check_unchanged(self) -> None:
         """Check that the files are those which were opened."""
-        for path, state in self.states:
-            self._checked(path, state)
+        self.opened()
 
     def _checked(self, path: Path, state: FileState) -> FileState:
         try:
@@ -207,14 +207,10 @@ def find_inputs(
     for location, name, state in _walk(paths, globs, exclude):
         if state.size and not any(fnmatch(name, pattern) for pattern in exclude):
             kind = _kind(location)
-            size, modified = state.size, state.modified
-            facts = (location, name, size, modified, content or TextField(), max_record_bytes)
             is_separated = separator and kind is TextFile
-            file = (
-                SeparatedText(*facts, state=state, separator=separator)
-                if is_separated
-                else kind(*facts, state=state)
-            )
+            read_as = partial(SeparatedText, separator=separator) if is_separated else kind
+            facts = location, name, state.size, state.modified, content or TextField()
+            file = read_as(*facts, max_record_bytes, state=state)
             files.setdefault(location.resolve(), file)
     # Others are checked when they are read: a request for each of them would take hours.
     check_text((file.path, file.is_text) for file in files.values() if isinstance(file.path, Path))

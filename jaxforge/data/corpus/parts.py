@@ -14,7 +14,6 @@ are added up while the units are prepared, and removed.
 import io
 import re
 import time
-import zipfile
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -30,13 +29,14 @@ from pydantic import TypeAdapter, ValidationError
 from jaxforge.data.corpus.manifest import Shard
 from jaxforge.data.corpus.statistics import Statistics, merged
 from jaxforge.errors import UserError
-from jaxforge.storage import locks, urls
-from jaxforge.storage.atomic_directory import read_json, write_bytes, write_json
+from jaxforge.storage import locks, safe_files, urls
+from jaxforge.storage.atomic_directory import read_sealed, write_bytes, write_sealed
 
 READERS = 32
 """Number of threads that read parts."""
 
 _LOCK_SECONDS = 600.0  # in which a lost process must have released its lock
+_MOST_BYTES = 1 << 29  # above the counts of the largest vocabulary in two splits
 _NAME = re.compile(r"(\d{6})\.(json|counts)")
 
 
@@ -141,17 +141,16 @@ class Parts:
 
     def journal(self, unit: int) -> dict[str, Any] | None:
         """Return the progress within a unit."""
-        return read_json(self._path(unit, "journal"))
+        return read_sealed(self._path(unit, "journal"))
 
     def commit(self, unit: int, journal: dict[str, Any]) -> None:
         """Record the progress within a unit durably."""
-        write_json(self._path(unit, "journal"), journal)
+        write_sealed(self._path(unit, "journal"), journal)
 
     def read(self, unit: int) -> Part | None:
         """Return a part; None if it is not finished, or its file is damaged."""
-        value = read_json(self._path(unit, "json"))
         try:
-            return None if value is None else _JSON.validate_python(value)
+            return _JSON.validate_python(read_sealed(self._path(unit, "json")))
         except ValidationError:
             return None
 
@@ -166,7 +165,7 @@ class Parts:
         """Write a part, which is finished with that."""
         data = zlib.compress(counts.astype("<i8").tobytes(), 1)
         write_bytes(self._path(part.unit, "counts"), data)
-        write_bytes(self._path(part.unit, "json"), _JSON.dump_json(part))
+        write_sealed(self._path(part.unit, "json"), _JSON.dump_python(part, mode="json"))
         if not urls.in_bucket(self._directory):
             self._path(part.unit, "journal").unlink(missing_ok=True)
 
@@ -174,7 +173,8 @@ class Parts:
         """Return the counts of a unit that are not folded."""
         path = self._path(unit, "counts")
         with _sound(path):
-            return np.frombuffer(zlib.decompress(path.read_bytes()), "<i8").reshape(shape)
+            data = zlib.decompress(safe_files.read_regular(path, _MOST_BYTES))
+            return np.frombuffer(data, "<i8").reshape(shape)
 
     def remove_counts(self, unit: int) -> None:
         """Remove the counts of a unit."""
@@ -255,7 +255,10 @@ def all_counts(parts: Parts, shape: tuple[int, int]) -> Counts:
 
 def _read_fold(path: Path, shape: tuple[int, int]) -> tuple[set[int], Counts]:
     try:
-        with _sound(path), np.load(io.BytesIO(path.read_bytes())) as file:
+        with (
+            _sound(path),
+            np.load(io.BytesIO(safe_files.read_regular(path, _MOST_BYTES))) as file,
+        ):
             return set(file["units"].tolist()), file["counts"].reshape(shape)
     except FileNotFoundError:
         return set(), np.zeros(shape, np.int64)
@@ -266,9 +269,12 @@ def _sound(path: Path) -> Iterator[None]:
     """Convert errors of a damaged file of counts, which cannot be made again, to UserError."""
     try:
         yield
-    except (ValueError, KeyError, EOFError, zlib.error, zipfile.BadZipFile) as error:
+    except Exception as error:  # zipfile and NumPy raise almost anything
+        if isinstance(error, OSError) and not isinstance(error, safe_files.IrregularFileError):
+            raise
         raise UserError(
-            f"{path} is damaged ({error}): remove {path.parent.parent}, and repeat the command"
+            f"{path} is damaged ({getattr(error, 'strerror', error)}): remove "
+            f"{path.parent.parent}, and repeat the command"
         ) from error
 
 

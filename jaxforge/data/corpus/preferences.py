@@ -20,6 +20,7 @@ from jaxforge.data.corpus.conversations import (
     Conversations,
     encode_conversations,
     without_none,
+    without_null_keys,
 )
 from jaxforge.data.corpus.entries import FIRST
 from jaxforge.data.corpus.tokenizer import Tokenizer
@@ -60,7 +61,7 @@ class Preferences(Conversations):
         """
         if isinstance(record, TableRow):
             record = without_none(record)
-        record = {name: value for name, value in record.items() if value is not None}
+        record = without_null_keys(record)
         if not set(ANSWERS) <= record.keys():
             raise RecordError(
                 f"expected {_IN_WORDS} (it has: {listed(record)})",
@@ -86,19 +87,13 @@ def _split(record: Mapping[str, Any]) -> tuple[Any, Any, Any]:
         if prompt is None:
             raise ValueError("the record has texts as answers, and no prompt")
         return prompt, chosen, rejected
-    pairs = zip(map(_without_null_keys, chosen), map(_without_null_keys, rejected), strict=False)
+    pairs = zip(map(without_null_keys, chosen), map(without_null_keys, rejected), strict=False)
     n = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(chosen), len(rejected)))
     if n == 0 and prompt is not None:
         return prompt, chosen, rejected
     if n == 0 or n == len(chosen) or n == len(rejected):
         raise ValueError("the answers have no common messages, or do not differ after them")
     return chosen[:n], chosen[n:], rejected[n:]
-
-
-def _without_null_keys(message: object) -> object:
-    if not isinstance(message, dict):
-        return message
-    return {key: value for key, value in message.items() if value is not None}
 
 
 def encode_preferences(tokenizer: Tokenizer, texts: Sequence[Text], dtype: str) -> Encoded:

@@ -161,6 +161,8 @@ def open_entries(path: Path) -> Shaped[np.ndarray, "n"]:
         UserError: the file is damaged.
     """
     try:
+        if path.exists() and not path.is_file():
+            raise ValueError("it is not a regular file")
         return np.load(path, mmap_mode="r")
     except (ValueError, EOFError) as error:
         raise UserError(

@@ -2,7 +2,7 @@
 
 import csv
 import io
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import closing
 from itertools import accumulate, chain
 from pathlib import Path
@@ -45,8 +45,7 @@ class Csv(PackedFile):
                 delimiter = self._delimiter(first)
                 rows = csv.reader(chain([first], lines), delimiter=delimiter, strict=True)
                 names = next(rows, [])
-                columns = self.content.columns(names, str(self.path)) or names
-                _check_names(names, columns, self)
+                _columns(self, names)
                 for row in rows:
                     lines.size = 0
                     number += bool(row)
@@ -97,13 +96,20 @@ class _BoundedLines:
         return line
 
 
-def _check_names(names: Sequence[str], columns: Iterable[str], source: File) -> None:
+def _columns(source: File, names: list[str]) -> list[str]:
+    """Return the names of the columns to read.
+
+    Raises:
+        UserError: a column does not exist, or several have its name.
+    """
+    columns = source.content.columns(names, str(source.path)) or names
     for name in columns:
-        if (n := list(names).count(name)) > 1:
+        if (n := names.count(name)) > 1:
             raise UserError(
                 f'{source.path} has {n} columns "{name}": rename or remove all but one, or exclude '
                 "the file with --exclude"
             )
+    return columns
 
 
 def validate(batch: "RecordBatch") -> None:
@@ -140,16 +146,6 @@ class _ArrowTable(File):
     def can_be_sliced(self) -> bool:
         """True: row groups and record batches are found by the file's index."""
         return True
-
-    def _columns(self, names: Sequence[str]) -> list[str]:
-        """Return the names of the columns to read.
-
-        Raises:
-            UserError: a column does not exist, or several have its name.
-        """
-        columns = self.content.columns(names, str(self.path)) or list(names)
-        _check_names(names, columns, self)
-        return columns
 
     def _is_in_slice(self, before: int, total: int) -> bool:
         """Return whether a group of rows belongs to the slice.
@@ -212,7 +208,7 @@ class Parquet(_ArrowTable):
             raise UserError(f"cannot read {self.path}: {error}") from error
 
     def _rows(self, file: "ParquetFile", start: int) -> Iterator[Record]:
-        columns = self._columns(file.schema_arrow.names)
+        columns = _columns(self, file.schema_arrow.names)
         sizes = [file.metadata.row_group(i).total_byte_size for i in range(file.num_row_groups)]
         before = 0  # rows of earlier groups
         for group, size in zip(range(len(sizes)), accumulate(sizes, initial=0), strict=False):
@@ -250,7 +246,7 @@ class Arrow(_ArrowTable):
         try:
             with self._reader(arrow, ipc) as reader:
                 names = reader.schema.names
-                columns = self._columns(names)
+                columns = _columns(self, names)
             options = ipc.IpcReadOptions(included_fields=[names.index(name) for name in columns])
             with self._reader(arrow, ipc, options) as reader:
                 before = 0

@@ -26,6 +26,7 @@ from jaxforge.data.corpus.untrusted_tokenizer import (
     reraise_panics,
 )
 from jaxforge.errors import UserError
+from jaxforge.storage.atomic_directory import write_bytes, write_json
 
 END_OF_TEXT = "<|endoftext|>"
 """End-of-text token of tokenizers trained by `train_bpe`."""
@@ -149,7 +150,7 @@ class ByteTokenizer(Tokenizer):
     def save(self, directory: Path) -> None:
         """Write a `tokenizer.json` that identifies the byte tokenizer."""
         directory.mkdir(parents=True, exist_ok=True)
-        (directory / FILE_NAME).write_bytes(BYTE_FILE)
+        write_bytes(directory / FILE_NAME, BYTE_FILE)
 
 
 class HFTokenizer(Tokenizer):
@@ -316,7 +317,7 @@ class HFTokenizer(Tokenizer):
         `generation_config.json`.
         """
         directory.mkdir(parents=True, exist_ok=True)
-        (directory / FILE_NAME).write_bytes(self._file)
+        write_bytes(directory / FILE_NAME, self._file)
         settings: dict[str, Any] = {**self.chat, "eos_token": self._token(self.eos_id)}
         if tool_use := settings.pop(TOOL_USE, None):
             settings["chat_template"] = [
@@ -327,10 +328,9 @@ class HFTokenizer(Tokenizer):
             settings["bos_token"] = self._token(self.bos_id)
         if self._adds_bos:
             settings[ADD_BOS] = True
-        (directory / ADJACENT_FILES[0]).write_text(json.dumps(settings) + "\n")
+        write_bytes(directory / ADJACENT_FILES[0], json.dumps(settings).encode() + b"\n")
         if len(self.eos_ids) > 1:
-            generation = {"eos_token_id": list(self.eos_ids)}
-            (directory / ADJACENT_FILES[3]).write_text(json.dumps(generation) + "\n")
+            write_json(directory / ADJACENT_FILES[3], {"eos_token_id": list(self.eos_ids)})
 
     def _token(self, i: int | None) -> str | None:
         return None if i is None else self._tokenizer.id_to_token(i)

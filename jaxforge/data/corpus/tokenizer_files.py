@@ -19,10 +19,12 @@ from jaxforge.data.corpus.tokenizer import (
 )
 from jaxforge.errors import UserError, quoted
 from jaxforge.storage import urls
+from jaxforge.storage.safe_files import read_regular
 
 if TYPE_CHECKING:  # importing it takes longer than all else that a worker of `prepare` imports
     from jaxforge.config.data import DataConfig
 
+_MOST_BYTES = 1 << 28  # of a file; those of 256,000 tokens have about 30 MB
 _HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 
 
@@ -58,7 +60,7 @@ def load_tokenizer(spec: str | Path, *, is_checked: bool = False) -> Tokenizer:
         path = _download(str(spec))
     path = path / FILE_NAME if path.is_dir() else path
     try:
-        file = path.read_bytes()
+        file = read_regular(path, _MOST_BYTES)
     except OSError as error:
         advice = f'give "byte", a {FILE_NAME}, the directory of one, or a model of the Hub'
         if (path.parent / "tokenizer.model").exists():
@@ -148,7 +150,7 @@ def _template_files(directory: Path) -> dict[str, str]:
     paths = {path.stem: path for path in sorted((directory / TEMPLATE_DIRECTORY).glob("*.jinja"))}
     if (directory / TEMPLATE).exists():
         paths["default"] = directory / TEMPLATE
-    return {name: path.read_text("utf-8") for name, path in paths.items()}
+    return {name: _read(path).decode() for name, path in paths.items()}
 
 
 def _named(template: object, directory: Path) -> dict[str, object]:
@@ -163,12 +165,19 @@ def _named(template: object, directory: Path) -> dict[str, object]:
     return {str(named["name"]): named.get("template") for named in template}
 
 
+def _read(path: Path) -> bytes:
+    try:
+        return read_regular(path, _MOST_BYTES)
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from error
+
+
 def _json(path: Path) -> dict[str, Any]:
     """Read the object in a JSON file; return {} if the file does not exist."""
     if not path.exists():
         return {}
     try:
-        value = json.loads(path.read_text("utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+        value = json.loads(_read(path))
+    except (ValueError, RecursionError) as error:
         raise UserError(f"cannot read {path}: {error}") from error
     return value if isinstance(value, dict) else {}

@@ -131,7 +131,12 @@ def intact_units(job: Job, numbers: Iterable[int]) -> set[int]:
 
 
 def is_intact(job: Job, part: Part) -> bool:
-    """Return whether the files of a part have their sizes. Those in buckets are written whole."""
+    """Return whether a part has all splits, and its files have their sizes.
+
+    Objects in buckets are written whole.
+    """
+    if tuple(part.splits) != job.options.splits:
+        return False
     if urls.in_bucket(job.out):
         return True
     dtype, file_format = job.options.dtype, job.options.file_format

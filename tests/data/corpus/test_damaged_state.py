@@ -1,13 +1,17 @@
 """Damaged files of an unfinished output: their work is repeated, or a message names them."""
 
 import os
+import re
 import shutil
+from dataclasses import replace
 
 import pytest
 
 from jaxforge.commands import prepare
-from jaxforge.data.corpus import ingest
+from jaxforge.data.corpus import ingest, unit_worker
+from jaxforge.data.corpus.corpus_state import Options
 from jaxforge.errors import UserError
+from jaxforge.storage.atomic_directory import write_sealed
 from tests.data.corpus.interruptions import Interrupted, snapshot, stop_encoding, write_records
 
 NESTED = b"[" * 100_000
@@ -37,6 +41,25 @@ def other_object(path):
     path.write_bytes(b'{"options": 1, "inputs": [[]], "unit": 0, "splits": {}}')
 
 
+def other_number(path):
+    path.write_text(re.sub(r"\d+", lambda m: str(int(m[0]) + 1), path.read_text(), count=1))
+
+
+def no_splits(path):
+    path.write_text('{"unit": 7, "skipped": 0, "splits": {}}')
+
+
+def vast(path):
+    os.truncate(path, 1 << 34)
+
+
+def unknown_compression(path):
+    data = bytearray(path.read_bytes())
+    data[data.index(b"PK\1\2") + 10] = 99  # the method, in the directory of the archive
+    data[8] = 99  # and before its first file
+    path.write_bytes(data)
+
+
 def nested(path):
     path.write_bytes(NESTED)
 
@@ -46,7 +69,7 @@ def pipe(path):
     os.mkfifo(path)
 
 
-DAMAGES = [empty, zeros, half, cut, other_value, other_object, nested, pipe]
+DAMAGES = [empty, zeros, half, cut, other_value, other_object, nested, pipe, vast]
 
 
 def run(source, output, *options):
@@ -87,7 +110,48 @@ def test_work_of_damaged_file_is_repeated(planned, partial, name, damage):
     assert snapshot(partial.parent / "out") == planned[1]
 
 
-@pytest.mark.parametrize("damage", [empty, zeros, half, cut, other_value])
+@pytest.mark.parametrize("name", ["plan.json", "journal.json", "parts/000000.json"])
+@pytest.mark.parametrize("damage", [other_number, no_splits])
+def test_work_of_other_values_is_repeated(planned, partial, name, damage):
+    damage(partial / name)
+    run(planned[0] / "corpus", partial.parent / "out")
+    assert snapshot(partial.parent / "out") == planned[1]
+
+
+@pytest.mark.parametrize(
+    ("source", "name"),
+    [("parts/000002.json", "parts/000000.json"), ("journal.json", "plan.json"),
+     ("plan.json", "journal.json")],
+)  # fmt: skip
+def test_work_of_file_with_other_content_is_repeated(planned, partial, source, name):
+    shutil.copy(partial / source, partial / name)
+    run(planned[0] / "corpus", partial.parent / "out")
+    assert snapshot(partial.parent / "out") == planned[1]
+
+
+def test_part_without_a_split_is_not_intact(partial):
+    job = unit_worker.Job(partial / "out", partial, Options("uint16"), "")
+    part = job.parts.read(0)
+    assert unit_worker.is_intact(job, part)
+    assert not unit_worker.is_intact(job, replace(part, splits={}))
+
+
+@pytest.mark.parametrize("damage", [pipe, vast, empty])
+def test_damaged_tokenizer_is_written_again(planned, partial, damage):
+    damage(partial / "out" / "tokenizer" / "tokenizer.json")
+    run(planned[0] / "corpus", partial.parent / "out")
+    assert snapshot(partial.parent / "out") == planned[1]
+
+
+def test_share_refuses_tokenizer_that_is_a_pipe(planned, partial):
+    pipe(partial / "out" / "tokenizer" / "tokenizer.json")
+    with pytest.raises(UserError, match=r"tokenizer\.json: it is not a regular file; give"):
+        run(planned[0] / "corpus", partial.parent / "out", "--share", "1/2")
+
+
+@pytest.mark.parametrize(
+    "damage", [empty, zeros, half, cut, other_value, pipe, vast, unknown_compression]
+)
 def test_damaged_counts_raise(planned, partial, damage):
     [fold] = (partial / "parts").glob("folded_0.npz")
     damage(fold)
@@ -125,15 +189,18 @@ def test_cut_shard_of_interrupted_run_raises(interrupted, damage):
         run(*command)
 
 
-@pytest.mark.parametrize("damage", DAMAGES)
-def test_damaged_journal_starts_over_or_raises(interrupted, damage, tmp_path, capsys):
+@pytest.mark.parametrize("damage", [*DAMAGES, other_number])
+def test_damaged_journal_starts_over(interrupted, damage, tmp_path, capsys):
     partial, command = interrupted
     damage(partial / "journal.json")
-    if damage is other_object:
-        with pytest.raises(UserError, match=r"progress in .*\.out\.partial is damaged .*remove"):
-            run(*command)
-        return
     run(*command)
     assert "starting over: " in capsys.readouterr().err
     run(command[0], tmp_path / "fresh", *command[2:])
     assert snapshot(tmp_path / "out") == snapshot(tmp_path / "fresh")
+
+
+def test_journal_of_other_version_raises(interrupted):
+    partial, command = interrupted
+    write_sealed(partial / "journal.json", {"splits": {}, "position": 1})
+    with pytest.raises(UserError, match=r"progress in .*\.out\.partial is damaged .*remove"):
+        run(*command)
