@@ -11,8 +11,11 @@ import tempfile
 
 from tests.machine import compilation_cache, give_back_memory, memory_in_use, xla_flags
 
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # of a suite that runs in the background;
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # its processes would ignore it, too
+# In the background and under nohup, these signals are ignored: processes of tests would inherit it.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ["XLA_FLAGS"] = xla_flags(devices=8)
