@@ -25,7 +25,7 @@ CONFIG = ModelConfig(
     tie_embeddings=True,
 )
 BATCH = (2, 64)
-SAVES = get_args(TrainConfig.model_fields["activation_checkpointing"].annotation)
+SAVES = set(get_args(TrainConfig.model_fields["activation_checkpointing"].annotation)) - {"auto"}
 
 
 @functools.cache
@@ -59,7 +59,7 @@ def temporary_bytes(save):
     return program(save).memory_analysis().temp_size_in_bytes
 
 
-@pytest.mark.parametrize("save", [save for save in SAVES if save != "everything_saveable"])
+@pytest.mark.parametrize("save", [save for save in sorted(SAVES) if save != "everything_saveable"])
 def test_remat_does_not_change_loss_and_gradients(save):
     loss, grads = loss_and_gradients(save)
     expected_loss, expected = loss_and_gradients("everything_saveable")

@@ -5,6 +5,7 @@ import dataclasses
 import json
 import socket
 import threading
+import time
 
 import pytest
 
@@ -127,11 +128,12 @@ def test_slow_answer_does_not_hold_up_the_supervisor(addresses, host, monkeypatc
 
         def trickle():
             with contextlib.suppress(OSError):
-                while not ended.wait(0.05):
+                while not ended.is_set():
                     server.settimeout(PATIENCE)
                     connection = server.accept()[0]
-                    while not ended.wait(0.1):
+                    while not ended.is_set():
                         connection.sendall(b"x")
+                        time.sleep(0.1)
 
         threading.Thread(target=trickle, daemon=True).start()
         done = threading.Thread(target=host.publish, daemon=True)

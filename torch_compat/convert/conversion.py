@@ -76,7 +76,8 @@ def run(
         StorageError: the destination cannot be written; the same command resumes the conversion.
     """
     is_run, is_first = request.to == "jaxforge", not share.process
-    with RunLock(request.destination) if is_run else contextlib.nullcontext() as lock:
+    lock_of_run = RunLock(request.destination) if is_run else contextlib.nullcontext()
+    with contextlib.closing(plan.source), lock_of_run as lock:
         if lock and is_first:
             lock.take()
         writer = create_writer(request, plan.source)

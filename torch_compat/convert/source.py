@@ -119,6 +119,11 @@ class Source:
     def _scratch(self) -> tempfile.TemporaryDirectory:
         return tempfile.TemporaryDirectory(prefix="jaxforge-")
 
+    def close(self) -> None:
+        """Remove temporary files."""
+        if "_scratch" in vars(self):
+            self._scratch.cleanup()
+
     def check_unchanged(self) -> None:
         """Check that no file has changed since the conversion began.
 
