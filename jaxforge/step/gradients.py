@@ -1,7 +1,7 @@
 """Gradients and loss of a batch, summed over its microbatches, on any mesh.
 
 There are two ways to reduce gradients between data-parallel devices (`train.grad_sync`;
-`step.grad_sync` has resolved "auto" before):
+`step.execution` has resolved "auto" before):
 
     update      Weights are gathered once and gradients reduced once per update. The scan over
                 microbatches exchanges nothing between data-parallel devices. This costs the memory
