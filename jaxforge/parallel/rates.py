@@ -59,13 +59,15 @@ A100 or a v4 are like those of the next generation."""
 def chip_of(mesh: Mesh | AbstractMesh) -> Chip:
     """Return the figures of a mesh's devices; of unknown devices, those of a similar chip.
 
-    A mesh without devices counts as one of CPUs.
+    The longest name in the kind of a device counts, as in `hardware.peak_tflops`. A mesh without
+    devices counts as one of CPUs.
     """
     if isinstance(mesh, AbstractMesh):
         return SIMILAR["cpu"]
     device = mesh.devices.flat[0]
-    known = (chip for chip in CHIPS.values() if device.device_kind in chip.kinds)
-    return next(known, SIMILAR[device.platform])
+    chips = {name: chip for chip in CHIPS.values() for name in chip.kinds}
+    names = [name for name in chips if name in device.device_kind]
+    return chips[max(names, key=len)] if names else SIMILAR[device.platform]
 
 
 @functools.cache

@@ -26,8 +26,8 @@ _RECOMPUTED = {
 """Additional time of a microbatch, as a fraction: recomputation, and copies of saved values.
 
 From plans of Llama 2 7B on 8 H100, of Llama 3.2 1B on v5e and of depth 12 on v6e. CPUs were
-measured (docs/remat.md). On GPUs, "none" unrolls layers. On TPUs, writing and
-reading more values takes longer than computing attention and elementwise operations again.
+measured (docs/remat.md). On GPUs, "none" unrolls layers. On TPUs, writing and reading more values
+takes longer than computing attention and elementwise operations again.
 """
 
 _ADDED_BYTES = 10

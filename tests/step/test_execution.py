@@ -1,6 +1,7 @@
 """Choice of gradient reduction and recomputation: the fastest that fits."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -17,6 +18,7 @@ from jaxforge.model.transformer import build_model
 from jaxforge.parallel import device_memory
 from jaxforge.parallel.hardware import CHIPS
 from jaxforge.parallel.mesh import make_mesh
+from jaxforge.parallel.rates import chip_of
 from jaxforge.program import Program
 from jaxforge.step.execution import RECOMPUTATIONS, USABLE, Execution, choose_execution, executions
 from jaxforge.step.memory import step_memory
@@ -157,6 +159,24 @@ def test_run_logs_the_choice_and_stores_the_configured_values(tmp_path, capsys, 
 
 
 # --- Devices of clusters
+
+
+@pytest.mark.parametrize(
+    ("kind", "platform", "name"),
+    [
+        ("NVIDIA H200", "gpu", "h200"),
+        ("NVIDIA B200", "gpu", "b200"),
+        ("NVIDIA GB200", "gpu", "gb200"),
+        ("NVIDIA A100-SXM4-80GB", "gpu", "h100"),  # unknown
+        ("TPU v5 lite", "tpu", "v5e"),
+        ("TPU v5", "tpu", "v5p"),
+        ("TPU v6 lite", "tpu", "v6e"),
+        ("cpu", "cpu", "cpu"),
+    ],
+)
+def test_devices_have_the_figures_of_their_kind(kind, platform, name):
+    device = SimpleNamespace(device_kind=kind, platform=platform)
+    assert chip_of(SimpleNamespace(devices=np.array([device]))).name == name
 
 
 @pytest.mark.parametrize("accum", [1, 4])
