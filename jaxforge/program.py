@@ -1,7 +1,6 @@
 """The model, the optimizer and one update of a config on a mesh."""
 
 import contextlib
-import dataclasses
 import functools
 from collections.abc import Iterable, Iterator
 from typing import Any, cast
@@ -14,25 +13,22 @@ from jax.sharding import PartitionSpec as P
 
 from jaxforge.config import rules
 from jaxforge.config.job import JobConfig
-from jaxforge.config.model import MODELS, ModelConfig
-from jaxforge.model.runtime import gpu_capability
+from jaxforge.config.model import MODELS
+from jaxforge.model.runtime import kernel_target
 from jaxforge.model.transformer import Model, Params, build_model, matmul_precision
-from jaxforge.optim.freezing import frozen_paths
 from jaxforge.optim.optimizer import build_optimizer
-from jaxforge.optim.trees import split
-from jaxforge.parallel.hardware import Chip
 from jaxforge.parallel.mesh import STAGES, data_parallel_size, make_mesh
 from jaxforge.parallel.sharding import batch_shardings
-from jaxforge.state.train_state import (
-    TrainState,
-    init_train_state,
-    start_average,
-    state_shardings,
-)
+from jaxforge.state.train_state import TrainState
 from jaxforge.step.collect import check_collect
-from jaxforge.step.execution import AUTO, Execution, choose_execution
-from jaxforge.step.frozen_model import frozen_bytes
+from jaxforge.step.execution import with_execution
 from jaxforge.step.gradients import Gradients, make_gradients
+from jaxforge.step.initial_state import (
+    shapes_of_state,
+    shardings_of_state,
+    state_before_steps,
+    with_shardings,
+)
 from jaxforge.step.objectives import with_frozen_fields
 from jaxforge.step.padded_batch import MAX_PROGRAMS, N_MICROBATCHES, pad_batch
 from jaxforge.step.train_step import Controls, make_train_step
@@ -48,11 +44,7 @@ class Program:
     shardings are available, and `step` can be traced.
 
     Attributes:
-        config: the validated config.
         collect: metrics that the step computes, from `step.collect.COLLECTED`.
-        capacity: bytes of one device, for `execution`; None uses those of the devices.
-        chip: figures of the devices, for `execution`; None uses those of the devices.
-        teacher: the `[model]` section of the teacher, whose memory counts for `execution`.
 
     Args:
         config: a config that `rules.check` has passed for the mesh.
@@ -60,9 +52,6 @@ class Program:
         model: by default the model of `[model]`, with the kernels of the mesh's devices. A given
             model recomputes what its `runtime.save` says.
         collect: metrics in addition to `metrics.collect`.
-        capacity: bytes of one device.
-        chip: figures of the devices.
-        teacher: the `[model]` section of the teacher.
 
     Raises:
         UserError: a name in `collect` is unknown. The parts raise it when they are built: the
@@ -78,17 +67,13 @@ class Program:
         *,
         model: Model | None = None,
         collect: Iterable[str] = (),
-        capacity: int | None = None,
-        chip: Chip | None = None,
-        teacher: ModelConfig | None = None,
     ) -> None:
-        self.config, self.teacher = config, teacher
-        self.capacity, self.chip = capacity, chip
+        self._unresolved = config  # for parts that no execution changes
         self.collect = check_collect((*config.metrics.collect, *collect))
         if mesh is not None:
             self.mesh = cast(Mesh, mesh)
         if model is not None:
-            self.model = self.declaration = model
+            self.model = model
 
     @classmethod
     def without_devices(cls, config: JobConfig) -> "Program":
@@ -97,64 +82,48 @@ class Program:
         options: dict[str, Any] = {"adapters": config.lora} if config.lora.rank else {}
         param_dtype = jnp.dtype(config.train.param_dtype)
         model = build(config.model, param_dtype=param_dtype, **options)
-        return cls(config, model=model)
+        program = cls(config, model=model)
+        program.config = config
+        return program
 
     @functools.cached_property
     def mesh(self) -> Mesh:
         """The devices and their axes."""
-        rules.check(self.config, jax.device_count())
-        return make_mesh(self.config)
+        rules.check(self._unresolved, jax.device_count())
+        return make_mesh(self._unresolved)
 
     @functools.cached_property
-    def declaration(self) -> Model:
-        """The model before the choice of its recomputation, with final parameters and axes."""
-        return self._build_model(self.config)
+    def config(self) -> JobConfig:
+        """The config with the fastest execution that fits in place of "auto".
+
+        The config of a run has no "auto" (`training.resolution`), and is returned as it is.
+        Otherwise collective: all processes must access it.
+        """
+        return with_execution(self._unresolved, self.mesh, model=vars(self).get("model"))[0]
 
     @functools.cached_property
     def model(self) -> Model:
-        """The model, with the kernels of the mesh's devices.
-
-        Collective, as `execution`, if that chooses the recomputation.
-        """
-        if self.config.train.activation_checkpointing != AUTO:
-            return self.declaration
-        if self.execution.recomputation == self.declaration.runtime.save:
-            return self.declaration
-        return self._build_model(self.resolved_config)
-
-    def _build_model(self, config: JobConfig) -> Model:
-        device = self.mesh.devices.flat[0]
-        return build_model(config, device.platform, gpu_capability(device))
+        """The model, with the kernels of the mesh's devices."""
+        return build_model(self.config, *kernel_target(self.mesh))
 
     @functools.cached_property
     def optimizer(self) -> optax.GradientTransformationExtraArgs:
         """The optimizer of `[optimizer]` and `[scheduler]`."""
-        return build_optimizer(self.config, self.declaration.axes)
-
-    def _averaged(self, params: Params) -> Params:
-        """Return the parameters that have an average: the trained ones, or none."""
-        if not self.config.train.averages_weights:
-            return {}
-        return split(params, frozen_paths(self.declaration.axes, self.config))[1]
+        return build_optimizer(self._unresolved, self.model.axes)
 
     @functools.cached_property
     def shapes(self) -> TrainState:
         """The shape and dtype of every array of the state, as `ShapeDtypeStruct`."""
-        return jax.eval_shape(self.state_before_steps, self.declaration.abstract)
+        return shapes_of_state(self._unresolved, self.model, self.optimizer)
 
     @functools.cached_property
     def shardings(self) -> TrainState:
         """The `NamedSharding` of every array of the state."""
-        shardings = state_shardings(self.declaration, self.optimizer, self.mesh)
-        return dataclasses.replace(shardings, ema=self._averaged(shardings.params))
+        return shardings_of_state(self._unresolved, self.model, self.optimizer, self.mesh)
 
     def abstract_state(self) -> TrainState:
         """Return the shape, dtype and sharding of every array of the state."""
-        return jax.tree.map(
-            lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
-            self.shapes,
-            self.shardings,
-        )
+        return with_shardings(self.shapes, self.shardings)
 
     def abstract_batch(self) -> AbstractBatch:
         """Return shapes and shardings of a batch: [microbatches, sequences, tokens]."""
@@ -183,8 +152,7 @@ class Program:
             params: the parameters.
             model_state: non-trainable state; by default the initial one.
         """
-        average = start_average(self._averaged(params), self.config.train.ema_dtype)
-        return init_train_state(self.declaration, params, self.optimizer, model_state, average)
+        return state_before_steps(self._unresolved, self.model, self.optimizer, params, model_state)
 
     def init(self, seed: int | None = None) -> TrainState:
         """Return a new state, each array on its devices. The values do not depend on the mesh.
@@ -193,7 +161,7 @@ class Program:
             seed: seed of the parameters; by default `train.seed`.
         """
         make: Any = jax.jit(
-            lambda key: self.state_before_steps(self.declaration.init(key)),
+            lambda key: self.state_before_steps(self.model.init(key)),
             out_shardings=self.shardings,
         )
         with self.context():
@@ -214,31 +182,9 @@ class Program:
         return make(variables)
 
     @functools.cached_property
-    def execution(self) -> Execution:
-        """Gradient reduction and recomputation. Collective: all processes must access it."""
-        config = self.config
-        if "model" in vars(self):  # a given model
-            execution = Execution(config.train.grad_sync, self.declaration.runtime.save)
-            config = execution.applied_to(config)
-        return choose_execution(
-            config, self.declaration, self.abstract_state(), self.mesh, capacity=self.capacity,
-            chip=self.chip, frozen=self.frozen_bytes,
-        )  # fmt: skip
-
-    @property
-    def frozen_bytes(self) -> int:
-        """The bytes of the frozen model's parameters on a device."""
-        return frozen_bytes(self.config, self.declaration, self.mesh, self.teacher)
-
-    @property
-    def resolved_config(self) -> JobConfig:
-        """The config with the values of `execution` in place of "auto"."""
-        return self.execution.applied_to(self.config)
-
-    @functools.cached_property
     def gradients(self) -> Gradients:
         """The function that computes gradients and loss, as `step.gradients.Gradients`."""
-        return make_gradients(self.model, self.resolved_config, self.mesh)
+        return make_gradients(self.model, self.config, self.mesh)
 
     @functools.cached_property
     def step(self) -> jax.stages.Wrapped:

@@ -36,7 +36,7 @@ def open_local(
     directory = Path(config.non_persistent_dir)
     _check_shared(directory)
     newest = {"keep_last_n": 1, "keep_best_n": 0, "dyn_ckpt_window": None}
-    section = config.model_copy(update=newest)
+    section = config.with_values(newest)
     return Checkpoints(directory, section, axes, resolved_config, stack=stack)
 
 

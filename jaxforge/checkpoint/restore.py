@@ -198,7 +198,7 @@ def opened(
 
 def at_path(config: JobConfig, path: str) -> CheckpointConfig:
     """Return the `[checkpoint]` section with another start."""
-    return config.checkpoint.model_copy(update={"load_path": path, "branch_from": None})
+    return config.checkpoint.with_values({"load_path": path, "branch_from": None})
 
 
 def start_from(

@@ -62,13 +62,11 @@ def shrink(config: JobConfig, full: int, n_devices: int) -> JobConfig:
         raise UserError("\n".join(problems))
     mesh = rules.mesh_shape(config, full)
     changes = _data_axes(config, mesh, full, n_devices)
-    distributed = config.distributed.model_copy(update=changes)
     before, ranks = data_parallel(mesh), math.prod((*changes.values(), mesh["ep"]))
     train = _accumulating(config, before, ranks)
-    batch = config.eval_batch_size(before)
-    evaluation = config.eval.model_copy(update={"batch_size": batch})
-    sections = {"distributed": distributed, "train": train, "eval": evaluation}
-    return config.model_copy(update=sections)
+    distributed = config.distributed.with_values(changes)
+    values = {"distributed": distributed, "train": train}
+    return config.with_values(values | {"eval.batch_size": config.eval_batch_size(before)})
 
 
 def check_shrinkable(config: JobConfig, n_devices: int) -> None:

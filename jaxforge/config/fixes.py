@@ -18,7 +18,7 @@ def changed(config: JobConfig, change: Change) -> JobConfig | None:
             section = type(section).model_validate({**given, field: value})
         except ValidationError:
             return None
-        config = config.model_copy(update={name: section})
+        config = config.with_values({name: section})
     return config
 
 

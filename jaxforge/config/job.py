@@ -88,10 +88,14 @@ class JobConfig(Section):
         """
         return self.eval.batch_size or self.train.microbatch_size(dp)
 
-    def with_idle_experts_skipped(self) -> "JobConfig":
-        """Return a copy of the config whose updates skip experts without tokens."""
-        optimizer = self.optimizer.model_copy(update={"skip_idle_experts": True})
-        return self.model_copy(update={"optimizer": optimizer})
+    def with_values(self, values: Mapping[str, object]) -> Self:
+        """Return a copy with other values of sections or keys, as in "train.batch_size"."""
+        changed: dict[str, Any] = {}
+        for key, value in values.items():
+            section, _, name = key.partition(".")
+            before = changed.get(section, getattr(self, section))
+            changed[section] = before.with_values({name: value}) if name else value
+        return super().with_values(changed)
 
     def usual_warmup(self, max_steps: int) -> int:
         """Return the default of `scheduler.warmup_steps`.

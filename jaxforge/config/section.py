@@ -50,6 +50,17 @@ class Section(BaseModel):
         """Yield each broken rule between keys of this section, with key names relative to it."""
         yield from ()
 
+    def with_values(self, values: Mapping[str, object]) -> Self:
+        """Return a copy with other values, which are not validated.
+
+        They do not count as set by the user (`model_fields_set`).
+
+        Args:
+            values: values by key. In a `JobConfig`, a key is a section, or a section and a name as
+                in "train.batch_size".
+        """
+        return self.model_construct(self.model_fields_set, **{**dict(self), **values})
+
     @model_validator(mode="after")
     def _obey_the_rules(self) -> Self:
         broken = problems_by_message(self.problems())

@@ -111,7 +111,7 @@ def _open_mixture(config: JobConfig) -> Mixture:
             "hf_dataset_config": source.hf_config or None,
         }
         keys = (f"data.datasets[{i}].path", "data.file_pattern")
-        datasets[source.label] = _open_shards(config, config.data.model_copy(update=alone), keys)
+        datasets[source.label] = _open_shards(config, config.data.with_values(alone), keys)
     _check_same_tokenizer(datasets)
     if any(isinstance(dataset.source, ConversationShards) for dataset in datasets.values()):
         datasets = {name: _with_all_fields(dataset) for name, dataset in datasets.items()}

@@ -22,8 +22,8 @@ from jaxforge.runs import run_directory
 from jaxforge.storage import urls
 from jaxforge.telemetry.console import begin_command
 from jaxforge.training.evaluation import Evaluator, SetSums, merge_sums, summary
+from jaxforge.training.foreign import open_foreign
 from jaxforge.training.frozen import open_frozen
-from jaxforge.training.start import open_foreign
 
 
 def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
@@ -135,16 +135,14 @@ def _with_batch(trained: TrainedModel, as_trained: JobConfig, batch_size: int | 
             f"devices: change it to {-(-batch_size // groups) * groups}, or raise --distributed.tp"
         )
     rows = batch_size or as_trained.eval_batch_size(groups)
-    section = trained.config.eval.model_copy(update={"batch_size": rows})
-    return trained.config.model_copy(update={"eval": section})
+    return trained.config.with_values({"eval.batch_size": rows})
 
 
 def _with_objective(config: JobConfig) -> JobConfig:
     """Return the config with the objective that its evaluation sets need."""
     if not sources.eval_sets_have_pairs(config):
         return config
-    train = config.train.model_copy(update={"objective": "dpo"})
-    return config.model_copy(update={"train": train})
+    return config.with_values({"train.objective": "dpo"})
 
 
 def _finite(metrics: Mapping[str, float]) -> dict[str, float | None]:

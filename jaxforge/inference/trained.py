@@ -24,7 +24,7 @@ from jaxforge.parallel.sharding import param_shardings
 from jaxforge.program import Program
 from jaxforge.runs import run_directory
 from jaxforge.state.progress import Progress
-from jaxforge.training.start import open_foreign
+from jaxforge.training.foreign import open_foreign
 
 # The mesh and the schedule of training do not apply to inference.
 _ANY_MESH = [
@@ -147,8 +147,7 @@ def open_run(
     config = run_directory.read_config(run, [*_ANY_MESH, *overrides, *_NO_TRAINING])
     devices = list(jax.devices() if devices is None else devices)
     # No accumulation; pipeline stages require at least as many microbatches as stages.
-    train = config.train.model_copy(update={"grad_accum_steps": config.distributed.pp})
-    config = config.model_copy(update={"train": train})
+    config = config.with_values({"train.grad_accum_steps": config.distributed.pp})
     rules.check(config, len(devices))
     if weights not in WEIGHTS:
         raise UserError(f'weights = "{weights}": expected one of {", ".join(WEIGHTS)}')

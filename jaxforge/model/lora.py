@@ -70,7 +70,7 @@ def _linear_layers(
 
 def _check_targets(lora: LoraConfig, layers: dict[str, Linear | ExpertLinear]) -> None:
     for pattern in lora.targets:
-        only = lora.model_copy(update={"targets": (pattern,)})
+        only = lora.with_values({"targets": (pattern,)})
         matches = [layer for name, layer in layers.items() if only.adapts(name)]
         if matches and all(isinstance(layer, ExpertLinear) for layer in matches):
             raise UserError(

@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from jaxforge.config.axes import cp_strategy
 from jaxforge.config.job import JobConfig
@@ -101,6 +102,12 @@ class Runtime(NamedTuple):
 def gpu_capability(device: jax.Device) -> str | None:
     """Return the compute capability of a GPU, such as "9.0"; None for other devices."""
     return getattr(device, "compute_capability", None) if device.platform == "gpu" else None
+
+
+def kernel_target(mesh: Mesh) -> tuple[str, str | None]:
+    """Return the platform and compute capability of a mesh's devices, which decide on kernels."""
+    device = mesh.devices.flat[0]
+    return device.platform, gpu_capability(device)
 
 
 def runtime_for(

@@ -10,13 +10,18 @@ from typing import NamedTuple
 from jax.sharding import AbstractMesh, Mesh
 
 from jaxforge.config.job import JobConfig
-from jaxforge.model.transformer import Model
+from jaxforge.config.model import ModelConfig
+from jaxforge.model.runtime import kernel_target
+from jaxforge.model.transformer import Model, build_model
+from jaxforge.optim.optimizer import build_optimizer
 from jaxforge.parallel import device_memory
 from jaxforge.parallel.device_memory import bytes_per_device, gigabytes
 from jaxforge.parallel.hardware import Chip
 from jaxforge.parallel.mesh import token_parallel_size
 from jaxforge.parallel.rates import chip_of
 from jaxforge.state.train_state import TrainState
+from jaxforge.step.frozen_model import frozen_bytes
+from jaxforge.step.initial_state import shapes_of_state, shardings_of_state, with_shardings
 from jaxforge.step.memory import step_memory
 from jaxforge.step.update_time import update_seconds
 
@@ -54,11 +59,11 @@ class Execution(NamedTuple):
     def applied_to(self, config: JobConfig) -> JobConfig:
         """Return the config with these values in place of "auto"."""
         values = {
-            "grad_sync": self.grad_sync, "activation_checkpointing": self.recomputation,
-        }  # fmt: skip
-        if all(getattr(config.train, name) == value for name, value in values.items()):
-            return config
-        return config.model_copy(update={"train": config.train.model_copy(update=values)})
+            "train.grad_sync": self.grad_sync,
+            "train.activation_checkpointing": self.recomputation,
+        }
+        is_applied = all(config.settings[key] == value for key, value in values.items())
+        return config if is_applied else config.with_values(values)
 
 
 class _Option(NamedTuple):
@@ -79,6 +84,46 @@ class _Option(NamedTuple):
             f"gradients per {self.execution.grad_sync}, {in_words(self.execution.recomputation)} "
             f"({self.seconds:.3g} s an update, {gigabytes(self.bytes)})"
         )
+
+
+def with_execution(
+    config: JobConfig,
+    mesh: Mesh,
+    *,
+    model: Model | None = None,
+    capacity: int | None = None,
+    chip: Chip | None = None,
+    teacher: ModelConfig | None = None,
+) -> tuple[JobConfig, str]:
+    """Return the config with the fastest execution that fits in place of "auto", and the reason.
+
+    Collective if the config has an "auto": all processes must call this function.
+
+    Args:
+        config: a config that `rules.check` has passed for the mesh.
+        mesh: mesh of the run.
+        model: a model to use, which recomputes what its `runtime.save` says.
+        capacity: bytes of one device; by default, those of the mesh's devices.
+        chip: figures of the devices; by default, those of the mesh's devices.
+        teacher: the `[model]` section of the teacher, whose memory counts.
+
+    Raises:
+        UserError: as `choose_execution`; or a kernel does not support the model, or the mesh splits
+            a parameter into unequal parts.
+    """
+    if model is not None:
+        config = Execution(config.train.grad_sync, model.runtime.save).applied_to(config)
+    if AUTO not in (config.train.grad_sync, config.train.activation_checkpointing):
+        return config, ""
+    model = model or build_model(config, *kernel_target(mesh))
+    optimizer = build_optimizer(config, model.axes)
+    shapes = shapes_of_state(config, model, optimizer)
+    state = with_shardings(shapes, shardings_of_state(config, model, optimizer, mesh))
+    frozen = frozen_bytes(config, model, mesh, teacher)
+    execution = choose_execution(
+        config, model, state, mesh, capacity=capacity, chip=chip, frozen=frozen
+    )
+    return execution.applied_to(config), execution.why
 
 
 def choose_execution(

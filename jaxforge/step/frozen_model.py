@@ -35,18 +35,17 @@ def frozen_config(config: JobConfig, model: ModelConfig | None = None) -> JobCon
         config: the config of the run.
         model: the `[model]` section of a teacher; by default that of the run.
     """
-    train = {"activation_checkpointing": "none", "offload": (), "objective": "next_token"}
+    values = {
+        "model": model or config.model,
+        "lora": LoraConfig(),
+        "train.activation_checkpointing": "none",
+        "train.offload": (),
+        "train.objective": "next_token",
+        "checkpoint.exclude_from_loading": ("optimizer", "progress"),
+    }
     if config.train.mixed_precision == "fp8":
-        train["mixed_precision"] = "bf16"
-    excluded = {"exclude_from_loading": ("optimizer", "progress")}
-    return config.model_copy(
-        update={
-            "model": model or config.model,
-            "lora": LoraConfig(),
-            "train": config.train.model_copy(update=train),
-            "checkpoint": config.checkpoint.model_copy(update=excluded),
-        }
-    )
+        values["train.mixed_precision"] = "bf16"
+    return config.with_values(values)
 
 
 def frozen_bytes(

@@ -17,9 +17,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxforge.config import rules
 from jaxforge.config.job import JobConfig
 from jaxforge.config.reading import load
+from jaxforge.config.resolution import World, resolve
 from jaxforge.data import sources
 from jaxforge.data.dataset import Dataset, Mixture
 from jaxforge.data.epoch import sequences_per_epoch
@@ -51,8 +51,8 @@ from jaxforge.storage.atomic_directory import (
     write_json,
 )
 from jaxforge.telemetry.console import begin_command
+from jaxforge.training.foreign import open_foreign
 from jaxforge.training.frozen import FrozenFields, open_frozen
-from jaxforge.training.start import open_foreign
 
 log = logging.getLogger(__name__)
 
@@ -64,9 +64,8 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
     begin_command()
     if jax.process_count() > 1:
         raise UserError("teacher_logits runs in one process, on all of its devices. Start only one")
-    unresolved = load.load_unresolved(args.config, overrides)
-    config = unresolved.resolve(jax.device_count(), sequences_per_epoch)
-    rules.check(config, jax.device_count())
+    written = load.load_unresolved(args.config, overrides)
+    config = resolve(written, World(jax.device_count()), sequences_per_epoch).config
     compilation.use_cache(config.train)
     output = urls.local(args.output, "--output", "copy the directory there afterwards")
     save(config, output, args.dtype, args.sequences_per_file, overwrite=args.overwrite)
@@ -193,8 +192,7 @@ def _records(
     """
     rows = program.config.train.microbatch_size(data_parallel_size(program.mesh))
     settings = frozen.model.config
-    section = settings.eval.model_copy(update={"batch_size": rows})
-    settings = settings.model_copy(update={"eval": section})
+    settings = settings.with_values({"eval.batch_size": rows})
     left, ahead = len(dataset) - first, None
     if left <= 0:
         return

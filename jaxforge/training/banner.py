@@ -12,6 +12,7 @@ from jaxforge.checkpoint.layout import split_adapters
 from jaxforge.checkpoint.replica.memory import describe_memory
 from jaxforge.config.job import JobConfig
 from jaxforge.config.model import ModelConfig
+from jaxforge.config.resolution import ResolvedRun
 from jaxforge.config.train import TrainConfig
 from jaxforge.model.fp8_layers import describe_products
 from jaxforge.model.runtime import gpu_capability
@@ -30,23 +31,30 @@ from jaxforge.training.summary import epoch_rounding
 
 
 def rows(
-    program: Program, state: TrainState, progress: Progress, frozen: FrozenFields | None = None
+    run: ResolvedRun,
+    program: Program,
+    state: TrainState,
+    progress: Progress,
+    frozen: FrozenFields | None = None,
 ) -> Mapping[str, str]:
     """Return the rows of the banner by subject.
 
     Args:
+        run: the resolved config.
         program: the program of the run.
         state: the initial state of this start.
         progress: the counters at this start.
         frozen: the reference or teacher, if the objective has one.
     """
-    return {name: text for name, text in _rows(program, state, progress, frozen) if text}
+    derived = "\n".join(run.rows())
+    named = [*_rows(program, state, progress, frozen), ("derived", derived)]
+    return {name: text for name, text in named if text}
 
 
 def _rows(
     program: Program, state: TrainState, progress: Progress, frozen: FrozenFields | None
 ) -> Iterator[tuple[str, str]]:
-    config, model, mesh = program.resolved_config, program.model, program.mesh
+    config, model, mesh = program.config, program.model, program.mesh
     train, device = config.train, jax.devices()[0]
     yield "model", _model(config.model)
     yield "experts", _experts(model)
@@ -62,8 +70,7 @@ def _rows(
     ramp = train.ramp(data_parallel_size(mesh))
     per_update = ramp.sequences(train.grad_accum_steps)
     yield "step", _step(config, per_update)
-    yield "chosen", program.execution.why
-    yield "memory", _memory(program, state)
+    yield "memory", _memory(program, state, frozen)
     if model.recipe is not None:
         capability = gpu_capability(device)
         products = describe_products(model.recipe, device.platform, capability, device.device_kind)
@@ -111,15 +118,15 @@ def _versions() -> str:
     )
 
 
-def _memory(program: Program, state: TrainState) -> str:
+def _memory(program: Program, state: TrainState, frozen: FrozenFields | None) -> str:
     """Return an estimate from shapes; `MemoryReport` logs the real figures after the first step.
 
     On CPU, the same memory also holds Python with its libraries, the compiler while it runs, data
     workers, and the copy of a state that is being saved.
     """
     needs = step_memory(
-        program.resolved_config, program.model, program.mesh, bytes_per_device(state),
-        program.frozen_bytes,
+        program.config, program.model, program.mesh, bytes_per_device(state),
+        bytes_per_device(frozen.params) if frozen and frozen.params is not None else 0,
     ).total  # fmt: skip
     has = device_memory.capacity_per_device()
     others = ""

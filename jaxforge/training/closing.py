@@ -6,16 +6,57 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from jaxforge.config.job import JobConfig
 from jaxforge.errors import StorageError
 from jaxforge.exit_codes import Exit
 from jaxforge.state.progress import Progress
 from jaxforge.training.callbacks.callback import Callback
 from jaxforge.training.callbacks.runner import Callbacks
-from jaxforge.training.exit_report import exit_code, log_failed_callback
+from jaxforge.training.exit_report import (
+    check_learned,
+    exit_code,
+    log_exit_reason,
+    log_failed_callback,
+)
 from jaxforge.training.instruments import Instruments
+from jaxforge.training.preemption import Exits
+from jaxforge.training.saves import Saves
 from jaxforge.training.saving import Saver
 
 log = logging.getLogger(__name__)
+
+
+def end_training(reason: Exit, exits: Exits, config: JobConfig, saves: Saves) -> Exit:
+    """Wait for the last saves and log why training ended.
+
+    Args:
+        reason: why the loop ended.
+        exits: logs requested ends.
+        config: the config of the run.
+        saves: the saves of the run.
+
+    Returns:
+        `reason`, or `Exit.NON_FINITE` if the state of the last steps no longer changed.
+
+    Raises:
+        UserError: a completed run has not applied any update.
+    """
+    position, bad_steps, instruments = saves.position, saves.bad_steps, saves.instruments
+    position.follow_device(instruments.tracker)
+    instruments.watchdog.clock.end_steps()
+    has_halted = bad_steps.has_halted(position.progress)
+    if has_halted and not bad_steps.rollback and reason is not Exit.MACHINE:
+        reason = Exit.NON_FINITE
+        instruments.tracker.log_latest()
+    with instruments.watchdog.section("checkpoint"):
+        saves.saver.wait()
+    saves.note_durable()
+    if reason in (Exit.COMPLETED, Exit.EARLY_STOPPED):
+        check_learned(config.train, position.progress)
+    exits.log_reason(reason, position.step)
+    log_exit_reason(reason, config, position.progress, saves.saver.latest())
+    exits.log_total_time()
+    return reason
 
 
 def close_run(

@@ -1,6 +1,7 @@
 """Early stopping: `[early_stop]` applied to the metrics of a run."""
 
 import dataclasses
+import logging
 import math
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -9,6 +10,10 @@ from jaxforge.cli.suggestions import choices
 from jaxforge.config.directions import higher_is_better
 from jaxforge.config.early_stop import EarlyStopConfig
 from jaxforge.errors import UserError
+from jaxforge.exit_codes import Exit
+from jaxforge.state.progress import Progress
+
+log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass
@@ -21,10 +26,35 @@ class EarlyStop:
             "best" and "best_step" of "metric", the name of the metric; "lr_was_above", True once
             the learning rate has reached `early_stop.min_lr` (it is lower at the start of a
             warm-up).
+        is_higher_better: direction of `early_stop.metric`, if only its task knows it.
     """
 
     config: EarlyStopConfig
     memory: dict[str, Any] = dataclasses.field(default_factory=dict)
+    is_higher_better: bool | None = None
+
+    def requested(
+        self, progress: Progress, logged: Mapping[str, float], evaluation: Mapping[str, float]
+    ) -> Exit | None:
+        """Return the exit reason if a condition holds after the latest step.
+
+        All processes have the same metrics, so they come to the same decision.
+
+        Args:
+            progress: the counters of the run; a rollback replaces its `early_stop`.
+            logged: metrics logged since the last call.
+            evaluation: metrics of an evaluation after the step.
+
+        Raises:
+            UserError: `early_stop.metric` is never logged.
+        """
+        self.memory = progress.early_stop
+        self.check_metric(logged)
+        explanation = self.reason(progress.step, {**logged, **evaluation})
+        if explanation is None:
+            return None
+        log.info("stopping early at step %d: %s", progress.step, explanation)
+        return Exit.EARLY_STOPPED
 
     def check_metric(self, logged: Mapping[str, float]) -> None:
         """Check that `early_stop.metric` is among the metrics of a logged step, if it is of steps.
@@ -103,6 +133,8 @@ class EarlyStop:
         return metrics[metric] >= target if self._is_higher_better() else metrics[metric] <= target
 
     def _is_higher_better(self) -> bool:
+        if self.is_higher_better is not None:
+            return self.is_higher_better
         is_higher_better = higher_is_better(self.config.metric, self.config.mode)
         assert is_higher_better is not None, "the rules of the config refuse unknown directions"
         return is_higher_better

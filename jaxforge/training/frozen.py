@@ -28,7 +28,7 @@ from jaxforge.config.job import JobConfig
 from jaxforge.config.model import ModelConfig
 from jaxforge.data.teacher_logits import Manifest
 from jaxforge.errors import UserError
-from jaxforge.model.runtime import gpu_capability
+from jaxforge.model.runtime import kernel_target
 from jaxforge.model.transformer import Params
 from jaxforge.parallel import agreement
 from jaxforge.program import AbstractBatch, Program
@@ -37,7 +37,7 @@ from jaxforge.state.progress import Progress
 from jaxforge.step.frozen_model import FrozenModel, frozen_config
 from jaxforge.step.update_loss import Batch
 from jaxforge.storage import urls
-from jaxforge.training.start import foreign_model
+from jaxforge.training.foreign import foreign_model
 
 log = logging.getLogger(__name__)
 
@@ -131,12 +131,12 @@ def open_frozen(
                 "pairs of answers need a reference model: set dpo.reference to its path"
             )
     assert path
-    settings, device = frozen_config(config, teacher_model(config)), program.mesh.devices.flat[0]
+    settings = frozen_config(config, teacher_model(config))
     try:
         rules.check(settings, program.mesh.size)
     except UserError as error:
         raise UserError(f"{_KEYS[objective]} = {path}: {error}") from error
-    model = FrozenModel(settings, config, program.mesh, (device.platform, gpu_capability(device)))
+    model = FrozenModel(settings, config, program.mesh, kernel_target(program.mesh))
     if objective == "dpo" and config.dpo.reference is None and config.lora.rank:
         return FrozenFields(model, None)
     return FrozenFields(model, _load(model, path, _KEYS[objective], open_foreign, progress))

@@ -2,14 +2,14 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import jax
 from rich.console import Console
 
-from jaxforge.config.batch_ramp import BatchRamp
 from jaxforge.config.job import JobConfig
 from jaxforge.parallel import agreement
+from jaxforge.parallel.mesh import data_parallel_size
 from jaxforge.program import Program
 from jaxforge.runs.attempts import AttemptLog
 from jaxforge.state.progress import Progress
@@ -28,9 +28,6 @@ from jaxforge.training.callbacks.callback import Callback
 from jaxforge.training.health.attention_logits import AttentionLogits
 from jaxforge.training.health.watchdog import Watchdog
 
-MakeStep = Callable[[Program], jax.stages.Wrapped]
-"""Makes the jitted update `(state, batch, controls) -> (state, metrics)` of a program."""
-
 
 @dataclasses.dataclass(frozen=True)
 class Session:
@@ -43,7 +40,6 @@ class Session:
         lock: lock of the run directory.
         attempt: records the account of this attempt.
         live: the live line of a terminal; None without one.
-        make_step: makes the update; None takes `Program.step`.
         metrics: values for Prometheus; None if they are not served.
     """
 
@@ -53,7 +49,6 @@ class Session:
     lock: RunLock
     attempt: AttemptLog
     live: LiveLine | None = None
-    make_step: MakeStep | None = None
     metrics: RunMetrics | None = None
 
     def show_banner(self, rows: Mapping[str, str]) -> None:
@@ -79,11 +74,16 @@ class Instruments:
     attention_logits: AttentionLogits | None = None
     attempt: AttemptLog | None = None
 
-
-def open_attention_logits(config: JobConfig, program: Program) -> AttentionLogits | None:
-    """Return the measurement of attention logits if `[metrics]` asks for it."""
-    interval = config.metrics.max_attention_logit_interval
-    return AttentionLogits(interval, program.model, program.mesh) if interval else None
+    @classmethod
+    def open(
+        cls, session: Session, program: Program, progress: Progress, profiler: Profiler
+    ) -> "Instruments":
+        """Open the writers of metrics, and the measurement of attention logits if it is on."""
+        interval, logits = program.config.metrics.max_attention_logit_interval, None
+        if interval:
+            logits = AttentionLogits(interval, program.model, program.mesh)
+        tracker = open_tracker(session, program, progress)
+        return cls(tracker, session.watchdog, profiler, logits, session.attempt)
 
 
 def open_profiler(config: JobConfig) -> Profiler:
@@ -129,17 +129,16 @@ def serving_metrics(config: JobConfig, watchdog: Watchdog) -> Iterator[RunMetric
             server.stop()
 
 
-def open_tracker(
-    session: Session, config: JobConfig, progress: Progress, ramp: BatchRamp
-) -> Tracker:
+def open_tracker(session: Session, program: Program, progress: Progress) -> Tracker:
     """Open the writers of metrics.
 
     Args:
         session: its console and live line show metrics.
-        config: the resolved config.
+        program: the program of the run.
         progress: the counters of the run.
-        ramp: sequences of each update.
     """
+    config = program.config
+    ramp = config.train.ramp(data_parallel_size(program.mesh))
     cost = StepCost.of(config, ramp.sequences(config.train.grad_accum_steps))
     examples = progress.sequences_per_epoch
     writers = open_writers(

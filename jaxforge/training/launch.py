@@ -2,7 +2,7 @@
 
 import contextlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 from rich.console import Console
@@ -12,8 +12,9 @@ from jaxforge.cli.process import began, end_now, process_start
 from jaxforge.cli.running import wide_console
 from jaxforge.config.job import JobConfig
 from jaxforge.config.reading.unresolved import UnresolvedConfig
+from jaxforge.config.resolution import known_config
 from jaxforge.exit_codes import Exit
-from jaxforge.parallel import host_memory, multihost
+from jaxforge.parallel import compilation, host_memory, multihost
 from jaxforge.program import Program
 from jaxforge.runs import run_directory
 from jaxforge.runs.attempts import AttemptLog
@@ -24,9 +25,13 @@ from jaxforge.training.build import build_trainer
 from jaxforge.training.callbacks.callback import Callback
 from jaxforge.training.health import out_of_memory
 from jaxforge.training.health.watchdog import Limits, Watchdog
-from jaxforge.training.instruments import MakeStep, Session, serving_metrics
+from jaxforge.training.hooks import named_callbacks
+from jaxforge.training.instruments import Session, serving_metrics
 from jaxforge.training.preemption import Signals
-from jaxforge.training.resolution import resolve
+from jaxforge.training.resolution import resolve_run
+
+MakeStep = Callable[[Program], jax.stages.Wrapped]
+"""Makes the jitted update `(state, batch, controls) -> (state, metrics)` of a program."""
 
 
 def train(
@@ -53,7 +58,7 @@ def train(
     console = wide_console(streams.tolerant(sys.stdout))
     setup_logging(console)
     host_memory.keep_freed_memory()
-    known = config.known if isinstance(config, UnresolvedConfig) else config
+    known = known_config(config)
     with Watchdog(Limits.of(known.train), since=process_start()) as watchdog:
         multihost.initialize(known.distributed.heartbeat_timeout_sec)
         with (
@@ -61,20 +66,23 @@ def train(
             multihost.exit_at_once_on_failure(watchdog.note_failure),
             open_live_line(console, known, watchdog) as live,
         ):
-            config = resolve(config, watchdog)
-            program = Program(config)
+            run = resolve_run(config, watchdog)
+            config = run.config
+            compilation.use_cache(config.train)
+            users = [*callbacks, *named_callbacks(config)]
+            program = Program(config, collect=[name for user in users for name in user.collect])
             with (
                 Signals(config.train.shutdown_timeout_sec) as signals,
                 RunLock(run_directory.root(config)) as lock,
                 AttemptLog(watchdog.clock) as attempt,
                 program.context(),
-                out_of_memory.explained(config, program.mesh),
+                out_of_memory.explained(program),
                 serving_metrics(config, watchdog) as metrics,
             ):
-                session = Session(
-                    callbacks, console, watchdog, lock, attempt, live, make_step, metrics
-                )
-                trainer = build_trainer(config, program.mesh, session)
+                if make_step is not None:
+                    program.step, program.pads_batches = make_step(program), False
+                session = Session(users, console, watchdog, lock, attempt, live, metrics)
+                trainer = build_trainer(run, program, session)
                 reason: Exit | None = None
                 try:
                     reason = trainer.train(signals, since)

@@ -145,9 +145,10 @@ class Saver:
         step = self.latest()
         return None if step is None else self.permanent.path(step)
 
-    def set_direction(self, *, is_higher_better: bool) -> None:
-        """Set whether higher values of `checkpoint.best_metric` are better."""
-        self.permanent.is_higher_better = is_higher_better
+    def set_direction(self, is_higher_better: bool | None) -> None:
+        """Set whether higher values of `checkpoint.best_metric` are better; None: by its name."""
+        if is_higher_better is not None:
+            self.permanent.is_higher_better = is_higher_better
 
     def note_best(self, progress: Progress, evaluation: Mapping[str, float]) -> bool:
         """Record the metric that ranks checkpoints; return whether it is the best so far."""

@@ -42,7 +42,7 @@ class StepCompiler(NamedTuple):
         return cls(flags, Executable(path, program.mesh) if path else None)
 
     def lower(
-        self, program: Program, config: JobConfig, frozen: FrozenFields | None, batch: Batch
+        self, program: Program, frozen: FrozenFields | None, batch: Batch
     ) -> Callable[[], CompiledSteps]:
         """Trace the programs of a run, and return a function that compiles them.
 
@@ -51,7 +51,6 @@ class StepCompiler(NamedTuple):
 
         Args:
             program: the program of the run.
-            config: its `resolved_config`.
             frozen: adds the fields of `train.objective` to batches.
             batch: the first batch.
         """
@@ -61,7 +60,7 @@ class StepCompiler(NamedTuple):
             fields = frozen.lower(program.abstract_state().variables, batches)
         return functools.partial(
             self._compile,
-            config,
+            program.config,
             frozen,
             program.lower_sizes(batch),
             program.lower_paddings(batch),

@@ -4,6 +4,7 @@ import itertools
 import logging
 from bisect import bisect_right
 from collections.abc import Callable, Container, Iterator, Sequence
+from typing import NamedTuple
 
 from jax.sharding import Mesh
 
@@ -23,12 +24,27 @@ from jaxforge.data.segments import Segment, exhausted_at, limits_of
 from jaxforge.errors import UserError
 from jaxforge.parallel import agreement
 from jaxforge.parallel.mesh import data_parallel_size
+from jaxforge.program import Program
 from jaxforge.state.progress import Progress
 from jaxforge.step.train_step import Controls
 from jaxforge.step.update_loss import Batch
 from jaxforge.training.phases import Phases
 
 log = logging.getLogger(__name__)
+
+
+class DataSets(NamedTuple):
+    """The data of a run.
+
+    Attributes:
+        training: the training data.
+        evaluation: evaluation sets by name.
+        identity: fingerprints of all data.
+    """
+
+    training: Dataset | Mixture | Streaming
+    evaluation: dict[str, Dataset]
+    identity: dict[str, Fingerprint]
 
 
 class TrainingData:
@@ -45,24 +61,29 @@ class TrainingData:
 
     @classmethod
     def of(
-        cls,
-        config: JobConfig,
-        mesh: Mesh,
-        dataset: Dataset | Mixture | Streaming,
-        ramp: BatchRamp,
+        cls, program: Program, data_sets: DataSets, progress: Progress, *, has_begun: bool
     ) -> "TrainingData":
-        """Return the batches of a config.
+        """Return the batches of a run, after a check that its data did not change.
+
+        The data are recorded in `progress`; nothing is read yet.
 
         Args:
-            config: the resolved config.
-            mesh: the mesh of the run.
-            dataset: the training data.
-            ramp: sizes of the batch over the run.
+            program: the program of the run.
+            data_sets: the data of the run.
+            progress: the counters at this start.
+            has_begun: True if the run starts from a checkpoint.
+
+        Raises:
+            UserError: as `record_data`; or the data end before the run.
         """
-        phases = phases_of(config, dataset)
-        return cls(
+        config, mesh, dataset = program.config, program.mesh, data_sets.training
+        ramp, phases = batch_ramp(config, mesh), phases_of(config, dataset)
+        record_data(config, progress, data_sets, rows=ramp.rows, has_begun=has_begun)
+        data = cls(
             lambda progress: batches_from(progress, config, mesh, dataset, phases, ramp), phases
         )
+        data.open(progress)
+        return data
 
     def open(self, progress: Progress) -> None:
         """Start the iterator at the position of `progress`."""
@@ -170,13 +191,8 @@ def check_not_exhausted(
     )
 
 
-def open_data(
-    config: JobConfig,
-) -> tuple[Dataset | Mixture | Streaming, dict[str, Dataset], dict[str, Fingerprint]]:
+def open_data(config: JobConfig) -> DataSets:
     """Open training and evaluation data, and compare their fingerprints over all processes.
-
-    Returns:
-        The training data, evaluation sets by name, and the fingerprints.
 
     Raises:
         UserError: the data are missing, damaged, do not fit the model, or differ between processes.
@@ -191,14 +207,13 @@ def open_data(
     agreement.check(identity)
     if failure:
         raise failure
-    return dataset, eval_data, identity
+    return DataSets(dataset, eval_data, identity)
 
 
 def record_data(
     config: JobConfig,
     progress: Progress,
-    dataset: Dataset | Mixture | Streaming,
-    identity: dict[str, Fingerprint],
+    data_sets: DataSets,
     *,
     rows: int,
     has_begun: bool,
@@ -208,8 +223,7 @@ def record_data(
     Args:
         config: the resolved config.
         progress: the counters at this start; fingerprints and epoch length are updated.
-        dataset: the training data.
-        identity: fingerprints of all data.
+        data_sets: the data of this start.
         rows: sequences per microbatch.
         has_begun: True if the run starts from a checkpoint.
 
@@ -219,10 +233,11 @@ def record_data(
     """
     if has_begun:
         check_random_tokens(config.data, progress.data)
-    for change in check_unchanged(config.data.on_change, progress.data, identity, progress.step):
+    now = data_sets.identity
+    for change in check_unchanged(config.data.on_change, progress.data, now, progress.step):
         log.warning("the data changed since step %d: %s", progress.step, change)
-    progress.data = identity
-    progress.sequences_per_epoch = sequences_per_epoch(config, rows, dataset)
+    progress.data = now
+    progress.sequences_per_epoch = sequences_per_epoch(config, rows, data_sets.training)
     if config.checkpoint.epoch_interval and not progress.sequences_per_epoch:
         raise UserError(
             f"checkpoint.epoch_interval = {config.checkpoint.epoch_interval}: random tokens, "

@@ -17,7 +17,7 @@ from jaxforge.config.lora import is_adapter
 from jaxforge.errors import UserError
 from jaxforge.model.dropout import Dropout, layer_keys
 from jaxforge.optim.random_bits import draw_key, random_words
-from jaxforge.training.start import open_foreign
+from jaxforge.training.foreign import open_foreign
 from tests.helpers import random_batches, setup
 from tests.torch_compat import huggingface
 from torch_compat.checkpoint import checkpoints, inspection

@@ -358,7 +358,7 @@ def test_huggingface_directory_of_bin_files_is_read(tmp_path):
 
 
 def test_training_starts_from_a_file(job, tmp_path):
-    from jaxforge.training.start import open_foreign
+    from jaxforge.training.foreign import open_foreign
 
     file = save(job, tmp_path / "checkpoint.pt", step=STEPS)
     source = open_foreign(str(file), make_config(CONFIG))

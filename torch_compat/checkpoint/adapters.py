@@ -68,7 +68,7 @@ _MERGED = 1 << 20  # elements of a base weight that are merged at a time
 
 def without_adapters(config: JobConfig) -> JobConfig:
     """Return the config of the model with merged adapters."""
-    return config.model_copy(update={"lora": LoraConfig()}) if config.lora.rank else config
+    return config.with_values({"lora": LoraConfig()}) if config.lora.rank else config
 
 
 def merge(base: CheckpointState, adapters: Tensors, scale: float) -> CheckpointState:
@@ -171,7 +171,7 @@ class PeftConfig:
             return values.get(next(names, ""), usual)
 
         rank, alpha = find(self.ranks, self.lora.rank), find(self.alphas, self.lora.alpha)
-        return self.lora.model_copy(update={"rank": int(rank), "alpha": alpha})
+        return self.lora.with_values({"rank": int(rank), "alpha": alpha})
 
 
 def is_peft(directory: Directory) -> bool:

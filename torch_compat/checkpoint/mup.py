@@ -42,7 +42,7 @@ def to_standard(model: ModelConfig) -> ModelConfig:
         **(tied if model.tie_embeddings else {}),
         **(scores if model.qk_norm else {}),
     }
-    return model if model.mup_base_width is None else model.model_copy(update=changed)
+    return model if model.mup_base_width is None else model.with_values(changed)
 
 
 def fold_multipliers(params: Tensors, model: ModelConfig) -> Tensors:

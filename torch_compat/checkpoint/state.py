@@ -151,7 +151,8 @@ class AbstractTarget:
 
     def with_idle_experts_skipped(self) -> "AbstractTarget":
         """Return the target of a run that counts the updates of each expert."""
-        return dataclasses.replace(self, config=self.config.with_idle_experts_skipped())
+        config = self.config.with_values({"optimizer.skip_idle_experts": True})
+        return dataclasses.replace(self, config=config)
 
     @property
     def scalars(self) -> tuple[str, ...]:

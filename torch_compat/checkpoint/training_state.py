@@ -18,8 +18,7 @@ def program_of(config: JobConfig) -> Program:
 
     Rounding compensations are omitted: no other framework has them, and runs begin with zeros.
     """
-    train = config.train.model_copy(update={"param_rounding": "nearest"})
-    return Program.without_devices(config.model_copy(update={"train": train}))
+    return Program.without_devices(config.with_values({"train.param_rounding": "nearest"}))
 
 
 def model_shapes(config: JobConfig) -> tuple[dict[str, Shape], dict[str, Shape]]:

@@ -176,14 +176,14 @@ def open_source(request: Request) -> Source:
         absent = check_present(checkpoint, declared, where)
         notes += [*invisible_differences(trained.model, config.model), *absent]
     elif checkpoint.counts_experts:
-        config = config.with_idle_experts_skipped()
+        config = config.with_values({"optimizer.skip_idle_experts": True})
     if to == "jaxforge":
         checkpoint = _for_new_run(checkpoint, resumes=has_moments)
     else:
         checkpoint = dataclasses.replace(
             checkpoint, params=mup.fold_multipliers(checkpoint.params, config.model)
         )
-        config = config.model_copy(update={"model": mup.to_standard(config.model)})
+        config = config.with_values({"model": mup.to_standard(config.model)})
     if to != "hf" and request.dtype:  # the writer of "hf" knows what its family keeps in float32
         if request.dtype == hf_state.IN_8_BITS:
             raise UserError(f"--dtype {request.dtype} is possible with --to hf only")

@@ -77,8 +77,8 @@ class RunWriter(Writer):
 def config_for_run(config: JobConfig, run: Path) -> JobConfig:
     """Return the config for a run directory, with the directory as `checkpoint.dir`."""
     start = {"load_path": None, "branch_from": None}
-    checkpoint = config.checkpoint.model_copy(update={"dir": str(run), **start})
-    return config.model_copy(update={"checkpoint": checkpoint})
+    checkpoint = config.checkpoint.with_values({"dir": str(run), **start})
+    return config.with_values({"checkpoint": checkpoint})
 
 
 def _copy_files(source: Path, target: Path) -> None:

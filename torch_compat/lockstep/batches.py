@@ -60,8 +60,7 @@ def _load_file(path: Path) -> Arrays:
 
 def _from_data(config: JobConfig, rows: int, tokens: int) -> Arrays:
     """Return the beginnings of the first sequences, without document masks."""
-    train = config.train.model_copy(update={"batch_size": rows})
-    config = config.model_copy(update={"train": train})
+    config = config.with_values({"train.batch_size": rows})
     mesh = make_mesh(config, jax.devices()[:1])
     dataset = sources.open_training_data(config)
     batch = next(loader.training_batches(config, mesh, dataset, 0, 1))

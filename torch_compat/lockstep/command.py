@@ -89,7 +89,7 @@ def lockstep(job: Job) -> Report:
     """
     reference = checkpoints.find(job.checkpoint)
     config = load_config(reference, job)
-    standard = config.model_copy(update={"model": mup.to_standard(config.model)})
+    standard = config.with_values({"model": mup.to_standard(config.model)})
     subject = torch_model.build(job.spec, standard)
     # The dialect option is about the module; only a DCP has no other record of its names.
     dialect_of_keys = job.dialect if reference.is_torch else None
@@ -157,14 +157,9 @@ def load_config(reference: CheckpointRef, job: Job) -> JobConfig:
 
 def with_cross_entropy_only(config: JobConfig) -> JobConfig:
     """Return the config with plain cross-entropy, the default loss of the torch model."""
-    model = {"moe_aux_loss_weight": 0.0, "moe_sequence_aux_loss_weight": 0.0,
-             "moe_router_z_loss_weight": 0.0}  # fmt: skip
-    return config.model_copy(
-        update={
-            "model": config.model.model_copy(update=model),
-            "train": config.train.model_copy(update={"z_loss_weight": 0.0}),
-        }
-    )
+    weights = ("moe_aux_loss_weight", "moe_sequence_aux_loss_weight", "moe_router_z_loss_weight")
+    values = {f"model.{name}": 0.0 for name in weights}
+    return config.with_values(values | {"train.z_loss_weight": 0.0})
 
 
 def choose_dialect(

@@ -125,9 +125,7 @@ def _gradients(model: Model, config: JobConfig) -> Callable[..., tuple]:
 def _two_updates(program: Program) -> Callable[..., tuple]:
     """Return two updates at a constant rate, without clipping, as in torch's optimizer."""
     config = program.config
-    train = config.train.model_copy(update={"grad_clip_norm": _NO_CLIP})
-    scheduler = config.scheduler.model_copy(update={"name": "none"})
-    plain = config.model_copy(update={"train": train, "scheduler": scheduler})
+    plain = config.with_values({"train.grad_clip_norm": _NO_CLIP, "scheduler.name": "none"})
     optimizer = Program(plain, program.mesh, model=program.model).optimizer
 
     def updates(grads: Params, params: Params) -> tuple[PyTree, PyTree]:

@@ -242,8 +242,7 @@ class _Batch:
             raise _Unknown("the training data are not read here: give updates, a share or tokens")
         config = self.known
         for (section, key, *_), duration in self.durations.items():
-            changed = getattr(config, str(section)).model_copy(update={str(key): duration})
-            config = config.model_copy(update={str(section): changed})
+            config = config.with_values({f"{section}.{key}": duration})
         assert self.rows is not None
         length = self.epoch_length(config, self.rows)
         if length is None:

@@ -24,7 +24,8 @@ from jaxforge.parallel.xla_flags import Option
 from jaxforge.program import Program
 from jaxforge.state.train_state import TrainState
 from jaxforge.step.executable import CompiledStep
-from jaxforge.step.execution import Execution
+from jaxforge.step.execution import with_execution
+from jaxforge.step.frozen_model import frozen_bytes
 from jaxforge.tools.plan.hlo import HloProgram, parse_arrays
 from jaxforge.tools.plan.topology import CPU, TPUS, Topology
 from jaxforge.training.callbacks.runner import Callbacks
@@ -72,7 +73,8 @@ class Step(NamedTuple):
 
     Attributes:
         mesh: mesh of the step.
-        execution: gradient reduction and recomputation, and the reason.
+        config: the config, with an execution in place of "auto".
+        why: reason of that execution; empty if the config names it.
         program: the optimized program; None if the compiler ran out of device memory.
         memory: memory of one device.
         seconds: compile time.
@@ -80,7 +82,8 @@ class Step(NamedTuple):
     """
 
     mesh: Mesh
-    execution: Execution
+    config: JobConfig
+    why: str
     program: HloProgram | None
     memory: Memory
     seconds: float
@@ -129,8 +132,10 @@ def compile_step(
     hooks = Callbacks(named_callbacks(config))
     capacity = chip.memory if chip else capacity_per_device()
     mesh = make_mesh(config, devices)
-    train = Program(config, mesh, collect=hooks.collect, capacity=capacity, teacher=teacher)
-    execution, parts = train.execution, _Parts(train, train.abstract_state(), capacity)
+    config, why = with_execution(config, mesh, capacity=capacity, teacher=teacher)
+    train = Program(config, mesh, collect=hooks.collect)
+    frozen = frozen_bytes(config, train.model, mesh, teacher)
+    parts = _Parts(train, train.abstract_state(), capacity, frozen)
     flags = config.train.xla_flags
     options = xla_flags.compiler_options(
         device, flags, has=xla_flags.traits(config, train.model.runtime.unroll)
@@ -153,13 +158,13 @@ def compile_step(
         if not is_out_of_memory(error):
             raise
         memory = parts.memory(_required_bytes(str(error), parts.state), None)
-        return Step(mesh, execution, None, memory, time.perf_counter() - start, {})
+        return Step(mesh, config, why, None, memory, time.perf_counter() - start, {})
     seconds = time.perf_counter() - start
     text = compiled.as_text()
     assert text is not None
     program = HloProgram(text, len(devices))
     memory = parts.memory(peak_memory(compiled, device.platform), program)
-    return Step(mesh, execution, program, memory, seconds, steps)
+    return Step(mesh, config, why, program, memory, seconds, steps)
 
 
 def peak_memory(compiled: jax.stages.Compiled, platform: str) -> int:
@@ -217,6 +222,7 @@ class _Parts(NamedTuple):
     train: Program
     state: TrainState
     capacity: int
+    frozen: int
 
     def memory(self, peak: int, program: HloProgram | None) -> Memory:
         """Split the peak into its parts; activations are 0 without a program."""
@@ -225,18 +231,16 @@ class _Parts(NamedTuple):
         gradients = self._gradients()
         activations = self._saved(program) if program else 0
         other = max(0, peak - parameters - optimizer - gradients - activations)
-        frozen = self.train.frozen_bytes
         return Memory(
-            peak + frozen, self.capacity, parameters, optimizer, frozen, gradients, activations,
-            other,
+            peak + self.frozen, self.capacity, parameters, optimizer, self.frozen, gradients,
+            activations, other,
         )  # fmt: skip
 
     @property
     def _gathers_weights(self) -> bool:
         """True if weights and gradients are unsharded over the data axes for a whole update."""
-        return (
-            self.train.execution.grad_sync == "update" and token_parallel_size(self.train.mesh) > 1
-        )
+        per_update = self.train.config.train.grad_sync == "update"
+        return per_update and token_parallel_size(self.train.mesh) > 1
 
     def _gradients(self) -> int:
         """Return the bytes of accumulated gradients."""

@@ -13,11 +13,11 @@ import jax
 
 from jaxforge.checkpoint.relayout import by_layer
 from jaxforge.cli.redaction import redacted
-from jaxforge.config import rules
 from jaxforge.config.ineffective_settings import answers, ineffective_settings
 from jaxforge.config.job import JobConfig, toml
 from jaxforge.config.reading.schema import REGISTRIES
 from jaxforge.config.reading.unresolved import UnresolvedConfig
+from jaxforge.config.resolution import ResolvedRun, World, resolve
 from jaxforge.data.epoch import sequences_per_epoch
 from jaxforge.parallel import device_memory, multihost
 from jaxforge.parallel.mesh import abstract_mesh, data_parallel_size, describe_mesh, make_mesh
@@ -39,7 +39,7 @@ from jaxforge.tools.plan.dry_run_memory import (
 )
 from jaxforge.training.banner import describe_average
 from jaxforge.training.hooks import named_hook
-from jaxforge.training.start import resolve_skip_idle_experts
+from jaxforge.training.resolution import with_idle_experts
 from jaxforge.training.summary import schedule_summary
 
 
@@ -62,8 +62,8 @@ def run(config: UnresolvedConfig, devices: str) -> int:
     if not target:
         multihost.open_devices()
     n = target[0] if target else jax.device_count()
-    resolved = config.resolve(n, epoch_length)
-    rules.check(resolved, n)
+    started = resolve(config, World(n), epoch_length)
+    resolved = started.config
     check_libraries(resolved.metrics)
     for hook in resolved.plugins.hooks:
         if hook.rpartition(".")[0] in sys.modules:  # otherwise the plugin is not trusted
@@ -77,7 +77,8 @@ def run(config: UnresolvedConfig, devices: str) -> int:
         return 0
     kinds = target[1] if target else [this_device()]
     missing = list(checks.missing_data_warnings(resolved)) if target else []
-    resolved, notes = _as_started(resolved, is_elsewhere=target is not None)
+    started, notes = _as_started(started, is_elsewhere=target is not None)
+    resolved = started.config
     data, data_rows = open_data(resolved, opens=not missing, is_elsewhere=target is not None)
     if not target:
         missing = list(checks.disk_warnings(resolved))
@@ -89,6 +90,8 @@ def run(config: UnresolvedConfig, devices: str) -> int:
     model, state, fits = fits_by_device(resolved, mesh, kinds, teacher)
     run_row = run_directory_row(resolved, by_layer(state, model.stack), data)
     _show("config, where it is not the default", _differences(resolved))
+    if derived := list(started.rows()):
+        _show("derived", derived)
     _show("schedule", schedule_summary(resolved, dp, per_epoch or None).splitlines())
     _show("machine", [f"{n} device(s), mesh: {describe_mesh(mesh.shape)}"])
     _show("data", data_rows)
@@ -113,26 +116,22 @@ def run(config: UnresolvedConfig, devices: str) -> int:
     return 0
 
 
-def _as_started(config: JobConfig, *, is_elsewhere: bool) -> tuple[JobConfig, list[str]]:
-    """Return the config with the settings that a start would make, and a note on each setting.
+def _as_started(run: ResolvedRun, *, is_elsewhere: bool) -> tuple[ResolvedRun, list[str]]:
+    """Return the run with the settings that a start takes from a checkpoint, and notes.
 
     Raises:
         UserError: the checkpoint that a run would start from is damaged, or of another model.
     """
-    section = config.checkpoint
+    config, section = run.config, run.config.checkpoint
     if not config.model.is_moe or config.optimizer.skip_idle_experts is not None:
-        return config, []
+        return run, []
     start_path = section.start_path
     for location in filter(None, (section.dir, start_path)):
         is_named = location is start_path
         if urls.in_bucket(location) or (is_elsewhere and is_named and not Path(location).exists()):
-            return config, [f"optimizer.skip_idle_experts: a start takes it from {location}, "
-                            "which was not read"]  # fmt: skip
-    started = resolve_skip_idle_experts(config)
-    if started is config:
-        return config, []
-    return started, ["optimizer.skip_idle_experts: a start sets it to true, as in the checkpoint "
-                     "that the run starts from"]  # fmt: skip
+            return run, [f"optimizer.skip_idle_experts: a start takes it from {location}, "
+                         "which was not read"]  # fmt: skip
+    return with_idle_experts(run), []
 
 
 def _unknown(config: JobConfig) -> list[str]:

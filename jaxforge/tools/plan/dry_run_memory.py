@@ -27,6 +27,7 @@ from jaxforge.parallel.rates import SIMILAR
 from jaxforge.program import Program
 from jaxforge.state.train_state import TrainState
 from jaxforge.step.execution import in_words
+from jaxforge.step.frozen_model import frozen_bytes
 from jaxforge.telemetry.numbers import human
 from jaxforge.tools.plan.memory_fit import SLACK, Fit, estimate_fit
 from jaxforge.tools.plan.topology import CPU, Topology
@@ -105,8 +106,8 @@ def fits_by_device(
         except UserError as error:
             first_error = first_error or error
             continue
-        program = Program(config, mesh, model=model, teacher=teacher)
-        state, frozen = program.abstract_state(), program.frozen_bytes
+        state = Program(config, mesh, model=model).abstract_state()
+        frozen = frozen_bytes(config, model, mesh, teacher)
         fits[device] = estimate_fit(
             config, model, state, mesh, device.capacity, frozen, device.chip
         )

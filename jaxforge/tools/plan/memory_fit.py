@@ -79,8 +79,7 @@ def estimate_fit(
 
 def with_batch_size(config: JobConfig, rows: int) -> JobConfig:
     """Return the config with this number of sequences per device in a microbatch."""
-    changed = {"batch_size": rows, "global_batch_size": None}
-    return config.model_copy(update={"train": config.train.model_copy(update=changed)})
+    return config.with_values({"train.batch_size": rows, "train.global_batch_size": None})
 
 
 def _largest(fits: Callable[[int], bool]) -> int:

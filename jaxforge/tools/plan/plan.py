@@ -4,10 +4,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from jaxforge.config import rules
 from jaxforge.config.ineffective_settings import ineffective_settings
 from jaxforge.config.job import JobConfig
 from jaxforge.config.reading.unresolved import UnresolvedConfig
+from jaxforge.config.resolution import World, resolve
 from jaxforge.data.epoch import sequences_per_epoch
 from jaxforge.errors import UserError
 from jaxforge.model.flops import causal_flops_per_token, flops_per_token, pairs_twice
@@ -108,10 +108,8 @@ def plan(
     """
     result, devices = Plan(topology), devices_of(topology)
     try:
-        if isinstance(config, UnresolvedConfig):
-            config = config.resolve(topology.n_devices, sequences_per_epoch)
+        config = resolve(config, World(topology.n_devices), sequences_per_epoch).config
         result.config = config
-        rules.check(config, topology.n_devices)
         platform = CHIPS[topology.chip].platform if topology.chip in CHIPS else topology.chip
         result.warnings = [
             *ineffective_settings(config, platform), *checks.warnings(config, topology.n_devices)
@@ -121,6 +119,7 @@ def plan(
         step = result.step = compile_step(
             config, topology, devices, every_size=every_size, teacher=teacher
         )
+        config = result.config = step.config
     except UserError as error:
         result.errors = str(error).splitlines()
         return result
@@ -187,7 +186,6 @@ def estimate(config: JobConfig, topology: Topology, step: Step, line: Timeline) 
 
 
 def _advice(config: JobConfig, step: Step) -> Iterator[str]:
-    config = step.execution.applied_to(config)
     memory, train = step.memory, config.train
     state = 2 * memory.parameters + memory.optimizer  # gradients are as large as parameters
     yield from out_of_memory.fewer_copies(config, step.mesh)
@@ -195,7 +193,7 @@ def _advice(config: JobConfig, step: Step) -> Iterator[str]:
         yield from out_of_memory.smaller_state(config, state, memory.capacity)
         return
     dp = data_parallel_size(step.mesh)
-    reduces_whole = step.execution.grad_sync == "update" and token_parallel_size(step.mesh) > 1
+    reduces_whole = train.grad_sync == "update" and token_parallel_size(step.mesh) > 1
     yield from out_of_memory.smaller_step(
         config, train.microbatch_size(dp) // dp, reduces_whole=reduces_whole
     )
@@ -221,7 +219,12 @@ def as_json(planned: Plan, price: float | None = None) -> dict[str, Any]:
         sizes = planned.step.memory._asdict()
         report["memory_per_device"] = {f"{name}_bytes": size for name, size in sizes.items()}
         report["pipeline_bubble"] = bubble(planned)
-        report["execution"] = planned.step.execution._asdict()
+        train = planned.step.config.train
+        report["execution"] = {
+            "grad_sync": train.grad_sync,
+            "recomputation": train.activation_checkpointing,
+            "why": planned.step.why,
+        }
         report["compile_seconds"] = round(planned.step.seconds, 1)
     if planned.timeline is not None:
         report["collectives"] = [

@@ -15,6 +15,7 @@ from rich.table import Table
 from jaxforge.cli.running import wide_console
 from jaxforge.config.reading import load
 from jaxforge.config.reading.unresolved import UnresolvedConfig
+from jaxforge.config.resolution import World, resolve
 from jaxforge.data.epoch import sequences_per_epoch
 from jaxforge.errors import UserError
 from jaxforge.exit_codes import Exit
@@ -79,7 +80,7 @@ def plan_devices(
 def _search(
     args: argparse.Namespace, topology: Topology, config: UnresolvedConfig, console: Console
 ) -> int:
-    resolved = config.resolve(topology.n_devices, sequences_per_epoch)
+    resolved = resolve(config, World(topology.n_devices), sequences_per_epoch).config
     candidates = search.search(
         resolved, topology, most=args.search, jobs=args.jobs, console=Console(stderr=True)
     )
@@ -121,11 +122,9 @@ def _write_files(
     if args.html:
         _write("--html", args.html, page(planned, others))
     path, step = args.save_executable, planned.step
-    if path and step is not None and planned.config is not None and planned.fits:
+    if path and step is not None and planned.fits:
         with reporting_write_errors("--save-executable", path):
-            executable.write(
-                path, step.executables, step.execution.applied_to(planned.config), step.mesh
-            )
+            executable.write(path, step.executables, step.config, step.mesh)
 
 
 def _write(option: str, path: str, text: str) -> None:
@@ -218,9 +217,9 @@ def _memory(planned: Plan) -> Iterator[tuple[str, str, str]]:
     for name, size in memory.parts.items():
         yield name, format_gb(size), ""
     yield "at the peak", format_gb(memory.peak), f"of {format_gb(memory.capacity)}"
-    execution = planned.step.execution
-    yield "gradients", f"per {execution.grad_sync}", ""
-    yield "recomputation", execution.recomputation, execution.why
+    train = planned.step.config.train
+    yield "gradients", f"per {train.grad_sync}", ""
+    yield "recomputation", train.activation_checkpointing, planned.step.why
     if idle := bubble(planned):
         yield "pipeline", f"{idle:.1%}", "idle"
     yield "compiled in", f"{planned.step.seconds:.1f} s", ""

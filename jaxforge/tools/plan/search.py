@@ -27,13 +27,15 @@ from jaxforge.config import axes, rules
 from jaxforge.config.job import JobConfig
 from jaxforge.config.section import Table
 from jaxforge.errors import UserError
+from jaxforge.model.runtime import kernel_target
 from jaxforge.model.transformer import Model, build_model
 from jaxforge.parallel.device_memory import bytes_per_device
 from jaxforge.parallel.hardware import CHIPS
 from jaxforge.parallel.mesh import make_mesh
 from jaxforge.program import Program
 from jaxforge.step.executable import installed_version
-from jaxforge.step.execution import RECOMPUTATIONS
+from jaxforge.step.execution import RECOMPUTATIONS, with_execution
+from jaxforge.step.frozen_model import frozen_bytes
 from jaxforge.step.memory import step_memory
 from jaxforge.step.update_time import update_seconds
 from jaxforge.storage import safe_files
@@ -177,11 +179,11 @@ def given_candidate(config: JobConfig, topology: Topology) -> Iterator[Candidate
     given = replaced(config, {"batch_size": rows}, {})
     try:
         placed = make_mesh(given, devices_of(topology))
-        program = Program(given, placed, capacity=chip.memory, chip=chip)
-        resolved = program.resolved_config
+        resolved, _ = with_execution(given, placed, capacity=chip.memory, chip=chip)
+        model = build_model(resolved, *kernel_target(placed))
     except UserError:
         return
-    yield Candidate(resolved, mesh, update_seconds(resolved, program.model, placed, chip))
+    yield Candidate(resolved, mesh, update_seconds(resolved, model, placed, chip))
 
 
 def fitting_candidates(config: JobConfig, topology: Topology) -> Iterator[Candidate]:
@@ -191,11 +193,8 @@ def fitting_candidates(config: JobConfig, topology: Topology) -> Iterator[Candid
 
     @functools.cache
     def model_of(save: str, pp: int) -> Model:
-        d = config.distributed.model_copy(update={"pp": pp})
-        train = config.train.model_copy(update={"activation_checkpointing": save})
-        return build_model(
-            config.model_copy(update={"distributed": d, "train": train}), chip.platform
-        )
+        values = {"distributed.pp": pp, "train.activation_checkpointing": save}
+        return build_model(config.with_values(values), chip.platform)
 
     @functools.cache
     def state_of(mesh: Mesh) -> tuple[int, int] | None:
@@ -205,8 +204,8 @@ def fitting_candidates(config: JobConfig, topology: Topology) -> Iterator[Candid
         """
         model = model_of("full", mesh.shape["pp"])
         try:
-            program = Program(config, mesh, model=model, teacher=teacher)
-            return bytes_per_device(program.abstract_state()), program.frozen_bytes
+            state = Program(config, mesh, model=model).abstract_state()
+            return bytes_per_device(state), frozen_bytes(config, model, mesh, teacher)
         except UserError:
             return None
 
@@ -279,10 +278,10 @@ def meshes(config: JobConfig, n_devices: int) -> Iterator[dict[str, int]]:
 
 def replaced(config: JobConfig, train: Mapping[str, Any], mesh: Mapping[str, int]) -> JobConfig:
     """Return the config with other values in `[train]` and in the axes of `[distributed]`."""
-    return config.model_copy(
-        update={
-            "train": config.train.model_copy(update=train),
-            "distributed": config.distributed.model_copy(update=mesh),
+    return config.with_values(
+        {
+            "train": config.train.with_values(train),
+            "distributed": config.distributed.with_values(mesh),
         }
     )
 

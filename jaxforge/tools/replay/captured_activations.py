@@ -101,7 +101,7 @@ def from_set(
     trained = inference.open_run(path, [*overrides, *set_overrides(sets)])
     compute = _capture_function(trained.model, trained.mesh, wanted)
     config = run_directory.read_config(trained.run, [*overrides, *set_overrides(sets)])
-    config = trained.config.model_copy(update={"eval": config.eval})
+    config = trained.config.with_values({"eval": config.eval})
     if not config.eval.sources():
         raise UserError(f"{trained.run} has no [eval] section. Give --set NAME=DIR or --step N")
     datasets = list(sources.open_eval_data(config).values())

@@ -36,8 +36,8 @@ from jaxforge.state.progress import Progress
 from jaxforge.state.train_state import TrainState
 from jaxforge.step.train_step import Batch, Controls, Metrics, TrainStep
 from jaxforge.storage import trust
+from jaxforge.training.foreign import open_foreign
 from jaxforge.training.frozen import open_frozen
-from jaxforge.training.start import open_foreign
 from jaxforge.training.training_data import TrainingData, batches_from, phases_of
 
 log = logging.getLogger(__name__)

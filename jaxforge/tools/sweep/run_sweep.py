@@ -8,8 +8,8 @@ from pathlib import Path
 
 import jax
 
-from jaxforge.config import rules
 from jaxforge.config.reading.load import load_unresolved
+from jaxforge.config.resolution import World, resolve
 from jaxforge.data.epoch import sequences_per_epoch
 from jaxforge.errors import UserError
 from jaxforge.program import Program
@@ -85,8 +85,8 @@ def _planned(point: Point, path: str, settings: Sequence[str], devices: int) -> 
         raise UserError(f"checkpoint.dir = {root}: a sweep is in a directory, not in a bucket")
     directory = root / point.name
     overrides.append(f"--checkpoint.dir={directory}")
-    config = load_unresolved(path, overrides).resolve(devices, sequences_per_epoch)
-    rules.check(config, devices)
+    written = load_unresolved(path, overrides)
+    config = resolve(written, World(devices), sequences_per_epoch).config
     _ = Program.without_devices(config).optimizer  # refuses patterns that match no parameter
     command = [sys.executable, "-m", "jaxforge.train", "--config", path, *overrides]
     run = PlannedRun(point, directory, config, command)

@@ -102,9 +102,8 @@ class ActivationCapture(RunCallback):
 
     def _sequences(self, params: Params, moved: Callable[[], object]) -> Iterator[Values]:
         """Yield the activations; each group of devices computes one sequence at a time."""
-        sizes = {"batch_size": 1, "global_batch_size": None}
-        train = self._config.train.model_copy(update=sizes)
-        config = self._config.model_copy(update={"train": train})
+        sizes = {"train.batch_size": 1, "train.global_batch_size": None}
+        config = self._config.with_values(sizes)
         for values in sequence_activations(
             self._compute, params, config, self._mesh, self._dataset, self._numbers
         ):

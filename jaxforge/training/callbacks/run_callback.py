@@ -12,6 +12,7 @@ from jaxforge.config.job import JobConfig
 from jaxforge.data.corpus.tokenizer import Tokenizer
 from jaxforge.data.dataset import Dataset
 from jaxforge.model.transformer import Model
+from jaxforge.program import Program
 from jaxforge.runs import run_directory
 from jaxforge.state.progress import Progress
 from jaxforge.storage import mirror
@@ -44,6 +45,19 @@ class RunParts:
     lock: RunLock
     frozen: FrozenFields | None = None
     directions: dict[str, bool] = dataclasses.field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls,
+        program: Program,
+        eval_data: Mapping[str, Dataset],
+        progress: Progress,
+        lock: RunLock,
+        frozen: FrozenFields | None,
+    ) -> "RunParts":
+        """Return the parts of a run with a program."""
+        config, mesh, model = program.config, program.mesh, program.model
+        return cls(config, mesh, model, eval_data, progress, lock, frozen)
 
     @functools.cached_property
     def tokenizer(self) -> Tokenizer | None:

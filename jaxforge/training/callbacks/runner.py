@@ -19,6 +19,9 @@ from jaxforge.errors import UserError
 from jaxforge.exit_codes import Exit
 from jaxforge.parallel import agreement
 from jaxforge.state.progress import Progress
+from jaxforge.state.train_state import TrainState
+from jaxforge.step.train_step import Metrics
+from jaxforge.telemetry.tracker import Tracker
 from jaxforge.training.callbacks.callback import Callback, IntervalContext, StepContext
 from jaxforge.training.callbacks.control import Control, Requests
 from jaxforge.training.callbacks.evaluation import Evaluation
@@ -155,8 +158,23 @@ class Callbacks:
         """Return whether callbacks handle the end of the latest step, or of its epoch."""
         return self._watches_steps or (self._watches_epochs and bool(self.ended_epochs(progress)))
 
-    def end_step(self, progress: Progress, context: StepContext) -> None:
-        """Call the events after a step: of the step, and of the epochs that ended with it."""
+    def end_step(
+        self, progress: Progress, state: TrainState, metrics: Metrics, tracker: Tracker
+    ) -> None:
+        """Call the events after a step: of the step, and of the epochs that ended with it.
+
+        Nothing waits for the step if no callback handles them.
+
+        Args:
+            progress: the counters of the run.
+            state: the state after the step.
+            metrics: the metrics of the step, on the devices.
+            tracker: logs them before the callbacks see them.
+        """
+        if not self.watches_end_of_step(progress):
+            return
+        tracker.flush()
+        context = StepContext(progress.step, state, metrics, self.control)
         self.call(Callback.on_step_end, context)
         ended = self.ended_epochs(progress)
         for epoch in ended:
@@ -204,6 +222,33 @@ class Callbacks:
             return Requests()
         with paused():
             return self.control.agree()
+
+    def take_requests(
+        self,
+        context: IntervalContext,
+        due: Sequence[Callback],
+        had_halted: Callable[[], bool],
+        *,
+        is_forced: bool,
+    ) -> Requests:
+        """Return the agreed requests after a step; a requested evaluation takes place here.
+
+        At most one evaluation takes place after a step, and none after a step that changed nothing.
+
+        Args:
+            context: the run after the step.
+            due: the callbacks that were due after the step.
+            had_halted: returns whether the step changed nothing; it may wait for a step.
+            is_forced: agree at this step.
+        """
+        paused = context.tracker.paused
+        requests = self.requests(context.step, due, paused, is_forced=is_forced)
+        has_evaluated = context.evaluation or context.progress.validation
+        if requests.evaluation and not has_evaluated and not had_halted():
+            self.evaluate(context)
+            later = self.requests(context.step, due, paused, is_forced=True)
+            requests = requests.merge(later)
+        return requests
 
     def evaluate(self, context: IntervalContext) -> None:
         """Evaluate because a callback requested it.

@@ -17,6 +17,8 @@ from jaxforge.model.layer import Capture
 from jaxforge.model.transformer import Model, Params
 from jaxforge.step.context import spread_sequences
 from jaxforge.step.update_loss import Batch
+from jaxforge.telemetry.tracker import Tracker
+from jaxforge.training.health.watchdog import Watchdog
 
 
 class AttentionLogits:
@@ -35,9 +37,26 @@ class AttentionLogits:
             out_shardings=NamedSharding(mesh, PartitionSpec()),
         )
 
-    def is_due(self, number: int) -> bool:
-        """Return whether the logit of the step with this number is to be measured."""
-        return number % self._interval == 0
+    def log_if_due(
+        self, number: int, params: Params, batch: Batch, tracker: Tracker, watchdog: Watchdog
+    ) -> None:
+        """Log the largest logit of a step before the step replaces its parameters.
+
+        Args:
+            number: number of the step.
+            params: parameters with non-trainable state.
+            batch: batch of the step.
+            tracker: logs metrics.
+            watchdog: ends the process if it hangs.
+        """
+        if number % self._interval:
+            return
+        with (
+            tracker.paused(),
+            watchdog.section("evaluation"),
+            watchdog.naming("measuring attention logits"),
+        ):
+            tracker.note_attention_logit(number, self.measure(params, batch))
 
     def measure(self, params: Params, batch: Batch) -> float:
         """Return the largest logit. Collective; waits for the devices.

@@ -18,12 +18,11 @@ from jaxforge.program import Program
 
 
 @contextlib.contextmanager
-def explained(config: JobConfig, mesh: Mesh) -> Iterator[None]:
+def explained(program: Program) -> Iterator[None]:
     """Turn out-of-memory errors within the block into an explanation.
 
     Args:
-        config: the resolved config.
-        mesh: the mesh of the run.
+        program: the program of the run.
 
     Raises:
         UserError: a device or the host is out of memory. Another start would fail the same way.
@@ -33,19 +32,17 @@ def explained(config: JobConfig, mesh: Mesh) -> Iterator[None]:
     except (jax.errors.JaxRuntimeError, MemoryError) as error:
         if not device_memory.is_out_of_memory(error):
             raise
-        raise UserError(explanation(str(error), config, mesh)) from error
+        raise UserError(explanation(str(error), program)) from error
 
 
-def explanation(message: str, config: JobConfig, mesh: Mesh) -> str:
+def explanation(message: str, program: Program) -> str:
     """Return what needs the memory, and remedies, the cheapest first.
 
     Args:
         message: text of the error.
-        config: the resolved config.
-        mesh: the mesh of the run.
+        program: the program of the run.
     """
-    program = Program(config, mesh, capacity=device_memory.capacity_per_device())
-    state = program.abstract_state()
+    config, mesh, state = program.config, program.mesh, program.abstract_state()
     params = bytes_per_device(state.params)
     moments = bytes_per_device((state.opt_state, state.ema))
     limit = device_memory.capacity()
@@ -59,11 +56,11 @@ def explanation(message: str, config: JobConfig, mesh: Mesh) -> str:
         f"{gigabytes(limit)}. The remaining memory is for the activations of {rows:,} sequences "
         f"of {length:,} tokens"
     )
-    reduces_whole = program.execution.grad_sync == "update" and token_parallel_size(mesh) > 1
+    reduces_whole = config.train.grad_sync == "update" and token_parallel_size(mesh) > 1
     advice = (
         smaller_state(config, whole, limit)
         if whole > limit
-        else smaller_step(program.resolved_config, rows, reduces_whole=reduces_whole)
+        else smaller_step(config, rows, reduces_whole=reduces_whole)
     )
     listed = "".join(f"\n  - {remedy}" for remedy in (*fewer_copies(config, mesh), *advice))
     return f"out of memory: {device_memory.first_line(message)}\n{needs}. What helps:{listed}"
