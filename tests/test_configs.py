@@ -18,6 +18,7 @@ from jaxforge.model.transformer import build_model, parameter_count
 from jaxforge.parallel.hardware import CHIPS
 from jaxforge.parallel.mesh import data_parallel_size
 from jaxforge.program import Program
+from jaxforge.step.execution import with_execution
 from jaxforge.step.train_step import Controls
 from tests.shipped_configs import CONFIGS
 
@@ -64,9 +65,10 @@ class Recipe:
         # cuDNN's attention cannot be traced without cuDNN; splash attention can without a TPU.
         self.model = build_model(self.config, "cpu" if self.kind == "gpu" else "tpu")
         chip = CHIPS["h100" if self.kind == "gpu" else self.kind]
-        self.program = Program(
+        self.config, self.why = with_execution(
             self.config, self.mesh, model=self.model, capacity=self.capacity, chip=chip
         )
+        self.program = Program(self.config, self.mesh, model=self.model)
 
     @property
     def capacity(self) -> int:
@@ -116,8 +118,8 @@ def test_state_and_gradients_leave_room_for_activations(recipe):
 
 def test_gradients_are_reduced_per_microbatch_over_fast_networks(recipe, path):
     """Few parameters of gpt-oss are not experts: to gather the others once takes little memory."""
-    execution, is_small = recipe.program.execution, path.stem == "gpt_oss_20b_gpu_64"
-    assert execution.grad_sync == ("update" if is_small else "microbatch"), execution.why
+    sync, is_small = recipe.config.train.grad_sync, path.stem == "gpt_oss_20b_gpu_64"
+    assert sync == ("update" if is_small else "microbatch"), recipe.why
 
 
 def test_page_states_memory_per_device(recipe, path):

@@ -12,6 +12,7 @@ from jaxforge.config.axes import with_equal_shards
 from jaxforge.config.reading.load import load_config
 from jaxforge.model.transformer import active_parameter_count, build_model, parameter_count
 from jaxforge.program import Program
+from jaxforge.step.execution import with_execution
 from jaxforge.step.memory import step_memory
 from jaxforge.step.train_step import Controls
 from tests.test_configs import MEMORY, bytes_per_device
@@ -42,9 +43,9 @@ def test_config_has_published_size_and_fits(path):
     mesh = mesh_of(shape)
     network = build_model(config, "cpu" if kind == "gpu" else "tpu")
     capacity = int(MEMORY[kind] * (0.75 if kind == "gpu" else 1))
-    program = Program(config, mesh, model=network, capacity=capacity)
-    state = bytes_per_device(program.abstract_state())
-    needed = step_memory(program.resolved_config, network, mesh, state)
+    config, _ = with_execution(config, mesh, model=network, capacity=capacity)
+    state = bytes_per_device(Program(config, mesh, model=network).abstract_state())
+    needed = step_memory(config, network, mesh, state)
     assert needed.total < capacity
     total, active = SIZES[model]
     assert parameter_count(network.abstract) == total
@@ -63,7 +64,8 @@ def test_config_lowers_for_its_machine(path):
     config = load_config(path, ["--model.n_layers=4"])
     mesh = mesh_of(rules.mesh_shape(config, devices))
     network = build_model(config, "cpu" if kind == "gpu" else "tpu")
-    program = Program(config, mesh, model=network, capacity=int(MEMORY[kind]))
+    config, _ = with_execution(config, mesh, model=network, capacity=int(MEMORY[kind]))
+    program = Program(config, mesh, model=network)
     with jax.sharding.use_abstract_mesh(mesh):
         traced = program.step.trace(program.abstract_state(), program.abstract_batch(), Controls())
         text = traced.lower(lowering_platforms=("cuda" if kind == "gpu" else "tpu",)).as_text()

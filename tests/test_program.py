@@ -26,19 +26,26 @@ def calls(path):
             yield getattr(node.func, "id", getattr(node.func, "attr", ""))
 
 
+def _built_by_program(name):
+    return [] if name == "choose_execution" else ["jaxforge/program.py"]
+
+
 def test_program_alone_assembles_a_run():
     locations = {name: [] for name in PARTS}
     for package in ("jaxforge", "torch_compat", "benchmarks", "examples"):
         for path in sorted((ROOT / package).rglob("*.py")):
             for name in PARTS.intersection(calls(path)):
                 locations[name].append(str(path.relative_to(ROOT)))
-    # `fit` asks what a config would choose on a device of another size; `inject` spoils gradients.
+    # The choice of an execution needs the shapes of the optimizer state. `memory_fit` asks what a
+    # config would choose on a device of another size; `inject` spoils gradients.
+    execution = "jaxforge/step/execution.py"
     elsewhere = {
-        "choose_execution": ["jaxforge/tools/plan/memory_fit.py"],
+        "choose_execution": [execution, "jaxforge/tools/plan/memory_fit.py"],
+        "build_optimizer": [execution],
         "make_gradients": ["benchmarks/faults/inject.py"],
     }
     assert {name: sorted(paths) for name, paths in locations.items()} == {
-        name: sorted(["jaxforge/program.py", *elsewhere.get(name, [])]) for name in PARTS
+        name: sorted([*_built_by_program(name), *elsewhere.get(name, [])]) for name in PARTS
     }
 
 
@@ -55,7 +62,7 @@ def test_construction_builds_no_part(monkeypatch):
     def refuse(*_, **__):
         raise AssertionError("a part was built")
 
-    for name in ("make_mesh", "build_model", *PARTS):
+    for name in ("make_mesh", "build_model", "with_execution", *PARTS - {"choose_execution"}):
         monkeypatch.setattr(f"jaxforge.program.{name}", refuse)
     program = jf.Program(EVERY_DEVICE, collect=["grads"])
     assert program.collect == ("grads",)

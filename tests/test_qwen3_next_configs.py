@@ -10,6 +10,7 @@ from jaxforge.config import rules
 from jaxforge.config.reading.load import load_config
 from jaxforge.model.transformer import active_parameter_count, build_model, parameter_count
 from jaxforge.program import Program
+from jaxforge.step.execution import with_execution
 from jaxforge.step.memory import step_memory
 from tests.test_configs import MEMORY, bytes_per_device
 
@@ -29,9 +30,9 @@ def test_config_has_published_size_and_fits(path):
     mesh = AbstractMesh(tuple(shape.values()), tuple(shape), axis_types=kinds)
     network = build_model(config, "cpu" if kind == "gpu" else "tpu")
     capacity = int(MEMORY[kind] * (0.75 if kind == "gpu" else 1))
-    program = Program(config, mesh, model=network, capacity=capacity)
-    state = bytes_per_device(program.abstract_state())
-    needed = step_memory(program.resolved_config, network, mesh, state)
+    config, _ = with_execution(config, mesh, model=network, capacity=capacity)
+    state = bytes_per_device(Program(config, mesh, model=network).abstract_state())
+    needed = step_memory(config, network, mesh, state)
     assert needed.total < capacity
     active = active_parameter_count(network)
     assert parameter_count(network.abstract) == PARAMETERS

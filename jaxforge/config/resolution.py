@@ -35,10 +35,13 @@ class ResolvedRun:
     Attributes:
         config: the config.
         reasons: dotted key -> reason of its value.
+        recorded: the config that the run directory and checkpoints record; None: `config`. It has
+            "auto" where the devices of this start decide, since those of the next may differ.
     """
 
     config: JobConfig
     reasons: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    recorded: JobConfig | None = None
 
     def after(self, config: JobConfig, reason: str) -> "ResolvedRun":
         """Return the run with another config; the reason applies to the keys that differ."""

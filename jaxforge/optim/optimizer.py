@@ -48,7 +48,7 @@ def build_optimizer(config: JobConfig, axes: PyTree) -> optax.GradientTransforma
     def build(schedule: Rate, axes: PyTree) -> optax.GradientTransformationExtraArgs:
         # `axes` may be a subset of the parameters: drop decay patterns that match none of them.
         optimizer = config.optimizer.for_names(flatten_dict(axes, sep="."))
-        subset_config = config.model_copy(update={"optimizer": optimizer})
+        subset_config = config.with_values({"optimizer": optimizer})
         return OPTIMIZERS[config.optimizer.name](subset_config, schedule, axes)
 
     schedule, optimizer = learning_rate(config), config.optimizer

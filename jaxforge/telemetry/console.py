@@ -15,6 +15,7 @@ from rich.table import Table
 
 from jaxforge.cli import streams
 from jaxforge.cli.redaction import redacted_message
+from jaxforge.cli.running import wide_console
 from jaxforge.errors import UserError
 from jaxforge.parallel import host_memory, multihost
 from jaxforge.storage import safe_files
@@ -45,6 +46,14 @@ def setup_logging(console: Console) -> None:
         report = getattr(sys, hook)
         if not isinstance(report, _WithoutClosedLoops):
             setattr(sys, hook, _WithoutClosedLoops(report))
+
+
+def begin_run() -> Console:
+    """Prepare a process that trains: logging and memory allocator. Return its console."""
+    console = wide_console(streams.tolerant(sys.stdout))
+    setup_logging(console)
+    host_memory.keep_freed_memory()
+    return console
 
 
 def begin_command() -> None:

@@ -1,7 +1,7 @@
 """Banner of a run."""
 
 import platform
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from importlib.metadata import version
 
 import jax
@@ -12,7 +12,6 @@ from jaxforge.checkpoint.layout import split_adapters
 from jaxforge.checkpoint.replica.memory import describe_memory
 from jaxforge.config.job import JobConfig
 from jaxforge.config.model import ModelConfig
-from jaxforge.config.resolution import ResolvedRun
 from jaxforge.config.train import TrainConfig
 from jaxforge.model.fp8_layers import describe_products
 from jaxforge.model.runtime import gpu_capability
@@ -31,23 +30,22 @@ from jaxforge.training.summary import epoch_rounding
 
 
 def rows(
-    run: ResolvedRun,
     program: Program,
     state: TrainState,
     progress: Progress,
     frozen: FrozenFields | None = None,
+    derived: Iterable[str] = (),
 ) -> Mapping[str, str]:
     """Return the rows of the banner by subject.
 
     Args:
-        run: the resolved config.
         program: the program of the run.
         state: the initial state of this start.
         progress: the counters at this start.
         frozen: the reference or teacher, if the objective has one.
+        derived: a line for each value of the config that the user did not write.
     """
-    derived = "\n".join(run.rows())
-    named = [*_rows(program, state, progress, frozen), ("derived", derived)]
+    named = [*_rows(program, state, progress, frozen), ("derived", "\n".join(derived))]
     return {name: text for name, text in named if text}
 
 

@@ -47,7 +47,7 @@ def build_trainer(run: ResolvedRun, program: Program, session: Session) -> Train
         check_task_names(config.eval)
     compiler = StepCompiler.of(program)
     session.lock.acquire()
-    files = RunFiles.open(config, program.model, watchdog, session.attempt)
+    files = RunFiles.open(run, program.model, watchdog, session.attempt)
     with watchdog.naming("restoring a checkpoint" if files.has_begun else "initializing"):
         state, progress = files.saver.start(program, open_foreign)
         frozen = open_frozen(program, open_foreign, progress)
@@ -57,7 +57,7 @@ def build_trainer(run: ResolvedRun, program: Program, session: Session) -> Train
     callbacks = Callbacks([*session.callbacks, *callbacks_of(parts)])
     files.saver.set_direction(parts.directions.get(BEST_METRIC))
     if jax.process_index() == 0:
-        session.show_banner(rows(run, program, state, progress, frozen))
+        session.show_banner(rows(program, state, progress, frozen, run.rows()))
     files.rename_old_metrics(config)
     instruments = Instruments.open(session, program, progress, profiler)
     files.record_start(run, program, progress)

@@ -1,25 +1,22 @@
 """Start of a run: devices, mesh and trainer, then the training loop and an orderly end."""
 
 import contextlib
-import sys
 from collections.abc import Callable, Sequence
 
 import jax
 from rich.console import Console
 
-from jaxforge.cli import streams
 from jaxforge.cli.process import began, end_now, process_start
-from jaxforge.cli.running import wide_console
 from jaxforge.config.job import JobConfig
 from jaxforge.config.reading.unresolved import UnresolvedConfig
 from jaxforge.config.resolution import known_config
 from jaxforge.exit_codes import Exit
-from jaxforge.parallel import compilation, host_memory, multihost
+from jaxforge.parallel import multihost
 from jaxforge.program import Program
 from jaxforge.runs import run_directory
 from jaxforge.runs.attempts import AttemptLog
 from jaxforge.storage.run_lock import RunLock
-from jaxforge.telemetry.console import setup_logging
+from jaxforge.telemetry.console import begin_run
 from jaxforge.telemetry.live_line import LiveLine
 from jaxforge.training.build import build_trainer
 from jaxforge.training.callbacks.callback import Callback
@@ -55,9 +52,7 @@ def train(
         UserError: the config, the data or a checkpoint cannot be used.
     """
     since = began()  # `train.exit_duration_in_mins` counts from the start of the process
-    console = wide_console(streams.tolerant(sys.stdout))
-    setup_logging(console)
-    host_memory.keep_freed_memory()
+    console = begin_run()
     known = known_config(config)
     with Watchdog(Limits.of(known.train), since=process_start()) as watchdog:
         multihost.initialize(known.distributed.heartbeat_timeout_sec)
@@ -68,7 +63,6 @@ def train(
         ):
             run = resolve_run(config, watchdog)
             config = run.config
-            compilation.use_cache(config.train)
             users = [*callbacks, *named_callbacks(config)]
             program = Program(config, collect=[name for user in users for name in user.collect])
             with (

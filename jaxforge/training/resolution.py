@@ -4,6 +4,7 @@
 that needs neither checkpoints nor devices.
 """
 
+import dataclasses
 from pathlib import Path
 
 import jax
@@ -42,10 +43,9 @@ def resolve_run(config: JobConfig | UnresolvedConfig, watchdog: Watchdog) -> Res
     run = run.after(with_branch(run.config), "the checkpoint that the run branched off from")
     run = run.after(with_base(run.config), "the absolute path")
     run = with_idle_experts(run)
-    resolved, why = with_execution(
-        run.config, make_mesh(run.config), teacher=teacher_model(run.config)
-    )
-    return run.after(resolved, why)
+    config, recorded = run.config, run.config
+    config, why = with_execution(config, make_mesh(config), teacher=teacher_model(config))
+    return dataclasses.replace(run.after(config, why), recorded=recorded)
 
 
 def with_branch(config: JobConfig) -> JobConfig:

@@ -44,12 +44,12 @@ class RunFiles:
 
     @classmethod
     def open(
-        cls, config: JobConfig, model: Model, watchdog: Watchdog, attempt: AttemptLog
+        cls, run: ResolvedRun, model: Model, watchdog: Watchdog, attempt: AttemptLog
     ) -> "RunFiles":
         """Open the run directory, whose lock is held. Only logs are written.
 
         Args:
-            config: the resolved config.
+            run: the resolved config.
             model: the model.
             watchdog: writes the stacks of a hanging process into the directory.
             attempt: records this attempt in the directory.
@@ -57,6 +57,7 @@ class RunFiles:
         Raises:
             UserError: the run had checkpoints that no longer exist.
         """
+        config = run.recorded or run.config
         copier = run_directory.open_mirror(config)
         files = mirror.files(config.checkpoint.dir)
         add_log_file(files)
@@ -87,10 +88,10 @@ class RunFiles:
             program: the program of the run.
             progress: the counters at this start.
         """
-        config = program.config
+        config, recorded = program.config, resolved.recorded or resolved.config
         run = mirror.files(config.checkpoint.dir)
-        run_directory.prepare(run, config)
-        run_directory.record_start(run, config, progress.step)
+        run_directory.prepare(run, recorded)
+        run_directory.record_start(run, recorded, progress.step)
         if jax.process_index() == 0:
             for warning in ineffective_settings(config, jax.default_backend()):
                 log.warning("%s", warning)

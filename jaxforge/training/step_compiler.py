@@ -32,12 +32,13 @@ class StepCompiler(NamedTuple):
 
     @classmethod
     def of(cls, program: Program) -> "StepCompiler":
-        """Check the flags and open the executable of a run.
+        """Turn on the compilation cache, check the flags and open the executable of a run.
 
         Raises:
             UserError: a flag or the executable cannot be used.
         """
         config, path = program.config, program.config.train.executable
+        compilation.use_cache(config.train)
         flags = compilation.accepted_flags(config, program.model.runtime.unroll)
         return cls(flags, Executable(path, program.mesh) if path else None)
 

@@ -20,7 +20,14 @@ from jaxforge.parallel.hardware import CHIPS
 from jaxforge.parallel.mesh import make_mesh
 from jaxforge.parallel.rates import chip_of
 from jaxforge.program import Program
-from jaxforge.step.execution import RECOMPUTATIONS, USABLE, Execution, choose_execution, executions
+from jaxforge.step.execution import (
+    RECOMPUTATIONS,
+    USABLE,
+    Execution,
+    choose_execution,
+    executions,
+    with_execution,
+)
 from jaxforge.step.memory import step_memory
 from tests.conftest import tiny_config
 
@@ -110,9 +117,9 @@ def test_given_model_recomputes_what_it_was_built_for():
     config = tiny_config(distributed={"dp_shard": 4})
     built = tiny_config(train={"activation_checkpointing": "full"}, distributed={"dp_shard": 4})
     model = build_model(built)
-    result = Program(config, mesh_of(config, 4), model=model, capacity=1 << 60)
-    assert result.execution[:2] == ("update", "full")
-    assert result.resolved_config.train.activation_checkpointing == "full"
+    resolved, _ = with_execution(config, mesh_of(config, 4), model=model, capacity=1 << 60)
+    assert resolved.train.grad_sync == "update"
+    assert resolved.train.activation_checkpointing == "full"
 
 
 def test_smallest_device_of_a_job_decides(monkeypatch):

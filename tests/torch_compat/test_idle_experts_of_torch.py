@@ -15,8 +15,9 @@ import pytest
 from jaxforge.commands import train
 from jaxforge.config.job import JobConfig
 from jaxforge.config.reading.load import load_config
+from jaxforge.config.resolution import ResolvedRun
 from jaxforge.errors import UserError
-from jaxforge.training.start import resolve_skip_idle_experts
+from jaxforge.training.resolution import with_idle_experts
 from tests import torch_names
 from tests.conftest import tiny_config
 from tests.helpers import drawn, random_batches, setup, underway
@@ -326,9 +327,9 @@ def test_direct_start_skips_like_checkpoint(torchs, tmp_path):
     config = load_config(torchs.directory / "run.toml")
 
     def started(**checkpoint):
-        section = config.checkpoint.model_copy(update=checkpoint)
-        settled = resolve_skip_idle_experts(config.model_copy(update={"checkpoint": section}))
-        return settled.optimizer.skip_idle_experts
+        section = config.checkpoint.with_values(checkpoint)
+        run = with_idle_experts(ResolvedRun(config.with_values({"checkpoint": section})))
+        return run.config.optimizer.skip_idle_experts
 
     new, foreign = str(tmp_path / "new"), str(torchs.directory)
     assert started(dir=new) is None

@@ -1,6 +1,7 @@
 """Callbacks and signals that record the events of a loop."""
 
 import contextlib
+import dataclasses
 import itertools
 from pathlib import Path
 
@@ -19,11 +20,14 @@ from jaxforge.telemetry.tracker import Tracker
 from jaxforge.training.bad_steps import BadSteps
 from jaxforge.training.callbacks import activations, evaluation, samples
 from jaxforge.training.callbacks.runner import Callbacks
+from jaxforge.training.early_stop import EarlyStop
 from jaxforge.training.health.watchdog import Limits, Watchdog
 from jaxforge.training.hooks import Hook
 from jaxforge.training.instruments import Instruments
 from jaxforge.training.loop import Trainer
 from jaxforge.training.phases import Phases
+from jaxforge.training.position import Position
+from jaxforge.training.saves import Saves
 from jaxforge.training.saving import Saver
 from jaxforge.training.training_data import TrainingData
 from jaxforge.training.updates import Updates
@@ -196,6 +200,22 @@ def batch():
     return {"labels": np.zeros((1, 8, 32))}
 
 
+def trainer_of(config, state, progress, updates, saver, callbacks, instruments):
+    """Return a trainer without rollback and attribution."""
+    position = Position(state, progress, config.train.max_steps)
+    bad_steps = BadSteps(config.train.nan_consecutive_max)
+    return Trainer(
+        config, position, updates, Saves(position, saver, bad_steps, callbacks, instruments),
+        bad_steps, EarlyStop(config.early_stop), callbacks, instruments,
+    )  # fmt: skip
+
+
+def restarted(trainer, callbacks):
+    """Return the trainer before its first step, with other callbacks."""
+    position = dataclasses.replace(trainer.position, progress=Progress())
+    return dataclasses.replace(trainer, callbacks=Callbacks(callbacks), position=position)
+
+
 def run(
     steps=6, log=100, evaluate=100, save=100, hooks=True, stop_at=None, bad=(),
     callbacks=(), sections=None, epoch=None, **train,
@@ -250,19 +270,20 @@ def run(
     )
 
     progress, writers = Progress(sequences_per_epoch=epoch), [MetricWriter("it", Sink(events), log)]
-    trainer = Trainer(
-        config=config, state=device_state(), progress=progress,
-        updates=Updates(
+    trainer = trainer_of(
+        config, device_state(), progress,
+        Updates(
             lambda batch: lambda: CompiledSteps({1: train_step}),
             data(config, lambda: itertools.repeat(batch(), steps)),
+            config.train.iterations_to_skip,
         ),
-        saver=saver(config, events), bad_steps=BadSteps(config.train.nan_consecutive_max),
-        callbacks=Callbacks([
+        saver(config, events),
+        Callbacks([
             *[make(events) for make in callbacks],
             *([Recorder(events)] if hooks else []),
             evaluation.Evaluation(config, TwoBatches(events), progress),
         ]),
-        instruments=instruments(config, Tracker(writers, StepCost(256, 8), progress, 10**9)),
+        instruments(config, Tracker(writers, StepCost(256, 8), progress, 10**9)),
     )  # fmt: skip
     reason = trainer.train(Signals(stop_at))
     trainer.close(reason)

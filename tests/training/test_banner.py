@@ -14,9 +14,9 @@ from tests.conftest import tiny_config
 from tests.helpers import setup
 
 
-def banner_rows(progress, **sections):
+def banner_rows(progress, derived=(), **sections):
     s = setup(tiny_config(distributed={"dp_shard": 2}, **sections))
-    return rows(s, s.abstract_state(), progress)
+    return rows(s, s.abstract_state(), progress, derived=derived)
 
 
 def test_banner_shows_totals():
@@ -56,6 +56,12 @@ def test_banner_without_data_shows_resumed_step():
     assert reported["length"] == "20 steps, 10.2K tokens; from step 5 on"
     assert reported["data"] == "synthetic random tokens (no data)"
     assert reported["seed"] == "42"
+
+
+def test_banner_shows_reasons_of_derived_values():
+    lines = ['train.max_steps = 20: written as "2ep"', "optimizer.lr = 0.003: scaled"]
+    assert banner_rows(Progress(), lines)["derived"].splitlines() == lines
+    assert "derived" not in banner_rows(Progress())
 
 
 def test_banner_fits_narrow_terminal():

@@ -1,17 +1,13 @@
 """Actions of the loop between two steps, with known mistakes of other loops."""
 
-import dataclasses
-
 import jax
 import pytest
 
 from jaxforge.exit_codes import Exit
-from jaxforge.state.progress import Progress
 from jaxforge.telemetry import tracker
-from jaxforge.training.callbacks.runner import Callbacks
 from jaxforge.training.hooks import Hook
 from tests.training.looking import Looking
-from tests.training.observers import Capture, Sampler, Signals, run
+from tests.training.observers import Capture, Sampler, Signals, restarted, run
 
 
 def saves(events):
@@ -50,7 +46,7 @@ def test_bad_step_is_evaluated_and_saved_if_due():
     """The parameters are those of the last good step. KempnerForge skips these actions."""
     events, _, trainer = run(steps=3, evaluate=2, save=2, bad={2})
     assert {"hook 2", "eval hook 2", "save 2", "save hook 2"} <= set(events)
-    assert trainer.progress.skipped == 1
+    assert trainer.position.progress.skipped == 1
 
 
 @pytest.mark.parametrize("log", [1, 2, 4, 10, 100])
@@ -61,9 +57,9 @@ def test_no_action_follows_halting_step(log, due):
     events, reason, trainer = run(steps=20, log=log, bad={3, 4, 5}, callbacks=[Sampler], **due)
     effects = [e for e in events if not e.startswith(("read", "launch", "sink", "evaluate from"))]
     numbered = [int(part) for e in effects for part in e.split() if part.isdigit()]
-    assert max(n for n in numbered if n != trainer.progress.tokens) <= 5
+    assert max(n for n in numbered if n != trainer.position.progress.tokens) <= 5
     assert reason is Exit.NON_FINITE
-    assert trainer.progress.step == 5
+    assert trainer.position.progress.step == 5
     assert effects.count("log 5 train") == 1
     if due["hooks"]:
         assert [e for e in effects if e.startswith("hook")] == [f"hook {n}" for n in range(1, 6)]
@@ -104,7 +100,7 @@ def test_skipped_iterations_consume_their_batch():
     events, _, trainer = run(steps=3, iterations_to_skip=(1, 3))
     launched = [event for event in events if event.startswith("launch")]
     assert launched == ["launch 1 left out", "launch 2", "launch 3 left out"]
-    assert trainer.progress.samples == 3 * 8
+    assert trainer.position.progress.samples == 3 * 8
 
 
 def test_early_stop_saves_checkpoint():
@@ -118,7 +114,7 @@ def test_every_process_saves_a_new_best(monkeypatch):
     monkeypatch.setattr(jax, "process_index", lambda: 1)
     events, _, trainer = run(steps=7, evaluate=2, sections={"checkpoint": {"keep_best_n": 1}})
     assert saves(events) == [2, 7]  # steps 4 and 6 are equally good
-    assert (trainer.progress.best_metric, trainer.progress.best_step) == (1.0, 2)
+    assert (trainer.position.progress.best_metric, trainer.position.progress.best_step) == (1.0, 2)
 
 
 def test_failed_run_waits_for_saves():
@@ -128,7 +124,7 @@ def test_failed_run_waits_for_saves():
 
     events, _, trainer = run(steps=1)
     events.clear()
-    failing = dataclasses.replace(trainer, callbacks=Callbacks([Fails()]), progress=Progress())
+    failing = restarted(trainer, [Fails()])
     with pytest.raises(ZeroDivisionError):
         failing.train(Signals())
     failing.close(None)

@@ -158,7 +158,7 @@ def test_directory_of_another_run_is_refused(parent, tmp_path):
     branch.finish_here(*COMMON, *CONSTANT, f"--branch-from={parent.directory}@4")
     with pytest.raises(UserError, match=r"@8: the run in .* branched off from .*@4\. Name a new"):
         branch.finish_here(*COMMON, *CONSTANT, f"--branch-from={parent.directory}@8")
-    with pytest.raises(UserError, match=r"the run in .* is no branch\. Name a new"):
+    with pytest.raises(UserError, match=r"the run in .* is not a branch\. Name a new"):
         parent.finish_here(*COMMON, *CONSTANT, f"--branch-from={branch.directory}@8")
     branch.finish_here(*COMMON, *CONSTANT)  # resumes; the run is complete
 

@@ -68,7 +68,7 @@ def test_stopped_evaluation_is_written_to_earlier_save():
     assert without_reads(events, "launch 2", "close") == [
         "launch 2", "save 2", "save hook 2", "eval begins 2", "evaluate from 0", "amend 2",
     ]  # fmt: skip
-    assert trainer.progress.validation is not None
+    assert trainer.position.progress.validation is not None
 
 
 class Judges(Looking):
@@ -86,7 +86,7 @@ def test_partial_evaluation_ranks_no_checkpoint():
     """An evaluation without the metric that ranks checkpoints changes nothing about the best."""
     sections = {"checkpoint": {"keep_best_n": 1, "best_metric": "eval/perplexity"}}
     events, _, trainer = run(steps=5, evaluate=2, save=4, sections=sections)
-    assert trainer.progress.best_step is None
+    assert trainer.position.progress.best_step is None
     assert [event for event in events if event.startswith("save ") and "hook" not in event] == [
         "save 4", "save 5",
     ]  # fmt: skip

@@ -16,15 +16,23 @@ from jaxforge.step.train_step import CompiledSteps
 from jaxforge.telemetry.measures import StepCost
 from jaxforge.telemetry.metric_writers import MetricWriter
 from jaxforge.telemetry.tracker import Tracker
-from jaxforge.training.bad_steps import BadSteps
 from jaxforge.training.callbacks.callback import StepContext
 from jaxforge.training.callbacks.runner import Callbacks
 from jaxforge.training.hooks import Hook
-from jaxforge.training.loop import Trainer
 from jaxforge.training.updates import Updates
 from tests.conftest import tiny_config
 from tests.helpers import random_batches, setup
-from tests.training.observers import Recorder, Signals, Sink, data, instruments, run, saver
+from tests.training.observers import (
+    Recorder,
+    Signals,
+    Sink,
+    data,
+    instruments,
+    restarted,
+    run,
+    saver,
+    trainer_of,
+)
 
 
 def test_metrics_are_read_one_step_late_if_due():
@@ -121,14 +129,14 @@ def test_signal_saves_and_stops():
     assert reason is Exit.SIGNAL
     assert "save 3" in events
     assert "launch 4" not in events
-    assert trainer.progress.step == 3
+    assert trainer.position.progress.step == 3
 
 
 def test_bad_steps_count_as_attempted_but_not_as_tokens():
     _, _, trainer = run(steps=6, bad={2, 5})
-    assert (trainer.progress.step, trainer.progress.skipped) == (6, 2)
-    assert trainer.progress.tokens == 4 * 256
-    assert trainer.progress.samples == 6 * 8
+    assert (trainer.position.progress.step, trainer.position.progress.skipped) == (6, 2)
+    assert trainer.position.progress.tokens == 4 * 256
+    assert trainer.position.progress.samples == 6 * 8
 
 
 def test_too_many_bad_steps_end_run_unsaved():
@@ -144,9 +152,7 @@ def test_failed_step_calls_on_train_end():
 
     events = []
     trainer = run(steps=1)[2]
-    trainer = dataclasses.replace(
-        trainer, callbacks=Callbacks([Fails(), Recorder(events)]), progress=Progress()
-    )
+    trainer = restarted(trainer, [Fails(), Recorder(events)])
     with pytest.raises(ZeroDivisionError):
         trainer.train(Signals())
     trainer.close(None)
@@ -253,14 +259,14 @@ def test_hook_reads_scalars_state_and_gradients():
     callbacks = Callbacks([Reads()])
     assert callbacks.collect == ("grads",)
     ours = setup(tiny_config(train={"max_steps": 2}), collect=callbacks.collect)
-    trainer = Trainer(
-        config=ours.config, state=ours.state(), progress=Progress(),
-        updates=Updates(
+    trainer = trainer_of(
+        ours.config, ours.state(), Progress(),
+        Updates(
             lambda batch: lambda: CompiledSteps({ours.config.train.grad_accum_steps: ours.step}),
             data(ours.config, lambda: map(ours.put, random_batches(ours.config, 2))),
         ),
-        saver=saver(ours.config, []), bad_steps=BadSteps(3), callbacks=callbacks,
-        instruments=instruments(ours.config, Tracker([], StepCost(256, 8), Progress(), 2)),
+        saver(ours.config, []), callbacks,
+        instruments(ours.config, Tracker([], StepCost(256, 8), Progress(), 2)),
     )  # fmt: skip
     assert trainer.train(Signals()) is Exit.COMPLETED
     loss, grad_norm, norm, lr, _ = seen[0]

@@ -178,6 +178,6 @@ learning rate
 
 def test_saves_at_epochs_require_data_with_epochs():
     config = tiny_config(checkpoint={"epoch_interval": 1}, data={"dataset_type": "synthetic"})
-    dataset, _, identity = open_data(config)
+    data_sets = open_data(config)
     with pytest.raises(UserError, match=r"epoch_interval = 1: .* no epochs\. Remove it and set"):
-        record_data(config, Progress(), dataset, identity, rows=2, has_begun=False)
+        record_data(config, Progress(), data_sets, rows=2, has_begun=False)

@@ -10,6 +10,7 @@ from jaxforge.commands import train
 from jaxforge.errors import UserError
 from jaxforge.parallel import device_memory
 from jaxforge.parallel.mesh import make_mesh
+from jaxforge.program import Program
 from jaxforge.training.health import out_of_memory
 from jaxforge.training.hooks import Hook
 from tests.conftest import tiny_config
@@ -47,7 +48,7 @@ def test_oversized_run_lists_remedies(tmp_path, error, gist):
     config = config_in(tmp_path)
     with (
         pytest.raises(UserError) as caught,
-        out_of_memory.explained(config, make_mesh(config)),
+        out_of_memory.explained(Program(config)),
     ):
         raise error
     text = str(caught.value)
@@ -72,7 +73,7 @@ def test_oversized_state_suggests_more_devices(monkeypatch):
     config = tiny_config(distributed={"dp_shard": 2})
     mesh = make_mesh(config, jax.devices()[:2])
     monkeypatch.setattr(device_memory, "capacity", lambda: 500_000)
-    text = out_of_memory.explanation(GPU, config, mesh)
+    text = out_of_memory.explanation(GPU, Program(config, mesh))
     match = re.search(
         r"holds (.+) GB of parameters, .* and (.+) GB of optimizer state: (.+) GB of 0.0005 GB",
         text,
@@ -88,11 +89,11 @@ def test_oversized_state_suggests_more_devices(monkeypatch):
 
 def test_state_copies_are_the_first_remedy():
     config = tiny_config(distributed={"dp_shard": 6})
-    text = out_of_memory.explanation(GPU, config, make_mesh(config, jax.devices()[:6]))
+    text = out_of_memory.explanation(GPU, Program(config, make_mesh(config, jax.devices()[:6])))
     assert "helps:\n  - a distributed.dp_shard that divides model.dim = 64" in text
     assert "3 times as much" in text
     whole = tiny_config(distributed={"dp_shard": 4})
-    text = out_of_memory.explanation(GPU, whole, make_mesh(whole, jax.devices()[:4]))
+    text = out_of_memory.explanation(GPU, Program(whole, make_mesh(whole, jax.devices()[:4])))
     assert "times as much" not in text
 
 
