@@ -101,7 +101,7 @@ def test_few_files_at_the_top_of_the_package():
 
 @pytest.mark.parametrize("path", modules("jaxforge"), ids=lambda p: str(p.relative_to(ROOT)))
 def test_torch_is_imported_by_conversions_only(path):
-    outside = {"torch"} if path.name == "start.py" else {"torch", "torch_compat"}
+    outside = {"torch"} if path.name == "foreign.py" else {"torch", "torch_compat"}
     assert not {name for name in imports_of(path) if name.split(".")[0] in outside}
 
 

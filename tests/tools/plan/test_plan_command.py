@@ -122,7 +122,7 @@ def test_oversized_step_gets_advice(tiny_plan, monkeypatch, capsys):
     small = memory._replace(capacity=memory.peak - 1)
     monkeypatch.setattr(
         "jaxforge.tools.plan.plan.compile_step",
-        lambda *_, **__: tiny_plan.step._replace(memory=small),
+        lambda config, *_, **__: tiny_plan.step._replace(memory=small, config=config),
     )
     config = tiny_config(distributed=MESH, train={"batch_size": 4})
     monkeypatch.setattr(plan_report.load, "load_unresolved", lambda *_: config)
