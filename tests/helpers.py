@@ -385,3 +385,25 @@ def change_stored_config(run, section, **keys):
     progress = Progress.from_json(json.loads(seal.read_text()))
     seal.write_text(json.dumps(seal_progress(progress, crc32(config))))
     return stored
+
+
+def each(values):
+    """Return a decorator that calls a test for each value, as one item of the report.
+
+    For values that need no line of their own: the error of a value names it. A tuple is several
+    arguments.
+    """
+
+    def decorate(test):
+        def test_of_each():
+            for value in values:
+                try:
+                    test(*(value if isinstance(value, tuple) else (value,)))
+                except BaseException as error:
+                    error.add_note(f"for {value}")
+                    raise
+
+        test_of_each.__name__, test_of_each.__doc__ = test.__name__, test.__doc__
+        return test_of_each
+
+    return decorate

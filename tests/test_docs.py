@@ -13,6 +13,7 @@ from jaxforge.__main__ import COMMANDS
 from jaxforge.config import JobConfig
 from jaxforge.config.reading.schema import all_keys
 from tests.documentation import FENCE, PAGES, ROOT, commands, parser_of, words_of
+from tests.helpers import each
 
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 OVERRIDE = re.compile(r"--(?P<key>[a-z_]+(\.[A-Za-z0-9_]+)+)(=.*)?$")
@@ -26,7 +27,7 @@ def anchor(heading):
     return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+@each(PAGES)
 def test_links_lead_to_files_and_headings(page):
     prose = FENCE.sub("", page.read_text())
     for link in LINK.findall(prose):
@@ -39,7 +40,7 @@ def test_links_lead_to_files_and_headings(page):
         assert not name or name in map(anchor, headings), link
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+@each(PAGES)
 def test_nothing_is_left_of_a_merge(page):
     assert not re.search(r"^(<{7}|={7}|>{7})( |$)", page.read_text(), re.M)
 
@@ -80,7 +81,7 @@ def test_environment_is_activated_before_the_first_command(name):
     assert "\nsource .venv/bin/activate" in before
 
 
-@pytest.mark.parametrize("line", list(commands()))
+@each([command.values[0] for command in commands()])
 def test_command_line_is_one_that_its_command_takes(line):
     match words_of(line):
         case ["make", *targets]:
@@ -115,7 +116,7 @@ FOLDERS = [
 SUFFIXES = ("bin", "jsonl", "npy", "pt", "safetensors", "toml")
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+@each(PAGES)
 def test_names_in_page_exist_in_the_code(page):
     spans = SPAN.findall(FENCE.sub("", page.read_text())) if page.stem != "CHANGELOG" else []
     assert [span for span in dict.fromkeys(spans) if not exists(span)] == []

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from jaxforge.commands import COMMANDS
+from tests.helpers import each
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("jaxforge", "torch_compat")
@@ -99,13 +100,13 @@ def test_few_files_at_the_top_of_the_package():
     assert len(list((ROOT / "jaxforge").glob("*.py"))) <= TOP_FILES
 
 
-@pytest.mark.parametrize("path", modules("jaxforge"), ids=lambda p: str(p.relative_to(ROOT)))
+@each(modules("jaxforge"))
 def test_torch_is_imported_by_conversions_only(path):
     outside = {"torch"} if path.name == "foreign.py" else {"torch", "torch_compat"}
     assert not {name for name in imports_of(path) if name.split(".")[0] in outside}
 
 
-@pytest.mark.parametrize("path", modules("torch_compat"), ids=lambda p: str(p.relative_to(ROOT)))
+@each(modules("torch_compat"))
 def test_torch_compat_keeps_out_of_the_loop(path):
     assert not {n for n in imports_of(path) if n.startswith("jaxforge.training.loop")}
 

@@ -3,10 +3,9 @@
 import re
 from pathlib import Path
 
-import pytest
-
 from jaxforge.config import JobConfig
 from jaxforge.config.reading.schema import all_keys
+from tests.helpers import each
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "behaviours.md").read_text()
@@ -15,7 +14,7 @@ TESTS = sorted(set(re.findall(r"([\w/]+\.py)::(\w+)", PAGE)))
 BEHAVIOURS = {"K": 53, "B": 47, "T": 33, "L": 27, "M": 46}
 
 
-@pytest.mark.parametrize("loop", BEHAVIOURS)
+@each(BEHAVIOURS)
 def test_each_behaviour_has_one_row(loop):
     numbers = [int(number) for item, number, *_ in ROWS if item == loop]
     assert numbers == list(range(1, BEHAVIOURS[loop] + 1))
@@ -29,7 +28,7 @@ def test_states_are_explained_by_the_page():
             assert tests.strip() or "library.md" in cells, f"no test: {cells}"
 
 
-@pytest.mark.parametrize(("file", "name"), TESTS)
+@each(TESTS)
 def test_named_tests_exist(file, name):
     text = (ROOT / "tests" / file).read_text()
     assert re.search(rf"^def {name}\(", text, re.MULTILINE)

@@ -12,6 +12,7 @@ from jaxforge.errors import UserError
 from jaxforge.model.plan import build_layer_plan
 from jaxforge.model.rope import rotate, rotation
 from tests.conftest import tiny_config
+from tests.helpers import each
 from tests.torch_compat.tensors import assert_same
 from torch_compat.checkpoint import dcp_state
 from torch_compat.checkpoint.name_maps import NAME_MAPS
@@ -213,8 +214,7 @@ def test_every_dialect_is_tested():
     assert FEATURES.keys() == NAME_MAPS.keys()
 
 
-@pytest.mark.parametrize(("dialect", "features"), CASES)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@each([(*case, dtype) for case in CASES for dtype in ("float32", "bfloat16")])
 def test_names_roundtrip_bit_exactly(dialect, features, dtype):
     ours = ours_of(features, dtype)
     back = translated(dialect, features, theirs_of(dialect, features, dtype))
@@ -223,7 +223,7 @@ def test_names_roundtrip_bit_exactly(dialect, features, dtype):
         assert_same(np.ascontiguousarray(back[name].all()), array)
 
 
-@pytest.mark.parametrize(("dialect", "features"), CASES)
+@each(CASES)
 def test_parameters_have_distinct_keys(dialect, features):
     ours, theirs = ours_of(features), theirs_of(dialect, features)
     assert theirs.keys() == {NAME_MAPS[dialect].key_for(name) for name in ours}
@@ -234,7 +234,7 @@ def test_parameters_have_distinct_keys(dialect, features):
     np.testing.assert_array_equal(np.sort(values), np.sort(all_of_ours))
 
 
-@pytest.mark.parametrize(("dialect", "features"), CASES)
+@each(CASES)
 def test_partial_read_matches_full_read(dialect, features):
     """An import reads some rows and columns."""
     ours = ours_of(features)
@@ -301,10 +301,7 @@ NAMES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("dialect", "theirs", "ours"),
-    [(dialect, *pair) for dialect, pairs in NAMES.items() for pair in pairs.items()],
-)
+@each([(dialect, *pair) for dialect, pairs in NAMES.items() for pair in pairs.items()])
 def test_keys_match_code_base(dialect, theirs, ours):
     assert NAME_MAPS[dialect].key_for(ours) == theirs
 
@@ -373,8 +370,7 @@ WRAPPERS = [
 ]
 
 
-@pytest.mark.parametrize(("dialect", "features"), CASES)
-@pytest.mark.parametrize("prefix", PREFIXES)
+@each([(*case, prefix) for case in CASES for prefix in PREFIXES])
 def test_dialect_is_detected_from_keys(dialect, features, prefix):
     keys = keys_of(dialect, features)
     llamas = ("hf-mistral", "hf-gemma", "hf-smollm3", "hf-granite", "hf-ernie4-5")

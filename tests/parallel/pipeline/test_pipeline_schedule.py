@@ -8,6 +8,7 @@ from collections import Counter
 import pytest
 
 from jaxforge.parallel.pipeline.schedule import SCHEDULES, Action, gpipe, one_f_one_b
+from tests.helpers import each
 
 DIRECTIONS = ("forward", "backward")
 
@@ -26,9 +27,9 @@ def build(name, stages, microbatches, chunks):
     return SCHEDULES[name](stages, microbatches, chunks)
 
 
-@pytest.fixture(params=list(cases()), ids=lambda case: "-".join(map(str, case)), scope="module")
-def schedule(request):
-    return build(*request.param)
+def schedules():
+    """Yield every schedule of `cases`."""
+    return (build(*case) for case in cases())
 
 
 def actions_of(schedule):
@@ -40,16 +41,19 @@ def actions_of(schedule):
                     yield t, direction, stage, action
 
 
+@each(list(schedules()))
 def test_check_accepts_built_schedules(schedule):
     schedule.check()
 
 
-def test_schedule_has_requested_size(request, schedule):
-    name, *sizes = request.node.callspec.params["schedule"]
+@each(list(cases()))
+def test_schedule_has_requested_size(name, *sizes):
+    schedule = build(name, *sizes)
     assert schedule.name == name
-    assert [schedule.stages, schedule.microbatches, schedule.chunks] == sizes
+    assert [schedule.stages, schedule.microbatches, schedule.chunks] == list(sizes)
 
 
+@each(list(schedules()))
 def test_each_action_occurs_once(schedule):
     n_virtual = schedule.stages * schedule.chunks
     counts = Counter(
@@ -60,6 +64,7 @@ def test_each_action_occurs_once(schedule):
     assert counts == dict.fromkeys(expected, 1)
 
 
+@each(list(schedules()))
 def test_results_are_used_in_next_tick(schedule):
     """Simulate stages that store and send (microbatch, virtual stage of the next action)."""
     n, last = schedule.stages, schedule.stages * schedule.chunks - 1
@@ -88,6 +93,7 @@ def test_results_are_used_in_next_tick(schedule):
     assert {slot for ring in rings for slot in ring} == set(range(schedule.slots))
 
 
+@each(list(schedules()))
 def test_idle_slots_are_free(schedule):
     held = [set() for _ in range(schedule.stages)]
     for tick, idle_slots in zip(schedule.ticks, schedule.idle_slots, strict=True):
@@ -102,6 +108,7 @@ def test_idle_slots_are_free(schedule):
                 slots.remove(back.slot)
 
 
+@each(list(schedules()))
 def test_phases_cover_all_ticks(schedule):
     n, action = schedule.stages, schedule.chunks * schedule.microbatches
     if schedule.name == "gpipe":
@@ -116,26 +123,27 @@ def test_phases_cover_all_ticks(schedule):
     assert sum((phase.ticks for phase in phases), ()) == schedule.ticks
 
 
+@each(list(schedules()))
 def test_bubble_matches_formula(schedule):
     idle = schedule.stages - 1
     formula = idle / (schedule.chunks * schedule.microbatches + idle)
     assert schedule.bubble() == pytest.approx(formula, abs=1e-12)
 
 
+@each(list(schedules()))
 def test_number_of_slots_is_minimal(schedule):
     most = schedule.chunks * schedule.microbatches + 1  # all forwards, and a slot for idle stages
     in_flight = (schedule.chunks + 1) * schedule.stages - 1
     assert schedule.slots == (most if schedule.name == "gpipe" else min(in_flight, most))
 
 
-@pytest.mark.parametrize("stages", range(1, 9))
+@each(range(1, 9))
 def test_1f1b_slots_do_not_grow_with_microbatches(stages):
     full = 2 * stages - 1
     assert {one_f_one_b(stages, m).slots for m in (full, full + 1, 4 * full)} == {full}
 
 
-@pytest.mark.parametrize("chunks", [2, 3])
-@pytest.mark.parametrize("stages", range(1, 9))
+@each(list(itertools.product(range(1, 9), (2, 3))))
 def test_interleaved_slots_do_not_grow_with_microbatches(stages, chunks):
     sizes = {one_f_one_b(stages, groups * stages, chunks).slots for groups in (2, 3, 8)}
     assert sizes == {(chunks + 1) * stages - 1}
