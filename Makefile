@@ -19,7 +19,7 @@ STDLIB  = $(shell $(BIN)/python -c "import sysconfig; print(sysconfig.get_path('
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_ROOT_USER_ACTION := ignore
 
-.PHONY: train speedrun test test-all test-lines test-gpu-compiler test-torchtitan test-megatron test-lm-eval lint bench docs wheel clean
+.PHONY: train speedrun test test-changed test-all test-lines test-gpu-compiler test-torchtitan test-megatron test-lm-eval lint bench docs wheel clean
 
 train: $(VENV)/.run data/quickstart
 	@echo 'Training 300 updates: about seven minutes on two idle CPU cores. Ctrl-C saves, make train goes on.'
@@ -36,6 +36,11 @@ speedrun: $(VENV)/.run data/quickstart
 
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest -m "not slow" -n auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
+
+# The tests that a change can reach: test files that import a file which differs from BASE.
+BASE ?= main
+test-changed: $(VENV)/.dev
+	$(BIN)/python -m pytest -m "not slow" -n auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder --changed-since $(BASE)
 
 # The slow tests as well.
 test-all: $(VENV)/.dev

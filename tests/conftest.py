@@ -44,7 +44,7 @@ import pytest
 from jaxforge.config.job import JobConfig
 from jaxforge.config.reading.schema import REGISTRIES
 from jaxforge.model import runtime
-from tests import helpers
+from tests import helpers, import_graph
 
 gc.set_threshold(20_000)  # to import tests and to trace makes objects by the hundred thousand
 
@@ -98,8 +98,20 @@ LONGEST = (
 )  # fmt: skip
 
 
-def pytest_collection_modifyitems(items):
+def pytest_addoption(parser):
+    parser.addoption(
+        "--changed-since", metavar="COMMIT", help="run only test files that the changes reach"
+    )
+
+
+def pytest_collection_modifyitems(config, items):
     """Files of `LONGEST` come first (with --no-loadscope-reorder)."""
+    if base := config.getoption("--changed-since"):
+        changed = import_graph.changed_files(base)
+        files = {path for path in {item.path for item in items} if
+                 import_graph.is_reached(path, changed)}  # fmt: skip
+        config.hook.pytest_deselected(items=[item for item in items if item.path not in files])
+        items[:] = [item for item in items if item.path in files]
     location = {str(Path(__file__).parent / name): i for i, name in enumerate(LONGEST)}
     items.sort(key=lambda item: location.get(str(item.path), len(location)))
 

@@ -1,19 +1,23 @@
 """Imports follow the arrows of docs/architecture.md, and nothing needs torch to run."""
 
-import ast
 import graphlib
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from jaxforge.commands import COMMANDS
 from tests.helpers import each
-
-ROOT = Path(__file__).parents[1]
-PACKAGES = ("jaxforge", "torch_compat")
+from tests.import_graph import (
+    PACKAGES,
+    ROOT,
+    dotted,
+    import_graph,
+    imports_of,
+    is_reached,
+    modules,
+)
 
 ROOMS = ["errors", "exit_codes", "aux_outputs", "cli", "registry", "storage", "config", "parallel",
          "kernels", "model", "state", "optim", "data", "step", "program", "checkpoint", "telemetry",
@@ -28,36 +32,6 @@ SUBCLASSES = {  # of classes that an extra brings
     "jaxforge.tasks.lm_eval_tasks",
     "jaxforge.tools.lm_eval.adapter",
 }
-
-
-def imports_of(path, *, at_once=False):
-    """Return the imports of a module; `at_once` means those at its own import."""
-    tree = ast.parse(path.read_text())
-    for node in tree.body if at_once else ast.walk(tree):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            yield node.module
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
-
-
-def modules(package):
-    return sorted((ROOT / package).rglob("*.py"))
-
-
-def dotted(path):
-    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
-
-
-def import_graph():
-    """Return the modules of both packages that each of them imports, anywhere in its code."""
-    paths = {dotted(path): path for package in PACKAGES for path in modules(package)}
-    graph = {}
-    for name, path in paths.items():
-        imported = set(imports_of(path)) & paths.keys()
-        parents = {other.rpartition(".")[0] for other in imported}  # `from package import module`
-        graph[name] = imported - parents - {name, *PACKAGES}
-    return graph
 
 
 @pytest.mark.parametrize(
@@ -156,3 +130,14 @@ def test_conversions_start_without_jax():
     slow = {"jax", "flax", "optax", "orbax", "grain", "torch", "tokenizers", "fsspec"}
     code = f"import sys, torch_compat.__main__; assert not {slow} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+
+
+def test_change_reaches_the_tests_that_import_it():
+    schedule = ROOT / "tests/parallel/pipeline/test_pipeline_schedule.py"
+    supervisor = ROOT / "tests/processes/test_supervised.py"
+    assert is_reached(schedule, {"jaxforge/parallel/pipeline/schedule.py"})
+    assert not is_reached(schedule, {"jaxforge/supervision/restarts.py"})
+    assert not is_reached(schedule, {"torch_compat/formats/zip_index.py"})
+    assert is_reached(supervisor, {"jaxforge/training/loop.py"})  # in a process
+    assert is_reached(ROOT / "tests/test_docs.py", {"docs/plan.md"})
+    assert not is_reached(schedule, {"docs/plan.md"})
