@@ -209,7 +209,7 @@ class Program:
     @functools.cached_property
     def sizes(self) -> tuple[int, ...]:
         """The numbers of microbatches of the run's batches, in increasing order."""
-        return tuple(sorted({stage.accum for stage in self.config.train.stages()}))
+        return tuple(sorted({stage.accum for stage in self._unresolved.train.stages()}))
 
     @functools.cached_property
     def pads_batches(self) -> bool:

@@ -45,12 +45,23 @@ def import_graph(packages=PACKAGES):
 
 @functools.cache
 def _graph():
-    """Return the graph with tests, and with modules that strings name: commands, public names."""
+    """Return the graph with tests, and with modules that are imported by their name.
+
+    These are the commands and the public names; and a test may patch a module by its name.
+    """
     packages = (*PACKAGES, "tests", "benchmarks")
     paths = {dotted(path): path for package in packages for path in modules(package)}
     graph = import_graph(packages)
+
+    def named(path):
+        return paths.keys() & set(_MODULE.findall(path.read_text()))
+
+    public = named(ROOT / "jaxforge" / "__init__.py")
     for name, path in paths.items():
-        graph[name] |= paths.keys() & set(_MODULE.findall(path.read_text()))
+        if name.startswith("tests."):
+            graph[name] |= named(path)
+            graph[name] |= public if "jaxforge" in imports_of(path) else set()
+    graph["jaxforge.__main__"] |= named(ROOT / "jaxforge" / "commands" / "__init__.py")
     return graph
 
 

@@ -87,7 +87,11 @@ class BadSteps:
             attribution = Attribution(make_row_losses(program.model, train, mesh), name_of)
         return cls(train.nan_consecutive_max, rollback, attribution, train.verify_interval)
 
-    def execute(
+    def should_verify(self, number: int) -> bool:
+        """Return whether the step with this number is to be executed twice."""
+        return self._verify_interval > 0 and number % self._verify_interval == 0
+
+    def execute_twice(
         self,
         step: TrainStep,
         position: Position,
@@ -95,21 +99,18 @@ class BadSteps:
         controls: Controls,
         paused: Callable[[], AbstractContextManager[None]],
     ) -> Metrics:
-        """Execute the next step; twice if `train.verify_interval` asks for it.
+        """Execute the next step twice; different results are a `fault`.
 
         Args:
             step: the train step.
             position: its state is replaced.
             batch: the batch of the step.
             controls: the controls of the step.
-            paused: excludes a second execution from step times.
+            paused: excludes the first execution from step times.
         """
-        if self._verify_interval and (position.step + 1) % self._verify_interval == 0:
-            position.state, metrics, self.fault = run_twice(
-                step, position.state, batch, controls, paused
-            )
-        else:
-            position.state, metrics = step(position.state, batch, controls)
+        position.state, metrics, self.fault = run_twice(
+            step, position.state, batch, controls, paused
+        )
         return metrics
 
     def examine(

@@ -66,7 +66,8 @@ class Trainer:
             The reason why training ended.
         """
         exits = Exits(self.config.train, signals, since)
-        progress, tracker = self.position.progress, self.instruments.tracker
+        position, progress = self.position, self.position.progress
+        tracker = self.instruments.tracker
         self.callbacks.compare_processes()
         self.callbacks.call(Callback.on_train_begin, self.config)
         self.saves.begin()
@@ -75,12 +76,22 @@ class Trainer:
             while reason is None:
                 self.callbacks.begin_step(progress)
                 with self.instruments.profiler.around(progress.step + 1, tracker.paused):
-                    metrics = self._launch(signals)
+                    step, batch, controls = self.updates.next_batch(
+                        progress, signals, self.instruments
+                    )
+                    self._measure_logits(batch)
+                    if self.bad_steps.should_verify(progress.step + 1):
+                        metrics = self.bad_steps.execute_twice(
+                            step, position, batch, controls, tracker.paused
+                        )
+                    else:
+                        position.state, metrics = step(position.state, batch, controls)
+                    self._count(step, batch, controls, metrics)
                 due = self.callbacks.due(progress.step, tracker.paused)
                 if self._depends_on_step(due) and self._had_halted():
                     reason = self._roll_back()
                     continue
-                self.callbacks.end_step(progress, self.position.state, metrics, tracker)
+                self.callbacks.end_step(progress, position.state, metrics, tracker)
                 reason = self._between_steps(signals, exits, due)
         except Interrupted:  # between steps: while compiling, or waiting for data
             reason = exits.requested(progress.step)
@@ -146,19 +157,14 @@ class Trainer:
             self.saves.save()
         return requests.exit
 
-    def _launch(self, signals: Signals) -> Metrics:
-        """Launch the next step; return its metrics, which the device is still computing."""
+    def _measure_logits(self, batch: Batch) -> None:
+        """Log the largest attention logit of the next step before it replaces the parameters."""
         position, instruments = self.position, self.instruments
-        step, batch, controls = self.updates.next_batch(position.progress, signals, instruments)
         if instruments.attention_logits is not None:
             instruments.attention_logits.log_if_due(
                 position.step + 1, position.state.variables, batch,
                 instruments.tracker, instruments.watchdog,
             )  # fmt: skip
-        paused = instruments.tracker.paused
-        metrics = self.bad_steps.execute(step, position, batch, controls, paused)
-        self._count(step, batch, controls, metrics)
-        return metrics
 
     def _count(self, step: TrainStep, batch: Batch, controls: Controls, metrics: Metrics) -> None:
         """Count the step that was launched; log the metrics of the previous step if due."""

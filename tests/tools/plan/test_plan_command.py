@@ -124,7 +124,7 @@ def test_oversized_step_gets_advice(tiny_plan, monkeypatch, capsys):
         "jaxforge.tools.plan.plan.compile_step",
         lambda config, *_, **__: tiny_plan.step._replace(memory=small, config=config),
     )
-    config = tiny_config(distributed=MESH, train={"batch_size": 4})
+    config = tiny_config(distributed=MESH, train={"batch_size": 4, "grad_sync": "update"})
     monkeypatch.setattr(plan_report.load, "load_unresolved", lambda *_: config)
 
     args = plan_main.parser().parse_args(["--config=x.toml", "--topology=cpu:8"])
