@@ -67,7 +67,7 @@ def _graph():
 
 @functools.cache
 def _starting_processes():
-    return {dotted(path) for path in modules("tests") if '"-m"' in path.read_text()}
+    return {dotted(path) for path in modules("tests") if re.search('"-[m]"', path.read_text())}
 
 
 def reached(name):
