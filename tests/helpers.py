@@ -395,7 +395,7 @@ def each(values):
     """
 
     def decorate(test):
-        def test_of_each():
+        def run_each():
             for value in values:
                 try:
                     test(*(value if isinstance(value, tuple) else (value,)))
@@ -403,7 +403,7 @@ def each(values):
                     error.add_note(f"for {value}")
                     raise
 
-        test_of_each.__name__, test_of_each.__doc__ = test.__name__, test.__doc__
-        return test_of_each
+        run_each.__name__, run_each.__doc__ = test.__name__, test.__doc__
+        return run_each
 
     return decorate

@@ -58,7 +58,7 @@ def _graph():
 
     public = named(ROOT / "jaxforge" / "__init__.py")
     for name, path in paths.items():
-        if name.startswith("tests."):
+        if name.startswith("tests.") and name != __name__:
             graph[name] |= named(path)
             graph[name] |= public if "jaxforge" in imports_of(path) else set()
     graph["jaxforge.__main__"] |= named(ROOT / "jaxforge" / "commands" / "__init__.py")
