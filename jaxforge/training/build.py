@@ -21,9 +21,8 @@ from jaxforge.training.loop import Trainer
 from jaxforge.training.position import Position
 from jaxforge.training.saves import Saves
 from jaxforge.training.start import RunFiles
-from jaxforge.training.step_compiler import StepCompiler
 from jaxforge.training.training_data import TrainingData, open_data
-from jaxforge.training.updates import Updates
+from jaxforge.training.updates import StepCompiler, Updates
 
 
 def build_trainer(run: ResolvedRun, program: Program, session: Session) -> Trainer:

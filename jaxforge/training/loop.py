@@ -19,9 +19,8 @@ from jaxforge.step.train_step import Batch, Controls, Metrics, TrainStep
 from jaxforge.training.bad_steps import BadSteps
 from jaxforge.training.callbacks.callback import Callback, IntervalContext
 from jaxforge.training.callbacks.runner import Callbacks
-from jaxforge.training.closing import close_run, end_training
+from jaxforge.training.closing import close_run, end_training, log_already_complete
 from jaxforge.training.early_stop import EarlyStop
-from jaxforge.training.exit_report import log_already_complete
 from jaxforge.training.instruments import Instruments
 from jaxforge.training.position import Position
 from jaxforge.training.preemption import Exit, Exits, Interrupted, Signals

@@ -1,14 +1,95 @@
-"""The updates of a run: batches and the compiled step."""
+"""The updates of a run: their batches, and the compilation of all programs before the first."""
 
 import dataclasses
-from collections.abc import Callable, Container
+import functools
+import logging
+from collections.abc import Callable, Container, Mapping
+from typing import NamedTuple
 
+import jax
+
+from jaxforge.config.job import JobConfig
+from jaxforge.parallel import compilation
+from jaxforge.parallel.xla_flags import Option
+from jaxforge.program import Program
 from jaxforge.state.progress import Progress
+from jaxforge.step.executable import Executable
 from jaxforge.step.train_step import Batch, CompiledSteps, Controls, TrainStep
+from jaxforge.training.frozen import FrozenFields, LoweredFields
 from jaxforge.training.health.watchdog import Watchdog
 from jaxforge.training.instruments import Instruments
 from jaxforge.training.preemption import Signals
 from jaxforge.training.training_data import TrainingData
+
+log = logging.getLogger(__name__)
+
+
+class StepCompiler(NamedTuple):
+    """Compiles the step of a run, or loads it from a file.
+
+    Attributes:
+        flags: flags of XLA that its compiler accepts.
+        saved: the executable of `train.executable`; None: the step is compiled.
+    """
+
+    flags: dict[str, Option]
+    saved: Executable | None
+
+    @classmethod
+    def of(cls, program: Program) -> "StepCompiler":
+        """Turn on the compilation cache, check the flags and open the executable of a run.
+
+        Raises:
+            UserError: a flag or the executable cannot be used.
+        """
+        config, path = program.config, program.config.train.executable
+        compilation.use_cache(config.train)
+        flags = compilation.accepted_flags(config, program.model.runtime.unroll)
+        return cls(flags, Executable(path, program.mesh) if path else None)
+
+    def lower(
+        self, program: Program, frozen: FrozenFields | None, batch: Batch
+    ) -> Callable[[], CompiledSteps]:
+        """Trace the programs of a run, and return a function that compiles them.
+
+        All sizes of a batch are traced here and compiled together before the first step, so that a
+        run never compiles the step again.
+
+        Args:
+            program: the program of the run.
+            frozen: adds the fields of `train.objective` to batches.
+            batch: the first batch.
+        """
+        fields: LoweredFields = {}
+        if frozen is not None:
+            batches = program.abstract_batches(batch).values()
+            fields = frozen.lower(program.abstract_state().variables, batches)
+        return functools.partial(
+            self._compile,
+            program.config,
+            frozen,
+            program.lower_sizes(batch),
+            program.lower_paddings(batch),
+            fields,
+        )
+
+    def _compile(
+        self,
+        config: JobConfig,
+        frozen: FrozenFields | None,
+        lowered: Mapping[int, jax.stages.Lowered],
+        paddings: Mapping[int, jax.stages.Lowered],
+        fields: LoweredFields,
+    ) -> CompiledSteps:
+        if frozen is not None:
+            frozen.compile(fields)
+        pad = {n: program.compile() for n, program in paddings.items()}
+        if self.saved is not None:
+            steps = self.saved.load(lowered, config)
+            log.info("loaded the train step from %s; nothing is compiled", config.train.executable)
+            return CompiledSteps(steps, pad, frozen)
+        steps = {n: compilation.compile_step(step, self.flags) for n, step in lowered.items()}
+        return CompiledSteps(steps, pad, frozen)
 
 
 @dataclasses.dataclass

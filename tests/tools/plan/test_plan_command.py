@@ -20,7 +20,7 @@ from jaxforge.tools.plan.checks import (
 )
 from jaxforge.tools.plan.plan import as_json, plan
 from jaxforge.tools.plan.topology import Topology
-from jaxforge.training import step_compiler
+from jaxforge.training import updates
 from tests.conftest import tiny_config
 from tests.machine import PATIENCE
 from tests.processes.conftest import ROOT, environment
@@ -104,7 +104,7 @@ def test_run_compiles_the_planned_step(tiny_plan, tmp_path, monkeypatch):
         live.append(lowered.as_text())
         raise Stop
 
-    monkeypatch.setattr(step_compiler.compilation, "compile_step", compile_step)
+    monkeypatch.setattr(updates.compilation, "compile_step", compile_step)
     with pytest.raises(Stop):
         train.run(planned(checkpoint={"dir": str(tmp_path / "run")}))
     assert live == [tiny_plan.step.executables[1].lowered.as_text()]

@@ -6,7 +6,7 @@ import pytest
 
 from jaxforge.exit_codes import Exit
 from jaxforge.state.progress import Progress
-from jaxforge.training.exit_report import log_exit_reason
+from jaxforge.training.closing import log_exit_reason
 from tests.conftest import tiny_config
 
 
