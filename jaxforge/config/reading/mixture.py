@@ -16,32 +16,27 @@ from jaxforge.errors import UserError
 from jaxforge.storage import urls
 
 _KEY = "mixture_file"
-_REPLACED = ("datasets", "phases", "anneal_start_step", "anneal_weights")
 _YAML = (".yaml", ".yml")
 
 
-def expand(data: dict[str, Any]) -> None:
-    """Replace `data.mixture_file` by the tables of the file.
+def tables(file: str, temperature: object) -> dict[str, Any]:
+    """Return `datasets` and `phases` of `[data]` from a mixture file.
 
     Args:
-        data: the keys of `[data]`, with `mixture_file`.
+        file: the value of `data.mixture_file`.
+        temperature: the value of `data.mix_temperature`.
 
     Raises:
-        UserError: the file cannot be read, is invalid, or is not the only source of datasets.
+        UserError: the file cannot be read, or is invalid.
     """
-    given = str(data.pop(_KEY))
-    asked = f'data.{_KEY} = "{given}"'
-    if others := [key for key in _REPLACED if data.get(key)]:
-        raise UserError(f"{asked} and data.{others[0]} exclude each other: use one of them")
-    local = urls.local(os.path.expanduser(given), f"data.{_KEY}", "copy the file to this machine")
+    local = urls.local(os.path.expanduser(file), f"data.{_KEY}", "copy the file to this machine")
     mixture = read(local)
-    temperature = data.get("mix_temperature", 1)
     if temperature != 1 and any(phase.tokens for phase in mixture.phases):
         raise UserError(
-            f"{asked} has phases with tokens, which data.mix_temperature = {temperature} would "
-            "change: set data.mix_temperature to 1, or give weights"
+            f'data.{_KEY} = "{file}" has phases with tokens, which data.mix_temperature = '
+            f"{temperature} would change: set data.mix_temperature to 1, or give weights"
         )
-    data.update(mixture.tables())
+    return mixture.tables()
 
 
 def read(path: Path) -> MixtureFile:
