@@ -51,6 +51,11 @@ class Reading:
             table = table.get(part) if isinstance(table, Mapping) else None
         return table
 
+    def tables(self, path: Path) -> list[Any]:
+        """Return the tables of a list, which may be given as a single table."""
+        value = self.get(path)
+        return list(value) if isinstance(value, list | tuple) else [value] if value else []
+
     def take(self, path: Path) -> Any:  # noqa: ANN401
         """Remove a key and return its value; None if it is not set."""
         *tables, name = path
@@ -261,28 +266,26 @@ def _evaluation_set(reading: Reading) -> None:
     is_new = any(reading.overrides(paths[key], sets) for key in values)
     if not is_new and (not sources or reading.is_on_command_line(sets)):
         return
-    stored = reading.get(sets)
-    stored = [stored] if isinstance(stored, dict) else list(stored or ())
-    is_single = len(stored) == 1 and not (isinstance(stored[0], dict) and stored[0].get("name"))
+    stored = reading.tables(sets)
+    is_single = len(stored) == 1 and isinstance(stored[0], dict) and not stored[0].get("name")
     if stored and not (is_new and is_single):
         if sources:
             raise _exclude(reading, paths[sources[0]], values[sources[0]], sets)
         return
-    values = (stored[0] if stored else {}) | values
-    if not values.get("dataset_path") and not values.get("hf_dataset_name"):
+    table = (stored[0] if stored else {}) | values
+    if not table.get("dataset_path") and not table.get("hf_dataset_name"):
         reading.values["eval"]["datasets"] = []
         return
-    reading.put(sets, [{}], paths[next(iter(sources), "dataset_path")])
-    for key, value in values.items():
-        if value != _SET_KEYS.get(key):
-            reading.put((*sets, 0, key), value, ("eval", key))
+    table = {key: value for key, value in table.items() if value != _SET_KEYS.get(key)}
+    reading.values["eval"]["datasets"] = [table]
+    for key in values:
+        reading.note((*sets, 0, key), paths[key])
 
 
 def _writers(reading: Reading) -> None:
     """Move `metrics.enable_<writer>` and the keys of a writer to `[[metrics.writers]]`."""
     stored: Path = ("metrics", "writers")
-    writers = reading.get(stored)
-    writers = [writers] if isinstance(writers, dict) else list(writers or ())
+    writers = reading.tables(stored)
     for name in WRITERS:
         switch: Path = ("metrics", f"enable_{name}")
         paths = {
