@@ -26,7 +26,7 @@ B13 = {**LLAMA, "dim": 5120, "n_layers": 40, "n_heads": 40}
 B29 = {**LLAMA, "dim": 6144, "n_layers": 56, "n_heads": 48}
 B70 = {**LLAMA, "dim": 8192, "n_layers": 80, "n_heads": 64, "ffn_hidden_dim": 28672}
 MOE = {**LLAMA, "dim": 2048, "n_layers": 24, "n_heads": 16, "n_kv_heads": 4, "num_experts": 8,
-       "moe_top_k": 2, "moe_frequency": 1}  # fmt: skip
+       "moe_top_k": 2}  # fmt: skip
 SMALL = {"dim": 256, "n_layers": 4, "n_heads": 4, "n_kv_heads": 4, "vocab_size": 32000,
          "max_seq_len": 512}  # fmt: skip
 WIKITEXT = {"dim": 512, "n_layers": 8, "n_heads": 8, "n_kv_heads": 4, "vocab_size": 50257,

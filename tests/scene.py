@@ -99,7 +99,11 @@ def _config(run: str, steps: int, interval: int, **sections: dict) -> JobConfig:
         "distributed": {"dp_shard": -1},
         "data": {"dataset_path": "data/mine/train", "tokenizer_path": "data/mine/tokenizer"},
         "checkpoint": {"dir": run, "interval": interval},
-        "eval": {"enabled": True, "dataset_path": "data/mine/validation", "steps": 2},
+        "eval": {
+            "enabled": True,
+            "datasets": {"dataset_path": "data/mine/validation"},
+            "steps": 2,
+        },
         "metrics": {"log_interval": 1},
         "lora": {},
     }

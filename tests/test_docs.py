@@ -11,6 +11,7 @@ import pytest
 
 from jaxforge.__main__ import COMMANDS
 from jaxforge.config import JobConfig
+from jaxforge.config.reading.kempnerforge import NO_EFFECT, STORED_AS
 from jaxforge.config.reading.schema import all_keys
 from tests.documentation import FENCE, PAGES, ROOT, commands, parser_of, words_of
 from tests.helpers import each
@@ -153,6 +154,8 @@ def exists(span):
     match = re.fullmatch(r"(?P<section>[a-z_]+)\.(?P<name>[a-z]\w*)( = .*)?", span)
     if match and match["section"] in JobConfig.model_fields and match["name"] not in SUFFIXES:
         section, name = match["section"], match["name"]
+        if (section, name) in {**STORED_AS, **NO_EFFECT}:
+            return True
         module = ROOT / "jaxforge" / section / name
         is_code = module.is_dir() or module.with_suffix(".py").is_file()
         return (

@@ -19,7 +19,7 @@ from jaxforge.training.eval_functions import register_eval_function
 
 KEYS = {
     "model.model_type": register_model,
-    "model.mixer": register_mixer,
+    "model.mixer_pattern": register_mixer,
     "train.loss_fn": register_loss,
     "optimizer.name": register_optimizer,
     "scheduler.name": register_scheduler,
@@ -76,7 +76,7 @@ def test_unregistered_name_gets_a_suggestion():
 @pytest.mark.usefixtures("own_names")
 def test_config_takes_registered_names_and_suggests_them(key, tmp_path):
     section, name = key.split(".")
-    is_list = key == "eval.functions"
+    is_list = key in ("eval.functions", "model.mixer_pattern")
     path, item = tmp_path / "x.toml", f"{key}[0]" if is_list else key
     path.write_text(f"[{section}]\n{name} = " + ('["my_ownn"]' if is_list else '"my_ownn"'))
     with pytest.raises(UserError) as caught:

@@ -28,9 +28,9 @@ _EXTRAS = {
     "torch": ("torch", "exports and imports that run PyTorch"),
     "transformers": ("transformers", "models for comparison"),
     "data": ("pyarrow", "Parquet files and Hugging Face datasets"),
-    "tensorboard": ("tensorboardX", "metrics.enable_tensorboard"),
-    "wandb": ("wandb", "metrics.enable_wandb"),
-    "trackio": ("trackio", "metrics.enable_trackio"),
+    "tensorboard": ("tensorboardX", "tensorboard in metrics.writers"),
+    "wandb": ("wandb", "wandb in metrics.writers"),
+    "trackio": ("trackio", "trackio in metrics.writers"),
 }
 """Module and purpose of each optional extra."""
 _VARIABLES = ("JAX_PLATFORMS", "XLA_FLAGS", "LIBTPU_INIT_ARGS", "XLA_PYTHON_CLIENT_MEM_FRACTION",

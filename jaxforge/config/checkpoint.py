@@ -12,14 +12,15 @@ from jaxforge.config.section import PathText, Section
 
 
 class DynCkptWindow(Section):
-    """`[checkpoint.dyn_ckpt_window]`: a range of steps with more frequent checkpoints."""
+    """`[checkpoint.dyn_ckpt_window]`: a range of steps with more frequent checkpoints.
+
+    Within it, checkpoints are saved at start and at start + 1, 2, 4, 8 ..., and at no other step.
+    """
 
     start: Steps = 0
     """First step of the window; 0 saves the initial weights."""
     stop: Steps = 512
     """Last step of the window."""
-    strategy: Literal["power2"] = "power2"
-    """power2 saves at start and at start + 1, 2, 4, 8 ..., and at no other step of the window."""
 
     def problems(self) -> Iterator[str]:
         """Yield the broken rules between the keys of this table."""
@@ -72,7 +73,7 @@ class CheckpointConfig(Section):
     """Updates between copies of the state in memory of this host and of a peer; 0 disables them."""
     replica_dir: PathText | None = None
     """Directory in memory (tmpfs) for these copies; by default /dev/shm."""
-    async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "async"
+    async_mode: Literal["disabled", "async"] = "async"
     """Save in the background while training continues, or block until the save is complete."""
     keep_last_n: int = 3
     """Number of newest checkpoints to keep; 0 or less keeps all."""
@@ -96,8 +97,6 @@ class CheckpointConfig(Section):
     """Exported weights: the parameters, or their average (train.ema_decay)."""
     exclude_from_loading: tuple[Literal["model", "optimizer", "progress"], ...] = ()
     """Parts of load_path that are not loaded. Without "model", weights are new."""
-    ignore_freeze_mismatch: bool = False
-    """Without effect: text models have no frozen parameters."""
 
     def problems(self) -> Iterator[str]:
         """Yield the broken rules between the keys of this section."""

@@ -93,8 +93,6 @@ class DataConfig(Section):
     """Data-parallel ranks of the run to reproduce with order = "torch"; if not set, this run's."""
     num_workers: NonNegativeInt = 4
     """Data-loading workers per host; 0 loads in the training process."""
-    pin_memory: bool = True
-    """Without effect: batches are transferred by jax.device_put."""
     prefetch_factor: PositiveInt = 2
     """Batches that each worker loads in advance."""
     cache_dir: PathText = ""
@@ -111,12 +109,6 @@ class DataConfig(Section):
     """Column of the Hugging Face dataset that holds the text."""
     hf_dataset_conversations: bool = False
     """Rows of Hugging Face datasets are conversations, or prompts with completions, not text."""
-    hf_dataset_image_field: str = "image"
-    """Without effect: models are text models."""
-    hf_dataset_prompt_field: str = ""
-    """Without effect: models are text models."""
-    hf_image_size: int = 224
-    """Without effect: models are text models."""
     hf_streaming: bool = False
     """Stream the Hugging Face dataset instead of loading it completely."""
     pack_sequences: bool = False
@@ -125,26 +117,18 @@ class DataConfig(Section):
     """Truncate or drop a conversation that is longer than a sequence."""
     datasets: tuple[DatasetSource, ...] = ()
     """Sources of a mixture, as an alternative to a single source."""
-    mixture_file: PathText = ""
-    """TOML or YAML file with datasets and phases; they replace datasets and phases here."""
     mix_temperature: PositiveFloat = 1.0
     """Temperature T: sources are sampled in proportion to weight^(1/T), so larger is more even."""
     phases: tuple[TrainingPhase, ...] = ()
     """Changes of mixture and learning rate, by step."""
     phase_lr_lag: bool = False
     """Apply lr_scale from the second update of a phase, as KempnerForge does."""
-    anneal_start_step: Steps = 0
-    """Update at which anneal_weights take effect, a shorthand for a single phase; 0 disables it."""
-    anneal_weights: WeightTable = Field(default_factory=Weights)
-    """Sampling weights by source name, from anneal_start_step onward."""
 
     def problems(self) -> Iterator[str]:
         """Yield the broken rules between the keys of this section."""
         starts = [phase.start_step for phase in self.phases]
         if any(later <= earlier for earlier, later in pairwise(starts)):
             yield f"start_step of phases must increase: {starts}"
-        if self.phases and self.anneal_start_step:
-            yield "phases and anneal_start_step exclude each other: write the annealing as a phase"
         for name, count in Counter(source.label for source in self.datasets).items():
             if count > 1:
                 yield f'{count} sources of datasets have the name "{name}": give each its own name'
@@ -158,21 +142,11 @@ class DataConfig(Section):
                 f"max_epochs and max_tokens of {limited[0]} do not exist in KempnerForge, which "
                 'repeats small datasets in each epoch: remove them, or set order = "grain"'
             )
-        if self.mixture_file:
-            yield "mixture_file is read with a config: load it with jaxforge.load_config"
 
     @property
     def has_source(self) -> bool:
         """True if a key names data to read."""
         return bool(self.datasets or self.dataset_path or self.hf_dataset_name)
-
-    @property
-    def all_phases(self) -> tuple[TrainingPhase, ...]:
-        """The phases, with annealing as a phase."""
-        if not self.anneal_start_step:
-            return self.phases
-        start, weights = self.anneal_start_step, self.anneal_weights
-        return (TrainingPhase(start_step=start, dataset_weights=weights),)
 
     def weights(self, phase: TrainingPhase | None = None) -> dict[str, float]:
         """Return the sampling weight of each source by name, in a phase or before the first."""

@@ -43,10 +43,6 @@ class DistributedConfig(Section):
     """Smallest number of processes of an elastic job; checked when it starts."""
     heartbeat_timeout_sec: PositiveInt = 100
     """Seconds without a heartbeat after which a process is considered lost and the job ends."""
-    nccl_timeout_sec: PositiveInt = 1800
-    """Without effect: the runtime has its own timeouts."""
-    backend: str = "cpu:gloo,cuda:nccl"
-    """Without effect: XLA provides the collectives."""
 
     @property
     def chunks(self) -> int:

@@ -1,19 +1,21 @@
 """`[early_stop]`: conditions that end a run before train.max_steps."""
 
-from collections.abc import Iterator
-
 from pydantic import NonNegativeFloat, PositiveFloat
 
 from jaxforge.config.directions import Mode
 from jaxforge.config.duration import PositiveSteps
 from jaxforge.config.section import Section
 
+CONDITIONS = ("patience_steps", "target", "max_steps", "max_loss", "min_lr", "max_grad_norm")
+"""Keys that are conditions."""
+
 
 class EarlyStopConfig(Section):
-    """Conditions that end a run before train.max_steps, checked in the order of the keys."""
+    """Conditions that end a run before train.max_steps, checked in the order of the keys.
 
-    active: bool = False
-    """Enable early stopping."""
+    Without a condition, a run does not end early.
+    """
+
     metric: str = "eval/loss"
     """Metric that must improve, such as eval/loss, train/loss or eval/tasks/<task>/acc."""
     mode: Mode = "auto"
@@ -36,10 +38,10 @@ class EarlyStopConfig(Section):
     @property
     def uses_metric(self) -> bool:
         """True if a condition depends on `metric`."""
-        return self.active and (self.patience_steps is not None or self.target is not None)
+        return self.patience_steps is not None or self.target is not None
 
-    def problems(self) -> Iterator[str]:
-        """Yield the broken rules between the keys of this section."""
-        limits = ("patience_steps", "target", "max_steps", "max_loss", "min_lr", "max_grad_norm")
-        if self.active and all(getattr(self, limit) is None for limit in limits):
-            yield f"active = true requires one of {', '.join(limits)}"
+    @property
+    def conditions(self) -> dict[str, float]:
+        """The conditions that are set, by key."""
+        values = {key: getattr(self, key) for key in CONDITIONS}
+        return {key: value for key, value in values.items() if value is not None}

@@ -172,7 +172,7 @@ def _accumulating(config: JobConfig, before: int, ranks: int) -> TrainConfig:
     )
     values = {
         **dict(train), "batch_size": -(-sizes[-1] // (accum * ranks)), "grad_accum_steps": accum,
-        "global_batch_size": sizes[-1], "rampup_batch_size": None,
+        "global_batch_size": sizes[-1],
         "batch_ramp": ramp if len(ramp) > 1 else (),
     }  # fmt: skip
     return TrainConfig.model_construct(train.model_fields_set - {"batch_size"}, **values)

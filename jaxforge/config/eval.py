@@ -31,9 +31,11 @@ EVAL_FUNCTIONS = Registry("eval.functions", "accuracy")
 """Registered evaluation functions (`training.eval_functions`)."""
 
 
-class EvalSource(Section):
-    """Source of the text of an evaluation set."""
+class EvalDataset(Section):
+    """`[[eval.datasets]]`: an evaluation set."""
 
+    name: str = ""
+    """Name in metrics: letters, digits, "_", "." and "-"; a single set needs no name."""
     dataset_path: PathText = ""
     """Directory of token shards, or the prefix of .bin and .idx files of Megatron-LM."""
     file_pattern: str = "*.npy"
@@ -44,11 +46,19 @@ class EvalSource(Section):
     """Configuration of the Hugging Face dataset."""
     hf_dataset_split: str = "validation"
     """Split of the Hugging Face dataset."""
+    interval: PositiveSteps | None = None
+    """Updates between evaluations of this set; by default eval.interval."""
+    start_step: Steps | None = None
+    """Updates before the first evaluation of this set; by default eval.start_step."""
+    steps: PositiveInt | None = None
+    """Batches per evaluation of this set; by default eval.steps."""
 
-    @property
-    def has_data(self) -> bool:
-        """True if any source is named."""
-        return bool(self.dataset_path or self.hf_dataset_name)
+    def problems(self) -> Iterator[str]:
+        """Yield the broken rules between the keys of this table."""
+        if not re.fullmatch(r"[A-Za-z0-9_.-]*", self.name):
+            yield f'name = "{self.name}" must consist of letters, digits, "_", "." and "-"'
+        if not self.dataset_path and not self.hf_dataset_name:
+            yield "a set requires dataset_path or hf_dataset_name"
 
 
 class EvalSchedule(NamedTuple):
@@ -74,28 +84,8 @@ class EvalSchedule(NamedTuple):
         return range(first, last + 1, self.interval)
 
 
-class EvalDataset(EvalSource):
-    """`[[eval.datasets]]`: one of several evaluation sets."""
-
-    name: str = ""
-    """Name in metrics: letters, digits, "_", "." and "-"."""
-    interval: PositiveSteps | None = None
-    """Updates between evaluations of this set; by default eval.interval."""
-    start_step: Steps | None = None
-    """Updates before the first evaluation of this set; by default eval.start_step."""
-    steps: PositiveInt | None = None
-    """Batches per evaluation of this set; by default eval.steps."""
-
-    def problems(self) -> Iterator[str]:
-        """Yield the broken rules between the keys of this table."""
-        if not re.fullmatch(r"[A-Za-z0-9_.-]+", self.name):
-            yield f'name = "{self.name}" must consist of letters, digits, "_", "." and "-"'
-        if not self.has_data:
-            yield "a set requires dataset_path or hf_dataset_name"
-
-
-class EvalConfig(EvalSource):
-    """Schedule and data of evaluation; source keys here define a single, unnamed set."""
+class EvalConfig(Section):
+    """Schedule and data of evaluation."""
 
     enabled: bool = False
     """Evaluate during training."""
@@ -108,7 +98,7 @@ class EvalConfig(EvalSource):
     steps: PositiveInt = 50
     """Batches per evaluation and set; each evaluation uses the same batches."""
     datasets: tuple[EvalDataset, ...] = ()
-    """Several named sets, as an alternative to a single set."""
+    """Evaluation sets."""
     functions: tuple[Annotated[str, EVAL_FUNCTIONS], ...] = ()
     """Names of registered evaluation functions, such as accuracy, logged for each set."""
     tasks: tuple[str, ...] = ()
@@ -148,9 +138,6 @@ class EvalConfig(EvalSource):
 
     def problems(self) -> Iterator[str]:
         """Yield the broken rules between the keys of this section."""
-        if self.datasets and self.has_data:
-            key = "dataset_path" if self.dataset_path else "hf_dataset_name"
-            yield f"datasets and {key} exclude each other: move {key} to a table of datasets"
         if self.sample_interval and not self.sample_prompts:
             yield 'sample_prompts = [] is empty: give prompts, or [""] to begin a document'
         if problem := points.unknown(self.activations_points):
@@ -158,7 +145,9 @@ class EvalConfig(EvalSource):
         if self.activations_interval and not self.activations_points:
             yield 'activations_points = [] is empty: give names of points, such as ["residual"]'
         names = Counter(dataset.name for dataset in self.datasets)
-        for name in (name for name, count in names.items() if count > 1):
+        if "" in names and len(self.datasets) > 1:
+            yield "several evaluation sets require names: set name in each table of datasets"
+        for name in (name for name, count in names.items() if count > 1 and name):
             yield f'two evaluation sets have the name "{name}": rename one'
         if len(set(self.functions)) < len(self.functions):
             yield "functions contains a name twice: remove one"
@@ -166,7 +155,7 @@ class EvalConfig(EvalSource):
             yield "tasks contains a name twice: remove one"
 
     def schedules(self) -> dict[str, EvalSchedule]:
-        """Return the schedule of each set by name; a single set has the name ""."""
+        """Return the schedule of each set by name; a single set may have the name ""."""
         own = EvalSchedule(self.interval, self.start_step, self.steps)
         schedules = dict.fromkeys(self.sources(), own)
         for dataset in self.datasets:
@@ -214,11 +203,9 @@ class EvalConfig(EvalSource):
         """Return the name of the captured set, a key of `sources`."""
         return self.activations_set or next(iter(self.sources()))
 
-    def sources(self) -> dict[str, EvalSource]:
-        """Return the evaluation sets by name; a single set has the name ""."""
-        if self.datasets:
-            return {dataset.name: dataset for dataset in self.datasets}
-        return {"": self} if self.has_data else {}
+    def sources(self) -> dict[str, EvalDataset]:
+        """Return the evaluation sets by name; a single set may have the name ""."""
+        return {dataset.name: dataset for dataset in self.datasets}
 
     def metric_names(self, *, has_average: bool = False) -> tuple[str, ...]:
         """Return the metrics of an evaluation: over all sets, then for each named set.
@@ -226,6 +213,6 @@ class EvalConfig(EvalSource):
         Args:
             has_average: whether the average of the parameters is evaluated too.
         """
-        sets = ["", *(f"{dataset.name}/" for dataset in self.datasets)]
+        sets = ["", *(f"{dataset.name}/" for dataset in self.datasets if dataset.name)]
         metrics = [*METRICS, *(AVERAGE_PREFIX + metric for metric in METRICS if has_average)]
         return tuple(f"eval/{name}{metric}" for name in sets for metric in metrics)

@@ -21,8 +21,8 @@ def eval_has_source(config: JobConfig, mesh: Mesh) -> Iterator[str]:
     section = config.eval
     if section.enabled and not section.sources() and not section.has_tasks:
         yield (
-            "eval.enabled = true requires data: set eval.dataset_path, eval.hf_dataset_name, "
-            "[[eval.datasets]] or eval.tasks, or eval.enabled = false"
+            "eval.enabled = true requires data: set eval.datasets or eval.tasks, or "
+            "eval.enabled = false"
         )
 
 
@@ -49,12 +49,11 @@ def captures_have_source(config: JobConfig, mesh: Mesh) -> Iterator[str]:
     if not names:
         yield (
             f"eval.activations_interval = {section.activations_interval} requires data: set "
-            "eval.dataset_path, eval.hf_dataset_name or [[eval.datasets]], or "
-            "eval.activations_interval = 0"
+            "eval.datasets, or eval.activations_interval = 0"
         )
     elif section.activations_set and section.activations_set not in names:
         asked = f'eval.activations_set = "{section.activations_set}"'
-        if not section.datasets:
+        if names == [""]:
             yield f"{asked}: the only evaluation set has no name; remove it"
         else:
             yield f"{asked} is not an evaluation set{choices(section.activations_set, names)}"
@@ -84,7 +83,7 @@ def best_metric_is_logged(config: JobConfig, mesh: Mesh) -> Iterator[str]:
     elif config.checkpoint.keep_best_n and not config.eval.sources():
         yield (
             f'checkpoint.keep_best_n ranks by "{metric}", which requires an evaluation set: set '
-            "eval.dataset_path, or checkpoint.keep_best_n = 0"
+            "eval.datasets, or checkpoint.keep_best_n = 0"
         )
 
 
@@ -108,7 +107,7 @@ def early_stop_metric_is_logged(config: JobConfig, mesh: Mesh) -> Iterator[str]:
     elif not config.eval.sources():
         yield (
             f'early_stop.metric = "{stop.metric}" requires an evaluation set: set '
-            'eval.dataset_path, or use "train/loss"'
+            'eval.datasets, or use "train/loss"'
         )
     elif stop.metric not in known and not _has_terms(config):
         near = choices(stop.metric, known)

@@ -13,7 +13,6 @@ from jaxforge.config.eval import TASKS_PREFIX, EvalSchedule
 from jaxforge.config.job import JobConfig, short_toml
 from jaxforge.config.optimizer import UNUSUAL_LR
 from jaxforge.config.problems import describe_change
-from jaxforge.config.torch_only import TORCH_ONLY
 from jaxforge.storage import urls
 
 
@@ -37,24 +36,19 @@ def ineffective_settings(config: JobConfig, platform: str) -> list[str]:
 
 
 def answers(config: JobConfig) -> list[str]:
-    """Return a line for each PyTorch key that the user set, or whose default differs here.
+    """Return a line for each key whose default differs from KempnerForge's.
 
     Args:
         config: a loaded config, which records the keys set by the user.
     """
-    lines = [
-        f"{key} has no effect: {answer}" for key, answer in TORCH_ONLY.items() if config.is_set(key)
-    ]
     scheduler, usual = config.scheduler, config.usual_warmup(10**9)
     is_ours = not config.is_set("scheduler.warmup_steps") and scheduler.warmup_steps < usual
     if is_ours and scheduler.name != "none":
-        lines.append(
+        return [
             f"scheduler.warmup_steps is not set: {scheduler.warmup_steps:,} updates, a tenth of "
             f"the run (in KempnerForge {usual:,})"
-        )
-    if config.checkpoint.async_mode == "async_with_pinned_mem":
-        lines.append('checkpoint.async_mode = "async_with_pinned_mem" is the same as "async"')
-    return lines
+        ]
+    return []
 
 
 def _data(config: JobConfig) -> Iterator[str]:
@@ -74,7 +68,7 @@ def _evaluated_on_training_data(config: JobConfig) -> Iterator[str]:
     trained = {_absolute(path) for path in paths if path}
     hf_keys = ("hf_dataset_name", "hf_dataset_config", "hf_dataset_split")
     for i, source in enumerate(config.eval.sources().values()):
-        key = f"eval.datasets[{i}]" if config.eval.datasets else "eval"
+        key = f"eval.datasets[{i}]"
         if source.dataset_path:
             if _absolute(source.dataset_path) in trained:
                 yield _same(f"{key}.dataset_path = {short_toml(source.dataset_path)}")
@@ -103,7 +97,6 @@ def _precision(config: JobConfig, platform: str) -> Iterator[str]:
 
 
 _NEEDS: dict[str, tuple[str, object]] = {
-    "early_stop.": ("early_stop.active", True),
     "profiling.": ("profiling.enable", True),
     "dpo.": ("train.objective", "dpo"),
     "distillation.": ("train.objective", "distillation"),
@@ -210,11 +203,10 @@ def _evaluation(config: JobConfig, tenth: int) -> Iterator[str]:
             )
         return
     messages = []
-    for i, (name, schedule) in enumerate(section.schedules().items()):
-        own = section.datasets[i] if name else section
-        table = f"eval.datasets[{i}]" if name else "eval"
-        interval_key = "eval.interval" if own.interval is None else f"{table}.interval"
-        start_key = "eval.start_step" if own.start_step is None else f"{table}.start_step"
+    for i, schedule in enumerate(section.schedules().values()):
+        dataset, table = section.datasets[i], f"eval.datasets[{i}]"
+        interval_key = "eval.interval" if dataset.interval is None else f"{table}.interval"
+        start_key = "eval.start_step" if dataset.start_step is None else f"{table}.start_step"
         if schedule.interval > last:
             messages.append(
                 f"{interval_key} = {schedule.interval:,} exceeds train.max_steps = {last:,}, so "
@@ -278,9 +270,8 @@ def _metrics_of_all_sets(config: JobConfig) -> Iterator[str]:
 def _phases(config: JobConfig) -> Iterator[str]:
     """Yield phases that start after the end of the run."""
     section, last, previous = config.data, config.train.max_steps, 0
-    anneals = section.anneal_start_step > 0
-    for i, phase in enumerate(section.all_phases):
-        key = "data.anneal_start_step" if anneals else f"data.phases[{i}].start_step"
+    for i, phase in enumerate(section.phases):
+        key = f"data.phases[{i}].start_step"
         earlier = max(previous + 1, last * 9 // 10)
         fixes = [describe_change({key: earlier})] if earlier < last else []
         fixes.append(describe_change({"train.max_steps": 10 * phase.start_step // 9 + 1}))
@@ -298,10 +289,10 @@ _STEPS_BETWEEN: dict[str, Callable[[JobConfig], bool]] = {
     "checkpoint.non_persistent_interval": lambda config: True,
     "checkpoint.replica_interval": lambda config: True,
     "eval.activations_interval": lambda config: True,
-    "early_stop.patience_steps": lambda config: config.early_stop.active,
+    "early_stop.patience_steps": lambda config: True,
     "metrics.device_speed_interval": lambda config: True,
     "metrics.max_attention_logit_interval": lambda config: True,
-    "metrics.straggler_report_interval": lambda config: config.metrics.log_straggler,
+    "metrics.straggler_report_interval": lambda config: True,
     "profiling.start_step": lambda config: config.profiling.enable,
 }
 """Keys with an interval in updates (0 or not set: never), and whether each key is in use."""

@@ -22,7 +22,6 @@ from jaxforge.config.plugins import PluginsConfig
 from jaxforge.config.profiling import ProfilingConfig
 from jaxforge.config.scheduler import SchedulerConfig
 from jaxforge.config.section import Section
-from jaxforge.config.torch_only import TORCH_ONLY
 from jaxforge.config.train import TrainConfig
 
 
@@ -100,22 +99,14 @@ class JobConfig(Section):
     def usual_warmup(self, max_steps: int) -> int:
         """Return the default of `scheduler.warmup_steps`.
 
-        It is KempnerForge's default, but at most a tenth of the run. Configs written for
-        KempnerForge get its default unchanged.
+        It is KempnerForge's default, but at most a tenth of the run. Configs that request
+        KempnerForge's data order get its default unchanged.
 
         Args:
             max_steps: updates of the run.
         """
         usual = SchedulerConfig.model_fields["warmup_steps"].default
-        return usual if self.is_from_kempnerforge else min(usual, max_steps // 10)
-
-    @property
-    def is_from_kempnerforge(self) -> bool:
-        """True if the config was written for KempnerForge, or requests its behaviour.
-
-        The signs are a key that only PyTorch uses, or KempnerForge's data order.
-        """
-        return self.data.order == "torch" or any(map(self.is_set, TORCH_ONLY))
+        return usual if self.data.order == "torch" else min(usual, max_steps // 10)
 
     def is_set(self, key: str) -> bool:
         """Return whether the user set `key`, a section and a name as in "train.batch_size"."""
@@ -137,7 +128,7 @@ class JobConfig(Section):
     def to_toml(self) -> str:
         """Return the resolved config as TOML that loads back to an equal config.
 
-        Unset keys, and keys without effect that the user did not set, are comments.
+        Unset keys, and a batch size that follows from another key, are comments.
         """
         return "\n".join(line for name in type(self).model_fields for line in self._table(name))
 
@@ -155,7 +146,7 @@ class JobConfig(Section):
     def _is_moot(self, key: str) -> bool:
         """Return whether a written-out `key` would be a setting that the user did not make."""
         follows = key == "train.batch_size" and self.train.global_batch_size is not None
-        return (follows or key in TORCH_ONLY) and not self.is_set(key)
+        return follows and not self.is_set(key)
 
 
 def toml(value: object) -> str:

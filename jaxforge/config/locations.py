@@ -11,7 +11,6 @@ _BUCKETS = {
     "data.dataset_path",
     "data.datasets.path",
     "data.tokenizer_path",
-    "eval.dataset_path",
     "eval.datasets.dataset_path",
     "train.executable",
 }
@@ -19,7 +18,6 @@ _LOCAL = {
     "checkpoint.non_persistent_dir": "a fast disk of the node",
     "checkpoint.replica_dir": "a directory in the memory of the host",
     "data.cache_dir": "a fast disk of the node",
-    "metrics.tensorboard_dir": "a directory in the run, which is copied to its bucket",
     "profiling.trace_dir": "a directory in the run, which is copied to its bucket",
 }
 _OTHERS = {"checkpoint.load_path", "train.compilation_cache_dir"}

@@ -183,10 +183,7 @@ def every_stage_has_layers(config: JobConfig, mesh: Mesh) -> Iterator[Problem]:
 def microbatches_fill_pipeline(config: JobConfig, mesh: Mesh) -> Iterator[str | Problem]:
     """Require enough microbatches for all stages, and a multiple of pp when interleaved."""
     pp, train = mesh["pp"], config.train
-    ramp = "train.batch_ramp[{}]"
-    if train.rampup_batch_size:
-        ramp = f"stage {{}} of train.rampup_batch_size = {list(train.rampup_batch_size)}"
-    sizes = {ramp.format(i): stage.accum for i, stage in enumerate(train.stages()[:-1])}
+    sizes = {f"train.batch_ramp[{i}]": x.accum for i, x in enumerate(train.stages()[:-1])}
     sizes["train.grad_accum_steps"] = train.grad_accum_steps
     for key, accum in sizes.items() if pp > 1 else ():
         is_stage = not key.endswith("_steps")

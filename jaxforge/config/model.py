@@ -34,8 +34,10 @@ LATENT_ATTENTION = "latent_attention"
 MAMBA2 = "mamba2"
 """Name of state-space layers of Mamba-2 as a mixer."""
 
-MIXERS = Registry("model.mixer", ATTENTION, GATED_DELTA_NET, LATENT_ATTENTION, MAMBA2, NO_MIXER)
-"""Registered mixers (`model.mixer`), the part of a layer that exchanges information of tokens."""
+MIXERS = Registry(
+    "model.mixer_pattern", ATTENTION, GATED_DELTA_NET, LATENT_ATTENTION, MAMBA2, NO_MIXER
+)
+"""Registered mixers (`model.mixer_pattern`), which exchange information between tokens."""
 
 MIXER_TABLES = (GATED_DELTA_NET, LATENT_ATTENTION, MAMBA2)
 """Mixers with a table of settings, which has the name of the mixer."""
@@ -133,24 +135,39 @@ def _layer_parts(
     n_layers: int,
     mixers: tuple[str, ...],
     feed_forwards: tuple[FeedForward, ...],
-    first: int,
-    every: int,
+    n_dense: int,
 ) -> tuple[LayerParts, ...]:
     """Return the parts of each layer; cached, because rules and plans ask for each layer.
 
     Args:
         n_layers: number of layers.
         mixers: mixers of consecutive layers, repeated.
-        feed_forwards: feed-forwards of consecutive layers, repeated; if empty, layer i from `first`
-            on has experts when (i + 1) % every == 0.
-        first: first layer that may have experts.
-        every: distance between layers with experts.
+        feed_forwards: feed-forwards of consecutive layers, repeated.
+        n_dense: number of first layers with a dense feed-forward instead of experts.
     """
-    usual: list[FeedForward] = [
-        "experts" if i >= first and (i + 1) % every == 0 else "dense" for i in range(n_layers)
-    ]
-    of_layers = zip(itertools.cycle(mixers), itertools.cycle(feed_forwards or usual), strict=False)
-    return tuple(LayerParts(*parts) for parts in itertools.islice(of_layers, n_layers))
+    repeated = zip(itertools.cycle(mixers), itertools.cycle(feed_forwards), strict=False)
+    of_layers = enumerate(itertools.islice(repeated, n_layers))
+    return tuple(
+        LayerParts(mixer, "dense" if kind == "experts" and i < n_dense else kind)
+        for i, (mixer, kind) in of_layers
+    )
+
+
+def every_nth(n: int) -> tuple[FeedForward, ...]:
+    """Return the feed-forward pattern in which layer i has experts when (i + 1) % n == 0."""
+    dense: tuple[FeedForward, ...] = ("dense",)
+    return (*dense * (n - 1), "experts") if n > 1 else ()
+
+
+def scaled_width(dim: int, multiplier: float = 1.0) -> int:
+    """Return Llama's width of a feed-forward, rounded up to a multiple of 256."""
+    # The order of evaluation matters: another order sometimes truncates to another integer.
+    return 256 * math.ceil(int(4 * dim * (2 / 3) * multiplier) / 256)
+
+
+def scaled_expert(width: int, multiplier: float = 1.0) -> int:
+    """Return the width of an expert relative to a feed-forward, rounded to a multiple of 16."""
+    return max(16, 16 * round(int(width * multiplier) / 16))
 
 
 class ModelConfig(Section):
@@ -166,20 +183,19 @@ class ModelConfig(Section):
     """Key/value heads per block; if not set, n_heads."""
     head_dim: PositiveInt | None = None
     """Width of one head; if not set, dim / n_heads."""
-    mixer: Annotated[str, MIXERS] = ATTENTION
-    """Registered name of the part of each layer that exchanges information between tokens."""
     mixer_pattern: tuple[Annotated[str, MIXERS], ...] = ()
-    """Mixers of consecutive layers, repeated over all layers; "none": the layer has a feed-forward
-    only. If empty, every layer has model.mixer."""
+    """Mixers of consecutive layers, repeated over all layers: registered names of the part that
+    exchanges information between tokens. "none": the layer has a feed-forward only. If empty,
+    every layer has attention."""
     feed_forward_pattern: tuple[FeedForward, ...] = ()
     """Feed-forwards of consecutive layers, repeated over all layers; "none": the layer has a mixer
-    only. If empty, moe_frequency and moe_first_dense_layers choose the layers with experts."""
+    only. If empty, all layers have experts if num_experts is set, else none."""
     gated_delta_net: GatedDeltaNetConfig = GatedDeltaNetConfig()
-    """Settings of layers with mixer = "gated_delta_net"."""
+    """Settings of layers with "gated_delta_net" in mixer_pattern."""
     mamba2: Mamba2Config = Mamba2Config()
-    """Settings of mixer = "mamba2"."""
+    """Settings of layers with "mamba2" in mixer_pattern."""
     latent_attention: LatentAttentionConfig = LatentAttentionConfig()
-    """Settings of mixer = "latent_attention"."""
+    """Settings of layers with "latent_attention" in mixer_pattern."""
     qkv_bias: bool = False
     """Add a bias to queries, keys and values, as Qwen2 does; in latent attention to the projections
     to latents."""
@@ -205,10 +221,8 @@ class ModelConfig(Section):
     """Tokens between the steps of attn_temperature_scale."""
     vocab_size: PositiveInt = 32000
     """Number of token ids."""
-    ffn_dim_multiplier: PositiveFloat = 1.0
-    """Factor on the feed-forward width 4 * dim * 2/3, which is rounded up to a multiple of 256."""
     ffn_hidden_dim: PositiveInt | None = None
-    """Feed-forward width, which overrides the computed width."""
+    """Feed-forward width; if not set, 4 * dim * 2/3, rounded up to a multiple of 256."""
     norm_type: Literal["rmsnorm", "layernorm"] = "rmsnorm"
     """Normalisation of attention, feed-forward and the final output."""
     norm_eps: PositiveFloat = 1e-5
@@ -307,16 +321,12 @@ class ModelConfig(Section):
         "auto", "flash", "efficient", "cudnn", "triton", "math", "reference", "blockwise", "splash"
     ] = "auto"
     """Attention kernel; auto selects the fastest kernel that supports the config."""
-    attention_backend: Literal["sdpa", "flex"] = "sdpa"
-    """Without effect: sdpa_backend chooses the kernel, and every kernel separates documents."""
     num_experts: NonNegativeInt = 0
     """Experts per mixture-of-experts block; 0 makes every block dense."""
     moe_top_k: NonNegativeInt = 2
     """Experts per token."""
-    moe_frequency: NonNegativeInt = 1
-    """Every n-th block has experts: block i when (i + 1) % n == 0."""
     moe_first_dense_layers: NonNegativeInt = 0
-    """Number of first blocks without experts, which overrides moe_frequency."""
+    """Number of first blocks whose feed-forward is dense instead of experts."""
     moe_router: Literal["softmax_topk", "sigmoid_topk"] = "softmax_topk"
     """Router scores: a softmax over all experts, or a sigmoid per expert."""
     moe_norm_topk: bool = True
@@ -352,9 +362,7 @@ class ModelConfig(Section):
     moe_shared_expert_gate: bool = False
     """Multiply the shared expert's output by a sigmoid gate per token, as in Qwen2-MoE."""
     moe_expert_dim: PositiveInt | None = None
-    """Width of an expert, which overrides the computed width."""
-    moe_expert_ffn_multiplier: PositiveFloat = 1.0
-    """Width of an expert relative to the dense feed-forward, rounded to a multiple of 16."""
+    """Width of an expert; if not set, that of the feed-forward, rounded to a multiple of 16."""
     moe_capacity_factor: NonNegativeFloat = 0.0
     """Capacity of an expert for tokens' first choices, second choices and so on, relative to an
     even load. Later tokens of the microbatch are dropped. 0 drops no tokens."""
@@ -393,7 +401,7 @@ class ModelConfig(Section):
     @property
     def has_latent_attention(self) -> bool:
         """True if some layers have latent attention; other layers then have no other attention."""
-        return LATENT_ATTENTION in (self.mixer_pattern or (self.mixer,))
+        return LATENT_ATTENTION in self.mixer_pattern
 
     @property
     def split_widths(self) -> tuple[int, ...]:
@@ -405,10 +413,7 @@ class ModelConfig(Section):
     @property
     def ffn_dim(self) -> int:
         """Width of the dense feed-forward: `ffn_hidden_dim`, or Llama's rule rounded up to 256."""
-        if self.ffn_hidden_dim is not None:
-            return self.ffn_hidden_dim
-        # The order of evaluation matters: another order sometimes truncates to another integer.
-        return 256 * math.ceil(int(4 * self.dim * (2 / 3) * self.ffn_dim_multiplier) / 256)
+        return scaled_width(self.dim) if self.ffn_hidden_dim is None else self.ffn_hidden_dim
 
     @property
     def rotary_size(self) -> int:
@@ -453,10 +458,10 @@ class ModelConfig(Section):
     @property
     def layer_parts(self) -> tuple[LayerParts, ...]:
         """Mixer and feed-forward of each layer."""
-        first = self.moe_first_dense_layers if self.num_experts else self.n_layers
+        usual: tuple[FeedForward, ...] = ("experts" if self.num_experts else "dense",)
         return _layer_parts(
-            self.n_layers, self.mixer_pattern or (self.mixer,), self.feed_forward_pattern, first,
-            max(1, self.moe_frequency),
+            self.n_layers, self.mixer_pattern or (ATTENTION,), self.feed_forward_pattern or usual,
+            self.moe_first_dense_layers,
         )  # fmt: skip
 
     @property
@@ -515,10 +520,8 @@ class ModelConfig(Section):
 
     @property
     def expert_dim(self) -> int:
-        """Width of an expert: `moe_expert_dim`, or `ffn_dim` scaled and rounded to 16."""
-        if self.moe_expert_dim is not None:
-            return self.moe_expert_dim
-        return max(16, 16 * round(int(self.ffn_dim * self.moe_expert_ffn_multiplier) / 16))
+        """Width of an expert: `moe_expert_dim`, or `ffn_dim` rounded to 16."""
+        return scaled_expert(self.ffn_dim) if self.moe_expert_dim is None else self.moe_expert_dim
 
     @property
     def shared_expert_dim(self) -> int:
@@ -669,33 +672,32 @@ class ModelConfig(Section):
         if (NO_MIXER, "none") in parts:
             yield (
                 f"layer {parts.index(LayerParts(NO_MIXER, 'none'))} has neither a mixer nor a "
-                "feed-forward: change mixer, mixer_pattern or feed_forward_pattern"
+                "feed-forward: change mixer_pattern or feed_forward_pattern"
             )
         mixers, fields = {mixer for mixer, _ in parts}, type(self).model_fields
         for mixer in MIXER_TABLES:
             if mixer not in mixers and getattr(self, mixer) != fields[mixer].default:
                 yield (
-                    f'[model.{mixer}] has no effect: no layer has mixer = "{mixer}". Set mixer or '
-                    "mixer_pattern, or remove the table"
+                    f'[model.{mixer}] has no effect: mixer_pattern has no "{mixer}". Add it there, '
+                    "or remove the table"
                 )
-        if self.mixer_pattern and self.mixer != ATTENTION:
-            yield f'mixer = "{self.mixer}" has no effect with mixer_pattern: remove it'
         for mixer, table in self.mixer_tables.items():
             if self.mup_base_width is not None and not table.has_mup_rules:
                 yield (
-                    f"mup_base_width = {self.mup_base_width} is not supported with mixer = "
+                    f"mup_base_width = {self.mup_base_width} is not supported with mixer "
                     f'"{mixer}": muP has no rule for the recurrence. Remove it'
                 )
         if "experts" in self.feed_forward_pattern and not self.num_experts:
             yield 'feed_forward_pattern has "experts", which requires num_experts'
-        if self.feed_forward_pattern and self.num_experts and not self.is_moe:
+        if (
+            self.feed_forward_pattern
+            and self.num_experts
+            and ("experts" not in self.feed_forward_pattern)
+        ):
             yield (
                 f"num_experts = {self.num_experts} has no effect: no layer of "
                 'feed_forward_pattern is "experts"'
             )
-        for key in ("moe_frequency", "moe_first_dense_layers") if self.feed_forward_pattern else ():
-            if getattr(self, key) != fields[key].default:
-                yield f"{key} has no effect with feed_forward_pattern: remove it"
 
     def _latent_problems(self) -> Iterator[str]:
         if ATTENTION in self.mixer_pattern:
@@ -704,7 +706,7 @@ class ModelConfig(Section):
                     "attention_sinks"):  # fmt: skip
             if (value := getattr(self, key)) != type(self).model_fields[key].default:
                 shown = str(value).lower() if isinstance(value, bool) else value
-                yield f'{key} = {shown} is not possible with mixer = "latent_attention": remove it'
+                yield f'{key} = {shown} is not possible with mixer "latent_attention": remove it'
 
     def _expert_problems(self) -> Iterator[str | Problem]:
         experts, groups = self.num_experts, self.moe_groups
@@ -717,13 +719,12 @@ class ModelConfig(Section):
                 ),
             )
             return
-        if self.moe_frequency == 0:
-            yield "moe_frequency = 0 must be at least 1 when num_experts > 0"
-        elif not self.is_moe and not self.feed_forward_pattern:
+        if not self.is_moe and "experts" in (self.feed_forward_pattern or ("experts",)):
             yield (
-                f"no layer has experts with moe_frequency = {self.moe_frequency} and "
-                f"moe_first_dense_layers = {self.moe_first_dense_layers} in n_layers = "
-                f"{self.n_layers}: lower them, or set num_experts = 0"
+                f"no layer has experts with feed_forward_pattern = "
+                f"{list(self.feed_forward_pattern)} and moe_first_dense_layers = "
+                f"{self.moe_first_dense_layers} in n_layers = {self.n_layers}: change them, or set "
+                "num_experts = 0"
             )
         if experts % groups:
             yield Problem(

@@ -73,8 +73,6 @@ class OptimizerConfig(Section):
     """Decay rates of the first and second moment."""
     eps: PositiveFloat = 1e-8
     """Added to the square root of the second moment."""
-    fused: bool = True
-    """Without effect: XLA fuses the update."""
     muon_momentum: Annotated[float, Field(gt=0, lt=1)] = 0.95
     """Momentum of Muon."""
     muon_ns_steps: PositiveInt = 5

@@ -8,7 +8,7 @@ ResolvedRun        config and reasons; nothing changes the config of a run after
 """
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from jaxforge.config import elastic, rules
 from jaxforge.config.job import JobConfig, short_toml
@@ -37,17 +37,19 @@ class ResolvedRun:
         reasons: dotted key -> reason of its value.
         recorded: the config that the run directory and checkpoints record; None: `config`. It has
             "auto" where the devices of this start decide, since those of the next may differ.
+        notes: lines about keys of the config that have no effect.
     """
 
     config: JobConfig
     reasons: Mapping[str, str] = dataclasses.field(default_factory=dict)
     recorded: JobConfig | None = None
+    notes: Sequence[str] = ()
 
     def after(self, config: JobConfig, reason: str) -> "ResolvedRun":
         """Return the run with another config; the reason applies to the keys that differ."""
         before = self.config.settings
         changed = {key: reason for key, value in config.settings.items() if value != before[key]}
-        return ResolvedRun(config, {**self.reasons, **changed})
+        return dataclasses.replace(self, config=config, reasons={**self.reasons, **changed})
 
     def rows(self) -> Iterator[str]:
         """Yield a line for each value that the user did not write."""
@@ -80,6 +82,7 @@ def resolve(
         full = elastic.full_devices(known, world.devices, world.processes)
     run = ResolvedRun(known)
     if isinstance(config, UnresolvedConfig):
+        run = ResolvedRun(known, notes=config.notes)
         run = _with_lengths(run, config, full, epoch_length)
     elastic.check_shrinkable(run.config, full)
     reason = f"{world.devices} of the {full} devices of the whole job have started"
@@ -99,4 +102,4 @@ def _with_lengths(
     reasons = {key: f'written as "{text}"' for key, text in texts.items()}
     scaled = f'optimizer.lr_scale_rule = "{rule}"'
     reasons |= {key: scaled for key in run.reasons if key.startswith("optimizer.")}
-    return ResolvedRun(resolved, {**run.reasons, **reasons})
+    return dataclasses.replace(run, reasons={**run.reasons, **reasons})

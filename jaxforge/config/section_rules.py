@@ -96,9 +96,8 @@ def phase_weights_name_sources(config: JobConfig, mesh: Mesh) -> Iterator[str]:
     """Require that phase weights name sources, and leave at least one source in each phase."""
     data = config.data
     names = [source.label for source in data.datasets]
-    for i, phase in enumerate(data.all_phases):
-        annealing = data.anneal_start_step
-        key = "data.anneal_weights" if annealing else f"data.phases[{i}].dataset_weights"
+    for i, phase in enumerate(data.phases):
+        key = f"data.phases[{i}].dataset_weights"
         for name in phase.dataset_weights:
             if name not in names:
                 yield f'{key} names "{name}", {_no_source(name, names)}'

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from jaxforge.config.batch_ramp import BatchRamp, SampleRamp, Stage
+from jaxforge.config.batch_ramp import BatchRamp, Stage
 from jaxforge.config.duration import PositiveSteps, Steps
 from jaxforge.config.objective import Objective
 from jaxforge.config.problems import Problem, single_change
@@ -75,16 +75,12 @@ class TrainConfig(Section):
     """Microbatches per update."""
     batch_ramp: tuple[BatchStage, ...] = ()
     """Stages of increasing batch size; the last stage has the batch size of this section."""
-    rampup_batch_size: tuple[PositiveInt, PositiveInt, PositiveInt] | None = None
-    """Megatron-LM's ramp to global_batch_size: first batch, increment, length, all in sequences."""
     grad_clip_norm: PositiveFloat = 1.0
     """Maximum global L2 norm of gradients; larger gradients are scaled down to it."""
     seed: Annotated[int, HOST_INTEGER] = 42
     """Seed of initial weights, and of the data order if data_seed is not set; 0 to 2^32 - 1."""
     data_seed: Annotated[int | None, HOST_INTEGER] = None
     """Seed of the data order; if not set, seed."""
-    compile_model: bool = True
-    """Without effect: updates are always compiled."""
     compilation_cache_dir: PathText | None = None
     """Cache of compiled programs; if not set, ~/.cache/jaxforge/xla, or no cache on CPUs."""
     executable: PathText | None = None
@@ -212,9 +208,7 @@ class TrainConfig(Section):
                     "2^32 make the same random numbers",
                     (single_change(key, seed % 2**32),),
                 )
-        if self.rampup_batch_size:
-            yield from self._sample_ramp_problems(SampleRamp(*self.rampup_batch_size))
-        elif self.batch_ramp:
+        if self.batch_ramp:
             yield from self._ramp_problems()
         if 0 < self.hang_timeout < SHORTEST_HANG_TIMEOUT:
             yield (
@@ -283,26 +277,6 @@ class TrainConfig(Section):
                     f"global_batch_size / grad_accum_steps = {whole} / {self.grad_accum_steps}"
                 )
 
-    def _sample_ramp_problems(self, ramp: SampleRamp) -> Iterator[str]:
-        key, whole = f"rampup_batch_size = {list(ramp)}", self.global_batch_size
-        if self.batch_ramp:
-            yield f"{key} and batch_ramp both describe the ramp: remove one of them"
-        if whole is None:
-            yield f"{key} grows to global_batch_size, which is not set: set it"
-            return
-        if ramp.start >= whole or (whole - ramp.start) % ramp.increment:
-            yield (
-                f"{key} must reach global_batch_size = {whole} from {ramp.start} by increments of "
-                f"{ramp.increment}: change one of them"
-            )
-        for size in (ramp.start, ramp.increment):
-            if size * self.grad_accum_steps % whole:
-                yield (
-                    f"{key} must consist of multiples of a microbatch, global_batch_size / "
-                    f"grad_accum_steps = {whole} / {self.grad_accum_steps}: {size} is not one"
-                )
-                return
-
     @property
     def averages_weights(self) -> bool:
         """True if the state holds an exponential moving average of the parameters."""
@@ -310,10 +284,6 @@ class TrainConfig(Section):
 
     def stages(self) -> tuple[Stage, ...]:
         """Return the stages of the batch size; a single stage without a ramp."""
-        if self.rampup_batch_size:
-            assert self.global_batch_size
-            stages = SampleRamp(*self.rampup_batch_size).stages(self.global_batch_size)
-            return tuple(Stage(start, self._microbatches(size)) for start, size in stages)
         return tuple(Stage(stage.start, self._accum_of(stage)) for stage in self.batch_ramp) or (
             Stage(0, self.grad_accum_steps),
         )

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, cast
 import numpy as np
 
 from jaxforge.config.data import DATASETS, DataConfig
-from jaxforge.config.eval import EvalSource
+from jaxforge.config.eval import EvalDataset
 from jaxforge.config.job import JobConfig
 from jaxforge.data.conversation_shards import ConversationShards, PreferenceShards
 from jaxforge.data.corpus.content import Content, TextField
@@ -80,7 +80,7 @@ def _random_tokens(config: JobConfig) -> Dataset:
 
 
 def open_eval_data(config: JobConfig) -> dict[str, Dataset]:
-    """Open the evaluation sets by name; the name of a single set is "".
+    """Open the evaluation sets by name; the name of a single set may be "".
 
     They are packed like the training set, so that losses are comparable.
 
@@ -89,7 +89,7 @@ def open_eval_data(config: JobConfig) -> dict[str, Dataset]:
     """
     sets = {}
     for i, (name, source) in enumerate(config.eval.sources().items()):
-        section = f"eval.datasets[{i}]" if name else "eval"
+        section = f"eval.datasets[{i}]"
         keys = (f"{section}.dataset_path", f"{section}.file_pattern")
         sets[name] = _open_shards(config, source, keys)
     return sets
@@ -148,7 +148,7 @@ def _check_same_tokenizer(datasets: Mapping[str, Dataset]) -> None:
 
 
 def _open_shards(
-    config: JobConfig, source: DataConfig | EvalSource, keys: tuple[str, str]
+    config: JobConfig, source: DataConfig | EvalDataset, keys: tuple[str, str]
 ) -> Dataset:
     """Open the shards of a source; `keys` are the config keys of directory and pattern."""
     directory, pattern = source.dataset_path, source.file_pattern
@@ -168,7 +168,7 @@ def _open_shards(
         "verify": config.data.verify,
         "keys": keys,
         "cache": _cache(config.data, directory),
-        "split": "val" if isinstance(source, EvalSource) else "train",
+        "split": "val" if isinstance(source, EvalDataset) else "train",
     }
     _check_objective(config, manifest, f"{keys[0]} = {directory}")
     if manifest and manifest.conversations:

@@ -123,7 +123,7 @@ def set_overrides(sets: Sequence[str]) -> list[str]:
         tables.append(table)
     if not tables:
         return []
-    return ["--eval.dataset_path=", "--eval.hf_dataset_name=None", f"--eval.datasets={tables}"]
+    return [f"--eval.datasets={tables}"]
 
 
 def _with_batch(trained: TrainedModel, as_trained: JobConfig, batch_size: int | None) -> JobConfig:

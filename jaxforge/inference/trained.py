@@ -37,7 +37,6 @@ _NO_TRAINING = [
     "--train.objective=next_token",
     "--train.global_batch_size=None",
     "--train.batch_ramp=[]",
-    "--train.rampup_batch_size=None",
     "--eval.enabled=false",
     "--eval.activations_interval=0",
     "--early_stop.active=false",

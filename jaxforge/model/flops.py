@@ -22,7 +22,7 @@ def flops_per_token(model: ModelConfig, seq_len: int) -> int:
 
     Two differences from KempnerForge: S is the training length and not `model.max_seq_len`, and
     experts have their own width and not that of a dense feed-forward
-    (`model.moe_expert_ffn_multiplier`). Each module of multi-token prediction counts as a layer
+    (`model.moe_expert_dim`). Each module of multi-token prediction counts as a layer
     with a projection of 2 D² elements and another product with the output head.
     """
     matrices = matrix_elements(model, 3, model.moe_top_k)

@@ -1,7 +1,7 @@
 """Mixers: the part of a layer that exchanges information between the tokens of a sequence.
 
 A mixer is one file of `model/mixers/`: its parameters, its forward pass over sequences and packed
-documents, its decoding state, its cost and its memory. `model.mixer` and `model.mixer_pattern`
+documents, its decoding state, its cost and its memory. `model.mixer_pattern`
 choose the mixer of each layer.
 """
 
@@ -197,7 +197,7 @@ AnyMixer = TypeVar("AnyMixer", bound=Mixer)
 
 
 def register_mixer(name: str) -> Callable[[type[AnyMixer]], type[AnyMixer]]:
-    """Register the decorated subclass of `Mixer` as `model.mixer = name`.
+    """Register the decorated subclass of `Mixer` as a name of `model.mixer_pattern`.
 
     Parameters of the mixer in layer i are named `layers.{i}.{name}.*`.
     """

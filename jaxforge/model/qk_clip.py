@@ -68,7 +68,7 @@ def check_mixers(config: ModelConfig, frozen: Iterable[Path]) -> None:
     for name, mixer in scoring.items():
         if mixer.scale_logits.__func__ is Mixer.scale_logits.__func__:  # type: ignore[attr-defined]
             raise UserError(
-                f'optimizer.qk_clip: model.mixer "{name}" does not define scale_logits. Define it, '
+                f'optimizer.qk_clip: mixer "{name}" does not define scale_logits. Define it, '
                 "or remove optimizer.qk_clip"
             )
     if constant := sorted(".".join(path) for path in frozen if path[1:2] and path[1] in scoring):

@@ -13,8 +13,8 @@ logs/             a log and an account of time (`attempts`) per process
 tokenizer/        a copy of the data's tokenizer, where there is one
 huggingface/      config.json and generation_config.json that it began with, for exports
 checkpoints/      `checkpoint.manager`
-tb_logs/          TensorBoard's files, with `metrics.enable_tensorboard`
-wandb/            W&B's files, with `metrics.enable_wandb`
+tb_logs/          TensorBoard's files, of a writer in `metrics.writers`
+wandb/            W&B's files, of a writer in `metrics.writers`
 profiler_traces/  with `profiling.enable`
 """
 

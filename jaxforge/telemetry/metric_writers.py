@@ -157,10 +157,7 @@ def open_writers(
         return LineSink(console, LINE_FORMATS[metrics.log_format](facts))
 
     trackers: dict[str, tuple[str, Callable[[], Sink]]] = {
-        "tensorboard": (
-            "TensorBoard",
-            lambda: TensorBoardSink(run / metrics.tensorboard_dir, step, config),
-        ),
+        "tensorboard": ("TensorBoard", lambda: TensorBoardSink.of_run(run, step, config)),
         "wandb": ("W&B", lambda: WandbSink(run, config, run_id)),
         "mlflow": ("MLflow", lambda: MlflowSink(config, run_id)),
         "trackio": ("Trackio", lambda: TrackioSink(config, run_id)),
@@ -170,9 +167,8 @@ def open_writers(
         _open("the console", console_sink, metrics.log_interval),
     ]
     for key, (name, sink) in trackers.items():
-        if getattr(metrics, f"enable_{key}"):
-            interval = getattr(metrics, f"{key}_interval") or metrics.log_interval
-            writers.append(_open(name, sink, interval))
+        if settings := metrics.writer(key):
+            writers.append(_open(name, sink, settings.interval or metrics.log_interval))
     return writers
 
 
@@ -199,10 +195,10 @@ def check_libraries(config: MetricsConfig) -> None:
         UserError: a library is missing; the message says how to install it.
     """
     for key, library in _LIBRARIES.items():
-        if getattr(config, f"enable_{key}") and importlib.util.find_spec(library) is None:
+        if config.writer(key) and importlib.util.find_spec(library) is None:
             raise UserError(
-                f"metrics.enable_{key} = true needs {library}: pip install 'jaxforge[{key}]', "
-                f"or set metrics.enable_{key} = false"
+                f"{key} in metrics.writers needs {library}: pip install 'jaxforge[{key}]', or "
+                "remove the writer"
             )
 
 

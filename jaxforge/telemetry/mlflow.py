@@ -32,25 +32,25 @@ class MlflowSink:
         from mlflow.exceptions import MlflowException
         from mlflow.tracking import MlflowClient
 
-        settings = config.metrics
+        settings = config.metrics.required_writer("mlflow")
         try:
-            self._client = MlflowClient(tracking_uri=settings.mlflow_tracking_uri)
-            name = settings.mlflow_experiment
+            self._client = MlflowClient(tracking_uri=settings.location)
+            name = settings.project
             known = self._client.get_experiment_by_name(name)
             experiment = known.experiment_id if known else self._client.create_experiment(name)
-            if settings.mlflow_run_id:
-                run = self._client.get_run(settings.mlflow_run_id)
+            if settings.run_id:
+                run = self._client.get_run(settings.run_id)
             else:
                 ours = self._client.search_runs(
                     [experiment], f"tags.`{_TAG}` = '{run_id}'", ViewType.ACTIVE_ONLY, 1
                 )
                 run = next(iter(ours), None) or self._client.create_run(
-                    experiment, tags={_TAG: run_id}, run_name=settings.mlflow_run_name
+                    experiment, tags={_TAG: run_id}, run_name=settings.run_name
                 )
         except (MlflowException, ImportError) as error:
             raise UserError(
-                f"metrics.enable_mlflow = true: MLflow refuses: {error}. Set "
-                "metrics.mlflow_tracking_uri to the address of a server, or to a file such as "
+                f"mlflow in metrics.writers: MLflow refuses: {error}. Set "
+                "its location to the address of a server, or to a file such as "
                 "\"sqlite:///mlflow.db\", which needs pip install 'jaxforge[mlflow]'"
             ) from error
         self.run_id: str = run.info.run_id

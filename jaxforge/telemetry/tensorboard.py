@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from tensorboardX.proto.summary_pb2 import Summary
 
 
+_DIRECTORY = "tb_logs"
+
+
 class TensorBoardSink:
     """A new event file for each start, written in the calling thread.
 
@@ -45,8 +48,8 @@ class TensorBoardSink:
             self._file = EventsWriter(str(directory / "events"), f".{os.getpid()}")
         except OSError as error:
             raise UserError(
-                f"metrics.tensorboard_dir: {directory}: {error.strerror}. Name a directory that "
-                "can be written"
+                f"tensorboard in metrics.writers: {directory}: {error.strerror}. Set "
+                "its location to a directory that can be written"
             ) from error
         self._start = SessionLog(status=SessionLog.START)
         self.rewind(resumed_step)
@@ -56,6 +59,12 @@ class TensorBoardSink:
             experiment, started, self._ended = hparams(hyperparameters(config), compared)
             self._write_summary(experiment, resumed_step)
             self._write_summary(started, resumed_step)
+
+    @classmethod
+    def of_run(cls, run: Path, resumed_step: int, config: JobConfig) -> "TensorBoardSink":
+        """Return the sink of a run that has this writer."""
+        location = config.metrics.required_writer("tensorboard").location
+        return cls(run / (location or _DIRECTORY), resumed_step, config)
 
     def write(self, step: int, metrics: Metrics) -> None:
         """Write one event with a scalar for each metric, and flush it."""

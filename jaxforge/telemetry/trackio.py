@@ -30,14 +30,14 @@ class TrackioSink:
         import trackio
         from huggingface_hub.errors import LocalTokenNotFoundError
 
-        settings = config.metrics
-        prefix = f"{settings.trackio_run_name}-" if settings.trackio_run_name else ""
+        settings = config.metrics.required_writer("trackio")
+        prefix = f"{settings.run_name}-" if settings.run_name else ""
         try:
             with _messages_on_stderr():
                 self._run = trackio.init(
-                    settings.trackio_project,
+                    settings.project,
                     name=f"{prefix}{run_id}",
-                    space_id=settings.trackio_space,
+                    space_id=settings.location,
                     config=redacted_value(config.model_dump(mode="json")),
                     resume="allow",
                     embed=False,
@@ -45,7 +45,7 @@ class TrackioSink:
                     auto_log_cpu=False,
                 )
         except (ValueError, LocalTokenNotFoundError) as error:
-            raise UserError(f"metrics.enable_trackio = true: Trackio refuses: {error}") from error
+            raise UserError(f"trackio in metrics.writers: Trackio refuses: {error}") from error
 
     def write(self, step: int, metrics: Metrics) -> None:
         """Pass metrics to the thread of Trackio."""

@@ -35,12 +35,13 @@ class WandbSink:
     def __init__(self, run: Path, config: JobConfig, run_id: str) -> None:
         import wandb
 
+        settings = config.metrics.required_writer("wandb")
         arguments = sys.argv
         try:
             sys.argv = shlex.split(redacted_command(arguments))  # W&B stores the command
             self._run: Run = wandb.init(
-                project=config.metrics.wandb_project,
-                name=config.metrics.wandb_run_name,
+                project=settings.project,
+                name=settings.run_name,
                 id=run_id,
                 resume="allow",
                 dir=run,
@@ -51,7 +52,7 @@ class WandbSink:
             )
         except (wandb.errors.UsageError, wandb.errors.AuthenticationError) as error:
             raise UserError(
-                f"metrics.enable_wandb = true: {error} Offline, set WANDB_MODE=offline"
+                f"wandb in metrics.writers: {error} Offline, set WANDB_MODE=offline"
             ) from error
         finally:
             sys.argv = arguments

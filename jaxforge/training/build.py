@@ -51,7 +51,8 @@ def build_trainer(run: ResolvedRun, program: Program, session: Session) -> Train
         state, progress = files.saver.start(program, open_foreign)
         frozen = open_frozen(program, open_foreign, progress)
     data = TrainingData.of(program, data_sets, progress, has_begun=files.has_begun)
-    progress.run_id = config.metrics.wandb_run_id or progress.run_id
+    tracked = config.metrics.writer("wandb")
+    progress.run_id = (tracked.run_id if tracked else "") or progress.run_id
     parts = RunParts.of(program, data_sets.evaluation, progress, session.lock, frozen)
     callbacks = Callbacks([*session.callbacks, *callbacks_of(parts)])
     files.saver.set_direction(parts.directions.get(BEST_METRIC))

@@ -84,8 +84,6 @@ class EarlyStop:
             metrics: metrics logged or evaluated after the step. Limits on metrics that are not
                 among them are not checked.
         """
-        if not self.config.active:
-            return None
         return next(self._reasons(step, metrics), None)
 
     def _reasons(self, step: int, metrics: Mapping[str, float]) -> Iterator[str]:

@@ -44,7 +44,7 @@ class Phases:
             data: `[data]`.
             limits: `segments.limits_of` the data.
         """
-        phases, as_torch = data.all_phases, data.order == "torch"
+        phases, as_torch = data.phases, data.order == "torch"
         weights = [data.weights(phase) for phase in (None, *phases)]
         return cls(
             starts=tuple(phase.start_step for phase in phases),

@@ -63,7 +63,7 @@ class RunFiles:
         add_log_file(files)
         attempt.open(files, jax.process_index())
         run_directory.log_config_changes(files, config)
-        for answer in answers(config):
+        for answer in (*run.notes, *answers(config)):
             log.info("%s", answer)
         watchdog.write_stacks_to(files / "logs" / f"stacks_{jax.process_index()}.txt")
         saver = Saver.of_run(config, model, copier)

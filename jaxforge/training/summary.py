@@ -135,9 +135,7 @@ def _phases(config: JobConfig) -> Iterator[str]:
     for phase in data.phases:
         weights = f", weights {toml(phase.dataset_weights)}" if phase.dataset_weights else ""
         yield _at(phase.start_step, f"learning rate x {phase.lr_scale:g}{weights}")
-    if data.anneal_start_step:
-        yield _at(data.anneal_start_step, f"weights {toml(data.anneal_weights)}")
-    if not data.phases and not data.anneal_start_step:
+    if not data.phases:
         yield "none"
 
 
@@ -210,11 +208,12 @@ def _checkpoints(config: JobConfig) -> Iterator[str]:
 
 
 def _early_stop(config: JobConfig) -> Iterator[str]:
-    if not config.early_stop.active:
+    stop = config.early_stop
+    if not stop.conditions:
         yield "none"
         return
-    for key, value in config.early_stop:
-        if value is not None and key != "active":
+    for key, value in stop:
+        if value is not None:
             yield f"{key} = {toml(value)}"
 
 

@@ -6,6 +6,7 @@ import pytest
 
 from jaxforge.config import TrainConfig
 from jaxforge.config.batch_ramp import BatchRamp, Span, Stage
+from jaxforge.config.reading.load import make_config
 
 RAMP = BatchRamp((Stage(0, 2), Stage(3, 4), Stage(10, 6)), rows=5)
 SIZES = [2] * 3 + [4] * 7 + [6] * 20
@@ -76,9 +77,8 @@ def megatron_sizes(start, increment, samples, full, n_updates):
     ],
 )
 def test_sample_ramp_follows_megatron(ramp, full):
-    train = TrainConfig(
-        global_batch_size=full, grad_accum_steps=full, rampup_batch_size=ramp, max_steps=1000
-    )
+    keys = {"global_batch_size": full, "grad_accum_steps": full, "max_steps": 1000}
+    train = make_config({"train": {**keys, "rampup_batch_size": list(ramp)}}).train
     expected = megatron_sizes(*ramp, full, 1000)
     assert expected[0] < full == expected[-1]
     assert [train.ramp(1).accum(step) for step in range(1000)] == expected

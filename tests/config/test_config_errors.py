@@ -42,7 +42,7 @@ NAMES = "cosine, linear, wsd, constant, rex, none"
         (
             "[train]\ninterval = 3",
             "x.toml:2: unknown key train.interval; did you mean eval.interval or "
-            "eval.datasets.interval or checkpoint.interval?",
+            "eval.datasets.interval or checkpoint.interval or metrics.writers.interval?",
         ),
         (
             "[model]\nbatchsize = 3",
@@ -95,8 +95,8 @@ NAMES = "cosine, linear, wsd, constant, rex, none"
             "x.toml:2: optimizer.betas[1] = 1.0: expected a number of at least 0 and less than 1",
         ),
         (
-            "[train]\ncompile_model = 'maybe'",
-            'x.toml:2: train.compile_model = "maybe": expected true or false',
+            "[train]\nrerun_bad_steps = 'maybe'",
+            'x.toml:2: train.rerun_bad_steps = "maybe": expected true or false',
         ),
         ("[data]\ndataset_path = []", "x.toml:2: data.dataset_path = []: expected text"),
         (
@@ -122,8 +122,8 @@ NAMES = "cosine, linear, wsd, constant, rex, none"
             'optimizer, progress; did you mean "progress"?',
         ),
         (
-            "[data]\nanneal_weights = {a = -1}",
-            "x.toml:2: data.anneal_weights.a = -1: expected a number of at least 0",
+            "[data]\nanneal_start_step = 1\nanneal_weights = {a = -1}",
+            "x.toml:3: data.anneal_weights.a = -1: expected a number of at least 0",
         ),
         (
             "[train]\nseed = 1\n[model]\ndim = 65\nn_heads = 4\nn_kv_heads = 3",
@@ -248,7 +248,6 @@ ROUNDED = "in float32, which is out of range: use a smaller number"
         ("optimizer.options={'b1':1e-50}", ZERO),
         ("data.datasets=[{'path':'a','weight':1e-50}]", ZERO),
         ("train.max_steps=2147483648", LARGEST),
-        ("train.rampup_batch_size=[1,1,3000000000]", LARGEST),
         ("data.phases=[{'start_step':3000000000}]", LARGEST),
         ("checkpoint.keep_last_n=-2147483649", "use at least -2,147,483,648"),
     ],

@@ -103,15 +103,15 @@ CASES = [
         1,
         ["eval.enabled", "eval.dataset_path=a"],
         ["eval.enabled"],
-        "eval.enabled = true requires data: set eval.dataset_path, eval.hf_dataset_name, "
-        "[[eval.datasets]] or eval.tasks, or eval.enabled = false",
+        "eval.enabled = true requires data: set eval.datasets or eval.tasks, or "
+        "eval.enabled = false",
     ),
     (
         1,
         ["eval.activations_interval=2", "eval.dataset_path=a"],
         ["eval.activations_interval=2"],
-        "eval.activations_interval = 2 requires data: set eval.dataset_path, "
-        "eval.hf_dataset_name or [[eval.datasets]], or eval.activations_interval = 0",
+        "eval.activations_interval = 2 requires data: set eval.datasets, or "
+        "eval.activations_interval = 0",
     ),
     (
         1,
@@ -220,13 +220,14 @@ CASES = [
         1,
         ["data.phases=[{'lr_scale':0.5}]"],
         ["data.anneal_start_step=3", "data.anneal_weights={'code':1}"],
-        'data.anneal_weights names "code", but data.datasets is empty: add the source there',
+        'data.phases[0].dataset_weights names "code", but data.datasets is empty: add the source '
+        "there",
     ),
     (
         1,
         [*MIXED, "data.anneal_start_step=3", "data.anneal_weights={'web':0}"],
         [*MIXED, "data.anneal_start_step=3", "data.anneal_weights={'web':0,'code':0}"],
-        "data.anneal_weights are all 0: at least one source must have a weight above 0",
+        "data.phases[0].dataset_weights are all 0: at least one source must have a weight above 0",
     ),
     (
         2,
@@ -337,13 +338,6 @@ CASES = [
         ],
         "train.batch_ramp[0] = 1 microbatches leaves some of the distributed.pp = 2 stages "
         "idle all the time: set it to 2",
-    ),
-    (
-        2,
-        [*PIPELINED, "train.global_batch_size=4", "train.rampup_batch_size=[2,1,9]"],
-        [*PIPELINED, "train.global_batch_size=4", "train.rampup_batch_size=[1,1,9]"],
-        "stage 0 of train.rampup_batch_size = [1, 1, 9] = 1 microbatches leaves some of the "
-        "distributed.pp = 2 stages idle all the time: set it to 2",
     ),
     (
         2,

@@ -2,8 +2,8 @@
 
 import pytest
 
-from jaxforge.config import JobConfig, answers, load_config, load_unresolved
-from jaxforge.config.torch_only import TORCH_ONLY
+from jaxforge.config import answers, load_config, load_unresolved
+from jaxforge.config.reading.kempnerforge import NO_EFFECT
 from torch_compat.checkpoint.checkpoints import CheckpointRef
 from torch_compat.formats.files import Directory
 
@@ -20,11 +20,9 @@ def test_default_warmup_is_at_most_a_tenth_of_run(max_steps, steps):
     assert warmup(f"train.max_steps={max_steps}", "scheduler.warmup_steps=2000") == 2000
 
 
-@pytest.mark.parametrize("key", [*TORCH_ONLY, "data.order"])
-def test_kempnerforge_files_keep_its_warmup(key):
-    section, name = key.split(".")
-    value = "torch" if key == "data.order" else getattr(getattr(JobConfig(), section), name)
-    assert warmup("train.max_steps=100", f"{key}={value}") == 2000
+@pytest.mark.parametrize("setting", [*(".".join(path) for path in NO_EFFECT), "data.order=torch"])
+def test_kempnerforge_files_keep_its_warmup(setting):
+    assert warmup("train.max_steps=100", setting) == 2000
 
 
 def test_run_config_fixes_warmup(tmp_path):

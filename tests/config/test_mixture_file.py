@@ -85,7 +85,6 @@ def test_file_expands_to_datasets_and_phases(loaded, tmp_path, text, name):
     expected = load_config(tmp_path / "expanded.toml", BATCH)
     config = loaded(text, name=name)
     assert config.data == expected.data
-    assert config.data.mixture_file == ""
     (tmp_path / "stored.toml").write_text(config.to_toml())
     assert load_config(tmp_path / "stored.toml").data == expected.data
 
@@ -147,7 +146,7 @@ DATASETS = "datasets.web.path = 'w'\ndatasets.code.path = 'c'\n"
         (DATASETS + "[[phases]]\ntokens.web = 3\n", ("--data.mix_temperature=2",),
          'data.mixture_file = "mix.toml" has phases with tokens, which data.mix_temperature = 2'),
         (DATASETS, ("--data.anneal_start_step=3",),
-         'data.mixture_file = "mix.toml" and data.anneal_start_step exclude each other'),
+         "--data.mixture_file=mix.toml: data.anneal_start_step is another form of this setting"),
         (DATASETS, ("--data.mixture_file=other.toml",), "data.mixture_file: no file at other.toml"),
         (DATASETS, ("--data.mixture_file=gs://bucket/mix.toml",),
          "only local paths are supported here; copy the file to this machine"),

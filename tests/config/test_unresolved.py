@@ -75,7 +75,7 @@ def test_step_keys_accept_durations():
         "eval.datasets.interval", "eval.datasets.start_step",
         "eval.activations_interval", "checkpoint.interval",
         "checkpoint.dyn_ckpt_window.start", "checkpoint.dyn_ckpt_window.stop",
-        "data.phases.start_step", "data.anneal_start_step",
+        "data.phases.start_step",
         "early_stop.patience_steps", "early_stop.max_steps",
     }  # fmt: skip
 
@@ -87,7 +87,7 @@ def test_keys_in_tables_and_lists_accept_durations():
         "checkpoint.dyn_ckpt_window={'start': '1%', 'stop': '20K tok'}",
         "eval.interval=10%",
         "checkpoint.interval=1ep",
-        "early_stop={'active': True, 'patience_steps': '2ep', 'max_steps': '90%'}",
+        "early_stop={'patience_steps': '2ep', 'max_steps': '90%'}",
     ).resolve(1, epoch_of(95))
     assert [phase.start_step for phase in config.data.phases] == [100, 200, 500]
     window = config.checkpoint.dyn_ckpt_window
@@ -125,7 +125,7 @@ def test_lengths_follow_ramp_from_their_start():
     assert scheduler.warmup_steps == 5
     assert scheduler.stable_steps == 5 + 3  # 1,000 tokens at 200 per update, the others at 400
     assert scheduler.decay_steps == 7 + 2  # 7 * 400, then 2 * 1,000
-    assert config.data.anneal_start_step == 21
+    assert config.data.phases[0].start_step == 21
     assert (config.eval.interval, config.eval.sample_interval) == (2, 4)  # with the full batch
 
 

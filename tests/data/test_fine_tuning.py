@@ -372,7 +372,7 @@ def test_mixture_with_text_keeps_texts_unchanged(files, tokenizer, tmp_path):
 def test_evaluation_sees_each_label_once(files, tokenizer, tmp_path):
     run(files, tokenizer, tmp_path / "out", "--validation-fraction", "0.4")
     directory = tmp_path / "out" / "validation"
-    given = config(tokenizer, eval={"enabled": True, "dataset_path": str(directory)})
+    given = config(tokenizer, eval={"enabled": True, "datasets": {"dataset_path": str(directory)}})
     [dataset] = sources.open_eval_data(given).values()
     assert isinstance(dataset.source, ConversationShards)
     read = loader.eval_batches(given, make_mesh(given, jax.devices()[:1]), dataset)
@@ -398,7 +398,7 @@ def by_hand(given, params, conversations):
 def test_packed_loss_equals_separate_losses(files, tokenizer, tmp_path):
     run(files, tokenizer, tmp_path / "out")
     directory = str(tmp_path / "out" / "train")
-    given = config(tokenizer, eval={"enabled": True, "dataset_path": directory})
+    given = config(tokenizer, eval={"enabled": True, "datasets": {"dataset_path": directory}})
     model, mesh = build_model(given), make_mesh(given, jax.devices()[:1])
     params = jax.tree.map(lambda leaf: 8 * leaf, drawn(given))  # far from even
     with jax.set_mesh(mesh):

@@ -117,7 +117,9 @@ def test_no_source_means_random_tokens():
 
 
 def test_evaluation_reads_set_once_without_padding(shards):
-    given = config(shards, batch=32, eval={"enabled": True, "dataset_path": str(shards)})
+    given = config(
+        shards, batch=32, eval={"enabled": True, "datasets": {"dataset_path": str(shards)}}
+    )
     mesh = make_mesh(given, jax.devices()[:1])
     dataset = sources.open_eval_data(given)[""]
     got = [jax.tree.map(np.asarray, b) for b in loader.eval_batches(given, mesh, dataset)]

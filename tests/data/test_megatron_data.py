@@ -256,7 +256,11 @@ def test_nanogpt_directory_has_both_splits(tmp_path, caplog, monkeypatch):
     np.arange(500, 590, dtype="<u2").tofile(tmp_path / "val.bin")
     (tmp_path / "meta.pkl").write_bytes(b"")
     config = config_of(tmp_path).model_copy(
-        update={"eval": tiny_config(eval={"dataset_path": str(tmp_path), "enabled": True}).eval}
+        update={
+            "eval": tiny_config(
+                eval={"datasets": {"dataset_path": str(tmp_path)}, "enabled": True}
+            ).eval
+        }
     )
     training = sources.open_training_data(config)
     (evaluation,) = sources.open_eval_data(config).values()

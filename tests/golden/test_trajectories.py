@@ -16,7 +16,8 @@ MEAN_TOLERANCE, WORST_TOLERANCE = 1e-6, 1e-3  # final weights, absolute
 MOMENT_TOLERANCE = 1e-5  # of the largest
 TIE = 1e-5  # of the largest: what rounding makes of zero
 EXPERTS = {
-    "num_experts": 4, "moe_frequency": 2, "moe_shared_experts": 1, "moe_router_z_loss_weight": 1e-3,
+    "num_experts": 4, "feed_forward_pattern": ("dense", "experts"), "moe_shared_experts": 1,
+    "moe_router_z_loss_weight": 1e-3,
 }  # fmt: skip
 MOMENTS = {"mu": "exp_avg", "nu": "exp_avg_sq"}  # torch's names
 

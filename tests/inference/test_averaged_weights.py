@@ -29,7 +29,8 @@ def run(tmp_path_factory):
         model={"vocab_size": 264}, train={"max_steps": 8, "ema_decay": 0.9},
         distributed={"dp_shard": -1},
         data={"dataset_path": str(path / "data/train")}, checkpoint={"dir": str(path / "run")},
-        eval={"enabled": True, "dataset_path": str(path / "data/validation"), "interval": 8},
+        eval={"enabled": True, "datasets": {"dataset_path": str(path / "data/validation")},
+              "interval": 8},
     )  # fmt: skip
     assert train.run(job).code == 0
     return path / "run"

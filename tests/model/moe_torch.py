@@ -160,11 +160,12 @@ def forward(
 ) -> tuple[Tensor, Tensor, dict[int, Routing]]:
     """Return logits of tokens [batch, length], penalties, and the routing of each layer."""
     x, total, routings = p["token_embedding.embedding.weight"][tokens], torch.zeros(()), {}
+    pattern = c.feed_forward_pattern or ("experts",)
     for i in range(c.n_layers):
         name = f"layers.{i}"
         x = x + attention(c, p, f"{name}.attention", norm(c, p, f"{name}.attention_norm", x))
         y, name = norm(c, p, f"{name}.mlp_norm", x), f"{name}.mlp"
-        if i < c.moe_first_dense_layers or (i + 1) % c.moe_frequency:
+        if i < c.moe_first_dense_layers or pattern[i % len(pattern)] == "dense":
             x = x + feed_forward(c, p, name, y)
             continue
         flat = y.flatten(0, 1)

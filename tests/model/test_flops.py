@@ -10,10 +10,10 @@ from jaxforge.model.transformer import Model
 from jaxforge.parallel import hardware
 
 SEVEN_B = {
-    "dim": 4096, "n_layers": 32, "n_heads": 32, "n_kv_heads": 8, "ffn_dim_multiplier": 1.3,
+    "dim": 4096, "n_layers": 32, "n_heads": 32, "n_kv_heads": 8, "ffn_hidden_dim": 14336,
     "vocab_size": 128256,
 }  # fmt: skip
-THIRTEEN_B = SEVEN_B | {"dim": 5120, "n_layers": 40, "n_heads": 40}
+THIRTEEN_B = SEVEN_B | {"ffn_hidden_dim": 17920, "dim": 5120, "n_layers": 40, "n_heads": 40}
 DEBUG = {"dim": 256, "n_layers": 4, "n_heads": 4, "vocab_size": 32000}
 
 

@@ -182,7 +182,7 @@ def test_layer_numbers_match_stacked_rows():
 
 
 LLAMA_3_8B = {"dim": 4096, "n_layers": 32, "n_heads": 32, "n_kv_heads": 8, "vocab_size": 128256,
-              "ffn_dim_multiplier": 1.3}  # fmt: skip
+              "ffn_hidden_dim": 14336}  # fmt: skip
 QWEN_2_5_7B = {"dim": 3584, "n_layers": 28, "n_heads": 28, "n_kv_heads": 4, "vocab_size": 152064,
                "ffn_hidden_dim": 18944, "qkv_bias": True}  # fmt: skip
 QWEN_3_0_6B = {"dim": 1024, "n_layers": 28, "n_heads": 16, "n_kv_heads": 8, "vocab_size": 151936,

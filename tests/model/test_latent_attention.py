@@ -34,7 +34,7 @@ LATENT = {"kv_rank": 8, "nope_head_dim": 6, "rope_head_dim": 4, "value_head_dim"
 def config(q_rank=7, **keys):
     latent = {**LATENT, "q_rank": q_rank}
     return ModelConfig(
-        dim=DIM, n_layers=1, n_heads=HEADS, vocab_size=16, mixer="latent_attention",
+        dim=DIM, n_layers=1, n_heads=HEADS, vocab_size=16, mixer_pattern=("latent_attention",),
         latent_attention=latent, init_std=0.6, max_seq_len=64, **keys,
     )  # fmt: skip
 
@@ -172,7 +172,7 @@ def test_single_tokens_are_absorbed_and_prompts_are_not():
 def test_cache_has_as_many_values_as_in_the_paper():
     """DeepSeek-V2, table 1: (512 + 64) values per token and layer, whatever the number of heads."""
     for heads in (16, 128):
-        model = ModelConfig(n_heads=heads, n_layers=3, mixer="latent_attention")
+        model = ModelConfig(n_heads=heads, n_layers=3, mixer_pattern=("latent_attention",))
         cache = jax.eval_shape(lambda m=model: Model(m, dtype=jnp.bfloat16).empty_cache(2, 100))
         leaves = jax.tree.leaves(cache)
         assert sum(leaf.size for leaf in leaves) == 3 * 2 * 100 * (512 + 64)
@@ -183,7 +183,7 @@ def test_absorbed_step_reads_no_decompressed_keys():
     """A decoding step of 4096 tokens has no array of keys of all heads."""
     sizes = {"kv_rank": 16, "nope_head_dim": 8, "rope_head_dim": 4, "value_head_dim": 8}
     model = ModelConfig(
-        dim=16, n_layers=1, n_heads=4, vocab_size=16, mixer="latent_attention",
+        dim=16, n_layers=1, n_heads=4, vocab_size=16, mixer_pattern=("latent_attention",),
         latent_attention=sizes, ffn_hidden_dim=16,
     )  # fmt: skip
     network = Model(model)
@@ -200,7 +200,7 @@ EXPERTS = {"num_experts": 4, "moe_top_k": 2, "moe_expert_dim": 16, "moe_first_de
            "moe_router": "sigmoid_topk", "moe_bias_update": "sign"}  # fmt: skip
 MODEL = {
     "dim": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": None, "vocab_size": 64,
-    "ffn_hidden_dim": 32, "mixer": "latent_attention",
+    "ffn_hidden_dim": 32, "mixer_pattern": ("latent_attention",),
     "latent_attention": {"q_rank": 16, "kv_rank": 16, "nope_head_dim": 8, "rope_head_dim": 4,
                          "value_head_dim": 6},
 }  # fmt: skip
@@ -279,13 +279,15 @@ def test_decoding_does_not_depend_on_the_mesh(axes):
 
 V3 = {
     "dim": 7168, "n_layers": 61, "n_heads": 128, "vocab_size": 129280, "ffn_hidden_dim": 18432,
-    "mixer": "latent_attention", "latent_attention": {"q_rank": 1536}, "num_experts": 256,
+    "mixer_pattern": ("latent_attention",), "latent_attention": {"q_rank": 1536},
+    "num_experts": 256,
     "moe_top_k": 8, "moe_first_dense_layers": 3, "moe_expert_dim": 2048, "moe_shared_experts": 1,
     "moe_router": "sigmoid_topk", "moe_bias_update": "sign",
 }  # fmt: skip
 LITE = {
     "dim": 2048, "n_layers": 27, "n_heads": 16, "vocab_size": 102400, "ffn_hidden_dim": 10944,
-    "mixer": "latent_attention", "num_experts": 64, "moe_top_k": 6, "moe_first_dense_layers": 1,
+    "mixer_pattern": ("latent_attention",), "num_experts": 64, "moe_top_k": 6,
+    "moe_first_dense_layers": 1,
     "moe_expert_dim": 1408, "moe_shared_experts": 2, "moe_shared_expert_dim": 2816,
 }  # fmt: skip
 
@@ -326,17 +328,17 @@ def test_flops_count_both_widths():
         ({"attention_sinks": True}, "attention_sinks = true is not possible"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5 is not possible"),
         ({"latent_attention": {"rope_head_dim": 3}}, "rope_head_dim = 3 must be even"),
-        ({"mixer": "attention", "mixer_pattern": ("attention", "latent_attention")},
+        ({"mixer_pattern": ("attention", "latent_attention")},
          "choose one of them"),
     ],
 )  # fmt: skip
 def test_impossible_settings_are_problems(keys, message):
     with pytest.raises(ValueError, match=message):
-        ModelConfig(**{"mixer": "latent_attention", **keys})
+        ModelConfig(**{"mixer_pattern": ("latent_attention",), **keys})
 
 
 def test_width_need_not_be_a_multiple_of_heads():
-    assert ModelConfig(dim=100, n_heads=3, mixer="latent_attention").head_size == 192
+    assert ModelConfig(dim=100, n_heads=3, mixer_pattern=("latent_attention",)).head_size == 192
 
 
 def test_shards_divide_the_ranks():

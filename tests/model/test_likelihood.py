@@ -36,7 +36,7 @@ CONTINUATIONS = [
 
 MODEL = {"dim": 32, "vocab_size": 64, "init_std": 0.3}
 RECURRENT = {
-    **MODEL, "n_layers": 1, "mixer": "mamba2",
+    **MODEL, "n_layers": 1, "mixer_pattern": ("mamba2",),
     "mamba2": {"heads": 4, "head_dim": 16, "groups": 2, "state_size": 8},
 }  # fmt: skip
 

@@ -56,7 +56,7 @@ MODELS = {
     "biases, gate": {"n_kv_heads": 2, "qkv_bias": True, "o_bias": True,
                      "attention_output_gate": True, "qk_norm": True},
     "norm of all heads": {"qk_norm": True, "qk_norm_scope": "projection", "clip_qkv": 0.5},
-    "latent": {"mixer": "latent_attention", "latent_attention": {**LATENT, "q_rank": 7}},
+    "latent": {"mixer_pattern": ("latent_attention",), "latent_attention": {**LATENT, "q_rank": 7}},
 }  # fmt: skip
 
 

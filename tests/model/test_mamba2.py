@@ -27,7 +27,7 @@ HYBRID = {
     "feed_forward_pattern": ["none", "none", "dense"], "rope_pattern": [False],
 }  # fmt: skip
 PURE = {
-    **SHAPE, "mamba2": {**SETTINGS, "groups": 1, "proj_bias": True}, "mixer": "mamba2",
+    **SHAPE, "mamba2": {**SETTINGS, "groups": 1, "proj_bias": True}, "mixer_pattern": ("mamba2",),
     "feed_forward_pattern": ["none"],
 }  # fmt: skip
 RING, ULYSSES = {"cp_strategy": "ring"}, {"cp_strategy": "ulysses"}
@@ -182,7 +182,7 @@ def test_contradicting_settings_are_refused(keys, message):
 
 def test_mup_is_refused():
     with pytest.raises(ValidationError, match="muP has no rule for the recurrence"):
-        ModelConfig(mixer="mamba2", mup_base_width=64)
+        ModelConfig(mixer_pattern=("mamba2",), mup_base_width=64)
 
 
 @pytest.mark.parametrize(

@@ -76,7 +76,7 @@ def test_stacks_are_named_after_parts_that_differ():
     }
     own = ModelConfig(**SHAPE, n_layers=3, mixer_pattern=("decayed_sum", "attention"))
     assert own.stacks == {"attention_layers": (1,), "decayed_sum_layers": (0, 2)}
-    assert set(ModelConfig(**SHAPE, mixer="decayed_sum").stacks) == {"layers"}
+    assert set(ModelConfig(**SHAPE, mixer_pattern=("decayed_sum",)).stacks) == {"layers"}
 
 
 def test_layers_run_in_order_of_pattern():
@@ -218,13 +218,8 @@ def test_stages_of_several_mixers_decode_like_single_device(layers):
     ("keys", "message"),
     [
         ({"mixer_pattern": ("none",), "feed_forward_pattern": ("none",)}, "neither a mixer nor"),
-        ({"mixer": "decayed_sum", "mixer_pattern": ("attention",)}, "has no effect with mixer_p"),
         ({"feed_forward_pattern": ("experts",)}, "requires num_experts"),
         ({"num_experts": 4, "feed_forward_pattern": ("dense",)}, "num_experts = 4 has no effect"),
-        (
-            {"num_experts": 4, "feed_forward_pattern": ("experts",), "moe_frequency": 2},
-            "moe_frequency has no effect with feed_forward_pattern",
-        ),
     ],
 )
 def test_contradicting_patterns_are_refused(keys, message):

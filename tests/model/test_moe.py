@@ -29,7 +29,8 @@ UPDATES, MAX_STEPS = 3, 20
 SHARED = {"moe_shared_experts": 1, "moe_shared_expert_dim": 24}
 CASES = {
     "mixtral, with capacity": {
-        "num_experts": 6, "moe_top_k": 4, "moe_capacity_factor": 0.35, "moe_frequency": 2,
+        "num_experts": 6, "moe_top_k": 4, "moe_capacity_factor": 0.35,
+        "feed_forward_pattern": ("dense", "experts"),
         "moe_aux_loss_weight": 0.3, "moe_router_z_loss_weight": 0.1, **SHARED,
         "moe_shared_expert_gate": True,
     },
@@ -61,7 +62,7 @@ CASES = {
     "kempnerforge, in groups and warming up": {
         "moe_router": "sigmoid_topk", "num_experts": 8, "moe_groups": 4, "moe_top_k_groups": 2,
         "moe_norm_topk": False, "moe_bias_schedule": "linear_warmup", "activation": "gelu",
-        "mlp_bias": True, "moe_frequency": 2, "moe_capacity_factor": 1.0,
+        "mlp_bias": True, "feed_forward_pattern": ("dense", "experts"), "moe_capacity_factor": 1.0,
         "moe_gradient_scale": True, "moe_aux_loss_weight": 0.5,
         "moe_sequence_aux_loss_weight": 0.6, "moe_router_z_loss_weight": 0.1,
     },

@@ -31,7 +31,7 @@ both_mixers = pytest.mark.parametrize("mixer", MIXERS)
 
 def config(mixer, model=(), train=(), **mesh):
     """Return a config whose layers all have this mixer."""
-    own = {"mixer": mixer, mixer: MIXERS[mixer]}
+    own = {"mixer_pattern": (mixer,), mixer: MIXERS[mixer]}
     groups = mesh.get("dp_shard", 1) * mesh.get("ep", 1)
     rows = {"batch_size": ROWS // groups, "seq_len": TOKENS, "grad_accum_steps": 2}
     return tiny_config(

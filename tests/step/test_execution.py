@@ -12,6 +12,7 @@ from jaxforge import program
 from jaxforge.commands import train
 from jaxforge.config import rules
 from jaxforge.config.job import JobConfig
+from jaxforge.config.model import scaled_width
 from jaxforge.config.reading.load import load_config
 from jaxforge.errors import UserError
 from jaxforge.model.transformer import build_model
@@ -250,7 +251,7 @@ def kempnerforge(name) -> tuple[JobConfig, str]:
     (layers, dim, heads), of_train, distributed, mode = KEMPNERFORGE[name]
     model = {
         "dim": dim, "n_layers": layers, "n_heads": heads, "n_kv_heads": 8, "vocab_size": 128256,
-        "ffn_dim_multiplier": 1.3, "max_seq_len": 4096,
+        "ffn_hidden_dim": scaled_width(dim, 1.3), "max_seq_len": 4096,
     }  # fmt: skip
     of_train = {"seq_len": 4096, "activation_checkpointing": "full", **of_train}
     sections = {"model": model, "train": of_train, "distributed": distributed}

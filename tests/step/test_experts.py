@@ -37,7 +37,8 @@ MODELS = {
     },
     "kempnerforge": {
         **SHAPE, **UNEVEN, "moe_router": "sigmoid_topk", "moe_sequence_aux_loss_weight": 1.0,
-        "moe_capacity_factor": 0.9, "moe_gradient_scale": True, "moe_frequency": 2,
+        "moe_capacity_factor": 0.9, "moe_gradient_scale": True,
+        "feed_forward_pattern": ("dense", "experts"),
         "activation": "gelu", "n_layers": 4,
     },
 }  # fmt: skip

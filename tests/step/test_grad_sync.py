@@ -185,7 +185,7 @@ def test_gradients_are_reduced_in_float32(tmp_path, mode):
         (tmp_path / name).mkdir()
         return reduced_dtypes(config, tmp_path / name)
 
-    experts = {"num_experts": 4, "moe_frequency": 2}
+    experts = {"num_experts": 4, "feed_forward_pattern": ("dense", "experts")}
     assert dtypes_of("default", experts) == {"f32"}
     assert "bf16" in dtypes_of("compute", {}, **COMPUTE)  # a dense layer suffices
 

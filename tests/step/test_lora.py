@@ -18,7 +18,7 @@ from tests.helpers import lowered, random_batches, setup
 
 LATENT = {
     "n_kv_heads": None,
-    "mixer": "latent_attention",
+    "mixer_pattern": ("latent_attention",),
     "latent_attention": {
         "kv_rank": 16,
         "nope_head_dim": 8,

@@ -8,6 +8,7 @@ import pytest
 
 from jaxforge import program as program_module
 from jaxforge.commands import train
+from jaxforge.config.batch_ramp import SampleRamp
 from jaxforge.parallel import compilation
 from jaxforge.program import Program
 from jaxforge.step.padded_batch import MAX_PROGRAMS, pad_batch, reciprocal
@@ -163,7 +164,11 @@ def test_ramp_of_many_sizes_has_one_program(n_sizes, mesh, pads):
 
 
 def test_megatron_ramp_of_64_sizes_has_one_program():
-    keys = {"grad_accum_steps": 64, "global_batch_size": 1024, "rampup_batch_size": (16, 16, 10**5)}
+    stages = [
+        {"start": step, "global_batch_size": size}
+        for step, size in SampleRamp(16, 16, 10**5).stages(1024)
+    ]
+    keys = {"grad_accum_steps": 64, "global_batch_size": 1024, "batch_ramp": stages}
     keys |= {"seq_len": 16, "batch_size": 2}
     program = Program(tiny_config(model=MODEL, train=keys, distributed={"dp_shard": 8}))
     assert program.sizes == tuple(range(1, 65))

@@ -91,7 +91,7 @@ def test_latent_attention_leaves_the_shared_rotary_key(q_rank):
     sizes = {"q_rank": q_rank, "kv_rank": 4, "nope_head_dim": 3, "rope_head_dim": 2,
              "value_head_dim": 5}  # fmt: skip
     config = ModelConfig(
-        dim=8, n_heads=2, vocab_size=16, mixer="latent_attention", latent_attention=sizes
+        dim=8, n_heads=2, vocab_size=16, mixer_pattern=("latent_attention",), latent_attention=sizes
     )
     rng = np.random.default_rng(0)
     query = "q_proj" if q_rank is None else "q_b_proj"
@@ -191,7 +191,7 @@ def test_runs_whose_logits_do_not_follow_the_weights_are_refused(sections, messa
 @pytest.mark.parametrize(
     ("sections", "message"),
     [
-        ({"model": {"mixer": "mamba2"}}, "no layer of the model has attention logits"),
+        ({"model": {"mixer_pattern": ("mamba2",)}}, "no layer of the model has attention logits"),
         ({"optimizer": {"freeze_patterns": ["q_proj"]}}, "layers.attention.q_proj.weight is froz"),
     ],
     ids=str,

@@ -82,7 +82,12 @@ def job(path, name, **keys):
         train={"max_steps": 6, "batch_size": 1, "global_batch_size": 8, **keys},
         distributed={"dp_shard": -1},
         data={"dataset_path": str(path / "a")},
-        eval={"enabled": True, "interval": 6, "steps": 2, "dataset_path": str(path / "b")},
+        eval={
+            "enabled": True,
+            "interval": 6,
+            "steps": 2,
+            "datasets": {"dataset_path": str(path / "b")},
+        },
         checkpoint={"dir": str(path / name), "interval": 3},
     )
 

@@ -169,20 +169,23 @@ def test_settings_with_side_effects_are_removed(stranger, tmp_path):
         ("train", "compilation_cache_dir"): str(tmp_path / "cache"),
         ("train", "executable"): str(tmp_path / "step.zip"),
         ("checkpoint", "dir"): str(tmp_path / "elsewhere"),
-        ("metrics", "tensorboard_dir"): str(tmp_path / "tb"),
         ("profiling", "trace_dir"): str(tmp_path / "traces"),
         ("data", "cache_dir"): str(tmp_path / "blocks"),
     }
     path = stranger / "config.toml"
     path.write_text(path.read_text().replace(" is not set", ' = ""').replace("# comp", "comp"))
     text = path.read_text().replace('# executable = ""', 'executable = ""')
-    path.write_text(text.replace("enable_tensorboard = false", "enable_tensorboard = true"))
+    path.write_text(
+        text.replace(
+            "writers = []", f'writers = [{{name = "tensorboard", location = "{tmp_path}/tb"}}]'
+        )
+    )
     for (section, key), value in changed.items():
         name_unregistered(stranger, section, key, value)
     config = run_directory.read_config(stranger)
     assert (config.train.compilation_cache_dir, config.train.executable) == (None, None)
     assert config.checkpoint.dir == str(stranger)
-    assert not config.metrics.enable_tensorboard
+    assert not config.metrics.writers
     assert str(tmp_path / "tb") not in config.to_toml()
     assert str(tmp_path / "traces") not in config.to_toml()
     assert config.data.cache_dir == ""

@@ -15,8 +15,8 @@ from torch_compat import __main__ as torch_compat
 
 KEYS = [
     "checkpoint.dir", "checkpoint.load_path", "checkpoint.non_persistent_dir",
-    "checkpoint.replica_dir", "data.dataset_path", "data.tokenizer_path", "eval.dataset_path",
-    "metrics.tensorboard_dir", "profiling.trace_dir", "train.compilation_cache_dir",
+    "checkpoint.replica_dir", "data.dataset_path", "data.tokenizer_path",
+    "profiling.trace_dir", "train.compilation_cache_dir",
 ]  # fmt: skip
 TABLES = {
     "data.datasets[0].path": "--data.datasets=[{'path': 'gs:/b/r'}]",
@@ -66,7 +66,10 @@ def test_urls_in_tables_are_refused(key):
     [
         ("--checkpoint.non_persistent_dir=gs://b/r", "is not local: name a fast disk"),
         ("--data.cache_dir=gs://b/r", "is not local: name a fast disk"),
-        ("--metrics.tensorboard_dir=s3://b/r", "is not local: name a directory in the run"),
+        (
+            "--metrics.writers={'name': 'tensorboard', 'location': 's3://b/r'}",
+            "is not local: name a directory in the run",
+        ),
         ("--profiling.trace_dir=s3://b/r", "is not local: name a directory in the run"),
         ("--data.dataset_path=hf://b/r", "hf:// is not supported"),
         ("--checkpoint.export_last=true", "torch_compat export"),

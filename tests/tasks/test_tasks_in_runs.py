@@ -173,7 +173,7 @@ def with_keys(job, section, **keys):
 def test_metric_of_task_stops_run_at_target(whole, mode, exit_reason):
     root, _ = whole
     job = with_keys(
-        config(root, f"target_{mode}"), "early_stop", active=True, target=-5.0,
+        config(root, f"target_{mode}"), "early_stop", target=-5.0,
         metric="eval/tasks/core/copa/centered_acc", mode=mode,
     )  # fmt: skip
     assert train.run(job) is exit_reason
@@ -191,7 +191,7 @@ def test_metric_of_task_ranks_checkpoints_and_stops_run(whole, monkeypatch, mode
     job = config(root, name, tasks_core=str(one_task(root)))
     keys = {"best_metric": metric, "best_mode": mode}
     job = with_keys(job, "checkpoint", keep_last_n=1, keep_best_n=1, **keys)
-    job = with_keys(job, "early_stop", active=True, metric=metric, mode=mode, patience_steps=3)
+    job = with_keys(job, "early_stop", metric=metric, mode=mode, patience_steps=3)
     is_stopped = best[0] == 2  # no better value for four steps
     assert train.run(job) is (Exit.EARLY_STOPPED if is_stopped else Exit.COMPLETED)
     steps = {path.name for path in (root / name / "checkpoints").iterdir()}

@@ -19,8 +19,9 @@ def store(tmp_path, monkeypatch):
     return f"file://{tmp_path}/mlruns"
 
 
-def config(store, **metrics):
-    return tiny_config(metrics={"enable_mlflow": True, "mlflow_tracking_uri": store, **metrics})
+def config(store, log_interval=10, **keys):
+    writer = {"name": "mlflow", "location": store, **keys}
+    return tiny_config(metrics={"log_interval": log_interval, "writers": writer})
 
 
 def client(store):
@@ -30,7 +31,7 @@ def client(store):
 
 
 def test_restart_continues_the_run_with_every_metric(store):
-    settings = config(store, mlflow_experiment="e", mlflow_run_name="first")
+    settings = config(store, project="e", run_name="first")
     sink = MlflowSink(settings, "id1")
     sink.write(1, {"train/loss": 2.5, "moe/tokens": [1, 3], "eval/loss": math.nan})
     sink.write_samples(1, [Sample("a", "b")])
@@ -55,8 +56,10 @@ def test_restart_continues_the_run_with_every_metric(store):
 def test_store_has_the_config_without_secrets(store, tmp_path, monkeypatch):
     monkeypatch.setenv("MY_PASSWORD", "opensesame")
     settings = tiny_config(
-        metrics={"enable_mlflow": True, "mlflow_tracking_uri": store,
-                 "trackio_run_name": "token=opensesame"},
+        metrics={"writers": [
+            {"name": "mlflow", "location": store},
+            {"name": "trackio", "run_name": "token=opensesame"},
+        ]},
     )  # fmt: skip
     MlflowSink(settings, "id1").close(exit_code=0)
     stored = b"".join(path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
@@ -73,7 +76,7 @@ def test_failed_run_is_marked_as_failed(store):
 def test_other_run_id_begins_another_run(store):
     first, second = (MlflowSink(config(store), run_id) for run_id in ("id1", "id2"))
     assert first.run_id != second.run_id
-    joined = MlflowSink(config(store, mlflow_run_id=first.run_id), "id3")
+    joined = MlflowSink(config(store, run_id=first.run_id), "id3")
     assert joined.run_id == first.run_id
 
 
@@ -99,5 +102,5 @@ def test_store_that_mlflow_cannot_use_is_refused_at_the_start(tmp_path, monkeypa
 
 
 def test_unknown_run_is_refused(store):
-    with pytest.raises(UserError, match=r"metrics\.enable_mlflow = true: MLflow refuses"):
-        MlflowSink(config(store, mlflow_run_id="0" * 32), "id1")
+    with pytest.raises(UserError, match=r"mlflow in metrics.writers: MLflow refuses"):
+        MlflowSink(config(store, run_id="0" * 32), "id1")

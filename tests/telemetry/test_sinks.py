@@ -187,7 +187,7 @@ def test_tensorboard_drops_repeated_steps_on_resume(tmp_path):
 
 
 def test_tensorboard_has_config_and_hyperparameters(tmp_path):
-    config = config_in(tmp_path, enable_tensorboard=True)
+    config = config_in(tmp_path, writers={"name": "tensorboard"})
     for code in (75, 0):
         TensorBoardSink(tmp_path / str(code), 10, config).close(code)
     values = [value for event in events(tmp_path / "0") for value in event.summary.value]
@@ -224,7 +224,8 @@ def wandb_environment(tmp_path, monkeypatch):
 
 def test_wandb_resumes_same_run_with_exit_state(tmp_path, wandb_environment):
     wandb_environment.setenv("WANDB_MODE", "offline")
-    config = config_in(tmp_path, enable_wandb=True, wandb_project="ours", wandb_run_name="long")
+    writer = {"name": "wandb", "project": "ours", "run_name": "long"}
+    config = config_in(tmp_path, writers=writer)
     for start, exit_code in (
         (0, 75),
         (10, 0),
@@ -259,8 +260,8 @@ def ends(records):
 
 def test_wandb_without_setup_raises_before_run(tmp_path, wandb_environment):
     wandb_environment.setenv("WANDB_MODE", "online")
-    with pytest.raises(UserError, match=r"metrics.enable_wandb = true: .*WANDB_MODE=offline"):
-        WandbSink(tmp_path, config_in(tmp_path), "abc")
+    with pytest.raises(UserError, match=r"wandb in metrics.writers: .*WANDB_MODE=offline"):
+        WandbSink(tmp_path, config_in(tmp_path, writers={"name": "wandb"}), "abc")
 
 
 @pytest.mark.parametrize(
@@ -272,15 +273,14 @@ def test_missing_library_names_its_extra(monkeypatch, key, library):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == library else 1)
     check_libraries(MetricsConfig())
     with pytest.raises(UserError, match=rf"needs {library}: pip install 'jaxforge\[{key}\]'"):
-        check_libraries(MetricsConfig.model_validate({f"enable_{key}": True}))
+        check_libraries(MetricsConfig.model_validate({"writers": {"name": key}}))
 
 
 def test_sink_interval_defaults_to_log_interval(tmp_path, monkeypatch):
     monkeypatch.setattr("jaxforge.telemetry.metric_writers.WandbSink", lambda *arguments: None)
-    for given, expected in (({}, 6), ({"tensorboard_interval": 4, "wandb_interval": 4}, 4)):
-        config = config_in(
-            tmp_path, log_interval=6, enable_tensorboard=True, enable_wandb=True, **given
-        )
+    for keys, expected in (({}, 6), ({"interval": 4}, 4)):
+        trackers = [{"name": name, **keys} for name in ("tensorboard", "wandb")]
+        config = config_in(tmp_path, log_interval=6, writers=trackers)
         writers = open_writers(Console(file=io.StringIO()), config, "id", 0)
         due = [next(step for step in range(1, 13) if writer.due(step)) for writer in writers]
         for writer in writers:
@@ -290,8 +290,8 @@ def test_sink_interval_defaults_to_log_interval(tmp_path, monkeypatch):
 
 def test_unwritable_directory_raises_user_error(tmp_path):
     (tmp_path / "file").touch()
-    config = config_in(tmp_path, enable_tensorboard=True, tensorboard_dir="file/inside")
-    with pytest.raises(UserError, match=r"metrics.tensorboard_dir: .*file/inside: Not a directory"):
+    config = config_in(tmp_path, writers={"name": "tensorboard", "location": "file/inside"})
+    with pytest.raises(UserError, match=r"tensorboard in metrics.writers: .*file/inside: Not a d"):
         open_writers(Console(file=io.StringIO()), config, "id", 0)
 
 
@@ -300,7 +300,7 @@ def test_unreachable_service_is_disabled(tmp_path, monkeypatch):
         raise TimeoutError("no answer")
 
     monkeypatch.setattr("jaxforge.telemetry.metric_writers.WandbSink", no_network)
-    config = config_in(tmp_path, enable_wandb=True)
+    config = config_in(tmp_path, writers={"name": "wandb"})
     *others, silent = open_writers(Console(file=io.StringIO()), config, "id", 0)
     assert len(others) == 2
     silent.write(1, {"train/loss": 1.0})

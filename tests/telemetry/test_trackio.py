@@ -28,8 +28,8 @@ def store(tmp_path, monkeypatch):
     return tmp_path
 
 
-def config(**metrics):
-    return tiny_config(metrics={"enable_trackio": True, "trackio_project": "ours", **metrics})
+def config(**keys):
+    return tiny_config(metrics={"writers": {"name": "trackio", "project": "ours", **keys}})
 
 
 def points(run_id):
@@ -37,11 +37,11 @@ def points(run_id):
 
 
 def test_restart_continues_the_run_with_every_metric(store, capsys):
-    sink = TrackioSink(config(trackio_run_name="long"), "id1")
+    sink = TrackioSink(config(run_name="long"), "id1")
     sink.write(1, {"train/loss": 2.5, "moe/tokens": [1, 3], "eval/loss": math.nan})
     sink.write_samples(1, [Sample("a", "b")])
     sink.close(exit_code=1)
-    again = TrackioSink(config(trackio_run_name="long"), "id1")
+    again = TrackioSink(config(run_name="long"), "id1")
     again.write(2, {"train/loss": 2.25})
     again.close(exit_code=0)
     losses = [(row["step"], row["train/loss"]) for row in points("long-id1") if "train/loss" in row]
@@ -68,8 +68,10 @@ def test_store_has_the_config_without_secrets(store, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setenv("MY_PASSWORD", "opensesame")
     settings = tiny_config(
-        metrics={"enable_trackio": True, "trackio_project": "ours",
-                 "mlflow_tracking_uri": "https://me:opensesame@host/path"},
+        metrics={"writers": [
+            {"name": "trackio", "project": "ours"},
+            {"name": "mlflow", "location": "https://me:opensesame@host/path"},
+        ]},
         checkpoint={"dir": f"{store}/{SECRET}"},
     )  # fmt: skip
     sink = TrackioSink(settings, "id1")
@@ -82,8 +84,8 @@ def test_store_has_the_config_without_secrets(store, monkeypatch):
 
 
 def test_refused_project_names_the_setting(store):
-    with pytest.raises(UserError, match=r"metrics\.enable_trackio = true: Trackio refuses"):
-        TrackioSink(config(trackio_project="registry-ours"), "id1")
+    with pytest.raises(UserError, match=r"trackio in metrics.writers: Trackio refuses"):
+        TrackioSink(config(project="registry-ours"), "id1")
 
 
 def test_server_without_a_write_token_is_refused(store, monkeypatch):
@@ -103,7 +105,7 @@ def test_unreachable_server_delays_no_step(store, monkeypatch):
 def test_training_logs_to_trackio(store, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "x.toml").touch()
-    settings = ["--config=x.toml", "--metrics.enable_trackio", "--metrics.trackio_project=ours",
+    settings = ["--config=x.toml", "--metrics.writers={'name':'trackio','project':'ours'}",
                 "--metrics.log_interval=1", "--train.max_steps=2", "--train.batch_size=1",
                 "--train.seq_len=16", "--train.mixed_precision=fp32", "--model.dim=32",
                 "--model.n_layers=1", "--model.n_heads=2", "--model.vocab_size=64",

@@ -29,7 +29,7 @@ from torch_compat.names.kempnerforge import incompatibilities
 
 MIXTURE = {"num_experts": 4, "moe_top_k": 2, "moe_expert_dim": 32}
 SIGMOID = {**MIXTURE, "moe_router": "sigmoid_topk", "moe_shared_experts": 2, "n_layers": 3}
-SOME = {"moe_frequency": 2, "n_layers": 4}
+SOME = {"feed_forward_pattern": ("dense", "experts"), "n_layers": 4}
 SIGN = {**SIGMOID, "moe_bias_update": "sign", "moe_first_dense_layers": 1}
 PACKED = {"moe_packed_experts": True}
 MODELS = {

@@ -764,9 +764,18 @@ SIMILARLY_SELECTED = [
     ({"norm_type": "layernorm", "norm_unit_offset": True, "activation": "relu2"}, "nemotron"),
     (MIXTURE, "mixtral"),
     ({**MIXTURE, **NORMS}, "qwen3_moe"),
-    ({**MIXTURE, **NORMS, "n_layers": 4, "moe_frequency": 2}, "qwen3_moe"),
     (
-        {**MIXTURE, **NORMS, "n_layers": 5, "moe_frequency": 2, "moe_first_dense_layers": 2},
+        {**MIXTURE, **NORMS, "n_layers": 4, "feed_forward_pattern": ("dense", "experts")},
+        "qwen3_moe",
+    ),
+    (
+        {
+            **MIXTURE,
+            **NORMS,
+            "n_layers": 5,
+            "feed_forward_pattern": ("dense", "experts"),
+            "moe_first_dense_layers": 2,
+        },
         "qwen3_moe",
     ),
     ({**MIXTURE, **NORMS, "qk_norm_scope": "projection"}, "olmoe"),
@@ -823,7 +832,10 @@ def test_documented_gemma_config_is_exported_as_gemma():
             {"rope_scaling": {"rope_type": "dynamic", "original_max_seq_len": 32}},
             "rotary positions",
         ),
-        ({**MIXTURE, "moe_frequency": 2}, "hf-mixtral has no model.ffn_hidden_dim = 48, moe_freq"),
+        (
+            {**MIXTURE, "feed_forward_pattern": ("dense", "experts")},
+            "hf-mixtral has no model.ffn_hidden_dim = 48, feed_forward",
+        ),
         ({**MIXTURE, "moe_capacity_factor": 1.5}, "has no model.moe_capacity_factor = 1.5"),
         ({**MIXTURE, "moe_router_bias": True}, "has no model.moe_router_bias = True"),
         ({**MIXTURE, **SIGN, "moe_bias_update": "kempnerforge"}, "_bias_update = 'kempnerforge'"),
@@ -851,7 +863,7 @@ def test_expert_losses_do_not_affect_family():
         "moe_backend": "blocks", "moe_bias_update_rate": 0.1, "ffn_hidden_dim": 56,
     })  # fmt: skip
     assert hf_config.network_settings(plain) == hf_config.network_settings(other)
-    width = plain.model_copy(update={"moe_expert_dim": None, "moe_expert_ffn_multiplier": 0.5})
+    width = plain.model_copy(update={"moe_expert_dim": 32})
     assert width.expert_dim == 32
     assert hf_config.network_settings(plain) != hf_config.network_settings(width)
 

@@ -153,7 +153,8 @@ def test_load_path_resumes_torch_run_on_mesh(config, torch_run, tmp_path):
 # Other kinds of experts are tested in test_expert_checkpoints.py.
 MIXTURE = {
     **MODEL, "num_experts": 4, "moe_top_k": 2, "moe_expert_dim": 32, "moe_router": "sigmoid_topk",
-    "moe_packed_experts": True, "moe_frequency": 2, "moe_shared_experts": 1, "n_layers": 3,
+    "moe_packed_experts": True, "feed_forward_pattern": ("dense", "experts"),
+    "moe_shared_experts": 1, "n_layers": 3,
 }  # fmt: skip
 QUIET = {"moe_aux_loss_weight": 0.0, "moe_bias_update_rate": 0.0}  # cross-entropy moves the bias
 

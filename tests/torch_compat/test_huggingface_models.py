@@ -89,7 +89,7 @@ def normal(model):
     """Return a config with explicit values for keys whose default follows from others."""
     wide = model.head_size * model.n_heads != model.dim
     return model.model_copy(update={
-        "n_kv_heads": model.kv_heads, "ffn_hidden_dim": model.ffn_dim, "ffn_dim_multiplier": 1.0,
+        "n_kv_heads": model.kv_heads, "ffn_hidden_dim": model.ffn_dim,
         "head_dim": model.head_size if wide else None,
         "qk_norm_eps": model.qk_norm_eps if model.qk_norm else 1e-5,
     })  # fmt: skip
@@ -467,7 +467,7 @@ def test_config_json_matches_transformers(kind, keys):
 
 @pytest.mark.parametrize("keys", [
     {}, {"head_dim": 32}, {"dim": 68, "n_heads": 6, "head_dim": 16}, {"n_kv_heads": None},
-    {"ffn_hidden_dim": None, "ffn_dim_multiplier": 1.3}, {"norm_eps": 1e-3}, {"vocab_size": 77},
+    {"ffn_hidden_dim": None}, {"norm_eps": 1e-3}, {"vocab_size": 77},
     {"max_seq_len": 99}, {"rope_theta": 77.0}, {"tie_embeddings": True}, {"init_std": 0.3},
     {"rope_scaling": RopeScaling(factor=2.0, low_freq_factor=0.5, high_freq_factor=3.0,
                                  original_max_seq_len=33)},

@@ -40,7 +40,8 @@ NEVER, SHAPE = 3, {"n_layers": 2, "dim": 32, "vocab_size": 64, "max_seq_len": 8,
                    "n_kv_heads": 2, "ffn_hidden_dim": 40, "init_std": 0.3}  # fmt: skip
 EXPERTS = {"num_experts": 8, "moe_top_k": 1, "moe_expert_dim": 16}
 ROUTERS = {
-    "softmax": {**EXPERTS, "moe_frequency": 2, "moe_router_z_loss_weight": 1e-3},
+    "softmax": {**EXPERTS, "feed_forward_pattern": ("dense", "experts"),
+                "moe_router_z_loss_weight": 1e-3},
     "sigmoid": {**EXPERTS, "moe_router": "sigmoid_topk", "moe_sequence_aux_loss_weight": 0.5,
                 "moe_top_k": 2, "moe_bias_update_rate": 0.01},
 }  # fmt: skip

@@ -37,11 +37,11 @@ MIXTURE = {"num_experts": EXPERTS, "moe_expert_dim": 10}
 SIGMOID = {**MIXTURE, "moe_router": "sigmoid_topk", "moe_shared_experts": 1}
 DEEPSEEK = {**SIGMOID, "moe_bias_update": "sign", "moe_first_dense_layers": 1}
 SHARED = {"moe_shared_experts": 1, "moe_shared_expert_dim": 6, "moe_shared_expert_gate": True}
-SOME = {"moe_frequency": 2}
+SOME = {"feed_forward_pattern": ("dense", "experts")}
 GPT_OSS = {**MIXTURE, "attention_sinks": True, "activation": "swiglu_oai", "swiglu_limit": 7.0,
            "mlp_bias": True, "moe_router_bias": True}  # fmt: skip
 LATENTS = {
-    "mixer": "latent_attention", "n_kv_heads": None, "latent_attention": {
+    "mixer_pattern": ("latent_attention",), "n_kv_heads": None, "latent_attention": {
         "q_rank": 6, "kv_rank": 5, "nope_head_dim": 3, "rope_head_dim": 8, "value_head_dim": 2
     },
 }  # fmt: skip

@@ -34,12 +34,12 @@ EXPERTS = {"num_experts": 4, "moe_top_k": 2}
 SIGMOID = {**EXPERTS, "moe_router": "sigmoid_topk"}
 MIXTURES = {
     "in all layers": EXPERTS,
-    "in some": {**EXPERTS, "moe_frequency": 2, "n_layers": 5},
+    "in some": {**EXPERTS, "feed_forward_pattern": ("dense", "experts"), "n_layers": 5},
     "after the first": {**SIGMOID, "moe_first_dense_layers": 1, "moe_bias_update": "sign"},
-    "KempnerForge's bias": {**SIGMOID, "moe_frequency": 2},
+    "KempnerForge's bias": {**SIGMOID, "feed_forward_pattern": ("dense", "experts")},
     "no bias": {**SIGMOID, "moe_bias_update": "none"},
     "of their own width": {**EXPERTS, "moe_expert_dim": 20},
-    "a shared one": {**EXPERTS, "moe_shared_experts": 2, "moe_expert_ffn_multiplier": 2.0},
+    "a shared one": {**EXPERTS, "moe_shared_experts": 2, "moe_expert_dim": 512},
     "a shared one of its own width": {
         **EXPERTS, "moe_shared_experts": 1, "moe_shared_expert_dim": 40,
         "moe_shared_expert_gate": True,
@@ -124,7 +124,7 @@ def test_heads_that_change_no_shape_are_compared_with_those_of_the_weights(
     mixer, trained, changed, key
 ):
     models = [
-        ModelConfig(dim=32, n_heads=4, mixer=mixer, **{mixer: table})
+        ModelConfig(dim=32, n_heads=4, mixer_pattern=(mixer,), **{mixer: table})
         for table in (trained, changed)
     ]
     assert parameter_shapes(models[0], mixer) == parameter_shapes(models[1], mixer)

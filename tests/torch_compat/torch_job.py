@@ -133,7 +133,8 @@ class MoE(nn.Module):
 class Block(nn.Module):
     def __init__(self, m, i):
         super().__init__()
-        has_experts = m.get("num_experts", 0) and (i + 1) % m.get("moe_frequency", 1) == 0
+        pattern = m.get("feed_forward_pattern") or ("experts",)
+        has_experts = m.get("num_experts", 0) and pattern[i % len(pattern)] == "experts"
         self.attention_norm, self.attention = RMSNorm(m["dim"]), Attention(m)
         self.mlp_norm, self.mlp = RMSNorm(m["dim"]), (MoE if has_experts else MLP)(m)
 

@@ -29,7 +29,8 @@ def dpo(path, name, **sections):
         train={"objective": "dpo", **sections.pop("train", {})},
         checkpoint=checkpoint,
         data={"dataset_path": str(path / "pairs" / "train"), "num_workers": 0},
-        eval={"enabled": True, "dataset_path": str(path / "pairs" / "validation"), "interval": 2},
+        eval={"enabled": True, "datasets": {"dataset_path": str(path / "pairs" / "validation")},
+              "interval": 2},
         **sections,
     )  # fmt: skip
 
@@ -40,7 +41,8 @@ def distilled(path, name, teacher="base", **sections):
         path, name,
         train={"objective": "distillation", **sections.pop("train", {})},
         distillation=settings,
-        eval={"enabled": True, "dataset_path": str(path / "text" / "train"), "interval": 2},
+        eval={"enabled": True, "datasets": {"dataset_path": str(path / "text" / "train")},
+              "interval": 2},
         data={"dataset_path": str(path / "text" / "train"), "num_workers": 0},
         **sections,
     )  # fmt: skip

@@ -11,7 +11,7 @@ from jaxforge.training.early_stop import EarlyStop
 
 
 def stop(**keys):
-    return EarlyStop(EarlyStopConfig(**{"active": True, **keys}))
+    return EarlyStop(EarlyStopConfig(**keys))
 
 
 def ends_at(ours, values, metric="eval/loss", every=10):
@@ -23,7 +23,7 @@ def ends_at(ours, values, metric="eval/loss", every=10):
 
 
 def test_early_stop_is_off_by_default():
-    ours = EarlyStop(EarlyStopConfig(max_loss=1, max_steps=1, patience_steps=1))
+    ours = EarlyStop(EarlyStopConfig())
     assert ours.reason(9, {"train/loss": 5.0, "eval/loss": 5.0}) is None
 
 

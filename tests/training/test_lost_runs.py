@@ -185,7 +185,7 @@ def test_home_directory_is_expanded_in_every_path(monkeypatch):
     keys = ["checkpoint.dir", "checkpoint.load_path", "checkpoint.non_persistent_dir",
             "checkpoint.replica_dir", "data.dataset_path", "data.tokenizer_path",
             "train.executable", "profiling.trace_dir", "train.compilation_cache_dir",
-            "metrics.tensorboard_dir", "data.cache_dir"]  # fmt: skip
+            "data.cache_dir"]  # fmt: skip
     listed = ["--data.datasets=[{path='~/a'}]", "--eval.datasets=[{name='x',dataset_path='~/a'}]"]
     result = load_config(None, [*(f"--{key}=~/a" for key in keys), *listed])
     for key in keys:

@@ -61,11 +61,6 @@ def test_omitted_datasets_keep_their_weight():
     assert phases(mix_temperature=2.0).mixtures[0]["web"] == pytest.approx(3**0.5 / (1 + 3**0.5))
 
 
-def test_annealing_is_a_phase():
-    annealed = phases(phases=[], anneal_start_step=7, anneal_weights={"web": 1})
-    assert (annealed.starts, annealed.lr_scales, annealed.mixtures) == ((7,), (1, 1), (WEB, EVEN))
-
-
 def test_new_run_has_segment_per_phase():
     expected = drawn((0, WEB), (40, EVEN), (48, WEB), (52, CODE))
     assert phases().segments([], 0, 0, by_fours(0, 0)) == expected

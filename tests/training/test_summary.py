@@ -20,9 +20,10 @@ FULL = tiny_config(
         {"start_step": 800, "lr_scale": 0.5, "dataset_weights": {"code": 2}},
         {"start_step": 900},
     ]},
-    eval={"enabled": True, "dataset_path": "x", "interval": 300, "start_step": 301, "steps": 7},
+    eval={"enabled": True, "datasets": {"dataset_path": "x"}, "interval": 300, "start_step": 301,
+          "steps": 7},
     checkpoint={"interval": 400, "dyn_ckpt_window": {"stop": 64}},
-    early_stop={"active": True, "patience_steps": 600, "max_loss": 11},
+    early_stop={"patience_steps": 600, "max_loss": 11},
 )  # fmt: skip
 
 
@@ -128,19 +129,17 @@ def test_summary_lists_turns_of_learning_rate(scheduler, optimizer, turns):
     assert words == turns
 
 
-def test_summary_lists_annealing_as_phase():
-    config = tiny_config(data={"anneal_start_step": 5, "anneal_weights": {"a": 1}})
-    assert section(schedule_summary(config, dp=1), "phases") == [
-        "  step 5            weights {a = 1.0}"
-    ]
-
-
 def test_summary_counts_steps_without_listing_them():
     """The steps are counted and not listed: there would be 400 million of them."""
     config = tiny_config(
         train={"max_steps": 2_000_000_000},
         checkpoint={"interval": 5},
-        eval={"enabled": True, "dataset_path": "x", "interval": 5, "start_step": 12},
+        eval={
+            "enabled": True,
+            "datasets": {"dataset_path": "x"},
+            "interval": 5,
+            "start_step": 12,
+        },
     )
     text = schedule_summary(config, dp=1)
     assert "399,999,998 in all: 15, 20, 25, 30, 35, 40, 45, 50, ..." in text

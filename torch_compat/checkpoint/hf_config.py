@@ -51,10 +51,10 @@ _OF_THE_EXPORT = frozenset({
 })  # fmt: skip
 """Keys of an imported config that an export does not take over, such as references to code files.
 """
-_NOT_COMPARED = ("sdpa_backend", "ffn_dim_multiplier", "sliding_window",
-                 "attention_chunk_size", "attention_pattern", "rope_theta", "rope_scaling",
-                 "local_rope_theta", "rope_pattern", "partial_rotary_factor", "mixer",
-                 "mixer_pattern", "feed_forward_pattern", "mtp_depth")  # fmt: skip
+_NOT_COMPARED = ("sdpa_backend", "sliding_window", "attention_chunk_size", "attention_pattern",
+                 "rope_theta", "rope_scaling", "local_rope_theta", "rope_pattern",
+                 "partial_rotary_factor", "mixer_pattern", "feed_forward_pattern",
+                 "mtp_depth")  # fmt: skip
 _MOST_SHOWN = 3
 DEQUANTIZED = (
     "take a copy in bfloat16, such as transformers saves of a model that it opened by "
@@ -246,7 +246,7 @@ def network_settings(model: ModelConfig) -> dict[str, Any]:
         "n_kv_heads": model.kv_heads,
         "head_dim": model.head_size,
         "ffn_hidden_dim": model.ffn_dim if has_dense_layers else None,
-        "mixer and mixer_pattern": tuple(parts.mixer for parts in model.layer_parts),
+        "mixer_pattern": tuple(parts.mixer for parts in model.layer_parts),
         "gated_mlp": model.is_gated,
         "attention_scale": model.attention_scale or model.head_size**-0.5,
         "qk_norm_eps": model.qk_norm_eps if has_effect("qk_norm_eps", model) else model.norm_eps,
@@ -271,7 +271,7 @@ def _experts(model: ModelConfig) -> dict[str, Any]:
         "moe_groups and moe_top_k_groups": (
             (1, 1) if groups[0] == groups[1] else (*groups, model.moe_group_score)
         ),
-        "moe_frequency and moe_first_dense_layers": tuple(
+        "feed_forward_pattern and moe_first_dense_layers": tuple(
             parts.feed_forward for parts in model.layer_parts
         ),
         "moe_bias_update": model.bias_update,

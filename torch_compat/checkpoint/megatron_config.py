@@ -8,7 +8,7 @@ import reprlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from jaxforge.config.model import ModelConfig
+from jaxforge.config.model import ModelConfig, every_nth
 from jaxforge.errors import UserError
 from torch_compat.checkpoint.hf_config import network_settings, same
 from torch_compat.families.common import is_size
@@ -264,7 +264,7 @@ def _layers_with(has_experts: Sequence[bool], s: Settings, where: str) -> Table:
         first = chosen[0]
         every = chosen[1] - first if len(chosen) > 1 else first + 1
         if chosen == [i for i in range(first, len(has_experts)) if (i + 1) % every == 0]:
-            return {"moe_frequency": every, "moe_first_dense_layers": first}
+            return {"feed_forward_pattern": every_nth(every), "moe_first_dense_layers": first}
     raise _unsupported("moe_layer_freq", s, where)
 
 

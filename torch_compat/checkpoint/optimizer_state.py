@@ -216,7 +216,7 @@ def groups(
     lr = group_lr(config, updates)
     defaults: dict[str, Any] = {
         "betas": tuple(o.betas), "eps": o.eps, "amsgrad": False, "maximize": False,
-        "foreach": None, "capturable": False, "differentiable": False, "fused": o.fused,
+        "foreach": None, "capturable": False, "differentiable": False, "fused": True,
         "decoupled_weight_decay": True, "momentum": o.muon_momentum, "ns_steps": o.muon_ns_steps,
     }  # fmt: skip
     values = {key: defaults[key] for key in optimizer_layout(config).keys}

@@ -20,8 +20,8 @@ from torch_compat.formats.lazy import LazyTensor, blocks
 
 _BLOCKS_IN_MEMORY = 24  # a block of either checkpoint is this fraction of the memory limit
 _RTOL = 1e-6  # of settings: PyTorch's are float64, JAX's schedule is float32
-# Keys of [optimizer] that parameter groups also have, or that have no effect.
-_IN_GROUPS = {"lr", "betas", "eps", "weight_decay", "muon_momentum", "fused"}
+# Keys of [optimizer] that parameter groups also have.
+_IN_GROUPS = {"lr", "betas", "eps", "weight_decay", "muon_momentum"}
 
 Facts = Mapping[str, Any]
 """Facts of a checkpoint other than its tensors: name -> number, text, or a list of them."""

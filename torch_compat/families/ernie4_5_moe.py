@@ -36,7 +36,7 @@ def _write(model: ModelConfig) -> Table:
         "moe_num_shared_experts": model.shared_expert_dim // model.expert_dim,
         "moe_layer_start_index": model.has_experts.index(True),
         "moe_layer_end_index": model.n_layers - 1,
-        "moe_layer_interval": model.moe_frequency,
+        "moe_layer_interval": experts.period(model),
     }
 
 

@@ -4,7 +4,7 @@ import reprlib
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from jaxforge.config.model import ModelConfig
+from jaxforge.config.model import ModelConfig, every_nth
 from jaxforge.errors import UserError
 from torch_compat.families.family import OURS, THEIRS, Config, Table
 from torch_compat.names.table import Rule
@@ -90,12 +90,17 @@ def sparse(c: Config, where: str) -> Table:
             f"{reprlib.repr(c['mlp_only_layers'])}: only the first layers may lack "
             "experts, and those between decoder_sparse_step"
         )
-    return {"moe_frequency": step, "moe_first_dense_layers": first}
+    return {"feed_forward_pattern": every_nth(step), "moe_first_dense_layers": first}
+
+
+def period(model: ModelConfig) -> int:
+    """Return n if every n-th layer has experts."""
+    return max(1, len(model.feed_forward_pattern))
 
 
 def sparse_keys(model: ModelConfig) -> Table:
     """Return the keys that `sparse` reads."""
-    step = model.moe_frequency
+    step = period(model)
     skipped = range(step - 1, min(model.moe_first_dense_layers, model.n_layers), step)
     return {"decoder_sparse_step": step, "mlp_only_layers": list(skipped)}
 
@@ -115,7 +120,7 @@ def chosen_layers(layers: Collection[int], c: Config, where: str) -> Table:
             f"{reprlib.repr(sorted(layers))} of {n}: they must be every n-th layer from some "
             "layer on"
         )
-    return {"moe_frequency": step, "moe_first_dense_layers": first}
+    return {"feed_forward_pattern": every_nth(step), "moe_first_dense_layers": first}
 
 
 def sigmoid(c: Config, where: str) -> Table:

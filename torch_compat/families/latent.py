@@ -75,7 +75,7 @@ def read(c: Config, where: str) -> Table:
     table |= common.feed_forward(c, where) | common.biases(c)
     del table["n_kv_heads"]
     return table | {
-        "mixer": LATENT_ATTENTION,
+        "mixer_pattern": [LATENT_ATTENTION],
         "latent_attention": {
             ours: c[theirs] for ours, theirs in _SIZES.items() if c[theirs] is not None
         },

@@ -79,8 +79,10 @@ def _mixers(c: Config, where: str) -> Table:
     if LINEAR not in kinds:
         return {}
     pattern = _shortest_pattern([ATTENTION if kind == FULL else GATED_DELTA_NET for kind in kinds])
-    mixers = {"mixer_pattern": pattern} if FULL in kinds else {"mixer": GATED_DELTA_NET}
-    return {**mixers, GATED_DELTA_NET: {ours: c[theirs] for ours, theirs in _DELTA.items()}}
+    return {
+        "mixer_pattern": pattern,
+        GATED_DELTA_NET: {ours: c[theirs] for ours, theirs in _DELTA.items()},
+    }
 
 
 def _shortest_pattern(names: Sequence[str]) -> list[str]:

@@ -156,10 +156,7 @@ def mixers(kinds: Sequence[str], n_layers: int, where: str) -> Table:
 
 def pattern(names: Sequence[str]) -> Table:
     """Return the keys of `[model]` for the mixers of all layers."""
-    distinct = set(names)
-    if distinct == {ATTENTION}:
-        return {}
-    return {"mixer": names[0]} if len(distinct) == 1 else {"mixer_pattern": shortest_period(names)}
+    return {} if set(names) == {ATTENTION} else {"mixer_pattern": shortest_period(names)}
 
 
 def shortest_period(names: Sequence[str]) -> list[str]:

@@ -3,7 +3,7 @@
 import itertools
 from collections.abc import Iterator
 
-from jaxforge.config.model import ModelConfig
+from jaxforge.config.model import ModelConfig, every_nth
 from torch_compat.names.table import EMBEDDING, HEAD, NameMap, Rule, Transposed
 
 UNSUPPORTED_KEYS = (
@@ -108,6 +108,8 @@ def incompatibilities(model: ModelConfig) -> Iterator[str]:
         )
     if not model.is_moe:
         return
+    if model.feed_forward_pattern != every_nth(len(model.feed_forward_pattern)):
+        yield f"KempnerForge has no model.feed_forward_pattern: {_OTHERWISE}"
     if model.bias_update != bias_update:
         yield f'KempnerForge has no model.moe_bias_update = "{model.bias_update}": {_OTHERWISE}'
     if model.moe_expert_dim is not None:

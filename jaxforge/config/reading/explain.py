@@ -4,6 +4,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from itertools import islice
+from types import MappingProxyType
 from typing import NamedTuple
 
 from pydantic import ValidationError
@@ -44,6 +45,8 @@ class Sources(NamedTuple):
     """Line number of each key in the file."""
     settings: Sequence[Setting]
     """Command-line settings, which override the file."""
+    written: Mapping[Path, Path] = MappingProxyType({})
+    """Path of each stored value that the user wrote as another key -> path of that key."""
 
 
 class _Problem(NamedTuple):
@@ -156,4 +159,14 @@ def _bad_value(path: Path, value: object, sources: Sources) -> str:
 def _about(path: Path, value: object, text: str, sources: Sources) -> str:
     setting = _setting_of(path, "", sources)
     is_shown = setting is not None and setting.path == path  # the argument has key and value
-    return text if is_shown else f"{dotted(path)} = {short_toml(value)}: {text}"
+    return (
+        text if is_shown else f"{dotted(_as_written(path, sources))} = {short_toml(value)}: {text}"
+    )
+
+
+def _as_written(path: Path, sources: Sources) -> Path:
+    """Return the path by which the user wrote a value."""
+    for end in range(len(path), 0, -1):
+        if read := sources.written.get(path[:end]):
+            return (*read, *(part for part in path[end:] if isinstance(part, str)))
+    return path

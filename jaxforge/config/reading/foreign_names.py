@@ -5,6 +5,7 @@ NeMo, torchtitan, nanoGPT and linnaeus. A name with a dot applies in that table 
 and hyphens do not matter.
 """
 
+from jaxforge.config.reading.kempnerforge import NO_EFFECT, STORED_AS
 from jaxforge.config.reading.lines import Path
 
 NAMES: dict[str, str] = {
@@ -44,7 +45,7 @@ NAMES: dict[str, str] = {
     "model.moe_shared_expert_dim": (
         "shared_expert_intermediate_size moe_shared_expert_intermediate_size"
     ),
-    "model.moe_frequency": "moe_layer_freq decoder_sparse_step",
+    "model.feed_forward_pattern": "moe_layer_freq decoder_sparse_step",
     "model.moe_first_dense_layers": "first_k_dense_replace n_dense_layers",
     "model.moe_aux_loss_weight": "router_aux_loss_coef moe_aux_loss_coeff",
     "model.moe_router_z_loss_weight": "router_z_loss_coef moe_z_loss_coeff",
@@ -92,7 +93,7 @@ NAMES: dict[str, str] = {
     "train.ce_chunk_size": "loss_chunk_size",
     "train.z_loss_weight": "z_loss z_loss_coeff z_loss_weighting",
     "train.mtp_loss_weight": "mtp_loss_scaling_factor",
-    "train.rampup_batch_size": "batch_size_rampup",
+    "train.batch_ramp": "batch_size_rampup",
     "train.manual_gc_interval": "gc_freq",
     "optimizer.name": "optim optimizer_type",
     "optimizer.lr": "learning_rate base_lr peak_lr max_lr lr_max",
@@ -120,7 +121,6 @@ NAMES: dict[str, str] = {
     ),
     "data.num_workers": "dataloader_num_workers",
     "data.prefetch_factor": "dataloader_prefetch_factor",
-    "data.pin_memory": "dataloader_pin_memory",
     "data.pack_sequences": "packing packed_sequence sample_packing reset_attention_mask",
     "eval.interval": (
         "eval_steps eval_interval val_check_interval validation.freq eval_every "
@@ -129,7 +129,7 @@ NAMES: dict[str, str] = {
     "eval.steps": "eval_iters limit_val_batches val_steps max_eval_steps validation.steps",
     "eval.batch_size": "per_device_eval_batch_size val_batch_size",
     "eval.enabled": "do_eval validation.enable",
-    "eval.dataset_path": "valid_data_path val_data_path validation_data_path eval_file",
+    "eval.datasets.dataset_path": "valid_data_path val_data_path validation_data_path eval_file",
     "early_stop.patience_steps": "early_stopping_patience patience",
     "early_stop.min_delta": "early_stopping_threshold",
     "distributed.tp": (
@@ -168,10 +168,6 @@ NAMES: dict[str, str] = {
     ),
     "checkpoint.export_last": "export_hf save_hf_weights last_save_in_hf",
     "metrics.log_interval": "logging_steps log_every_n_steps log_freq log_every logging_interval",
-    "metrics.enable_wandb": "use_wandb wandb_log log_to_wandb wandb.enabled",
-    "metrics.wandb_project": "wandb.project",
-    "metrics.wandb_run_name": "run_name wandb_exp_name wandb_name",
-    "metrics.tensorboard_dir": "logging_dir save_tb_folder",
     "profiling.enable": "enable_profiling use_pytorch_profiler profile",
     "profiling.start_step": "profile_step_start profile_start",
     "profiling.end_step": "profile_step_end profile_end",
@@ -206,8 +202,9 @@ NOTES: dict[str, str] = {
     "resume_from_checkpoint init_from auto_resume": (
         "a run resumes from checkpoint.dir by itself; checkpoint.load_path starts a new run"
     ),
-    "report_to logger": (
-        "set metrics.enable_wandb, enable_tensorboard, enable_mlflow or enable_trackio"
+    "report_to logger use_wandb wandb_log log_to_wandb wandb.enabled wandb.project run_name "
+    "wandb_exp_name wandb_name logging_dir save_tb_folder": (
+        'metrics.writers lists destinations, as in [{name = "wandb", project = "my_project"}]'
     ),
     "fsdp fsdp_config fsdp_sharding_strategy zero_stage use_distributed_optimizer": (
         "parameters and moments are sharded by default, over distributed.dp_shard"
@@ -237,13 +234,20 @@ NOTES: dict[str, str] = {
     ),
     "sequence_parallel enable_sequence_parallel": "distributed.tp includes sequence parallelism",
     "flavor architectures": "the keys of [model] describe the architecture",
-    "torch_compile compile": "every update is a single compiled program",
+    "torch_compile compile": NO_EFFECT["train", "compile_model"],
+    "dataloader_pin_memory": NO_EFFECT["data", "pin_memory"],
     "device no_cuda use_cpu": "JAX selects the platform: set JAX_PLATFORMS in the environment",
 }
 """Names without a key of the same meaning, and their replacement."""
 
-_KEYS = {name: key for key, names in NAMES.items() for name in names.split()}
+_STORED = {
+    str(path[-1]): ".".join(part for part in key if isinstance(part, str))
+    for path, key in STORED_AS.items()
+    if path[0] != "eval"  # these names are also keys of [data]
+}
+_KEYS = _STORED | {name: key for key, names in NAMES.items() for name in names.split()}
 _NOTES = {name: note for names, note in NOTES.items() for name in names.split()}
+_NOTES |= {str(path[-1]): answer for path, answer in NO_EFFECT.items()}
 
 
 def key_of(path: Path) -> str | None:

@@ -17,7 +17,6 @@ from jaxforge.config.reading.schema import (
     has_keys,
     short_type,
 )
-from jaxforge.config.torch_only import TORCH_ONLY
 from jaxforge.errors import UserError
 
 _ALL = "all"
@@ -75,7 +74,6 @@ def _about(key: str, node: Node) -> Text:
     value = toml(default) if default is not None and not has_keys(node) else "..."
     lines = [("  ", node["description"]), ("  expected: ", expected(node))]
     lines += [("  default: ", value if default is not None else "not set")]
-    lines += [("  no effect: ", TORCH_ONLY[key])] if key in TORCH_ONLY else []
     lines += [("  in the config: ", f"[{table}] {name} = {value}")]
     lines += [("  command line: ", f"--{key}={value}")]
     return Text.assemble((key, "bold"), *(f"\n{label}{text}" for label, text in lines), "\n")

@@ -7,6 +7,8 @@ config decides the computation, but never which files are written or which compi
 from collections.abc import Mapping
 from typing import Any
 
+from jaxforge.config.metrics import WRITERS
+
 _LEFT_OUT = {
     "data": ("mixture_file", "cache_dir"),
     "train": ("compilation_cache_dir", "executable"),
@@ -15,8 +17,7 @@ _LEFT_OUT = {
         "export_interval", "export_last",
     ),
     "metrics": (
-        "enable_wandb", "enable_tensorboard", "enable_mlflow", "enable_trackio", "tensorboard_dir",
-        "log_progress", "prometheus_port",
+        "writers", "log_progress", "prometheus_port", *(f"enable_{name}" for name in WRITERS),
     ),
     "profiling": ("enable", "trace_dir"),
 }  # fmt: skip

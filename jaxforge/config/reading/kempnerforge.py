@@ -1,19 +1,79 @@
-"""Forms of KempnerForge's config files that differ from jaxforge's, rewritten to the latter.
+"""Meaning of KempnerForge's config files, and of keys that jaxforge no longer stores.
 
 plugins = ["my_module"]            [plugins] modules = ["my_module"]
 model.head_dim_override = 128      model.head_dim = 128
 dim = 4096 (no table at all)       [model] dim = 4096, as in KempnerForge's configs/model
+
+`reading.forms` converts the values of the other keys.
 """
 
 from collections.abc import Mapping
 from typing import Any
 
 from jaxforge.config.job import JobConfig
+from jaxforge.config.metrics import WRITERS
 from jaxforge.config.model import ModelConfig
 from jaxforge.config.reading.lines import Path
+from jaxforge.config.scheduler import SchedulerConfig
 from jaxforge.errors import UserError
 
 _HEAD_DIM = "head_dim_override"
+_TEXT = "jaxforge trains text models"
+
+NO_EFFECT: dict[Path, str] = {
+    ("model", "attention_backend"): (
+        "model.sdpa_backend chooses the kernel; all separate documents"
+    ),
+    ("train", "compile_model"): "every update is a single compiled program",
+    ("optimizer", "fused"): "XLA fuses the update of all parameters",
+    ("data", "pin_memory"): (
+        "batches are transferred to the devices before the step that needs them"
+    ),
+    ("data", "hf_dataset_image_field"): _TEXT,
+    ("data", "hf_dataset_prompt_field"): _TEXT,
+    ("data", "hf_image_size"): _TEXT,
+    ("distributed", "backend"): "XLA provides the collectives for each platform",
+    ("distributed", "nccl_timeout_sec"): "jax.distributed has its own timeouts between processes",
+    ("checkpoint", "ignore_freeze_mismatch"): f"{_TEXT}, which have no frozen parameters",
+}
+"""Keys that have an effect only in PyTorch, and what does their job here."""
+
+_WRITER: Path = ("metrics", "writers")
+
+STORED_AS: dict[Path, Path] = {
+    ("model", _HEAD_DIM): ("model", "head_dim"),
+    ("model", "mixer"): ("model", "mixer_pattern"),
+    ("model", "moe_frequency"): ("model", "feed_forward_pattern"),
+    ("model", "ffn_dim_multiplier"): ("model", "ffn_hidden_dim"),
+    ("model", "moe_expert_ffn_multiplier"): ("model", "moe_expert_dim"),
+    ("train", "rampup_batch_size"): ("train", "batch_ramp"),
+    ("data", "mixture_file"): ("data", "datasets"),
+    ("data", "anneal_start_step"): ("data", "phases", 0, "start_step"),
+    ("data", "anneal_weights"): ("data", "phases", 0, "dataset_weights"),
+    **{
+        ("eval", key): ("eval", "datasets", 0, key)
+        for key in ("dataset_path", "file_pattern", "hf_dataset_name", "hf_dataset_config",
+                    "hf_dataset_split")
+    },
+    ("metrics", "log_straggler"): ("metrics", "straggler_report_interval"),
+    **{("metrics", f"{name}_interval"): (*_WRITER, 0, "interval") for name in WRITERS},
+    **{
+        ("metrics", f"{name}_{key}"): (*_WRITER, 0, stored)
+        for name, key, stored in (
+            ("tensorboard", "dir", "location"),
+            ("wandb", "project", "project"), ("wandb", "run_name", "run_name"),
+            ("wandb", "run_id", "run_id"),
+            ("mlflow", "experiment", "project"), ("mlflow", "run_name", "run_name"),
+            ("mlflow", "run_id", "run_id"), ("mlflow", "tracking_uri", "location"),
+            ("trackio", "project", "project"), ("trackio", "run_name", "run_name"),
+            ("trackio", "space", "location"),
+        )
+    },
+    **{("metrics", f"enable_{name}"): _WRITER for name in WRITERS},
+    ("early_stop", "active"): ("early_stop",),
+    ("checkpoint", "dyn_ckpt_window", "strategy"): ("checkpoint", "dyn_ckpt_window"),
+}  # fmt: skip
+"""Keys that are read, and the stored key of each; 0 is the index of a table in a list."""
 
 
 def rewrite(
@@ -45,8 +105,32 @@ def rewrite(
     return values, lines
 
 
+def drop_ineffective(values: dict[Any, Any]) -> tuple[str, ...]:
+    """Remove the keys that have an effect only in PyTorch, and return a line about each.
+
+    A file with such a key was written for KempnerForge, and gets its default warm-up.
+
+    Args:
+        values: Section -> key -> value, of the file and the command line.
+    """
+    notes = []
+    for (section, key), answer in NO_EFFECT.items():
+        table = values.get(section)
+        if isinstance(table, dict) and table.pop(key, None) is not None:
+            notes.append(f"{section}.{key} has no effect: {answer}")
+    if notes and isinstance(scheduler := values.setdefault("scheduler", {}), dict):
+        usual = SchedulerConfig.model_fields["warmup_steps"].default
+        scheduler.setdefault("warmup_steps", usual)
+    saving = values.get("checkpoint")
+    if isinstance(saving, dict) and saving.get("async_mode") == "async_with_pinned_mem":
+        saving["async_mode"] = "async"
+        notes.append('checkpoint.async_mode = "async_with_pinned_mem" is the same as "async"')
+    return tuple(notes)
+
+
 def _is_model_alone(values: Mapping[Any, Any]) -> bool:
-    keys = {*ModelConfig.model_fields, _HEAD_DIM}
+    readable = {path[1] for path in (*STORED_AS, *NO_EFFECT) if path[0] == "model"}
+    keys = {*ModelConfig.model_fields, *readable}
     return bool(values) and values.keys() <= keys and not values.keys() & JobConfig.model_fields
 
 

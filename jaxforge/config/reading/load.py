@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxforge.config.job import JobConfig
-from jaxforge.config.reading import kempnerforge, toml
+from jaxforge.config.reading import forms, kempnerforge, toml
 from jaxforge.config.reading.explain import Sources
 from jaxforge.config.reading.inert import inert
 from jaxforge.config.reading.lines import Path as KeyPath
@@ -105,12 +105,10 @@ def _unresolved(
     settings = parse_overrides(overrides)
     for setting in settings:
         _assign(values, setting.path, setting.value)
-    data = values.get("data")
-    if isinstance(data, dict) and data.get("mixture_file"):
-        from jaxforge.config.reading.mixture import expand  # few configs need YAML and its schema
-
-        expand(data)
-    return UnresolvedConfig(values, Sources(source, lines, settings), trusts)
+    notes = kempnerforge.drop_ineffective(values)
+    reading = forms.Reading(values, Sources(source, lines, settings))
+    forms.rewrite(reading)
+    return UnresolvedConfig(values, reading.sources, trusts, notes)
 
 
 def _assign(values: dict[Any, Any], path: KeyPath, value: object) -> None:

@@ -5,6 +5,7 @@ import tomllib
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
+from jaxforge.config.reading.kempnerforge import STORED_AS
 from jaxforge.config.reading.schema import Node, Path, expected, is_table, node_at
 from jaxforge.errors import UserError
 
@@ -49,7 +50,9 @@ def _parse(argument: str) -> Setting:
         raise UserError(f"{argument}: expected --section.key=value")
     key, equals, text = argument[2:].partition("=")
     path = tuple(key.split("."))
-    node = node_at(path) or {}
+    stored = node_at(STORED_AS[path]) if path in STORED_AS else None
+    is_text = stored is not None and stored["type"] == "string"
+    node = node_at(path) or (stored if stored and is_text else {})
     if equals:
         return Setting(argument, path, _value(text, node))
     if node.get("type", "boolean") != "boolean":

@@ -154,6 +154,11 @@ def expected(node: Node) -> str:
     return f'{text}, or a duration like "10%", "2ep", "1B tok"' if node.get("duration") else text
 
 
+def expected_of(node: Node) -> str:
+    """Return the text after "expected" for the schema of a value outside the config."""
+    return expected(_plain(node))
+
+
 def _number(bound: float) -> str:
     return f"{bound:,}" if isinstance(bound, int) else f"{bound:g}"
 

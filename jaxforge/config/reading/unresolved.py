@@ -14,7 +14,7 @@ for plateau and decay the end of the preceding part. Intervals assume the full b
 
 import copy
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import groupby
@@ -62,14 +62,20 @@ class UnresolvedConfig:
         sources: Sources of the values, for messages.
         trusts: Decides whether `[plugins]` is imported. If not, other sections may contain
             unregistered names, which cannot be built.
+        notes: Lines about keys without effect.
 
     Raises:
         UserError: If a value is invalid independently of devices and data.
     """
 
     def __init__(
-        self, values: Mapping[Any, Any], sources: Sources, trusts: Decision = trust.own
+        self,
+        values: Mapping[Any, Any],
+        sources: Sources,
+        trusts: Decision = trust.own,
+        notes: Sequence[str] = (),
     ) -> None:
+        self.notes = tuple(notes)
         self._values, self._sources = _with_lists(values), sources
         self._context = {
             "trusts": trusts,

@@ -10,7 +10,7 @@ from jaxforge.model.mixers import mamba2 as mamba2
 
 
 def mixer_class(name: str) -> type[Mixer]:
-    """Return the mixer that is registered as `model.mixer = name`.
+    """Return the mixer that is registered as a name of `model.mixer_pattern`.
 
     Raises:
         UserError: the name is not registered.

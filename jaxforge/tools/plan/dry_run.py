@@ -102,7 +102,7 @@ def run(config: UnresolvedConfig, devices: str) -> int:
     parts = [f"of the state, average {average}"] if average else []
     _show("memory of a device, an estimate", [*memory_rows(fits), *parts])
     _show("run", [run_row, *replica_rows(resolved, state)])
-    if notes := [*notes, *answers(resolved)]:
+    if notes := [*notes, *config.notes, *answers(resolved)]:
         _show("notes", notes)
     platform = kinds[0].platform
     warnings = [

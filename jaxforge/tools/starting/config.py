@@ -188,9 +188,8 @@ def eval_lines(prepared: PreparedData, seq_len: int) -> Iterator[Line]:
         yield Line("enabled", False, f"{held_out.tokens:,} held-out tokens are too few")
         return
     yield Line("enabled", True)
-    yield Line("dataset_path", prepared.at(VALIDATION))
-    if prepared.pattern != "*.npy":
-        yield Line("file_pattern", prepared.pattern)
+    pattern = {} if prepared.pattern == "*.npy" else {"file_pattern": prepared.pattern}
+    yield Line("datasets", {"dataset_path": prepared.at(VALIDATION), **pattern})
     yield Line("interval", "10%")
     yield Line("steps", _EVAL_BATCHES, "batches at most, the same in each evaluation")
 

@@ -76,8 +76,9 @@ class Stragglers(RunCallback):
 
     @classmethod
     def of_run(cls, run: RunParts) -> "Stragglers | None":
-        """Return the callback if `metrics.log_straggler` is set."""
-        return cls(run.config.metrics) if run.config.metrics.log_straggler else None
+        """Return the callback if `metrics.straggler_report_interval` is set."""
+        section = run.config.metrics
+        return cls(section) if section.straggler_report_interval else None
 
     def on_compiled(self, steps: CompiledSteps) -> None:
         """Gather the names of all hosts."""

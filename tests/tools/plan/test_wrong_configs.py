@@ -161,7 +161,8 @@ WRONG = {
     ),
     "evaluation without data": Wrong({"eval": {"enabled": True}}, "eval.enabled", "true"),
     "typo in a metric": Wrong(
-        {"eval": {"enabled": True, "dataset_path": "x"}, "checkpoint": {"best_metric": "eval/los"}},
+        {"eval": {"enabled": True, "datasets": {"dataset_path": "x"}},
+         "checkpoint": {"best_metric": "eval/los"}},
         "checkpoint.best_metric", '"eval/los"',
     ),
     "streaming of files": Wrong({"data": {"hf_streaming": True}}, "data.hf_streaming", "true"),
@@ -187,11 +188,8 @@ WRONG = {
         {"data": {"phases": [{"start_step": 50}, {"start_step": 100, "lr_scale": 0.5}]}},
         "data.phases[1].start_step", "100",
     ),
-    "annealing past the end": Wrong(
-        {"data": {"anneal_start_step": 300}}, "data.anneal_start_step", "300"
-    ),
     "evaluation past the end": Wrong(
-        {"eval": {"enabled": True, "dataset_path": "x"}}, "eval.interval", "1,000"
+        {"eval": {"enabled": True, "datasets": {"dataset_path": "x"}}}, "eval.interval", "1,000"
     ),
     "checkpoints past the end": Wrong(
         {"checkpoint": {"interval": 1000}}, "checkpoint.interval", "1,000"

@@ -166,8 +166,8 @@ def test_capsule_contains_no_secrets(run, tmp_path, monkeypatch):
     text = (run / "config.toml").read_text()
     changes = {
         "# load_path is not set": f'load_path = "s3://me:{password}@bucket/x?X-Signature={signature}"',
-        'wandb_project = "jaxforge"': f'wandb_project = "https://hooks.example.com/{webhook}"',
-        "# wandb_run_name is not set": f'wandb_run_name = "run {key}"',
+        "writers = []": f'writers = [{{name = "wandb", run_name = "run {key}", '
+        f'project = "https://hooks.example.com/{webhook}"}}]',
     }
     for old, new in changes.items():
         assert old in text

@@ -56,8 +56,7 @@ def test_wandb_run_has_its_values_and_directory(argv, monkeypatch):
         assert (config.data.pack_sequences, config.data.file_pattern) == (False, "a b*.npy")
         assert config.model.n_kv_heads is None
         assert config.checkpoint.dir == f"runs/sweep/{run_id}"
-        assert config.metrics.wandb_run_id == run_id
-        assert config.metrics.enable_wandb
+        assert config.metrics.required_writer("wandb").run_id == run_id
 
 
 def test_wandb_sweep_parameters_and_metric_exist(argv, monkeypatch):

@@ -44,7 +44,7 @@ def test_health_callbacks_are_disabled_by_default(calls):
         "manual_gc_interval": 5, "train_sync_interval": 6, "nccl_health_check_interval": 7,
         "check_weight_hash_across_dp_replicas_interval": 8,
     }  # fmt: skip
-    assert names(train=every, metrics={"log_straggler": True})[2:] == [
+    assert names(train=every, metrics={"straggler_report_interval": 100})[2:] == [
         "CollectGarbage", "Synchronize", "CollectiveHealth", "WeightHashes", "Stragglers",
     ]  # fmt: skip
 

@@ -61,9 +61,7 @@ def test_slow_host_ends_run_only_if_enabled(monkeypatch, messages, stop):
 
     monkeypatch.setattr(stragglers.multihost_utils, "process_allgather", gathered)
     monkeypatch.setattr(stragglers.socket, "gethostname", lambda: "node17")
-    config = MetricsConfig(
-        log_straggler=True, straggler_report_interval=10, stop_if_detected_straggler=stop
-    )
+    config = MetricsConfig(straggler_report_interval=10, stop_if_detected_straggler=stop)
     check = Stragglers(config)
     check.on_compiled(None)
     tracker = types.SimpleNamespace(host_times=lambda: next(clock))
