@@ -2,12 +2,13 @@
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 from pydantic import NonNegativeInt
 
 from jaxforge.config.directions import Mode
-from jaxforge.config.duration import PositiveSteps, Steps
+from jaxforge.config.duration import Every, PositiveSteps, Steps
+from jaxforge.config.facts import Interval, Needs
 from jaxforge.config.section import PathText, Section
 
 
@@ -58,19 +59,19 @@ class CheckpointConfig(Section):
 
     dir: PathText = "checkpoints"
     """Directory of the run; if it contains a checkpoint, the run resumes from it."""
-    interval: PositiveSteps = 1000
+    interval: Annotated[PositiveSteps, Interval(has_own_rule=True)] = 1000
     """Updates between checkpoints."""
     epoch_interval: NonNegativeInt = 0
     """Epochs of the data between additional checkpoints, at their ends; 0 disables them."""
     dyn_ckpt_window: DynCkptWindow | None = None
     """Additional checkpoints in a range of steps, which keep_last_n does not remove."""
-    non_persistent_interval: NonNegativeInt = 0
+    non_persistent_interval: Every = 0
     """Updates between additional checkpoints in non_persistent_dir; 0 disables them."""
-    non_persistent_dir: PathText | None = None
+    non_persistent_dir: Annotated[PathText | None, Needs("non_persistent_interval")] = None
     """Fast disk of the node, shared by all its processes, for temporary checkpoints."""
-    replica_interval: NonNegativeInt = 0
+    replica_interval: Every = 0
     """Updates between copies of the state in memory of this host and of a peer; 0 disables them."""
-    replica_dir: PathText | None = None
+    replica_dir: Annotated[PathText | None, Needs("replica_interval")] = None
     """Directory in memory (tmpfs) for these copies; by default /dev/shm."""
     async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "async"
     """Save in the background while training continues, or block until the save is complete."""
@@ -78,9 +79,9 @@ class CheckpointConfig(Section):
     """Number of newest checkpoints to keep; 0 or less keeps all."""
     keep_best_n: NonNegativeInt = 0
     """Number of checkpoints with the best best_metric to keep in addition; 0 keeps none."""
-    best_metric: str = "eval/loss"
+    best_metric: Annotated[str, Needs("keep_best_n")] = "eval/loss"
     """Metric for keep_best_n, such as eval/loss, eval/<set>/loss or eval/tasks/<task>/acc."""
-    best_mode: Mode = "auto"
+    best_mode: Annotated[Mode, Needs("keep_best_n")] = "auto"
     """Direction of best_metric: lower ("min") or higher ("max") is better; by default its own."""
     load_path: PathText | None = None
     """Checkpoint to start from if dir contains none."""

@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 from jaxforge.config.duration import Steps, TokenCount
+from jaxforge.config.facts import Needs
 from jaxforge.config.section import HOST_INTEGER, PathText, Section, Weights, WeightTable
 from jaxforge.registry import Registry
 
@@ -99,7 +100,7 @@ class DataConfig(Section):
     """Batches that each worker loads in advance."""
     cache_dir: PathText = ""
     """Directory on a fast local disk that caches tokens of buckets; if empty, there is no cache."""
-    cache_gb: PositiveFloat = 50.0
+    cache_gb: Annotated[PositiveFloat, Needs("cache_dir")] = 50.0
     """Size of the cache in GB, shared by all processes and runs of a host that name cache_dir."""
     hf_dataset_name: str | None = None
     """Hugging Face dataset to tokenize and train on."""
@@ -131,7 +132,7 @@ class DataConfig(Section):
     """Temperature T: sources are sampled in proportion to weight^(1/T), so larger is more even."""
     phases: tuple[TrainingPhase, ...] = ()
     """Changes of mixture and learning rate, by step."""
-    phase_lr_lag: bool = False
+    phase_lr_lag: Annotated[bool, Needs("phases")] = False
     """Apply lr_scale from the second update of a phase, as KempnerForge does."""
     anneal_start_step: Steps = 0
     """Update at which anneal_weights take effect, a shorthand for a single phase; 0 disables it."""

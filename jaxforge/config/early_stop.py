@@ -1,11 +1,13 @@
 """`[early_stop]`: conditions that end a run before train.max_steps."""
 
 from collections.abc import Iterator
+from typing import Annotated
 
 from pydantic import NonNegativeFloat, PositiveFloat
 
 from jaxforge.config.directions import Mode
 from jaxforge.config.duration import PositiveSteps
+from jaxforge.config.facts import Interval
 from jaxforge.config.section import Section
 
 
@@ -18,7 +20,7 @@ class EarlyStopConfig(Section):
     """Metric that must improve, such as eval/loss, train/loss or eval/tasks/<task>/acc."""
     mode: Mode = "auto"
     """Direction of metric: lower ("min") or higher ("max") is better; by default from its name."""
-    patience_steps: PositiveSteps | None = None
+    patience_steps: Annotated[PositiveSteps | None, Interval()] = None
     """End after this many updates without improvement, checked whenever the metric is logged."""
     min_delta: NonNegativeFloat = 0.0
     """Smallest change of the metric that counts as an improvement."""

@@ -8,6 +8,7 @@ from typing import Annotated, Literal, NamedTuple
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
+from jaxforge.config.facts import Needs, Requires
 from jaxforge.config.mixers import (
     GatedDeltaNetConfig,
     LatentAttentionConfig,
@@ -54,6 +55,8 @@ AMAX_HISTORIES = ("input_amax_history", "weight_amax_history")
 MODELS = Registry("model.model_type", "transformer")
 """Registered architectures (`model.transformer`)."""
 
+_OF_EXPERTS = Needs("num_experts")
+
 
 class RopeScaling(Section):
     """`[model.rope_scaling]`: scaling of rotary positions to longer contexts."""
@@ -76,10 +79,10 @@ class RopeScaling(Section):
     """yarn: channels with more rotations than this in the original context are unchanged."""
     beta_slow: PositiveFloat = 1.0
     """yarn: channels with fewer rotations than this are scaled by factor."""
-    mscale: PositiveFloat | None = None
+    mscale: Annotated[PositiveFloat | None, Requires("mscale_all_dim")] = None
     """yarn: with mscale_all_dim, numerator of the factor on rotated queries and keys, as in
     DeepSeek: (1 + 0.1 mscale ln factor) / (1 + 0.1 mscale_all_dim ln factor)."""
-    mscale_all_dim: PositiveFloat | None = None
+    mscale_all_dim: Annotated[PositiveFloat | None, Requires("rope_type", "yarn")] = None
     """yarn: multiply attention scores by (1 + 0.1 mscale_all_dim ln factor)², as in DeepSeek."""
     truncate: bool = True
     """yarn: round the bounds of the interpolated range to whole channels."""
@@ -102,10 +105,6 @@ class RopeScaling(Section):
         """Yield the broken rules between the keys of this table."""
         if self.rope_type == "yarn" and self.beta_slow >= self.beta_fast:
             yield f"beta_slow = {self.beta_slow} must be less than beta_fast = {self.beta_fast}"
-        if self.mscale is not None and self.mscale_all_dim is None:
-            yield f"mscale = {self.mscale} has no effect without mscale_all_dim"
-        if self.mscale_all_dim is not None and self.rope_type != "yarn":
-            yield f'mscale_all_dim = {self.mscale_all_dim} requires rope_type = "yarn"'
         if self.rope_type == "llama3" and self.low_freq_factor >= self.high_freq_factor:
             yield (
                 f"low_freq_factor = {self.low_freq_factor} must be less than "
@@ -201,7 +200,7 @@ class ModelConfig(Section):
     attn_temperature_scale: PositiveFloat | None = None
     """Multiply the query at position p, in layers without rotary positions, by 1 + scale *
     log(1 + floor((p + 1) / attn_temperature_floor)), as Llama 4 does with a scale of 0.1."""
-    attn_temperature_floor: PositiveInt = 8192
+    attn_temperature_floor: Annotated[PositiveInt, Requires("attn_temperature_scale")] = 8192
     """Tokens between the steps of attn_temperature_scale."""
     vocab_size: PositiveInt = 32000
     """Number of token ids."""
@@ -218,13 +217,15 @@ class ModelConfig(Section):
     norm_unit_offset: bool = False
     """Norms multiply by 1 + weight with weights initialised to 0, as in Gemma and, with LayerNorm,
     in Nemotron."""
-    norm_bias: bool = True
+    norm_bias: Annotated[bool, Requires("norm_type", "layernorm")] = True
     """Bias of each LayerNorm; false in Cohere's models and MPT. RMSNorm never has one."""
     embedding_norm: bool = False
     """Normalise token embeddings, as BLOOM does."""
     parallel_residual: bool = False
     """Attention and feed-forward both read the input of the block, as in GPT-NeoX."""
-    shared_norm: bool = False
+    shared_norm: Annotated[
+        bool, Requires("parallel_residual", True), Requires("norm_placement", "pre")
+    ] = False
     """With parallel_residual, attention and feed-forward share a norm, as in GPT-J, Falcon 7B, Phi
     and Cohere's models."""
     activation: Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "swiglu_oai"] = "silu"
@@ -252,13 +253,15 @@ class ModelConfig(Section):
     position_embedding: Literal["rotary", "learned", "alibi"] = "rotary"
     """Position encoding: rotary embeddings, a learned table added to the token embeddings, or a
     bias of attention scores that falls linearly with the distance (ALiBi, as in BLOOM and MPT)."""
-    alibi_max_bias: PositiveFloat = 8.0
+    alibi_max_bias: Annotated[PositiveFloat, Requires("position_embedding", "alibi")] = 8.0
     """alibi: head i of n subtracts 2^(-alibi_max_bias * i / n) per token of distance."""
-    partial_rotary_factor: Annotated[float, Field(gt=0, le=1)] = 1.0
+    partial_rotary_factor: Annotated[
+        float, Field(gt=0, le=1), Requires("position_embedding", "rotary")
+    ] = 1.0
     """Fraction of the channels of a head, from the first, that get rotary embeddings."""
     rope_theta: PositiveFloat = 10000.0
     """Base of the rotary frequencies."""
-    rope_scaling: RopeScaling | None = None
+    rope_scaling: Annotated[RopeScaling | None, Requires("position_embedding", "rotary")] = None
     """Scaling of rotary positions to longer contexts."""
     sliding_window: PositiveInt | None = None
     """Window of sliding-attention layers in tokens, including the token itself."""
@@ -268,10 +271,12 @@ class ModelConfig(Section):
     attention_pattern: tuple[Literal["full", "sliding", "chunked"], ...] = ()
     """Attention kinds of consecutive layers, repeated over all layers. If empty, every layer is
     sliding if sliding_window is set, chunked if attention_chunk_size is set, else full."""
-    local_rope_theta: PositiveFloat | None = None
+    local_rope_theta: Annotated[
+        PositiveFloat | None, Requires("position_embedding", "rotary"), Requires("sliding_window")
+    ] = None
     """Base of the rotary frequencies in sliding layers, without rope_scaling. If not set, sliding
     layers use the same frequencies as full layers."""
-    rope_pattern: tuple[bool, ...] = ()
+    rope_pattern: Annotated[tuple[bool, ...], Requires("position_embedding", "rotary")] = ()
     """Use of rotary positions in consecutive layers, repeated over all; if empty, all use them."""
     mtp_depth: Annotated[int, Field(ge=0, le=MOST_LAYERS)] = 0
     """Number of modules of multi-token prediction, as in DeepSeek-V3. Module k predicts the token k
@@ -283,9 +288,11 @@ class ModelConfig(Section):
     """Add a bias to the logits, as GPT-J and Phi do."""
     qk_norm: bool = False
     """Normalise queries and keys before the rotary embedding."""
-    qk_norm_type: Literal["rmsnorm", "layernorm"] = "rmsnorm"
+    qk_norm_type: Annotated[Literal["rmsnorm", "layernorm"], Requires("qk_norm", True)] = "rmsnorm"
     """Norm of qk_norm; LayerNorm has no bias here (Command R+)."""
-    qk_norm_scope: Literal["head", "each_head", "projection"] = "head"
+    qk_norm_scope: Annotated[
+        Literal["head", "each_head", "projection"], Requires("qk_norm", True)
+    ] = "head"
     """Scope of qk_norm. head: each head, by weights that all heads share. each_head: each head has
     weights of its own (Command R+). projection: all heads of a token together (OLMo 2)."""
     qk_l2_norm: bool = False
@@ -298,7 +305,7 @@ class ModelConfig(Section):
     mup_base_width: PositiveInt | None = None
     """Enable maximal update parametrisation (muP): init_std and optimizer.lr are values for a model
     of this dim and transfer to other widths. If not set, the standard parametrisation."""
-    mup_base_head_dim: PositiveInt | None = None
+    mup_base_head_dim: Annotated[PositiveInt | None, Requires("mup_base_width")] = None
     """Head width at mup_base_width, if heads widen with the model: attention scores are then scaled
     by 1 / head width. If not set, wider models have more heads of equal width."""
     model_type: Annotated[str, MODELS] = "transformer"
@@ -311,65 +318,71 @@ class ModelConfig(Section):
     """Without effect: sdpa_backend chooses the kernel, and every kernel separates documents."""
     num_experts: NonNegativeInt = 0
     """Experts per mixture-of-experts block; 0 makes every block dense."""
-    moe_top_k: NonNegativeInt = 2
+    moe_top_k: Annotated[NonNegativeInt, _OF_EXPERTS] = 2
     """Experts per token."""
     moe_frequency: NonNegativeInt = 1
     """Every n-th block has experts: block i when (i + 1) % n == 0."""
     moe_first_dense_layers: NonNegativeInt = 0
     """Number of first blocks without experts, which overrides moe_frequency."""
-    moe_router: Literal["softmax_topk", "sigmoid_topk"] = "softmax_topk"
+    moe_router: Annotated[Literal["softmax_topk", "sigmoid_topk"], _OF_EXPERTS] = "softmax_topk"
     """Router scores: a softmax over all experts, or a sigmoid per expert."""
-    moe_norm_topk: bool = True
+    moe_norm_topk: Annotated[bool, _OF_EXPERTS] = True
     """Divide the scores of the selected experts by their sum."""
-    moe_score_inputs: bool = False
+    moe_score_inputs: Annotated[bool, _OF_EXPERTS] = False
     """Multiply the inputs of experts by their scores, as in Llama 4, instead of their outputs."""
-    moe_routed_scaling: PositiveFloat = 1.0
+    moe_routed_scaling: Annotated[PositiveFloat, _OF_EXPERTS] = 1.0
     """Factor on the summed output of the routed experts."""
-    moe_groups: PositiveInt = 1
+    moe_groups: Annotated[PositiveInt, _OF_EXPERTS] = 1
     """Groups of consecutive experts. A token is routed to experts of its best moe_top_k_groups
     groups, each scored as in moe_group_score."""
-    moe_group_score: Literal["sum_of_two", "max"] = "sum_of_two"
+    moe_group_score: Annotated[Literal["sum_of_two", "max"], _OF_EXPERTS] = "sum_of_two"
     """Score of a group of experts: the sum of its two best experts (DeepSeek-V3), or its best
     expert (DeepSeek-V2)."""
-    moe_top_k_groups: PositiveInt = 1
+    moe_top_k_groups: Annotated[PositiveInt, _OF_EXPERTS] = 1
     """Expert groups per token."""
-    moe_router_bias: bool = False
+    moe_router_bias: Annotated[bool, _OF_EXPERTS] = False
     """Add a bias to the router's logits, as gpt-oss does."""
-    moe_bias_update: Literal["none", "sign", "kempnerforge"] | None = None
+    moe_bias_update: Annotated[Literal["none", "sign", "kempnerforge"] | None, _OF_EXPERTS] = None
     """Load balancing by a bias on the router scores. sign: as in DeepSeek-V3, the bias affects only
     the selection, and moves by moe_bias_update_rate toward underloaded experts. kempnerforge: a
     bias inside the sigmoid, trained by the optimizer and adjusted by a running mean of the load.
     If not set, kempnerforge with the sigmoid router, else none."""
-    moe_bias_update_rate: NonNegativeFloat = 1e-3
+    moe_bias_update_rate: Annotated[NonNegativeFloat, _OF_EXPERTS] = 1e-3
     """Change of a bias per update."""
-    moe_bias_schedule: Literal["constant", "cosine_decay", "linear_warmup"] = "constant"
+    moe_bias_schedule: Annotated[
+        Literal["constant", "cosine_decay", "linear_warmup"], _OF_EXPERTS
+    ] = "constant"
     """Schedule of moe_bias_update_rate: decay over the run, or warm-up over a tenth of it."""
-    moe_shared_experts: NonNegativeInt = 0
+    moe_shared_experts: Annotated[NonNegativeInt, _OF_EXPERTS] = 0
     """A value above 0 adds one shared expert that processes every token, as in KempnerForge: n
     shared experts equal one expert of n times the width (moe_shared_expert_dim)."""
-    moe_shared_expert_dim: PositiveInt | None = None
+    moe_shared_expert_dim: Annotated[
+        PositiveInt | None, _OF_EXPERTS, Requires("moe_shared_experts")
+    ] = None
     """Width of the shared expert; if not set, the width of a routed expert."""
-    moe_shared_expert_gate: bool = False
+    moe_shared_expert_gate: Annotated[bool, _OF_EXPERTS, Requires("moe_shared_experts")] = False
     """Multiply the shared expert's output by a sigmoid gate per token, as in Qwen2-MoE."""
-    moe_expert_dim: PositiveInt | None = None
+    moe_expert_dim: Annotated[PositiveInt | None, _OF_EXPERTS] = None
     """Width of an expert, which overrides the computed width."""
-    moe_expert_ffn_multiplier: PositiveFloat = 1.0
+    moe_expert_ffn_multiplier: Annotated[PositiveFloat, _OF_EXPERTS] = 1.0
     """Width of an expert relative to the dense feed-forward, rounded to a multiple of 16."""
-    moe_capacity_factor: NonNegativeFloat = 0.0
+    moe_capacity_factor: Annotated[NonNegativeFloat, _OF_EXPERTS] = 0.0
     """Capacity of an expert for tokens' first choices, second choices and so on, relative to an
     even load. Later tokens of the microbatch are dropped. 0 drops no tokens."""
-    moe_gradient_scale: bool = False
+    moe_gradient_scale: Annotated[bool, _OF_EXPERTS] = False
     """In training, divide each expert's output by its load relative to an even load."""
-    moe_aux_loss_weight: NonNegativeFloat = 0.01
+    moe_aux_loss_weight: Annotated[NonNegativeFloat, _OF_EXPERTS] = 0.01
     """Weight of the load-balancing loss of the Switch Transformer, over a microbatch."""
-    moe_sequence_aux_loss_weight: NonNegativeFloat = 0.0
+    moe_sequence_aux_loss_weight: Annotated[NonNegativeFloat, _OF_EXPERTS] = 0.0
     """Weight of DeepSeek-V3's balance loss within each sequence. With moe_bias_update =
     "kempnerforge", weight of KempnerForge's loss over a microbatch, times moe_aux_loss_weight."""
-    moe_router_z_loss_weight: NonNegativeFloat = 0.0
+    moe_router_z_loss_weight: Annotated[NonNegativeFloat, _OF_EXPERTS] = 0.0
     """Weight of the penalty on large router logits."""
     moe_packed_experts: bool = False
     """Export all experts of a block to KempnerForge as one tensor per projection."""
-    moe_backend: Literal["auto", "blocks", "megablox", "mosaic_gpu"] = "auto"
+    moe_backend: Annotated[Literal["auto", "blocks", "megablox", "mosaic_gpu"], _OF_EXPERTS] = (
+        "auto"
+    )
     """Kernel of the grouped expert products; auto selects the platform's kernel."""
 
     @property
@@ -545,8 +558,6 @@ class ModelConfig(Section):
             )
         elif self.position_embedding == "rotary":
             yield from self._rotary_problems()
-        else:
-            yield from self._unused_rotary_keys()
         if self.n_heads % self.kv_heads:
             yield Problem(
                 f"n_heads = {self.n_heads} must be a multiple of n_kv_heads = {self.kv_heads}",
@@ -563,15 +574,6 @@ class ModelConfig(Section):
         yield from self._norm_problems()
         if self.head_bias and self.tie_embeddings:
             yield "head_bias = true requires an output head of its own: set tie_embeddings = false"
-        if self.qk_norm_scope != "head" and not self.qk_norm:
-            yield f'qk_norm_scope = "{self.qk_norm_scope}" has no effect without qk_norm = true'
-        if self.qk_norm_type != "rmsnorm" and not self.qk_norm:
-            yield f'qk_norm_type = "{self.qk_norm_type}" has no effect without qk_norm = true'
-        if self.mup_base_head_dim is not None and self.mup_base_width is None:
-            yield (
-                f"mup_base_head_dim = {self.mup_base_head_dim} has no effect without "
-                "mup_base_width: set that to the dim of the tuned model, or remove it"
-            )
         yield from self._window_problems()
         yield from self._part_problems()
         if self.has_latent_attention:
@@ -580,19 +582,6 @@ class ModelConfig(Section):
             yield from self._expert_problems()
 
     def _position_problems(self) -> Iterator[str]:
-        is_alibi = self.position_embedding == "alibi"
-        if (
-            self.alibi_max_bias != type(self).model_fields["alibi_max_bias"].default
-            and not is_alibi
-        ):
-            yield (
-                f"alibi_max_bias = {self.alibi_max_bias} has no effect with position_embedding = "
-                f'"{self.position_embedding}": remove it'
-            )
-        floor = self.attn_temperature_floor
-        plain = type(self).model_fields["attn_temperature_floor"]
-        if floor != plain.default and self.attn_temperature_scale is None:
-            yield f"attn_temperature_floor = {floor} has no effect without attn_temperature_scale"
         if self.attn_temperature_scale is not None and all(self.ropes):
             yield (
                 f"attn_temperature_scale = {self.attn_temperature_scale} has no effect: all layers "
@@ -602,12 +591,6 @@ class ModelConfig(Section):
     def _norm_problems(self) -> Iterator[str]:
         if self.qk_l2_norm and (self.qk_norm or not any(self.ropes)):
             yield "qk_l2_norm = true requires layers with rotary positions, and qk_norm = false"
-        if not self.norm_bias and self.norm_type != "layernorm":
-            yield 'norm_bias = false has no effect with norm_type = "rmsnorm": remove it'
-        if self.shared_norm and not self.parallel_residual:
-            yield "shared_norm = true requires parallel_residual = true"
-        if self.shared_norm and self.norm_placement != "pre":
-            yield f'shared_norm = true requires norm_placement = "pre", not "{self.norm_placement}"'
         if self.shared_norm and any("none" in parts for parts in self.layer_parts):
             yield "shared_norm = true requires a mixer and a feed-forward in each layer"
 
@@ -635,16 +618,6 @@ class ModelConfig(Section):
         if scaling.rope_type == "yarn" and self.rope_theta <= 1:
             yield f'rope_theta = {self.rope_theta} must be greater than 1 with rope_type = "yarn"'
 
-    def _unused_rotary_keys(self) -> Iterator[str]:
-        keys = ("rope_scaling", "rope_pattern", "local_rope_theta", "partial_rotary_factor")
-        plain = type(self).model_fields
-        for key in keys:
-            if getattr(self, key) != plain[key].default:
-                yield (
-                    f"{key} has no effect with position_embedding = "
-                    f'"{self.position_embedding}": remove it'
-                )
-
     def _window_problems(self) -> Iterator[str]:
         for kind, key in (("sliding", "sliding_window"), ("chunked", "attention_chunk_size")):
             has_kind, tokens = kind in self.attention_pattern, getattr(self, key)
@@ -657,11 +630,6 @@ class ModelConfig(Section):
             yield (
                 "sliding_window and attention_chunk_size apply to different layers: choose the "
                 '"sliding" and "chunked" layers with attention_pattern, or remove a key'
-            )
-        if self.local_rope_theta is not None and self.sliding_window is None:
-            yield (
-                f"local_rope_theta = {self.local_rope_theta} requires sliding layers: "
-                "set sliding_window"
             )
 
     def _part_problems(self) -> Iterator[str]:
@@ -746,6 +714,3 @@ class ModelConfig(Section):
             yield "moe_gradient_scale = true scales outputs: it excludes moe_score_inputs = true"
         if self.bias_update == "kempnerforge" and self.moe_router != "sigmoid_topk":
             yield 'moe_bias_update = "kempnerforge" requires moe_router = "sigmoid_topk"'
-        for key in ("moe_shared_expert_dim", "moe_shared_expert_gate"):
-            if getattr(self, key) and not self.moe_shared_experts:
-                yield f"{key} has no effect with moe_shared_experts = 0"

@@ -1,10 +1,10 @@
 """`[dpo]` and `[distillation]`: settings of the values of `train.objective`."""
 
-from collections.abc import Iterator
 from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
+from jaxforge.config.facts import Requires
 from jaxforge.config.section import PathText, Section
 
 Objective = Literal["next_token", "dpo", "distillation"]
@@ -21,7 +21,7 @@ class DpoConfig(Section):
     """Factor of rewards, beta · log(p / p of the reference); a small beta allows large changes."""
     loss: Literal["sigmoid", "ipo", "hinge"] = "sigmoid"
     """sigmoid: DPO; ipo: squared distance to the margin 1 / (2 beta); hinge: SLiC."""
-    label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
+    label_smoothing: Annotated[float, Field(ge=0, lt=0.5), Requires("loss", "sigmoid")] = 0.0
     """With loss = "sigmoid", assumed fraction of exchanged answers (conservative DPO)."""
     length_normalized: bool = False
     """Divide the log-probability of each answer by its number of tokens."""
@@ -29,11 +29,6 @@ class DpoConfig(Section):
     """Weight of an additional term: mean -log p of the tokens of the chosen answer."""
     reference: PathText | None = None
     """Checkpoint of the reference model, of the same shape; if not set, checkpoint.load_path."""
-
-    def problems(self) -> Iterator[str]:
-        """Yield the broken rules between the keys of this section."""
-        if self.label_smoothing and self.loss != "sigmoid":
-            yield f'label_smoothing requires loss = "sigmoid", not "{self.loss}"'
 
 
 class DistillationConfig(Section):

@@ -1,9 +1,11 @@
 """`[profiling]`: profiler trace of a few updates."""
 
 from collections.abc import Iterator
+from typing import Annotated
 
 from pydantic import NonNegativeInt
 
+from jaxforge.config.facts import WithinRun
 from jaxforge.config.section import PathText, Section
 
 
@@ -12,7 +14,7 @@ class ProfilingConfig(Section):
 
     enable: bool = False
     """Write a profiler trace."""
-    start_step: NonNegativeInt = 5
+    start_step: Annotated[NonNegativeInt, WithinRun()] = 5
     """First update of the trace."""
     end_step: NonNegativeInt = 8
     """Update before which the trace ends."""

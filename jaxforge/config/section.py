@@ -2,6 +2,7 @@
 
 import ctypes
 import functools
+import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Set
 from typing import Annotated, Generic, NoReturn, Self, TypeVar, get_args, get_origin
@@ -20,6 +21,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
+from jaxforge.config.facts import Requires, facts
 from jaxforge.config.problems import Change, Problem, problems_by_message
 
 HOST_INTEGER = "host integer"
@@ -61,9 +63,20 @@ class Section(BaseModel):
         """
         return self.model_construct(self.model_fields_set, **{**dict(self), **values})
 
+    def _unmet(self) -> Iterator[str]:
+        """Yield a message for each setting without effect, if its field has `Requires`."""
+        for key, needs in facts(type(self), Requires):
+            field = type(self).model_fields.get(key)
+            if field is None:  # of a table in this one, which checks itself
+                continue
+            value, needed = getattr(self, key), getattr(self, needs.key)
+            if not needs.is_met(needed) and value != field.get_default(call_default_factory=True):
+                shown = key if isinstance(value, Section) else f"{key} = {json.dumps(value)}"
+                yield needs.message([shown], needs.key, needed)
+
     @model_validator(mode="after")
     def _obey_the_rules(self) -> Self:
-        broken = problems_by_message(self.problems())
+        broken = self._broken()
         messages = (
             problem.message_with_fix(functools.partial(self._leaves_only, broken.keys() - {what}))
             for what, problem in broken.items()
@@ -73,7 +86,10 @@ class Section(BaseModel):
         return self
 
     def _leaves_only(self, known: Set[str], change: Change) -> bool:
-        return problems_by_message(self.model_copy(update=change).problems()).keys() <= known
+        return self.with_values(change)._broken().keys() <= known
+
+    def _broken(self) -> dict[str, Problem]:
+        return problems_by_message((*self._unmet(), *self.problems()))
 
     @field_validator("*", mode="wrap")
     @classmethod

@@ -170,7 +170,10 @@ def test_config_that_contains_all_keys_gives_no_warning(tmp_path):
 
 def test_disabled_features_give_no_warning():
     off = {"enabled": False, "interval": 1000, "dataset_path": "data/web/train"}
-    assert warnings_of({"eval": off, "metrics": {"straggler_report_interval": 999}}) == []
+    assert warnings_of({"eval": off}) == []
+    (warning,) = warnings_of({"metrics": {"straggler_report_interval": 999}})
+    assert warning.endswith("no effect with metrics.log_straggler = false: remove it, or set "
+                            "metrics.log_straggler to true")  # fmt: skip
     assert warnings_of({"train": {"mixed_precision": "bf16"}}, "gpu") == []
     short = {"ema_decay": 0.9, "ema_dtype": "bfloat16"}
     assert warnings_of({"train": short}) == []

@@ -1,0 +1,102 @@
+"""Facts about config keys, as metadata of their fields.
+
+A fact stands where its key is declared, and checks, messages and pages are derived from it:
+
+    ema_dtype: Annotated[Literal["float32", "bfloat16"], Needs("ema_decay")] = "float32"
+
+A fact of a field that is a table applies to all keys of the table.
+"""
+
+import functools
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TypeVar, get_args
+
+from pydantic import BaseModel
+
+_OFF = (None, 0, "", "off", "none", ())
+"""Values that disable what a key sets; 0 includes false."""
+
+
+@dataclass(frozen=True)
+class Needs:
+    """Setting without which a key has no effect, which is a warning.
+
+    Attributes:
+        key: name of a key of the same table, or name with its section, as in "train.objective".
+        value: value of that key; None: any that does not disable it.
+    """
+
+    key: str
+    value: bool | str | None = None
+
+    def is_met(self, value: object) -> bool:
+        """Return whether the value of `key` gives the effect."""
+        return value not in _OFF if self.value is None else value == self.value
+
+    def absolute(self, key: str) -> str:
+        """Return the dotted name of the needed setting of `key`."""
+        return self.key if "." in self.key else f"{key.rpartition('.')[0]}.{self.key}"
+
+    def message(self, settings: Sequence[str], needed: str, value: object) -> str:
+        """Return the message about settings without effect.
+
+        Args:
+            settings: the settings, such as "train.ema_start = 10".
+            needed: the needed key, as the message names it.
+            value: its value.
+        """
+        verb, them = ("have", "them") if len(settings) > 1 else ("has", "it")
+        without = f"without {needed}" if value is None else f"with {needed} = {json.dumps(value)}"
+        remedy = needed if self.value is None else f"{needed} to {json.dumps(self.value)}"
+        return f"{', '.join(settings)} {verb} no effect {without}: remove {them}, or set {remedy}"
+
+
+class Requires(Needs):
+    """Setting of the same table without which a key is refused."""
+
+
+@dataclass(frozen=True)
+class WithinRun:
+    """Number of updates that has no effect in a run of fewer updates, which is a warning.
+
+    Attributes:
+        has_own_rule: `ineffective_settings` has a rule with a more precise message.
+    """
+
+    has_own_rule: bool = False
+
+
+class Interval(WithinRun):
+    """Updates between two events, counted in updates of the full batch."""
+
+
+F = TypeVar("F")
+
+
+@functools.cache
+def facts(table: type[BaseModel], kind: type[F]) -> tuple[tuple[str, F], ...]:
+    """Return the facts of a kind with the dotted names of their keys, such as "datasets.path".
+
+    Args:
+        table: a section, a table of one, or the whole config.
+        kind: class of the facts.
+    """
+    return tuple(_facts(table, kind))
+
+
+def _facts(table: type[BaseModel], kind: type[F]) -> Iterator[tuple[str, F]]:
+    for name, field in table.model_fields.items():
+        for part in (*field.metadata, *_parts(field.annotation)):
+            if isinstance(part, kind):
+                yield name, part
+            elif isinstance(part, type) and issubclass(part, BaseModel):
+                yield from ((f"{name}.{key}", fact) for key, fact in facts(part, kind))
+
+
+def _parts(annotation: object) -> Iterator[object]:
+    """Yield the members and metadata of a type, as of `Annotated[int, X] | None`."""
+    yield annotation
+    for part in get_args(annotation):
+        yield from _parts(part)
