@@ -8,8 +8,8 @@ from pydantic import NonNegativeInt
 
 from jaxforge.config.directions import Mode
 from jaxforge.config.duration import Every, PositiveSteps, Steps
-from jaxforge.config.facts import Interval, Needs
-from jaxforge.config.section import PathText, Section
+from jaxforge.config.facts import Flag, Interval, Needs
+from jaxforge.config.section import AnyPath, BucketPath, DiskPath, MemoryPath, Section
 
 
 class DynCkptWindow(Section):
@@ -57,7 +57,7 @@ _LATEST = "latest"
 class CheckpointConfig(Section):
     """Saving and loading."""
 
-    dir: PathText = "checkpoints"
+    dir: BucketPath = "checkpoints"
     """Directory of the run; if it contains a checkpoint, the run resumes from it."""
     interval: Annotated[PositiveSteps, Interval(has_own_rule=True)] = 1000
     """Updates between checkpoints."""
@@ -65,13 +65,17 @@ class CheckpointConfig(Section):
     """Epochs of the data between additional checkpoints, at their ends; 0 disables them."""
     dyn_ckpt_window: DynCkptWindow | None = None
     """Additional checkpoints in a range of steps, which keep_last_n does not remove."""
-    non_persistent_interval: Every = 0
+    non_persistent_interval: Annotated[Every, Flag.SIDE_EFFECT] = 0
     """Updates between additional checkpoints in non_persistent_dir; 0 disables them."""
-    non_persistent_dir: Annotated[PathText | None, Needs("non_persistent_interval")] = None
+    non_persistent_dir: Annotated[
+        DiskPath | None, Needs("non_persistent_interval"), Flag.SIDE_EFFECT, Flag.PER_HOST
+    ] = None
     """Fast disk of the node, shared by all its processes, for temporary checkpoints."""
-    replica_interval: Every = 0
+    replica_interval: Annotated[Every, Flag.SIDE_EFFECT] = 0
     """Updates between copies of the state in memory of this host and of a peer; 0 disables them."""
-    replica_dir: Annotated[PathText | None, Needs("replica_interval")] = None
+    replica_dir: Annotated[
+        MemoryPath | None, Needs("replica_interval"), Flag.SIDE_EFFECT, Flag.PER_HOST
+    ] = None
     """Directory in memory (tmpfs) for these copies; by default /dev/shm."""
     async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "async"
     """Save in the background while training continues, or block until the save is complete."""
@@ -83,13 +87,13 @@ class CheckpointConfig(Section):
     """Metric for keep_best_n, such as eval/loss, eval/<set>/loss or eval/tasks/<task>/acc."""
     best_mode: Annotated[Mode, Needs("keep_best_n")] = "auto"
     """Direction of best_metric: lower ("min") or higher ("max") is better; by default its own."""
-    load_path: PathText | None = None
+    load_path: AnyPath | None = None
     """Checkpoint to start from if dir contains none."""
-    branch_from: PathText | None = None
+    branch_from: BucketPath | None = None
     """RUN@STEP or RUN@latest: the full state to start from if dir has no checkpoint."""
-    export_interval: NonNegativeInt = 0
+    export_interval: Annotated[NonNegativeInt, Flag.SIDE_EFFECT] = 0
     """Export every n-th checkpoint for inference to exports/ in the run; 0 disables exports."""
-    export_last: bool = False
+    export_last: Annotated[bool, Flag.SIDE_EFFECT] = False
     """Export the last checkpoint for inference when training ends."""
     export_dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Dtype of exported weights."""

@@ -10,7 +10,7 @@ from pydantic import NonNegativeFloat, NonNegativeInt, PositiveInt
 from jaxforge.config import points
 from jaxforge.config.duration import PositiveSteps, Steps
 from jaxforge.config.facts import Interval, Needs
-from jaxforge.config.section import PathText, Section
+from jaxforge.config.section import BucketPath, LocalPath, Section
 from jaxforge.registry import Registry
 
 METRICS = ("loss", "perplexity", "bits_per_byte")
@@ -35,7 +35,7 @@ EVAL_FUNCTIONS = Registry("eval.functions", "accuracy")
 class EvalSource(Section):
     """Source of the text of an evaluation set."""
 
-    dataset_path: PathText = ""
+    dataset_path: BucketPath = ""
     """Directory of token shards, or the prefix of .bin and .idx files of Megatron-LM."""
     file_pattern: str = "*.npy"
     """Glob of the shards in dataset_path."""
@@ -114,9 +114,9 @@ class EvalConfig(EvalSource):
     """Names of registered evaluation functions, such as accuracy, logged for each set."""
     tasks: tuple[str, ...] = ()
     """Names or YAML files of lm_eval tasks and groups to evaluate on, such as lambada_openai."""
-    tasks_path: Annotated[PathText, Needs("tasks")] = ""
+    tasks_path: Annotated[LocalPath, Needs("tasks")] = ""
     """Directory of YAML files with tasks of your own, by name."""
-    tasks_core: PathText = ""
+    tasks_core: LocalPath = ""
     """Directory of DCLM's CORE tasks (core.yaml, eval_meta_data.csv, eval_data) to evaluate on."""
     tasks_interval: Annotated[PositiveSteps | None, Interval(has_own_rule=True)] = None
     """Updates between evaluations on tasks; by default eval.interval."""

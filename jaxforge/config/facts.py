@@ -7,11 +7,12 @@ A fact stands where its key is declared, and checks, messages and pages are deri
 A fact of a field that is a table applies to all keys of the table.
 """
 
+import enum
 import functools
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TypeVar, get_args
+from typing import Literal, TypeVar, get_args
 
 from pydantic import BaseModel
 
@@ -72,6 +73,29 @@ class Interval(WithinRun):
     """Updates between two events, counted in updates of the full batch."""
 
 
+@dataclass(frozen=True)
+class Location:
+    """Kind of location that a path key may name in addition to local files.
+
+    Attributes:
+        urls: "bucket": URLs of buckets; "any": also other URLs, which the reader of the key checks;
+            "none": no URLs.
+        instead: what a message about a URL tells to name, if there are none.
+    """
+
+    urls: Literal["bucket", "any", "none"]
+    instead: str = ""
+
+
+class Flag(enum.Enum):
+    """Facts that need no value."""
+
+    HOST_INTEGER = "only the host computes with the integer, in any number of bits"
+    PER_HOST = "may differ between the processes of a job"
+    SIDE_EFFECT = "writes files or loads compiled code, which the config of a stranger must not"
+    NO_RESULT = "does not affect the results of a run, so that it may change at a resume"
+
+
 F = TypeVar("F")
 
 
@@ -84,6 +108,11 @@ def facts(table: type[BaseModel], kind: type[F]) -> tuple[tuple[str, F], ...]:
         kind: class of the facts.
     """
     return tuple(_facts(table, kind))
+
+
+def flagged(table: type[BaseModel], flag: Flag) -> frozenset[str]:
+    """Return the dotted names of the keys and tables with a flag."""
+    return frozenset(key for key, each in facts(table, Flag) if each is flag)
 
 
 def _facts(table: type[BaseModel], kind: type[F]) -> Iterator[tuple[str, F]]:

@@ -13,7 +13,7 @@ from jaxforge.config.data import DataConfig
 from jaxforge.config.distributed import DistributedConfig
 from jaxforge.config.early_stop import EarlyStopConfig
 from jaxforge.config.eval import EvalConfig
-from jaxforge.config.facts import Needs
+from jaxforge.config.facts import Flag, Needs
 from jaxforge.config.lora import LoraConfig
 from jaxforge.config.metrics import MetricsConfig
 from jaxforge.config.model import ModelConfig
@@ -56,15 +56,19 @@ class JobConfig(Section):
         default_factory=EarlyStopConfig
     )
     """Conditions that end a run early."""
-    distributed: DistributedConfig = Field(default_factory=DistributedConfig)
-    """Device mesh."""
-    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
-    """Saving and loading of checkpoints."""
-    metrics: MetricsConfig = Field(default_factory=MetricsConfig)
-    """Logging."""
-    profiling: Annotated[ProfilingConfig, Needs("profiling.enable", True)] = Field(
-        default_factory=ProfilingConfig
+    distributed: Annotated[DistributedConfig, Flag.NO_RESULT] = Field(
+        default_factory=DistributedConfig
     )
+    """Device mesh."""
+    checkpoint: Annotated[CheckpointConfig, Flag.NO_RESULT] = Field(
+        default_factory=CheckpointConfig
+    )
+    """Saving and loading of checkpoints."""
+    metrics: Annotated[MetricsConfig, Flag.NO_RESULT] = Field(default_factory=MetricsConfig)
+    """Logging."""
+    profiling: Annotated[
+        ProfilingConfig, Needs("profiling.enable", True), Flag.PER_HOST, Flag.NO_RESULT
+    ] = Field(default_factory=ProfilingConfig)
     """Profiler traces."""
 
     @model_validator(mode="after")

@@ -1,29 +1,10 @@
-"""Keys that may name a location in a bucket; other keys refuse URLs."""
+"""Check of the locations that path keys name (`facts.Location`)."""
 
 from collections.abc import Iterator
 
+from jaxforge.config.facts import Location, facts
 from jaxforge.config.job import JobConfig, short_toml
 from jaxforge.storage import urls
-
-_BUCKETS = {
-    "checkpoint.branch_from",
-    "checkpoint.dir",
-    "data.dataset_path",
-    "data.datasets.path",
-    "data.tokenizer_path",
-    "eval.dataset_path",
-    "eval.datasets.dataset_path",
-    "train.executable",
-}
-_LOCAL = {
-    "checkpoint.non_persistent_dir": "a fast disk of the node",
-    "checkpoint.replica_dir": "a directory in the memory of the host",
-    "data.cache_dir": "a fast disk of the node",
-    "metrics.tensorboard_dir": "a directory in the run, which is copied to its bucket",
-    "profiling.trace_dir": "a directory in the run, which is copied to its bucket",
-}
-_OTHERS = {"checkpoint.load_path", "train.compilation_cache_dir"}
-"""Keys that accept other URLs: PyTorch checkpoints to load, and the cache that JAX opens."""
 
 
 def location_problems(config: JobConfig) -> Iterator[str]:
@@ -34,13 +15,14 @@ def location_problems(config: JobConfig) -> Iterator[str]:
     Args:
         config: A loaded configuration.
     """
+    locations = dict(facts(JobConfig, Location))
     for key, line, value in _strings(config):
-        fault = urls.fault(value)
-        if key in _BUCKETS and fault:
-            yield f"{line} = {fault}"
-        elif key in _LOCAL and urls.in_bucket(value):
-            yield f"{line} = {short_toml(value)} is not local: name {_LOCAL[key]}"
-        elif key in _OTHERS and fault and "://" not in value:
+        location, fault = locations.get(key), urls.fault(value)
+        if location is None or not urls.in_bucket(value):
+            continue
+        if location.urls == "none":
+            yield f"{line} = {short_toml(value)} is not local: name {location.instead}"
+        elif fault and (location.urls == "bucket" or "://" not in value):
             yield f"{line} = {fault}"
     yield from _needs_files(config)
 

@@ -7,7 +7,7 @@ from typing import Annotated
 from pydantic import Field, NonNegativeInt, PositiveFloat
 
 from jaxforge.config.facts import Requires
-from jaxforge.config.section import PathText, Section
+from jaxforge.config.section import AnyPath, Section
 
 ADAPTER = ("lora_a", "lora_b")
 """Names of an adapter's matrices, next to the `weight` of their linear layer."""
@@ -26,7 +26,7 @@ class LoraConfig(Section):
     """Regular expressions; linear layers with a matching name are adapted. By default all are."""
     dropout: Annotated[float, Field(ge=0, lt=1), Requires("rank")] = 0.0
     """Probability that training drops an element of an adapter's input; others are scaled up."""
-    adapter: Annotated[PathText | None, Requires("rank")] = None
+    adapter: Annotated[AnyPath | None, Requires("rank")] = None
     """Adapter to start from, of PEFT or of another run; by default A is random and B zero."""
 
     @property

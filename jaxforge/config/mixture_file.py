@@ -15,7 +15,8 @@ from pydantic import Field, PositiveFloat, PositiveInt
 from jaxforge.cli.suggestions import choices
 from jaxforge.config.data import DatasetSource
 from jaxforge.config.duration import TokenCount, parse_duration
-from jaxforge.config.section import HOST_INTEGER, Section, Weights, WeightTable
+from jaxforge.config.facts import Flag
+from jaxforge.config.section import Section, Weights, WeightTable
 
 _UPDATES = "updates"
 _SUFFIXES = {"tokens": " tok", "samples": " samples", "run": "%"}
@@ -28,7 +29,7 @@ class MixturePhase(Section):
     """Updates, or a duration such as "2B tok"; the last phase lasts until the end of the run."""
     weights: WeightTable = Field(default_factory=Weights)
     """Sampling weights by dataset; other datasets have their weight in datasets."""
-    tokens: Annotated[Mapping[str, TokenCount], HOST_INTEGER] = Field(default_factory=dict)
+    tokens: Annotated[Mapping[str, TokenCount], Flag.HOST_INTEGER] = Field(default_factory=dict)
     """Tokens by dataset, instead of length and weights; other datasets are not drawn."""
     lr_scale: PositiveFloat = 1.0
     """Factor on the learning rate during the phase."""

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
 from jaxforge.config.facts import Requires
-from jaxforge.config.section import PathText, Section
+from jaxforge.config.section import AnyPath, BucketPath, Section
 
 Objective = Literal["next_token", "dpo", "distillation"]
 """Values of `train.objective`."""
@@ -27,7 +27,7 @@ class DpoConfig(Section):
     """Divide the log-probability of each answer by its number of tokens."""
     rpo_alpha: NonNegativeFloat = 0.0
     """Weight of an additional term: mean -log p of the tokens of the chosen answer."""
-    reference: PathText | None = None
+    reference: AnyPath | None = None
     """Checkpoint of the reference model, of the same shape; if not set, checkpoint.load_path."""
 
 
@@ -38,9 +38,9 @@ class DistillationConfig(Section):
     divergence of the student from the teacher, both at the temperature T.
     """
 
-    teacher: PathText | None = None
+    teacher: AnyPath | None = None
     """Checkpoint of a model with the same vocabulary, of any shape; required without logits."""
-    logits: PathText | None = None
+    logits: BucketPath | None = None
     """Directory of saved logits (jaxforge teacher_logits), which replace the teacher."""
     top_k: PositiveInt = 64
     """Number of the teacher's largest logits per token that are used, renormalized to sum to 1."""

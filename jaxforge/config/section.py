@@ -21,11 +21,8 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from jaxforge.config.facts import Requires, facts
+from jaxforge.config.facts import Flag, Location, Requires, facts
 from jaxforge.config.problems import Change, Problem, problems_by_message
-
-HOST_INTEGER = "host integer"
-"""Annotation of an integer key that only the host computes with, in any number of bits."""
 
 OUT_OF_RANGE = "out_of_range"
 """Type of the error of a number that devices cannot represent."""
@@ -96,7 +93,7 @@ class Section(BaseModel):
     def _read(cls, value: object, read: Callable[[object], object], info: ValidationInfo) -> object:
         field = cls.model_fields[info.field_name or ""]
         parsed = read(_read_leniently(value, field.annotation))
-        _check_on_devices(parsed, HOST_INTEGER in field.metadata)
+        _check_on_devices(parsed, Flag.HOST_INTEGER in field.metadata)
         _check_rounded(parsed, read)
         return parsed
 
@@ -188,8 +185,22 @@ def _expand_home(path: str) -> str:
     return expanded
 
 
-PathText = Annotated[str, AfterValidator(_expand_home)]
-"""Type of a field with a path or URL; a leading ~ is the home directory."""
+_Text = Annotated[str, AfterValidator(_expand_home)]  # a leading ~ is the home directory
+
+BucketPath = Annotated[_Text, Location("bucket")]
+"""Type of a field with a path, or with the URL of a file or directory in a bucket."""
+AnyPath = Annotated[_Text, Location("any")]
+"""Type of a field with a path or URL that its reader checks."""
+LocalPath = Annotated[_Text, Location("none", "a local file or directory")]
+"""Type of a field with a path on this machine."""
+DiskPath = Annotated[_Text, Location("none", "a fast disk of the node")]
+"""Type of a field with a directory on a disk of each node."""
+MemoryPath = Annotated[_Text, Location("none", "a directory in the memory of the host")]
+"""Type of a field with a directory of a file system in memory."""
+RunPath = Annotated[
+    _Text, Location("none", "a directory in the run, which is copied to its bucket")
+]
+"""Type of a field with a path relative to the run directory."""
 
 
 Weights = Table[float]

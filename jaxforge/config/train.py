@@ -8,12 +8,12 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 
 from jaxforge.config.batch_ramp import BatchRamp, SampleRamp, Stage
 from jaxforge.config.duration import Every, PositiveSteps, Steps
-from jaxforge.config.facts import Interval, Needs
+from jaxforge.config.facts import Flag, Interval, Needs
 from jaxforge.config.objective import Objective
 from jaxforge.config.problems import Problem, single_change
 from jaxforge.config.section import (
-    HOST_INTEGER,
-    PathText,
+    AnyPath,
+    BucketPath,
     Section,
     Words,
     WordTable,
@@ -80,15 +80,15 @@ class TrainConfig(Section):
     """Megatron-LM's ramp to global_batch_size: first batch, increment, length, all in sequences."""
     grad_clip_norm: PositiveFloat = 1.0
     """Maximum global L2 norm of gradients; larger gradients are scaled down to it."""
-    seed: Annotated[int, HOST_INTEGER] = 42
+    seed: Annotated[int, Flag.HOST_INTEGER] = 42
     """Seed of initial weights, and of the data order if data_seed is not set; 0 to 2^32 - 1."""
-    data_seed: Annotated[int | None, HOST_INTEGER] = None
+    data_seed: Annotated[int | None, Flag.HOST_INTEGER] = None
     """Seed of the data order; if not set, seed."""
     compile_model: bool = True
     """Without effect: updates are always compiled."""
-    compilation_cache_dir: PathText | None = None
+    compilation_cache_dir: Annotated[AnyPath | None, Flag.SIDE_EFFECT, Flag.PER_HOST] = None
     """Cache of compiled programs; if not set, ~/.cache/jaxforge/xla, or no cache on CPUs."""
-    executable: PathText | None = None
+    executable: Annotated[BucketPath | None, Flag.SIDE_EFFECT, Flag.PER_HOST] = None
     """Compiled step from `plan --save-executable`, loaded instead of compiling."""
     xla_flags: WordTable = Field(default_factory=Words)
     """Compiler flags by name, which override docs/xla_flags.md; "default" removes a flag."""
@@ -186,13 +186,13 @@ class TrainConfig(Section):
     """Stop the run resumably this many minutes after the command started."""
     shutdown_timeout_sec: NonNegativeFloat = 600.0
     """Seconds between a termination signal and a forced exit."""
-    watchdog_setup_sec: NonNegativeFloat = 3600.0
+    watchdog_setup_sec: Annotated[NonNegativeFloat, Flag.NO_RESULT] = 3600.0
     """Timeout for the first step in seconds, after which a hung process ends; 0 disables it."""
-    watchdog_step_sec: NonNegativeFloat = 1800.0
+    watchdog_step_sec: Annotated[NonNegativeFloat, Flag.NO_RESULT] = 1800.0
     """Timeout between steps in seconds; allow for 32 steps, as the host runs ahead of devices."""
-    watchdog_checkpoint_sec: NonNegativeFloat = 1800.0
+    watchdog_checkpoint_sec: Annotated[NonNegativeFloat, Flag.NO_RESULT] = 1800.0
     """Timeout for saving a checkpoint in seconds."""
-    hang_timeout: NonNegativeFloat = 30.0
+    hang_timeout: Annotated[NonNegativeFloat, Flag.NO_RESULT] = 30.0
     """Seconds until a hanging job names the culprit, and ends if one is silent; 0 disables it."""
     nccl_health_check_interval: Every = 0
     """Updates between checks of the communication between devices; 0 disables them."""

@@ -7,19 +7,8 @@ config decides the computation, but never which files are written or which compi
 from collections.abc import Mapping
 from typing import Any
 
-_LEFT_OUT = {
-    "data": ("mixture_file", "cache_dir"),
-    "train": ("compilation_cache_dir", "executable"),
-    "checkpoint": (
-        "non_persistent_interval", "non_persistent_dir", "replica_interval", "replica_dir",
-        "export_interval", "export_last",
-    ),
-    "metrics": (
-        "enable_wandb", "enable_tensorboard", "enable_mlflow", "enable_trackio", "tensorboard_dir",
-        "log_progress", "prometheus_port",
-    ),
-    "profiling": ("enable", "trace_dir"),
-}  # fmt: skip
+from jaxforge.config.facts import Flag, flagged
+from jaxforge.config.job import JobConfig
 
 
 def inert(values: Mapping[str, Any], run: str) -> dict[str, Any]:
@@ -29,11 +18,12 @@ def inert(values: Mapping[str, Any], run: str) -> dict[str, Any]:
         values: Section -> key -> value, as read.
         run: The run directory, which overrides `checkpoint.dir`.
     """
-    remaining = dict(values)
-    for section, keys in _LEFT_OUT.items():
-        table = remaining.get(section)
-        if isinstance(table, Mapping):
-            remaining[section] = {key: value for key, value in table.items() if key not in keys}
+    removed = flagged(JobConfig, Flag.SIDE_EFFECT)
+    remaining = {
+        section: {key: value for key, value in table.items() if f"{section}.{key}" not in removed}
+        if isinstance(table, Mapping) else table
+        for section, table in values.items()
+    }  # fmt: skip
     if isinstance(checkpoint := remaining.get("checkpoint", {}), Mapping):
         remaining["checkpoint"] = {**checkpoint, "dir": run}
     return remaining
