@@ -12,7 +12,7 @@ import functools
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeVar, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 from pydantic import BaseModel
 
@@ -74,6 +74,25 @@ class Interval(WithinRun):
 
 
 @dataclass(frozen=True)
+class Invisible:
+    """Effect on what trained weights compute, of a key that does not change their shapes.
+
+    Attributes:
+        resolved: property of the section with the value that applies, if the key may be not set.
+    """
+
+    resolved: str = ""
+
+
+class Structure(Invisible):
+    """Effect without which trained weights are useless."""
+
+
+class Constant(Invisible):
+    """Effect that a user may change on purpose."""
+
+
+@dataclass(frozen=True)
 class Location:
     """Kind of location that a path key may name in addition to local files.
 
@@ -99,7 +118,6 @@ class Flag(enum.Enum):
 F = TypeVar("F")
 
 
-@functools.cache
 def facts(table: type[BaseModel], kind: type[F]) -> tuple[tuple[str, F], ...]:
     """Return the facts of a kind with the dotted names of their keys, such as "datasets.path".
 
@@ -107,7 +125,7 @@ def facts(table: type[BaseModel], kind: type[F]) -> tuple[tuple[str, F], ...]:
         table: a section, a table of one, or the whole config.
         kind: class of the facts.
     """
-    return tuple(_facts(table, kind))
+    return _facts(table, kind)
 
 
 def flagged(table: type[BaseModel], flag: Flag) -> frozenset[str]:
@@ -115,13 +133,16 @@ def flagged(table: type[BaseModel], flag: Flag) -> frozenset[str]:
     return frozenset(key for key, each in facts(table, Flag) if each is flag)
 
 
-def _facts(table: type[BaseModel], kind: type[F]) -> Iterator[tuple[str, F]]:
+@functools.cache
+def _facts(table: Any, kind: Any) -> tuple[tuple[str, Any], ...]:  # noqa: ANN401  # hashable types
+    found = []
     for name, field in table.model_fields.items():
         for part in (*field.metadata, *_parts(field.annotation)):
             if isinstance(part, kind):
-                yield name, part
+                found.append((name, part))
             elif isinstance(part, type) and issubclass(part, BaseModel):
-                yield from ((f"{name}.{key}", fact) for key, fact in facts(part, kind))
+                found += [(f"{name}.{key}", fact) for key, fact in _facts(part, kind)]
+    return tuple(found)
 
 
 def _parts(annotation: object) -> Iterator[object]:

@@ -5,6 +5,7 @@ from typing import Annotated, ClassVar
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
+from jaxforge.config.facts import Constant, Structure
 from jaxforge.config.problems import Problem, divisors, multiples, nearest
 from jaxforge.config.section import Section
 
@@ -24,7 +25,7 @@ class MixerConfig(Section):
 class GatedDeltaNetConfig(MixerConfig):
     """`[model.gated_delta_net]`: linear attention with the gated delta rule, as in Qwen3-Next."""
 
-    key_heads: PositiveInt = 16
+    key_heads: Annotated[PositiveInt, Structure()] = 16
     """Query and key heads per layer."""
     value_heads: PositiveInt = 32
     """Value heads per layer, a multiple of key_heads. Each has a state of key_head_dim times
@@ -76,7 +77,7 @@ class Mamba2Config(MixerConfig):
     """Width of a head. Each head has a state of head_dim times state_size numbers."""
     state_size: PositiveInt = 128
     """Width of the input and output projections of the state, B and C."""
-    groups: PositiveInt = 1
+    groups: Annotated[PositiveInt, Structure()] = 1
     """Groups of heads, each with its own B and C and its own norm. A divisor of heads."""
     conv_size: Annotated[int, Field(ge=2)] = 4
     """Tokens in the causal convolution of x, B and C, including the token itself."""
@@ -87,9 +88,9 @@ class Mamba2Config(MixerConfig):
     chunk_size: PositiveInt = 256
     """Tokens that are computed by products with each other. It affects speed and memory, and
     results only by rounding."""
-    time_step_min: NonNegativeFloat = 0.0
+    time_step_min: Annotated[NonNegativeFloat, Constant()] = 0.0
     """Lower limit of the time steps of a head."""
-    time_step_max: PositiveFloat | None = None
+    time_step_max: Annotated[PositiveFloat | None, Constant()] = None
     """Upper limit of the time steps of a head; if not set, there is none."""
     init_time_step_min: PositiveFloat = 0.001
     """Smallest initial time step. Initial time steps of heads are uniform in their logarithm."""

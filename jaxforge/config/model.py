@@ -8,7 +8,7 @@ from typing import Annotated, Literal, NamedTuple
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from jaxforge.config.facts import Needs, Requires
+from jaxforge.config.facts import Constant, Needs, Requires, Structure
 from jaxforge.config.mixers import (
     GatedDeltaNetConfig,
     LatentAttentionConfig,
@@ -56,6 +56,7 @@ MODELS = Registry("model.model_type", "transformer")
 """Registered architectures (`model.transformer`)."""
 
 _OF_EXPERTS = Needs("num_experts")
+_OF_ROTARY = Requires("position_embedding", "rotary")
 
 
 class RopeScaling(Section):
@@ -159,11 +160,11 @@ class ModelConfig(Section):
     """Width of the residual stream."""
     n_layers: Annotated[int, Field(gt=0, le=MOST_LAYERS)] = 32
     """Number of transformer blocks."""
-    n_heads: PositiveInt = 32
+    n_heads: Annotated[PositiveInt, Structure()] = 32
     """Query heads per block."""
-    n_kv_heads: PositiveInt | None = None
+    n_kv_heads: Annotated[PositiveInt | None, Structure("kv_heads")] = None
     """Key/value heads per block; if not set, n_heads."""
-    head_dim: PositiveInt | None = None
+    head_dim: Annotated[PositiveInt | None, Structure("head_size")] = None
     """Width of one head; if not set, dim / n_heads."""
     mixer: Annotated[str, MIXERS] = ATTENTION
     """Registered name of the part of each layer that exchanges information between tokens."""
@@ -177,19 +178,19 @@ class ModelConfig(Section):
     """Settings of layers with mixer = "gated_delta_net"."""
     mamba2: Mamba2Config = Mamba2Config()
     """Settings of mixer = "mamba2"."""
-    latent_attention: LatentAttentionConfig = LatentAttentionConfig()
+    latent_attention: Annotated[LatentAttentionConfig, Structure()] = LatentAttentionConfig()
     """Settings of mixer = "latent_attention"."""
     qkv_bias: bool = False
     """Add a bias to queries, keys and values, as Qwen2 does; in latent attention to the projections
     to latents."""
     o_bias: bool = False
     """Add a bias to the output projection of attention."""
-    clip_qkv: PositiveFloat | None = None
+    clip_qkv: Annotated[PositiveFloat | None, Constant()] = None
     """Clamp queries, keys and values to +- this value before they are split into heads, as MPT and
     DBRX do. If not set, they are not clamped."""
-    attention_scale: PositiveFloat | None = None
+    attention_scale: Annotated[PositiveFloat | None, Constant()] = None
     """Factor on attention scores; if not set, 1 / sqrt(head width)."""
-    attn_logit_softcap: PositiveFloat | None = None
+    attn_logit_softcap: Annotated[PositiveFloat | None, Constant()] = None
     """Cap of attention scores s: cap * tanh(s / cap), as in Gemma 2."""
     attention_sinks: bool = False
     """Add a learned logit per query head to the denominator of its softmax, as in gpt-oss. The
@@ -197,10 +198,12 @@ class ModelConfig(Section):
     attention_output_gate: bool = False
     """Multiply the output of attention, before o_proj, by a sigmoid gate per channel of a head that
     is a linear function of the layer's input (Qwen3-Next)."""
-    attn_temperature_scale: PositiveFloat | None = None
+    attn_temperature_scale: Annotated[PositiveFloat | None, Constant()] = None
     """Multiply the query at position p, in layers without rotary positions, by 1 + scale *
     log(1 + floor((p + 1) / attn_temperature_floor)), as Llama 4 does with a scale of 0.1."""
-    attn_temperature_floor: Annotated[PositiveInt, Requires("attn_temperature_scale")] = 8192
+    attn_temperature_floor: Annotated[
+        PositiveInt, Requires("attn_temperature_scale"), Constant()
+    ] = 8192
     """Tokens between the steps of attn_temperature_scale."""
     vocab_size: PositiveInt = 32000
     """Number of token ids."""
@@ -210,73 +213,75 @@ class ModelConfig(Section):
     """Feed-forward width, which overrides the computed width."""
     norm_type: Literal["rmsnorm", "layernorm"] = "rmsnorm"
     """Normalisation of attention, feed-forward and the final output."""
-    norm_eps: PositiveFloat = 1e-5
+    norm_eps: Annotated[PositiveFloat, Constant()] = 1e-5
     """Added to the variance in norms."""
     norm_placement: Literal["pre", "post", "sandwich"] = "pre"
     """Norms before attention and feed-forward, after them (OLMo 2), or both (Gemma 2)."""
-    norm_unit_offset: bool = False
+    norm_unit_offset: Annotated[bool, Structure()] = False
     """Norms multiply by 1 + weight with weights initialised to 0, as in Gemma and, with LayerNorm,
     in Nemotron."""
     norm_bias: Annotated[bool, Requires("norm_type", "layernorm")] = True
     """Bias of each LayerNorm; false in Cohere's models and MPT. RMSNorm never has one."""
     embedding_norm: bool = False
     """Normalise token embeddings, as BLOOM does."""
-    parallel_residual: bool = False
+    parallel_residual: Annotated[bool, Structure()] = False
     """Attention and feed-forward both read the input of the block, as in GPT-NeoX."""
     shared_norm: Annotated[
         bool, Requires("parallel_residual", True), Requires("norm_placement", "pre")
     ] = False
     """With parallel_residual, attention and feed-forward share a norm, as in GPT-J, Falcon 7B, Phi
     and Cohere's models."""
-    activation: Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "swiglu_oai"] = "silu"
+    activation: Annotated[
+        Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "swiglu_oai"], Structure()
+    ] = "silu"
     """Activation function of the feed-forward: gelu is exact, gelu_tanh its tanh approximation.
     relu2 is relu(x)^2 (Primer, Nemotron).
     swiglu_oai (gpt-oss) is always gated: g * sigmoid(1.702 g) * (u + 1) of gate g and input u."""
-    gated_mlp: bool | None = None
+    gated_mlp: Annotated[bool | None, Structure("is_gated")] = None
     """Gated feed-forward with three matrices (SwiGLU, GeGLU) instead of two. If not set, silu and
     swiglu_oai are gated and other activations are not."""
-    swiglu_limit: PositiveFloat | None = None
+    swiglu_limit: Annotated[PositiveFloat | None, Constant()] = None
     """Clamp gates to at most this value, and their multiplicands to +- this value, before the
     activation function (7 in gpt-oss). If not set, neither is clamped."""
     mlp_bias: bool = False
     """Add a bias to every linear layer of the feed-forward."""
-    embedding_multiplier: PositiveFloat = 1.0
+    embedding_multiplier: Annotated[PositiveFloat, Constant()] = 1.0
     """Factor on embeddings; sqrt(dim) in Gemma."""
-    residual_multiplier: PositiveFloat = 1.0
+    residual_multiplier: Annotated[PositiveFloat, Constant()] = 1.0
     """Factor on the outputs of attention and feed-forward, as in Granite."""
-    logits_scaling: PositiveFloat = 1.0
+    logits_scaling: Annotated[PositiveFloat, Constant()] = 1.0
     """Divisor of the final logits, as in Granite."""
-    final_logit_softcap: PositiveFloat | None = None
+    final_logit_softcap: Annotated[PositiveFloat | None, Constant()] = None
     """Cap of the final logits z: cap * tanh(z / cap), as in Gemma 2."""
     max_seq_len: PositiveInt = 2048
     """Maximum sequence length in tokens."""
-    position_embedding: Literal["rotary", "learned", "alibi"] = "rotary"
+    position_embedding: Annotated[Literal["rotary", "learned", "alibi"], Structure()] = "rotary"
     """Position encoding: rotary embeddings, a learned table added to the token embeddings, or a
     bias of attention scores that falls linearly with the distance (ALiBi, as in BLOOM and MPT)."""
-    alibi_max_bias: Annotated[PositiveFloat, Requires("position_embedding", "alibi")] = 8.0
+    alibi_max_bias: Annotated[
+        PositiveFloat, Requires("position_embedding", "alibi"), Constant()
+    ] = 8.0
     """alibi: head i of n subtracts 2^(-alibi_max_bias * i / n) per token of distance."""
-    partial_rotary_factor: Annotated[
-        float, Field(gt=0, le=1), Requires("position_embedding", "rotary")
-    ] = 1.0
+    partial_rotary_factor: Annotated[float, Field(gt=0, le=1), _OF_ROTARY, Constant()] = 1.0
     """Fraction of the channels of a head, from the first, that get rotary embeddings."""
-    rope_theta: PositiveFloat = 10000.0
+    rope_theta: Annotated[PositiveFloat, Constant()] = 10000.0
     """Base of the rotary frequencies."""
-    rope_scaling: Annotated[RopeScaling | None, Requires("position_embedding", "rotary")] = None
+    rope_scaling: Annotated[RopeScaling | None, _OF_ROTARY, Constant()] = None
     """Scaling of rotary positions to longer contexts."""
     sliding_window: PositiveInt | None = None
     """Window of sliding-attention layers in tokens, including the token itself."""
-    attention_chunk_size: PositiveInt | None = None
+    attention_chunk_size: Annotated[PositiveInt | None, Constant()] = None
     """Chunk size in tokens of chunked-attention layers, where tokens attend within their chunk only
     (Llama 4). Chunks begin at the first token of a document."""
     attention_pattern: tuple[Literal["full", "sliding", "chunked"], ...] = ()
     """Attention kinds of consecutive layers, repeated over all layers. If empty, every layer is
     sliding if sliding_window is set, chunked if attention_chunk_size is set, else full."""
     local_rope_theta: Annotated[
-        PositiveFloat | None, Requires("position_embedding", "rotary"), Requires("sliding_window")
+        PositiveFloat | None, _OF_ROTARY, Requires("sliding_window"), Constant()
     ] = None
     """Base of the rotary frequencies in sliding layers, without rope_scaling. If not set, sliding
     layers use the same frequencies as full layers."""
-    rope_pattern: Annotated[tuple[bool, ...], Requires("position_embedding", "rotary")] = ()
+    rope_pattern: Annotated[tuple[bool, ...], _OF_ROTARY, Constant()] = ()
     """Use of rotary positions in consecutive layers, repeated over all; if empty, all use them."""
     mtp_depth: Annotated[int, Field(ge=0, le=MOST_LAYERS)] = 0
     """Number of modules of multi-token prediction, as in DeepSeek-V3. Module k predicts the token k
@@ -288,24 +293,26 @@ class ModelConfig(Section):
     """Add a bias to the logits, as GPT-J and Phi do."""
     qk_norm: bool = False
     """Normalise queries and keys before the rotary embedding."""
-    qk_norm_type: Annotated[Literal["rmsnorm", "layernorm"], Requires("qk_norm", True)] = "rmsnorm"
+    qk_norm_type: Annotated[
+        Literal["rmsnorm", "layernorm"], Requires("qk_norm", True), Structure()
+    ] = "rmsnorm"
     """Norm of qk_norm; LayerNorm has no bias here (Command R+)."""
     qk_norm_scope: Annotated[
-        Literal["head", "each_head", "projection"], Requires("qk_norm", True)
+        Literal["head", "each_head", "projection"], Requires("qk_norm", True), Structure()
     ] = "head"
     """Scope of qk_norm. head: each head, by weights that all heads share. each_head: each head has
     weights of its own (Command R+). projection: all heads of a token together (OLMo 2)."""
-    qk_l2_norm: bool = False
+    qk_l2_norm: Annotated[bool, Structure()] = False
     """Divide the heads of queries and keys by their root mean square in layers with rotary
     positions, without weights (Llama 4)."""
-    qk_norm_eps: PositiveFloat = 1e-5
+    qk_norm_eps: Annotated[PositiveFloat, Constant()] = 1e-5
     """Added to the variance in the norms of queries and keys, independent of norm_eps."""
     init_std: NonNegativeFloat = 0.02
     """Standard deviation of initial weights, over sqrt(2 n_layers) in o_proj and down_proj."""
-    mup_base_width: PositiveInt | None = None
+    mup_base_width: Annotated[PositiveInt | None, Constant()] = None
     """Enable maximal update parametrisation (muP): init_std and optimizer.lr are values for a model
     of this dim and transfer to other widths. If not set, the standard parametrisation."""
-    mup_base_head_dim: Annotated[PositiveInt | None, Requires("mup_base_width")] = None
+    mup_base_head_dim: Annotated[PositiveInt | None, Requires("mup_base_width"), Constant()] = None
     """Head width at mup_base_width, if heads widen with the model: attention scores are then scaled
     by 1 / head width. If not set, wider models have more heads of equal width."""
     model_type: Annotated[str, MODELS] = "transformer"
@@ -318,31 +325,35 @@ class ModelConfig(Section):
     """Without effect: sdpa_backend chooses the kernel, and every kernel separates documents."""
     num_experts: NonNegativeInt = 0
     """Experts per mixture-of-experts block; 0 makes every block dense."""
-    moe_top_k: Annotated[NonNegativeInt, _OF_EXPERTS] = 2
+    moe_top_k: Annotated[NonNegativeInt, _OF_EXPERTS, Constant()] = 2
     """Experts per token."""
     moe_frequency: NonNegativeInt = 1
     """Every n-th block has experts: block i when (i + 1) % n == 0."""
     moe_first_dense_layers: NonNegativeInt = 0
     """Number of first blocks without experts, which overrides moe_frequency."""
-    moe_router: Annotated[Literal["softmax_topk", "sigmoid_topk"], _OF_EXPERTS] = "softmax_topk"
+    moe_router: Annotated[Literal["softmax_topk", "sigmoid_topk"], _OF_EXPERTS, Structure()] = (
+        "softmax_topk"
+    )
     """Router scores: a softmax over all experts, or a sigmoid per expert."""
-    moe_norm_topk: Annotated[bool, _OF_EXPERTS] = True
+    moe_norm_topk: Annotated[bool, _OF_EXPERTS, Constant()] = True
     """Divide the scores of the selected experts by their sum."""
-    moe_score_inputs: Annotated[bool, _OF_EXPERTS] = False
+    moe_score_inputs: Annotated[bool, _OF_EXPERTS, Structure()] = False
     """Multiply the inputs of experts by their scores, as in Llama 4, instead of their outputs."""
-    moe_routed_scaling: Annotated[PositiveFloat, _OF_EXPERTS] = 1.0
+    moe_routed_scaling: Annotated[PositiveFloat, _OF_EXPERTS, Constant()] = 1.0
     """Factor on the summed output of the routed experts."""
-    moe_groups: Annotated[PositiveInt, _OF_EXPERTS] = 1
+    moe_groups: Annotated[PositiveInt, _OF_EXPERTS, Constant()] = 1
     """Groups of consecutive experts. A token is routed to experts of its best moe_top_k_groups
     groups, each scored as in moe_group_score."""
-    moe_group_score: Annotated[Literal["sum_of_two", "max"], _OF_EXPERTS] = "sum_of_two"
+    moe_group_score: Annotated[Literal["sum_of_two", "max"], _OF_EXPERTS, Constant()] = "sum_of_two"
     """Score of a group of experts: the sum of its two best experts (DeepSeek-V3), or its best
     expert (DeepSeek-V2)."""
-    moe_top_k_groups: Annotated[PositiveInt, _OF_EXPERTS] = 1
+    moe_top_k_groups: Annotated[PositiveInt, _OF_EXPERTS, Constant()] = 1
     """Expert groups per token."""
     moe_router_bias: Annotated[bool, _OF_EXPERTS] = False
     """Add a bias to the router's logits, as gpt-oss does."""
-    moe_bias_update: Annotated[Literal["none", "sign", "kempnerforge"] | None, _OF_EXPERTS] = None
+    moe_bias_update: Annotated[
+        Literal["none", "sign", "kempnerforge"] | None, _OF_EXPERTS, Constant("bias_update")
+    ] = None
     """Load balancing by a bias on the router scores. sign: as in DeepSeek-V3, the bias affects only
     the selection, and moves by moe_bias_update_rate toward underloaded experts. kempnerforge: a
     bias inside the sigmoid, trained by the optimizer and adjusted by a running mean of the load.
@@ -366,7 +377,7 @@ class ModelConfig(Section):
     """Width of an expert, which overrides the computed width."""
     moe_expert_ffn_multiplier: Annotated[PositiveFloat, _OF_EXPERTS] = 1.0
     """Width of an expert relative to the dense feed-forward, rounded to a multiple of 16."""
-    moe_capacity_factor: Annotated[NonNegativeFloat, _OF_EXPERTS] = 0.0
+    moe_capacity_factor: Annotated[NonNegativeFloat, _OF_EXPERTS, Constant()] = 0.0
     """Capacity of an expert for tokens' first choices, second choices and so on, relative to an
     even load. Later tokens of the microbatch are dropped. 0 drops no tokens."""
     moe_gradient_scale: Annotated[bool, _OF_EXPERTS] = False
