@@ -74,6 +74,19 @@ class Interval(WithinRun):
 
 
 @dataclass(frozen=True)
+class SplitBy:
+    """Axes of the mesh that split what a key counts into equal shares.
+
+    Attributes:
+        axes: names of the axes, whose product must divide the value.
+        resolved: property of the table with the value that applies, if it is not that of the key.
+    """
+
+    axes: str
+    resolved: str = ""
+
+
+@dataclass(frozen=True)
 class Invisible:
     """Effect on what trained weights compute, of a key that does not change their shapes.
 

@@ -8,7 +8,7 @@ from typing import Annotated, Literal, NamedTuple
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from jaxforge.config.facts import Constant, Needs, Requires, Structure
+from jaxforge.config.facts import Constant, Needs, Requires, SplitBy, Structure, facts
 from jaxforge.config.mixers import (
     GatedDeltaNetConfig,
     LatentAttentionConfig,
@@ -156,13 +156,13 @@ def _layer_parts(
 class ModelConfig(Section):
     """Architecture of a decoder language model."""
 
-    dim: PositiveInt = 4096
+    dim: Annotated[PositiveInt, SplitBy("cp ep")] = 4096
     """Width of the residual stream."""
     n_layers: Annotated[int, Field(gt=0, le=MOST_LAYERS)] = 32
     """Number of transformer blocks."""
-    n_heads: Annotated[PositiveInt, Structure()] = 32
+    n_heads: Annotated[PositiveInt, Structure(), SplitBy("tp")] = 32
     """Query heads per block."""
-    n_kv_heads: Annotated[PositiveInt | None, Structure("kv_heads")] = None
+    n_kv_heads: Annotated[PositiveInt | None, Structure("kv_heads"), SplitBy("tp")] = None
     """Key/value heads per block; if not set, n_heads."""
     head_dim: Annotated[PositiveInt | None, Structure("head_size")] = None
     """Width of one head; if not set, dim / n_heads."""
@@ -205,11 +205,11 @@ class ModelConfig(Section):
         PositiveInt, Requires("attn_temperature_scale"), Constant()
     ] = 8192
     """Tokens between the steps of attn_temperature_scale."""
-    vocab_size: PositiveInt = 32000
+    vocab_size: Annotated[PositiveInt, SplitBy("pp tp")] = 32000
     """Number of token ids."""
     ffn_dim_multiplier: PositiveFloat = 1.0
     """Factor on the feed-forward width 4 * dim * 2/3, which is rounded up to a multiple of 256."""
-    ffn_hidden_dim: PositiveInt | None = None
+    ffn_hidden_dim: Annotated[PositiveInt | None, SplitBy("tp", "ffn_dim")] = None
     """Feed-forward width, which overrides the computed width."""
     norm_type: Literal["rmsnorm", "layernorm"] = "rmsnorm"
     """Normalisation of attention, feed-forward and the final output."""
@@ -323,7 +323,7 @@ class ModelConfig(Section):
     """Attention kernel; auto selects the fastest kernel that supports the config."""
     attention_backend: Literal["sdpa", "flex"] = "sdpa"
     """Without effect: sdpa_backend chooses the kernel, and every kernel separates documents."""
-    num_experts: NonNegativeInt = 0
+    num_experts: Annotated[NonNegativeInt, SplitBy("ep")] = 0
     """Experts per mixture-of-experts block; 0 makes every block dense."""
     moe_top_k: Annotated[NonNegativeInt, _OF_EXPERTS, Constant()] = 2
     """Experts per token."""
@@ -368,12 +368,15 @@ class ModelConfig(Section):
     """A value above 0 adds one shared expert that processes every token, as in KempnerForge: n
     shared experts equal one expert of n times the width (moe_shared_expert_dim)."""
     moe_shared_expert_dim: Annotated[
-        PositiveInt | None, _OF_EXPERTS, Requires("moe_shared_experts")
+        PositiveInt | None,
+        _OF_EXPERTS,
+        Requires("moe_shared_experts"),
+        SplitBy("tp", "shared_expert_dim"),
     ] = None
     """Width of the shared expert; if not set, the width of a routed expert."""
     moe_shared_expert_gate: Annotated[bool, _OF_EXPERTS, Requires("moe_shared_experts")] = False
     """Multiply the shared expert's output by a sigmoid gate per token, as in Qwen2-MoE."""
-    moe_expert_dim: Annotated[PositiveInt | None, _OF_EXPERTS] = None
+    moe_expert_dim: Annotated[PositiveInt | None, _OF_EXPERTS, SplitBy("tp", "expert_dim")] = None
     """Width of an expert, which overrides the computed width."""
     moe_expert_ffn_multiplier: Annotated[PositiveFloat, _OF_EXPERTS] = 1.0
     """Width of an expert relative to the dense feed-forward, rounded to a multiple of 16."""
@@ -395,6 +398,15 @@ class ModelConfig(Section):
         "auto"
     )
     """Kernel of the grouped expert products; auto selects the platform's kernel."""
+
+    def uses(self, key: str) -> bool:
+        """Return whether a key, or a key of a table, affects the model."""
+        if key == "qk_norm_eps":
+            return self.qk_norm or self.qk_l2_norm
+        if (table := key.partition(".")[0]) in MIXER_TABLES:
+            return table in self.mixers
+        needs = (needs for name, needs in facts(ModelConfig, Needs) if name == key)
+        return all(each.is_met(getattr(self, each.key)) for each in needs)
 
     @property
     def kv_heads(self) -> int:

@@ -8,7 +8,7 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 
 from jaxforge.config.batch_ramp import BatchRamp, SampleRamp, Stage
 from jaxforge.config.duration import Every, PositiveSteps, Steps
-from jaxforge.config.facts import Flag, Interval, Needs
+from jaxforge.config.facts import Flag, Interval, Needs, SplitBy
 from jaxforge.config.objective import Objective
 from jaxforge.config.problems import Problem, single_change
 from jaxforge.config.section import (
@@ -68,7 +68,7 @@ class TrainConfig(Section):
     """Sequences per data-parallel rank and microbatch; derived from global_batch_size if set."""
     global_batch_size: PositiveInt | None = None
     """Sequences per update over all ranks and microbatches, independent of the mesh."""
-    seq_len: PositiveInt = 2048
+    seq_len: Annotated[PositiveInt, SplitBy("cp tp")] = 2048
     """Tokens per sequence."""
     max_steps: PositiveSteps = 100000
     """Number of updates."""

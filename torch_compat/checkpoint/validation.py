@@ -4,8 +4,8 @@ from collections.abc import Iterator, Mapping
 from operator import attrgetter
 from typing import Any
 
-from jaxforge.config.facts import Constant, Invisible, Needs, Structure, facts
-from jaxforge.config.model import MIXER_TABLES, ModelConfig
+from jaxforge.config.facts import Constant, Invisible, Structure, facts
+from jaxforge.config.model import ModelConfig
 from jaxforge.errors import StorageError, UserError
 from torch_compat.checkpoint.state import AbstractTarget, CheckpointState
 from torch_compat.formats.lazy import LazyTensor
@@ -55,7 +55,7 @@ def invisible_differences(
     """
     values = invisible_values(trained)
     for key, now in invisible_values(model, kind).items():
-        if values[key] != now and has_effect(key, model):
+        if values[key] != now and model.uses(key):
             yield f"model.{key} is {now} and the weights were trained with {values[key]}"
 
 
@@ -63,16 +63,6 @@ def invisible_values(model: ModelConfig, kind: type[Invisible] = Invisible) -> d
     """Return the values that apply of the keys that do not affect the shapes of the weights."""
     keys = facts(ModelConfig, kind)
     return {key: attrgetter(fact.resolved or key)(model) for key, fact in keys}
-
-
-def has_effect(key: str, model: ModelConfig) -> bool:
-    """Return whether a key without effect on the shapes of the weights affects a model."""
-    if key == "qk_norm_eps":
-        return model.qk_norm or model.qk_l2_norm
-    if (table := key.partition(".")[0]) in MIXER_TABLES:
-        return table in model.mixers
-    needs = (needs for name, needs in facts(ModelConfig, Needs) if name == key)
-    return all(each.is_met(getattr(model, each.key)) for each in needs)
 
 
 def check_written(
