@@ -2,7 +2,8 @@
 
 from pathlib import Path
 
-from jaxforge.config.job import toml
+from jaxforge.config.facts import Needs, facts
+from jaxforge.config.job import JobConfig, toml
 from jaxforge.config.reading.schema import Node, all_keys, expected, has_keys
 from jaxforge.config.torch_only import TORCH_ONLY
 
@@ -32,7 +33,9 @@ def reference() -> str:
 
 def _cells(key: str, name: str, node: Node) -> list[str]:
     default = node.get("default")
-    meaning = node["description"] + (f" No effect: {TORCH_ONLY[key]}." if key in TORCH_ONLY else "")
+    needs = [each.describe(key) for name, each in facts(JobConfig, Needs) if name == key]
+    meaning = node["description"] + (f" Needs `{'`, `'.join(needs)}`." if needs else "")
+    meaning += f" No effect: {TORCH_ONLY[key]}." if key in TORCH_ONLY else ""
     value = "not set" if default is None else "a table" if has_keys(node) else f"`{toml(default)}`"
     return [_line(cell) for cell in (f"`{name}`", expected(node), value, meaning)]
 

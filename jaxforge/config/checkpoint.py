@@ -8,7 +8,7 @@ from pydantic import NonNegativeInt
 
 from jaxforge.config.directions import Mode
 from jaxforge.config.duration import Every, PositiveSteps, Steps
-from jaxforge.config.facts import Flag, Interval, Needs
+from jaxforge.config.facts import Flag, Interval, Needs, Requires
 from jaxforge.config.section import AnyPath, BucketPath, DiskPath, MemoryPath, Section
 
 
@@ -59,13 +59,13 @@ class CheckpointConfig(Section):
 
     dir: BucketPath = "checkpoints"
     """Directory of the run; if it contains a checkpoint, the run resumes from it."""
-    interval: Annotated[PositiveSteps, Interval(has_own_rule=True)] = 1000
+    interval: Annotated[PositiveSteps, Interval(is_reported=False)] = 1000
     """Updates between checkpoints."""
     epoch_interval: NonNegativeInt = 0
     """Epochs of the data between additional checkpoints, at their ends; 0 disables them."""
     dyn_ckpt_window: DynCkptWindow | None = None
     """Additional checkpoints in a range of steps, which keep_last_n does not remove."""
-    non_persistent_interval: Annotated[Every, Flag.SIDE_EFFECT] = 0
+    non_persistent_interval: Annotated[Every, Requires("non_persistent_dir"), Flag.SIDE_EFFECT] = 0
     """Updates between additional checkpoints in non_persistent_dir; 0 disables them."""
     non_persistent_dir: Annotated[
         DiskPath | None, Needs("non_persistent_interval"), Flag.SIDE_EFFECT, Flag.PER_HOST
@@ -106,8 +106,6 @@ class CheckpointConfig(Section):
 
     def problems(self) -> Iterator[str]:
         """Yield the broken rules between the keys of this section."""
-        if self.non_persistent_interval and not self.non_persistent_dir:
-            yield "non_persistent_interval requires non_persistent_dir"
         if self.branch_from is not None:
             yield from self._branch_problems(self.branch_from)
 

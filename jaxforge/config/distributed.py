@@ -29,7 +29,7 @@ class DistributedConfig(Section):
     pp_chunks: Annotated[
         int, Field(ge=2, le=MOST_LAYERS), Needs("pp_schedule", "interleaved_1f1b")
     ] = 2
-    """Virtual stages (groups of consecutive blocks) per stage with interleaved_1f1b."""
+    """Virtual stages (groups of consecutive blocks) per stage."""
     cp: AxisSize = 1
     """Context parallelism: sequences are sharded."""
     cp_strategy: Literal["auto", "ulysses", "ring"] = "auto"

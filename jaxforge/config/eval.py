@@ -80,7 +80,7 @@ class EvalDataset(EvalSource):
 
     name: str = ""
     """Name in metrics: letters, digits, "_", "." and "-"."""
-    interval: Annotated[PositiveSteps | None, Interval(has_own_rule=True)] = None
+    interval: Annotated[PositiveSteps | None, Interval(is_reported=False)] = None
     """Updates between evaluations of this set; by default eval.interval."""
     start_step: Steps | None = None
     """Updates before the first evaluation of this set; by default eval.start_step."""
@@ -100,7 +100,7 @@ class EvalConfig(EvalSource):
 
     enabled: bool = False
     """Evaluate during training."""
-    interval: Annotated[PositiveSteps, Interval(has_own_rule=True)] = 1000
+    interval: Annotated[PositiveSteps, Interval(is_reported=False)] = 1000
     """Updates between evaluations."""
     start_step: Steps = 0
     """Updates before the first evaluation, which follows at the next multiple of interval."""
@@ -118,7 +118,7 @@ class EvalConfig(EvalSource):
     """Directory of YAML files with tasks of your own, by name."""
     tasks_core: LocalPath = ""
     """Directory of DCLM's CORE tasks (core.yaml, eval_meta_data.csv, eval_data) to evaluate on."""
-    tasks_interval: Annotated[PositiveSteps | None, Interval(has_own_rule=True)] = None
+    tasks_interval: Annotated[PositiveSteps | None, Interval(is_reported=False)] = None
     """Updates between evaluations on tasks; by default eval.interval."""
     tasks_num_fewshot: Annotated[NonNegativeInt | None, Needs("tasks")] = None
     """Examples before each question of lm_eval's tasks; by default those of each task."""

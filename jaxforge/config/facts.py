@@ -40,6 +40,11 @@ class Needs:
         """Return the dotted name of the needed setting of `key`."""
         return self.key if "." in self.key else f"{key.rpartition('.')[0]}.{self.key}"
 
+    def describe(self, key: str) -> str:
+        """Return the setting that `key` needs, such as `optimizer.name = "muon"`."""
+        value = "" if self.value is None else f" = {json.dumps(self.value)}"
+        return self.absolute(key) + value
+
     def message(self, settings: Sequence[str], needed: str, value: object) -> str:
         """Return the message about settings without effect.
 
@@ -63,10 +68,11 @@ class WithinRun:
     """Number of updates that has no effect in a run of fewer updates, which is a warning.
 
     Attributes:
-        has_own_rule: `ineffective_settings` has a rule with a more precise message.
+        is_reported: the warning for all such keys covers this one; others have a rule of their own
+            in `ineffective_settings`, or always an effect.
     """
 
-    has_own_rule: bool = False
+    is_reported: bool = True
 
 
 class Interval(WithinRun):

@@ -284,7 +284,7 @@ def _intervals(config: JobConfig) -> Iterator[str]:
     for key, fact in facts(JobConfig, WithinRun):
         is_used = not unused & {key, key.partition(".")[0]}
         steps = config.settings.get(key) or 0  # keys of tables in lists have rules of their own
-        if steps > last and is_used and not fact.has_own_rule:
+        if steps > last and is_used and fact.is_reported:
             yield (
                 f"{key} = {steps:,} exceeds train.max_steps = {last:,}, so it has no "
                 "effect: change " + describe_change({key: max(1, last // 10)})

@@ -20,7 +20,7 @@ _TENSORBOARD, _WANDB, _MLFLOW, _TRACKIO = (
 class MetricsConfig(Section):
     """Logging of a run."""
 
-    log_interval: PositiveInt = 10
+    log_interval: Annotated[PositiveInt, Interval(is_reported=False)] = 10
     """Updates between lines on the console and in metrics.jsonl; the first and last always log."""
     log_format: Literal[
         "kempnerforge", "megatron", "torchtitan", "mindspeed", "textbook", "json"

@@ -229,7 +229,7 @@ class ModelConfig(Section):
     shared_norm: Annotated[
         bool, Requires("parallel_residual", True), Requires("norm_placement", "pre")
     ] = False
-    """With parallel_residual, attention and feed-forward share a norm, as in GPT-J, Falcon 7B, Phi
+    """Attention and feed-forward share a norm, as in GPT-J, Falcon 7B, Phi
     and Cohere's models."""
     activation: Annotated[
         Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "swiglu_oai"], Structure()
@@ -261,7 +261,7 @@ class ModelConfig(Section):
     alibi_max_bias: Annotated[
         PositiveFloat, Requires("position_embedding", "alibi"), Constant()
     ] = 8.0
-    """alibi: head i of n subtracts 2^(-alibi_max_bias * i / n) per token of distance."""
+    """Head i of n subtracts 2^(-alibi_max_bias * i / n) per token of distance."""
     partial_rotary_factor: Annotated[float, Field(gt=0, le=1), _OF_ROTARY, Constant()] = 1.0
     """Fraction of the channels of a head, from the first, that get rotary embeddings."""
     rope_theta: Annotated[PositiveFloat, Constant()] = 10000.0
@@ -392,7 +392,7 @@ class ModelConfig(Section):
     "kempnerforge", weight of KempnerForge's loss over a microbatch, times moe_aux_loss_weight."""
     moe_router_z_loss_weight: Annotated[NonNegativeFloat, _OF_EXPERTS] = 0.0
     """Weight of the penalty on large router logits."""
-    moe_packed_experts: bool = False
+    moe_packed_experts: Annotated[bool, _OF_EXPERTS] = False
     """Export all experts of a block to KempnerForge as one tensor per projection."""
     moe_backend: Annotated[Literal["auto", "blocks", "megablox", "mosaic_gpu"], _OF_EXPERTS] = (
         "auto"

@@ -22,7 +22,7 @@ class DpoConfig(Section):
     loss: Literal["sigmoid", "ipo", "hinge"] = "sigmoid"
     """sigmoid: DPO; ipo: squared distance to the margin 1 / (2 beta); hinge: SLiC."""
     label_smoothing: Annotated[float, Field(ge=0, lt=0.5), Requires("loss", "sigmoid")] = 0.0
-    """With loss = "sigmoid", assumed fraction of exchanged answers (conservative DPO)."""
+    """Assumed fraction of exchanged answers (conservative DPO)."""
     length_normalized: bool = False
     """Divide the log-probability of each answer by its number of tokens."""
     rpo_alpha: NonNegativeFloat = 0.0

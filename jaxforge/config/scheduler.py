@@ -27,11 +27,11 @@ class SchedulerConfig(Section):
     min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = 0.1
     """Factor at the end of the decay."""
     stable_steps: Annotated[Steps | None, Needs("name", "wsd")] = None
-    """Updates at factor 1 between warm-up and decay (wsd)."""
+    """Updates at factor 1 between warm-up and decay."""
     wsd_decay_type: Annotated[Literal["cosine", "linear", "sqrt"], Needs("name", "wsd")] = "cosine"
-    """Shape of the decay (wsd)."""
+    """Shape of the decay."""
     rex_alpha: Annotated[PositiveFloat, Needs("name", "rex")] = 1.0
-    """Exponent of the decay (rex)."""
+    """Exponent of the decay."""
     unit: Literal["updates", "samples"] = "updates"
     """Unit in which the factor progresses; it matters only with train.batch_ramp."""
 

@@ -97,17 +97,17 @@ class TrainConfig(Section):
     fp8_scaling: Annotated[
         Literal["tensor", "block", "delayed"], Needs("mixed_precision", "fp8")
     ] = "tensor"
-    """With mixed_precision = "fp8", granularity and basis of scales; see docs/precision.md."""
+    """Granularity and basis of the scales of 8-bit products; see docs/precision.md."""
     fp8_amax_history_len: Annotated[PositiveInt, Needs("fp8_scaling", "delayed")] = 1024
     """Updates in the amax history that determines delayed scales."""
     fp8_exclude: Annotated[tuple[str, ...], Needs("mixed_precision", "fp8")] = ("expert",)
     """Substrings of names of linear layers that stay in bf16, such as "layers.mlp.up_proj"."""
     num_layers_at_start_in_bf16: Annotated[NonNegativeInt, Needs("mixed_precision", "fp8")] = 1
-    """With mixed_precision = "fp8", number of first layers that stay in bf16."""
+    """Number of first layers that stay in bf16."""
     num_layers_at_end_in_bf16: Annotated[NonNegativeInt, Needs("mixed_precision", "fp8")] = 1
-    """With mixed_precision = "fp8", number of last layers that stay in bf16."""
+    """Number of last layers that stay in bf16."""
     initial_loss_scale: Annotated[PositiveFloat, Needs("mixed_precision", "fp16")] = 65536.0
-    """With mixed_precision = "fp16", initial loss scale."""
+    """Initial loss scale."""
     min_loss_scale: Annotated[PositiveFloat, Needs("mixed_precision", "fp16")] = 1.0
     """Minimum loss scale; an overflow at this scale is handled by on_nonfinite."""
     loss_scale_window: Annotated[PositiveInt, Needs("mixed_precision", "fp16")] = 2000
@@ -126,7 +126,7 @@ class TrainConfig(Section):
     """Decay of an exponential moving average of the parameters; 0 disables it, see averaging.md."""
     ema_dtype: Annotated[Literal["float32", "bfloat16"], Needs("ema_decay")] = "float32"
     """Storage dtype of the average; bfloat16 is rounded stochastically, for short averages."""
-    ema_interval: Annotated[PositiveInt, Interval(has_own_rule=True), Needs("ema_decay")] = 1
+    ema_interval: Annotated[PositiveInt, Interval(is_reported=False), Needs("ema_decay")] = 1
     """Updates between updates of the average."""
     ema_start: Annotated[Steps, Needs("ema_decay")] = 0
     """Updates during which the average equals the parameters."""
@@ -153,7 +153,7 @@ class TrainConfig(Section):
     z_loss_weight: NonNegativeFloat = 0.0
     """Weight of the penalty on the squared log-partition function of the logits."""
     mtp_loss_weight: Annotated[PositiveFloat, Needs("model.mtp_depth")] = 0.3
-    """Weight of the mean loss of all depths of multi-token prediction (model.mtp_depth)."""
+    """Weight of the mean loss of all depths of multi-token prediction."""
     ce_chunk_size: NonNegativeInt = 0
     """Tokens per device and chunk of the chunked loss; 0 chunks the vocabulary instead."""
     ce_vocab_chunk: NonNegativeInt = 0
