@@ -12,7 +12,7 @@ import functools
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any, Literal, TypeVar, cast, get_args
 
 from pydantic import BaseModel
 
@@ -144,7 +144,7 @@ def facts(table: type[BaseModel], kind: type[F]) -> tuple[tuple[str, F], ...]:
         table: a section, a table of one, or the whole config.
         kind: class of the facts.
     """
-    return _facts(table, kind)
+    return _facts(table, cast("Any", kind))  # mypy: a type is hashable
 
 
 def flagged(table: type[BaseModel], flag: Flag) -> frozenset[str]:
@@ -154,14 +154,14 @@ def flagged(table: type[BaseModel], flag: Flag) -> frozenset[str]:
 
 @functools.cache
 def _facts(table: Any, kind: Any) -> tuple[tuple[str, Any], ...]:  # noqa: ANN401  # hashable types
-    found = []
+    pairs = []
     for name, field in table.model_fields.items():
         for part in (*field.metadata, *_parts(field.annotation)):
             if isinstance(part, kind):
-                found.append((name, part))
+                pairs.append((name, part))
             elif isinstance(part, type) and issubclass(part, BaseModel):
-                found += [(f"{name}.{key}", fact) for key, fact in _facts(part, kind)]
-    return tuple(found)
+                pairs += [(f"{name}.{key}", fact) for key, fact in _facts(part, kind)]
+    return tuple(pairs)
 
 
 def _parts(annotation: object) -> Iterator[object]:
