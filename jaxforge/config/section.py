@@ -83,7 +83,7 @@ class Section(BaseModel):
         return self
 
     def _leaves_only(self, known: Set[str], change: Change) -> bool:
-        return self.with_values(change)._broken().keys() <= known
+        return self.model_copy(update=change)._broken().keys() <= known
 
     def _broken(self) -> dict[str, Problem]:
         return problems_by_message((*self._unmet(), *self.problems()))
