@@ -2,7 +2,8 @@
 
 from pathlib import Path
 
-from jaxforge.config.job import toml
+from jaxforge.config.facts import Needs, facts
+from jaxforge.config.job import JobConfig, toml
 from jaxforge.config.reading.kempnerforge import NO_EFFECT, STORED_AS
 from jaxforge.config.reading.schema import Node, all_keys, dotted, expected, has_keys
 
@@ -33,7 +34,7 @@ def reference() -> str:
     for key, node in all_keys().items():
         table, _, name = key.rpartition(".")
         if table and not has_keys(node):
-            tables[table].append(f"| {' | '.join(_cells(name, node))} |")
+            tables[table].append(f"| {' | '.join(_cells(key, name, node))} |")
         if has_keys(node):
             header = f"[[{key}]]" if node["type"] == "array" else f"[{key}]"
             tables[key] = [f"\n## `{header}`\n\n{_line(node['description'])}\n",
@@ -48,10 +49,12 @@ def _key(path: tuple[str | int, ...]) -> str:
     return ".".join(part for part in path if isinstance(part, str))
 
 
-def _cells(name: str, node: Node) -> list[str]:
+def _cells(key: str, name: str, node: Node) -> list[str]:
     default = node.get("default")
+    needs = [each.describe(key) for name, each in facts(JobConfig, Needs) if name == key]
+    meaning = node["description"] + (f" Needs `{'`, `'.join(needs)}`." if needs else "")
     value = "not set" if default is None else f"`{toml(default)}`"
-    return [_line(cell) for cell in (f"`{name}`", expected(node), value, node["description"])]
+    return [_line(cell) for cell in (f"`{name}`", expected(node), value, meaning)]
 
 
 def _line(text: str) -> str:

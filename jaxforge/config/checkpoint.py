@@ -2,13 +2,14 @@
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 from pydantic import NonNegativeInt
 
 from jaxforge.config.directions import Mode
-from jaxforge.config.duration import PositiveSteps, Steps
-from jaxforge.config.section import PathText, Section
+from jaxforge.config.duration import Every, PositiveSteps, Steps
+from jaxforge.config.facts import Flag, Interval, Needs, Requires
+from jaxforge.config.section import AnyPath, BucketPath, DiskPath, MemoryPath, Section
 
 
 class DynCkptWindow(Section):
@@ -57,21 +58,25 @@ _LATEST = "latest"
 class CheckpointConfig(Section):
     """Saving and loading."""
 
-    dir: PathText = "checkpoints"
+    dir: BucketPath = "checkpoints"
     """Directory of the run; if it contains a checkpoint, the run resumes from it."""
-    interval: PositiveSteps = 1000
+    interval: Annotated[PositiveSteps, Interval(is_reported=False)] = 1000
     """Updates between checkpoints."""
     epoch_interval: NonNegativeInt = 0
     """Epochs of the data between additional checkpoints, at their ends; 0 disables them."""
     dyn_ckpt_window: DynCkptWindow | None = None
     """Additional checkpoints in a range of steps, which keep_last_n does not remove."""
-    non_persistent_interval: NonNegativeInt = 0
+    non_persistent_interval: Annotated[Every, Requires("non_persistent_dir"), Flag.SIDE_EFFECT] = 0
     """Updates between additional checkpoints in non_persistent_dir; 0 disables them."""
-    non_persistent_dir: PathText | None = None
+    non_persistent_dir: Annotated[
+        DiskPath | None, Needs("non_persistent_interval"), Flag.SIDE_EFFECT, Flag.PER_HOST
+    ] = None
     """Fast disk of the node, shared by all its processes, for temporary checkpoints."""
-    replica_interval: NonNegativeInt = 0
+    replica_interval: Annotated[Every, Flag.SIDE_EFFECT] = 0
     """Updates between copies of the state in memory of this host and of a peer; 0 disables them."""
-    replica_dir: PathText | None = None
+    replica_dir: Annotated[
+        MemoryPath | None, Needs("replica_interval"), Flag.SIDE_EFFECT, Flag.PER_HOST
+    ] = None
     """Directory in memory (tmpfs) for these copies; by default /dev/shm."""
     async_mode: Literal["disabled", "async"] = "async"
     """Save in the background while training continues, or block until the save is complete."""
@@ -79,17 +84,17 @@ class CheckpointConfig(Section):
     """Number of newest checkpoints to keep; 0 or less keeps all."""
     keep_best_n: NonNegativeInt = 0
     """Number of checkpoints with the best best_metric to keep in addition; 0 keeps none."""
-    best_metric: str = "eval/loss"
+    best_metric: Annotated[str, Needs("keep_best_n")] = "eval/loss"
     """Metric for keep_best_n, such as eval/loss, eval/<set>/loss or eval/tasks/<task>/acc."""
-    best_mode: Mode = "auto"
+    best_mode: Annotated[Mode, Needs("keep_best_n")] = "auto"
     """Direction of best_metric: lower ("min") or higher ("max") is better; by default its own."""
-    load_path: PathText | None = None
+    load_path: AnyPath | None = None
     """Checkpoint to start from if dir contains none."""
-    branch_from: PathText | None = None
+    branch_from: BucketPath | None = None
     """RUN@STEP or RUN@latest: the full state to start from if dir has no checkpoint."""
-    export_interval: NonNegativeInt = 0
+    export_interval: Annotated[NonNegativeInt, Flag.SIDE_EFFECT] = 0
     """Export every n-th checkpoint for inference to exports/ in the run; 0 disables exports."""
-    export_last: bool = False
+    export_last: Annotated[bool, Flag.SIDE_EFFECT] = False
     """Export the last checkpoint for inference when training ends."""
     export_dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Dtype of exported weights."""
@@ -100,8 +105,6 @@ class CheckpointConfig(Section):
 
     def problems(self) -> Iterator[str]:
         """Yield the broken rules between the keys of this section."""
-        if self.non_persistent_interval and not self.non_persistent_dir:
-            yield "non_persistent_interval requires non_persistent_dir"
         if self.branch_from is not None:
             yield from self._branch_problems(self.branch_from)
 

@@ -8,7 +8,8 @@ from typing import Annotated, Literal
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 from jaxforge.config.duration import Steps, TokenCount
-from jaxforge.config.section import HOST_INTEGER, PathText, Section, Weights, WeightTable
+from jaxforge.config.facts import Flag, Needs
+from jaxforge.config.section import BucketPath, DiskPath, Section, Weights, WeightTable
 from jaxforge.registry import Registry
 
 DATASETS = Registry("data.dataset_type", "auto", "synthetic")
@@ -24,7 +25,7 @@ Verify = Literal["read", "start"]
 class DatasetSource(Section):
     """`[[data.datasets]]`: one source of a mixture."""
 
-    path: PathText = ""
+    path: BucketPath = ""
     """Directory of token shards, or the prefix of .bin and .idx files of Megatron-LM."""
     weight: PositiveFloat = 1.0
     """Sampling weight relative to the other sources."""
@@ -36,7 +37,7 @@ class DatasetSource(Section):
     """Configuration of the Hugging Face dataset."""
     max_epochs: PositiveFloat | None = None
     """Passes over the source, after which its weight goes to the others; if not set, no limit."""
-    max_tokens: Annotated[TokenCount | None, HOST_INTEGER] = None
+    max_tokens: Annotated[TokenCount | None, Flag.HOST_INTEGER] = None
     """Tokens of the source, after which its weight goes to the others; a number, or "2B tok"."""
 
     @property
@@ -71,7 +72,7 @@ class DataConfig(Section):
 
     dataset_type: Annotated[str, DATASETS] = "auto"
     """auto reads the sources below; synthetic generates random tokens if no source is set."""
-    dataset_path: PathText = ""
+    dataset_path: BucketPath = ""
     """Directory of token shards, or the prefix of .bin and .idx files of Megatron-LM."""
     file_pattern: str = "*.npy"
     """Glob of the shards in dataset_path, such as *.npy or tokenized_*.bin."""
@@ -81,7 +82,7 @@ class DataConfig(Section):
     """Compare shards with the hashes in their manifest as they are read, or all at startup."""
     on_change: Literal["refuse", "continue"] = "refuse"
     """Refuse to resume, or continue, if the data differ from those of the checkpoint."""
-    tokenizer_path: PathText = ""
+    tokenizer_path: BucketPath = ""
     """A tokenizer.json, its directory, a Hub model, or "byte"; if empty, the data's tokenizer."""
     eos_token_id: NonNegativeInt | None = None
     """Id of the token that ends a document; if not set, the tokenizer's."""
@@ -95,9 +96,9 @@ class DataConfig(Section):
     """Data-loading workers per host; 0 loads in the training process."""
     prefetch_factor: PositiveInt = 2
     """Batches that each worker loads in advance."""
-    cache_dir: PathText = ""
+    cache_dir: Annotated[DiskPath, Flag.SIDE_EFFECT] = ""
     """Directory on a fast local disk that caches tokens of buckets; if empty, there is no cache."""
-    cache_gb: PositiveFloat = 50.0
+    cache_gb: Annotated[PositiveFloat, Needs("cache_dir")] = 50.0
     """Size of the cache in GB, shared by all processes and runs of a host that name cache_dir."""
     hf_dataset_name: str | None = None
     """Hugging Face dataset to tokenize and train on."""
@@ -121,7 +122,7 @@ class DataConfig(Section):
     """Temperature T: sources are sampled in proportion to weight^(1/T), so larger is more even."""
     phases: tuple[TrainingPhase, ...] = ()
     """Changes of mixture and learning rate, by step."""
-    phase_lr_lag: bool = False
+    phase_lr_lag: Annotated[bool, Needs("phases")] = False
     """Apply lr_scale from the second update of a phase, as KempnerForge does."""
 
     def problems(self) -> Iterator[str]:

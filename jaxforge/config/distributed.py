@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, PositiveInt
 
+from jaxforge.config.facts import Needs
 from jaxforge.config.section import Section
 from jaxforge.config.sizes import MOST_DEVICES, MOST_LAYERS, AxisSize
 
@@ -25,8 +26,10 @@ class DistributedConfig(Section):
     """Pipeline parallelism: each stage has consecutive blocks."""
     pp_schedule: Literal["1f1b", "gpipe", "interleaved_1f1b"] = "1f1b"
     """Schedule of the microbatches in the pipeline."""
-    pp_chunks: Annotated[int, Field(ge=2, le=MOST_LAYERS)] = 2
-    """Virtual stages (groups of consecutive blocks) per stage with interleaved_1f1b."""
+    pp_chunks: Annotated[
+        int, Field(ge=2, le=MOST_LAYERS), Needs("pp_schedule", "interleaved_1f1b")
+    ] = 2
+    """Virtual stages (groups of consecutive blocks) per stage."""
     cp: AxisSize = 1
     """Context parallelism: sequences are sharded."""
     cp_strategy: Literal["auto", "ulysses", "ring"] = "auto"
@@ -39,7 +42,7 @@ class DistributedConfig(Section):
     """Expert parallelism: experts are sharded; like dp_shard, this axis also shards the batch."""
     elastic_processes: AxisSize | None = None
     """Processes of the whole job. With fewer, dp shrinks and batches stay the same."""
-    elastic_min_processes: AxisSize = 1
+    elastic_min_processes: Annotated[AxisSize, Needs("elastic_processes")] = 1
     """Smallest number of processes of an elastic job; checked when it starts."""
     heartbeat_timeout_sec: PositiveInt = 100
     """Seconds without a heartbeat after which a process is considered lost and the job ends."""

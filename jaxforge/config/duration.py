@@ -12,6 +12,8 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 
+from jaxforge.config.facts import Interval
+
 _FORM = re.compile(
     r"(?P<number>\d[\d_]*\.?\d*|\.\d+)\s*"
     r"(?:(?P<unit>%|ep)|(?P<size>[KMBT]?)\s*(?P<item>tok|samples))"
@@ -24,6 +26,8 @@ Steps = Annotated[int, Field(ge=0, json_schema_extra=_IN_ANY_UNIT)]
 """Type of a key that counts updates and accepts a duration; the JSON schema marks it as such."""
 PositiveSteps = Annotated[int, Field(gt=0, json_schema_extra=_IN_ANY_UNIT)]
 """`Steps` of at least 1."""
+Every = Annotated[int, Field(ge=0), Interval()]
+"""Type of a key with the updates between two events; 0: never."""
 
 
 def token_count(value: object) -> object:

@@ -1,9 +1,12 @@
 """`[early_stop]`: conditions that end a run before train.max_steps."""
 
+from typing import Annotated
+
 from pydantic import NonNegativeFloat, PositiveFloat
 
 from jaxforge.config.directions import Mode
 from jaxforge.config.duration import PositiveSteps
+from jaxforge.config.facts import Interval
 from jaxforge.config.section import Section
 
 CONDITIONS = ("patience_steps", "target", "max_steps", "max_loss", "min_lr", "max_grad_norm")
@@ -20,7 +23,7 @@ class EarlyStopConfig(Section):
     """Metric that must improve, such as eval/loss, train/loss or eval/tasks/<task>/acc."""
     mode: Mode = "auto"
     """Direction of metric: lower ("min") or higher ("max") is better; by default from its name."""
-    patience_steps: PositiveSteps | None = None
+    patience_steps: Annotated[PositiveSteps | None, Interval()] = None
     """End after this many updates without improvement, checked whenever the metric is logged."""
     min_delta: NonNegativeFloat = 0.0
     """Smallest change of the metric that counts as an improvement."""

@@ -9,7 +9,8 @@ from pydantic import NonNegativeFloat, NonNegativeInt, PositiveInt
 
 from jaxforge.config import points
 from jaxforge.config.duration import PositiveSteps, Steps
-from jaxforge.config.section import PathText, Section
+from jaxforge.config.facts import Interval, Needs
+from jaxforge.config.section import BucketPath, LocalPath, Section
 from jaxforge.registry import Registry
 
 METRICS = ("loss", "perplexity", "bits_per_byte")
@@ -36,7 +37,7 @@ class EvalDataset(Section):
 
     name: str = ""
     """Name in metrics: letters, digits, "_", "." and "-"; a single set needs no name."""
-    dataset_path: PathText = ""
+    dataset_path: BucketPath = ""
     """Directory of token shards, or the prefix of .bin and .idx files of Megatron-LM."""
     file_pattern: str = "*.npy"
     """Glob of the shards in dataset_path."""
@@ -46,7 +47,7 @@ class EvalDataset(Section):
     """Configuration of the Hugging Face dataset."""
     hf_dataset_split: str = "validation"
     """Split of the Hugging Face dataset."""
-    interval: PositiveSteps | None = None
+    interval: Annotated[PositiveSteps | None, Interval(is_reported=False)] = None
     """Updates between evaluations of this set; by default eval.interval."""
     start_step: Steps | None = None
     """Updates before the first evaluation of this set; by default eval.start_step."""
@@ -89,7 +90,7 @@ class EvalConfig(Section):
 
     enabled: bool = False
     """Evaluate during training."""
-    interval: PositiveSteps = 1000
+    interval: Annotated[PositiveSteps, Interval(is_reported=False)] = 1000
     """Updates between evaluations."""
     start_step: Steps = 0
     """Updates before the first evaluation, which follows at the next multiple of interval."""
@@ -103,13 +104,13 @@ class EvalConfig(Section):
     """Names of registered evaluation functions, such as accuracy, logged for each set."""
     tasks: tuple[str, ...] = ()
     """Names or YAML files of lm_eval tasks and groups to evaluate on, such as lambada_openai."""
-    tasks_path: PathText = ""
+    tasks_path: Annotated[LocalPath, Needs("tasks")] = ""
     """Directory of YAML files with tasks of your own, by name."""
-    tasks_core: PathText = ""
+    tasks_core: LocalPath = ""
     """Directory of DCLM's CORE tasks (core.yaml, eval_meta_data.csv, eval_data) to evaluate on."""
-    tasks_interval: PositiveSteps | None = None
+    tasks_interval: Annotated[PositiveSteps | None, Interval(is_reported=False)] = None
     """Updates between evaluations on tasks; by default eval.interval."""
-    tasks_num_fewshot: NonNegativeInt | None = None
+    tasks_num_fewshot: Annotated[NonNegativeInt | None, Needs("tasks")] = None
     """Examples before each question of lm_eval's tasks; by default those of each task."""
     tasks_limit: PositiveInt | None = None
     """Documents per task, always the first; by default all."""
@@ -117,23 +118,23 @@ class EvalConfig(Section):
     """Sequences per batch of tasks, over all devices."""
     tasks_weights: Literal["raw", "ema"] = "raw"
     """Weights that are evaluated on tasks: the parameters, or their average (train.ema_decay)."""
-    sample_interval: Steps = 0
+    sample_interval: Annotated[Steps, Interval()] = 0
     """Updates between generated text samples, also without evaluation; 0 disables them."""
-    sample_prompts: tuple[str, ...] = ("",)
+    sample_prompts: Annotated[tuple[str, ...], Needs("sample_interval")] = ("",)
     """Prompts of the samples; an empty prompt begins a document."""
-    sample_tokens: PositiveInt = 64
+    sample_tokens: Annotated[PositiveInt, Needs("sample_interval")] = 64
     """Maximum number of tokens per sample."""
-    sample_temperature: NonNegativeFloat = 0.8
+    sample_temperature: Annotated[NonNegativeFloat, Needs("sample_interval")] = 0.8
     """Sampling temperature; 0 selects the most likely token."""
-    activations_interval: Steps = 0
+    activations_interval: Annotated[Steps, Interval()] = 0
     """Updates between captures of activations, also without evaluation; 0 disables them."""
-    activations_points: tuple[str, ...] = ("residual",)
+    activations_points: Annotated[tuple[str, ...], Needs("activations_interval")] = ("residual",)
     """Names or patterns of captured points: attention, mlp, residual, attention_weights, logits."""
-    activations_layers: tuple[NonNegativeInt, ...] = ()
+    activations_layers: Annotated[tuple[NonNegativeInt, ...], Needs("activations_interval")] = ()
     """Indices of the captured layers, from 0; [] captures all."""
-    activations_sequences: PositiveInt = 8
+    activations_sequences: Annotated[PositiveInt, Needs("activations_interval")] = 8
     """Number of captured sequences, always the first of the set."""
-    activations_set: str = ""
+    activations_set: Annotated[str, Needs("activations_interval")] = ""
     """Name of the captured evaluation set; if empty, the first set."""
 
     def problems(self) -> Iterator[str]:

@@ -4,12 +4,12 @@ Each warning names the key, its value and a change. `plan.checks` has the warnin
 the data and the disk.
 """
 
-import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 from jaxforge.config.eval import TASKS_PREFIX, EvalSchedule
+from jaxforge.config.facts import Needs, Requires, WithinRun, facts
 from jaxforge.config.job import JobConfig, short_toml
 from jaxforge.config.optimizer import UNUSUAL_LR
 from jaxforge.config.problems import describe_change
@@ -96,42 +96,29 @@ def _precision(config: JobConfig, platform: str) -> Iterator[str]:
         )
 
 
-_NEEDS: dict[str, tuple[str, object]] = {
-    "profiling.": ("profiling.enable", True),
-    "dpo.": ("train.objective", "dpo"),
-    "distillation.": ("train.objective", "distillation"),
-    "lora.": ("lora.rank", None),
-    "optimizer.muon_": ("optimizer.name", "muon"),
-    "optimizer.soap_": ("optimizer.name", "soap"),
-    "optimizer.schedule_free_": ("optimizer.name", "schedule_free_adamw"),
-    "optimizer.skip_idle_experts": ("model.num_experts", None),
-    "train.ema_": ("train.ema_decay", None),
-    "train.mtp_loss_weight": ("model.mtp_depth", None),
-}
-"""Beginning of keys -> key and value without which they have no effect; None: other than 0."""
-
-
 def _unused(config: JobConfig) -> Iterator[str]:
     """Yield settings whose effect depends on another key.
 
     Values equal to the default do not count, because the config of a run contains all keys.
     """
-    changed = config.changed_settings
-    for start, (key, needed) in _NEEDS.items():
-        value = config.settings[key]
-        if value == needed or (needed is None and value):
-            continue
-        unused = [
+    changed = {key: value for key, value in config.changed_settings.items() if value is not False}
+    unused: dict[tuple[str, Needs], list[str]] = {}
+    for key, needed, needs in _unmet(config):
+        unused.setdefault((needed, needs), []).extend(
             f"{name} = {short_toml(x)}" for name, x in changed.items()
-            if name.startswith(start) and x is not False
-        ]  # fmt: skip
-        if unused:
-            verb, it = ("have", "them") if len(unused) > 1 else ("has", "it")
-            remedy = f"{key} to {json.dumps(needed)}" if needed else key
-            yield (
-                f"{', '.join(unused)} {verb} no effect with {key} = {short_toml(value)}: remove "
-                f"{it}, or set {remedy}"
-            )
+            if name == key or name.startswith(f"{key}.")
+        )  # fmt: skip
+    for (needed, needs), settings in unused.items():
+        if settings:
+            yield needs.message(settings, needed, config.settings[needed])
+
+
+def _unmet(config: JobConfig) -> Iterator[tuple[str, str, Needs]]:
+    """Yield each key or table without effect, the setting that it needs, and the need itself."""
+    for key, needs in facts(JobConfig, Needs):
+        is_refused = isinstance(needs, Requires)
+        if not is_refused and not needs.is_met(config.settings[needs.absolute(key)]):
+            yield key, needs.absolute(key), needs
 
 
 def _average(config: JobConfig) -> Iterator[str]:
@@ -283,28 +270,13 @@ def _phases(config: JobConfig) -> Iterator[str]:
         previous = phase.start_step
 
 
-_STEPS_BETWEEN: dict[str, Callable[[JobConfig], bool]] = {
-    "train.exit_interval": lambda config: True,
-    "train.verify_interval": lambda config: True,
-    "checkpoint.non_persistent_interval": lambda config: True,
-    "checkpoint.replica_interval": lambda config: True,
-    "eval.activations_interval": lambda config: True,
-    "early_stop.patience_steps": lambda config: True,
-    "metrics.device_speed_interval": lambda config: True,
-    "metrics.max_attention_logit_interval": lambda config: True,
-    "metrics.straggler_report_interval": lambda config: True,
-    "profiling.start_step": lambda config: config.profiling.enable,
-}
-"""Keys with an interval in updates (0 or not set: never), and whether each key is in use."""
-
-
 def _intervals(config: JobConfig) -> Iterator[str]:
     """Yield intervals that are longer than the run."""
-    last = config.train.max_steps
-    for key, is_on in _STEPS_BETWEEN.items():
-        section, _, name = key.partition(".")
-        steps = getattr(getattr(config, section), name) or 0
-        if is_on(config) and steps > last:
+    last, unused = config.train.max_steps, {key for key, *_ in _unmet(config)}
+    for key, fact in facts(JobConfig, WithinRun):
+        is_used = not unused & {key, key.partition(".")[0]}
+        steps = config.settings.get(key) or 0  # keys of tables in lists have rules of their own
+        if steps > last and is_used and fact.is_reported:
             yield (
                 f"{key} = {steps:,} exceeds train.max_steps = {last:,}, so it has no "
                 "effect: change " + describe_change({key: max(1, last // 10)})

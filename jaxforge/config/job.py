@@ -3,7 +3,7 @@
 import json
 import re
 from collections.abc import Iterator, Mapping
-from typing import Any, Self
+from typing import Annotated, Any, Self
 
 from pydantic import Field, model_validator
 
@@ -13,6 +13,7 @@ from jaxforge.config.data import DataConfig
 from jaxforge.config.distributed import DistributedConfig
 from jaxforge.config.early_stop import EarlyStopConfig
 from jaxforge.config.eval import EvalConfig
+from jaxforge.config.facts import Flag, Needs
 from jaxforge.config.lora import LoraConfig
 from jaxforge.config.metrics import MetricsConfig
 from jaxforge.config.model import ModelConfig
@@ -32,13 +33,15 @@ class JobConfig(Section):
     """User modules; read first, because they register names that other sections may use."""
     model: ModelConfig = Field(default_factory=ModelConfig)
     """Model architecture."""
-    lora: LoraConfig = Field(default_factory=LoraConfig)
+    lora: Annotated[LoraConfig, Needs("lora.rank")] = Field(default_factory=LoraConfig)
     """Low-rank adapters."""
     train: TrainConfig = Field(default_factory=TrainConfig)
     """Batch size, length, precision and training loop."""
-    dpo: DpoConfig = Field(default_factory=DpoConfig)
+    dpo: Annotated[DpoConfig, Needs("train.objective", "dpo")] = Field(default_factory=DpoConfig)
     """Direct preference optimization."""
-    distillation: DistillationConfig = Field(default_factory=DistillationConfig)
+    distillation: Annotated[DistillationConfig, Needs("train.objective", "distillation")] = Field(
+        default_factory=DistillationConfig
+    )
     """Distillation from a teacher."""
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
     """Update rule."""
@@ -50,13 +53,19 @@ class JobConfig(Section):
     """Evaluation during training."""
     early_stop: EarlyStopConfig = Field(default_factory=EarlyStopConfig)
     """Conditions that end a run early."""
-    distributed: DistributedConfig = Field(default_factory=DistributedConfig)
+    distributed: Annotated[DistributedConfig, Flag.NO_RESULT] = Field(
+        default_factory=DistributedConfig
+    )
     """Device mesh."""
-    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
+    checkpoint: Annotated[CheckpointConfig, Flag.NO_RESULT] = Field(
+        default_factory=CheckpointConfig
+    )
     """Saving and loading of checkpoints."""
-    metrics: MetricsConfig = Field(default_factory=MetricsConfig)
+    metrics: Annotated[MetricsConfig, Flag.NO_RESULT] = Field(default_factory=MetricsConfig)
     """Logging."""
-    profiling: ProfilingConfig = Field(default_factory=ProfilingConfig)
+    profiling: Annotated[
+        ProfilingConfig, Needs("profiling.enable", True), Flag.PER_HOST, Flag.NO_RESULT
+    ] = Field(default_factory=ProfilingConfig)
     """Profiler traces."""
 
     @model_validator(mode="after")

@@ -6,7 +6,8 @@ from typing import Annotated
 
 from pydantic import Field, NonNegativeInt, PositiveFloat
 
-from jaxforge.config.section import PathText, Section
+from jaxforge.config.facts import Requires
+from jaxforge.config.section import AnyPath, Section
 
 ADAPTER = ("lora_a", "lora_b")
 """Names of an adapter's matrices, next to the `weight` of their linear layer."""
@@ -23,9 +24,9 @@ class LoraConfig(Section):
     """Multiply by alpha / √rank instead (arXiv:2312.03732), for high ranks."""
     targets: tuple[str, ...] = ()
     """Regular expressions; linear layers with a matching name are adapted. By default all are."""
-    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    dropout: Annotated[float, Field(ge=0, lt=1), Requires("rank")] = 0.0
     """Probability that training drops an element of an adapter's input; others are scaled up."""
-    adapter: PathText | None = None
+    adapter: Annotated[AnyPath | None, Requires("rank")] = None
     """Adapter to start from, of PEFT or of another run; by default A is random and B zero."""
 
     @property
@@ -52,10 +53,6 @@ class LoraConfig(Section):
                 re.compile(pattern)
             except re.error as error:
                 yield f'targets: "{pattern}" is not a regular expression: {error}'
-        if self.adapter is not None and not self.rank:
-            yield "adapter requires rank, that of the adapter"
-        if self.dropout and not self.rank:
-            yield "dropout requires rank: it drops elements of the inputs of adapters"
 
 
 def is_adapter(name: str) -> bool:

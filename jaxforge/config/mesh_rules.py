@@ -3,8 +3,10 @@
 import json
 import math
 from collections.abc import Iterator
+from operator import attrgetter
 
 from jaxforge.config.axes import BATCH_AXES, Mesh, Rule, cp_strategy, data_parallel
+from jaxforge.config.facts import SplitBy, facts
 from jaxforge.config.fixes import smaller_axis
 from jaxforge.config.job import JobConfig
 from jaxforge.config.model import ATTENTION, GATED_DELTA_NET, LATENT_ATTENTION, MAMBA2, NO_MIXER
@@ -12,22 +14,27 @@ from jaxforge.config.points import ATTENTION_WEIGHTS
 from jaxforge.config.problems import Problem, divisors, multiples, nearest, single_change
 
 
-def heads_divide_by_tp(config: JobConfig, mesh: Mesh) -> Iterator[Problem]:
-    """Require a whole number of query heads per tensor-parallel rank."""
-    yield from _divides(config, "model.n_heads", config.model.n_heads, mesh, "tp")
+def shares_are_equal(config: JobConfig, mesh: Mesh) -> Iterator[Problem]:
+    """Require equal shares of what mesh axes split (`facts.SplitBy`).
 
-
-def kv_heads_divide_by_tp(config: JobConfig, mesh: Mesh) -> Iterator[Problem]:
-    """Require a whole number of key/value heads per tensor-parallel rank."""
-    if config.model.n_kv_heads:  # otherwise equal to n_heads
-        yield from _divides(config, "model.n_kv_heads", config.model.n_kv_heads, mesh, "tp")
-
-
-def mixer_heads_divide_by_tp(config: JobConfig, mesh: Mesh) -> Iterator[Problem]:
-    """Require a whole number of the heads and groups of mixers per tensor-parallel rank."""
-    for mixer, table in config.model.mixer_tables.items():
-        for key, size in table.split_sizes.items():
-            yield from _divides(config, f"model.{mixer}.{key}", size, mesh, "tp")
+    An indivisible dp_shard is reduced instead (`with_equal_shards`).
+    """
+    for key, split in facts(JobConfig, SplitBy):
+        table, _, name = key.rpartition(".")
+        value = getattr(attrgetter(table)(config), split.resolved or name)
+        axes = {axis: mesh[axis] for axis in split.axes.split() if mesh[axis] > 1}
+        size = math.prod(axes.values())
+        is_used = table == "train" or config.model.uses(key.removeprefix("model."))
+        if not is_used or not value or value % size == 0:
+            continue
+        product = " * ".join(map(str, axes.values())) + (f" = {size}" if len(axes) > 1 else "")
+        yield Problem(
+            f"{key} = {value} must be a multiple of distributed.{' * '.join(axes)} = {product}",
+            (
+                multiples(key, value, size),
+                *(smaller_axis(config, axis, n) for axis, n in axes.items()),
+            ),
+        )
 
 
 def convolutions_fit_parts(config: JobConfig, mesh: Mesh) -> Iterator[Problem]:
@@ -47,11 +54,6 @@ def convolutions_fit_parts(config: JobConfig, mesh: Mesh) -> Iterator[Problem]:
                     smaller_axis(config, "cp", mesh["cp"]),
                 ),
             )
-
-
-def seq_len_divides_by_cp_and_tp(config: JobConfig, mesh: Mesh) -> Iterator[Problem]:
-    """Require sequences that divide over cp, and over tp, which shards them between blocks."""
-    yield from _divides(config, "train.seq_len", config.train.seq_len, mesh, "cp", "tp")
 
 
 def heads_divide_by_cp(config: JobConfig, mesh: Mesh) -> Iterator[Problem]:
@@ -104,29 +106,6 @@ def attention_weights_need_whole_sequences(config: JobConfig, mesh: Mesh) -> Ite
                 single_change("eval.activations_points", "residual"),
             ),
         )
-
-
-def ffn_dim_divides_by_tp(config: JobConfig, mesh: Mesh) -> Iterator[Problem]:
-    """Require equal feed-forward columns on all tensor-parallel ranks."""
-    yield from _divides(config, "model.ffn_hidden_dim", config.model.ffn_dim, mesh, "tp")
-
-
-def vocab_divides_by_pp_and_tp(config: JobConfig, mesh: Mesh) -> Iterator[Problem]:
-    """Require equal rows of embedding and head on all ranks of pp and tp."""
-    yield from _divides(config, "model.vocab_size", config.model.vocab_size, mesh, "pp", "tp")
-
-
-def dim_divides_by_cp_and_ep(config: JobConfig, mesh: Mesh) -> Iterator[Problem]:
-    """Require that the residual width, along which parameters are sharded, divides over cp and ep.
-
-    An indivisible dp_shard is reduced (`with_equal_shards`). The sizes of cp and ep cannot be
-    reduced, because sequences are sharded over cp and experts over ep.
-    """
-    yield from _divides(config, "model.dim", config.model.dim, mesh, "cp", "ep")
-    latents, has_latents = config.model.latent_attention, config.model.has_latent_attention
-    for key in ("q_rank", "kv_rank") if has_latents else ():
-        if rank := getattr(latents, key):
-            yield from _divides(config, f"model.latent_attention.{key}", rank, mesh, "cp", "ep")
 
 
 def global_batch_divides(config: JobConfig, mesh: Mesh) -> Iterator[Problem]:
@@ -255,8 +234,8 @@ def biased_stages_have_equal_layers(config: JobConfig, mesh: Mesh) -> Iterator[P
         )
 
 
-def experts_divide_by_ep(config: JobConfig, mesh: Mesh) -> Iterator[Problem]:
-    """Require experts that divide over ep."""
+def ep_has_experts(config: JobConfig, mesh: Mesh) -> Iterator[Problem]:
+    """Require experts if the mesh has an axis for them."""
     if mesh["ep"] > 1 and not config.model.is_moe:
         yield Problem(
             f"distributed.ep = {mesh['ep']} requires a model with experts",
@@ -265,17 +244,6 @@ def experts_divide_by_ep(config: JobConfig, mesh: Mesh) -> Iterator[Problem]:
                 multiples("model.num_experts", mesh["ep"], mesh["ep"]),
             ),
         )
-    else:
-        yield from _divides(config, "model.num_experts", config.model.num_experts, mesh, "ep")
-
-
-def expert_width_divides_by_tp(config: JobConfig, mesh: Mesh) -> Iterator[Problem]:
-    """Require equal columns of every expert on all tensor-parallel ranks."""
-    if config.model.is_moe:
-        yield from _divides(config, "model.moe_expert_dim", config.model.expert_dim, mesh, "tp")
-    if config.model.shared_expert_dim:
-        width = config.model.shared_expert_dim
-        yield from _divides(config, "model.moe_shared_expert_dim", width, mesh, "tp")
 
 
 def fp8_experts_have_no_stages(config: JobConfig, mesh: Mesh) -> Iterator[Problem]:
@@ -302,42 +270,19 @@ def pipeline_offloads_nothing(config: JobConfig, mesh: Mesh) -> Iterator[Problem
 
 
 MESH_RULES: tuple[Rule, ...] = (
-    heads_divide_by_tp,
-    kv_heads_divide_by_tp,
-    mixer_heads_divide_by_tp,
-    seq_len_divides_by_cp_and_tp,
+    shares_are_equal,
     heads_divide_by_cp,
     seq_len_divides_by_ring_chunks,
     convolutions_fit_parts,
     attention_weights_need_whole_sequences,
     alibi_needs_whole_sequences,
-    ffn_dim_divides_by_tp,
-    vocab_divides_by_pp_and_tp,
-    dim_divides_by_cp_and_ep,
     global_batch_divides,
     batch_sizes_agree,
     every_stage_has_layers,
     microbatches_fill_pipeline,
     different_stages_exchange_in_groups,
     biased_stages_have_equal_layers,
-    experts_divide_by_ep,
-    expert_width_divides_by_tp,
+    ep_has_experts,
     fp8_experts_have_no_stages,
     pipeline_offloads_nothing,
 )
-
-
-def _divides(config: JobConfig, key: str, value: int, mesh: Mesh, *axes: str) -> Iterator[Problem]:
-    """Yield a problem unless `value` is divisible by the product of `axes`."""
-    sizes = {axis: mesh[axis] for axis in axes if mesh[axis] > 1}
-    size = math.prod(sizes.values())
-    if value % size == 0:
-        return
-    product = f"{' * '.join(map(str, sizes.values()))} = {size}" if len(sizes) > 1 else f"{size}"
-    yield Problem(
-        f"{key} = {value} must be a multiple of distributed.{' * '.join(sizes)} = {product}",
-        (
-            multiples(key, value, size),
-            *(smaller_axis(config, axis, n) for axis, n in sizes.items()),
-        ),
-    )

@@ -2,17 +2,18 @@
 
 from collections import Counter
 from collections.abc import Iterator
-from typing import Literal, get_args
+from typing import Annotated, Literal, get_args
 
-from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import Field, PositiveFloat, PositiveInt
 
-from jaxforge.config.section import PathText, Section
+from jaxforge.config.duration import Every
+from jaxforge.config.facts import Flag, Interval, Needs
+from jaxforge.config.section import AnyPath, Section
 from jaxforge.storage import urls
 
 Extra = Literal["grad_norms_per_layer", "num_zeros_in_grad", "params_norm", "update_norm"]
 EXTRAS: tuple[str, ...] = get_args(Extra)
 """Optional metrics that a step can compute (`step.collect`)."""
-
 
 Writer = Literal["tensorboard", "wandb", "mlflow", "trackio"]
 WRITERS: tuple[Writer, ...] = get_args(Writer)
@@ -24,7 +25,7 @@ class MetricsWriter(Section):
 
     name: Writer
     """TensorBoard, Weights & Biases, MLflow or Trackio."""
-    interval: PositiveInt | None = None
+    interval: Annotated[PositiveInt | None, Interval(is_reported=False)] = None
     """Updates between points; if not set, metrics.log_interval."""
     project: str = "jaxforge"
     """Project, or experiment in MLflow; TensorBoard has none."""
@@ -34,7 +35,7 @@ class MetricsWriter(Section):
     run_id: str = ""
     """Id of the run in wandb or mlflow; if empty, the run with the id in the checkpoint, or a new
     run."""
-    location: PathText | None = None
+    location: AnyPath | None = None
     """tensorboard: directory, relative to the run directory, by default tb_logs. mlflow: server or
     sqlite:///FILE, by default MLFLOW_TRACKING_URI or MLflow's default. trackio: Hugging Face Space
     OWNER/NAME, by default TRACKIO_SPACE_ID or local files."""
@@ -53,18 +54,18 @@ class MetricsWriter(Section):
 class MetricsConfig(Section):
     """Logging of a run."""
 
-    log_interval: PositiveInt = 10
+    log_interval: Annotated[PositiveInt, Interval(is_reported=False)] = 10
     """Updates between lines on the console and in metrics.jsonl; the first and last always log."""
     log_format: Literal[
         "kempnerforge", "megatron", "torchtitan", "mindspeed", "textbook", "json"
     ] = "kempnerforge"
     """Format of console lines, compatible with existing parsers of the logs of other frameworks."""
-    log_progress: bool = False
+    log_progress: Annotated[bool, Flag.SIDE_EFFECT] = False
     """Write progress.txt, Megatron's log of jobs, checkpoints and throughput."""
-    straggler_report_interval: NonNegativeInt = 0
+    straggler_report_interval: Every = 0
     """Updates between comparisons of the host time of all processes, which report slow hosts; 0
     disables them."""
-    device_speed_interval: NonNegativeInt = 0
+    device_speed_interval: Every = 0
     """Updates between timings of each device that reveal slow devices; 0 disables them."""
     straggler_threshold: float = Field(default=0.7, gt=0, lt=1)
     """A host or device is slow if the fastest one's time divided by its own is below this value."""
@@ -74,15 +75,15 @@ class MetricsConfig(Section):
     """Optional metrics to compute in every step and to log; see docs/metrics.md."""
     log_energy: bool = False
     """Log energy and power of NVIDIA GPUs, read by NVML; needs nvidia-ml-py."""
-    max_attention_logit_interval: NonNegativeInt = 0
+    max_attention_logit_interval: Every = 0
     """Updates between measurements of the largest attention logit; 0 disables them."""
-    prometheus_port: int = Field(default=0, ge=0, le=65535)
+    prometheus_port: Annotated[int, Flag.SIDE_EFFECT] = Field(default=0, ge=0, le=65535)
     """Port of /metrics, /healthz and /readyz on each host; 0: off. See docs/metrics.md."""
-    prometheus_address: str = "0.0.0.0"
+    prometheus_address: Annotated[str, Needs("prometheus_port")] = "0.0.0.0"
     """Address of prometheus_port; "127.0.0.1" for clients on the same machine only."""
     peak_tflops: PositiveFloat | None = None
     """Peak TFLOP/s of one device, for MFU; if not set, the value of the data sheet if known."""
-    writers: tuple[MetricsWriter, ...] = ()
+    writers: Annotated[tuple[MetricsWriter, ...], Flag.SIDE_EFFECT] = ()
     """Further destinations of metrics, next to the console and metrics.jsonl."""
 
     def problems(self) -> Iterator[str]:

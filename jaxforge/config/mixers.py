@@ -5,6 +5,7 @@ from typing import Annotated, ClassVar
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
+from jaxforge.config.facts import Constant, SplitBy, Structure
 from jaxforge.config.problems import Problem, divisors, multiples, nearest
 from jaxforge.config.section import Section
 
@@ -15,16 +16,11 @@ class MixerConfig(Section):
     has_mup_rules: ClassVar[bool] = False
     """Whether muP has rules for the parameters."""
 
-    @property
-    def split_sizes(self) -> dict[str, int]:
-        """Numbers of heads and groups that tp must divide, by key."""
-        return {}
-
 
 class GatedDeltaNetConfig(MixerConfig):
     """`[model.gated_delta_net]`: linear attention with the gated delta rule, as in Qwen3-Next."""
 
-    key_heads: PositiveInt = 16
+    key_heads: Annotated[PositiveInt, Structure(), SplitBy("tp")] = 16
     """Query and key heads per layer."""
     value_heads: PositiveInt = 32
     """Value heads per layer, a multiple of key_heads. Each has a state of key_head_dim times
@@ -35,11 +31,6 @@ class GatedDeltaNetConfig(MixerConfig):
     """Width of a value head."""
     conv_size: Annotated[int, Field(ge=2)] = 4
     """Tokens in the causal convolutions of queries, keys and values, including the token itself."""
-
-    @property
-    def split_sizes(self) -> dict[str, int]:
-        """Number of key heads, a divisor of the number of value heads."""
-        return {"key_heads": self.key_heads}
 
     @property
     def key_size(self) -> int:
@@ -70,13 +61,13 @@ class Mamba2Config(MixerConfig):
     Default values are those of the 2.7B model of the paper (arXiv:2405.21060).
     """
 
-    heads: PositiveInt = 80
+    heads: Annotated[PositiveInt, SplitBy("tp")] = 80
     """Heads per layer."""
     head_dim: PositiveInt = 64
     """Width of a head. Each head has a state of head_dim times state_size numbers."""
     state_size: PositiveInt = 128
     """Width of the input and output projections of the state, B and C."""
-    groups: PositiveInt = 1
+    groups: Annotated[PositiveInt, Structure(), SplitBy("tp", "split_groups")] = 1
     """Groups of heads, each with its own B and C and its own norm. A divisor of heads."""
     conv_size: Annotated[int, Field(ge=2)] = 4
     """Tokens in the causal convolution of x, B and C, including the token itself."""
@@ -87,9 +78,9 @@ class Mamba2Config(MixerConfig):
     chunk_size: PositiveInt = 256
     """Tokens that are computed by products with each other. It affects speed and memory, and
     results only by rounding."""
-    time_step_min: NonNegativeFloat = 0.0
+    time_step_min: Annotated[NonNegativeFloat, Constant()] = 0.0
     """Lower limit of the time steps of a head."""
-    time_step_max: PositiveFloat | None = None
+    time_step_max: Annotated[PositiveFloat | None, Constant()] = None
     """Upper limit of the time steps of a head; if not set, there is none."""
     init_time_step_min: PositiveFloat = 0.001
     """Smallest initial time step. Initial time steps of heads are uniform in their logarithm."""
@@ -97,9 +88,9 @@ class Mamba2Config(MixerConfig):
     """Largest initial time step."""
 
     @property
-    def split_sizes(self) -> dict[str, int]:
-        """Numbers of heads and groups; a single group is not split."""
-        return {"heads": self.heads} | ({"groups": self.groups} if self.groups > 1 else {})
+    def split_groups(self) -> int:
+        """Number of groups that devices share; a single group is not split."""
+        return self.groups if self.groups > 1 else 0
 
     @property
     def inner_size(self) -> int:
@@ -141,10 +132,10 @@ class LatentAttentionConfig(MixerConfig):
 
     has_mup_rules = True
 
-    q_rank: PositiveInt | None = None
+    q_rank: Annotated[PositiveInt | None, SplitBy("cp ep")] = None
     """Width of the latent from which queries are computed; if not set, queries are computed from
     the residual stream, as in DeepSeek-V2-Lite."""
-    kv_rank: PositiveInt = 512
+    kv_rank: Annotated[PositiveInt, SplitBy("cp ep")] = 512
     """Width of the latent from which keys and values are computed. With the rotary key, it is all
     that decoding keeps of a token."""
     nope_head_dim: PositiveInt = 128

@@ -8,6 +8,7 @@ from typing import Annotated, Literal, NamedTuple
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
+from jaxforge.config.facts import Constant, Needs, Requires, SplitBy, Structure, facts
 from jaxforge.config.mixers import (
     GatedDeltaNetConfig,
     LatentAttentionConfig,
@@ -56,6 +57,9 @@ AMAX_HISTORIES = ("input_amax_history", "weight_amax_history")
 MODELS = Registry("model.model_type", "transformer")
 """Registered architectures (`model.transformer`)."""
 
+_OF_EXPERTS = Needs("num_experts")
+_OF_ROTARY = Requires("position_embedding", "rotary")
+
 
 class RopeScaling(Section):
     """`[model.rope_scaling]`: scaling of rotary positions to longer contexts."""
@@ -78,10 +82,10 @@ class RopeScaling(Section):
     """yarn: channels with more rotations than this in the original context are unchanged."""
     beta_slow: PositiveFloat = 1.0
     """yarn: channels with fewer rotations than this are scaled by factor."""
-    mscale: PositiveFloat | None = None
+    mscale: Annotated[PositiveFloat | None, Requires("mscale_all_dim")] = None
     """yarn: with mscale_all_dim, numerator of the factor on rotated queries and keys, as in
     DeepSeek: (1 + 0.1 mscale ln factor) / (1 + 0.1 mscale_all_dim ln factor)."""
-    mscale_all_dim: PositiveFloat | None = None
+    mscale_all_dim: Annotated[PositiveFloat | None, Requires("rope_type", "yarn")] = None
     """yarn: multiply attention scores by (1 + 0.1 mscale_all_dim ln factor)², as in DeepSeek."""
     truncate: bool = True
     """yarn: round the bounds of the interpolated range to whole channels."""
@@ -104,10 +108,6 @@ class RopeScaling(Section):
         """Yield the broken rules between the keys of this table."""
         if self.rope_type == "yarn" and self.beta_slow >= self.beta_fast:
             yield f"beta_slow = {self.beta_slow} must be less than beta_fast = {self.beta_fast}"
-        if self.mscale is not None and self.mscale_all_dim is None:
-            yield f"mscale = {self.mscale} has no effect without mscale_all_dim"
-        if self.mscale_all_dim is not None and self.rope_type != "yarn":
-            yield f'mscale_all_dim = {self.mscale_all_dim} requires rope_type = "yarn"'
         if self.rope_type == "llama3" and self.low_freq_factor >= self.high_freq_factor:
             yield (
                 f"low_freq_factor = {self.low_freq_factor} must be less than "
@@ -173,15 +173,15 @@ def scaled_expert(width: int, multiplier: float = 1.0) -> int:
 class ModelConfig(Section):
     """Architecture of a decoder language model."""
 
-    dim: PositiveInt = 4096
+    dim: Annotated[PositiveInt, SplitBy("cp ep")] = 4096
     """Width of the residual stream."""
     n_layers: Annotated[int, Field(gt=0, le=MOST_LAYERS)] = 32
     """Number of transformer blocks."""
-    n_heads: PositiveInt = 32
+    n_heads: Annotated[PositiveInt, Structure(), SplitBy("tp")] = 32
     """Query heads per block."""
-    n_kv_heads: PositiveInt | None = None
+    n_kv_heads: Annotated[PositiveInt | None, Structure("kv_heads"), SplitBy("tp")] = None
     """Key/value heads per block; if not set, n_heads."""
-    head_dim: PositiveInt | None = None
+    head_dim: Annotated[PositiveInt | None, Structure("head_size")] = None
     """Width of one head; if not set, dim / n_heads."""
     mixer_pattern: tuple[Annotated[str, MIXERS], ...] = ()
     """Mixers of consecutive layers, repeated over all layers: registered names of the part that
@@ -194,19 +194,19 @@ class ModelConfig(Section):
     """Settings of layers with "gated_delta_net" in mixer_pattern."""
     mamba2: Mamba2Config = Mamba2Config()
     """Settings of layers with "mamba2" in mixer_pattern."""
-    latent_attention: LatentAttentionConfig = LatentAttentionConfig()
+    latent_attention: Annotated[LatentAttentionConfig, Structure()] = LatentAttentionConfig()
     """Settings of layers with "latent_attention" in mixer_pattern."""
     qkv_bias: bool = False
     """Add a bias to queries, keys and values, as Qwen2 does; in latent attention to the projections
     to latents."""
     o_bias: bool = False
     """Add a bias to the output projection of attention."""
-    clip_qkv: PositiveFloat | None = None
+    clip_qkv: Annotated[PositiveFloat | None, Constant()] = None
     """Clamp queries, keys and values to +- this value before they are split into heads, as MPT and
     DBRX do. If not set, they are not clamped."""
-    attention_scale: PositiveFloat | None = None
+    attention_scale: Annotated[PositiveFloat | None, Constant()] = None
     """Factor on attention scores; if not set, 1 / sqrt(head width)."""
-    attn_logit_softcap: PositiveFloat | None = None
+    attn_logit_softcap: Annotated[PositiveFloat | None, Constant()] = None
     """Cap of attention scores s: cap * tanh(s / cap), as in Gemma 2."""
     attention_sinks: bool = False
     """Add a learned logit per query head to the denominator of its softmax, as in gpt-oss. The
@@ -214,78 +214,88 @@ class ModelConfig(Section):
     attention_output_gate: bool = False
     """Multiply the output of attention, before o_proj, by a sigmoid gate per channel of a head that
     is a linear function of the layer's input (Qwen3-Next)."""
-    attn_temperature_scale: PositiveFloat | None = None
+    attn_temperature_scale: Annotated[PositiveFloat | None, Constant()] = None
     """Multiply the query at position p, in layers without rotary positions, by 1 + scale *
     log(1 + floor((p + 1) / attn_temperature_floor)), as Llama 4 does with a scale of 0.1."""
-    attn_temperature_floor: PositiveInt = 8192
+    attn_temperature_floor: Annotated[
+        PositiveInt, Requires("attn_temperature_scale"), Constant()
+    ] = 8192
     """Tokens between the steps of attn_temperature_scale."""
-    vocab_size: PositiveInt = 32000
+    vocab_size: Annotated[PositiveInt, SplitBy("pp tp")] = 32000
     """Number of token ids."""
-    ffn_hidden_dim: PositiveInt | None = None
+    ffn_hidden_dim: Annotated[PositiveInt | None, SplitBy("tp", "ffn_dim")] = None
     """Feed-forward width; if not set, 4 * dim * 2/3, rounded up to a multiple of 256."""
     norm_type: Literal["rmsnorm", "layernorm"] = "rmsnorm"
     """Normalisation of attention, feed-forward and the final output."""
-    norm_eps: PositiveFloat = 1e-5
+    norm_eps: Annotated[PositiveFloat, Constant()] = 1e-5
     """Added to the variance in norms."""
     norm_placement: Literal["pre", "post", "sandwich"] = "pre"
     """Norms before attention and feed-forward, after them (OLMo 2), or both (Gemma 2)."""
-    norm_unit_offset: bool = False
+    norm_unit_offset: Annotated[bool, Structure()] = False
     """Norms multiply by 1 + weight with weights initialised to 0, as in Gemma and, with LayerNorm,
     in Nemotron."""
-    norm_bias: bool = True
+    norm_bias: Annotated[bool, Requires("norm_type", "layernorm")] = True
     """Bias of each LayerNorm; false in Cohere's models and MPT. RMSNorm never has one."""
     embedding_norm: bool = False
     """Normalise token embeddings, as BLOOM does."""
-    parallel_residual: bool = False
+    parallel_residual: Annotated[bool, Structure()] = False
     """Attention and feed-forward both read the input of the block, as in GPT-NeoX."""
-    shared_norm: bool = False
-    """With parallel_residual, attention and feed-forward share a norm, as in GPT-J, Falcon 7B, Phi
+    shared_norm: Annotated[
+        bool, Requires("parallel_residual", True), Requires("norm_placement", "pre")
+    ] = False
+    """Attention and feed-forward share a norm, as in GPT-J, Falcon 7B, Phi
     and Cohere's models."""
-    activation: Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "swiglu_oai"] = "silu"
+    activation: Annotated[
+        Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "swiglu_oai"], Structure()
+    ] = "silu"
     """Activation function of the feed-forward: gelu is exact, gelu_tanh its tanh approximation.
     relu2 is relu(x)^2 (Primer, Nemotron).
     swiglu_oai (gpt-oss) is always gated: g * sigmoid(1.702 g) * (u + 1) of gate g and input u."""
-    gated_mlp: bool | None = None
+    gated_mlp: Annotated[bool | None, Structure("is_gated")] = None
     """Gated feed-forward with three matrices (SwiGLU, GeGLU) instead of two. If not set, silu and
     swiglu_oai are gated and other activations are not."""
-    swiglu_limit: PositiveFloat | None = None
+    swiglu_limit: Annotated[PositiveFloat | None, Constant()] = None
     """Clamp gates to at most this value, and their multiplicands to +- this value, before the
     activation function (7 in gpt-oss). If not set, neither is clamped."""
     mlp_bias: bool = False
     """Add a bias to every linear layer of the feed-forward."""
-    embedding_multiplier: PositiveFloat = 1.0
+    embedding_multiplier: Annotated[PositiveFloat, Constant()] = 1.0
     """Factor on embeddings; sqrt(dim) in Gemma."""
-    residual_multiplier: PositiveFloat = 1.0
+    residual_multiplier: Annotated[PositiveFloat, Constant()] = 1.0
     """Factor on the outputs of attention and feed-forward, as in Granite."""
-    logits_scaling: PositiveFloat = 1.0
+    logits_scaling: Annotated[PositiveFloat, Constant()] = 1.0
     """Divisor of the final logits, as in Granite."""
-    final_logit_softcap: PositiveFloat | None = None
+    final_logit_softcap: Annotated[PositiveFloat | None, Constant()] = None
     """Cap of the final logits z: cap * tanh(z / cap), as in Gemma 2."""
     max_seq_len: PositiveInt = 2048
     """Maximum sequence length in tokens."""
-    position_embedding: Literal["rotary", "learned", "alibi"] = "rotary"
+    position_embedding: Annotated[Literal["rotary", "learned", "alibi"], Structure()] = "rotary"
     """Position encoding: rotary embeddings, a learned table added to the token embeddings, or a
     bias of attention scores that falls linearly with the distance (ALiBi, as in BLOOM and MPT)."""
-    alibi_max_bias: PositiveFloat = 8.0
-    """alibi: head i of n subtracts 2^(-alibi_max_bias * i / n) per token of distance."""
-    partial_rotary_factor: Annotated[float, Field(gt=0, le=1)] = 1.0
+    alibi_max_bias: Annotated[
+        PositiveFloat, Requires("position_embedding", "alibi"), Constant()
+    ] = 8.0
+    """Head i of n subtracts 2^(-alibi_max_bias * i / n) per token of distance."""
+    partial_rotary_factor: Annotated[float, Field(gt=0, le=1), _OF_ROTARY, Constant()] = 1.0
     """Fraction of the channels of a head, from the first, that get rotary embeddings."""
-    rope_theta: PositiveFloat = 10000.0
+    rope_theta: Annotated[PositiveFloat, Constant()] = 10000.0
     """Base of the rotary frequencies."""
-    rope_scaling: RopeScaling | None = None
+    rope_scaling: Annotated[RopeScaling | None, _OF_ROTARY, Constant()] = None
     """Scaling of rotary positions to longer contexts."""
     sliding_window: PositiveInt | None = None
     """Window of sliding-attention layers in tokens, including the token itself."""
-    attention_chunk_size: PositiveInt | None = None
+    attention_chunk_size: Annotated[PositiveInt | None, Constant()] = None
     """Chunk size in tokens of chunked-attention layers, where tokens attend within their chunk only
     (Llama 4). Chunks begin at the first token of a document."""
     attention_pattern: tuple[Literal["full", "sliding", "chunked"], ...] = ()
     """Attention kinds of consecutive layers, repeated over all layers. If empty, every layer is
     sliding if sliding_window is set, chunked if attention_chunk_size is set, else full."""
-    local_rope_theta: PositiveFloat | None = None
+    local_rope_theta: Annotated[
+        PositiveFloat | None, _OF_ROTARY, Requires("sliding_window"), Constant()
+    ] = None
     """Base of the rotary frequencies in sliding layers, without rope_scaling. If not set, sliding
     layers use the same frequencies as full layers."""
-    rope_pattern: tuple[bool, ...] = ()
+    rope_pattern: Annotated[tuple[bool, ...], _OF_ROTARY, Constant()] = ()
     """Use of rotary positions in consecutive layers, repeated over all; if empty, all use them."""
     mtp_depth: Annotated[int, Field(ge=0, le=MOST_LAYERS)] = 0
     """Number of modules of multi-token prediction, as in DeepSeek-V3. Module k predicts the token k
@@ -297,22 +307,26 @@ class ModelConfig(Section):
     """Add a bias to the logits, as GPT-J and Phi do."""
     qk_norm: bool = False
     """Normalise queries and keys before the rotary embedding."""
-    qk_norm_type: Literal["rmsnorm", "layernorm"] = "rmsnorm"
+    qk_norm_type: Annotated[
+        Literal["rmsnorm", "layernorm"], Requires("qk_norm", True), Structure()
+    ] = "rmsnorm"
     """Norm of qk_norm; LayerNorm has no bias here (Command R+)."""
-    qk_norm_scope: Literal["head", "each_head", "projection"] = "head"
+    qk_norm_scope: Annotated[
+        Literal["head", "each_head", "projection"], Requires("qk_norm", True), Structure()
+    ] = "head"
     """Scope of qk_norm. head: each head, by weights that all heads share. each_head: each head has
     weights of its own (Command R+). projection: all heads of a token together (OLMo 2)."""
-    qk_l2_norm: bool = False
+    qk_l2_norm: Annotated[bool, Structure()] = False
     """Divide the heads of queries and keys by their root mean square in layers with rotary
     positions, without weights (Llama 4)."""
-    qk_norm_eps: PositiveFloat = 1e-5
+    qk_norm_eps: Annotated[PositiveFloat, Constant()] = 1e-5
     """Added to the variance in the norms of queries and keys, independent of norm_eps."""
     init_std: NonNegativeFloat = 0.02
     """Standard deviation of initial weights, over sqrt(2 n_layers) in o_proj and down_proj."""
-    mup_base_width: PositiveInt | None = None
+    mup_base_width: Annotated[PositiveInt | None, Constant()] = None
     """Enable maximal update parametrisation (muP): init_std and optimizer.lr are values for a model
     of this dim and transfer to other widths. If not set, the standard parametrisation."""
-    mup_base_head_dim: PositiveInt | None = None
+    mup_base_head_dim: Annotated[PositiveInt | None, Requires("mup_base_width"), Constant()] = None
     """Head width at mup_base_width, if heads widen with the model: attention scores are then scaled
     by 1 / head width. If not set, wider models have more heads of equal width."""
     model_type: Annotated[str, MODELS] = "transformer"
@@ -321,64 +335,86 @@ class ModelConfig(Section):
         "auto", "flash", "efficient", "cudnn", "triton", "math", "reference", "blockwise", "splash"
     ] = "auto"
     """Attention kernel; auto selects the fastest kernel that supports the config."""
-    num_experts: NonNegativeInt = 0
+    num_experts: Annotated[NonNegativeInt, SplitBy("ep")] = 0
     """Experts per mixture-of-experts block; 0 makes every block dense."""
-    moe_top_k: NonNegativeInt = 2
+    moe_top_k: Annotated[NonNegativeInt, _OF_EXPERTS, Constant()] = 2
     """Experts per token."""
     moe_first_dense_layers: NonNegativeInt = 0
     """Number of first blocks whose feed-forward is dense instead of experts."""
-    moe_router: Literal["softmax_topk", "sigmoid_topk"] = "softmax_topk"
+    moe_router: Annotated[Literal["softmax_topk", "sigmoid_topk"], _OF_EXPERTS, Structure()] = (
+        "softmax_topk"
+    )
     """Router scores: a softmax over all experts, or a sigmoid per expert."""
-    moe_norm_topk: bool = True
+    moe_norm_topk: Annotated[bool, _OF_EXPERTS, Constant()] = True
     """Divide the scores of the selected experts by their sum."""
-    moe_score_inputs: bool = False
+    moe_score_inputs: Annotated[bool, _OF_EXPERTS, Structure()] = False
     """Multiply the inputs of experts by their scores, as in Llama 4, instead of their outputs."""
-    moe_routed_scaling: PositiveFloat = 1.0
+    moe_routed_scaling: Annotated[PositiveFloat, _OF_EXPERTS, Constant()] = 1.0
     """Factor on the summed output of the routed experts."""
-    moe_groups: PositiveInt = 1
+    moe_groups: Annotated[PositiveInt, _OF_EXPERTS, Constant()] = 1
     """Groups of consecutive experts. A token is routed to experts of its best moe_top_k_groups
     groups, each scored as in moe_group_score."""
-    moe_group_score: Literal["sum_of_two", "max"] = "sum_of_two"
+    moe_group_score: Annotated[Literal["sum_of_two", "max"], _OF_EXPERTS, Constant()] = "sum_of_two"
     """Score of a group of experts: the sum of its two best experts (DeepSeek-V3), or its best
     expert (DeepSeek-V2)."""
-    moe_top_k_groups: PositiveInt = 1
+    moe_top_k_groups: Annotated[PositiveInt, _OF_EXPERTS, Constant()] = 1
     """Expert groups per token."""
-    moe_router_bias: bool = False
+    moe_router_bias: Annotated[bool, _OF_EXPERTS] = False
     """Add a bias to the router's logits, as gpt-oss does."""
-    moe_bias_update: Literal["none", "sign", "kempnerforge"] | None = None
+    moe_bias_update: Annotated[
+        Literal["none", "sign", "kempnerforge"] | None, _OF_EXPERTS, Constant("bias_update")
+    ] = None
     """Load balancing by a bias on the router scores. sign: as in DeepSeek-V3, the bias affects only
     the selection, and moves by moe_bias_update_rate toward underloaded experts. kempnerforge: a
     bias inside the sigmoid, trained by the optimizer and adjusted by a running mean of the load.
     If not set, kempnerforge with the sigmoid router, else none."""
-    moe_bias_update_rate: NonNegativeFloat = 1e-3
+    moe_bias_update_rate: Annotated[NonNegativeFloat, _OF_EXPERTS] = 1e-3
     """Change of a bias per update."""
-    moe_bias_schedule: Literal["constant", "cosine_decay", "linear_warmup"] = "constant"
+    moe_bias_schedule: Annotated[
+        Literal["constant", "cosine_decay", "linear_warmup"], _OF_EXPERTS
+    ] = "constant"
     """Schedule of moe_bias_update_rate: decay over the run, or warm-up over a tenth of it."""
-    moe_shared_experts: NonNegativeInt = 0
+    moe_shared_experts: Annotated[NonNegativeInt, _OF_EXPERTS] = 0
     """A value above 0 adds one shared expert that processes every token, as in KempnerForge: n
     shared experts equal one expert of n times the width (moe_shared_expert_dim)."""
-    moe_shared_expert_dim: PositiveInt | None = None
+    moe_shared_expert_dim: Annotated[
+        PositiveInt | None,
+        _OF_EXPERTS,
+        Requires("moe_shared_experts"),
+        SplitBy("tp", "shared_expert_dim"),
+    ] = None
     """Width of the shared expert; if not set, the width of a routed expert."""
-    moe_shared_expert_gate: bool = False
+    moe_shared_expert_gate: Annotated[bool, _OF_EXPERTS, Requires("moe_shared_experts")] = False
     """Multiply the shared expert's output by a sigmoid gate per token, as in Qwen2-MoE."""
-    moe_expert_dim: PositiveInt | None = None
+    moe_expert_dim: Annotated[PositiveInt | None, _OF_EXPERTS, SplitBy("tp", "expert_dim")] = None
     """Width of an expert; if not set, that of the feed-forward, rounded to a multiple of 16."""
-    moe_capacity_factor: NonNegativeFloat = 0.0
+    moe_capacity_factor: Annotated[NonNegativeFloat, _OF_EXPERTS, Constant()] = 0.0
     """Capacity of an expert for tokens' first choices, second choices and so on, relative to an
     even load. Later tokens of the microbatch are dropped. 0 drops no tokens."""
-    moe_gradient_scale: bool = False
+    moe_gradient_scale: Annotated[bool, _OF_EXPERTS] = False
     """In training, divide each expert's output by its load relative to an even load."""
-    moe_aux_loss_weight: NonNegativeFloat = 0.01
+    moe_aux_loss_weight: Annotated[NonNegativeFloat, _OF_EXPERTS] = 0.01
     """Weight of the load-balancing loss of the Switch Transformer, over a microbatch."""
-    moe_sequence_aux_loss_weight: NonNegativeFloat = 0.0
+    moe_sequence_aux_loss_weight: Annotated[NonNegativeFloat, _OF_EXPERTS] = 0.0
     """Weight of DeepSeek-V3's balance loss within each sequence. With moe_bias_update =
     "kempnerforge", weight of KempnerForge's loss over a microbatch, times moe_aux_loss_weight."""
-    moe_router_z_loss_weight: NonNegativeFloat = 0.0
+    moe_router_z_loss_weight: Annotated[NonNegativeFloat, _OF_EXPERTS] = 0.0
     """Weight of the penalty on large router logits."""
-    moe_packed_experts: bool = False
+    moe_packed_experts: Annotated[bool, _OF_EXPERTS] = False
     """Export all experts of a block to KempnerForge as one tensor per projection."""
-    moe_backend: Literal["auto", "blocks", "megablox", "mosaic_gpu"] = "auto"
+    moe_backend: Annotated[Literal["auto", "blocks", "megablox", "mosaic_gpu"], _OF_EXPERTS] = (
+        "auto"
+    )
     """Kernel of the grouped expert products; auto selects the platform's kernel."""
+
+    def uses(self, key: str) -> bool:
+        """Return whether a key, or a key of a table, affects the model."""
+        if key == "qk_norm_eps":
+            return self.qk_norm or self.qk_l2_norm
+        if (table := key.partition(".")[0]) in MIXER_TABLES:
+            return table in self.mixers
+        needs = (needs for name, needs in facts(ModelConfig, Needs) if name == key)
+        return all(each.is_met(getattr(self, each.key)) for each in needs)
 
     @property
     def kv_heads(self) -> int:
@@ -548,8 +584,6 @@ class ModelConfig(Section):
             )
         elif self.position_embedding == "rotary":
             yield from self._rotary_problems()
-        else:
-            yield from self._unused_rotary_keys()
         if self.n_heads % self.kv_heads:
             yield Problem(
                 f"n_heads = {self.n_heads} must be a multiple of n_kv_heads = {self.kv_heads}",
@@ -566,15 +600,6 @@ class ModelConfig(Section):
         yield from self._norm_problems()
         if self.head_bias and self.tie_embeddings:
             yield "head_bias = true requires an output head of its own: set tie_embeddings = false"
-        if self.qk_norm_scope != "head" and not self.qk_norm:
-            yield f'qk_norm_scope = "{self.qk_norm_scope}" has no effect without qk_norm = true'
-        if self.qk_norm_type != "rmsnorm" and not self.qk_norm:
-            yield f'qk_norm_type = "{self.qk_norm_type}" has no effect without qk_norm = true'
-        if self.mup_base_head_dim is not None and self.mup_base_width is None:
-            yield (
-                f"mup_base_head_dim = {self.mup_base_head_dim} has no effect without "
-                "mup_base_width: set that to the dim of the tuned model, or remove it"
-            )
         yield from self._window_problems()
         yield from self._part_problems()
         if self.has_latent_attention:
@@ -583,19 +608,6 @@ class ModelConfig(Section):
             yield from self._expert_problems()
 
     def _position_problems(self) -> Iterator[str]:
-        is_alibi = self.position_embedding == "alibi"
-        if (
-            self.alibi_max_bias != type(self).model_fields["alibi_max_bias"].default
-            and not is_alibi
-        ):
-            yield (
-                f"alibi_max_bias = {self.alibi_max_bias} has no effect with position_embedding = "
-                f'"{self.position_embedding}": remove it'
-            )
-        floor = self.attn_temperature_floor
-        plain = type(self).model_fields["attn_temperature_floor"]
-        if floor != plain.default and self.attn_temperature_scale is None:
-            yield f"attn_temperature_floor = {floor} has no effect without attn_temperature_scale"
         if self.attn_temperature_scale is not None and all(self.ropes):
             yield (
                 f"attn_temperature_scale = {self.attn_temperature_scale} has no effect: all layers "
@@ -605,12 +617,6 @@ class ModelConfig(Section):
     def _norm_problems(self) -> Iterator[str]:
         if self.qk_l2_norm and (self.qk_norm or not any(self.ropes)):
             yield "qk_l2_norm = true requires layers with rotary positions, and qk_norm = false"
-        if not self.norm_bias and self.norm_type != "layernorm":
-            yield 'norm_bias = false has no effect with norm_type = "rmsnorm": remove it'
-        if self.shared_norm and not self.parallel_residual:
-            yield "shared_norm = true requires parallel_residual = true"
-        if self.shared_norm and self.norm_placement != "pre":
-            yield f'shared_norm = true requires norm_placement = "pre", not "{self.norm_placement}"'
         if self.shared_norm and any("none" in parts for parts in self.layer_parts):
             yield "shared_norm = true requires a mixer and a feed-forward in each layer"
 
@@ -638,16 +644,6 @@ class ModelConfig(Section):
         if scaling.rope_type == "yarn" and self.rope_theta <= 1:
             yield f'rope_theta = {self.rope_theta} must be greater than 1 with rope_type = "yarn"'
 
-    def _unused_rotary_keys(self) -> Iterator[str]:
-        keys = ("rope_scaling", "rope_pattern", "local_rope_theta", "partial_rotary_factor")
-        plain = type(self).model_fields
-        for key in keys:
-            if getattr(self, key) != plain[key].default:
-                yield (
-                    f"{key} has no effect with position_embedding = "
-                    f'"{self.position_embedding}": remove it'
-                )
-
     def _window_problems(self) -> Iterator[str]:
         for kind, key in (("sliding", "sliding_window"), ("chunked", "attention_chunk_size")):
             has_kind, tokens = kind in self.attention_pattern, getattr(self, key)
@@ -660,11 +656,6 @@ class ModelConfig(Section):
             yield (
                 "sliding_window and attention_chunk_size apply to different layers: choose the "
                 '"sliding" and "chunked" layers with attention_pattern, or remove a key'
-            )
-        if self.local_rope_theta is not None and self.sliding_window is None:
-            yield (
-                f"local_rope_theta = {self.local_rope_theta} requires sliding layers: "
-                "set sliding_window"
             )
 
     def _part_problems(self) -> Iterator[str]:
@@ -747,6 +738,3 @@ class ModelConfig(Section):
             yield "moe_gradient_scale = true scales outputs: it excludes moe_score_inputs = true"
         if self.bias_update == "kempnerforge" and self.moe_router != "sigmoid_topk":
             yield 'moe_bias_update = "kempnerforge" requires moe_router = "sigmoid_topk"'
-        for key in ("moe_shared_expert_dim", "moe_shared_expert_gate"):
-            if getattr(self, key) and not self.moe_shared_experts:
-                yield f"{key} has no effect with moe_shared_experts = 0"

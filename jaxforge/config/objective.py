@@ -1,11 +1,11 @@
 """`[dpo]` and `[distillation]`: settings of the values of `train.objective`."""
 
-from collections.abc import Iterator
 from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
-from jaxforge.config.section import PathText, Section
+from jaxforge.config.facts import Requires
+from jaxforge.config.section import AnyPath, BucketPath, Section
 
 Objective = Literal["next_token", "dpo", "distillation"]
 """Values of `train.objective`."""
@@ -21,19 +21,14 @@ class DpoConfig(Section):
     """Factor of rewards, beta · log(p / p of the reference); a small beta allows large changes."""
     loss: Literal["sigmoid", "ipo", "hinge"] = "sigmoid"
     """sigmoid: DPO; ipo: squared distance to the margin 1 / (2 beta); hinge: SLiC."""
-    label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
-    """With loss = "sigmoid", assumed fraction of exchanged answers (conservative DPO)."""
+    label_smoothing: Annotated[float, Field(ge=0, lt=0.5), Requires("loss", "sigmoid")] = 0.0
+    """Assumed fraction of exchanged answers (conservative DPO)."""
     length_normalized: bool = False
     """Divide the log-probability of each answer by its number of tokens."""
     rpo_alpha: NonNegativeFloat = 0.0
     """Weight of an additional term: mean -log p of the tokens of the chosen answer."""
-    reference: PathText | None = None
+    reference: AnyPath | None = None
     """Checkpoint of the reference model, of the same shape; if not set, checkpoint.load_path."""
-
-    def problems(self) -> Iterator[str]:
-        """Yield the broken rules between the keys of this section."""
-        if self.label_smoothing and self.loss != "sigmoid":
-            yield f'label_smoothing requires loss = "sigmoid", not "{self.loss}"'
 
 
 class DistillationConfig(Section):
@@ -43,9 +38,9 @@ class DistillationConfig(Section):
     divergence of the student from the teacher, both at the temperature T.
     """
 
-    teacher: PathText | None = None
+    teacher: AnyPath | None = None
     """Checkpoint of a model with the same vocabulary, of any shape; required without logits."""
-    logits: PathText | None = None
+    logits: BucketPath | None = None
     """Directory of saved logits (jaxforge teacher_logits), which replace the teacher."""
     top_k: PositiveInt = 64
     """Number of the teacher's largest logits per token that are used, renormalized to sum to 1."""

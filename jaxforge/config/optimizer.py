@@ -7,6 +7,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
 from jaxforge.config.duration import Steps
+from jaxforge.config.facts import Needs
 from jaxforge.config.problems import Problem, single_change
 from jaxforge.config.section import Options, OptionTable, Section, Weights, WeightTable
 from jaxforge.errors import UserError
@@ -73,29 +74,29 @@ class OptimizerConfig(Section):
     """Decay rates of the first and second moment."""
     eps: PositiveFloat = 1e-8
     """Added to the square root of the second moment."""
-    muon_momentum: Annotated[float, Field(gt=0, lt=1)] = 0.95
+    muon_momentum: Annotated[float, Field(gt=0, lt=1), Needs("name", "muon")] = 0.95
     """Momentum of Muon."""
-    muon_ns_steps: PositiveInt = 5
+    muon_ns_steps: Annotated[PositiveInt, Needs("name", "muon")] = 5
     """Newton-Schulz iterations of Muon."""
-    muon_nesterov: bool = False
+    muon_nesterov: Annotated[bool, Needs("name", "muon")] = False
     """Let Muon look ahead: orthogonalize gradient + muon_momentum * momentum."""
-    muon_variant: Literal["muon", "normuon"] = "muon"
+    muon_variant: Annotated[Literal["muon", "normuon"], Needs("name", "muon")] = "muon"
     """Muon, or NorMuon, which also brings the rows of a step to similar lengths."""
-    muon_beta2: Beta = 0.95
+    muon_beta2: Annotated[Beta, Needs("muon_variant", "normuon")] = 0.95
     """Decay rate of NorMuon's mean square of each row."""
-    muon_scale: Literal["spectral", "rms"] = "spectral"
+    muon_scale: Annotated[Literal["spectral", "rms"], Needs("name", "muon")] = "spectral"
     """Factor on Muon's steps: sqrt(max(1, rows / columns)), or 0.2 sqrt(max(rows, columns))."""
-    muon_adam_lr: PositiveFloat | None = None
+    muon_adam_lr: Annotated[PositiveFloat | None, Needs("name", "muon")] = None
     """Learning rate of the parameters that Muon leaves to AdamW; if not set, lr."""
-    soap_precondition_frequency: PositiveInt = 10
+    soap_precondition_frequency: Annotated[PositiveInt, Needs("name", "soap")] = 10
     """Updates from one change of SOAP's eigenbases to the next."""
-    soap_max_precond_dim: PositiveInt = 10_000
+    soap_max_precond_dim: Annotated[PositiveInt, Needs("name", "soap")] = 10_000
     """Rows or columns of a matrix beyond which SOAP leaves that side in its own basis."""
-    soap_shampoo_beta: Beta | None = None
+    soap_shampoo_beta: Annotated[Beta | None, Needs("name", "soap")] = None
     """Decay rate of SOAP's means of G G^T and G^T G; if not set, the second of betas."""
-    schedule_free_warmup_steps: Steps = 0
+    schedule_free_warmup_steps: Annotated[Steps, Needs("name", "schedule_free_adamw")] = 0
     """Warm-up updates of schedule-free AdamW."""
-    skip_idle_experts: bool | None = None
+    skip_idle_experts: Annotated[bool | None, Needs("model.num_experts")] = None
     """Do not update experts without tokens; if not set, as the loaded run does, else false."""
 
     def for_names(self, names: Iterable[str]) -> Self:

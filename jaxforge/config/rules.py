@@ -14,7 +14,6 @@ from jaxforge.config.axes import Mesh, Rule, declared_sizes
 from jaxforge.config.eval_rules import EVAL_RULES
 from jaxforge.config.fixes import changed, other_axes
 from jaxforge.config.job import JobConfig
-from jaxforge.config.locations import location_problems
 from jaxforge.config.mesh_rules import MESH_RULES
 from jaxforge.config.problems import Change, Problem, describe_change, problems_by_message
 from jaxforge.config.section_rules import SECTION_RULES
@@ -33,9 +32,7 @@ def check(config: JobConfig, n_devices: int) -> None:
     Raises:
         UserError: If any rule is broken; one line each.
     """
-    lines = list(_lines(config, n_devices))
-    lines += location_problems(config)
-    if lines:
+    if lines := list(_lines(config, n_devices)):
         raise UserError("\n".join(lines))
 
 
@@ -93,7 +90,7 @@ def allows(config: JobConfig, n_devices: int) -> bool:
         config: A loaded configuration.
         n_devices: Devices of the whole job, over all hosts.
     """
-    return _leaves_only(config, frozenset(), n_devices, {}) and not any(location_problems(config))
+    return _leaves_only(config, frozenset(), n_devices, {})
 
 
 def mesh_shape(config: JobConfig, n_devices: int) -> dict[str, int]:

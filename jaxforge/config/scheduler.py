@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 from pydantic import Field, PositiveFloat
 
 from jaxforge.config.duration import Steps
+from jaxforge.config.facts import Needs
 from jaxforge.config.section import Section
 from jaxforge.registry import Registry
 
@@ -25,12 +26,12 @@ class SchedulerConfig(Section):
     """Updates of the decay to min_lr_ratio; if 0 or not set, all remaining updates."""
     min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = 0.1
     """Factor at the end of the decay."""
-    stable_steps: Steps | None = None
-    """Updates at factor 1 between warm-up and decay (wsd)."""
-    wsd_decay_type: Literal["cosine", "linear", "sqrt"] = "cosine"
-    """Shape of the decay (wsd)."""
-    rex_alpha: PositiveFloat = 1.0
-    """Exponent of the decay (rex)."""
+    stable_steps: Annotated[Steps | None, Needs("name", "wsd")] = None
+    """Updates at factor 1 between warm-up and decay."""
+    wsd_decay_type: Annotated[Literal["cosine", "linear", "sqrt"], Needs("name", "wsd")] = "cosine"
+    """Shape of the decay."""
+    rex_alpha: Annotated[PositiveFloat, Needs("name", "rex")] = 1.0
+    """Exponent of the decay."""
     unit: Literal["updates", "samples"] = "updates"
     """Unit in which the factor progresses; it matters only with train.batch_ramp."""
 

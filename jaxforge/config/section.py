@@ -2,6 +2,7 @@
 
 import ctypes
 import functools
+import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Set
 from typing import Annotated, Generic, NoReturn, Self, TypeVar, get_args, get_origin
@@ -20,10 +21,8 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
+from jaxforge.config.facts import Flag, Location, Requires, facts
 from jaxforge.config.problems import Change, Problem, problems_by_message
-
-HOST_INTEGER = "host integer"
-"""Annotation of an integer key that only the host computes with, in any number of bits."""
 
 OUT_OF_RANGE = "out_of_range"
 """Type of the error of a number that devices cannot represent."""
@@ -61,9 +60,20 @@ class Section(BaseModel):
         """
         return self.model_construct(self.model_fields_set, **{**dict(self), **values})
 
+    def _unmet(self) -> Iterator[str]:
+        """Yield a message for each setting without effect, if its field has `Requires`."""
+        for key, needs in facts(type(self), Requires):
+            field = type(self).model_fields.get(key)
+            if field is None:  # of a table in this one, which checks itself
+                continue
+            value, needed = getattr(self, key), getattr(self, needs.key)
+            if not needs.is_met(needed) and value != field.get_default(call_default_factory=True):
+                shown = key if isinstance(value, Section) else f"{key} = {json.dumps(value)}"
+                yield needs.message([shown], needs.key, needed)
+
     @model_validator(mode="after")
     def _obey_the_rules(self) -> Self:
-        broken = problems_by_message(self.problems())
+        broken = self._broken()
         messages = (
             problem.message_with_fix(functools.partial(self._leaves_only, broken.keys() - {what}))
             for what, problem in broken.items()
@@ -73,14 +83,17 @@ class Section(BaseModel):
         return self
 
     def _leaves_only(self, known: Set[str], change: Change) -> bool:
-        return problems_by_message(self.model_copy(update=change).problems()).keys() <= known
+        return self.model_copy(update=change)._broken().keys() <= known
+
+    def _broken(self) -> dict[str, Problem]:
+        return problems_by_message((*self._unmet(), *self.problems()))
 
     @field_validator("*", mode="wrap")
     @classmethod
     def _read(cls, value: object, read: Callable[[object], object], info: ValidationInfo) -> object:
         field = cls.model_fields[info.field_name or ""]
         parsed = read(_read_leniently(value, field.annotation))
-        _check_on_devices(parsed, HOST_INTEGER in field.metadata)
+        _check_on_devices(parsed, Flag.HOST_INTEGER in field.metadata)
         _check_rounded(parsed, read)
         return parsed
 
@@ -172,8 +185,22 @@ def _expand_home(path: str) -> str:
     return expanded
 
 
-PathText = Annotated[str, AfterValidator(_expand_home)]
-"""Type of a field with a path or URL; a leading ~ is the home directory."""
+_Text = Annotated[str, AfterValidator(_expand_home)]  # a leading ~ is the home directory
+
+BucketPath = Annotated[_Text, Location("bucket")]
+"""Type of a field with a path, or with the URL of a file or directory in a bucket."""
+AnyPath = Annotated[_Text, Location("any")]
+"""Type of a field with a path or URL that its reader checks."""
+LocalPath = Annotated[_Text, Location("none", "a local file or directory")]
+"""Type of a field with a path on this machine."""
+DiskPath = Annotated[_Text, Location("none", "a fast disk of the node")]
+"""Type of a field with a directory on a disk of each node."""
+MemoryPath = Annotated[_Text, Location("none", "a directory in the memory of the host")]
+"""Type of a field with a directory of a file system in memory."""
+RunPath = Annotated[
+    _Text, Location("none", "a directory in the run, which is copied to its bucket")
+]
+"""Type of a field with a path relative to the run directory."""
 
 
 Weights = Table[float]

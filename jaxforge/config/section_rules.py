@@ -5,10 +5,12 @@ from collections.abc import Iterator
 
 from jaxforge.cli.suggestions import choices
 from jaxforge.config.axes import Mesh, Rule, data_parallel
+from jaxforge.config.facts import Location, facts
 from jaxforge.config.job import JobConfig, short_toml
 from jaxforge.config.optimizer import UPDATED_BY_ROWS
 from jaxforge.config.problems import Problem, nearest, single_change
 from jaxforge.config.train import CROSS_ENTROPIES, EIGHT_BIT, SHORTEST_HANG_TIMEOUT
+from jaxforge.storage import urls
 
 _TRIED = 256  # shorter sequences
 _REPORT_SEC = 20  # after train.hang_timeout: all processes report a hang, process 0 ends last
@@ -313,6 +315,36 @@ def preferences_have_one_loss(config: JobConfig, mesh: Mesh) -> Iterator[Problem
         )
 
 
+def locations_are_supported(config: JobConfig, mesh: Mesh) -> Iterator[str]:
+    """Refuse URLs that are malformed, or that a key does not accept (`facts.Location`).
+
+    A URL is never interpreted as a local file name.
+    """
+    locations = dict(facts(JobConfig, Location))
+    for key, line, value in _strings(config):
+        location, fault = locations.get(key), urls.fault(value)
+        if location is None or not urls.in_bucket(value):
+            continue
+        if location.urls == "none":
+            yield f"{line} = {short_toml(value)} is not local: name {location.instead}"
+        elif fault and (location.urls == "bucket" or "://" not in value):
+            yield f"{line} = {fault}"
+
+
+def runs_with_files_are_local(config: JobConfig, mesh: Mesh) -> Iterator[str]:
+    """Refuse a run in a bucket with settings that write files next to it."""
+    if not urls.in_bucket(config.checkpoint.dir):
+        return
+    run = f"checkpoint.dir = {short_toml(config.checkpoint.dir)}"
+    if config.data.hf_streaming:
+        yield f"data.hf_streaming = true stores its position in local files: not with {run}"
+    if config.checkpoint.export_interval or config.checkpoint.export_last:
+        yield (
+            f"checkpoint.export_interval and export_last write local files: not with {run}; "
+            "export its checkpoints with `python -m torch_compat export`"
+        )
+
+
 SECTION_RULES: tuple[Rule, ...] = (
     adapters_are_supported,
     objective_has_one_loss,
@@ -334,6 +366,8 @@ SECTION_RULES: tuple[Rule, ...] = (
     moment_storage_is_supported,
     logits_can_be_clipped,
     hang_is_reported_before_the_end,
+    locations_are_supported,
+    runs_with_files_are_local,
 )
 
 
@@ -341,3 +375,14 @@ def _no_source(name: str, names: list[str]) -> str:
     if not names:
         return "but data.datasets is empty: add the source there"
     return f"which is not a source{choices(name, names)}"
+
+
+def _strings(config: JobConfig) -> Iterator[tuple[str, str, str]]:
+    """Yield (key, key with index, value) of every string, including strings in lists of tables."""
+    for key, value in config.settings.items():
+        if isinstance(value, str):
+            yield key, key, value
+        for i, table in enumerate(value if isinstance(value, tuple) else ()):
+            for inner, text in table if hasattr(table, "model_fields_set") else ():
+                if isinstance(text, str):
+                    yield f"{key}.{inner}", f"{key}[{i}].{inner}", text

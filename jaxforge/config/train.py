@@ -7,12 +7,13 @@ from typing import Annotated, Literal
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from jaxforge.config.batch_ramp import BatchRamp, Stage
-from jaxforge.config.duration import PositiveSteps, Steps
+from jaxforge.config.duration import Every, PositiveSteps, Steps
+from jaxforge.config.facts import Flag, Interval, Needs, SplitBy
 from jaxforge.config.objective import Objective
 from jaxforge.config.problems import Problem, single_change
 from jaxforge.config.section import (
-    HOST_INTEGER,
-    PathText,
+    AnyPath,
+    BucketPath,
     Section,
     Words,
     WordTable,
@@ -67,7 +68,7 @@ class TrainConfig(Section):
     """Sequences per data-parallel rank and microbatch; derived from global_batch_size if set."""
     global_batch_size: PositiveInt | None = None
     """Sequences per update over all ranks and microbatches, independent of the mesh."""
-    seq_len: PositiveInt = 2048
+    seq_len: Annotated[PositiveInt, SplitBy("cp tp")] = 2048
     """Tokens per sequence."""
     max_steps: PositiveSteps = 100000
     """Number of updates."""
@@ -77,37 +78,39 @@ class TrainConfig(Section):
     """Stages of increasing batch size; the last stage has the batch size of this section."""
     grad_clip_norm: PositiveFloat = 1.0
     """Maximum global L2 norm of gradients; larger gradients are scaled down to it."""
-    seed: Annotated[int, HOST_INTEGER] = 42
+    seed: Annotated[int, Flag.HOST_INTEGER] = 42
     """Seed of initial weights, and of the data order if data_seed is not set; 0 to 2^32 - 1."""
-    data_seed: Annotated[int | None, HOST_INTEGER] = None
+    data_seed: Annotated[int | None, Flag.HOST_INTEGER] = None
     """Seed of the data order; if not set, seed."""
-    compilation_cache_dir: PathText | None = None
+    compilation_cache_dir: Annotated[AnyPath | None, Flag.SIDE_EFFECT, Flag.PER_HOST] = None
     """Cache of compiled programs; if not set, ~/.cache/jaxforge/xla, or no cache on CPUs."""
-    executable: PathText | None = None
+    executable: Annotated[BucketPath | None, Flag.SIDE_EFFECT, Flag.PER_HOST] = None
     """Compiled step from `plan --save-executable`, loaded instead of compiling."""
     xla_flags: WordTable = Field(default_factory=Words)
     """Compiler flags by name, which override docs/xla_flags.md; "default" removes a flag."""
     mixed_precision: Literal["bf16", "fp16", "fp32", "fp8"] = "bf16"
     """Dtype of the computation; norms, softmax and loss use float32."""
-    fp8_scaling: Literal["tensor", "block", "delayed"] = "tensor"
-    """With mixed_precision = "fp8", granularity and basis of scales; see docs/precision.md."""
-    fp8_amax_history_len: PositiveInt = 1024
+    fp8_scaling: Annotated[
+        Literal["tensor", "block", "delayed"], Needs("mixed_precision", "fp8")
+    ] = "tensor"
+    """Granularity and basis of the scales of 8-bit products; see docs/precision.md."""
+    fp8_amax_history_len: Annotated[PositiveInt, Needs("fp8_scaling", "delayed")] = 1024
     """Updates in the amax history that determines delayed scales."""
-    fp8_exclude: tuple[str, ...] = ("expert",)
+    fp8_exclude: Annotated[tuple[str, ...], Needs("mixed_precision", "fp8")] = ("expert",)
     """Substrings of names of linear layers that stay in bf16, such as "layers.mlp.up_proj"."""
-    num_layers_at_start_in_bf16: NonNegativeInt = 1
-    """With mixed_precision = "fp8", number of first layers that stay in bf16."""
-    num_layers_at_end_in_bf16: NonNegativeInt = 1
-    """With mixed_precision = "fp8", number of last layers that stay in bf16."""
-    initial_loss_scale: PositiveFloat = 65536.0
-    """With mixed_precision = "fp16", initial loss scale."""
-    min_loss_scale: PositiveFloat = 1.0
+    num_layers_at_start_in_bf16: Annotated[NonNegativeInt, Needs("mixed_precision", "fp8")] = 1
+    """Number of first layers that stay in bf16."""
+    num_layers_at_end_in_bf16: Annotated[NonNegativeInt, Needs("mixed_precision", "fp8")] = 1
+    """Number of last layers that stay in bf16."""
+    initial_loss_scale: Annotated[PositiveFloat, Needs("mixed_precision", "fp16")] = 65536.0
+    """Initial loss scale."""
+    min_loss_scale: Annotated[PositiveFloat, Needs("mixed_precision", "fp16")] = 1.0
     """Minimum loss scale; an overflow at this scale is handled by on_nonfinite."""
-    loss_scale_window: PositiveInt = 2000
+    loss_scale_window: Annotated[PositiveInt, Needs("mixed_precision", "fp16")] = 2000
     """Consecutive steps without overflow after which the loss scale grows."""
-    loss_scale_growth_factor: PositiveFloat = 2.0
+    loss_scale_growth_factor: Annotated[PositiveFloat, Needs("mixed_precision", "fp16")] = 2.0
     """Factor by which the loss scale grows."""
-    loss_scale_backoff_factor: PositiveFloat = 0.5
+    loss_scale_backoff_factor: Annotated[PositiveFloat, Needs("mixed_precision", "fp16")] = 0.5
     """Factor on the loss scale after an overflow."""
     param_dtype: Dtype = "float32"
     """Storage dtype of parameters."""
@@ -117,11 +120,11 @@ class TrainConfig(Section):
     """Storage dtype of optimizer moments; 8bit: blockwise for matrices, see docs/precision.md."""
     ema_decay: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Decay of an exponential moving average of the parameters; 0 disables it, see averaging.md."""
-    ema_dtype: Literal["float32", "bfloat16"] = "float32"
+    ema_dtype: Annotated[Literal["float32", "bfloat16"], Needs("ema_decay")] = "float32"
     """Storage dtype of the average; bfloat16 is rounded stochastically, for short averages."""
-    ema_interval: PositiveInt = 1
+    ema_interval: Annotated[PositiveInt, Interval(is_reported=False), Needs("ema_decay")] = 1
     """Updates between updates of the average."""
-    ema_start: Steps = 0
+    ema_start: Annotated[Steps, Needs("ema_decay")] = 0
     """Updates during which the average equals the parameters."""
     activation_checkpointing: Literal[
         "auto",
@@ -145,8 +148,8 @@ class TrainConfig(Section):
     """Normalise by all valid tokens of an update, or average the means of microbatches."""
     z_loss_weight: NonNegativeFloat = 0.0
     """Weight of the penalty on the squared log-partition function of the logits."""
-    mtp_loss_weight: PositiveFloat = 0.3
-    """Weight of the mean loss of all depths of multi-token prediction (model.mtp_depth)."""
+    mtp_loss_weight: Annotated[PositiveFloat, Needs("model.mtp_depth")] = 0.3
+    """Weight of the mean loss of all depths of multi-token prediction."""
     ce_chunk_size: NonNegativeInt = 0
     """Tokens per device and chunk of the chunked loss; 0 chunks the vocabulary instead."""
     ce_vocab_chunk: NonNegativeInt = 0
@@ -159,9 +162,9 @@ class TrainConfig(Section):
     """Action on an update with a non-finite loss or gradient; see docs/reliability.md."""
     on_spike: Literal["off", "skip", "stop", "warn", "rollback"] = "off"
     """Action on an update whose loss is far above the previous losses."""
-    spike_threshold: PositiveFloat = 10.0
+    spike_threshold: Annotated[PositiveFloat, Needs("on_spike")] = 10.0
     """Robust standard deviations above the median of good losses that make a loss a spike."""
-    spike_warmup: PositiveInt = 100
+    spike_warmup: Annotated[PositiveInt, Needs("on_spike")] = 100
     """Number of good updates before spikes are detected."""
     nan_consecutive_max: PositiveInt = 10
     """Consecutive skipped updates after which the run ends or rolls back."""
@@ -169,33 +172,33 @@ class TrainConfig(Section):
     """Maximum number of rollbacks of the run; another one ends it."""
     rerun_bad_steps: bool = False
     """Rerun a skipped update to attribute its fault; the host then waits for each step."""
-    verify_interval: NonNegativeInt = 0
+    verify_interval: Every = 0
     """Updates between steps that are executed twice to detect hardware faults; 0 disables it."""
     iterations_to_skip: tuple[PositiveInt, ...] = ()
     """Updates whose batch is drawn but skipped, counted from 1 as in Megatron-LM 0.18."""
-    exit_interval: NonNegativeInt = 0
+    exit_interval: Every = 0
     """Stop the run resumably after steps that are a multiple of this value; 0 disables it."""
     exit_duration_in_mins: PositiveFloat | None = None
     """Stop the run resumably this many minutes after the command started."""
     shutdown_timeout_sec: NonNegativeFloat = 600.0
     """Seconds between a termination signal and a forced exit."""
-    watchdog_setup_sec: NonNegativeFloat = 3600.0
+    watchdog_setup_sec: Annotated[NonNegativeFloat, Flag.NO_RESULT] = 3600.0
     """Timeout for the first step in seconds, after which a hung process ends; 0 disables it."""
-    watchdog_step_sec: NonNegativeFloat = 1800.0
+    watchdog_step_sec: Annotated[NonNegativeFloat, Flag.NO_RESULT] = 1800.0
     """Timeout between steps in seconds; allow for 32 steps, as the host runs ahead of devices."""
-    watchdog_checkpoint_sec: NonNegativeFloat = 1800.0
+    watchdog_checkpoint_sec: Annotated[NonNegativeFloat, Flag.NO_RESULT] = 1800.0
     """Timeout for saving a checkpoint in seconds."""
-    hang_timeout: NonNegativeFloat = 30.0
+    hang_timeout: Annotated[NonNegativeFloat, Flag.NO_RESULT] = 30.0
     """Seconds until a hanging job names the culprit, and ends if one is silent; 0 disables it."""
-    nccl_health_check_interval: NonNegativeInt = 0
+    nccl_health_check_interval: Every = 0
     """Updates between checks of the communication between devices; 0 disables them."""
-    health_check_timeout_sec: PositiveFloat = 10.0
+    health_check_timeout_sec: Annotated[PositiveFloat, Needs("nccl_health_check_interval")] = 10.0
     """Timeout of the communication check in seconds, including the wait for slower processes."""
-    check_weight_hash_across_dp_replicas_interval: NonNegativeInt = 0
+    check_weight_hash_across_dp_replicas_interval: Every = 0
     """Updates between bitwise comparisons of parameter replicas; 0 disables them."""
-    manual_gc_interval: NonNegativeInt = 0
+    manual_gc_interval: Every = 0
     """Updates between garbage collections, synchronous on all hosts; 0 leaves them to Python."""
-    train_sync_interval: NonNegativeInt = 0
+    train_sync_interval: Every = 0
     """Updates between synchronizations with the devices; 0 synchronizes only to log."""
 
     def problems(self) -> Iterator[str | Problem]:

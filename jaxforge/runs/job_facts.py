@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import jaxforge
+from jaxforge.config.facts import Flag, flagged
 from jaxforge.config.job import JobConfig
 from jaxforge.config.reading.unresolved import UnresolvedConfig
 from jaxforge.runs import starts
@@ -18,15 +19,6 @@ ENVIRONMENT = (
 )  # fmt: skip
 """Environment variables that change the computation; others are ignored."""
 
-PER_HOST = {
-    "train.compilation_cache_dir": "a cache of the host",
-    "train.executable": "a copy of one program, which is checked when it is loaded",
-    "checkpoint.non_persistent_dir": "looked at by all processes when it is opened",
-    "checkpoint.replica_dir": "a directory of the host",
-    "profiling": "traces change nothing, and are of the processes that profiling.hosts names",
-}
-"""Sections and keys that may differ between processes, with the reason."""
-
 _PER_HOST_ENVIRONMENT = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "NPROC")
 """Variables that may differ: paths of compiler dumps, and numbers of threads."""
 
@@ -34,11 +26,12 @@ _PER_HOST_ENVIRONMENT = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "NPROC")
 def facts_of_start(config: JobConfig | UnresolvedConfig) -> dict[str, Any]:
     """Return the values in which all processes must agree, as name -> JSON."""
     known = config.known if isinstance(config, UnresolvedConfig) else config
+    per_host = flagged(JobConfig, Flag.PER_HOST)
     values = {
         f"{section}.{key}": value
         for section, keys in known.model_dump(mode="json").items()
         for key, value in keys.items()
-        if section not in PER_HOST and f"{section}.{key}" not in PER_HOST
+        if not per_host & {section, f"{section}.{key}"}
     }
     durations = config.durations if isinstance(config, UnresolvedConfig) else {}
     environment = {

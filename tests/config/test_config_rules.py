@@ -581,19 +581,19 @@ def test_all_proposals_are_tested():
             ("distributed.pp", "distributed.cp"),
         ),
         (
-            mesh_rules.experts_divide_by_ep,
+            mesh_rules.ep_has_experts,
             ["model.num_experts=4", "distributed.ep=2"],
             ["distributed.ep=2"],
             ("distributed.ep", "model.num_experts"),
         ),
         (
-            mesh_rules.experts_divide_by_ep,
+            mesh_rules.shares_are_equal,
             ["model.num_experts=4", "distributed.ep=2"],
             ["model.num_experts=3", "distributed.ep=2"],
             ("model.num_experts", "distributed.ep"),
         ),
         (
-            mesh_rules.expert_width_divides_by_tp,
+            mesh_rules.shares_are_equal,
             ["model.num_experts=4", "model.moe_expert_dim=36", "distributed.tp=2"],
             ["model.num_experts=4", "model.moe_expert_dim=37", "distributed.tp=2"],
             ("model.moe_expert_dim", "distributed.tp"),
@@ -688,7 +688,7 @@ def test_all_proposals_are_tested():
             ("train.offload", "distributed.pp"),
         ),
         (
-            mesh_rules.seq_len_divides_by_cp_and_tp,
+            mesh_rules.shares_are_equal,
             ["distributed.cp=2"],
             ["distributed.cp=2", "train.seq_len=31"],
             ("train.seq_len", "distributed.cp"),
@@ -759,9 +759,9 @@ def test_change_that_fixes_several_problems_is_proposed_once():
     assert complaints(config, 8) == [
         "distributed.tp = 3 needs a multiple of 3 devices, not 8",
         "model.n_heads = 4 must be a multiple of distributed.tp = 3",
-        "train.seq_len = 65 must be a multiple of distributed.tp = 3",
-        "model.ffn_hidden_dim = 256 must be a multiple of distributed.tp = 3",
         "model.vocab_size = 256 must be a multiple of distributed.tp = 3",
+        "model.ffn_hidden_dim = 256 must be a multiple of distributed.tp = 3",
+        "train.seq_len = 65 must be a multiple of distributed.tp = 3",
         "these 5 problems: change distributed.tp to 1",
         "train.seq_len = 65 exceeds model.max_seq_len = 64: change train.seq_len to 64 or "
         "model.max_seq_len to 65",

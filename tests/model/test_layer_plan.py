@@ -111,7 +111,7 @@ def test_padding_rows_have_an_existing_kind():
     [
         ({"attention_pattern": ["sliding"]}, "requires sliding_window"),
         ({"attention_pattern": ["full"], "sliding_window": 4}, "sliding_window = 4 has no effect"),
-        ({"local_rope_theta": 100.0}, "requires sliding layers"),
+        ({"local_rope_theta": 100.0}, "has no effect without sliding_window"),
         ({"attention_pattern": ["silding"]}, "silding"),
         ({"attention_pattern": ["chunked"]}, "requires attention_chunk_size"),
         (

@@ -4,13 +4,14 @@ import itertools
 
 import pytest
 
+from jaxforge.config.facts import Invisible
 from jaxforge.config.model import ModelConfig
 from jaxforge.model.mixer import parameter_shapes
 from tests.conftest import tiny_config
 from torch_compat.checkpoint import training_state
 from torch_compat.checkpoint.shapes import parameters, untrained
 from torch_compat.checkpoint.state import abstract_target
-from torch_compat.checkpoint.validation import INVISIBLE_KEYS, invisible_differences
+from torch_compat.checkpoint.validation import invisible_differences
 
 MODEL = {"dim": 16, "n_layers": 3, "n_heads": 4, "vocab_size": 500, "ffn_hidden_dim": 24}
 OPTIONS = {
@@ -128,6 +129,6 @@ def test_heads_that_change_no_shape_are_compared_with_those_of_the_weights(
         for table in (trained, changed)
     ]
     assert parameter_shapes(models[0], mixer) == parameter_shapes(models[1], mixer)
-    (difference,) = invisible_differences(*models, INVISIBLE_KEYS)
+    (difference,) = invisible_differences(*models, Invisible)
     was, now = trained[key], changed[key]
     assert difference == f"model.{mixer}.{key} is {now} and the weights were trained with {was}"

@@ -8,7 +8,6 @@ from typing import Any
 from jaxforge.config.job import JobConfig
 from jaxforge.config.model import MIXER_TABLES, ModelConfig
 from jaxforge.errors import UserError
-from torch_compat.checkpoint.validation import has_effect
 from torch_compat.families import FAMILIES, UNSUPPORTED_FAMILIES, Family
 from torch_compat.families.common import NEEDED, PLAIN, check_table, is_size, scaling_keys
 from torch_compat.formats import limits
@@ -249,7 +248,7 @@ def network_settings(model: ModelConfig) -> dict[str, Any]:
         "mixer_pattern": tuple(parts.mixer for parts in model.layer_parts),
         "gated_mlp": model.is_gated,
         "attention_scale": model.attention_scale or model.head_size**-0.5,
-        "qk_norm_eps": model.qk_norm_eps if has_effect("qk_norm_eps", model) else model.norm_eps,
+        "qk_norm_eps": model.qk_norm_eps if model.uses("qk_norm_eps") else model.norm_eps,
         "sliding_window and attention_pattern": _effective_spans(model.windows, model),
         "attention_chunk_size and attention_pattern": _effective_spans(model.chunks, model),
         "rotary positions": tuple(

@@ -4,10 +4,10 @@ import dataclasses
 import functools
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from jaxforge.config.facts import Invisible
 from jaxforge.config.job import JobConfig
 from jaxforge.config.model import ModelConfig
 from jaxforge.config.reading.load import make_config
@@ -28,7 +28,7 @@ from torch_compat.checkpoint.hf_tokenizer import GENERATION
 from torch_compat.checkpoint.model_keys import shared_prefixes
 from torch_compat.checkpoint.name_maps import name_map
 from torch_compat.checkpoint.state import AbstractTarget, CheckpointState
-from torch_compat.checkpoint.validation import INVISIBLE_KEYS, has_effect
+from torch_compat.checkpoint.validation import invisible_differences
 from torch_compat.families import FAMILIES
 from torch_compat.families.family import Family
 from torch_compat.formats import block_scaled, safetensors, torch_file
@@ -394,13 +394,8 @@ def _drop_shared(
 
 def _differences(config: Mapping[str, Any], model: ModelConfig, where: str) -> Iterator[str]:
     theirs = make_config({"model": model_table(config, where)}, source=where).model
-    for key in INVISIBLE_KEYS:
-        was, now = map(attrgetter(key), (theirs, model))
-        if has_effect(key, model) and was != now:
-            yield (
-                f"{CONFIG} has {key} = {was} and [model] {now}: "
-                "the weights were trained with the former"
-            )
+    for difference in invisible_differences(theirs, model, Invisible):
+        yield f"{CONFIG}: {difference}"
     if theirs.windows != model.windows:
         yield (
             f"{CONFIG} has layers that see {_span(theirs.windows)} tokens and [model] "

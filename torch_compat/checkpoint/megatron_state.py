@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from jaxforge.config.facts import Structure
 from jaxforge.config.job import JobConfig
 from jaxforge.config.model import ModelConfig
 from jaxforge.errors import UserError
@@ -42,9 +43,6 @@ _MASTERS = ("param", "fp32_param", "master_param")
 _PREDICTION_LAYERS = "mtp."  # layers of multi-token prediction
 _MAX_DICTS = 10_000  # of an untrusted object that are searched
 
-STRUCTURE = ("n_heads", "kv_heads", "head_size", "activation", "is_gated", "norm_unit_offset",
-             "moe_router")  # fmt: skip
-"""Settings in which config and job must agree; with other heads, `linear_qkv` is read wrongly."""
 _OPTIMIZER = {"lr": "lr", "eps": "adam_eps", "weight_decay": "weight_decay"}
 _STYLES = ("constant", "linear", "cosine")
 _TRAIN = {"seq_len": "seq_length", "global_batch_size": "global_batch_size",
@@ -179,7 +177,8 @@ def check_job(job: Job, config: JobConfig) -> list[str]:
         UserError: settings differ that the shapes of weights do not show, such as heads.
     """
     trained = ModelConfig(**model_table(job.model, job.where))
-    if problems := list(invisible_differences(trained, config.model, STRUCTURE)):
+    # With other heads, `linear_qkv` would be read wrongly.
+    if problems := list(invisible_differences(trained, config.model, Structure)):
         raise UserError(f"{job.where} is of another model:\n  " + "\n  ".join(problems))
     notes = list(invisible_differences(trained, config.model))
     style = job.scheduler.get("lr_decay_style")

@@ -2,29 +2,15 @@
 
 from collections.abc import Iterator, Mapping
 from operator import attrgetter
+from typing import Any
 
-from jaxforge.config.model import MIXER_TABLES, ModelConfig
+from jaxforge.config.facts import Constant, Invisible, Structure, facts
+from jaxforge.config.model import ModelConfig
 from jaxforge.errors import StorageError, UserError
 from torch_compat.checkpoint.state import AbstractTarget, CheckpointState
 from torch_compat.formats.lazy import LazyTensor
 from torch_compat.names.table import differences
 from torch_compat.names.translation import shorten_problems
-
-_STRUCTURE = ("n_heads", "kv_heads", "activation", "norm_unit_offset", "parallel_residual",
-              "position_embedding", "qk_norm_type", "qk_norm_scope", "qk_l2_norm", "moe_router",
-              "moe_score_inputs", "latent_attention", "gated_delta_net.key_heads",
-              "mamba2.groups")  # fmt: skip
-_CONSTANTS = ("norm_eps", "rope_theta", "rope_scaling", "qk_norm_eps", "partial_rotary_factor",
-              "attention_chunk_size", "local_rope_theta", "rope_pattern", "attention_scale",
-              "attn_logit_softcap", "final_logit_softcap", "embedding_multiplier",
-              "residual_multiplier", "logits_scaling", "moe_top_k", "moe_norm_topk",
-              "moe_routed_scaling", "moe_groups", "moe_top_k_groups", "moe_group_score",
-              "moe_capacity_factor", "bias_update", "swiglu_limit", "clip_qkv", "alibi_max_bias",
-              "attn_temperature_scale", "attn_temperature_floor",
-              "mup_base_width", "mup_base_head_dim", "mamba2.time_step_min",
-              "mamba2.time_step_max")  # fmt: skip
-INVISIBLE_KEYS = (*_STRUCTURE, *_CONSTANTS)
-"""Keys of `[model]` that do not affect the shapes of the weights."""
 
 
 def check_fits(
@@ -45,7 +31,7 @@ def check_fits(
     problems = list(
         differences(wanted, checkpoint.variables, checkpoint.variables.keys() - wanted.keys())
     )
-    problems += invisible_differences(trained, target.config.model, _STRUCTURE)
+    problems += invisible_differences(trained, target.config.model, Structure)
     if checkpoint.moments is not None and checkpoint.moments.keys() != target.moments.keys():
         fields = [", ".join(sorted(moments)) for moments in (checkpoint.moments, target.moments)]
         name = target.config.optimizer.name
@@ -58,32 +44,25 @@ def check_fits(
 
 
 def invisible_differences(
-    trained: ModelConfig, model: ModelConfig, keys: tuple[str, ...] = _CONSTANTS
+    trained: ModelConfig, model: ModelConfig, kind: type[Invisible] = Constant
 ) -> Iterator[str]:
     """Yield the differences of two models that do not affect the shapes of their weights.
 
     Args:
         trained: model in which the weights were trained.
         model: model that will use the weights.
-        keys: keys of `[model]` to compare; by default constants that a user may change.
+        kind: kind of the compared keys; by default constants that a user may change.
     """
-    for key in keys:
-        was, now = map(attrgetter(key), (trained, model))
-        if was != now and has_effect(key, model):
-            yield f"model.{key} is {now} and the weights were trained with {was}"
+    values = invisible_values(trained)
+    for key, now in invisible_values(model, kind).items():
+        if values[key] != now and model.uses(key):
+            yield f"model.{key} is {now} and the weights were trained with {values[key]}"
 
 
-def has_effect(key: str, model: ModelConfig) -> bool:
-    """Return whether a key of `INVISIBLE_KEYS` affects a model."""
-    if key in ("qk_norm_type", "qk_norm_scope"):
-        return model.qk_norm
-    if key == "qk_norm_eps":
-        return model.qk_norm or model.qk_l2_norm
-    if key == "attn_temperature_floor":
-        return model.attn_temperature_scale is not None
-    if (table := key.partition(".")[0]) in MIXER_TABLES:
-        return table in model.mixers
-    return model.is_moe or not key.startswith("moe_")
+def invisible_values(model: ModelConfig, kind: type[Invisible] = Invisible) -> dict[str, Any]:
+    """Return the values that apply of the keys that do not affect the shapes of the weights."""
+    keys = facts(ModelConfig, kind)
+    return {key: attrgetter(fact.resolved or key)(model) for key, fact in keys}
 
 
 def check_written(

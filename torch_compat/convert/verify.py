@@ -3,7 +3,6 @@
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from torch_compat.checkpoint.checkpoints import CheckpointRef
 from torch_compat.checkpoint.dcp_state import ReadOptions
 from torch_compat.checkpoint.optimizer_state import LAYOUTS, common_settings, groups
 from torch_compat.checkpoint.state import CheckpointState
-from torch_compat.checkpoint.validation import INVISIBLE_KEYS
+from torch_compat.checkpoint.validation import invisible_values
 from torch_compat.formats.lazy import LazyTensor, blocks
 
 _BLOCKS_IN_MEMORY = 24  # a block of either checkpoint is this fraction of the memory limit
@@ -241,7 +240,7 @@ def _run_facts(checkpoint: CheckpointState, config: JobConfig) -> dict[str, Any]
     further = {k: v for k, v in config.optimizer if k not in _IN_GROUPS}
     facts |= {f"optimizer.{key}": value for key, value in further.items()}
     facts |= {f"schedule.{key}": value for key, value in config.scheduler}
-    facts |= {f"model.{key}": attrgetter(key)(config.model) for key in INVISIBLE_KEYS}
+    facts |= {f"model.{key}": x for key, x in invisible_values(config.model).items()}
     return {**facts, "schedule.max_steps": config.train.max_steps}
 
 

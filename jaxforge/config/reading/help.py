@@ -8,6 +8,7 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
+from jaxforge.config.facts import Needs, facts
 from jaxforge.config.job import JobConfig, toml
 from jaxforge.config.reading.explain import VISION_SECTIONS, suggestion
 from jaxforge.config.reading.schema import (
@@ -74,6 +75,7 @@ def _about(key: str, node: Node) -> Text:
     value = toml(default) if default is not None and not has_keys(node) else "..."
     lines = [("  ", node["description"]), ("  expected: ", expected(node))]
     lines += [("  default: ", value if default is not None else "not set")]
+    lines += [("  needs: ", x.describe(key)) for name, x in facts(JobConfig, Needs) if name == key]
     lines += [("  in the config: ", f"[{table}] {name} = {value}")]
     lines += [("  command line: ", f"--{key}={value}")]
     return Text.assemble((key, "bold"), *(f"\n{label}{text}" for label, text in lines), "\n")

@@ -1,14 +1,14 @@
 """Loading of a config from defaults, a TOML file and the command line, in this order."""
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from jaxforge.config.facts import Flag, flagged
 from jaxforge.config.job import JobConfig
 from jaxforge.config.reading import forms, kempnerforge, toml
 from jaxforge.config.reading.explain import Sources
-from jaxforge.config.reading.inert import inert
 from jaxforge.config.reading.lines import Path as KeyPath
 from jaxforge.config.reading.lines import key_lines
 from jaxforge.config.reading.overrides import parse_overrides
@@ -61,8 +61,9 @@ def load_config(
 def load_config_of_run(path: Path, run: Path, overrides: Sequence[str] = ()) -> JobConfig:
     """Load a config of a run, for commands that use the run without training it.
 
-    The file may be untrusted. Its plugins are imported only if the run is trusted, and settings
-    with side effects are removed (`inert`).
+    The file may be untrusted: its author decides the computation, but never which files are written
+    or which compiled code is loaded (`Flag.SIDE_EFFECT`). Plugins are imported only if the run is
+    trusted.
 
     Args:
         path: The TOML file.
@@ -73,7 +74,9 @@ def load_config_of_run(path: Path, run: Path, overrides: Sequence[str] = ()) -> 
         UserError: As `load_config`.
     """
     text = read_text(path)
-    values = inert(toml.parse(text, str(path)), str(run))
+    values = _without_side_effects(toml.parse(text, str(path)))
+    if isinstance(checkpoint := values.get("checkpoint", {}), Mapping):
+        values["checkpoint"] = {**checkpoint, "dir": str(run)}
     return _unresolved(values, overrides, str(path), text, trust.of_run(run)).resolve()
 
 
@@ -96,6 +99,20 @@ def make_config(
         UserError: If a value is invalid.
     """
     return _unresolved(copy.deepcopy(values), overrides, source, "", trusts).resolve()
+
+
+def _without_side_effects(values: Mapping[str, Any]) -> dict[str, Any]:
+    removed = {*flagged(JobConfig, Flag.SIDE_EFFECT), "data.mixture_file"}
+
+    def is_kept(section: str, key: str) -> bool:
+        stored = kempnerforge.STORED_AS.get((section, key), (section, key))
+        return not {f"{section}.{key}", ".".join(map(str, stored[:2]))} & removed
+
+    return {
+        section: {key: value for key, value in table.items() if is_kept(section, key)}
+        if isinstance(table, Mapping) else table
+        for section, table in values.items()
+    }  # fmt: skip
 
 
 def _unresolved(

@@ -16,10 +16,11 @@ from pydantic import Field, PositiveFloat, PositiveInt, ValidationError
 from jaxforge.cli.suggestions import choices, hint
 from jaxforge.config.data import DatasetSource
 from jaxforge.config.duration import TokenCount, parse_duration
+from jaxforge.config.facts import Flag
 from jaxforge.config.reading import toml, yaml_file
 from jaxforge.config.reading.schema import dotted
 from jaxforge.config.reading.text import read_text
-from jaxforge.config.section import HOST_INTEGER, Section, Weights, WeightTable
+from jaxforge.config.section import Section, Weights, WeightTable
 from jaxforge.errors import UserError
 from jaxforge.storage import urls
 
@@ -36,7 +37,7 @@ class MixturePhase(Section):
     """Updates, or a duration such as "2B tok"; the last phase lasts until the end of the run."""
     weights: WeightTable = Field(default_factory=Weights)
     """Sampling weights by dataset; other datasets have their weight in datasets."""
-    tokens: Annotated[Mapping[str, TokenCount], HOST_INTEGER] = Field(default_factory=dict)
+    tokens: Annotated[Mapping[str, TokenCount], Flag.HOST_INTEGER] = Field(default_factory=dict)
     """Tokens by dataset, instead of length and weights; other datasets are not drawn."""
     lr_scale: PositiveFloat = 1.0
     """Factor on the learning rate during the phase."""

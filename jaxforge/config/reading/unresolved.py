@@ -25,6 +25,7 @@ from pydantic import ValidationError
 from jaxforge.config.axes import data_parallel
 from jaxforge.config.batch_ramp import BatchRamp, Stage
 from jaxforge.config.duration import Duration, parse_duration
+from jaxforge.config.facts import Interval, facts
 from jaxforge.config.job import JobConfig
 from jaxforge.config.reading.explain import Sources, explain, explain_value
 from jaxforge.config.reading.lines import Path
@@ -45,13 +46,6 @@ _RAMP: Path = ("train", "batch_ramp")
 _WARMUP = ("scheduler", "warmup_steps")
 _PLATEAU: Path = ("scheduler", "stable_steps")
 _DECAY: Path = ("scheduler", "decay_steps")
-_INTERVALS: tuple[Path, ...] = (
-    ("eval", "interval"),
-    ("eval", "sample_interval"),
-    ("eval", "activations_interval"),
-    ("checkpoint", "interval"),
-    ("early_stop", "patience_steps"),
-)
 
 
 class UnresolvedConfig:
@@ -235,7 +229,8 @@ class _Batch:
             Stage(self.converted.get((*_RAMP, i, "start"), start), accum)
             for i, (start, accum) in enumerate(self.known.train.stages())
         ]
-        if path in _INTERVALS:
+        key = ".".join(part for part in path if isinstance(part, str))
+        if key in dict(facts(JobConfig, Interval)):
             stages = [Stage(0, stages[-1].accum)]
         elif path[:2] == _RAMP:  # the preceding stages
             stages = stages[: max(1, int(path[2]))]

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from jaxforge import exit_codes
 from jaxforge.cli.process import listening, new_command_env, stop_message
+from jaxforge.config.facts import Flag, flagged
 from jaxforge.config.job import JobConfig
 from jaxforge.errors import UserError
 from jaxforge.exit_codes import Exit
@@ -38,11 +39,6 @@ if os.getppid() == int(sys.argv[1]):  # otherwise the parent has already ended
 
 A preexec_fn would be unsafe between fork and exec, because JAX's threads run in this process.
 """
-_CHANGEABLE = (
-    *("checkpoint.", "metrics.", "profiling.", "distributed."),
-    *("train.watchdog_", "train.hang_timeout"),
-)
-"""Prefixes of keys that may change when a run resumes: they do not affect its results."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,10 +77,11 @@ class PlannedRun:
         """
         if not (self.directory / "config.toml").exists():
             return
+        free = flagged(JobConfig, Flag.NO_RESULT)
         changed = [
             change
             for change in changes(shown_config(self.directory), self.config)
-            if not change.startswith(_CHANGEABLE)
+            if not free & {change.partition(".")[0], change.partition(" ")[0]}
         ]
         if changed:
             raise UserError(

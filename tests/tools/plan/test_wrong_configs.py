@@ -276,6 +276,8 @@ def proposed(message: str) -> Iterator[Change]:
         for each in text.rpartition(": change ")[2].split(" or "):
             if pairs := re.findall(rf"({KEY}) to ({VALUE})", each):
                 yield {section + key: json.loads(value) for key, value in pairs}
+    elif match := re.match(r"(.*) ha(s|ve) no effect [^:]*: remove", text):
+        yield {section + key: None for key in re.findall(rf"({KEY}) = ", match[1])}
     elif match := re.search(rf"did you mean ({VALUE})\?", text):
         yield {about: json.loads(match[1])}
     elif match := re.search(r"(?:expected|must be(?= one of)) (.*)", text):
