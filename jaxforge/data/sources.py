@@ -11,10 +11,10 @@ from jaxforge.config.data import DATASETS, DataConfig
 from jaxforge.config.eval import EvalDataset
 from jaxforge.config.job import JobConfig
 from jaxforge.data.conversation_shards import ConversationShards, PreferenceShards
-from jaxforge.data.corpus.content import Content, TextField
 from jaxforge.data.corpus.conversations import Conversations
 from jaxforge.data.corpus.huggingface import cached_shards, load_dataset
 from jaxforge.data.corpus.manifest import Manifest
+from jaxforge.data.corpus.records import Content, TextField
 from jaxforge.data.corpus.tokenizer import Tokenizer
 from jaxforge.data.corpus.tokenizer_files import load_tokenizer, tokenizer_of
 from jaxforge.data.dataset import Dataset, Example, Mixture, Streaming

@@ -28,9 +28,8 @@ from numpy.typing import ArrayLike
 
 from jaxforge.cli.suggestions import path_hint
 from jaxforge.config.data import Verify
-from jaxforge.data.corpus.entries import FIRST, PADDING, UNLEARNED
-from jaxforge.data.corpus.manifest import FILE_NAME, Manifest
-from jaxforge.data.corpus.text_files import how_to_prepare
+from jaxforge.data.corpus.formats import how_to_prepare
+from jaxforge.data.corpus.manifest import FILE_NAME, FIRST, PADDING, UNLEARNED, Manifest
 from jaxforge.data.foreign_layouts import Layout, Split, find_layout, prefix_hint, with_indices
 from jaxforge.data.token_file import TokenFile, guess_type, inspect
 from jaxforge.errors import UserError

@@ -1,4 +1,7 @@
-"""`manifest.json`: metadata of a directory of token shards."""
+"""Format of a directory of token shards: `manifest.json`, and entries of conversations.
+
+An entry is a token id with two flag bits for the loss.
+"""
 
 import base64
 import functools
@@ -16,6 +19,21 @@ from jaxforge.data.corpus.statistics import CorpusStatistics
 from jaxforge.errors import UserError
 from jaxforge.storage.safe_files import read_regular
 from jaxforge.storage.untrusted_json import first_problem
+
+FIRST = 1 << 30
+"""Bit of the first entry of a conversation."""
+
+UNLEARNED = 1 << 29
+"""Bit of entries without loss."""
+
+ID = UNLEARNED - 1
+"""Mask of the token id in an entry."""
+
+PADDING = -(1 << 31) | UNLEARNED
+"""Entry (int32) of the unused tail of a window; it is never on disk."""
+
+ENTRY_DTYPE = "uint32"
+"""NumPy name of the type of entries on disk."""
 
 FILE_NAME = "manifest.json"
 VERSION = 1
