@@ -7,7 +7,7 @@ Index spaces:
         adjacent, and the remainder of each file is not read. Files are sorted by name.
 
 `token_file` reads the headers. Blocks are verified against the hashes in the manifest
-(`block_hashes`) when they are read. Tokens outside the vocabulary are refused.
+(`manifest.BlockHashes`) when they are read. Tokens outside the vocabulary are refused.
 
 Local files are mapped into memory. Files in a bucket are read in blocks (`remote_tokens`), and all
 windows of a batch are requested before the first is used.

@@ -48,7 +48,7 @@ _IN_WORDS = "chosen and rejected, with a prompt if they are texts"
 
 
 class Conversations(Content):
-    """Records that hold conversations (a `content.Content`).
+    """Records that hold conversations (a `records.Content`).
 
     Args:
         tokenizer: tokenizer whose chat template formats the conversations.
@@ -131,7 +131,7 @@ class Conversations(Content):
 
 
 class Preferences(Conversations):
-    """Records that hold a prompt and two answers (a `content.Content`)."""
+    """Records that hold a prompt and two answers (a `records.Content`)."""
 
     @property
     def identity(self) -> tuple[str, ...]:

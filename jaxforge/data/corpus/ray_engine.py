@@ -16,10 +16,9 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
-from jaxforge.data.corpus.engines import Item, Result, Show, ignore_news
 from jaxforge.data.corpus.inputs import Unit
 from jaxforge.data.corpus.optional import library
-from jaxforge.data.corpus.workers import answer
+from jaxforge.data.corpus.workers import Item, Result, Show, answer, ignore_news
 from jaxforge.errors import StorageError, UserError
 
 log = logging.getLogger(__name__)
@@ -33,7 +32,7 @@ _POLL_SECONDS = 10.0  # after which a cluster that has grown is noticed
 
 @dataclass(frozen=True)
 class Ray:
-    """A Ray cluster (an `engines.Engine`).
+    """A Ray cluster (an `workers.Engine`).
 
     Attributes:
         address: of the cluster, or "auto".
@@ -50,7 +49,7 @@ class Ray:
     def run(
         self, function: Callable[[Item, Show], Result], items: Sequence[Item], show: Show
     ) -> Iterator[tuple[int, Result]]:
-        """See `engines.Engine`; `show` is not called: progress is that of whole items.
+        """See `workers.Engine`; `show` is not called: progress is that of whole items.
 
         Raises:
             UserError: Ray is not installed, the cluster cannot be reached, an item fails, or its
@@ -59,7 +58,7 @@ class Ray:
         """
         ray = library("ray", "--engine ray", extra="ray")
         with _connected(ray, self.address):
-            task = ray.remote(num_cpus=1, max_retries=0)(answer)
+            task = ray.remote(num_cpus=1, max_retries=0)(run_task)
             shared = ray.put(function)  # once for each node
             remaining, running = deque(range(len(items))), dict[Any, int]()
             lost = Counter[int]()
@@ -68,7 +67,7 @@ class Ray:
                     limit = self.workers or _BACKLOG * int(ray.cluster_resources().get("CPU", 1))
                     while remaining and len(running) < limit:
                         i = remaining.popleft()
-                        running[task.remote(shared, items[i], ignore_news)] = i
+                        running[task.remote(shared, items[i])] = i
                     done, _ = ray.wait(list(running), timeout=_POLL_SECONDS)
                     for reference in done:
                         i = running.pop(reference)
@@ -83,6 +82,11 @@ class Ray:
             finally:
                 for reference in running:
                     ray.cancel(reference, force=True)
+
+
+def run_task(function: Callable[[Item, Show], Result], item: Item) -> object:
+    """Return the result of an item, or its error: Ray would wrap one that is raised."""
+    return answer(function, item, ignore_news)
 
 
 def _result(ray: ModuleType, reference: Any) -> Any:  # noqa: ANN401

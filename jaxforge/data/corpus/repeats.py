@@ -26,10 +26,10 @@ import numpy as np
 from jaxtyping import Shaped
 
 from jaxforge.data.corpus.documents import text_parts
-from jaxforge.data.corpus.engines import Engine, Show, in_order
 from jaxforge.data.corpus.inputs import Unit
 from jaxforge.data.corpus.maps import Map, Mapped
 from jaxforge.data.corpus.records import UNCHANGED, Content, Outcomes, TextField
+from jaxforge.data.corpus.workers import Engine, Show, in_order
 from jaxforge.errors import UserError
 from jaxforge.storage import safe_files
 

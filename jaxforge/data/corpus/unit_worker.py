@@ -17,13 +17,13 @@ from pathlib import Path
 import numpy as np
 
 from jaxforge.data.corpus.corpus_state import Corpus, Options, open_corpus
-from jaxforge.data.corpus.engines import Engine, Show, ignore_news
 from jaxforge.data.corpus.ingest import fill
 from jaxforge.data.corpus.inputs import Unit
 from jaxforge.data.corpus.parts import READERS, Part, Parts, SplitPart
 from jaxforge.data.corpus.progress import Done, UnitProgress
 from jaxforge.data.corpus.tokenizer import Tokenizer
 from jaxforge.data.corpus.tokenizer_files import load_tokenizer
+from jaxforge.data.corpus.workers import Engine, Show, ignore_news
 from jaxforge.data.corpus.writer import lengths_bytes, shard_header
 from jaxforge.errors import UserError
 from jaxforge.storage import urls

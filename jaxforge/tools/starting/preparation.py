@@ -20,7 +20,6 @@ from jaxforge.data.corpus.assembly import assemble, table
 from jaxforge.data.corpus.conversations import Conversations, Preferences, fingerprint
 from jaxforge.data.corpus.corpus_state import Options, check_split
 from jaxforge.data.corpus.documents import first_bytes, is_split_inside, shuffled, split_of
-from jaxforge.data.corpus.engines import Engine, Local
 from jaxforge.data.corpus.huggingface import HuggingFace, load_dataset
 from jaxforge.data.corpus.inputs import Unit, find_inputs, links_out, plan_units, sliced
 from jaxforge.data.corpus.manifest import ENTRY_DTYPE, FILE_NAME
@@ -31,6 +30,7 @@ from jaxforge.data.corpus.repeats import find_repeated_records, needs_passes
 from jaxforge.data.corpus.tokenizer import Tokenizer
 from jaxforge.data.corpus.tokenizer_files import load_tokenizer
 from jaxforge.data.corpus.unit_worker import Job, begin_job, has_parts, run_units
+from jaxforge.data.corpus.workers import Engine, Local
 from jaxforge.data.corpus.writer import token_dtype
 from jaxforge.errors import UserError, file_error
 from jaxforge.storage import atomic_directory, urls

@@ -9,11 +9,11 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from jaxforge.data.corpus.corpus_state import Options
-from jaxforge.data.corpus.engines import Engine
 from jaxforge.data.corpus.inputs import Unit
 from jaxforge.data.corpus.progress import progress_shown
 from jaxforge.data.corpus.tokenizer_files import load_tokenizer
 from jaxforge.data.corpus.unit_worker import begin_job, run_units
+from jaxforge.data.corpus.workers import Engine
 from jaxforge.errors import InputChangedError, UserError, file_error
 from jaxforge.storage import atomic_directory, locks, urls
 from jaxforge.storage.atomic_directory import AtomicDirectory, Plan

@@ -170,7 +170,7 @@ def test_truncated_archive_is_refused(tmp_path, packed, end):
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        (b"words " * 200, "is no tar archive, or damaged (invalid header)"),
+        (b"words " * 200, "is not a tar archive, or damaged (invalid header)"),
         (gzip.compress(tar(MEMBERS), mtime=0), "(it is compressed by gzip: name it .tar.gz)"),
         (gzip.compress(b"", mtime=0), "(it is compressed by gzip: name it .tar.gz)"),
         (lzma.compress(tar(MEMBERS)), "(it is compressed by xz: decompress it, or"),

@@ -34,8 +34,7 @@ _MAX_FILES = 10_000  # searched in a directory without shards
 @functools.cache
 def by_suffix() -> Mapping[str, type[File]]:
     """Return the formats by suffix."""
-    names = [module.name for module in pkgutil.iter_modules(__path__)]
-    modules = [import_module(f"{__name__}.{name}") for name in names]
+    modules = [import_module(f"{__name__}.{each.name}") for each in pkgutil.iter_modules(__path__)]
     return {
         suffix: format_
         for module in modules
@@ -53,12 +52,12 @@ def suffixes(*, text: bool = False, packed: bool = False) -> list[str]:
         text: those of plain text instead.
         packed: with the suffixes of compressed files.
     """
-    found = []
+    names = []
     for suffix, format_ in by_suffix().items():
         if format_.is_text == text:
             packings = PACKINGS if packed and suffix in format_.packable else ()
-            found += [suffix + packing for packing in ("", *packings)]
-    return found
+            names += [suffix + packing for packing in ("", *packings)]
+    return names
 
 
 def listed_suffixes() -> str:
