@@ -215,6 +215,6 @@ class _Bounded:
     def _damaged(self, reason: str) -> UserError:
         after = f" after {self._member[:100]!r}" if self._member else ""
         return UserError(
-            f"{self._source.path} is not a tar archive, or damaged{after} ({reason}); replace it, or "
-            "exclude it with --exclude"
+            f"{self._source.path} is not a tar archive, or damaged{after} ({reason}); replace it, "
+            "or exclude it with --exclude"
         )
