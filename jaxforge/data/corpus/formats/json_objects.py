@@ -10,7 +10,7 @@ import re
 import sys
 from collections.abc import Iterator
 from contextlib import closing
-from typing import BinaryIO
+from typing import BinaryIO, ClassVar
 
 from jaxforge.data.corpus.files import SKIPPED, File
 from jaxforge.data.corpus.records import Record, bad_record
@@ -28,8 +28,8 @@ class JsonLines(File):
     A slice holds the lines that begin in its span.
     """
 
-    suffixes = (".jsonl", ".ndjson")
-    packable = suffixes
+    suffixes: ClassVar[tuple[str, ...]] = (".jsonl", ".ndjson")
+    packable: ClassVar[tuple[str, ...]] = suffixes
     documents = 'each line, an object with a `"text"`'
     numbered_in_slice = True
 
