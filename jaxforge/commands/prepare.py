@@ -17,13 +17,11 @@ from pathlib import Path
 
 from jaxforge.cli.running import raise_interrupts, run_main
 from jaxforge.commands.command_line import CommandParser, positive_int
-from jaxforge.data.corpus import remote_input
-from jaxforge.data.corpus.layouts import LAYOUTS
+from jaxforge.data.corpus import formats, remote_input
+from jaxforge.data.corpus.formats.text import parse_separator
+from jaxforge.data.corpus.inputs import UNIT_BYTES
 from jaxforge.data.corpus.records import MAX_RECORD_BYTES
-from jaxforge.data.corpus.separated_text import parse_separator
-from jaxforge.data.corpus.text_files import TEXTS
 from jaxforge.data.corpus.tokenizer import BPE_VOCAB_SIZE
-from jaxforge.data.corpus.units import UNIT_BYTES
 from jaxforge.storage import urls
 from jaxforge.tools.starting.machine import FORMS
 
@@ -93,8 +91,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         line.error("--slurm and --share exclude each other")
     if not args.input and not args.hf_dataset:
         line.error("INPUT or --hf-dataset is required")
-    if not args.input and (args.layout or args.separator):
-        line.error("--layout and --separator require INPUT")
+    if not args.input and args.separator:
+        line.error("--separator requires INPUT")
     return args
 
 
@@ -149,9 +147,8 @@ _ARGUMENTS: dict[str, dict] = {
         "nargs": "*",
         "type": _input,
         "metavar": "INPUT",
-        "help": "files and directories, also gs://, s3:// and hf://datasets/: records in .jsonl, "
-        ".ndjson, .json, .csv, .tsv, .tar (also with .gz or .zst), .parquet, .arrow, .feather; "
-        "other files are text",
+        "help": "files and directories, also gs://, s3:// and hf://datasets/: records in "
+        f"{formats.listed_suffixes()}; other files are text",
     },
     "--hf-dataset": {
         "metavar": "NAME",
@@ -170,10 +167,6 @@ _ARGUMENTS: dict[str, dict] = {
         "metavar": "TEXT",
         "help": r"text between the documents of a text file, such as '<|endoftext|>' or '\n\n' "
         "(default: a text file is one document)",
-    },
-    "--layout": {
-        "choices": tuple(LAYOUTS),
-        "help": "layout of the corpus in INPUT, which sets --glob and --source-field",
     },
     "--source-field": {
         "metavar": "NAME",
@@ -248,7 +241,8 @@ _ARGUMENTS: dict[str, dict] = {
     "--overwrite": {"action": "store_true", "help": "replace an earlier output in DIR"},
     "--glob": {
         "help": "file name patterns in directories, separated by commas (default: "
-        f"{','.join(TEXTS)} and record files; with --conversations or --preferences, record files)",
+        f"{','.join(f'*{suffix}' for suffix in formats.suffixes(text=True))} and record files; "
+        "with --conversations or --preferences, record files)",
     },
     "--exclude": {
         "action": "append",

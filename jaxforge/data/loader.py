@@ -27,8 +27,8 @@ from jaxforge.data.dataset import Dataset, Example, Mixture, Streaming
 from jaxforge.data.mixture import GrainMixture, TorchMixture
 from jaxforge.data.order import GrainOrder, Order, TorchOrder, data_seed
 from jaxforge.data.packing import IGNORE
-from jaxforge.data.read_ahead import is_remote, read_options
 from jaxforge.data.segments import Segment
+from jaxforge.data.sources import is_remote, read_options
 from jaxforge.parallel.mesh import data_parallel_size
 from jaxforge.parallel.sharding import SEQUENCES, batch_shardings, partition_spec
 

@@ -3,7 +3,7 @@
 S is `train.seq_len`; a window holds S + 1 tokens, so that every input has its next token.
 
 A text window may begin and end inside a document. Conversations are packed whole, as entries
-(`corpus.entries`).
+(`corpus.manifest`).
 """
 
 from bisect import bisect_left, insort
@@ -13,7 +13,7 @@ import numpy as np
 from jaxtyping import Int
 
 from jaxforge.config.data import Overlong
-from jaxforge.data.corpus.entries import FIRST, ID, PADDING
+from jaxforge.data.corpus.manifest import FIRST, ID, PADDING
 
 IGNORE = -100
 """Label of a position that carries no loss (torch's `ignore_index`)."""
@@ -88,7 +88,7 @@ def split_entries(
         where its entry is not learned or begins another conversation. `is_padding` is 1 where the
         next entry is padding: the last entry of a window is only a label, never an input.
     """
-    # Bits of an entry (`corpus.entries`), here as int32:
+    # Bits of an entry (`corpus.manifest`), here as int32:
     #   31 padding | 30 FIRST | 29 UNLEARNED | 28 ... 0 token id
     # Padding has the sign bit, so it is negative. A nonnegative entry above ID has FIRST or
     # UNLEARNED; the label of either is ignored. `& ID` turns padding into token 0.

@@ -1,7 +1,7 @@
 """Tokens of a file in a bucket, read in blocks.
 
 A file is divided into blocks of 64 KiB from its first token on, the same blocks that `prepare`
-hashes (`block_hashes`). The blocks of a request are searched for in this order:
+hashes (`manifest.BlockHashes`). The blocks of a request are searched for in this order:
 
     in flight    another batch of this process has requested the block: wait for the same request
     cache        `data.cache_dir`, shared by the processes of the host
@@ -21,8 +21,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int
 
-from jaxforge.data.block_hashes import BlockHashes
-from jaxforge.data.corpus.manifest import BLOCK_BYTES
+from jaxforge.data.corpus.manifest import BLOCK_BYTES, BlockHashes
 from jaxforge.storage import traffic
 from jaxforge.storage.block_cache import KEY_BYTES, BlockCache
 from jaxforge.storage.range_read import RangeRead

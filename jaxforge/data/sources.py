@@ -5,16 +5,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
+import grain
 import numpy as np
 
 from jaxforge.config.data import DATASETS, DataConfig
 from jaxforge.config.eval import EvalDataset
 from jaxforge.config.job import JobConfig
 from jaxforge.data.conversation_shards import ConversationShards, PreferenceShards
-from jaxforge.data.corpus.content import Content, TextField
 from jaxforge.data.corpus.conversations import Conversations
 from jaxforge.data.corpus.huggingface import cached_shards, load_dataset
-from jaxforge.data.corpus.manifest import Manifest
+from jaxforge.data.corpus.manifest import BLOCK_BYTES, Manifest
+from jaxforge.data.corpus.records import Content, TextField
 from jaxforge.data.corpus.tokenizer import Tokenizer
 from jaxforge.data.corpus.tokenizer_files import load_tokenizer, tokenizer_of
 from jaxforge.data.dataset import Dataset, Example, Mixture, Streaming
@@ -36,6 +37,10 @@ if TYPE_CHECKING:
     from datasets import IterableDataset
 
     from jaxforge.storage.block_cache import BlockCache
+
+_THREADS = 16  # items that are requested from a bucket at a time, unless they are large
+_BYTES = 256 << 20  # of blocks that may be in memory for these items
+_TOKEN_BYTES = 4  # at most
 
 DatasetBuilder = Callable[[JobConfig], Dataset | Mixture | Streaming]
 """config -> training set. Only "auto" reads `data.datasets`, and so opens mixtures."""
@@ -284,3 +289,60 @@ def _eos_id(config: JobConfig, of_data: int | None) -> int:
             "data.eos_token_id to the one in the data, or model.vocab_size to that of the tokenizer"
         )
     return eos
+
+
+def sequences_per_epoch(
+    config: JobConfig, rows: int, dataset: Dataset | Mixture | Streaming | None = None
+) -> int | None:
+    """Return the sequences of an epoch; None if there is no such number.
+
+    Random tokens and streams have no known length. The datasets of a mixture have different epochs.
+
+    Args:
+        config: the config; its schedule is not used.
+        rows: sequences of a microbatch, all ranks together.
+        dataset: the training set; opened here if None.
+
+    Raises:
+        UserError: the data are missing, damaged or do not fit the model.
+    """
+    data = config.data
+    has_length = data.dataset_path or (data.hf_dataset_name and not data.hf_streaming)
+    if data.dataset_type in ("auto", "synthetic") and (data.datasets or not has_length):
+        return None
+    dataset = open_training_data(config) if dataset is None else dataset
+    if not isinstance(dataset, Dataset):  # a registered dataset that streams
+        return None
+    # torch's sampler drops the last partial batch.
+    return len(dataset) // rows * rows if data.order == "torch" else len(dataset)
+
+
+def read_options(
+    config: DataConfig, dataset: Dataset | Mixture, sequences: int, seq_len: int
+) -> grain.ReadOptions:
+    """Return the number of threads that read items, and of items that are read in advance.
+
+    Local files are read as `[data]` says; with `num_workers = 0`, nothing is read in advance. A
+    request to a bucket takes 10 to 200 ms, and many must be in flight. The threads that wait for
+    them are limited only by the memory of their blocks.
+
+    Args:
+        config: `[data]`.
+        dataset: the dataset.
+        sequences: sequences of an item.
+        seq_len: tokens of a sequence.
+    """
+    threads, ahead = config.num_workers, config.num_workers * config.prefetch_factor
+    if threads and is_remote(dataset):
+        blocks = sequences * (1 + -(-seq_len * _TOKEN_BYTES // BLOCK_BYTES))
+        threads = max(threads, min(_THREADS, _BYTES // (blocks * BLOCK_BYTES)))
+        ahead = max(ahead, 2 * threads)
+    return grain.ReadOptions(num_threads=threads, prefetch_buffer_size=ahead)
+
+
+def is_remote(dataset: Dataset | Mixture | Streaming) -> bool:
+    """Return whether token files of a dataset are in a bucket."""
+    if isinstance(dataset, Mixture):
+        return any(is_remote(part) for part in dataset.datasets.values())
+    source = getattr(dataset, "source", None)  # a registered dataset may have none
+    return isinstance(source, TokenFiles) and source.is_remote

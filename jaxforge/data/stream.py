@@ -39,13 +39,12 @@ import numpy as np
 from jaxtyping import Int
 
 from jaxforge.config.data import Overlong
-from jaxforge.data.corpus.content import Content
 from jaxforge.data.corpus.conversations import Conversations, encode_conversations
 from jaxforge.data.corpus.documents import ReadPosition, text_parts
-from jaxforge.data.corpus.encoding import encode
-from jaxforge.data.corpus.entries import FIRST, ID
-from jaxforge.data.corpus.ingest import batches, texts_of
-from jaxforge.data.corpus.inputs import HuggingFace
+from jaxforge.data.corpus.huggingface import HuggingFace
+from jaxforge.data.corpus.ingest import batches, encode, texts_of
+from jaxforge.data.corpus.manifest import FIRST, ID
+from jaxforge.data.corpus.records import Content
 from jaxforge.data.corpus.tokenizer import Tokenizer, identity
 from jaxforge.data.corpus.workers import Text
 from jaxforge.data.packing import Packed, fill_window

@@ -2,7 +2,7 @@
 
 `.npy` files hold one 1-D array of integers. `.bin` files hold little-endian integers, either bare
 (the type comes from manifest or config, or is guessed as in KempnerForge) or after the header of
-llm.c, which modded-nanoGPT writes too. Those of Megatron-LM have an index (`megatron_index`).
+llm.c, which modded-nanoGPT writes too. Those of Megatron-LM have an index (`foreign_layouts`).
 """
 
 import io
@@ -17,9 +17,8 @@ from typing import IO, TYPE_CHECKING
 import numpy as np
 from jaxtyping import Int
 
-from jaxforge.data.block_hashes import BlockHashes
-from jaxforge.data.corpus.manifest import FILE_NAME, EncodedHashes, Manifest
-from jaxforge.data.megatron_index import SUFFIX, MegatronIndex, tokens_path
+from jaxforge.data.corpus.manifest import FILE_NAME, BlockHashes, EncodedHashes, Manifest
+from jaxforge.data.foreign_layouts import SUFFIX, MegatronIndex, tokens_path
 from jaxforge.errors import UserError
 from jaxforge.storage import urls
 

@@ -7,7 +7,7 @@ Index spaces:
         adjacent, and the remainder of each file is not read. Files are sorted by name.
 
 `token_file` reads the headers. Blocks are verified against the hashes in the manifest
-(`block_hashes`) when they are read. Tokens outside the vocabulary are refused.
+(`manifest.BlockHashes`) when they are read. Tokens outside the vocabulary are refused.
 
 Local files are mapped into memory. Files in a bucket are read in blocks (`remote_tokens`), and all
 windows of a batch are requested before the first is used.
@@ -28,9 +28,8 @@ from numpy.typing import ArrayLike
 
 from jaxforge.cli.suggestions import path_hint
 from jaxforge.config.data import Verify
-from jaxforge.data.corpus.entries import FIRST, PADDING, UNLEARNED
-from jaxforge.data.corpus.manifest import FILE_NAME, Manifest
-from jaxforge.data.corpus.text_files import how_to_prepare
+from jaxforge.data.corpus.formats import how_to_prepare
+from jaxforge.data.corpus.manifest import FILE_NAME, FIRST, PADDING, UNLEARNED, Manifest
 from jaxforge.data.foreign_layouts import Layout, Split, find_layout, prefix_hint, with_indices
 from jaxforge.data.token_file import TokenFile, guess_type, inspect
 from jaxforge.errors import UserError

@@ -15,15 +15,6 @@ from typing import Any, BinaryIO
 import jax
 
 from jaxforge.cli.running import check_parent_directory
-from jaxforge.data.corpus.prompts import (
-    RESULTS,
-    STDIN,
-    Prompt,
-    continuation,
-    encode,
-    read_prompts,
-    splits_a_token,
-)
 from jaxforge.data.corpus.tokenizer import Tokenizer
 from jaxforge.errors import UserError, file_error
 from jaxforge.inference import conversation
@@ -32,6 +23,15 @@ from jaxforge.model.decoding import Completion, Decoder
 from jaxforge.model.sampling import Sampling
 from jaxforge.runs import run_directory
 from jaxforge.storage import urls
+from jaxforge.tasks.prompts import (
+    RESULTS,
+    STDIN,
+    Prompt,
+    continuation,
+    encode,
+    read_prompts,
+    splits_a_token,
+)
 from jaxforge.telemetry.console import begin_command
 
 log = logging.getLogger(__name__)
@@ -145,7 +145,7 @@ def results(
 
 
 def _record(prompt: Prompt, ids: list[int], completion: Completion, tokenizer: Tokenizer) -> Record:
-    """Return the fields of the prompt and `corpus.prompts.RESULTS`."""
+    """Return the fields of the prompt and `prompts.RESULTS`."""
     text = continuation(tokenizer, ids, completion.tokens)
     values = (text, completion.tokens, completion.finish_reason)
     return {"prompt": prompt.text, **prompt.fields, **dict(zip(RESULTS, values, strict=True))}

@@ -14,13 +14,13 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from jaxforge.data.corpus.optional import library
-from jaxforge.data.corpus.prompts import continuation, unknown_token
 from jaxforge.data.corpus.tokenizer import Tokenizer, with_prefix
 from jaxforge.errors import UserError
 from jaxforge.model.decoding import Decoder
+from jaxforge.tasks.prompts import continuation, unknown_token
 
 if TYPE_CHECKING:
-    from jaxforge.data.corpus.isolated_chat import IsolatedTemplate
+    from jaxforge.data.corpus.chat import IsolatedTemplate
 
 _HELP = "/reset forgets what was said, /quit or Ctrl-D ends, Ctrl-C stops an answer"
 _CHAT, _TEXT = "a chat", "the tokenizer has no chat template: the model continues your text"
@@ -136,7 +136,7 @@ def _template(tokenizer: Tokenizer) -> "IsolatedTemplate | None":
     if not tokenizer.chat:
         return None
     library("jinja2", "a chat template")
-    from jaxforge.data.corpus.isolated_chat import IsolatedTemplate
+    from jaxforge.data.corpus.chat import IsolatedTemplate
 
     return IsolatedTemplate(tokenizer.chat)
 

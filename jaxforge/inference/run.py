@@ -15,7 +15,6 @@ from jaxforge.checkpoint.paths import SUBDIRECTORY, find
 from jaxforge.checkpoint.weights import Weights
 from jaxforge.cli.sampling_options import check
 from jaxforge.config.job import JobConfig
-from jaxforge.data.corpus.prompts import Prompt, encode
 from jaxforge.errors import UserError
 from jaxforge.inference import completion, evaluation
 from jaxforge.inference.trained import TrainedModel, open_run
@@ -26,6 +25,7 @@ from jaxforge.parallel import multihost
 from jaxforge.runs import run_directory
 from jaxforge.runs.reading import read_metrics
 from jaxforge.storage import trust, urls
+from jaxforge.tasks.prompts import Prompt, encode
 from jaxforge.training import activation_files
 
 

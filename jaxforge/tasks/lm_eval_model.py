@@ -28,7 +28,7 @@ from jaxforge.model.sampling import Sampling
 from jaxforge.tasks.text_model import TextModel, first_known
 
 if TYPE_CHECKING:
-    from jaxforge.data.corpus.isolated_chat import IsolatedTemplate
+    from jaxforge.data.corpus.chat import IsolatedTemplate
 
 _SAMPLING = ("temperature", "top_k", "top_p")
 
@@ -229,7 +229,7 @@ class LmEvalModel(TemplateLM):
 
     @functools.cached_property
     def _template(self) -> "IsolatedTemplate":
-        from jaxforge.data.corpus.isolated_chat import IsolatedTemplate
+        from jaxforge.data.corpus.chat import IsolatedTemplate
 
         if not self._tokenizer.chat:
             raise UserError(

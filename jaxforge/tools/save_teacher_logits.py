@@ -22,8 +22,8 @@ from jaxforge.config.reading import load
 from jaxforge.config.resolution import World, resolve
 from jaxforge.data import sources
 from jaxforge.data.dataset import Dataset, Mixture
-from jaxforge.data.epoch import sequences_per_epoch
 from jaxforge.data.loader import eval_batches
+from jaxforge.data.sources import sequences_per_epoch
 from jaxforge.data.teacher_logits import (
     FILE_NAME,
     TEACHER_IDS,

@@ -15,7 +15,7 @@ from jaxforge.config.checkpoint import Branch, CheckpointConfig
 from jaxforge.config.job import JobConfig
 from jaxforge.config.reading.unresolved import UnresolvedConfig
 from jaxforge.config.resolution import ResolvedRun, World, resolve
-from jaxforge.data.epoch import sequences_per_epoch
+from jaxforge.data.sources import sequences_per_epoch
 from jaxforge.errors import UserError
 from jaxforge.parallel import agreement
 from jaxforge.parallel.mesh import make_mesh

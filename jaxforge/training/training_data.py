@@ -12,7 +12,6 @@ from jaxforge.config.batch_ramp import BatchRamp
 from jaxforge.config.job import JobConfig
 from jaxforge.data import loader, sources
 from jaxforge.data.dataset import Dataset, Mixture, Streaming
-from jaxforge.data.epoch import sequences_per_epoch
 from jaxforge.data.fingerprint import (
     Fingerprint,
     check_random_tokens,
@@ -21,6 +20,7 @@ from jaxforge.data.fingerprint import (
 )
 from jaxforge.data.order import data_seed
 from jaxforge.data.segments import Segment, exhausted_at, limits_of
+from jaxforge.data.sources import sequences_per_epoch
 from jaxforge.errors import UserError
 from jaxforge.parallel import agreement
 from jaxforge.parallel.mesh import data_parallel_size

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from jaxforge.config import load_unresolved
-from jaxforge.data.epoch import sequences_per_epoch
+from jaxforge.data.sources import sequences_per_epoch
 from jaxforge.errors import UserError
 from tests.conftest import tiny_config
 

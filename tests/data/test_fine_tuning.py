@@ -24,8 +24,7 @@ from jaxforge.data import loader, sources, stream
 from jaxforge.data.conversation_shards import ConversationShards
 from jaxforge.data.corpus import ingest
 from jaxforge.data.corpus.conversations import Conversations, encode_conversations
-from jaxforge.data.corpus.entries import FIRST, ID, UNLEARNED
-from jaxforge.data.corpus.manifest import CONVERSATIONS, LENGTHS, Manifest
+from jaxforge.data.corpus.manifest import CONVERSATIONS, FIRST, ID, LENGTHS, UNLEARNED, Manifest
 from jaxforge.data.corpus.tokenizer_files import load_tokenizer
 from jaxforge.data.packing import IGNORE
 from jaxforge.errors import UserError

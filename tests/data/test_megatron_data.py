@@ -18,7 +18,7 @@ import pytest
 
 from jaxforge.data import loader, sources
 from jaxforge.data.fingerprint import fingerprints
-from jaxforge.data.megatron_index import MegatronIndex
+from jaxforge.data.foreign_layouts import MegatronIndex
 from jaxforge.data.tokens import TokenShards
 from jaxforge.errors import UserError
 from jaxforge.parallel.mesh import make_mesh

@@ -11,10 +11,13 @@ from jaxforge.commands import prepare
 from jaxforge.config import check, load_config
 from jaxforge.data import loader, sources
 from jaxforge.data.conversation_shards import PreferenceShards
-from jaxforge.data.corpus.conversations import Conversations, encode_conversations
-from jaxforge.data.corpus.entries import FIRST, ID, UNLEARNED
-from jaxforge.data.corpus.manifest import LENGTHS, PREFERENCES, Manifest
-from jaxforge.data.corpus.preferences import Preferences, encode_preferences
+from jaxforge.data.corpus.conversations import (
+    Conversations,
+    Preferences,
+    encode_conversations,
+    encode_preferences,
+)
+from jaxforge.data.corpus.manifest import FIRST, ID, LENGTHS, PREFERENCES, UNLEARNED, Manifest
 from jaxforge.data.corpus.tokenizer_files import load_tokenizer
 from jaxforge.errors import UserError
 from jaxforge.parallel.mesh import make_mesh

@@ -7,10 +7,9 @@ import pytest
 from jaxforge.config import load_unresolved
 from jaxforge.config.data import DataConfig
 from jaxforge.data.dataset import Dataset
-from jaxforge.data.epoch import sequences_per_epoch
 from jaxforge.data.loader import training_batches
 from jaxforge.data.packing import split_window
-from jaxforge.data.sources import open_training_data, register_dataset
+from jaxforge.data.sources import open_training_data, register_dataset, sequences_per_epoch
 from jaxforge.parallel.mesh import make_mesh
 from tests.conftest import tiny_config
 

@@ -93,7 +93,7 @@ def test_each_block_is_hashed_once(tmp_path, monkeypatch):
     write(tmp_path / "a")
     source, hashed = open_shards(tmp_path / "a"), []
     monkeypatch.setattr(
-        "jaxforge.data.block_hashes.zlib.crc32",
+        "jaxforge.data.corpus.manifest.zlib.crc32",
         lambda data: hashed.append(len(data)) or CRC32(data),
     )
     for index in np.random.default_rng(1).permutation(1000):

@@ -71,7 +71,6 @@ def test_writer_streams_across_chunks_and_shards(tmp_path, monkeypatch):
     joined = np.concatenate(written)
     assert (joined[np.arange(112) % 10 != 9][:99] == tokens[:99]).all()
     assert joined[-1] == 299
-    assert (writer.counts == np.bincount(joined, minlength=300)).all()
     assert (manifest.tokens, manifest.documents, manifest.max_token) == (112, 12, 299)
     assert [shard.max_token for shard in manifest.shards] == [int(part.max()) for part in written]
     assert Manifest.read(tmp_path / "a") == manifest == shards(tmp_path / "a").manifest

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxforge.data.corpus.entries import FIRST, UNLEARNED
+from jaxforge.data.corpus.manifest import FIRST, UNLEARNED
 from jaxforge.data.packing import fill_window, split_entries
 from jaxforge.model.decoding import Decoder
 from jaxforge.model.likelihood import Continuation, Scorer

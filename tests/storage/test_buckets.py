@@ -11,7 +11,7 @@ import pytest
 
 from jaxforge.checkpoint.paths import is_durable
 from jaxforge.cli import streams
-from jaxforge.data.block_hashes import BlockHashes
+from jaxforge.data.corpus.manifest import BlockHashes
 from jaxforge.data.remote_tokens import RemoteTokens
 from jaxforge.errors import StorageError, UserError
 from jaxforge.storage import COMMITTED, buckets, mirror, urls

@@ -3,7 +3,7 @@
 import numpy as np
 
 from jaxforge.data.conversation_shards import ConversationShards
-from jaxforge.data.corpus.entries import FIRST, UNLEARNED
+from jaxforge.data.corpus.manifest import FIRST, UNLEARNED
 from jaxforge.data.corpus.writer import ShardWriter
 from jaxforge.data.tokens import manifest_of
 from jaxforge.storage import urls

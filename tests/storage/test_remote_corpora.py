@@ -16,7 +16,7 @@ import pyarrow.parquet
 import pytest
 
 from jaxforge.commands import prepare
-from jaxforge.data.corpus import file_state, ingest, remote_input
+from jaxforge.data.corpus import files, ingest, remote_input
 from jaxforge.data.corpus.documents import text_parts
 from jaxforge.data.corpus.inputs import find_inputs
 from jaxforge.data.tokens import TokenShards
@@ -245,7 +245,7 @@ def test_ranged_file_reads_like_a_file(bucket, monkeypatch):
 @pytest.mark.parametrize("moment", ["before", "while"])
 def test_changed_object_raises(bucket, large, moment, monkeypatch):
     """The new object has as many bytes as the old one, and another second of modification."""
-    monkeypatch.setattr(file_state, "LARGE", large)
+    monkeypatch.setattr(files, "LARGE", large)
     url, data = f"{bucket}/in/a.jsonl", b'{"text": "line"}\n' * 100
     buckets.write(url, data)
     [source] = find_inputs([url])

@@ -12,8 +12,8 @@ from run_config import CONFIG
 
 import jaxforge.storage.range_read as range_read
 from jaxforge.commands import train
-from jaxforge.data import loader, read_ahead, sources
-from jaxforge.data.block_hashes import BlockHashes
+from jaxforge.data import loader, sources
+from jaxforge.data.corpus.manifest import BlockHashes
 from jaxforge.data.corpus.writer import ShardWriter
 from jaxforge.data.remote_tokens import GAP, LONGEST, RemoteTokens
 from jaxforge.errors import StorageError, UserError
@@ -315,13 +315,13 @@ def test_full_disk_of_cache_does_not_stop_reading(corpus, tmp_path, monkeypatch,
 def test_buckets_are_read_further_ahead_than_disks(corpus):
     local, in_bucket = (sources.open_training_data(config_of(path)) for path in corpus)
     data = config_of("x").data
-    options = read_ahead.read_options(data, local, 8, 32)
+    options = sources.read_options(data, local, 8, 32)
     assert (options.num_threads, options.prefetch_buffer_size) == (2, 4)
-    options = read_ahead.read_options(data, in_bucket, 8, 32)
+    options = sources.read_options(data, in_bucket, 8, 32)
     assert (options.num_threads, options.prefetch_buffer_size) == (16, 32)
-    options = read_ahead.read_options(data, in_bucket, 256, 4096)  # 2 blocks x 256 = 32 MiB
+    options = sources.read_options(data, in_bucket, 256, 4096)  # 2 blocks x 256 = 32 MiB
     assert (options.num_threads, options.prefetch_buffer_size) == (8, 16)
-    options = read_ahead.read_options(data, in_bucket, 10**6, 4096)
+    options = sources.read_options(data, in_bucket, 10**6, 4096)
     assert (options.num_threads, options.prefetch_buffer_size) == (2, 4)
     synchronous = data.model_copy(update={"num_workers": 0})
-    assert read_ahead.read_options(synchronous, in_bucket, 8, 32).num_threads == 0
+    assert sources.read_options(synchronous, in_bucket, 8, 32).num_threads == 0

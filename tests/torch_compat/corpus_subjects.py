@@ -12,9 +12,9 @@ import numpy as np
 from jaxforge.commands import prepare
 from jaxforge.data import token_file
 from jaxforge.data.corpus import manifest as corpus_manifest
-from jaxforge.data.corpus.content import TextField
 from jaxforge.data.corpus.documents import text_parts
 from jaxforge.data.corpus.inputs import find_inputs
+from jaxforge.data.corpus.records import TextField
 from jaxforge.data.teacher_logits import (
     FILE_NAME,
     Manifest,

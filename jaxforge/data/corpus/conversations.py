@@ -1,9 +1,14 @@
-"""Conversion of conversations in the usual record formats to entries (`corpus.entries`).
+"""Conversion of conversations and pairs of answers to entries (`manifest.FIRST`).
 
 record ─► messages ─► text, learned spans ─► token ids ─────────► entries
           (forms)     (chat template)        (tokenizer, offsets)
 
 Text and spans are passed on as a line of JSON, which is a document like any other.
+
+    prompt, chosen, rejected ─► two conversations ─► entries of chosen, entries of rejected
+
+A pair of answers (preference data) is a document of two conversations with the same prompt. Their
+entries follow each other on disk, and both begin with `manifest.FIRST`.
 """
 
 import hashlib
@@ -15,10 +20,11 @@ import numpy as np
 from jaxtyping import Int
 
 from jaxforge.cli.suggestions import listed
-from jaxforge.data.corpus.content import RecordError, TableRow
-from jaxforge.data.corpus.entries import FIRST, UNLEARNED
+from jaxforge.data.corpus.manifest import FIRST, UNLEARNED
 from jaxforge.data.corpus.optional import library
+from jaxforge.data.corpus.records import Content, RecordError, TableRow
 from jaxforge.data.corpus.tokenizer import Tokenizer, with_prefix
+from jaxforge.data.corpus.workers import Encoded, Text
 from jaxforge.errors import UserError
 
 _FORMS = (("messages",), ("conversations",), ("prompt", "completion"), ("instruction", "output"))
@@ -34,9 +40,15 @@ _REASONING = ("reasoning_content", "thinking", "reasoning")  # in the order of t
 
 Spans = list[tuple[int, int]]
 
+ANSWERS = ("chosen", "rejected")
+"""Keys of the two answers of a record, in the order of their entries."""
 
-class Conversations:
-    """Records that hold conversations (a `content.Content`).
+_PROMPT = "prompt"
+_IN_WORDS = "chosen and rejected, with a prompt if they are texts"
+
+
+class Conversations(Content):
+    """Records that hold conversations (a `records.Content`).
 
     Args:
         tokenizer: tokenizer whose chat template formats the conversations.
@@ -47,12 +59,17 @@ class Conversations:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._template = None
-        self.identity = ("conversations", fingerprint(tokenizer))
+        self._fingerprint = fingerprint(tokenizer)
         if tokenizer.chat:
             library("jinja2", "a chat template")
-            from jaxforge.data.corpus.isolated_chat import IsolatedTemplate
+            from jaxforge.data.corpus.chat import IsolatedTemplate
 
             self._template = IsolatedTemplate(tokenizer.chat)
+
+    @property
+    def identity(self) -> tuple[str, ...]:
+        """Kind of document, and the fingerprint of the template."""
+        return ("conversations", self._fingerprint)
 
     def columns(self, there: Sequence[str] | None, where: str) -> list[str]:
         """Return the columns of a table to read; [] reads all columns.
@@ -66,10 +83,6 @@ class Conversations:
         if not form:
             raise UserError(f"{where}: expected columns {_FORMS_IN_WORDS}; it has {listed(there)}")
         return [name for name in there if name in (*form, *EXTRAS)]
-
-    def source(self, record: Mapping[str, Any]) -> str:
-        """Return "": statistics are by file."""
-        return ""
 
     def document(self, record: Mapping[str, Any]) -> str:
         """Return JSON with `text`, `learned` (spans) and `eos` (True if a learned EOS follows).
@@ -115,6 +128,88 @@ class Conversations:
         if tools is not None:
             options = {**options, "tools": tools}
         return self._template.render(messages, first, options)
+
+
+class Preferences(Conversations):
+    """Records that hold a prompt and two answers (a `records.Content`)."""
+
+    @property
+    def identity(self) -> tuple[str, ...]:
+        """Kind of document, and the fingerprint of the template."""
+        return ("preferences", self._fingerprint)
+
+    def columns(self, there: Sequence[str] | None, where: str) -> list[str]:
+        """Return the columns of a table to read; [] reads all columns.
+
+        Raises:
+            UserError: the answers are missing.
+        """
+        if there is None:
+            return []
+        if not set(ANSWERS) <= set(there):
+            raise UserError(f"{where}: expected columns {_IN_WORDS}; it has {listed(there)}")
+        return [name for name in there if name in (_PROMPT, *ANSWERS, *EXTRAS)]
+
+    def document(self, record: Mapping[str, Any]) -> str:
+        """Return a JSON list of two documents of `Conversations`: chosen, rejected.
+
+        Raises:
+            ValueError: the record is no pair, the template refuses it, or an answer is empty.
+        """
+        if isinstance(record, TableRow):
+            record = without_none(record)
+        record = without_null_keys(record)
+        if not set(ANSWERS) <= record.keys():
+            raise RecordError(
+                f"expected {_IN_WORDS} (it has: {listed(record)})",
+                "leave --preferences out if the records are texts" if "text" in record else "",
+            )
+        prompt, *completions = _split(record)
+        extras = {name: record[name] for name in EXTRAS if name in record}
+        documents = [
+            super(Preferences, self).document({**extras, _PROMPT: prompt, "completion": answer})
+            for answer in completions
+        ]
+        return json.dumps(documents, ensure_ascii=False)
+
+
+def _split(record: Mapping[str, Any]) -> tuple[Any, Any, Any]:
+    """Return prompt, chosen and rejected answer of a record.
+
+    Answers may be whole conversations that repeat the prompt: then their common messages are the
+    prompt.
+    """
+    prompt, chosen, rejected = record.get(_PROMPT), record["chosen"], record["rejected"]
+    if isinstance(prompt, list) or not (isinstance(chosen, list) and isinstance(rejected, list)):
+        if prompt is None:
+            raise ValueError("the record has texts as answers, and no prompt")
+        return prompt, chosen, rejected
+    pairs = zip(map(without_null_keys, chosen), map(without_null_keys, rejected), strict=False)
+    n = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(chosen), len(rejected)))
+    if n == 0 and prompt is not None:
+        return prompt, chosen, rejected
+    if n == 0 or n == len(chosen) or n == len(rejected):
+        raise ValueError("the answers have no common messages, or do not differ after them")
+    return chosen[:n], chosen[n:], rejected[n:]
+
+
+def encode_preferences(tokenizer: Tokenizer, texts: Sequence[Text], dtype: str) -> Encoded:
+    """Return the entries of pairs by split, with the entries of each pair.
+
+    Arguments are those of `ingest.encode`; texts are results of `Preferences.document`.
+    """
+    answers = [
+        (split, answer, first, last)
+        for split, text, first, last in texts
+        for answer in json.loads(text)
+    ]
+    entries = encode_conversations(tokenizer, answers, dtype)
+    return Encoded(entries, {split: _pair_lengths(array) for split, array in entries.items()})
+
+
+def _pair_lengths(entries: Int[np.ndarray, "_"]) -> Int[np.ndarray, "pairs"]:
+    starts = np.flatnonzero(entries & FIRST)[::2]
+    return np.diff(starts, append=len(entries))
 
 
 def fingerprint(tokenizer: Tokenizer) -> str:

@@ -16,8 +16,7 @@ from jaxforge.data.corpus.workers import Encoded
 from jaxforge.data.corpus.writer import ShardWriter
 from jaxforge.errors import UserError
 
-EMPTY_JOURNAL: dict[str, Any] = {"splits": {}, "place": ReadPosition(), "skipped": 0}
-"""Journal before the first tokens."""
+_EMPTY_JOURNAL: dict[str, Any] = {"splits": {}, "place": ReadPosition(), "skipped": 0}
 
 
 @dataclass(frozen=True)
@@ -169,8 +168,8 @@ def open_corpus(
     journal: dict[str, Any] | None,
     tokenizer: Tokenizer,
     options: Options,
-    unit: int | None = None,
-    lengths: Callable[[str], Path] | None = None,
+    unit: int | None,
+    lengths: Callable[[str], Path],
 ) -> Corpus:
     """Return the progress that a journal records, or an empty corpus.
 
@@ -186,7 +185,7 @@ def open_corpus(
         UserError: bad records were skipped before, and are errors now; or the journal is damaged.
     """
     try:
-        return _open_corpus(out, journal or EMPTY_JOURNAL, tokenizer, options, unit, lengths)
+        return _open_corpus(out, journal or _EMPTY_JOURNAL, tokenizer, options, unit, lengths)
     except (KeyError, TypeError, AttributeError) as error:
         raise UserError(
             f"the progress in {out.parent} is damaged ({error!r}): remove that directory, and "
@@ -200,7 +199,7 @@ def _open_corpus(
     tokenizer: Tokenizer,
     options: Options,
     unit: int | None,
-    lengths: Callable[[str], Path] | None,
+    lengths: Callable[[str], Path],
 ) -> Corpus:
     if journal["skipped"] and not options.skip_bad:
         raise UserError(
@@ -219,7 +218,7 @@ def _open_corpus(
             conversations=options.conversations,
             state=state["writer"],
             unit=unit,
-            lengths=lengths and lengths(name),
+            lengths=lengths(name),
         )
         statistics = Statistics(**state["statistics"])
         splits[name] = Split(**{**state, "writer": writer, "statistics": statistics})

@@ -14,9 +14,8 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import BinaryIO, NamedTuple, TypeVar
 
-from jaxforge.data.corpus.content import Outcomes
-from jaxforge.data.corpus.records import READ_ERRORS, Input, Record
-from jaxforge.data.corpus.text_files import EXCLUDE
+from jaxforge.data.corpus.files import EXCLUDE
+from jaxforge.data.corpus.records import READ_ERRORS, Input, Outcomes, Record
 from jaxforge.errors import StorageError, UserError, unreadable
 
 PART_BYTES = 1 << 20

@@ -1,26 +1,36 @@
-"""Hugging Face datasets from the Hub, a directory of data files, or `save_to_disk`."""
+"""Hugging Face datasets from the Hub, a directory of data files, or `save_to_disk`.
+
+`HuggingFace` is the input of `prepare`, and `cached_shards` the shards of a dataset that training
+reads without `prepare`.
+"""
 
 import hashlib
 import json
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Self
 
 from jaxforge.cli.suggestions import listed
-from jaxforge.data.corpus.content import Content
+from jaxforge.data.corpus.assembly import assemble
 from jaxforge.data.corpus.conversations import Conversations
-from jaxforge.data.corpus.corpus_state import Corpus, Options
-from jaxforge.data.corpus.entries import ENTRY_DTYPE
-from jaxforge.data.corpus.ingest import ingest
-from jaxforge.data.corpus.inputs import HuggingFace
-from jaxforge.data.corpus.manifest import FILE_NAME
+from jaxforge.data.corpus.corpus_state import Options
+from jaxforge.data.corpus.files import FileState, Span, check_unchanged
+from jaxforge.data.corpus.formats.arrow import validate
+from jaxforge.data.corpus.inputs import Unit
+from jaxforge.data.corpus.manifest import ENTRY_DTYPE, FILE_NAME
 from jaxforge.data.corpus.optional import library
+from jaxforge.data.corpus.progress import Done
+from jaxforge.data.corpus.records import DEFAULT_FIELD, Content, Input, Record, TableRow, to_record
 from jaxforge.data.corpus.tokenizer import Tokenizer, identity
+from jaxforge.data.corpus.unit_worker import begin_job, run_units
+from jaxforge.data.corpus.workers import Local
 from jaxforge.data.corpus.writer import token_dtype
-from jaxforge.errors import UserError
+from jaxforge.errors import InputChangedError, UserError
 from jaxforge.storage.atomic_directory import atomic_directory
 
 if TYPE_CHECKING:
@@ -28,7 +38,118 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+ROWS = 64
+"""Rows of a dataset converted to Python objects at a time."""
+
 _LOG_SECONDS = 10.0
+
+
+@dataclass(frozen=True)
+class HuggingFace(Input):
+    """Dataset of the library `datasets`, or one file of such a dataset.
+
+    Attributes:
+        name: name in messages.
+        dataset: the rows, streaming or on disk.
+        content: selects the text of a row.
+        span: the first row to read, and the row after the last; None reads all rows.
+        states: states of the files of a dataset on disk when it was listed or opened.
+    """
+
+    name: str
+    dataset: "Dataset | IterableDataset"
+    content: Content = DEFAULT_FIELD
+    span: Span | None = None
+    states: tuple[tuple[Path, FileState], ...] = ()
+
+    @classmethod
+    def on_disk(cls, name: str, dataset: "Dataset", content: Content) -> Self:
+        """Return the input of a dataset with the states of its files."""
+        paths = [Path(file["filename"]) for file in dataset.cache_files]
+        return cls(name, dataset, content, states=tuple((p, FileState.of(p)) for p in paths))
+
+    def opened(self) -> Self:
+        """Return the dataset with the present states of its files."""
+        states = tuple((path, self._checked(path, state)) for path, state in self.states)
+        return replace(self, states=states)
+
+    def check_unchanged(self) -> None:
+        """Check that the files are those which were opened."""
+        self.opened()
+
+    def _checked(self, path: Path, state: FileState) -> FileState:
+        try:
+            return check_unchanged(path, state)
+        except InputChangedError as error:
+            raise InputChangedError(str(error), self.name) from error
+
+    @property
+    def identity(self) -> tuple[str, ...]:
+        """Name, and the fingerprint that `datasets` computes of source and transformations."""
+        return self.name, self.dataset._fingerprint
+
+    @property
+    def where(self) -> str:
+        """The name."""
+        return self.name
+
+    @property
+    def weight(self) -> int:
+        """Bytes of the rows in Arrow's format; 0 for a stream."""
+        table = getattr(self.dataset, "data", None)
+        if table is None:
+            return 0
+        first, end = self.span or Span(0, len(self.dataset))
+        return table.nbytes * (end - first) // max(1, table.num_rows)
+
+    @property
+    def begins(self) -> bool:
+        """False for ranges of rows other than the first."""
+        return not self.span or not self.span.start
+
+    def slices(self, nbytes: int) -> "Sequence[HuggingFace]":
+        """Return equal ranges of rows of about `nbytes`."""
+        n = min(-(-self.weight // nbytes), len(self.dataset)) if self.weight else 1
+        if n < 2:
+            return [self]
+        borders = [len(self.dataset) * i // n for i in range(n + 1)]
+        return [replace(self, span=Span(*ends)) for ends in pairwise(borders)]
+
+    def with_content(self, content: Content) -> Self:
+        """Return the dataset with another selection of documents."""
+        return replace(self, content=content)
+
+    def records(self, start: int) -> Iterator[Record]:
+        """Yield the rows after the first `start`.
+
+        Raises:
+            UserError: a column does not exist.
+        """
+        columns = self.content.columns(self.dataset.column_names, self.name)
+        rows = self.dataset.select_columns(columns) if columns else self.dataset
+        if self.span:
+            start = max(start, self.span.start)
+            rows = rows.take(self.span.end)
+        for number, record in enumerate(_rows(rows.skip(start), self.name), start + 1):
+            yield to_record(number, record, f"{self.name}:{number}", self.content)
+
+
+def _rows(dataset: "Dataset | IterableDataset", where: str) -> Iterator[TableRow]:
+    for batch in _checked(dataset, where) if hasattr(dataset, "data") else dataset.iter(ROWS):
+        for values in zip(*batch.values(), strict=True):
+            yield TableRow(zip(batch, values, strict=True))
+
+
+def _checked(dataset: "Dataset", where: str) -> Iterator[dict[str, Any]]:
+    """Yield batches of a dataset on disk, each after a check of its Arrow data."""
+    batches = dataset.iter(ROWS)
+    for table in dataset.with_format("arrow").iter(ROWS):
+        try:
+            for part in table.to_batches():
+                validate(part)
+        except ValueError as error:  # of pyarrow
+            raise UserError(f"cannot read {where}: {error}") from error
+        yield next(batches)
 
 
 def load_dataset(
@@ -109,27 +230,20 @@ def cached_shards(
             conversations = isinstance(content, Conversations)
             dtype = ENTRY_DTYPE if conversations else token_dtype(None, tokenizer.vocab_size)
             options = Options(dtype=dtype, conversations=conversations)
-            ingest(
-                [source],
-                tokenizer,
-                options,
-                directory,
-                tokenizer_name="data.tokenizer_path",
-                show=_progress_log(len(dataset)),
-            )
+            job = begin_job(directory, 1, tokenizer, options, isolate=False)
+            run_units(job, [Unit(0, (source,))], Local(1), _progress_log())
+            assemble(job, tokenizer, "data.tokenizer_path")
     return output / "train"
 
 
-def _progress_log(rows: int) -> Callable[[Corpus], None]:
+def _progress_log() -> Callable[[Done], None]:
     said = time.monotonic()
 
-    def show(corpus: Corpus) -> None:
+    def show(done: Done) -> None:
         nonlocal said
         if time.monotonic() - said >= _LOG_SECONDS:
             said = time.monotonic()
-            tokens = corpus.splits["train"].writer.tokens
-            log.info(
-                "%.0f%% tokenized: %.1f M tokens", 100 * corpus.position.record / rows, tokens / 1e6
-            )
+            fraction = 100 * (done.fraction or 0.0)
+            log.info("%.0f%% tokenized: %.1f M tokens", fraction, done.tokens / 1e6)
 
     return show

@@ -22,16 +22,14 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int
 
-from jaxforge.data.corpus.conversations import encode_conversations
-from jaxforge.data.corpus.corpus_state import Batch, Corpus, Options, check_documents, open_corpus
+from jaxforge.data.corpus.conversations import encode_conversations, encode_preferences
+from jaxforge.data.corpus.corpus_state import Batch, Corpus, Options
 from jaxforge.data.corpus.documents import TextPart, text_parts
-from jaxforge.data.corpus.encoding import conversation_lengths, encode, split_tokens
-from jaxforge.data.corpus.preferences import encode_preferences
+from jaxforge.data.corpus.manifest import FIRST
 from jaxforge.data.corpus.records import Input
-from jaxforge.data.corpus.tokenizer import Tokenizer
+from jaxforge.data.corpus.tokenizer import Tokenizer, with_prefix
 from jaxforge.data.corpus.tokenizer_files import load_tokenizer
-from jaxforge.data.corpus.workers import Encoded, Text, Workers, serve
-from jaxforge.storage.atomic_directory import AtomicDirectory
+from jaxforge.data.corpus.workers import Encoded, Text, Tokens, Workers, serve
 
 BATCH_BYTES = 1 << 20  # of text per call of a tokenizer, whose results take up to 50 times as much
 BATCH_PARTS = 4096
@@ -44,51 +42,6 @@ def texts_of(batch: Batch) -> list[Text]:
     return [(p.split, p.text, p.first, p.last) for p in batch if not p.skipped]
 
 
-def ingest(
-    inputs: Sequence[Input],
-    tokenizer: Tokenizer,
-    options: Options,
-    destination: AtomicDirectory,
-    *,
-    tokenizer_name: str,
-    workers: int = 1,
-    isolate: bool = False,
-    show: Callable[[Corpus], None] = lambda _: None,
-) -> Corpus:
-    """Write `train/`, and `validation/` if documents are held out; resume from the journal.
-
-    Args:
-        inputs: in order.
-        tokenizer: has an EOS; lies in `destination.out / "tokenizer"`.
-        options: see `Options`.
-        destination: output directory.
-        tokenizer_name: name of the tokenizer in the manifest.
-        workers: number of encoding processes; with 1, this process encodes.
-        isolate: encode in another process even so, if the tokenizer is risky.
-        show: called with the progress after each batch.
-
-    Raises:
-        UserError: an input cannot be read, a shard cannot be written, a worker died, or a split
-            has no document.
-    """
-    with ExitStack() as stack:
-        corpus = open_corpus(destination.out, destination.journal, tokenizer, options)
-        stack.enter_context(corpus)
-        fill(
-            corpus,
-            inputs,
-            tokenizer,
-            destination.out / "tokenizer",
-            options,
-            commit=destination.commit,
-            workers=workers,
-            isolate=isolate,
-            show=show,
-        )
-        _finish(corpus, tokenizer, tokenizer_name, options)
-    return corpus
-
-
 def fill(
     corpus: Corpus,
     inputs: Sequence[Input],
@@ -97,10 +50,10 @@ def fill(
     options: Options,
     *,
     commit: Callable[[dict[str, Any]], None],
-    is_whole: bool = True,
-    workers: int = 1,
-    isolate: bool = False,
-    show: Callable[[Corpus], None] = lambda _: None,
+    is_whole: bool,
+    workers: int,
+    isolate: bool,
+    show: Callable[[Corpus], None],
 ) -> None:
     """Read the inputs from the corpus's position to their end, and add their tokens.
 
@@ -112,12 +65,12 @@ def fill(
         options: see `Options`.
         commit: called with `Corpus.journal` every few seconds.
         is_whole: the inputs are all inputs of the corpus.
-        workers: see `ingest`.
-        isolate: see `ingest`.
-        show: see `ingest`.
+        workers: number of encoding processes; with 1, this process encodes.
+        isolate: encode in another process even so, if the tokenizer is risky.
+        show: called with the progress after each batch.
 
     Raises:
-        UserError: as `ingest`.
+        UserError: an input cannot be read, a shard cannot be written, or a worker died.
     """
     show(corpus)
     with ExitStack() as stack:
@@ -145,20 +98,6 @@ def fill(
             if time.monotonic() - committed >= COMMIT_SECONDS:
                 commit(corpus.journal())
                 committed = time.monotonic()
-
-
-def _finish(corpus: Corpus, tokenizer: Tokenizer, name: str, options: Options) -> None:
-    counts = {name: split.writer.documents for name, split in corpus.splits.items()}
-    check_documents(counts, corpus.skipped, options)
-    for split in corpus.splits.values():
-        split.writer.finish(
-            eos_id=tokenizer.eos_id,
-            bos_ids=tokenizer.prefix,
-            tokenizer=name,
-            tokenizer_sha256=tokenizer.fingerprint,
-            statistics=split.statistics.summary(options.rules),
-            version=options.version,
-        )
 
 
 def batches(chunks: Iterable[TextPart]) -> Iterator[Batch]:
@@ -225,6 +164,51 @@ def _encode(tokenizer: Tokenizer, texts: Sequence[Text], options: Options) -> En
     return encode(tokenizer, texts, options.dtype)
 
 
+def encode(tokenizer: Tokenizer, texts: Sequence[Text], dtype: str) -> Encoded:
+    """Return the tokens of texts: each document with BOS, if the tokenizer adds it, and EOS.
+
+    A document that ends with EOS itself gets no second one.
+
+    Args:
+        tokenizer: a tokenizer with an EOS.
+        texts: the texts of a batch.
+        dtype: NumPy name of the type to return.
+    """
+    parts: dict[str, list[Int[np.ndarray, "_"]]] = {}
+    lengths: dict[str, list[int]] = {}
+    end = np.asarray([tokenizer.eos_id], dtype)
+    encoded = tokenizer.encode_batch([text for _, text, *_ in texts])
+    for (split, _, first, last), ids in zip(texts, encoded, strict=True):
+        begun = with_prefix(tokenizer, ids) if first else ids
+        parts.setdefault(split, []).append(np.asarray(begun, dtype))
+        needs_end = last and begun[len(tokenizer.prefix) * first :][-1:] != [tokenizer.eos_id]
+        if needs_end:
+            parts[split].append(end)
+        lengths.setdefault(split, []).append(len(begun) + needs_end)
+    return Encoded(
+        {split: np.concatenate(arrays) for split, arrays in parts.items()},
+        {split: np.asarray(counts, np.int64) for split, counts in lengths.items()},
+    )
+
+
+def conversation_lengths(entries: Tokens) -> Encoded:
+    """Return entries of conversations with the length of each."""
+    lengths = {
+        split: np.diff(np.flatnonzero(array & FIRST), append=len(array))
+        for split, array in entries.items()
+    }
+    return Encoded(entries, lengths)
+
+
+def split_tokens(
+    tokens: Int[np.ndarray, "_"], lengths: Int[np.ndarray, "texts"], count: int
+) -> tuple[Int[np.ndarray, "texts"], Int[np.ndarray, "texts"]]:
+    """Return the lengths of the texts' parts in `tokens[:count]` and in the other tokens."""
+    ends = np.minimum(np.cumsum(lengths), min(count, len(tokens)))
+    first = np.diff(ends, prepend=0)
+    return first, lengths - first
+
+
 def _hold_out(
     corpus: Corpus, batch: Batch, encoded: Encoded, options: Options, tokenizer: Tokenizer
 ) -> Encoded:
@@ -235,18 +219,18 @@ def _hold_out(
         return encoded
     arrived, eos = encoded.tokens["train"], tokenizer.eos_id
     lengths, other_lengths = split_tokens(arrived, encoded.lengths["train"], missing)
-    first, others = arrived[:missing], arrived[missing:]
+    first, later = arrived[:missing], arrived[missing:]
     documents = int(np.count_nonzero(first == eos))
     is_cut = len(first) == missing and int(first[-1]) != eos  # the document counts in both splits
     if is_cut:
         first = np.append(first, np.asarray(eos, first.dtype))
-        others = np.append(np.asarray(tokenizer.prefix, others.dtype), others)
+        later = np.append(np.asarray(tokenizer.prefix, later.dtype), later)
     chunks = [chunk for chunk in batch if not chunk.skipped]
     size = _count_held_out(corpus, chunks, lengths, other_lengths, (is_cut, len(tokenizer.prefix)))
     held_out.writer.add(first, documents + is_cut)
     held_out.size, train.size = held_out.size + size, train.size - size
     train.writer.documents -= documents
-    return Encoded({"train": others}, {})
+    return Encoded({"train": later}, {})
 
 
 def _count_held_out(

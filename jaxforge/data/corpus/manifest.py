@@ -1,7 +1,11 @@
-"""`manifest.json`: metadata of a directory of token shards."""
+"""Format of a directory of token shards: `manifest.json`, and entries of conversations.
+
+An entry is a token id with two flag bits for the loss.
+"""
 
 import base64
 import functools
+import os
 import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -9,13 +13,28 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
-from jaxtyping import UInt32
+from jaxtyping import Int, UInt32
 from pydantic import FailFast, TypeAdapter, ValidationError
 
 from jaxforge.data.corpus.statistics import CorpusStatistics
 from jaxforge.errors import UserError
 from jaxforge.storage.safe_files import read_regular
 from jaxforge.storage.untrusted_json import first_problem
+
+FIRST = 1 << 30
+"""Bit of the first entry of a conversation."""
+
+UNLEARNED = 1 << 29
+"""Bit of entries without loss."""
+
+ID = UNLEARNED - 1
+"""Mask of the token id in an entry."""
+
+PADDING = -(1 << 31) | UNLEARNED
+"""Entry (int32) of the unused tail of a window; it is never on disk."""
+
+ENTRY_DTYPE = "uint32"
+"""NumPy name of the type of entries on disk."""
 
 FILE_NAME = "manifest.json"
 VERSION = 1
@@ -99,6 +118,75 @@ def extend_hashes(crc32: str, size: int, more: bytes) -> str:
         hashes[len(hashes) - 4 * bool(filled) :] = zlib.crc32(part, begun).to_bytes(4, "little")
         size, data = size + len(part), data[len(part) :]
     return base64.b64encode(hashes).decode()
+
+
+class BlockHashes:
+    """Block hashes of one file that is read, with a record of the verified blocks.
+
+    A window costs the hash of one or two blocks, once per process.
+
+    Args:
+        path: the file.
+        offset: bytes before its first token.
+        dtype: type of the tokens.
+        hashes: CRC-32 of each block.
+    """
+
+    def __init__(
+        self,
+        path: os.PathLike,
+        offset: int,
+        dtype: np.dtype,
+        hashes: UInt32[np.ndarray, "blocks"] | EncodedHashes,
+    ) -> None:
+        self._path, self._offset, self._hashes = path, offset, hashes
+        self._tokens = BLOCK_BYTES // dtype.itemsize  # of a block
+        self._is_checked = bytearray(len(hashes))
+
+    def of_block(self, block: int) -> int:
+        """Return the CRC-32 that a block must have."""
+        return int(self._hashes[block])
+
+    def check_once(self, tokens: Int[np.ndarray, "tokens"], start: int, end: int) -> None:
+        """Verify the blocks that contain a range, unless this process has verified them before.
+
+        Args:
+            tokens: all tokens of the file.
+            start: first token of the range.
+            end: token after its last.
+
+        Raises:
+            UserError: a block has other bytes than `prepare` wrote.
+        """
+        for block in range(start // self._tokens, -(-end // self._tokens)):
+            if not self._is_checked[block]:
+                self.check(tokens[block * self._tokens : (block + 1) * self._tokens], block)
+                self._is_checked[block] = True
+
+    def check_from(self, tokens: Int[np.ndarray, "_"], first: int) -> None:
+        """Verify whole blocks; `first` is the index of the first token.
+
+        Raises:
+            UserError: a block has other bytes than `prepare` wrote.
+        """
+        for at in range(0, len(tokens), self._tokens):
+            self.check(tokens[at : at + self._tokens], (first + at) // self._tokens)
+
+    def check(self, tokens: Int[np.ndarray, "_"], block: int) -> None:
+        """Verify one block.
+
+        Raises:
+            UserError: the block has other bytes than `prepare` wrote.
+        """
+        if zlib.crc32(tokens.data) == self._hashes[block]:
+            return
+        first, size = block * self._tokens, tokens.itemsize
+        raise UserError(
+            f"{os.fspath(self._path)} is damaged: bytes {self._offset + first * size:,} to "
+            f"{self._offset + (first + len(tokens)) * size - 1:,} (tokens {first:,} to "
+            f"{first + len(tokens) - 1:,}) are not what prepare wrote, by their hash in "
+            f"{FILE_NAME}; copy or prepare the file again"
+        )
 
 
 @dataclass(frozen=True)

@@ -18,24 +18,21 @@ import importlib
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
 
 from jaxforge.cli.suggestions import hint
-from jaxforge.data.corpus.content import (
+from jaxforge.data.corpus.records import (
     CHANGED,
     DROPPED,
     UNCHANGED,
     Content,
-    MappingContent,
     Outcomes,
     TextField,
-    text_field,
 )
-from jaxforge.data.corpus.repeats import Repeats
 from jaxforge.errors import UserError, reason_and_line
 
 MapRecord = dict[str, Any]
@@ -131,7 +128,7 @@ def load_maps(specs: Sequence[str]) -> tuple[Map, ...]:
 
 
 @dataclass(frozen=True)
-class Mapped(MappingContent):
+class Mapped(Content):
     """Content of records after maps.
 
     Attributes:
@@ -140,9 +137,11 @@ class Mapped(MappingContent):
         repeats: by index in `maps`, the repeated records of the input that is read.
     """
 
+    has_maps = True
+
     content: Content
     maps: tuple[Map, ...]
-    repeats: tuple[tuple[int, Repeats], ...] = ()
+    repeats: tuple[tuple[int, Container[int]], ...] = ()
 
     @property
     def identity(self) -> tuple[str, ...]:
@@ -157,8 +156,8 @@ class Mapped(MappingContent):
 
     @property
     def text_field(self) -> str:
-        """The content's field, "text" if it has none."""
-        return text_field(self.content)
+        """The field of the content."""
+        return self.content.text_field
 
     def source(self, record: Mapping[str, Any]) -> str:
         """Return the name of the record's source."""
@@ -186,85 +185,6 @@ class Mapped(MappingContent):
             if is_dropped:
                 return None, tuple(outcomes)
         return record, tuple(outcomes)
-
-
-@dataclass(frozen=True)
-class AnyRecord:
-    """Content of records that may have no document (a `Content`)."""
-
-    @property
-    def identity(self) -> tuple[str, ...]:
-        """Nothing."""
-        return ()
-
-    def columns(self, there: Sequence[str] | None, where: str) -> list[str]:
-        """Return all columns."""
-        return list(there or [])
-
-    def source(self, record: Mapping[str, Any]) -> str:
-        """Return ""."""
-        return ""
-
-    def document(self, record: Mapping[str, Any]) -> str:
-        """Return ""."""
-        return ""
-
-
-@dataclass(frozen=True)
-class RecordKeys(MappingContent):
-    """Content of the pass that collects keys: the document is the record's keys, hashed.
-
-    Attributes:
-        before: content with the maps before `keys`.
-        keys: a map with `drop_repeated`.
-    """
-
-    before: Mapped
-    keys: Map
-
-    @property
-    def identity(self) -> tuple[str, ...]:
-        """Strings of the maps."""
-        return (*self.before.identity, self.keys.spec, self.keys.fingerprint)
-
-    def columns(self, there: Sequence[str] | None, where: str) -> list[str]:
-        """Return all columns."""
-        return self.before.columns(there, where)
-
-    @property
-    def text_field(self) -> str:
-        """See `Mapped`."""
-        return self.before.text_field
-
-    def source(self, record: Mapping[str, Any]) -> str:
-        """Return "": keys have no source."""
-        return ""
-
-    def document(self, record: Mapping[str, Any]) -> str:
-        """Return the keys of a record as its document."""
-        return str(record["keys"])
-
-    def apply(
-        self, number: int, record: Mapping[str, Any], where: str
-    ) -> tuple[Mapping[str, Any] | None, Outcomes]:
-        """Return a record of the keys' hashes, one per line; None if a map before dropped it."""
-        mapped, outcomes = self.before.apply(number, record, where)
-        if mapped is None:
-            return None, outcomes
-        lines = []
-        for key in self.keys.call(dict(mapped), where):
-            if not isinstance(key, bytes):
-                raise UserError(
-                    f"{where}: --map {self.keys.spec} returned the key {key!r:.60}, and keys must "
-                    "be bytes; encode texts with .encode()"
-                )
-            lines.append(hashlib.blake2b(key, digest_size=16).hexdigest() + "\n")
-        return {"keys": "".join(lines)}, (UNCHANGED,)
-
-
-def with_repeats(mapped: Mapped, index: int, repeats: Repeats) -> Mapped:
-    """Return the content with the repeated records of the map at an index."""
-    return replace(mapped, repeats=(*mapped.repeats, (index, repeats)))
 
 
 def _mapped(each: Map, record: Mapping[str, Any], where: str) -> tuple[MapRecord, int]:

@@ -1,43 +1,33 @@
 """Finished parts of a corpus: what the units of work have written.
 
-    parts/000012.json        shards, tokens and documents of unit 12, which is finished
-    parts/000012.counts      occurrences of each token in unit 12, until they are folded
-    parts/folded_0.npz       sum of the occurrences in the units that process 0 has folded
-    parts/000012.train.lengths    lengths of its conversations
-    parts/000012.journal     progress within unit 12 (local disks only)
-    parts/000012.lock        held by the process that works on unit 12 (local disks only)
-
-The counts of a unit take as many bytes as a vocabulary has: 100,000 units would take 100 GB. They
-are added up while the units are prepared, and removed.
+parts/000012.json        shards, tokens and documents of unit 12, which is finished
+parts/000012.train.lengths    lengths of its conversations
+parts/000012.journal     progress within unit 12 (local disks only)
+parts/000012.lock        held by the process that works on unit 12 (local disks only)
 """
 
-import io
 import re
 import time
-import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from jaxtyping import Int
 from pydantic import TypeAdapter, ValidationError
 
 from jaxforge.data.corpus.manifest import Shard
 from jaxforge.data.corpus.statistics import Statistics, merged
 from jaxforge.errors import UserError
-from jaxforge.storage import locks, safe_files, urls
-from jaxforge.storage.atomic_directory import read_sealed, write_bytes, write_sealed
+from jaxforge.storage import locks, urls
+from jaxforge.storage.atomic_directory import read_sealed, write_sealed
 
 READERS = 32
 """Number of threads that read parts."""
 
 _LOCK_SECONDS = 600.0  # in which a lost process must have released its lock
-_MOST_BYTES = 1 << 29  # above the counts of the largest vocabulary in two splits
-_NAME = re.compile(r"(\d{6})\.(json|counts)")
+_NAME = re.compile(r"(\d{6})\.(json|journal)")
 
 
 @dataclass(frozen=True)
@@ -47,6 +37,7 @@ class SplitPart:
     Attributes:
         documents: number of documents.
         tokens: number of tokens.
+        learned: number of tokens with a loss; 0 for text.
         size: bytes of text.
         broken: number of documents that were not UTF-8.
         shards: the shards, in order.
@@ -55,6 +46,7 @@ class SplitPart:
 
     documents: int
     tokens: int
+    learned: int
     size: int
     broken: int
     shards: tuple[Shard, ...]
@@ -88,9 +80,6 @@ class Part:
 
 _JSON = TypeAdapter(Part)
 
-Counts = Int[np.ndarray, "splits V"]
-"""Occurrences of each token in each split, in the order of `Options.splits`."""
-
 
 class Parts:
     """Directory of parts, on a local disk or in a bucket.
@@ -105,15 +94,12 @@ class Parts:
 
     def finished(self) -> set[int]:
         """Return the numbers of the finished units."""
-        return self._numbers("json")
-
-    def with_counts(self) -> set[int]:
-        """Return the numbers of the units whose counts are not folded."""
-        return self._numbers("counts")
-
-    def _numbers(self, kind: str) -> set[int]:
         names = (_NAME.fullmatch(name) for name in _names(self._directory))
-        return {int(name[1]) for name in names if name and name[2] == kind}
+        return {int(name[1]) for name in names if name and name[2] == "json"}
+
+    def is_begun(self) -> bool:
+        """Return whether there is progress to resume from."""
+        return any(_NAME.fullmatch(name) for name in _names(self._directory))
 
     @contextmanager
     def claimed(self, unit: int) -> Iterator[Part | None]:
@@ -161,121 +147,18 @@ class Parts:
                 assert part is not None, f"part {number} is not finished"
                 yield part
 
-    def write(self, part: Part, counts: Counts) -> None:
+    def write(self, part: Part) -> None:
         """Write a part, which is finished with that."""
-        data = zlib.compress(counts.astype("<i8").tobytes(), 1)
-        write_bytes(self._path(part.unit, "counts"), data)
         write_sealed(self._path(part.unit, "json"), _JSON.dump_python(part, mode="json"))
         if not urls.in_bucket(self._directory):
             self._path(part.unit, "journal").unlink(missing_ok=True)
-
-    def counts(self, unit: int, shape: Sequence[int]) -> Counts:
-        """Return the counts of a unit that are not folded."""
-        path = self._path(unit, "counts")
-        with _sound(path):
-            data = zlib.decompress(safe_files.read_regular(path, _MOST_BYTES))
-            return np.frombuffer(data, "<i8").reshape(shape)
-
-    def remove_counts(self, unit: int) -> None:
-        """Remove the counts of a unit."""
-        self._path(unit, "counts").unlink(missing_ok=True)
 
     def lengths_path(self, unit: int, split: str) -> Path:
         """Return the file of the lengths of a unit's conversations in a split."""
         return self._directory / f"{unit:06d}.{split}.lengths"
 
-    def folds(self) -> list[Path]:
-        """Return the files of folded counts."""
-        names = [name for name in _names(self._directory) if name.startswith("folded_")]
-        return [self._directory / name for name in sorted(names)]
-
-    def fold_path(self, share: int) -> Path:
-        """Return the file of the counts that a process folds."""
-        return self._directory / f"folded_{share}.npz"
-
     def _path(self, unit: int, kind: str) -> Path:
         return self._directory / f"{unit:06d}.{kind}"
-
-
-class Fold:
-    """Sum of the counts of finished units, in memory that does not grow with their number.
-
-    Args:
-        parts: the parts.
-        share: number of this process among those that fold.
-        shape: numbers of splits and of tokens in the vocabulary.
-    """
-
-    _PENDING = 64  # units whose counts stay in files until the sum is written
-
-    def __init__(self, parts: Parts, share: int, shape: tuple[int, int]) -> None:
-        self._parts, self._path, self._shape = parts, parts.fold_path(share), shape
-        self.units, self.counts = _read_fold(self._path, shape)
-        self._folded = folded_units(parts, shape)
-        self._pending: list[int] = []
-
-    def add(self, unit: int) -> None:
-        """Add the counts of a unit, unless they are part of a sum, because the unit is repeated."""
-        if unit in self._folded:
-            self._parts.remove_counts(unit)
-            return
-        self.counts += self._parts.counts(unit, self.counts.shape)
-        self._pending.append(unit)
-        if len(self._pending) >= self._PENDING:
-            self.save()
-
-    def save(self) -> None:
-        """Write the sum, and only then remove what it contains."""
-        self.units.update(self._pending)
-        file = io.BytesIO()
-        np.savez_compressed(file, units=np.array(sorted(self.units)), counts=self.counts)
-        write_bytes(self._path, file.getvalue())
-        for unit in self._pending:
-            self._parts.remove_counts(unit)
-        self._pending = []
-
-
-def folded_units(parts: Parts, shape: tuple[int, int]) -> set[int]:
-    """Return the units whose counts any process has folded."""
-    return set().union(*(_read_fold(path, shape)[0] for path in parts.folds()))
-
-
-def all_counts(parts: Parts, shape: tuple[int, int]) -> Counts:
-    """Return the counts of all finished units, folded or not."""
-    units: set[int] = set()
-    counts = np.zeros(shape, np.int64)
-    for path in parts.folds():
-        folded, more = _read_fold(path, shape)
-        units |= folded
-        counts += more
-    for unit in parts.with_counts() - units:
-        counts += parts.counts(unit, shape)
-    return counts
-
-
-def _read_fold(path: Path, shape: tuple[int, int]) -> tuple[set[int], Counts]:
-    try:
-        with (
-            _sound(path),
-            np.load(io.BytesIO(safe_files.read_regular(path, _MOST_BYTES))) as file,
-        ):
-            return set(file["units"].tolist()), file["counts"].reshape(shape)
-    except FileNotFoundError:
-        return set(), np.zeros(shape, np.int64)
-
-
-@contextmanager
-def _sound(path: Path) -> Iterator[None]:
-    """Convert errors of a damaged file of counts, which cannot be made again, to UserError."""
-    try:
-        yield
-    except Exception as error:  # zipfile and NumPy raise almost anything
-        if isinstance(error, OSError) and not isinstance(error, safe_files.IrregularFileError):
-            raise
-        raise UserError(
-            f"{path} is damaged ({getattr(error, 'strerror', error)}): remove "
-            f"{path.parent.parent}, and repeat the command"
-        ) from error
 
 
 def _names(directory: Path) -> list[str]:
@@ -296,6 +179,7 @@ def sums(parts: Iterable[Part]) -> Mapping[str, SplitPart]:
         name: SplitPart(
             documents=sum(split.documents for split in every),
             tokens=sum(split.tokens for split in every),
+            learned=sum(split.learned for split in every),
             size=sum(split.size for split in every),
             broken=sum(split.broken for split in every),
             shards=tuple(shard for split in every for shard in split.shards),

@@ -1,14 +1,19 @@
 """Progress display of `prepare`."""
 
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
+from jaxforge.data.corpus.inputs import Unit
+from jaxforge.data.corpus.parts import Part
+
 _LINE_SECONDS = 10.0  # between lines where there is no terminal
+_DISPLAY_SECONDS = 0.5  # between two displays of the progress within units
 
 
 class Done(NamedTuple):
@@ -76,3 +81,61 @@ def in_words(done: Done, first: Done, files: int, seconds: float) -> str:
             left = int(seconds * (1 - done.fraction) / gained)
             parts.append(f"{left // 3600}:{left // 60 % 60:02d}:{left % 60:02d} left")
     return ", ".join(parts)
+
+
+class UnitProgress:
+    """Sum of the progress of all units.
+
+    Args:
+        units: the units.
+        finished: numbers of the units that were finished before.
+        show: receives the sum.
+    """
+
+    def __init__(
+        self, units: Sequence[Unit], finished: Iterable[int], show: Callable[[Done], None]
+    ) -> None:
+        self._show, self._lock, self._displayed = show, threading.Lock(), 0.0
+        self._weights = {unit.number: unit.weight for unit in units}
+        self._files = {unit.number: unit.files for unit in units}
+        self._total = sum(self._weights.values())
+        self._running: dict[int, tuple[int, int, int]] = {}
+        self._weight = self._n_files = self._documents = self._tokens = 0
+        for number in finished:
+            self._count(number)
+        self._display()
+
+    def update(self, unit: int, documents: int, tokens: int, size: int) -> None:
+        """Record the progress within a unit, from any thread."""
+        with self._lock:
+            if unit in self._weights:
+                # Compressed files have more text than bytes.
+                self._running[unit] = documents, tokens, min(size, self._weights[unit])
+            if time.monotonic() - self._displayed >= _DISPLAY_SECONDS:
+                self._display()
+
+    def finish(self, part: Part) -> None:
+        """Record that a unit is finished."""
+        with self._lock:
+            self._running.pop(part.unit, None)
+            self._documents += part.documents
+            self._tokens += part.tokens
+            self._count(part.unit)
+            self._display()
+
+    def _count(self, unit: int) -> None:
+        self._weight += self._weights.pop(unit)
+        self._n_files += self._files[unit]
+
+    def _display(self) -> None:
+        running = self._running.values()
+        weight = self._weight + sum(size for _, _, size in running)
+        self._displayed = time.monotonic()
+        self._show(
+            Done(
+                files=self._n_files,
+                fraction=weight / self._total if self._total else None,
+                documents=self._documents + sum(documents for documents, _, _ in running),
+                tokens=self._tokens + sum(tokens for _, tokens, _ in running),
+            )
+        )

@@ -1,10 +1,10 @@
 """Execution of units of work on a Ray cluster.
 
-    driver: units ─► a task each, as many at a time as the cluster has room for ─► parts
-            task lost (worker or node died, memory) ─► the unit again, up to ten times
-            unit failed (bad record, ...)           ─► the run ends with its message
+    driver: items ─► a task each, as many at a time as the cluster has room for ─► results
+            task lost (worker or node died, memory) ─► the item again, up to ten times
+            item failed (bad record, ...)           ─► the run ends with its message
 
-A task returns a small `Part`: the shards are written by the workers. So a lost node loses nothing
+A task returns a small result: the shards are written by the workers. So a lost node loses nothing
 of the units that are finished.
 """
 
@@ -12,139 +12,109 @@ import logging
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import islice
+from dataclasses import dataclass
 from types import ModuleType
-from typing import Any, TypeVar
+from typing import Any
 
+from jaxforge.data.corpus.inputs import Unit
 from jaxforge.data.corpus.optional import library
-from jaxforge.data.corpus.parts import Part
-from jaxforge.data.corpus.unit_worker import Job, Show, prepare_unit
-from jaxforge.data.corpus.units import Unit
-from jaxforge.data.corpus.workers import answer
+from jaxforge.data.corpus.workers import Item, Result, Show, answer, ignore_news
 from jaxforge.errors import StorageError, UserError
 
 log = logging.getLogger(__name__)
-_Item = TypeVar("_Item")
-_Result = TypeVar("_Result")
 
 _ATTEMPTS = 10
-"""Number of times that a unit may be lost. More than one may be lost by no fault of its own."""
+"""Number of times that an item may be lost. More than one may be lost by no fault of its own."""
 
-_BACKLOG = 2  # units submitted per CPU, so that none idles while a result travels
+_BACKLOG = 2  # items submitted per CPU, so that none idles while a result travels
 _POLL_SECONDS = 10.0  # after which a cluster that has grown is noticed
 
 
-def on_ray(
-    job: Job, units: Sequence[Unit], show: Show, *, address: str, workers: int | None
-) -> Iterator[Part]:
-    """Prepare units on a Ray cluster; an `Engine` with `address` and `workers` bound.
+@dataclass(frozen=True)
+class Ray:
+    """A Ray cluster (an `workers.Engine`).
 
-    Args:
-        job: see `Job`.
-        units: the units.
-        show: not called: progress is that of whole units.
+    Attributes:
         address: of the cluster, or "auto".
-        workers: largest number of units at a time; None for as many as the cluster can run.
-
-    Raises:
-        UserError: Ray is not installed, the cluster cannot be reached, a unit fails, or its
-            processes are lost again and again.
-        StorageError: the bucket of the output fails again and again.
+        workers: largest number of items at a time; None for as many as the cluster can run.
     """
-    ray = library("ray", "--engine ray", extra="ray")
-    with _connected(ray, address):
-        task = ray.remote(num_cpus=1, max_retries=0)(run_task)
-        shared = ray.put(job)  # once for each node
-        remaining, running = deque(units), dict[Any, Unit]()
-        lost = Counter[int]()
-        try:
-            while remaining or running:
-                limit = workers or _BACKLOG * int(ray.cluster_resources().get("CPU", 1))
-                while remaining and len(running) < limit:
-                    unit = remaining.popleft()
-                    running[task.remote(shared, unit)] = unit
-                done, _ = ray.wait(list(running), timeout=_POLL_SECONDS)
-                for reference in done:
-                    unit = running.pop(reference)
-                    part = _result(ray, reference, unit, lost)
-                    if part is None:
-                        remaining.append(unit)
-                    else:
-                        yield part
-        finally:
-            for reference in running:
-                ray.cancel(reference, force=True)
 
+    address: str
+    workers: int | None
 
-def map_on_ray(
-    function: Callable[[_Item], _Result], items: Sequence[_Item], *, address: str
-) -> Iterator[_Result]:
-    """Yield `function(item)` of each item, in order; a `RunUnits` with `address` bound.
+    def encoders(self, n_items: int) -> int:
+        """Return 1: a task has one CPU."""
+        return 1
 
-    Args:
-        function: a function that may be repeated.
-        items: its arguments.
-        address: see `on_ray`.
+    def run(
+        self, function: Callable[[Item, Show], Result], items: Sequence[Item], show: Show
+    ) -> Iterator[tuple[int, Result]]:
+        """See `workers.Engine`; `show` is not called: progress is that of whole items.
 
-    Raises:
-        UserError: as `on_ray`.
-    """
-    ray = library("ray", "--engine ray", extra="ray")
-    with _connected(ray, address):
-        task = ray.remote(num_cpus=1, max_retries=_ATTEMPTS)(answer)
-        shared = ray.put(function)
-        limit = _BACKLOG * int(ray.cluster_resources().get("CPU", 1))
-        running: deque[Any] = deque()
-        remaining = iter(items)
-        while True:
-            items_to_start = islice(remaining, limit - len(running))
-            running.extend(task.remote(shared, item) for item in items_to_start)
-            if not running:
-                return
+        Raises:
+            UserError: Ray is not installed, the cluster cannot be reached, an item fails, or its
+                processes are lost again and again.
+            StorageError: the bucket of the output fails again and again.
+        """
+        ray = library("ray", "--engine ray", extra="ray")
+        with _connected(ray, self.address):
+            task = ray.remote(num_cpus=1, max_retries=0)(run_task)
+            shared = ray.put(function)  # once for each node
+            remaining, running = deque(range(len(items))), dict[Any, int]()
+            lost = Counter[int]()
             try:
-                result = ray.get(running.popleft())
-            except ray.exceptions.RayTaskError:  # a bug: its traceback is the message
-                raise
-            except ray.exceptions.RayError as error:
-                raise UserError(f"a process was lost {_ATTEMPTS} times ({_gist(error)})") from error
-            if isinstance(result, UserError | StorageError):
-                raise result
-            yield result
+                while remaining or running:
+                    limit = self.workers or _BACKLOG * int(ray.cluster_resources().get("CPU", 1))
+                    while remaining and len(running) < limit:
+                        i = remaining.popleft()
+                        running[task.remote(shared, items[i])] = i
+                    done, _ = ray.wait(list(running), timeout=_POLL_SECONDS)
+                    for reference in done:
+                        i = running.pop(reference)
+                        try:
+                            result = _result(ray, reference)
+                        except (StorageError, ray.exceptions.RayError) as error:
+                            lost[i] += 1
+                            _check_losses(lost[i], _name(items[i]), error)
+                            remaining.append(i)
+                        else:
+                            yield i, result
+            finally:
+                for reference in running:
+                    ray.cancel(reference, force=True)
 
 
-def run_task(job: Job, unit: Unit) -> Part | UserError | StorageError:
-    """Prepare a unit, or return its error: Ray would wrap one that is raised."""
-    return answer(prepare_unit, job, unit)
+def run_task(function: Callable[[Item, Show], Result], item: Item) -> object:
+    """Return the result of an item, or its error: Ray would wrap one that is raised."""
+    return answer(function, item, ignore_news)
 
 
-def _result(
-    ray: ModuleType,
-    reference: Any,  # noqa: ANN401
-    unit: Unit,
-    lost: Counter[int],
-) -> Part | None:
-    """Return the part of a unit; None if its process was lost, and the unit has to be repeated."""
+def _result(ray: ModuleType, reference: Any) -> Any:  # noqa: ANN401
+    """Return the result of an item; raise UserError, or the error of an item to be repeated."""
     try:
         result = ray.get(reference)
-    except ray.exceptions.RayTaskError:  # a bug: its traceback is the message
-        raise
-    except ray.exceptions.RayError as error:
-        result = UserError(
-            f"{unit.where}: the process was lost {_ATTEMPTS} times ({_gist(error)}). If the "
-            "cause is memory, give each process more, or lower --unit-bytes"
-        )
-        reason = _gist(error)
-    else:
-        if isinstance(result, UserError):
-            raise result
-        if isinstance(result, Part):
-            return result
-        reason = str(result)  # of a StorageError, after many requests
-    lost[unit.number] += 1
-    if lost[unit.number] >= _ATTEMPTS:
+    except ray.exceptions.RayTaskError as error:  # a bug: its traceback is the message
+        raise RuntimeError(str(error)) from error
+    if isinstance(result, UserError | StorageError):
         raise result
-    log.warning("unit %d (%s) is repeated: %s", unit.number, unit.where, reason)
-    return None
+    return result
+
+
+def _check_losses(n: int, name: str, error: Exception) -> None:
+    """Raise if an item was lost for the last time; otherwise log that it is repeated."""
+    if n < _ATTEMPTS:
+        log.warning("%s is repeated: %s", name, _gist(error))
+        return
+    if isinstance(error, StorageError):
+        raise error
+    raise UserError(
+        f"{name}: the process was lost {_ATTEMPTS} times ({_gist(error)}). If the cause is memory, "
+        "give each process more, or lower --unit-bytes"
+    ) from error
+
+
+def _name(item: object) -> str:
+    return item.where if isinstance(item, Unit) else f"part {item} of a pass"
 
 
 def _gist(error: Exception) -> str:

@@ -1,26 +1,15 @@
-"""Base classes of the inputs of `prepare`, and their records."""
+"""Inputs of `prepare`, their records, and the selection of the document in a record."""
 
 import io
-import os
+import re
+import shlex
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import pairwise
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, BinaryIO, ClassVar, NamedTuple, Self
 
-from jaxforge.data.corpus.content import (
-    DEFAULT_FIELD,
-    DROPPED,
-    Content,
-    MappingContent,
-    Outcomes,
-    RecordError,
-    TableRow,
-)
-from jaxforge.data.corpus.file_state import FileState, check_unchanged
-from jaxforge.data.corpus.remote_input import Location
-from jaxforge.data.corpus.unicode_text import is_utf8, without_surrogates
+from jaxforge.cli.suggestions import listed
 from jaxforge.errors import UserError
 
 MAX_RECORD_BYTES = 16 << 20
@@ -29,8 +18,155 @@ MAX_RECORD_BYTES = 16 << 20
 READ_ERRORS = (OSError, EOFError, zlib.error)
 """Errors of reading an input (no access, damaged data), in addition to UserError."""
 
-UNSUSPICIOUS_BYTES = 32 << 20  # unpacked size that is never checked
-_LARGEST_RATIO = 250  # of compression; repetitive logs reach 100
+UNCHANGED, CHANGED, DROPPED = range(3)
+"""Outcomes of a map for a record."""
+
+Outcomes = tuple[int, ...]
+"""Outcome of each map for a record, up to the map that dropped it."""
+
+_LONGEST_SOURCE = 200  # characters
+_CHATS = ("messages", "conversations", "conversation")
+_ANSWERS = (("prompt", "completion"), ("instruction", "output"))
+_TEXT_FIELDS = ("text", "content", "body", "document", "raw_content", "article", "code", "story")
+_SURROGATE = re.compile("[\ud800-\udfff]")
+
+
+class TableRow(dict[str, Any]):
+    """Row of a table, whose objects have all keys of their type: None may be a missing key."""
+
+
+class Content(ABC):
+    """Selection of the document in a record.
+
+    Attributes:
+        has_maps: functions of the user change or drop records before.
+        text_field: field of the record that plain text becomes.
+    """
+
+    has_maps: ClassVar[bool] = False
+
+    @property
+    def text_field(self) -> str:
+        """See the class."""
+        return "text"
+
+    @property
+    @abstractmethod
+    def identity(self) -> tuple[str, ...]:
+        """Strings that change whenever the same records may give other documents."""
+
+    @abstractmethod
+    def columns(self, there: Sequence[str] | None, where: str) -> list[str]:
+        """Return the columns of a table to read, [] for all; raise UserError if one is missing.
+
+        `there` is None if the columns are not known before reading.
+        """
+
+    @abstractmethod
+    def document(self, record: Mapping[str, Any]) -> str:
+        """Return the document; raise ValueError if the record has none."""
+
+    def source(self, record: Mapping[str, Any]) -> str:
+        """Return the name of the record's source in statistics; "" for that of the input."""
+        return ""
+
+    def apply(
+        self, number: int, record: Mapping[str, Any], where: str
+    ) -> tuple[Mapping[str, Any] | None, Outcomes]:
+        """Return the mapped record, or None if it was dropped, and the outcome of each map.
+
+        Args:
+            number: number of the record in its input.
+            record: the record.
+            where: the record in messages.
+
+        Raises:
+            UserError: a map raises, or returns no record.
+            ValueError: the record has no document.
+        """
+        return record, ()
+
+
+@dataclass(frozen=True)
+class TextField(Content):
+    """Text in a field of the record.
+
+    Attributes:
+        field: key or column of the text.
+        source_field: key or column of the record's source in statistics; "" if there is none.
+    """
+
+    field: str = "text"
+    source_field: str = ""
+
+    @property
+    def text_field(self) -> str:
+        """The field."""
+        return self.field
+
+    @property
+    def identity(self) -> tuple[str, ...]:
+        """The fields."""
+        return tuple(filter(None, (self.field, self.source_field)))
+
+    def source(self, record: Mapping[str, Any]) -> str:
+        """Return the text in `source_field`, of bounded length, or ""."""
+        value = record.get(self.source_field) if self.source_field else None
+        return value[:_LONGEST_SOURCE] if isinstance(value, str) else ""
+
+    def columns(self, there: Sequence[str] | None, where: str) -> list[str]:
+        """Return the fields; raise UserError if the text is missing."""
+        if there is not None and self.field not in there:
+            message = f'{where} has no column "{self.field}"; it has {listed(there)}'
+            raise UserError("; ".join(filter(None, [message, _option_for(there)])))
+        has_source = self.source_field and (there is None or self.source_field in there)
+        return list(dict.fromkeys([self.field, *([self.source_field] if has_source else [])]))
+
+    def document(self, record: Mapping[str, Any]) -> str:
+        """Return the text; raise RecordError if the record has no such text."""
+        text = record.get(self.field)
+        if isinstance(text, str):
+            return text
+        has = f"{text!r:.40}" if self.field in record else f"it has: {listed(record)}"
+        advice = "" if self.field in record else _option_for(record)
+        texts = [name for name, value in record.items() if isinstance(value, str)]
+        if not advice and self.field not in record and len(texts) == 1:
+            advice = _text_field(texts[0])
+        raise RecordError(f'no text in "{self.field}" ({has})', advice)
+
+
+DEFAULT_FIELD = TextField()
+"""Default selection of the document: the field "text"."""
+
+
+class RecordError(ValueError):
+    """Error for a record without a document.
+
+    Attributes:
+        advice: advice to the user, or "" for the default.
+    """
+
+    def __init__(self, problem: str, advice: str) -> None:
+        super().__init__(problem)
+        self.advice = advice
+
+
+def _option_for(names: Iterable[str]) -> str:
+    """Return the advice to read one of these keys or columns, if a name is a likely candidate."""
+    there = [str(name) for name in names]
+    if key := next((name for name in _CHATS if name in there), ""):
+        return f'"{key}" are conversations: give --conversations'
+    for pair in _ANSWERS:
+        if set(pair) <= set(there):
+            return f'"{pair[0]}" and "{pair[1]}" are conversations: give --conversations'
+    if {"chosen", "rejected"} <= set(there):
+        return '"chosen" and "rejected" are pairs of answers: give --preferences'
+    key = next((name for name in _TEXT_FIELDS if name in there), "")
+    return _text_field(key) if key else ""
+
+
+def _text_field(name: str) -> str:
+    return f"give --text-field {shlex.quote(name)}"
 
 
 class Record(NamedTuple):
@@ -54,11 +190,6 @@ class Record(NamedTuple):
     source: str = ""
     is_utf8: bool = True
 
-    @property
-    def is_dropped(self) -> bool:
-        """True if a map dropped the record."""
-        return self.outcomes[-1:] == (DROPPED,)
-
 
 class Input(ABC):
     """A file or a dataset.
@@ -66,10 +197,14 @@ class Input(ABC):
     Attributes:
         name: path relative to the input argument; determines order and splits.
         content: selects the document of a record.
+        is_text: True for plain text, of one or more documents.
+        is_document: True for a file that is one document.
     """
 
     name: str
     content: Content
+    is_text: ClassVar[bool] = False
+    is_document: ClassVar[bool] = False
 
     @property
     @abstractmethod
@@ -87,38 +222,29 @@ class Input(ABC):
         return None
 
     @property
+    @abstractmethod
     def weight(self) -> int:
         """Bytes to read, by which inputs are divided into units of work; 0 if unknown."""
-        return 0
 
     @property
+    @abstractmethod
     def begins(self) -> bool:
         """False for slices of an input other than the first."""
-        return True
 
+    @abstractmethod
     def slices(self, nbytes: int) -> "Sequence[Input]":
         """Return this input, or slices of about `nbytes` that hold its records in order."""
-        return [self]
 
     @abstractmethod
     def with_content(self, content: Content) -> Self:
         """Return the input with another selection of documents."""
 
     @property
-    def is_text(self) -> bool:
-        """True for plain text, of one or more documents."""
-        return False
-
-    @property
-    def is_document(self) -> bool:
-        """True for a file that is one document."""
-        return False
-
-    @property
     def source(self) -> str:
         """Name of the source in statistics: the directory, or a file without one."""
         return self.name.rpartition("/")[0] or self.name
 
+    @abstractmethod
     def opened(self) -> Self:
         """Return the input as it is about to be read, to be compared by `check_unchanged`.
 
@@ -126,11 +252,10 @@ class Input(ABC):
             InputChangedError: it changed since it was planned.
             OSError, UserError: its state cannot be read.
         """
-        return self
 
+    @abstractmethod
     def check_unchanged(self) -> None:
         """Check that the input has not changed since it was `opened`; raise as `opened`."""
-        return
 
     @abstractmethod
     def records(self, start: int) -> Iterator[Record]:
@@ -141,158 +266,15 @@ class Input(ABC):
         return f"{self.name}:{number}"
 
 
-class Span(NamedTuple):
-    """Range of bytes of a file. A slice holds the records that begin within it.
-
-    Attributes:
-        start: first byte.
-        end: byte after the last.
-    """
-
-    start: int
-    end: int
-
-
-@dataclass(frozen=True)
-class File(Input):
-    """An input that is a file.
-
-    Attributes:
-        path: path of the file, or its URL.
-        name: path relative to the input argument.
-        size: bytes on disk.
-        modified: time of modification, nanoseconds since 1970, or another number that changes with
-            the content.
-        content: selects the document of a record.
-        max_record_bytes: a larger record is a bad record.
-        span: the slice to read; None reads the whole file.
-        state: state of the file when it was listed or opened; None is not checked.
-        numbered_in_slice: True if records are numbered from the start of a slice, because their
-            numbers in the file are not known without reading all of it.
-    """
-
-    numbered_in_slice: ClassVar[bool] = False
-
-    path: Location
-    name: str
-    size: int
-    modified: int
-    content: Content = DEFAULT_FIELD
-    max_record_bytes: int = MAX_RECORD_BYTES
-    span: Span | None = None
-    state: FileState | None = None
-
-    def opened(self) -> Self:
-        """Return the file with its present state."""
-        if self.state is None:
-            return self
-        return replace(self, state=check_unchanged(self.path, self.state, opening=True))
-
-    def check_unchanged(self) -> None:
-        """Check that the file is that which was opened."""
-        if self.state:
-            check_unchanged(self.path, self.state)
-
-    @property
-    def identity(self) -> tuple[str, ...]:
-        """Path, size and time of modification."""
-        return self.where, str(self.path.absolute()), str(self.size), str(self.modified)
-
-    @property
-    def where(self) -> str:
-        """The path, and the start of a slice with numbers of its own."""
-        if self.span and self.numbered_in_slice:
-            return f"{self.path} (from byte {self.span.start})"
-        return str(self.path)
-
-    def document(self, number: int) -> str:
-        """Return `NAME:RECORD`, or `NAME@START:RECORD` in a slice with numbers of its own."""
-        start = f"@{self.span.start}" if self.span and self.numbered_in_slice else ""
-        return f"{self.name}{start}:{number}"
-
-    @property
-    def weight(self) -> int:
-        """Bytes of the file, or of its slice."""
-        return self.span.end - self.span.start if self.span else self.size
-
-    @property
-    def begins(self) -> bool:
-        """False for slices of a file other than the first."""
-        return not self.span or not self.span.start
-
-    @property
-    def can_be_sliced(self) -> bool:
-        """Return whether the records of a span can be found without reading what precedes it."""
-        return False
-
-    def slices(self, nbytes: int) -> "Sequence[Self]":
-        """Return equal spans of at most `nbytes`, or the whole file if it cannot be sliced.
-
-        The spans follow from the size alone.
-        """
-        n = -(-self.size // nbytes)
-        if n < 2 or not self.can_be_sliced:
-            return [self]
-        borders = [self.size * i // n for i in range(n + 1)]
-        return [replace(self, span=Span(*ends)) for ends in pairwise(borders)]
-
-    def with_content(self, content: Content) -> Self:
-        """Return the file with another selection of documents."""
-        return replace(self, content=content)
-
-    def record(self, number: int, value: object) -> Record:
-        """Return a record of the file: its document or its problem."""
-        where = f"{self.where}:{number}"
-        if not isinstance(value, Mapping):
-            return bad_record(number, f"{where}: not a JSON object")
-        record = to_record(number, value, where, self.content)
-        size = record.content.seek(0, os.SEEK_END)
-        record.content.seek(0)
-        return self.too_large(number) if size > self.max_record_bytes else record
-
-    def text_record(self, number: int, content: BinaryIO) -> Record:
-        """Return a record of plain text; with maps, it is a record with the text field."""
-        if not isinstance(self.content, MappingContent):
-            return Record(number, content)
-        text = content.read(self.max_record_bytes + 1)
-        if len(text) > self.max_record_bytes:
-            return self.too_large(number)
-        document = text.decode(errors="replace").removeprefix("\ufeff")
-        record = self.record(number, {self.content.text_field: document})
-        return record._replace(is_utf8=is_utf8(text))
-
-    def too_large(self, number: int) -> Record:
-        """Return the bad record for a record beyond `max_record_bytes`."""
-        problem = (
-            f"{self.where}:{number}: the record is larger than {self.max_record_bytes:,} bytes"
-        )
-        return bad_record(
-            number, problem, "raise --max-record-bytes, or leave such out with --skip-bad"
-        )
-
-    def check_growth(self, size: int) -> None:
-        """Refuse a file that unpacks to `size` bytes if the ratio is implausible for text.
-
-        Raises:
-            UserError: the ratio is too large.
-        """
-        if size > UNSUSPICIOUS_BYTES and size > _LARGEST_RATIO * self.size:
-            raise UserError(
-                f"{self.path}: {self.size:,} bytes unpack to more than {_LARGEST_RATIO} times as "
-                "much, as no text does; unpack the file yourself if that is right"
-            )
-
-
 def to_record(number: int, record: Mapping[str, Any], where: str, content: Content) -> Record:
     """Return the document in a mapping, or its problem, as a `Record`."""
-    outcomes: Outcomes = ()
     try:
-        if isinstance(content, MappingContent):
-            mapped, outcomes = content.apply(number, record, where)
-            if mapped is None:
-                return Record(number, io.BytesIO(), outcomes=outcomes)
-            record = TableRow(mapped) if isinstance(record, TableRow) else mapped
-        document = content.document(record)
+        mapped, outcomes = content.apply(number, record, where)
+        if mapped is None:
+            return Record(number, io.BytesIO(), outcomes=outcomes)
+        if isinstance(record, TableRow) and mapped is not record:
+            mapped = TableRow(mapped)
+        document = content.document(mapped)
     except UserError:  # a problem of the options, not of the record
         raise
     except RecordError as error:
@@ -304,7 +286,7 @@ def to_record(number: int, record: Mapping[str, Any], where: str, content: Conte
         number,
         io.BytesIO(text.encode()),
         outcomes=outcomes,
-        source=without_surrogates(content.source(record)),
+        source=without_surrogates(content.source(mapped)),
         is_utf8=text is document,
     )
 
@@ -312,3 +294,24 @@ def to_record(number: int, record: Mapping[str, Any], where: str, content: Conte
 def bad_record(number: int, problem: str, advice: str = "") -> Record:
     """Return a `Record` without text."""
     return Record(number, io.BytesIO(), problem, advice)
+
+
+def without_surrogates(text: str) -> str:
+    """Return the text with U+FFFD for each lone surrogate, which JSON can spell and UTF-8 cannot.
+
+    The number of characters stays the same.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return _SURROGATE.sub("\ufffd", text)
+    return text
+
+
+def is_utf8(data: bytes) -> bool:
+    """Return whether bytes are UTF-8."""
+    try:
+        data.decode()
+    except UnicodeDecodeError:
+        return False
+    return True

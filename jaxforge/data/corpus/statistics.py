@@ -108,8 +108,10 @@ class Statistics:
         """
         counts = self.sources.get(source)
         if counts is None:
-            name = source if len(self.sources) < _MOST_SOURCES else _OTHERS
-            counts = self.sources.setdefault(name, [0, 0, 0])
+            # JSON in UTF-8 cannot hold the lone surrogates of a path.
+            name = source.encode("utf-8", "backslashreplace").decode()
+            is_named = name in self.sources or len(self.sources) < _MOST_SOURCES
+            counts = self.sources.setdefault(name if is_named else _OTHERS, [0, 0, 0])
         counts[1] += tokens
         counts[2] += size
         self.open_tokens += tokens
@@ -152,7 +154,7 @@ class Statistics:
         named.sort(key=lambda item: (-item[1][1], item[0]))
         others = [counts for _, counts in named[LONGEST_LIST:]]
         others += [self.sources[_OTHERS]] if _OTHERS in self.sources else []
-        rows = [SourceCounts(_valid(name), *counts) for name, counts in named[:LONGEST_LIST]]
+        rows = [SourceCounts(name, *counts) for name, counts in named[:LONGEST_LIST]]
         if others:
             rows.append(SourceCounts(_OTHERS, *map(sum, zip(*others, strict=True))))
         counted = [*self.outcomes, *([[0, 0, 0]] * (len(rules) - len(self.outcomes)))]
@@ -181,11 +183,6 @@ def merged(parts: Iterable[Statistics]) -> Statistics:
     for part in parts:
         result.merge(part)
     return result
-
-
-def _valid(name: str) -> str:
-    """Return a name that JSON in UTF-8 can hold: paths may have lone surrogates."""
-    return name.encode("utf-8", "backslashreplace").decode()
 
 
 def total(statistics: Iterable[CorpusStatistics]) -> tuple[RuleCounts, ...]:

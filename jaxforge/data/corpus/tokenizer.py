@@ -15,7 +15,7 @@ import numpy as np
 import tokenizers
 from jaxtyping import Int
 
-from jaxforge.data.corpus.unicode_text import without_surrogates
+from jaxforge.data.corpus.records import without_surrogates
 from jaxforge.data.corpus.untrusted_tokenizer import (
     check_added,
     check_affixes,

@@ -9,29 +9,28 @@ On a local disk, an interrupted unit resumes from its journal. In a bucket it st
 import functools
 import socket
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
 from jaxforge.data.corpus.corpus_state import Corpus, Options, open_corpus
 from jaxforge.data.corpus.ingest import fill
+from jaxforge.data.corpus.inputs import Unit
 from jaxforge.data.corpus.parts import READERS, Part, Parts, SplitPart
+from jaxforge.data.corpus.progress import Done, UnitProgress
 from jaxforge.data.corpus.tokenizer import Tokenizer
 from jaxforge.data.corpus.tokenizer_files import load_tokenizer
-from jaxforge.data.corpus.units import Unit
+from jaxforge.data.corpus.workers import Engine, Show, ignore_news
 from jaxforge.data.corpus.writer import lengths_bytes, shard_header
 from jaxforge.errors import UserError
 from jaxforge.storage import urls
-from jaxforge.storage.atomic_directory import PLAN
+from jaxforge.storage.atomic_directory import PLAN, AtomicDirectory
 
 PARTS = "parts"
 """Name of the directory of parts, within that of the state."""
-
-Show = Callable[[int, int, int, int], None]
-"""Receives a unit's number, and its documents, tokens and bytes of text so far."""
 
 
 @dataclass(frozen=True)
@@ -43,30 +42,82 @@ class Job:
         state: directory of the plan and the parts.
         options: see `Options`.
         fingerprint: the tokenizer's.
+        n_units: number of units.
         isolate: encode in another process if the tokenizer is risky.
-        is_single: there is only one unit.
+        workers: number of encoding processes of a unit; with 1, its own process encodes.
     """
 
     out: Path
     state: Path
     options: Options
     fingerprint: str
+    n_units: int = 1
     isolate: bool = True
-    is_single: bool = False
+    workers: int = 1
 
     @property
     def parts(self) -> Parts:
         """The finished parts."""
         return Parts(self.state / PARTS)
 
+    @property
+    def is_single(self) -> bool:
+        """True if there is only one unit."""
+        return self.n_units == 1
 
-def prepare_unit(job: Job, unit: Unit, workers: int = 1, show: Show = lambda *_: None) -> Part:
+
+def begin_job(
+    destination: AtomicDirectory,
+    n_units: int,
+    tokenizer: Tokenizer,
+    options: Options,
+    *,
+    isolate: bool = True,
+) -> Job:
+    """Return the job of an output, and record that there are parts to resume from."""
+    if not has_parts(destination):
+        destination.commit({"units": n_units})
+    fingerprint = tokenizer.fingerprint
+    return Job(destination.out, destination.state, options, fingerprint, n_units, isolate)
+
+
+def has_parts(destination: AtomicDirectory) -> bool:
+    """Return whether an interrupted run has begun to write tokens."""
+    return "units" in (destination.journal or {})
+
+
+def run_units(
+    job: Job,
+    units: Sequence[Unit],
+    engine: Engine,
+    show: Callable[[Done], None] = lambda _: None,
+) -> None:
+    """Prepare all units that are not finished.
+
+    Args:
+        job: see `Job`.
+        units: the units of this process.
+        engine: prepares them.
+        show: called with the progress.
+
+    Raises:
+        UserError: a unit fails.
+        StorageError: the bucket of the output fails.
+    """
+    finished = _intact_units(job, job.parts.finished() & {unit.number for unit in units})
+    progress = UnitProgress(units, finished, show)
+    unfinished = [unit for unit in units if unit.number not in finished]
+    job = replace(job, workers=engine.encoders(len(unfinished)))
+    for _, part in engine.run(functools.partial(prepare_unit, job), unfinished, progress.update):
+        progress.finish(part)
+
+
+def prepare_unit(job: Job, unit: Unit, show: Show = ignore_news) -> Part:
     """Prepare a unit, unless it is finished.
 
     Args:
         job: see `Job`.
         unit: the unit.
-        workers: number of encoding processes; with 1, this process encodes.
         show: called after each batch.
 
     Returns:
@@ -103,7 +154,7 @@ def prepare_unit(job: Job, unit: Unit, workers: int = 1, show: Show = lambda *_:
                     job.options,
                     commit=(lambda _: None) if is_remote else commit,
                     is_whole=job.is_single,
-                    workers=workers,
+                    workers=job.workers,
                     isolate=job.isolate,
                     show=lambda corpus: show(
                         unit.number, corpus.documents, corpus.tokens, corpus.size
@@ -112,12 +163,11 @@ def prepare_unit(job: Job, unit: Unit, workers: int = 1, show: Show = lambda *_:
                 part = _complete(corpus, unit.number)
             if is_remote:
                 _upload(part, out, job)
-        counts = np.stack([split.writer.counts for split in corpus.splits.values()])
-        parts.write(part, counts)
+        parts.write(part)
     return part
 
 
-def intact_units(job: Job, numbers: Iterable[int]) -> set[int]:
+def _intact_units(job: Job, numbers: Iterable[int]) -> set[int]:
     """Return the finished units among `numbers` whose files are whole; the others are repeated."""
     numbers, parts = list(numbers), job.parts
 
@@ -174,9 +224,10 @@ def _complete(corpus: Corpus, number: int) -> Part:
         name: SplitPart(
             documents=split.writer.documents,
             tokens=split.writer.tokens,
+            shards=split.writer.complete(),
+            learned=split.writer.learned,
             size=split.size,
             broken=split.broken,
-            shards=split.writer.complete(),
             statistics=split.statistics,
         )
         for name, split in corpus.splits.items()

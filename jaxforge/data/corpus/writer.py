@@ -20,9 +20,10 @@ from typing import Any, BinaryIO, Self
 import numpy as np
 from jaxtyping import Int
 
-from jaxforge.data.corpus.entries import FIRST, ID
 from jaxforge.data.corpus.manifest import (
     CONVERSATIONS,
+    FIRST,
+    ID,
     LENGTHS,
     VERSION,
     Manifest,
@@ -76,7 +77,7 @@ class ShardWriter:
         dtype: numpy name of the type on disk; must hold `vocab_size - 1`.
         file_format: "npy" or "bin".
         shard_tokens: tokens per shard. The last has fewer; shards of conversations may exceed it.
-        conversations: entries (`corpus.entries`) are added; the length of each conversation is
+        conversations: entries (`corpus.manifest`) are added; the length of each conversation is
             recorded.
         state: a result of `sync`, to resume from.
         unit: number of the unit; None if the directory has only one.
@@ -87,8 +88,7 @@ class ShardWriter:
         documents: documents ended so far.
         dtype: numpy name of the type on disk.
         conversations: True if entries are added.
-        counts: int64 [vocab_size], occurrences of each token; with conversations, only learned
-            occurrences. Complete after `finish`.
+        learned: tokens with a loss written so far; 0 for text. Complete after `complete`.
 
     Raises:
         UserError: a file cannot be written (from every method), or files of `state` are missing.
@@ -112,8 +112,8 @@ class ShardWriter:
         self._unit, self._lengths = unit, lengths or directory / LENGTHS
         self.conversations = conversations
         self.dtype, self._dtype = dtype, np.dtype(dtype).newbyteorder("<")
-        self.tokens = self.documents = 0
-        self.counts = np.zeros(vocab_size, np.int64)
+        self.tokens = self.documents = self.learned = 0
+        self._vocab_size = vocab_size
         self._held: list[Int[np.ndarray, "_"]] = []
         self._written = 0  # number of tokens passed to the operating system
         self._shards: list[Shard] = []
@@ -160,12 +160,12 @@ class ShardWriter:
         return {
             "documents": self.documents,
             "shards": [dataclasses.astuple(shard) for shard in self._shards],
-            "counts": self.counts.tolist(),
+            "learned": self.learned,
         }
 
     def _restore(self, state: dict[str, Any]) -> None:
         """Resume from `state`: remove all data that was written after it."""
-        self.documents, self.counts[:] = state["documents"], state["counts"]
+        self.documents, self.learned = state["documents"], state["learned"]
         self._shards = [Shard(*shard) for shard in state["shards"]]
         self.tokens = self._written = sum(shard.tokens for shard in self._shards)
         with _named(self._directory):
@@ -235,7 +235,7 @@ class ShardWriter:
             dtype=self.dtype,
             documents=self.documents,
             eos_id=eos_id,
-            vocab_size=len(self.counts),
+            vocab_size=self._vocab_size,
             tokenizer=tokenizer,
             tokenizer_sha256=tokenizer_sha256,
             lengths_crc32=lengths_crc32,
@@ -258,16 +258,14 @@ class ShardWriter:
             return
         held, self._held = np.concatenate(self._held), []
         self._written = self.tokens
-        learned = held
         if self.conversations:
             # Conversations are added whole, so the held entries begin with FIRST, and differences
             # of the starts are lengths of whole conversations. A learned entry has no bit above ID.
-            learned = held[held <= ID]
+            self.learned += int(np.count_nonzero(held <= ID))
             starts = np.flatnonzero(held & FIRST)
             lengths = np.diff(starts, append=len(held)).astype("<u4")
             with _named(self._lengths), self._lengths.open("ab") as file:
                 file.write(lengths.tobytes())
-        self.counts += np.bincount(learned, minlength=len(self.counts))
         while len(held):
             held = held[self._write(held) :]
 

@@ -17,9 +17,8 @@ from jaxforge.config.job import JobConfig, short_toml
 from jaxforge.config.model import ModelConfig
 from jaxforge.config.problems import describe_change
 from jaxforge.config.rules import mesh_shape
-from jaxforge.data.epoch import sequences_per_epoch
 from jaxforge.data.foreign_layouts import is_prefix
-from jaxforge.data.sources import open_training_data
+from jaxforge.data.sources import open_training_data, sequences_per_epoch
 from jaxforge.errors import UserError
 from jaxforge.parallel.device_memory import gigabytes
 from jaxforge.program import Program

@@ -18,7 +18,7 @@ from jaxforge.config.job import JobConfig, toml
 from jaxforge.config.reading.schema import REGISTRIES
 from jaxforge.config.reading.unresolved import UnresolvedConfig
 from jaxforge.config.resolution import ResolvedRun, World, resolve
-from jaxforge.data.epoch import sequences_per_epoch
+from jaxforge.data.sources import sequences_per_epoch
 from jaxforge.parallel import device_memory, multihost
 from jaxforge.parallel.mesh import abstract_mesh, data_parallel_size, describe_mesh, make_mesh
 from jaxforge.runs import run_directory

@@ -5,9 +5,9 @@ from bisect import bisect_left
 from jaxforge.config.job import JobConfig
 from jaxforge.data import sources
 from jaxforge.data.dataset import Dataset, Mixture, Streaming
-from jaxforge.data.epoch import sequences_per_epoch
 from jaxforge.data.order import data_seed
 from jaxforge.data.segments import draws
+from jaxforge.data.sources import sequences_per_epoch
 from jaxforge.errors import UserError
 from jaxforge.tasks.opening import describe_tasks
 from jaxforge.training.training_data import check_not_exhausted, phases_of

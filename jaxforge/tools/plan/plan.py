@@ -8,7 +8,7 @@ from jaxforge.config.ineffective_settings import ineffective_settings
 from jaxforge.config.job import JobConfig
 from jaxforge.config.reading.unresolved import UnresolvedConfig
 from jaxforge.config.resolution import World, resolve
-from jaxforge.data.epoch import sequences_per_epoch
+from jaxforge.data.sources import sequences_per_epoch
 from jaxforge.errors import UserError
 from jaxforge.model.flops import causal_flops_per_token, flops_per_token, pairs_twice
 from jaxforge.parallel.hardware import CHIPS

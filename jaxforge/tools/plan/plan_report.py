@@ -16,7 +16,7 @@ from jaxforge.cli.running import wide_console
 from jaxforge.config.reading import load
 from jaxforge.config.reading.unresolved import UnresolvedConfig
 from jaxforge.config.resolution import World, resolve
-from jaxforge.data.epoch import sequences_per_epoch
+from jaxforge.data.sources import sequences_per_epoch
 from jaxforge.errors import UserError
 from jaxforge.exit_codes import Exit
 from jaxforge.parallel.hardware import CHIPS

@@ -1,61 +1,52 @@
-"""Execution of `jaxforge.prepare`: documents to token shards, tokenizer and a config."""
+"""Execution of `jaxforge prepare`: documents to token shards, tokenizer and a config.
+
+inputs (`corpus.inputs`) ─► plan ─► output ─► passes of maps (`corpus.repeats`) ─► tokenizer
+─► units (`corpus.unit_worker`) ─► manifests (`corpus.assembly`) ─► page, train.toml
+"""
 
 import argparse
 import functools
 import os
 import shlex
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 from rich.console import Console
 
-from jaxforge.data.corpus.assembly import assemble
-from jaxforge.data.corpus.content import Content, TextField
-from jaxforge.data.corpus.conversations import Conversations, fingerprint
-from jaxforge.data.corpus.corpus_state import EMPTY_JOURNAL, Corpus, Options, check_split
-from jaxforge.data.corpus.documents import (
-    TextPart,
-    first_bytes,
-    is_split_inside,
-    shuffled,
-    split_of,
-    text_parts,
-)
-from jaxforge.data.corpus.engines import run_units
-from jaxforge.data.corpus.entries import ENTRY_DTYPE
-from jaxforge.data.corpus.huggingface import load_dataset
-from jaxforge.data.corpus.ingest import ingest
-from jaxforge.data.corpus.inputs import HuggingFace, find_inputs, links_out
-from jaxforge.data.corpus.layouts import LAYOUTS, Layout
+from jaxforge.data.corpus import formats
+from jaxforge.data.corpus.assembly import assemble, table
+from jaxforge.data.corpus.conversations import Conversations, Preferences, fingerprint
+from jaxforge.data.corpus.corpus_state import Options, check_split
+from jaxforge.data.corpus.documents import first_bytes, is_split_inside, shuffled, split_of
+from jaxforge.data.corpus.huggingface import HuggingFace, load_dataset
+from jaxforge.data.corpus.inputs import Unit, find_inputs, links_out, plan_units, sliced
+from jaxforge.data.corpus.manifest import ENTRY_DTYPE, FILE_NAME
 from jaxforge.data.corpus.maps import Map, Mapped, load_maps
-from jaxforge.data.corpus.passes import find_repeated_records, needs_passes
-from jaxforge.data.corpus.preferences import Preferences
-from jaxforge.data.corpus.progress import Done, progress_shown
-from jaxforge.data.corpus.records import Input
-from jaxforge.data.corpus.summary import Totals, table
-from jaxforge.data.corpus.text_files import RECORDS, TEXTS
-from jaxforge.data.corpus.tokenizer import BPE_VOCAB_SIZE, Tokenizer, train_bpe
+from jaxforge.data.corpus.progress import progress_shown
+from jaxforge.data.corpus.records import Content, Input, TextField
+from jaxforge.data.corpus.repeats import find_repeated_records, needs_passes
+from jaxforge.data.corpus.tokenizer import Tokenizer
 from jaxforge.data.corpus.tokenizer_files import load_tokenizer
-from jaxforge.data.corpus.units import Unit, plan_units, sliced
+from jaxforge.data.corpus.unit_worker import Job, begin_job, has_parts, run_units
+from jaxforge.data.corpus.workers import Engine, Local
 from jaxforge.data.corpus.writer import token_dtype
 from jaxforge.errors import UserError, file_error
-from jaxforge.storage import urls
+from jaxforge.storage import atomic_directory, urls
 from jaxforge.storage.atomic_directory import AtomicDirectory, Plan
-from jaxforge.tools.starting import corpus_page
+from jaxforge.tools.starting import corpus_page, slurm_array
+from jaxforge.tools.starting.bpe import trained_bpe
 from jaxforge.tools.starting.config import FILE_NAME as CONFIG
 from jaxforge.tools.starting.config import config_for_data, in_epochs
 from jaxforge.tools.starting.machine import Machine
 from jaxforge.tools.starting.prepared import PreparedData
 from jaxforge.tools.starting.sizing import Size
-from jaxforge.tools.starting.slurm_array import write_script
-from jaxforge.tools.starting.unit_preparation import (
-    engine_of,
-    map_of,
-    new_job,
-    open_output,
-    run_share,
-)
+
+_MANY_EPOCHS = 50  # beyond which a model knows its text by heart
+_PLANNED = ("text_field", "source_field", "map", "tokenizer", "no_bos", "vocab_size", "format",
+            "dtype", "shard_tokens", "validation_fraction", "validation_tokens", "max_bytes",
+            "max_record_bytes", "unit_bytes")  # fmt: skip
 
 
 def run(args: argparse.Namespace) -> int:
@@ -68,34 +59,32 @@ def run(args: argparse.Namespace) -> int:
         UserError: an input, the tokenizer or the output cannot be used.
     """
     machine = Machine.parse(args.machine) if args.machine else Machine.here()
-    given = None if args.tokenizer == "bpe" else _given_tokenizer(args.tokenizer)
-    if given and args.no_bos:
-        given = given.without_bos()
-    content = _content(args, given)
+    named = None if args.tokenizer == "bpe" else _named_tokenizer(args)
+    content = _content(args, named)
     maps = load_maps(args.map)
     mapped = Mapped(content, maps) if maps else None
     inputs = _inputs(args, mapped or content)
     units = _units(args, inputs)
-    plan = _plan(args, inputs, given, maps)
+    plan = _plan(args, inputs, named, maps)
     options_for = functools.partial(_options, args, maps)
     has_passes = mapped is not None and needs_passes(mapped)
     if has_passes:
         _check_passes(args)
     if args.share:
-        return run_share(args, plan, units, options_for)
-    with open_output(args, plan, _say) as destination:
+        return slurm_array.run_share(args, plan, units, options_for, _engine(args))
+    with _open_output(args, plan) as destination:
         if mapped and has_passes:
             units = _without_repeated_records(args, units, mapped, destination)
-        sources = [source for unit in units for source in unit.inputs]
-        tokenizer = given or _bpe(args, sources, destination)
+        tokenizer = named or _bpe(args, units, destination)
         tokenizer.save(destination.out / "tokenizer")
         options = options_for(tokenizer.vocab_size)
+        job = begin_job(destination, len(units), tokenizer, options)
         if args.slurm:
-            new_job(destination, len(units), tokenizer, options)
             destination.is_complete = False
-            print(write_script(args, len(units)))
+            print(slurm_array.write_script(args, len(units)))
             return 0
-        totals = _prepare(args, units, tokenizer, options, destination)
+        _run(args, job, units, destination)
+        totals = assemble(job, tokenizer, args.tokenizer)
         size = _write_config(destination.out, args.output, machine)
     print(table(totals, tokenizer), end="\n\n")
     if size.epochs > _MANY_EPOCHS:
@@ -104,121 +93,31 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+def _named_tokenizer(args: argparse.Namespace) -> Tokenizer:
+    tokenizer = load_tokenizer(args.tokenizer)
+    if tokenizer.eos_id is None:
+        raise UserError(
+            f"the tokenizer {args.tokenizer} names no end-of-text token, which ends documents. Put "
+            'a tokenizer_config.json with "eos_token" next to its tokenizer.json'
+        )
+    return tokenizer.without_bos() if args.no_bos else tokenizer
+
+
 def _content(args: argparse.Namespace, tokenizer: Tokenizer | None) -> Content:
     if args.conversations and tokenizer:
         return (Preferences if args.preferences else Conversations)(tokenizer)
-    return _text_field(args)
-
-
-def _units(args: argparse.Namespace, inputs: Sequence[Input]) -> list[Unit]:
-    """Return the units of work: one if what is written depends on what was read before."""
-    splits_file = args.validation_fraction and is_split_inside(inputs)
-    if args.max_bytes or args.validation_tokens or splits_file:
-        return [Unit(0, tuple(inputs))]
-    return plan_units(sliced(inputs, args.unit_bytes), args.unit_bytes)
-
-
-def _prepare(
-    args: argparse.Namespace,
-    units: Sequence[Unit],
-    tokenizer: Tokenizer,
-    options: Options,
-    destination: AtomicDirectory,
-) -> Totals:
-    """Write the splits."""
-    files = sum(unit.files for unit in units)
-    has_parts = "units" in (destination.journal or {})
-    is_local = args.engine == "local" and not urls.in_bucket(args.output)
-    if len(units) == 1 and is_local and not has_parts:
-        with progress_shown(files) as show:
-            size = _text_size(units[0].inputs, args.max_bytes)
-            corpus = ingest(
-                units[0].inputs,
-                tokenizer,
-                options,
-                destination,
-                tokenizer_name=args.tokenizer,
-                workers=args.workers or os.cpu_count() or 1,
-                isolate=True,
-                show=lambda corpus: show(_done(corpus, size)),
-            )
-        return Totals.of(corpus, options)
-    job = new_job(destination, len(units), tokenizer, options)
-    with progress_shown(files) as show:
-        run_units(job, units, engine_of(args), vocab_size=tokenizer.vocab_size, show=show)
-    return assemble(job, len(units), tokenizer, args.tokenizer)
-
-
-def _done(corpus: Corpus, size: int | None) -> Done:
-    """Return the progress of a corpus of `size` bytes of text."""
-    fraction = corpus.size / size if size else None
-    return Done(corpus.position.input, fraction, corpus.documents, corpus.tokens)
-
-
-def _text_field(args: argparse.Namespace) -> TextField:
-    layout_field = LAYOUTS[args.layout].source_field if args.layout else ""
-    return TextField(args.text_field, args.source_field or layout_field)
-
-
-def _check_passes(args: argparse.Namespace) -> None:
-    """Check that all passes see the files of a map with `drop_repeated`.
-
-    Raises:
-        UserError: the output is in a bucket, or a Slurm array shares the units.
-    """
-    if urls.in_bucket(args.output) or args.slurm or args.share:
-        raise UserError(
-            "a --map that drops repeated records keeps its keys in files next to --output: give an "
-            "--output on a disk that all machines share, and --engine local or ray, not --slurm"
-        )
-
-
-def _without_repeated_records(
-    args: argparse.Namespace, units: Sequence[Unit], mapped: Mapped, destination: AtomicDirectory
-) -> list[Unit]:
-    """Run the passes of maps that drop repeated records; return the units without these."""
-    if not _has_tokens(destination):  # nothing in the output is durable yet
-        # Without a journal, a failure would remove the files of the passes.
-        destination.commit(EMPTY_JOURNAL)
-        shutil.rmtree(destination.out)
-        destination.out.mkdir()
-    return find_repeated_records(
-        units,
-        mapped,
-        destination.state / "maps",
-        map_of(args),
-        skip_bad=args.skip_bad,
-        show=_say,
-    )
-
-
-def _has_tokens(destination: AtomicDirectory) -> bool:
-    """Return whether an interrupted run has begun to write tokens."""
-    journal = destination.journal or EMPTY_JOURNAL
-    return "units" in journal or bool(journal["splits"])
-
-
-def _say(text: str) -> None:
-    # Without markup: in paths, "[name]" is no style.
-    Console(stderr=True).print(text, highlight=False, soft_wrap=True, markup=False)
+    return TextField(args.text_field, args.source_field or "")
 
 
 def _inputs(args: argparse.Namespace, content: Content) -> list[Input]:
     """Return the inputs to read, in order."""
     inputs: list[Input] = []
     if args.input:
-        usual = RECORDS if args.conversations else (*TEXTS, *RECORDS)
-        layout = LAYOUTS[args.layout] if args.layout else Layout(usual)
-        globs = args.glob.split(",") if args.glob else layout.globs
+        usual = formats.globs(text=not args.conversations)
+        globs = args.glob.split(",") if args.glob else usual
         inputs += find_inputs(
-            args.input,
-            globs,
-            [*args.exclude, *layout.exclude],
-            content,
-            args.max_record_bytes,
-            args.separator or b"",
+            args.input, globs, args.exclude, content, args.max_record_bytes, args.separator or b""
         )
-        layout.check(source.name for source in inputs)
         if links := links_out(args.input, inputs):
             _say(
                 f"{len(links):,} file(s) are links out of INPUT, and are read: {links[0]} is "
@@ -233,7 +132,8 @@ def _inputs(args: argparse.Namespace, content: Content) -> list[Input]:
     if args.shuffle_documents is not None:
         inputs = _shuffled(inputs, args.shuffle_documents)
     inputs = first_bytes(inputs, args.max_bytes)
-    if _all_text(inputs) and not is_split_inside(inputs):  # otherwise known only after reading
+    all_text = all(source.text_size is not None for source in inputs)
+    if all_text and not is_split_inside(inputs):  # otherwise known only after reading
         splits = [split_of(source.name, args.validation_fraction) for source in inputs]
         held_out = splits.count("validation")
         check_split(len(splits) - held_out, held_out, args.validation_fraction)
@@ -253,28 +153,17 @@ def _check_records(inputs: Iterable[Input]) -> None:
     for source in inputs:
         if source.is_text:
             raise UserError(
-                f"{source.where} is read as plain text, and holds no conversations: give JSONL, "
-                "JSON, CSV, Parquet or Arrow files"
+                f"{source.where} is read as plain text, and holds no conversations: give files of "
+                f"records ({', '.join(formats.suffixes())})"
             )
 
 
-def _all_text(inputs: Iterable[Input]) -> bool:
-    return all(source.text_size is not None for source in inputs)
-
-
-def _text_size(inputs: Sequence[Input], max_bytes: int | None) -> int | None:
-    """Return the bytes of text to read; None if unknown."""
-    if not _all_text(inputs):
-        return max_bytes
-    size = sum(source.text_size or 0 for source in inputs)
-    return min(size, max_bytes or size)
-
-
-_MANY_EPOCHS = 50  # beyond which a model knows its text by heart
-_BYTES_PER_TOKEN = 500  # minimum bytes of training text per BPE token
-_PLANNED = ("text_field", "source_field", "layout", "map", "tokenizer", "no_bos", "vocab_size",
-            "format", "dtype", "shard_tokens", "validation_fraction", "validation_tokens",
-            "max_bytes", "max_record_bytes", "unit_bytes")  # fmt: skip
+def _units(args: argparse.Namespace, inputs: Sequence[Input]) -> list[Unit]:
+    """Return the units of work: one if what is written depends on what was read before."""
+    splits_file = args.validation_fraction and is_split_inside(inputs)
+    if args.max_bytes or args.validation_tokens or splits_file:
+        return [Unit(0, tuple(inputs))]
+    return plan_units(sliced(inputs, args.unit_bytes), args.unit_bytes)
 
 
 def _plan(
@@ -310,66 +199,87 @@ def _options(args: argparse.Namespace, maps: Iterable[Map], vocab_size: int) -> 
     )
 
 
+@contextmanager
+def _open_output(args: argparse.Namespace, plan: Plan) -> Iterator[AtomicDirectory]:
+    """Open the output, on a local disk or in a bucket.
+
+    Raises:
+        UserError: see `atomic_directory`; or tasks of a Slurm array are writing the output.
+    """
+    function: Callable[..., AbstractContextManager[AtomicDirectory | None]]
+    function = atomic_directory.atomic_directory
+    if urls.in_bucket(args.output):
+        from jaxforge.storage.bucket_directory import bucket_directory
+
+        function = bucket_directory
+    marker = f"train/{FILE_NAME}"
+    with function(args.output, plan, marker=marker, overwrite=args.overwrite, say=_say) as opened:
+        assert opened is not None
+        slurm_array.check_shares(opened)
+        yield opened
+
+
+def _check_passes(args: argparse.Namespace) -> None:
+    """Check that all passes see the files of a map with `drop_repeated`.
+
+    Raises:
+        UserError: the output is in a bucket, or a Slurm array shares the units.
+    """
+    if urls.in_bucket(args.output) or args.slurm or args.share:
+        raise UserError(
+            "a --map that drops repeated records keeps its keys in files next to --output: give an "
+            "--output on a disk that all machines share, and --engine local or ray, not --slurm"
+        )
+
+
+def _without_repeated_records(
+    args: argparse.Namespace, units: Sequence[Unit], mapped: Mapped, destination: AtomicDirectory
+) -> list[Unit]:
+    """Run the passes of maps that drop repeated records; return the units without these."""
+    if not has_parts(destination):  # nothing in the output is durable yet
+        # Without a journal, a failure would remove the files of the passes.
+        destination.commit({})
+        shutil.rmtree(destination.out)
+        destination.out.mkdir()
+    return find_repeated_records(
+        units,
+        mapped,
+        destination.state / "maps",
+        _engine(args),
+        skip_bad=args.skip_bad,
+        show=_say,
+    )
+
+
 def _bpe(
-    args: argparse.Namespace, inputs: Sequence[Input], destination: AtomicDirectory
+    args: argparse.Namespace, units: Sequence[Unit], destination: AtomicDirectory
 ) -> Tokenizer:
     """Return a BPE of the training documents, or the one that an interrupted run has trained."""
-    if _has_tokens(destination):
+    if has_parts(destination):
         return load_tokenizer(destination.out / "tokenizer")
-    read = functools.partial(
-        text_parts,
-        inputs,
-        validation_fraction=args.validation_fraction,
-        max_bytes=args.max_bytes,
-        skip_bad=args.skip_bad,
-    )
-    size = _text_size(inputs, args.max_bytes)
-    if not args.vocab_size and not _all_text(inputs):
-        size = _size_up_to(_BYTES_PER_TOKEN * BPE_VOCAB_SIZE, read())
-    vocab_size = args.vocab_size or suggested_vocab_size(size or 0)
-    _say(f"training the BPE tokenizer: {_why_so_many(args, vocab_size)} …")
-    return train_bpe((part.text for part in read() if part.split == "train"), vocab_size)
+    return trained_bpe(args, [source for unit in units for source in unit.inputs], _say)
 
 
-def _size_up_to(limit: int, read: Iterable[TextPart]) -> int:
-    """Return the bytes of text; reading stops as soon as there are at least `limit`."""
-    size = 0
-    for part in read:
-        size += part.size
-        if size >= limit:
-            break
-    return size
+def _engine(args: argparse.Namespace) -> Engine:
+    """Return the engine of the command line."""
+    if args.engine == "ray":
+        from jaxforge.data.corpus.ray_engine import Ray
+
+        return Ray(args.address or "auto", args.workers)
+    return Local(args.workers or os.cpu_count() or 1)
 
 
-def suggested_vocab_size(text_size: int) -> int:
-    """Return the BPE vocabulary size for a number of bytes of text.
-
-    It is the largest power of two with `_BYTES_PER_TOKEN` bytes of text for each token, and at
-    least 512.
-    """
-    fitting = 1 << max(512, text_size // _BYTES_PER_TOKEN).bit_length() - 1
-    return min(BPE_VOCAB_SIZE, fitting)
-
-
-def _why_so_many(args: argparse.Namespace, vocab_size: int) -> str:
-    if args.vocab_size:
-        return f"{vocab_size:,} tokens"
-    if vocab_size == BPE_VOCAB_SIZE:
-        return f"{vocab_size:,} tokens, the default for much text (set by --vocab-size)"
-    return (
-        f"{vocab_size:,} tokens, for at least {_BYTES_PER_TOKEN} bytes of text per token "
-        "(set by --vocab-size)"
-    )
-
-
-def _given_tokenizer(spec: str) -> Tokenizer:
-    tokenizer = load_tokenizer(spec)
-    if tokenizer.eos_id is None:
-        raise UserError(
-            f"the tokenizer {spec} names no end-of-text token, which ends documents. Put a "
-            'tokenizer_config.json with "eos_token" next to its tokenizer.json'
-        )
-    return tokenizer
+def _run(
+    args: argparse.Namespace, job: Job, units: Sequence[Unit], destination: AtomicDirectory
+) -> None:
+    """Prepare the units; after a failure without progress, leave nothing to resume from."""
+    try:
+        with progress_shown(sum(unit.files for unit in units)) as show:
+            run_units(job, units, _engine(args), show)
+    except BaseException:
+        if not urls.in_bucket(job.out) and not job.parts.is_begun():
+            destination.journal = None
+        raise
 
 
 def _write_config(directory: Path, output: Path, machine: Machine) -> Size:
@@ -409,3 +319,8 @@ def _next(output: Path, size: Size, *, needs_model: bool) -> str:
         f"{size.tokens:,} tokens, {in_epochs(size.epochs)}\n"
         f"Next:\n  {command}"
     )
+
+
+def _say(text: str) -> None:
+    # Without markup: in paths, "[name]" is no style.
+    Console(stderr=True).print(text, highlight=False, soft_wrap=True, markup=False)

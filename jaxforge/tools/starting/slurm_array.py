@@ -1,13 +1,24 @@
-"""Slurm script of `jaxforge prepare --slurm N`: an array of tasks, and a job that commits."""
+"""Slurm array of `jaxforge prepare --slurm N`: its script, and the share of a task (`--share`)."""
 
 import argparse
 import re
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
-from jaxforge.errors import file_error
+from jaxforge.data.corpus.corpus_state import Options
+from jaxforge.data.corpus.inputs import Unit
+from jaxforge.data.corpus.progress import progress_shown
+from jaxforge.data.corpus.tokenizer_files import load_tokenizer
+from jaxforge.data.corpus.unit_worker import begin_job, run_units
+from jaxforge.data.corpus.workers import Engine
+from jaxforge.errors import InputChangedError, UserError, file_error
+from jaxforge.storage import atomic_directory, locks, urls
+from jaxforge.storage.atomic_directory import AtomicDirectory, Plan
+
+_SHARE_LOCKS = "share_*.lock"
 
 _UNSAFE = re.compile(r"[^\w.-]")  # in the name of a job, which sbatch reads as words
 
@@ -85,3 +96,74 @@ def _without_slurm(words: Sequence[str]) -> list[str]:
         elif not word.startswith("--slurm="):
             remaining.append(word)
     return remaining
+
+
+def check_shares(destination: AtomicDirectory) -> None:
+    """Check that no task of a Slurm array works on a local output."""
+    if urls.in_bucket(destination.state):
+        return
+    for path in destination.state.glob(_SHARE_LOCKS):
+        with locks.hold(path) as is_held:
+            if not is_held:
+                raise UserError(
+                    f"{locks.holder(path)} is preparing a share of the output: wait until the "
+                    "Slurm array has ended"
+                )
+
+
+def run_share(
+    args: argparse.Namespace,
+    plan: Plan,
+    units: Sequence[Unit],
+    options_for: Callable[[int], Options],
+    engine: Engine,
+) -> int:
+    """Prepare the units of a share of an output that `--slurm` has planned; return the exit code.
+
+    Args:
+        args: parsed command line.
+        plan: the plan of this command, which must be that of the output.
+        units: all units.
+        options_for: returns the options for a vocabulary size.
+        engine: prepares the units.
+
+    Raises:
+        UserError: nothing is planned, or something else; or a unit fails.
+    """
+    share, n = args.share
+    destination = _attach(args, plan)
+    tokenizer = load_tokenizer(destination.out / "tokenizer", is_checked=True)
+    job = begin_job(destination, len(units), tokenizer, options_for(tokenizer.vocab_size))
+    chosen = units[share::n]
+    with (
+        _locked(destination, share),
+        progress_shown(sum(unit.files for unit in chosen)) as show,
+    ):
+        try:
+            run_units(job, chosen, engine, show)
+        except InputChangedError as error:
+            atomic_directory.discard(destination.state, error.source)
+            raise
+    print(f"share {share} of {n}: {len(chosen):,} of {len(units):,} units are finished")
+    return 0
+
+
+def _attach(args: argparse.Namespace, plan: Plan) -> AtomicDirectory:
+    if not urls.in_bucket(args.output):
+        return atomic_directory.attach(args.output, plan)
+    from jaxforge.storage import bucket_directory
+
+    return bucket_directory.attach(args.output, plan)
+
+
+@contextmanager
+def _locked(destination: AtomicDirectory, share: int) -> Iterator[None]:
+    """Keep other commands from the output while a share is prepared, on a local disk."""
+    if urls.in_bucket(destination.state):
+        yield
+        return
+    path = destination.state / _SHARE_LOCKS.replace("*", str(share))
+    with locks.hold(path) as is_held:
+        if not is_held:
+            raise UserError(f"share {share} is being prepared by {locks.holder(path)}")
+        yield

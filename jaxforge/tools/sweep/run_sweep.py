@@ -10,7 +10,7 @@ import jax
 
 from jaxforge.config.reading.load import load_unresolved
 from jaxforge.config.resolution import World, resolve
-from jaxforge.data.epoch import sequences_per_epoch
+from jaxforge.data.sources import sequences_per_epoch
 from jaxforge.errors import UserError
 from jaxforge.program import Program
 from jaxforge.storage import safe_files, urls

@@ -7,12 +7,12 @@ same samples as an uninterrupted one. The state is not changed.
 from jax.sharding import Mesh
 
 from jaxforge.config.job import JobConfig
-from jaxforge.data.corpus.prompts import Prompt, continuation, encode
 from jaxforge.data.corpus.tokenizer import Tokenizer
 from jaxforge.errors import UserError
 from jaxforge.model.decoding import Decoder
 from jaxforge.model.sampling import Sampling
 from jaxforge.model.transformer import Model, Params
+from jaxforge.tasks.prompts import Prompt, continuation, encode
 from jaxforge.telemetry.sinks import Sample
 from jaxforge.training.callbacks.callback import IntervalContext
 from jaxforge.training.callbacks.run_callback import RunCallback, RunParts

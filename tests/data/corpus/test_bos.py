@@ -10,12 +10,11 @@ from tokenizers import processors
 
 from jaxforge.commands import prepare
 from jaxforge.data.corpus.conversations import Conversations, encode_conversations
-from jaxforge.data.corpus.entries import FIRST, ID, UNLEARNED
-from jaxforge.data.corpus.manifest import Manifest
-from jaxforge.data.corpus.prompts import Prompt, encode
+from jaxforge.data.corpus.manifest import FIRST, ID, UNLEARNED, Manifest
 from jaxforge.data.corpus.tokenizer import with_prefix
 from jaxforge.data.corpus.tokenizer_files import load_tokenizer
 from jaxforge.inference.conversation import Dialogue
+from jaxforge.tasks.prompts import Prompt, encode
 
 BOS, EOS, CLS = 0, 1, 2
 TEXTS = ["hello world", " indented", "ünïcödé 🙂", "two\nlines\n"]

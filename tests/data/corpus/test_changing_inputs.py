@@ -14,10 +14,10 @@ from pyarrow import parquet
 
 from jaxforge.commands import prepare
 from jaxforge.data.corpus import ingest
-from jaxforge.data.corpus.content import TextField
 from jaxforge.data.corpus.documents import text_parts
-from jaxforge.data.corpus.huggingface import load_dataset
-from jaxforge.data.corpus.inputs import HuggingFace, find_inputs
+from jaxforge.data.corpus.huggingface import HuggingFace, load_dataset
+from jaxforge.data.corpus.inputs import find_inputs
+from jaxforge.data.corpus.records import TextField
 from jaxforge.errors import InputChangedError
 from tests.data.corpus.interruptions import snapshot
 

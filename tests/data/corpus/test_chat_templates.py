@@ -8,9 +8,9 @@ import pytest
 import transformers
 
 from jaxforge.data.corpus.chat import ChatTemplate
-from jaxforge.data.corpus.content import TableRow
 from jaxforge.data.corpus.conversations import Conversations, encode_conversations
-from jaxforge.data.corpus.entries import FIRST, ID, UNLEARNED
+from jaxforge.data.corpus.manifest import FIRST, ID, UNLEARNED
+from jaxforge.data.corpus.records import TableRow
 from jaxforge.data.corpus.tokenizer import HFTokenizer
 from jaxforge.data.corpus.tokenizer_files import load_tokenizer
 from jaxforge.errors import UserError

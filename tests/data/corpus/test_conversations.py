@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxforge.data.corpus.conversations import Conversations, encode_conversations
-from jaxforge.data.corpus.entries import FIRST, ID, UNLEARNED
+from jaxforge.data.corpus.manifest import FIRST, ID, UNLEARNED
 from jaxforge.data.corpus.tokenizer import ByteTokenizer, HFTokenizer
 from jaxforge.data.packing import IGNORE, Packed, best_fit, fill_window, split_entries
 from jaxforge.errors import UserError

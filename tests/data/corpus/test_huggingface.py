@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from jaxforge.data import loader, sources, stream
-from jaxforge.data.corpus import huggingface, inputs
-from jaxforge.data.corpus.content import TextField
+from jaxforge.data.corpus import huggingface
+from jaxforge.data.corpus.records import TextField
 from jaxforge.data.corpus.tokenizer import train_bpe
 from jaxforge.data.stream import Anchor
 from jaxforge.errors import UserError
@@ -91,7 +91,7 @@ def test_dataset_is_tokenized_once_and_read_like_shards(directory, tmp_path, mon
     windows = rows(batches(given, 4))
     expected = tokens_of(0, 1, 2, 3)[: windows.size]
     assert windows.reshape(-1).tolist() == expected
-    monkeypatch.setattr(huggingface, "ingest", None)  # not needed again
+    monkeypatch.setattr(huggingface, "run_units", None)  # not needed again
     same(batches(given, 4), batches(given, 4))
     [result] = (tmp_path / "cache" / "jaxforge").iterdir()
     assert sorted(path.name for path in result.iterdir()) == ["tokenizer", "train"]
@@ -99,7 +99,7 @@ def test_dataset_is_tokenized_once_and_read_like_shards(directory, tmp_path, mon
 
 def test_changed_data_or_tokenizer_is_tokenized_again(directory, tmp_path):
     sets = tmp_path / "cache" / "jaxforge"
-    arguments = (str(directory), None, "train", inputs.TextField())
+    arguments = (str(directory), None, "train", TextField())
     byte = sources.load_tokenizer("byte")
     first = huggingface.cached_shards(*arguments, byte)
     assert huggingface.cached_shards(*arguments, byte) == first
@@ -173,14 +173,14 @@ def test_shuffles_show_each_window_once_an_epoch(tmp_path):
 
 def reads(monkeypatch):
     """The rows that are read from now on, by the names of their files."""
-    read, original = Counter(), inputs.HuggingFace.records
+    read, original = Counter(), huggingface.HuggingFace.records
 
     def records(self, start):
         for record in original(self, start):
             read[self.name.rpartition("file ")[2]] += 1
             yield record
 
-    monkeypatch.setattr(inputs.HuggingFace, "records", records)
+    monkeypatch.setattr(huggingface.HuggingFace, "records", records)
     return read
 
 
@@ -195,7 +195,7 @@ def test_resume_at_any_position_continues_stream(directory, tmp_path, shuffle, m
 
 
 def test_anchors_save_reading(directory, tmp_path, monkeypatch):
-    monkeypatch.setattr(inputs, "ROWS", 5)
+    monkeypatch.setattr(huggingface, "ROWS", 5)
     monkeypatch.setattr("jaxforge.data.corpus.ingest.BATCH_PARTS", 5)
     given = streaming(directory, tmp_path / "run")
     whole = batches(given, 40)
@@ -293,7 +293,7 @@ def test_offsets_outside_of_a_saved_dataset_raise(tmp_path):
     assert content.count(offsets) == 1
     path.write_bytes(content.replace(offsets, struct.pack("<4i", 0, -1, 10, 15)))
     dataset = huggingface.load_dataset(str(tmp_path / "set"))
-    source = inputs.HuggingFace.on_disk("set", dataset, TextField())
+    source = huggingface.HuggingFace.on_disk("set", dataset, TextField())
     with pytest.raises(UserError, match=r"cannot read set: .*[Oo]ffset"):
         list(source.records(0))
 

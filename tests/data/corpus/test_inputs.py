@@ -155,7 +155,7 @@ def test_truncated_files_are_refused(tmp_path, suffix):
 
 def test_undecompressable_input_is_refused(tmp_path):
     (tmp_path / "a.txt.gz").write_bytes(gzip.compress(b"text"))
-    with pytest.raises(UserError, match=r"a\.txt\.gz: of compressed files, only \.jsonl\.gz"):
+    with pytest.raises(UserError, match=r"a\.txt\.gz: of compressed files, only \.csv\.gz"):
         run(tmp_path / "a.txt.gz", "--output", tmp_path / "out")
 
 

@@ -7,8 +7,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from jaxforge.data.corpus.chat import ChatTemplate
-from jaxforge.data.corpus.isolated_chat import IsolatedTemplate
+from jaxforge.data.corpus.chat import ChatTemplate, IsolatedTemplate
 from jaxforge.errors import UserError
 
 CHAT = [{"role": "user", "content": "hi 🙂"}, {"role": "assistant", "content": "hello"}]

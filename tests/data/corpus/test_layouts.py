@@ -1,4 +1,4 @@
-"""Text files with separators, layouts by name, and web archives."""
+"""Text files with separators, corpora with attributes, and web archives."""
 
 import gzip
 import json
@@ -7,13 +7,12 @@ import re
 import subprocess
 import sys
 
-import pyarrow
 import pytest
-from pyarrow import parquet
 
 from jaxforge.commands import prepare
-from jaxforge.data.corpus import documents, separated_text
+from jaxforge.data.corpus import documents
 from jaxforge.data.corpus.documents import text_parts
+from jaxforge.data.corpus.formats import text as text_format
 from jaxforge.data.corpus.inputs import find_inputs
 from jaxforge.data.corpus.manifest import Manifest
 from jaxforge.errors import UserError
@@ -49,7 +48,7 @@ def test_text_is_split_at_separators(tmp_path, separator, text, expected, encodi
 
 @pytest.mark.parametrize("chunk", [1, 5, 16, 1 << 20])
 def test_separators_are_recognized_across_reads(tmp_path, monkeypatch, chunk):
-    monkeypatch.setattr(separated_text, "_CHUNK", chunk)
+    monkeypatch.setattr(text_format, "_CHUNK", chunk)
     monkeypatch.setattr(documents, "PART_BYTES", 4)
     rng = random.Random(0)
     texts = ["".join(rng.choices("ab\n", k=rng.randrange(40))) for _ in range(50)]
@@ -123,7 +122,7 @@ def dolma(path, texts):
     path.write_bytes(gzip.compress("".join(json.dumps(row) + "\n" for row in rows).encode()))
 
 
-def test_dolma_layout_reads_documents_with_sources(tmp_path):
+def test_documents_of_dolma_are_read_with_their_sources(tmp_path):
     root = tmp_path / "corpus"
     dolma(root / "documents" / "0.json.gz", [("one", "wiki"), ("two", "books")])
     dolma(root / "documents" / "1.jsonl.gz", [("three", "wiki")])
@@ -131,25 +130,8 @@ def test_dolma_layout_reads_documents_with_sources(tmp_path):
     path.parent.mkdir(parents=True)
     path.write_bytes(gzip.compress(b'{"id": "0", "attributes": {}}\n'))
     (root / "README.md").write_text("# About")
-    run(root, "--output", tmp_path / "out", "--layout", "dolma")
+    options = ("--glob", "*.json.gz,*.jsonl.gz", "--exclude", "attributes/*")
+    run(root, "--output", tmp_path / "out", *options, "--source-field", "source")
     assert prepared(tmp_path / "out") == ["one", "two", "three"]
     sources = Manifest.read(tmp_path / "out" / "train").statistics.sources
     assert {s.name: s.documents for s in sources} == {"wiki": 2, "books": 1}
-
-
-def test_fineweb_layout_reads_tables_only(tmp_path):
-    root = tmp_path / "fineweb"
-    for name, texts in (("data/CC-MAIN-2024-10/000_00000", ["one", "two"]),
-                        ("data/CC-MAIN-2023-50/000_00000", ["three"])):  # fmt: skip
-        path = root / f"{name}.parquet"
-        path.parent.mkdir(parents=True)
-        parquet.write_table(pyarrow.table({"text": texts, "dump": ["x"] * len(texts)}), path)
-    (root / "README.md").write_text("# About")
-    run(root, "--output", tmp_path / "out", "--layout", "fineweb")
-    assert prepared(tmp_path / "out") == ["three", "one", "two"]
-    sources = Manifest.read(tmp_path / "out" / "train").statistics.sources
-    assert [s.name for s in sources] == ["data/CC-MAIN-2024-10", "data/CC-MAIN-2023-50"]
-    (root / "sample").mkdir()
-    path.rename(root / "sample" / "0.parquet")
-    with pytest.raises(UserError, match="data/ contains the documents of sample/: give one"):
-        run(root, "--output", tmp_path / "b", "--layout", "fineweb")

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxforge.commands import prepare
-from jaxforge.data.corpus import ingest, passes
+from jaxforge.data.corpus import ingest, repeats
 from jaxforge.data.corpus.manifest import Manifest
 from jaxforge.data.corpus.maps import Map
 from jaxforge.errors import UserError
@@ -171,7 +171,7 @@ def test_resumed_run_has_counts_of_whole_run(lines, functions, tmp_path, monkeyp
     monkeypatch.setattr(ingest, "BATCH_PARTS", 1)
     maps = ("--map", f"{functions}:{function}", "--map", f"{functions}:shout")
     interrupt((lines, "--output", tmp_path / "out", *maps), monkeypatch)
-    assert json.loads((tmp_path / ".out.partial" / "journal.json").read_text())["place"][1] == 2
+    assert json.loads((tmp_path / ".out.partial/parts/000000.journal").read_text())["place"][1] == 2
     run(lines, "--output", tmp_path / "out", *maps)
     run(lines, "--output", tmp_path / "whole", *maps)
     assert snapshot(tmp_path / "out") == snapshot(tmp_path / "whole")
@@ -247,9 +247,9 @@ def test_conversations_are_mapped_and_deduplicated(tmp_path, monkeypatch):
     rows = [("a", "secret"), ("a", "first"), ("b", "one"), ("a", "again"), ("b", "two")]
     lines = tmp_path / "a.jsonl"
     lines.write_text("".join(json.dumps({"prompt": p, "completion": c}) + "\n" for p, c in rows))
-    survey, sent = passes._survey, []
+    survey, sent = repeats._survey, []
     monkeypatch.setattr(
-        passes, "_survey", lambda *args: (sent.append(pickle.dumps(args)), survey(*args))[1]
+        repeats, "_survey", lambda *args: (sent.append(pickle.dumps(args)), survey(*args))[1]
     )
     maps = ("--map", f"{path}:no_secrets", "--map", f"{path}:prompt", "--conversations")
     run(lines, "--output", tmp_path / "out", *maps)
@@ -288,15 +288,15 @@ def test_interrupted_pass_repeats_unfinished_units_only(functions, tmp_path, mon
     (tmp_path / "in").mkdir()
     for i, row in enumerate(WORDS[:6]):
         (tmp_path / "in" / f"{i}.txt").write_text("".join(row))
-    write, units = passes.write_keys, []
+    write, units = repeats._save, []
 
     def interrupted(path, entries):
-        units.append(path.name)
+        units.extend([path.name] if path.name.startswith("keys_") else [])
         if len(units) == 4:
             raise Interrupted
         write(path, entries)
 
-    monkeypatch.setattr(passes, "write_keys", interrupted)
+    monkeypatch.setattr(repeats, "_save", interrupted)
     command = (tmp_path / "in", "--map", f"{functions}:first_letter", "--unit-bytes", "1")
     command += ("--output",)
     with pytest.raises(Interrupted):

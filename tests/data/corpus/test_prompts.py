@@ -5,10 +5,10 @@ import sys
 
 import pytest
 
-from jaxforge.data.corpus.prompts import STDIN, Prompt, read_prompts
 from jaxforge.data.corpus.tokenizer import ByteTokenizer, train_bpe
 from jaxforge.errors import UserError
 from jaxforge.inference.completion import warn_about_spaces
+from jaxforge.tasks.prompts import STDIN, Prompt, read_prompts
 
 
 @pytest.fixture

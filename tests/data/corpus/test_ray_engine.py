@@ -96,7 +96,7 @@ def test_lost_worker_driver_and_node_leave_the_same_bytes(cluster, corpus, refer
     shown = driver.communicate(timeout=PATIENCE)
     assert driver.returncode == 0, shown
     assert "resuming from" in shown[1]
-    assert re.search(r"unit \d+ \(.*\) is repeated: (WorkerCrashed|NodeDied)", first[1] + shown[1])
+    assert re.search(r"\.jsonl.* is repeated: (WorkerCrashed|NodeDied)", first[1] + shown[1])
     assert snapshot(output) == reference
 
 
@@ -149,20 +149,9 @@ def test_ray_must_be_installed(corpus, tmp_path, monkeypatch):
         prepare.main([*options(corpus, tmp_path / "out"), "--engine", "ray"])
 
 
-def test_unit_that_is_always_lost_is_an_error(monkeypatch):
-    from collections import Counter
-
-    from jaxforge.data.corpus.units import Unit
-
-    class Source:
-        where = "a.jsonl"
-
-    def crash(_):
-        raise ray.exceptions.WorkerCrashedError
-
-    monkeypatch.setattr(ray, "get", crash)
-    lost = Counter()
-    for _ in range(9):
-        assert ray_engine._result(ray, None, Unit(3, (Source(),)), lost) is None
+def test_unit_that_is_always_lost_is_an_error():
+    error = ray.exceptions.WorkerCrashedError()
+    for n in range(1, 10):
+        ray_engine._check_losses(n, "a.jsonl", error)
     with pytest.raises(UserError, match=r"a\.jsonl: the process was lost 10 times"):
-        ray_engine._result(ray, None, Unit(3, (Source(),)), lost)
+        ray_engine._check_losses(10, "a.jsonl", error)

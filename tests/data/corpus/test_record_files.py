@@ -15,10 +15,11 @@ import zstandard
 from pyarrow import parquet
 
 from jaxforge.commands import prepare
-from jaxforge.data.corpus import documents, json_files, records
-from jaxforge.data.corpus.content import TextField
+from jaxforge.data.corpus import documents, files
 from jaxforge.data.corpus.documents import text_parts
+from jaxforge.data.corpus.formats import json_objects
 from jaxforge.data.corpus.inputs import find_inputs
+from jaxforge.data.corpus.records import TextField
 from jaxforge.errors import UserError
 
 TEXTS = ["one", 'two "quoted", with ünïcödé\n', "", "three ]}"]
@@ -87,7 +88,7 @@ def texts(directory):
 
 @pytest.mark.parametrize("name", FILES)
 def test_records_are_read_by_any_name(tmp_path, monkeypatch, name):
-    monkeypatch.setattr(json_files, "CHUNK", 7)  # values across chunks
+    monkeypatch.setattr(json_objects, "CHUNK", 7)  # values across chunks
     (tmp_path / "data").mkdir()
     write(tmp_path / "data" / name, FILES[name])
     run(tmp_path / "data", "--output", tmp_path / "out", "--text-field", "text")
@@ -131,7 +132,7 @@ def test_json_without_text_is_refused(tmp_path, content):
 
 
 def test_bad_elements_are_left_out(tmp_path, monkeypatch):
-    monkeypatch.setattr(json_files, "CHUNK", 1)  # within numbers
+    monkeypatch.setattr(json_objects, "CHUNK", 1)  # within numbers
     write(tmp_path / "a.json", '[1, {"text": "a"}, "x", {"text": 3}, [], {"text": "b"}, 12]')
     with pytest.raises(UserError, match=r"a\.json:1: not a JSON object; .*--skip-bad"):
         run(tmp_path / "a.json", "--output", tmp_path / "out")
@@ -269,7 +270,7 @@ def test_records_beyond_the_limit_are_bad(tmp_path, name):
 
 @pytest.mark.parametrize("name", ["a.json", "a.csv"])
 def test_values_beyond_the_limit_end_the_file(tmp_path, monkeypatch, name):
-    monkeypatch.setattr(json_files, "CHUNK", 100)
+    monkeypatch.setattr(json_objects, "CHUNK", 100)
     data = json.dumps([{"text": "a"}, {"text": LARGE}]) if name == "a.json" else f"text\na\n{LARGE}"
     with pytest.raises(UserError, match=r"larger than 4,000 characters: see --max-record-bytes"):
         run(write(tmp_path / name, data), "--output", tmp_path / "out", "--max-record-bytes", 4000)
@@ -334,7 +335,7 @@ def test_long_lines_are_cut_at_spaces_and_characters(tmp_path, monkeypatch):
 
 
 def test_implausible_compression_is_refused(monkeypatch, tmp_path):
-    monkeypatch.setattr(records, "UNSUSPICIOUS_BYTES", 1000)
+    monkeypatch.setattr(files, "UNSUSPICIOUS_BYTES", 1000)
     [source] = find_inputs([write(tmp_path / "a.jsonl", LINES)])
     source.check_growth(250 * source.size)
     with pytest.raises(UserError, match="unpack to more than 250 times"):

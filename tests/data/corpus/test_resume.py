@@ -251,6 +251,7 @@ def test_truncated_shard_raises(tmp_path):
         ShardWriter(tmp_path / "p" / "out" / "train", **options, state=state)
 
 
+JOURNAL = ".out.partial/parts/000000.journal"
 SCRIPT = """
 import sys
 from jaxforge import prepare
@@ -274,13 +275,13 @@ def command(tmp_path):
 @pytest.mark.processes
 def test_killed_run_resumes_and_leaves_no_process(command, tmp_path, monkeypatch):
     process = subprocess.Popen(command, stderr=subprocess.PIPE)
-    wait_for(tmp_path / ".out.partial" / "journal.json", process)
+    wait_for(tmp_path / JOURNAL, process)
     family = psutil.Process(process.pid).children(recursive=True)
     os.kill(process.pid, signal.SIGKILL)
     process.communicate()
     assert not psutil.wait_procs(family, timeout=PATIENCE)[1]
     assert not (tmp_path / "out").exists()
-    before = json.loads((tmp_path / ".out.partial" / "journal.json").read_text())
+    before = json.loads((tmp_path / JOURNAL).read_text())
     assert before["place"][2] > 0
     again = subprocess.run(command, capture_output=True, text=True)
     assert (again.returncode, "resuming from" in again.stderr) == (0, True), again.stderr
@@ -293,7 +294,7 @@ def test_killed_run_resumes_and_leaves_no_process(command, tmp_path, monkeypatch
 @pytest.mark.processes
 def test_killed_worker_is_an_error(command, tmp_path):
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-    wait_for(tmp_path / ".out.partial" / "journal.json", process)
+    wait_for(tmp_path / JOURNAL, process)
     for child in psutil.Process(process.pid).children():
         if "spawn_main" in " ".join(child.cmdline()):
             child.kill()

@@ -170,7 +170,7 @@ def test_truncated_archive_is_refused(tmp_path, packed, end):
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        (b"words " * 200, "is no tar archive, or damaged (invalid header)"),
+        (b"words " * 200, "is not a tar archive, or damaged (invalid header)"),
         (gzip.compress(tar(MEMBERS), mtime=0), "(it is compressed by gzip: name it .tar.gz)"),
         (gzip.compress(b"", mtime=0), "(it is compressed by gzip: name it .tar.gz)"),
         (lzma.compress(tar(MEMBERS)), "(it is compressed by xz: decompress it, or"),
@@ -179,10 +179,15 @@ def test_truncated_archive_is_refused(tmp_path, packed, end):
         (header("1.txt", 1 << 60) + b"x" * 512, "is truncated"),
         (header("x", 1 << 40, tarfile.XHDTYPE), "(a header has 1,099,511,627,776 bytes)"),
         (header("x", 1 << 40, tarfile.GNUTYPE_LONGNAME), "(a header has 1,099,511,627,776 bytes)"),
-        (header("x", 20, tarfile.XHDTYPE) + b"999 path=x\n".ljust(512, b"\0"), "header is invalid"),
-        (header("x", 20, tarfile.XHDTYPE) + b"0 path=xx\n".ljust(512, b"\0"), "header is invalid"),
+        (header("x", 20, tarfile.XHDTYPE) + b"999 path=x\n".ljust(512, b"\0"), "is truncated"),
+        (header("x", 20, tarfile.XHDTYPE) + b"0 path=xx\n".ljust(512, b"\0"), "(invalid header)"),
         (header("x", 9, tarfile.XHDTYPE) + b"9 size=x\n".ljust(512, b"\0") + header("1.txt", 1),
-         "an extended header is invalid"),
+         "is truncated"),
+        (header("x", 9, tarfile.XHDTYPE) + b"9 size=x\n".ljust(512, b"\0") + header("1.txt", 1)
+         + b"x".ljust(512, b"\0") + bytes(1024), "damaged after '1.txt' (invalid header)"),
+        (header("1.txt", 0) + b"x" * 512 + bytes(1024), "damaged after '1.txt' (invalid header)"),
+        (2000 * (header("x", 11, tarfile.XHDTYPE) + b"11 path=xx\n".ljust(512, b"\0")),
+         "maximum recursion depth"),
     ],
 )  # fmt: skip
 def test_damaged_archive_has_one_message(tmp_path, data, message):
@@ -201,9 +206,9 @@ def test_archive_bomb_is_refused_in_bounded_memory(tmp_path):
         code = (
             "import resource, sys\n"
             "from jaxforge.commands import prepare\n"
-            "from jaxforge.data.corpus import json_files\n"
+            "from jaxforge.data.corpus import files\n"
             "from jaxforge.tools.starting import preparation\n"
-            "json_files._QUICKLY_UNPACKED = 0  # as for a larger archive\n"
+            "files._QUICKLY_UNPACKED = 0  # as for a larger archive\n"
             "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
             "try:\n    prepare.main(sys.argv[1:])\n"
             "except Exception as error:\n"

@@ -16,11 +16,10 @@ import pytest
 
 from jaxforge.commands import prepare
 from jaxforge.data.conversation_shards import ConversationShards
-from jaxforge.data.corpus import corpus_state, ingest, parts, unit_worker, units
+from jaxforge.data.corpus import corpus_state, ingest, unit_worker
 from jaxforge.data.corpus.documents import split_of
-from jaxforge.data.corpus.inputs import find_inputs
+from jaxforge.data.corpus.inputs import Unit, find_inputs, plan_units, sliced
 from jaxforge.data.corpus.manifest import Manifest
-from jaxforge.data.corpus.units import plan_units, sliced
 from jaxforge.errors import UserError
 from tests.data.corpus.interruptions import Interrupted, snapshot, stop_encoding
 from tests.machine import PATIENCE, wait_until
@@ -87,8 +86,7 @@ def test_units_hold_all_documents_in_order(corpus, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("options", [(), ("--tokenizer", "bpe", "--vocab-size", "300")])
-def test_shards_do_not_depend_on_workers(corpus, tmp_path, options, monkeypatch):
-    monkeypatch.setattr(parts.Fold, "_PENDING", 2)
+def test_shards_do_not_depend_on_workers(corpus, tmp_path, options):
     options = (*options, "--unit-bytes", "2500", "--validation-fraction", "0.2")
     for workers in ("1", "2"):
         run(corpus[0], tmp_path / workers, *options, "--workers", workers)
@@ -301,50 +299,14 @@ def test_conversations_of_several_units_match_one(tmp_path):
     assert len(list(tmp_path.glob("many/train/shard*"))) > 5
 
 
-def test_finished_units_leave_no_counts(corpus, tmp_path, monkeypatch):
-    monkeypatch.setattr(parts.Fold, "_PENDING", 3)
-    waiting = []
-    add = parts.Fold.add
-
-    def counted(fold, unit):
-        add(fold, unit)
-        waiting.append(len(list(tmp_path.glob(".out.partial/parts/*.counts"))))
-
-    monkeypatch.setattr(parts.Fold, "add", counted)
-    run(corpus[0], tmp_path / "out", "--unit-bytes", 1000)
-    assert len(waiting) > 10
-    assert max(waiting) < 3
-
-
 def test_machine_that_does_not_see_the_output_is_refused(tmp_path):
     """Else it would write its shards to a disk of its own."""
     options = corpus_state.Options(dtype="uint16")
     job = unit_worker.Job(tmp_path / "x" / "out", tmp_path / "x", options, "fingerprint")
     message = rf"{socket.gethostname()} does not see {tmp_path}/x: --output must be in a bucket"
     with pytest.raises(UserError, match=message):
-        unit_worker.prepare_unit(job, units.Unit(0, ()))
+        unit_worker.prepare_unit(job, Unit(0, ()))
     assert not (tmp_path / "x").exists()
-
-
-def test_counts_are_folded_once_whatever_was_interrupted(tmp_path):
-    store, shape = parts.Parts(tmp_path), (1, 4)
-    rows = {unit: np.array([[1, unit, 0, 10**9]]) for unit in range(6)}
-    for unit, counts in rows.items():
-        store.write(parts.Part(unit, 0, {}), counts)
-    fold = parts.Fold(store, 1, shape)
-    for unit in (1, 3):
-        fold.add(unit)
-    fold.save()
-    store.write(parts.Part(3, 0, {}), rows[3])  # as if killed before the removal
-    fold = parts.Fold(store, 0, shape)
-    fold.add(0)  # and killed before it is saved
-    fold = parts.Fold(store, 0, shape)
-    assert store.with_counts() == {0, 2, 3, 4, 5}
-    for unit in (0, 2, 3):
-        fold.add(unit)
-    fold.save()
-    assert store.with_counts() == {4, 5}
-    assert np.array_equal(parts.all_counts(store, shape), sum(rows.values()))
 
 
 SCRIPT = """

@@ -1,15 +1,19 @@
-"""Text files that hold many documents with a separator between them."""
+"""Text files: one document, or many with a separator between them."""
 
+import codecs
 import io
 import os
 import re
-from collections.abc import Iterator
+import shlex
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
-from jaxforge.data.corpus.records import File, Record
-from jaxforge.data.corpus.remote_input import open_input
-from jaxforge.data.corpus.text_files import utf8
+from jaxforge.data.corpus.files import EXCLUDE, File
+from jaxforge.data.corpus.records import Record
+from jaxforge.data.corpus.remote_input import Location, RemotePath, open_input
+from jaxforge.errors import UserError, unreadable
 
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
@@ -17,6 +21,15 @@ if TYPE_CHECKING:
 _CHUNK = 1 << 20  # searched at a time; longer documents are read from the file in parts
 _ESCAPE = re.compile(r"\\(.)")
 _ESCAPES = {"n": "\n", "r": "\r", "t": "\t", "f": "\f", "\\": "\\"}
+_MARKS = {
+    codecs.BOM_UTF32_LE: "UTF-32",
+    codecs.BOM_UTF32_BE: "UTF-32",
+    codecs.BOM_UTF16_LE: "UTF-16",  # a prefix of the mark of UTF-32 little-endian
+    codecs.BOM_UTF16_BE: "UTF-16",
+}
+_JSON = re.compile(rb'\s*(\[\s*)?\{\s*"(\\.|[^"\\\n])*"\s*:')  # the first key of an object
+HEAD = 8000
+"""Bytes in which a NUL marks a binary file, as in git."""
 
 
 def parse_separator(text: str) -> bytes:
@@ -36,6 +49,33 @@ def parse_separator(text: str) -> bytes:
     return _ESCAPE.sub(character, text).encode("utf-8", errors="surrogateescape")
 
 
+class TextFile(File):
+    """Text file that is one document."""
+
+    suffixes = (".txt", ".md", ".py")
+    documents = "the whole file, or each text between `--separator`s"
+    is_text = True
+    is_document = True
+
+    @property
+    def text_size(self) -> int | None:
+        """Bytes of the file; None with maps, which may change them."""
+        return None if self.content.has_maps else self.size
+
+    def document(self, number: int) -> str:
+        """Return the name of the file."""
+        return self.name
+
+    def records(self, start: int) -> Iterator[Record]:
+        """Yield the whole file if `start` is 0; UTF-16 and UTF-32 with a BOM become UTF-8."""
+        if not start:
+            with open_input(self.path) as content:
+                if isinstance(self.path, RemotePath):  # local files were checked before
+                    check_heads([(self.path, True, content.read(HEAD))])
+                    content.seek(0)
+                yield self.text_record(1, utf8(content))
+
+
 @dataclass(frozen=True)
 class SeparatedText(File):
     """Text file of documents.
@@ -47,12 +87,9 @@ class SeparatedText(File):
         separator: the separator.
     """
 
-    separator: bytes = b""
+    is_text = True
 
-    @property
-    def is_text(self) -> bool:
-        """True."""
-        return True
+    separator: bytes = b""
 
     def records(self, start: int) -> Iterator[Record]:
         """Yield the documents after the first `start`."""
@@ -141,3 +178,68 @@ class _Window(io.RawIOBase):
         target[: len(data)] = data
         self._offset += len(data)
         return len(data)
+
+
+def encoding_of(head: bytes) -> str:
+    """Return the encoding that a byte-order mark announces if it is not UTF-8, else ""."""
+    return next((name for mark, name in _MARKS.items() if head.startswith(mark)), "")
+
+
+def utf8(file: BinaryIO) -> BinaryIO:
+    """Return the file, or its text in UTF-8 if a byte-order mark announces another encoding."""
+    encoding = encoding_of(file.read(4))
+    file.seek(0)
+    if not encoding:
+        return file
+    return io.BytesIO(file.read().decode(encoding, errors="replace").encode())
+
+
+def check_text(files: Iterable[tuple[Path, bool]]) -> None:
+    """Check that files hold text before they are read.
+
+    Args:
+        files: paths, each with True for a plain text file and False for a file of records.
+
+    Raises:
+        UserError: a text has NUL bytes or is JSON, or records are not in UTF-8.
+    """
+    check_heads((path, is_text, _head(path)) for path, is_text in files)
+
+
+def _head(path: Path) -> bytes:
+    try:
+        with path.open("rb") as file:
+            return file.read(HEAD)
+    except OSError as error:
+        raise unreadable(path, error, EXCLUDE) from error
+
+
+def check_heads(files: Iterable[tuple[Location, bool, bytes]]) -> None:
+    """Check files as `check_text` does, by their first `HEAD` bytes.
+
+    Raises:
+        UserError: as `check_text`.
+    """
+    binary = []
+    for path, is_text, head in files:
+        if is_text and b"\0" in head and not encoding_of(head):
+            binary.append(path)
+        elif is_text and _JSON.match(head.removeprefix(codecs.BOM_UTF8)):
+            raise UserError(
+                f"{path} holds JSON, whose syntax would be learned: name it .jsonl (an object a "
+                "line) or .json to have its records read, or exclude it with --exclude"
+            )
+        elif not is_text and (encoding := encoding_of(head)):
+            raise UserError(
+                f"{path} is in {encoding}, and records are read as UTF-8: make it so with "
+                f"iconv -f {encoding} -t UTF-8"
+            )
+    if binary:
+        named = ", ".join(map(str, binary[:3])) + (", ..." if len(binary) > 3 else "")
+        kinds = dict.fromkeys(f"*{path.suffix}" if path.suffix else path.name for path in binary)
+        options = " ".join(f"--exclude {shlex.quote(kind)}" for kind in kinds)
+        raise UserError(
+            f"{len(binary)} file(s) hold NUL bytes, and so no text: {named}; leave them out with "
+            f"{options}, or take others alone with --glob (of UTF-16 without a byte-order mark, "
+            "make UTF-8: iconv -f UTF-16LE -t UTF-8)"
+        )

@@ -1,85 +1,36 @@
-"""JSON files: one object per line, an array, or concatenated objects."""
+"""JSON files: one object per line, an array, or concatenated objects.
+
+The standard library parses values. Readers of pyarrow and datasets infer one type for a key in all
+records, name no lines, and fail on a whole block where a single record is bad.
+"""
 
 import codecs
-import gzip
-import io
-import itertools
 import json
 import re
 import sys
 from collections.abc import Iterator
 from contextlib import closing
-from pathlib import Path
-from typing import BinaryIO, cast
+from typing import BinaryIO, ClassVar
 
-from jaxforge.data.corpus.optional import library
-from jaxforge.data.corpus.records import File, Record, bad_record
-from jaxforge.data.corpus.remote_input import open_input
+from jaxforge.data.corpus.files import SKIPPED, File
+from jaxforge.data.corpus.records import Record, bad_record
 from jaxforge.errors import UserError
 
-GZIPPED = (".gz", ".tgz")
 CHUNK = 1 << 16
-_SKIPPED = 1 << 20  # bytes per read of data that are only counted
-_QUICKLY_UNPACKED = 1 << 20  # size below which a file is unpacked once before it is parsed
 BYTES_PER_VALUE = 16
 """Smallest bytes of JSON per value of a valid record: parsed values take up to 70 bytes."""
 _BLANK = re.compile(r"[ \t\r\n]*")
 
 
-class _Unzipped(gzip.GzipFile):
-    """Decompressed content of an open file, which is closed with it."""
-
-    def __init__(self, packed: BinaryIO) -> None:
-        super().__init__(fileobj=packed)
-        self._packed = packed
-
-    def close(self) -> None:
-        """Close both."""
-        super().close()
-        self._packed.close()
-
-
-class PackedFile(File):
-    """A file that may be compressed."""
-
-    @property
-    def is_packed(self) -> bool:
-        """Return whether the file is compressed."""
-        return self.path.suffix.lower() in (*GZIPPED, ".zst")
-
-    def open(self) -> BinaryIO:
-        """Open the file for reading, decompressed.
-
-        Raises:
-            UserError: the file is small, and its compression ratio is implausible for text.
-        """
-        if self.is_packed and self.size < _QUICKLY_UNPACKED:
-            with closing(self._open()) as file:
-                for size in itertools.count(_SKIPPED, _SKIPPED):
-                    if not file.read(_SKIPPED):
-                        break
-                    self.check_growth(size)
-        return self._open()
-
-    def _open(self) -> BinaryIO:
-        suffix = self.path.suffix.lower()
-        if suffix in GZIPPED:
-            return cast(BinaryIO, _Unzipped(open_input(self.path)))
-        if suffix == ".zst":
-            # Not zstandard, whose reader does not detect a truncated file.
-            arrow = library("pyarrow", "reading .zst")
-            source = str(self.path) if isinstance(self.path, Path) else open_input(self.path)
-            raw = arrow.input_stream(source, compression="zstd")
-            return cast(BinaryIO, io.BufferedReader(raw, 1 << 20))
-        return open_input(self.path)
-
-
-class JsonLines(PackedFile):
+class JsonLines(File):
     """An object per line, plain or compressed; blank lines are numbered, but are no documents.
 
     A slice holds the lines that begin in its span.
     """
 
+    suffixes: ClassVar[tuple[str, ...]] = (".jsonl", ".ndjson")
+    packable: ClassVar[tuple[str, ...]] = suffixes
+    documents = 'each line, an object with a `"text"`'
     numbered_in_slice = True
 
     @property
@@ -113,7 +64,7 @@ class JsonLines(PackedFile):
             is_too_long = len(line) > limit and not line.endswith(b"\n")
             tail = line
             while is_too_long and tail and not tail.endswith(b"\n"):
-                tail = file.readline(_SKIPPED)
+                tail = file.readline(SKIPPED)
                 size += len(tail)
                 self.check_growth(size)
             self.check_growth(size)
@@ -129,7 +80,7 @@ class JsonLines(PackedFile):
             file.seek(position)
             skipped = b""
             while not skipped.endswith(b"\n") and position < end:
-                skipped = file.readline(_SKIPPED)
+                skipped = file.readline(SKIPPED)
                 position += len(skipped)
                 if not skipped:
                     break
@@ -138,6 +89,10 @@ class JsonLines(PackedFile):
 
 class Json(JsonLines):
     """An array of objects, or concatenated objects over one or more lines each."""
+
+    suffixes = (".json",)
+    packable = suffixes
+    documents = 'each object with a `"text"`, in an array or in sequence'
 
     @property
     def can_be_sliced(self) -> bool:
