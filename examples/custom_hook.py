@@ -9,10 +9,10 @@ import sys
 import time
 
 import jax
+from jaxforge.training.hooks import Hook, StepContext
 
 from jaxforge.cli.running import run_main
 from jaxforge.commands.train import parse_command_line, run
-from jaxforge.training.hooks import Hook, StepContext
 
 
 class LayerNorms(Hook):

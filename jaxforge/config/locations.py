@@ -53,7 +53,7 @@ def _needs_files(config: JobConfig) -> Iterator[str]:
     if config.checkpoint.export_interval or config.checkpoint.export_last:
         yield (
             f"checkpoint.export_interval and export_last write local files: not with {dir_}; "
-            "export its checkpoints with `python -m torch_compat export`"
+            "convert its checkpoints with `jaxforge convert`"
         )
 
 

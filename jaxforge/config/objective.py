@@ -46,7 +46,7 @@ class DistillationConfig(Section):
     teacher: PathText | None = None
     """Checkpoint of a model with the same vocabulary, of any shape; required without logits."""
     logits: PathText | None = None
-    """Directory of saved logits (jaxforge teacher_logits), which replace the teacher."""
+    """Directory of saved logits (jaxforge prepare --teacher-logits), which replace the teacher."""
     top_k: PositiveInt = 64
     """Number of the teacher's largest logits per token that are used, renormalized to sum to 1."""
     temperature: PositiveFloat = 1.0
