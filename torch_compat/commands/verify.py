@@ -65,12 +65,12 @@ def _check(args: argparse.Namespace) -> None:
             f"{n} checkpoints: {' '.join(args.checkpoints)}. Name "
             + ("two, or add --torch MODULE:FACTORY" if expected == 2 else "one with --torch")
         )
-    names = ("loaded", "batch", "rows", "tokens")
-    if args.torch is None and (unused := [name for name in names if getattr(args, name)]):
-        raise UserError(f"--{unused[0]} only applies to --torch. Add it, or remove this")
-    names = ("weights_only", "resize_vocab")
-    if args.torch is not None and (unused := [name for name in names if getattr(args, name)]):
-        raise UserError(f"--{unused[0].replace('_', '-')} does not apply to --torch. Remove it")
+    for name in ("loaded", "batch", "rows", "tokens"):
+        if args.torch is None and getattr(args, name):
+            raise UserError(f"--{name} only applies to --torch. Add it, or remove this")
+    for name in ("weights_only", "resize_vocab"):
+        if args.torch is not None and getattr(args, name):
+            raise UserError(f"--{name.replace('_', '-')} does not apply to --torch. Remove it")
 
 
 def _verify(args: argparse.Namespace, overrides: Sequence[str]) -> int:
