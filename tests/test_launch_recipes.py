@@ -57,7 +57,7 @@ def test_jobsets_are_of_one_piece(path):
         v["name"] for v in pod["volumes"]
     }
     assert fits_the_command_line(container["command"] + container["args"])
-    grace = int(container["command"][3].removeprefix("--grace="))
+    grace = int(container["command"][2].removeprefix("--grace="))
     assert grace < pod["terminationGracePeriodSeconds"]
     env = {item["name"]: item.get("value") for item in container.get("env", [])}
     if env:
