@@ -412,7 +412,7 @@ SMALL_BLOCKS = "--max-memory=1MB"  # many units, so that a conversion can be sto
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("command", ["convert", "--to=jaxforge", "export"])
+@pytest.mark.parametrize("command", ["import", "export"])
 def test_killed_conversion_resumes(big, tmp_path, command, monkeypatch):
     from torch_compat.formats import dcp_writer
 
@@ -469,7 +469,7 @@ def test_killed_conversion_resumes(big, tmp_path, command, monkeypatch):
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("command", ["convert", "--to=jaxforge", "export"])
+@pytest.mark.parametrize("command", ["import", "export"])
 def test_full_disk_leaves_no_checkpoint(big, tmp_path, command):
     directory, config = big
     arguments = {

@@ -271,7 +271,7 @@ def test_conversion_works_without_file_locks(tmp_path, monkeypatch, caplog):
 def test_workers_start_with_the_resolved_source(monkeypatch):
     commands = []
     monkeypatch.setattr("torch_compat.formats.workers.subprocess.Popen", commands.append)
-    workers = Workers(["convert", "run", "hf"], "/runs/a/checkpoints/step_3", 3)
+    workers = Workers(["run", "hf"], "/runs/a/checkpoints/step_3", 3)
     workers.start()
     assert [command[3:] for command in commands] == [
         ["convert", "run", "hf", f"--process={i}/3", "--worker", str(os.getpid()),
