@@ -23,8 +23,8 @@ export PIP_ROOT_USER_ACTION := ignore
 
 train: $(VENV)/.run data/quickstart
 	@echo 'Training 300 updates: about seven minutes on two idle CPU cores. Ctrl-C saves, make train goes on.'
-	$(BIN)/python -m jaxforge.train --config configs/quickstart.toml
-	$(BIN)/python -m jaxforge.generate runs/quickstart --prompt "def" \
+	$(BIN)/jaxforge train --config configs/quickstart.toml
+	$(BIN)/jaxforge generate runs/quickstart --prompt "def" \
 	  --temperature 0.8 --top-p 0.95 --max-tokens 200
 	@printf '\nNext, after `source $(BIN)/activate` or as it stands:\n'
 	@printf '  $(BIN)/jaxforge %s\n' 'report runs/quickstart        # its curves, as a page' \
@@ -32,7 +32,7 @@ train: $(VENV)/.run data/quickstart
 	  'prepare my_texts/ --output data/mine --tokenizer bpe   # your own text: it says how to go on'
 
 speedrun: $(VENV)/.run data/quickstart
-	$(BIN)/python -m jaxforge.train --config configs/speedrun/cpu.toml
+	$(BIN)/jaxforge train --config configs/speedrun/cpu.toml
 
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest -m "not slow" -n auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
@@ -109,7 +109,7 @@ clean:
 # Real text that every machine has: the source of Python's standard library. The summary of `prepare`
 # ends with its own next command, while `make train` goes on by itself.
 data/quickstart: | $(VENV)/.run
-	summary=$$($(BIN)/python -m jaxforge.prepare $(STDLIB) --output $@ --glob '*.py' \
+	summary=$$($(BIN)/jaxforge prepare $(STDLIB) --output $@ --glob '*.py' \
 	  --exclude 'site-packages/*' --exclude 'test/*' --exclude '*/test/*' --exclude '*/tests/*' \
 	  --exclude 'idlelib/*' --exclude 'lib2to3/*' --exclude 'encodings/*' --exclude 'pydoc_data/*' \
 	  --tokenizer bpe --vocab-size 4096 --validation-fraction 0.05) && \

@@ -56,8 +56,8 @@ dcp_to_torch_save(*sys.argv[1:])
 _LOADED = """
 import sys
 import torch_compat.checkpoint.orbax_commit
-from torch_compat.__main__ import main
-main([*sys.argv[1:], "--dry-run"])
+from torch_compat.commands import convert
+convert.main([*sys.argv[1:], "--dry-run"])
 """
 
 _SAVE_PRETRAINED = """
@@ -123,7 +123,7 @@ def measured(command: Sequence[str | Path]) -> tuple[float, int]:
 
 def compat(*arguments: str | Path) -> list[str | Path]:
     """Return a command of the converter."""
-    return [sys.executable, "-m", "torch_compat", *arguments]
+    return [sys.executable, "-m", "jaxforge", "convert", *arguments]
 
 
 def python(code: str, *arguments: str | Path) -> list[str | Path]:
@@ -160,14 +160,14 @@ def compare_weights(nbytes: int, repeats: int, directory: Path) -> list[results.
     toml, dcp, run, hf, copy = (directory / of for of in ("run.toml", "dcp", "run", "hf", "copy"))
     toml.write_text(config.to_toml())
     size = write_checkpoint(config, dcp, weights_only=True)
-    measured(compat("import", dcp, run, "--config", toml))
+    measured(compat(dcp, run, "--to=jaxforge", "--config", toml))
     _remove(dcp)
-    export = compat("export", run, hf, "--to=hf")
+    export = compat(run, hf, "--to=hf")
     copying_hf = {"cp -r": (copying(hf, copy), copy)}
     measured(export)
     rows = speed(f"{name}: export to Hugging Face", size, (export, hf), copying_hf, repeats)
     again = directory / "again"
-    importing = compat("import", hf, again)
+    importing = compat(hf, again, "--to=jaxforge")
     return rows + speed(
         f"{name}: import from Hugging Face", size, (importing, again), copying_hf, repeats
     )
@@ -182,14 +182,14 @@ def compare(nbytes: int, repeats: int, directory: Path) -> list[results.Row]:
     weights = total // 3
     largest = LAYER["vocab_size"] * LAYER["dim"] * 4
     run, hf = directory / "run", directory / "hf"
-    importing = compat("import", directory / "dcp", run, "--config", toml)
-    to_dcp = compat("export", run, directory / "back", "--to=dcp")
-    to_hf = compat("export", run, hf, "--to=hf")
+    importing = compat(directory / "dcp", run, "--to=jaxforge", "--config", toml)
+    to_dcp = compat(run, directory / "back", "--to=dcp")
+    to_hf = compat(run, hf, "--to=hf")
     rows = []
 
     def memory(case: str, command: Sequence[str | Path], target: Path) -> None:
-        is_import = command[3] == "import"
-        _, base = measured(python(_LOADED, *command[3:]) if is_import else [*command, "--dry-run"])
+        is_import = "--to=jaxforge" in command
+        _, base = measured(python(_LOADED, *command[4:]) if is_import else [*command, "--dry-run"])
         _, peak = measured(command)
         allowed = LIMIT + largest
         grown = max(1, round((peak - base) / MIB))
@@ -242,7 +242,7 @@ def _environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": root, "JAX_PLATFORMS": "cpu"}
 
 
-def main() -> None:
+def run_command() -> None:
     """Print the table and write the results."""
     quick = results.arguments(__doc__).parse_args().quick
     sizes, repeats = ([0.25], 1) if quick else ([0.25, 1, 4], 5)
@@ -262,4 +262,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_command()

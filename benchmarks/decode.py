@@ -32,7 +32,7 @@ from jaxforge.parallel.mesh import make_mesh
 from jaxforge.program import Program
 from jaxforge.runs import run_directory
 from jaxforge.state.progress import Progress
-from torch_compat import __main__ as torch_compat
+from torch_compat.commands import convert
 
 PROMPT, TOKENS = 64, 256
 BATCHES = (1, 8)
@@ -87,7 +87,7 @@ def write_checkpoints(case: Case, directory: Path) -> tuple[Path, Path]:
     saved = Checkpoints(run, config.checkpoint, program.model.axes, config.model_dump(mode="json"))
     saved.save(Progress(step=1), program.init(0))
     saved.close()
-    torch_compat.main(["export", str(run), str(export), "--to", "hf", "--dtype", "float32"])
+    convert.main([str(run), str(export), "--to", "hf", "--dtype", "float32"])
     return run, export
 
 

@@ -2,7 +2,7 @@
 
     python benchmarks/device_train.py [--quick]
 
-`python -m jaxforge.train` trains on the bytes of the standard library's source, without a
+`jaxforge train` trains on the bytes of the standard library's source, without a
 tokenizer. The run is stopped and resumed with the same command. Its first part is repeated with
 attention as plain products. Each row states its claim.
 """

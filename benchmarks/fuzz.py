@@ -7,7 +7,7 @@ Real files are mutated in bits, in structure and as files, one mutation at a tim
 by pipeline stages and by torchtitan, safetensors in one or several files, also with 8-bit weights,
 adapters of PEFT, jaxforge's own), logs and configs of runs, capsules, saved logits, records of
 Arrow and Parquet, the state of an interrupted `prepare`, and messages to the ports of supervisors
-and replicas. A separate process reads each mutant like `inspect`, `import`, `report`, `capsule
+and replicas. A separate process reads each mutant like `inspect`, `convert`, `report`, `replay
 verify`, `train` and `prepare`, within 5 seconds and 300 MB. A mutant must be read unchanged or
 rejected with one message; anything else is a fault. The seed and the number determine a mutant:
 `--only` repeats one.

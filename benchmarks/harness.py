@@ -18,7 +18,7 @@ from lm_eval.models.huggingface import HFLM
 
 from jaxforge.commands import prepare, train
 from jaxforge.tools.lm_eval.adapter import JaxforgeLM
-from torch_compat import __main__ as torch_compat
+from torch_compat.commands import convert
 
 CONFIG = """
 [model]
@@ -48,7 +48,7 @@ def make_run(directory: Path, dim: int, layers: int) -> tuple[str, str]:
     config.write_text(CONFIG.format(dim=dim, layers=layers))
     paths = [f"--checkpoint.dir={run}", f"--data.dataset_path={data / 'train'}"]
     train.main(["--config", str(config), *paths])
-    torch_compat.main(["export", str(run), str(export), "--to", "hf", "--dtype", "float32"])
+    convert.main([str(run), str(export), "--to", "hf", "--dtype", "float32"])
     return str(run), str(export)
 
 

@@ -108,7 +108,7 @@ FILES = {
 
 
 def report_of(name: str, *settings: str) -> dict[str, Any]:
-    """Return the `python -m jaxforge.plan --json` report of a file."""
+    """Return the `jaxforge plan --json` report of a file."""
     file = FILES[name]
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / f"{name}.toml"

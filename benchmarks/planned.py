@@ -1,4 +1,4 @@
-"""Reports of `python -m jaxforge.plan --json`, for scripts that tabulate them."""
+"""Reports of `jaxforge plan --json`, for scripts that tabulate them."""
 
 import json
 import subprocess

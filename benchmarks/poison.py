@@ -5,7 +5,7 @@
 A model is trained on the source of Python's library. In 18 steps of the last third of the training,
 one of about ten documents is overwritten with noise: six kinds, three times each. These steps are
 replayed in one pass, and their documents are ordered as by `jaxforge replay --step N --around 1`:
-the planted document should be first. This takes about ten minutes on two cores.
+the planted document should be first. This takes about seven minutes on two idle cores.
 """
 
 import random
@@ -27,14 +27,12 @@ from jaxforge.data.order import GrainOrder
 from jaxforge.parallel import multihost
 from jaxforge.tools.replay.account import rank_documents
 from jaxforge.tools.replay.documents import Document, find_documents, token_loss_function
-from jaxforge.tools.replay.influence import Influence, Influences
 from jaxforge.tools.replay.past import open_past
 
 VOCAB, SEQ, BATCH, STEPS = 4096, 256, 8, 600
 WINDOW = SEQ + 1
 TIMES = 3
 TOKENS = 60, 200  # of a planted document
-ROWS = 4  # taken apart, as by default
 SEED = 0
 CONFIG = """
 [model]
@@ -169,57 +167,43 @@ def _noise(kind: str, real: np.ndarray, tokenizer: Tokenizer, rng: random.Random
 
 @dataclass
 class Measured:
-    """Measurements of the documents of a step, as `jaxforge replay` makes them.
+    """Documents of a step, as `jaxforge replay` finds them.
 
     Attributes:
         documents: documents of the step.
         losses: losses of their tokens.
         before: documents of the previous step.
-        of_rows: influence of each row.
-        influences: influence of each document.
     """
 
     documents: list[Document]
     losses: np.ndarray
     before: list[Document]
-    of_rows: list[Influence]
-    influences: list[Influence]
 
 
 def measure(run: Path, planted: list[Planted], eos: int | None) -> Iterator[Measured]:
     """Replay the steps that read a planted document, in one pass."""
     steps = [document.step for document in planted]
     with open_past(run, steps[-1]) as past:
-        walk, looking = past.walk(steps[0] - 1), past.step_function(("grads",))
+        walk = past.walk(steps[0] - 1)
         losses_of, before = token_loss_function(past.model, past.mesh), []
         while steps:
-            at = walk.progress.step + 1
-            if at in (steps[0], steps[0] - 1):
+            step = walk.progress.step + 1
+            if step in (steps[0], steps[0] - 1):
                 losses = losses_of(walk.state.variables, walk.batch)
                 documents = find_documents(jax.device_get(walk.batch), losses, eos)
-            if at == steps[0]:
-                influences = Influences(past, walk, walk.measure(looking)["grads"])
-                of = [
-                    influences.of(document.row, document.start, document.end)
-                    for document in documents
-                ]
-                print(f"step {at} of {planted[-1].step}", flush=True)
-                yield Measured(documents, losses, before, influences.of_rows(), of)
+            if step == steps[0]:
+                print(f"step {step} of {planted[-1].step}", flush=True)
+                yield Measured(documents, losses, before)
                 del steps[0]
-            else:
-                before = documents if at == steps[0] - 1 else before
+            elif step == steps[0] - 1:
+                before = documents
             if steps:
                 walk.advance()
 
 
 def rank(item: Planted, measured: Measured) -> dict[str, object]:
     """Return the rank of the planted document among those of its step."""
-    order = rank_documents(
-        measured.documents, measured.losses, measured.of_rows,
-        lambda other: measured.influences[measured.documents.index(other)],
-        before=measured.before, rows=ROWS,
-    )  # fmt: skip
-    documents = [document for document, _ in order]
+    documents = rank_documents(measured.documents, measured.losses, measured.before)
     (at,) = (
         i
         for i, other in enumerate(documents)
@@ -269,7 +253,7 @@ def report(rows: list[dict[str, object]], *, write: bool) -> int:
     if write:
         notes = [f"named first in {first} of {len(rows)} cases"]
         results.write_json("poison", rows, ("jax", "flax", "optax"), notes=notes)
-    return int(write and first < len(rows))
+    return 0
 
 
 if __name__ == "__main__":

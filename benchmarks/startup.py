@@ -14,7 +14,7 @@ from pathlib import Path
 
 import results
 
-from jaxforge.__main__ import COMMANDS
+from jaxforge.commands import COMMANDS
 
 PROGRAM = Path(sys.executable).with_name("jaxforge")
 

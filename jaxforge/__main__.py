@@ -1,63 +1,48 @@
-"""`jaxforge COMMAND ...`: entry point of all commands.
+"""Entry point of all commands: `jaxforge COMMAND ...` or `python -m jaxforge COMMAND ...`.
 
-The module of a command is imported on use, and JAX after the command line has been parsed.
+Modules are imported after `leave_working_directory`, except those that Python loads at its start.
 """
 
-import importlib
 import os
 import sys
-from collections.abc import Sequence
-
-import jaxforge
-from jaxforge.cli import suggestions
-from jaxforge.cli.running import run_main
-from jaxforge.commands import COMMANDS, completion
-from jaxforge.errors import UserError
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command that the first argument names; return the exit code."""
-    arguments = list(sys.argv[1:] if argv is None else argv)
-    if arguments[:1] == ["help"]:  # like git: `help train` is `train --help`
-        arguments = [*arguments[1:2], "--help", *arguments[2:]]
-    if not arguments or arguments[0] in ("-h", "--help"):
-        print(_help())
-        return 0 if arguments else 2
-    if arguments[0] in ("--version", "-V", "version"):
-        print(f"jaxforge {jaxforge.__version__}")
-        return 0
-    name = arguments[0]
-    if name not in COMMANDS:
-        hint = suggestions.hint(name, COMMANDS, quote="") or ";"
-        if name.startswith("-"):
-            raise UserError(
-                f"a command is required before {name}: `jaxforge --help` lists the commands"
-            )
-        raise UserError(f"unknown command {name}{hint} `jaxforge --help` lists the commands")
-    command = COMMANDS[name]
-    sys.argv = ["jaxforge", *arguments[0 if command.is_subcommand else 1 :]]
-    return importlib.import_module(command.module).entry()
+def entry(command: str | None = None) -> int:
+    """Run the command of this process; return its exit code.
+
+    Args:
+        command: name of the command; by default the first argument of the process.
+    """
+    leave_working_directory()
+    end_at_interrupt()
+    from jaxforge.commands import dispatch
+
+    return dispatch.run_command(command) if command else dispatch.entry()
 
 
-def entry() -> int:
-    """Run the command of this process; return its exit code."""
-    if "_ARGCOMPLETE" in os.environ:  # a shell requests completions
-        completion.answer(COMMANDS)
-    return run_main(main)
+def leave_working_directory() -> None:
+    """Remove the working directory from `sys.path`, where `python -m` puts it first.
+
+    A command may run inside an untrusted run directory, in which any file could shadow a module of
+    a library. The directory is not removed if this package is imported from it.
+    """
+    home = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    is_first = not sys.flags.safe_path and sys.path[:1] in ([""], [os.getcwd()])
+    if is_first and os.getcwd() != home:
+        del sys.path[0]
 
 
-def _help() -> str:
-    width = max(map(len, COMMANDS))
-    rows = (f"  {name:{width}}  {command.about}" for name, command in COMMANDS.items())
-    return "\n".join(
-        (
-            "usage: jaxforge COMMAND ...",
-            "",
-            *rows,
-            "",
-            "jaxforge COMMAND --help shows the options of a command.",
-        )
-    )
+def end_at_interrupt() -> None:
+    """Let Ctrl-C end a command immediately, with the default action of the system.
+
+    Commands can be ended at any time without loss. Python's default handler raises an exception
+    inside some library, which not all libraries survive, and not while compiled code runs.
+    `training.preemption` and `cli.running` install other handlers.
+    """
+    import signal  # here, because the working directory is no longer on the path
+
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 if __name__ == "__main__":

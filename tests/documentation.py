@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from jaxforge.commands import COMMANDS
+
 ROOT = Path(__file__).parents[1]
 
 
@@ -37,8 +39,5 @@ def words_of(line):
     return ["1" if word == "N" else word for word in words]
 
 
-def parser_of(module) -> argparse.ArgumentParser:
-    try:
-        return importlib.import_module(f"{module}.__main__").parser()
-    except ModuleNotFoundError:  # it is no package
-        return importlib.import_module(module).parser()
+def parser_of(command) -> argparse.ArgumentParser:
+    return importlib.import_module(COMMANDS[command].module).parser()

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+import importlib
 import json
 import math
 import re
@@ -17,6 +18,7 @@ from jax.sharding import NamedSharding, SingleDeviceSharding
 
 from jaxforge.checkpoint.manager import Checkpoints
 from jaxforge.checkpoint.sealed_progress import seal_progress
+from jaxforge.commands import COMMANDS
 from jaxforge.config.job import JobConfig
 from jaxforge.config.model import RopeScaling
 from jaxforge.kernels import attention_backends
@@ -30,6 +32,13 @@ from jaxforge.state.train_state import Counts, TrainState
 from jaxforge.step.context import spread_sequences
 from jaxforge.step.train_step import Controls
 from jaxforge.storage.seals import crc32
+
+
+def cli(arguments):
+    """Run `jaxforge COMMAND ...` in this process; return its exit code, and raise its errors."""
+    name, *options = arguments
+    return importlib.import_module(COMMANDS[name].module).main(options)
+
 
 EVERY_OPTION = {
     "norm_placement": "sandwich", "norm_unit_offset": True, "qk_norm": True,

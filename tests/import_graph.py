@@ -57,11 +57,14 @@ def _graph():
         return paths.keys() & set(_MODULE.findall(path.read_text()))
 
     public = named(ROOT / "jaxforge" / "__init__.py")
+    commands = named(ROOT / "jaxforge" / "commands" / "__init__.py")
     for name, path in paths.items():
         if name.startswith("tests.") and name != __name__:
             graph[name] |= named(path)
-            graph[name] |= public if "jaxforge" in imports_of(path) else set()
-    graph["jaxforge.__main__"] |= named(ROOT / "jaxforge" / "commands" / "__init__.py")
+            imported = set(imports_of(path))
+            graph[name] |= public if "jaxforge" in imported else set()
+            graph[name] |= commands if "tests.helpers.cli" in imported else set()
+    graph["jaxforge.commands.dispatch"] |= commands
     return graph
 
 
@@ -83,7 +86,7 @@ def reached(name):
         seen.add(module)
         pending += graph[module]
         if module in _starting_processes():
-            pending += ["jaxforge.__main__", "torch_compat.__main__"]
+            pending.append("jaxforge.__main__")
     return seen
 
 

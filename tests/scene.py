@@ -7,11 +7,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jaxforge.commands import capsule as capsule
-from jaxforge.commands import init, prepare, train
+from jaxforge.commands import init, prepare, replay
 from jaxforge.config.job import JobConfig
+from jaxforge.training import launch
 from tests.conftest import tiny_config
-from torch_compat import __main__ as torch_compat
+from tests.helpers import cli
 
 ROOT = Path(__file__).parents[1]
 PAGES = ("data", "experts", "library", "metrics", "plan", "reliability")
@@ -123,26 +123,26 @@ def _configs() -> None:
 
 def _runs() -> None:
     """Train runs with the steps and layers used in pages; others are copies."""
-    train.run(_config("runs/mine", 410, 400, train={"seq_len": 8, "ema_decay": 0.99},
+    launch.fit(_config("runs/mine", 410, 400, train={"seq_len": 8, "ema_decay": 0.99},
                       metrics={"log_interval": 100}))  # fmt: skip
-    train.run(_config("runs/quickstart", 100, 50, model={"n_layers": 6}))
+    launch.fit(_config("runs/quickstart", 100, 50, model={"n_layers": 6}))
     for name in ("one", "two", "other"):
         shutil.copytree("runs/quickstart", f"runs/{name}")
     adapted = {"dir": "runs/adapted", "load_path": "runs/mine", "interval": 4}
-    train.run(_config("runs/adapted", 4, 4, lora={"rank": 2}, checkpoint=adapted))
-    capsule.main(["runs/mine", "--output", "mine.zip"])
+    launch.fit(_config("runs/adapted", 4, 4, lora={"rank": 2}, checkpoint=adapted))
+    replay.main(["runs/mine", "--capsule", "mine.zip"])
 
 
 def _old() -> None:
     """Write a KempnerForge run (`old/checkpoints` and its TOML file) and its imports."""
-    train.run(_config("before", 12, 10, train={"exit_interval": 10}))
-    torch_compat.main(["export", "before", "old/checkpoints", "--to", "dcp"])
-    torch_compat.main(["export", "before", "checkpoint.pt", "--to", "pt"])
+    launch.fit(_config("before", 12, 10, train={"exit_interval": 10}))
+    cli(["convert", "before", "old/checkpoints", "--to", "dcp"])
+    cli(["convert", "before", "checkpoint.pt", "--to", "pt"])
     goes_on = Path("before/config.toml").read_text().replace("exit_interval = 10\n", "")
     Path("old/config.toml").write_text(goes_on)
     shutil.rmtree("before")
     shutil.copytree("data/tokens", "tokens")
-    torch_compat.main(["import", "old/checkpoints", "new", "--config", "old/config.toml",
+    cli(["convert", "--to=jaxforge", "old/checkpoints", "new", "--config", "old/config.toml",
                        "--data.dataset_path=tokens", "--data.order=torch"])  # fmt: skip
     for name in ("my_run", "runs/taken_over"):
         shutil.copytree("new", name)

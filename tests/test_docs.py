@@ -9,7 +9,6 @@ from urllib.parse import unquote
 
 import pytest
 
-from jaxforge.__main__ import COMMANDS
 from jaxforge.config import JobConfig
 from jaxforge.config.reading.kempnerforge import NO_EFFECT, STORED_AS
 from jaxforge.config.reading.schema import all_keys
@@ -90,10 +89,7 @@ def test_command_line_is_one_that_its_command_takes(line):
         case ["pip", "install", *what]:
             assert all(extra in EXTRAS for item in what for extra in extras_of(item))
         case ["jaxforge", command, *arguments]:
-            called = COMMANDS[command]
-            takes(called.module, [command, *arguments] if called.is_subcommand else arguments)
-        case ["python", "-m", module, *arguments]:
-            takes(module, arguments)
+            takes(command, arguments)
         case ["python", script, *arguments]:
             assert (ROOT / script).is_file()
             source = with_imported(ROOT / script)
@@ -190,19 +186,12 @@ def extras_of(requirement):
     return match[1].split(",") if match else []
 
 
-def takes(module, arguments):
-    if module == "jaxforge.supervise":
-        return takes(*command_in(arguments))
-    parser = parser_of(module)
-    _, remaining = parser.parse(arguments)
+def takes(command, arguments):
+    if command == "supervise":
+        program, command, *arguments = arguments[arguments.index("--") + 1 :]
+        assert program == "jaxforge"
+    _, remaining = parser_of(command).parse(arguments)
     for word in remaining:
         match = OVERRIDE.match(word)
         assert match, word
         assert match["key"] in all_keys(), word
-    return None
-
-
-def command_in(arguments):
-    python, dash_m, module, *remaining = arguments[arguments.index("--") + 1 :]
-    assert (python, dash_m) == ("python", "-m")
-    return module, remaining

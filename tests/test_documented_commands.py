@@ -16,8 +16,8 @@ from pathlib import Path
 
 import pytest
 
-from jaxforge import __main__ as program
 from jaxforge.cli.running import run_main
+from jaxforge.commands import COMMANDS
 from tests import scene
 from tests.documentation import commands, words_of
 
@@ -53,8 +53,8 @@ META = {
 """What stands for the words in capitals, by page."""
 DIRECTORIES = {"/data/": "data/", "/tmp/": "tmp/"}
 """Where such directories are here."""
-OUTPUTS = re.compile(r"--(?:output|checkpoint\.dir)[= ](\S+)")
-DESTINATION = re.compile(r"(?:convert|import|export) \S+ (\S+)")
+OUTPUTS = re.compile(r"--(?:output|activations|capsule|checkpoint\.dir)[= ](\S+)")
+DESTINATION = re.compile(r"convert \S+ (\S+)")
 
 
 def is_elsewhere(line):
@@ -122,18 +122,17 @@ def made_by(words):
 
 def code_of(words, monkeypatch):
     """The exit code of a command line, in this process."""
-    if words[:2] == ["python", "-m"]:
-        module, remaining = words[2], words[3:]
-        if module == "jaxforge.plan":  # it chooses JAX's platform before JAX is imported
-            return subprocess.run([sys.executable, *words[1:]], check=False).returncode
-    else:
-        command = program.COMMANDS[words[1]]
-        module, remaining = command.module, words[1 if command.is_subcommand else 2 :]
-    monkeypatch.setattr(sys, "argv", [module, *remaining])
-    if importlib.util.find_spec(module).submodule_search_locations:
-        module = f"{module}.__main__"
+    if words[0] == "python":
+        return subprocess.run([sys.executable, *words[1:]], check=False).returncode
+    _, name, *options = words
+    if name == "plan" and "--topology" in options:  # it chooses JAX's platform before its import
+        return subprocess.run(
+            [sys.executable, "-m", "jaxforge", *words[1:]], check=False
+        ).returncode
+    monkeypatch.setattr(sys, "argv", ["jaxforge", *options])
+    module = COMMANDS[name].module
     try:
-        return run_main(lambda: importlib.import_module(module).main(remaining))
+        return run_main(lambda: importlib.import_module(module).main(options))
     except SystemExit as end:
         return end.code
 
@@ -146,7 +145,7 @@ def test_documented_command_does_what_it_says(page, line, here, monkeypatch, cap
     match = re.search(r"plan .*--topology ([vh])", line)
     if match and importlib.util.find_spec(COMPILERS[match[1]]) is None:
         pytest.skip(f"needs {COMPILERS[match[1]]} to compile")
-    if "lockstep" in line:
+    if "--torch " in line:
         pytest.importorskip("transformers")
         pytest.importorskip("torch")
     words = here_of(line, page)

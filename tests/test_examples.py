@@ -1,4 +1,4 @@
-"""Every script of examples/ does what it says."""
+"""Scripts of examples/."""
 
 import json
 import re
@@ -32,7 +32,7 @@ EXAMPLES = ROOT / "examples"
 
 @pytest.fixture
 def examples(monkeypatch, own_names):
-    """Make examples/ importable, as from a script there, for one test."""
+    """Make the modules of examples/ importable during one test."""
     monkeypatch.syspath_prepend(EXAMPLES)
     names = [path.stem for path in EXAMPLES.glob("*.py")]
     for name in names:
@@ -46,7 +46,7 @@ SCRIPTS = sorted(EXAMPLES.glob("*.py"))
 
 
 def run_script(path, arguments, monkeypatch):
-    """Run a script of examples/ in this process, and return its exit code."""
+    """Run a script in this process; return its exit code."""
     monkeypatch.setattr(sys, "argv", [str(path), *arguments])
     with pytest.raises(SystemExit) as end:
         runpy.run_path(str(path), run_name="__main__")
@@ -55,7 +55,7 @@ def run_script(path, arguments, monkeypatch):
 
 @pytest.mark.usefixtures("examples")
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.stem)
-def test_example_without_arguments_answers_one_message(path, monkeypatch, capsys):
+def test_example_without_arguments_prints_one_error(path, monkeypatch, capsys):
     assert run_script(path, [], monkeypatch) == 2
     assert re.fullmatch(r"error: .+\n", capsys.readouterr().err)
 
@@ -65,17 +65,17 @@ def test_example_without_arguments_answers_one_message(path, monkeypatch, capsys
     "path", [path for path in SCRIPTS if path.stem != "textbook"], ids=lambda path: path.stem
 )
 @pytest.mark.parametrize("setting", [[], ["--checkpoint.dir=elsewhere"]])
-def test_example_has_a_run_directory_of_its_own(path, setting, monkeypatch):
-    started = []
+def test_example_has_its_own_default_run_directory(path, setting, monkeypatch):
+    directories = []
 
     def start(config, callbacks=()):
-        started.append(config.known.checkpoint.dir)
+        directories.append(config.known.checkpoint.dir)
         return Exit.COMPLETED
 
-    monkeypatch.setattr("jaxforge.training.launch.train", start)
+    monkeypatch.setattr("jaxforge.training.launch.fit", start)
     arguments = ["--config", str(ROOT / "configs" / "debug.toml")]
     assert run_script(path, [*arguments, *setting], monkeypatch) == 0
-    assert [Path(run).name for run in started] == ["elsewhere" if setting else path.stem]
+    assert [Path(run).name for run in directories] == ["elsewhere" if setting else path.stem]
 
 
 OVERRIDES = [
@@ -85,34 +85,34 @@ OVERRIDES = [
 ]  # fmt: skip
 
 
-def of_steps(lines):
+def lines_by_step(lines):
     return {int(line.split()[1]): line for line in lines if line.startswith("step")}
 
 
 @pytest.mark.usefixtures("examples")
-def test_textbook_loop_keeps_best_and_newest_and_goes_on_exactly(tmp_path):
+def test_textbook_loop_keeps_best_and_newest_checkpoint_and_resumes_exactly(tmp_path):
     import textbook
 
     lines: list[str] = []
     textbook.main(tmp_path, OVERRIDES, lines.append)
     assert re.fullmatch(r"step {6}0  lr 0\.00e\+00  loss 5\.\d{4}  \|g\| \d+\.\d{3}", lines[0])
-    steps = of_steps(lines)
+    steps = lines_by_step(lines)
     assert list(steps) == list(range(12))
     scores = [float(line.split()[-1]) for line in lines if line.startswith("  val loss")]
     assert len(scores) == 3
     best = 4 * (1 + int(np.argmin(scores)))
-    assert best != 12, "at such a rate, losses rise"
+    assert best != 12, "the rate is so large that losses rise"
     paths = {path.name for path in (tmp_path / "checkpoints").glob("step_*")}
     assert paths == {f"step_{best}", "step_12"}
 
     shutil.rmtree(tmp_path / "checkpoints" / "step_12")
-    again: list[str] = []
-    textbook.main(tmp_path, OVERRIDES, again.append)
-    assert again == lines[lines.index(steps[best]) :]
+    resumed: list[str] = []
+    textbook.main(tmp_path, OVERRIDES, resumed.append)
+    assert resumed == lines[lines.index(steps[best]) :]
 
-    nothing_left: list[str] = []
-    textbook.main(tmp_path, OVERRIDES, nothing_left.append)
-    assert nothing_left == []
+    complete: list[str] = []
+    textbook.main(tmp_path, OVERRIDES, complete.append)
+    assert complete == []
 
 
 def test_textbook_loop_is_short():
@@ -121,7 +121,7 @@ def test_textbook_loop_is_short():
 
 @pytest.mark.usefixtures("examples")
 @pytest.mark.parametrize("cap", [None, 0.5])
-def test_custom_loss_is_cross_entropy_with_soft_labels(cap):
+def test_custom_loss_equals_cross_entropy_with_soft_labels(cap):
     import custom_loss
 
     rng = np.random.default_rng(0)
@@ -134,11 +134,11 @@ def test_custom_loss_is_cross_entropy_with_soft_labels(cap):
     expected = -2.0 * (targets * log_p).sum(-1)[labels >= 0].sum()
     config = tiny_config(train={"loss_fn": "smoothed_cross_entropy"})
     loss = build_loss(config.train, _Single(cap))
-    got = loss(
+    result = loss(
         jnp.float32(head), jnp.float32(hidden), {"labels": jnp.array(labels)}, LossWeights(2.0)
     )
-    assert got.loss_terms.keys() == {"smoothed_cross_entropy"}
-    np.testing.assert_allclose(got.loss, expected, rtol=1e-5)
+    assert result.loss_terms.keys() == {"smoothed_cross_entropy"}
+    np.testing.assert_allclose(result.loss, expected, rtol=1e-5)
 
 
 @pytest.mark.usefixtures("own_names")
@@ -162,7 +162,7 @@ def test_documented_registrations_can_be_built():
 
 
 class _Single:
-    """Minimal model for the loss."""
+    """Model with the head alone."""
 
     logits, head_operands = Model.logits, Model.head_operands
 
@@ -178,10 +178,10 @@ class _Single:
 
 @pytest.mark.processes
 @pytest.mark.usefixtures("examples")
-def test_run_with_the_hook_and_the_loss(tmp_path):
+def test_callback_and_loss_work_in_one_run(tmp_path):
     run = tmp_path / "run"
     command = [
-        sys.executable, str(EXAMPLES / "custom_hook.py"), "--config", "configs/debug.toml",
+        sys.executable, str(EXAMPLES / "custom_callback.py"), "--config", "configs/debug.toml",
         f"--checkpoint.dir={run}", "--plugins.modules=custom_loss",
         "--train.loss_fn=smoothed_cross_entropy", "--metrics.collect=params_norm",
     ]  # fmt: skip
@@ -191,6 +191,6 @@ def test_run_with_the_hook_and_the_loss(tmp_path):
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert 5.4 < lines[0]["train/loss"] < 5.7
     assert lines[0]["train/params_norm"] > 1
-    # What a run names is found again, by whoever opens it.
+    # Opening the run imports its plugins.
     trained = inference.open_run(run, devices=jax.devices()[:1])
     assert trained.config.train.loss_fn == "smoothed_cross_entropy"

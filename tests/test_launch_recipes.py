@@ -23,8 +23,8 @@ JOBSETS = sorted(RECIPES.glob("*.yaml"))
 
 def fits_the_command_line(command):
     """Return whether a command is the supervisor's, with the arguments of a training run."""
-    module = command.index("jaxforge.supervise")
-    remaining = supervise.parser().parse_args(command[module + 1 :]).command
+    at = command.index("supervise")
+    remaining = supervise.parser().parse_args(command[at + 1 :]).command
     assert remaining[0] == "--"
     assert remaining[1].startswith("--config")
     load_config(
@@ -37,8 +37,8 @@ def fits_the_command_line(command):
 def test_scripts_parse(path):
     subprocess.run(["bash", "-n", path], check=True)
     joined = path.read_text().replace("\\\n", " ").replace("\\$", "$")
-    (line,) = (x for x in joined.splitlines() if "-m jaxforge.supervise" in x)
-    command = line[line.index("-m jaxforge.supervise") :].replace("${*@Q}", "--config=a")
+    (line,) = (x for x in joined.splitlines() if "jaxforge supervise" in x)
+    command = line[line.index("jaxforge supervise") :].replace("${*@Q}", "--config=a")
     command = command.replace('"$@"', "a").partition(" >>")[0].rstrip('"& ')
     assert fits_the_command_line(shlex.split(command))
 
@@ -57,7 +57,7 @@ def test_jobsets_are_of_one_piece(path):
         v["name"] for v in pod["volumes"]
     }
     assert fits_the_command_line(container["command"] + container["args"])
-    grace = int(container["command"][3].removeprefix("--grace="))
+    grace = int(container["command"][2].removeprefix("--grace="))
     assert grace < pod["terminationGracePeriodSeconds"]
     env = {item["name"]: item.get("value") for item in container.get("env", [])}
     if env:

@@ -12,9 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jaxforge import __main__ as program
 from jaxforge.cli.running import run_main
-from jaxforge.commands import prepare, train
+from jaxforge.commands import COMMANDS, dispatch, prepare, train
 
 ROOT = Path(__file__).parents[1]
 BLOCK = re.compile(r"^(\S.*)\n {4}(.*)$", re.MULTILINE)
@@ -64,13 +63,13 @@ def run_line(line, monkeypatch, capsys):
     """Return the output and exit code of a command line."""
     words = shlex.split(line)
     monkeypatch.setattr(sys, "argv", ["jaxforge", *words])
-    command = program.COMMANDS.get(words[0])
+    command = COMMANDS.get(words[0])
 
     def main():
         if command is None:
-            return program.main(words)
+            return dispatch.main(words)
         module = importlib.import_module(command.module)
-        return module.main(words if command.is_subcommand else words[1:])
+        return module.main(words[1:])
 
     capsys.readouterr()
     try:

@@ -1,7 +1,6 @@
 """`jaxforge COMMAND`, the entry point of all commands."""
 
 import importlib
-import os
 import shutil
 import subprocess
 import sys
@@ -10,8 +9,8 @@ from pathlib import Path
 import pytest
 
 import jaxforge
-from jaxforge.__main__ import COMMANDS, main
-from jaxforge.commands import doctor
+from jaxforge.commands import COMMANDS, REPLACEMENTS, doctor
+from jaxforge.commands.dispatch import main
 from jaxforge.errors import UserError
 from tests.documentation import parser_of
 from tests.machine import PATIENCE
@@ -30,6 +29,10 @@ def test_help_lists_all_commands(capsys):
 def test_commands_have_entries():
     for item in COMMANDS.values():
         assert callable(importlib.import_module(item.module).entry)
+
+
+def test_few_commands():
+    assert len(COMMANDS) <= 17
 
 
 def test_unknown_command_gets_a_suggestion():
@@ -85,12 +88,21 @@ def test_program_behaves_like_module(tmp_path):
     assert output("verify", "--help", code=0).startswith("usage: jaxforge verify ")
 
 
-def test_help_uses_invoked_name(monkeypatch):
-    monkeypatch.setattr(sys, "argv", [os.fspath(PROGRAM), "plan"])
-    assert parser_of("jaxforge.plan").prog == "jaxforge plan"
-    monkeypatch.setattr(sys, "argv", ["plan/__main__.py"])
-    assert parser_of("jaxforge.plan").prog == "python -m jaxforge.plan"
-    assert parser_of("torch_compat").prog == "python -m torch_compat"
+@pytest.mark.parametrize("module", ["train", "evaluate", "generate", "prepare", "plan"])
+def test_modules_of_commands_are_entry_points(module):
+    command = [sys.executable, "-m", f"jaxforge.{module}", "--help"]
+    done = subprocess.run(command, cwd=ROOT, text=True, capture_output=True, timeout=PATIENCE)
+    assert done.stdout.startswith(f"usage: jaxforge {module} ")
+
+
+@pytest.mark.parametrize("name", REPLACEMENTS)
+def test_former_command_is_answered_with_its_replacement(name):
+    replacement = REPLACEMENTS[name]
+    with pytest.raises(UserError, match=f"unknown command {name}: it is now `jaxforge "):
+        main([name])
+    _, command, *words = replacement.split()
+    options = {option for action in parser_of(command)._actions for option in action.option_strings}
+    assert {word for word in words if word.startswith("--")} <= options
 
 
 def test_doctor_finds_no_problems(capsys):

@@ -1,14 +1,15 @@
 """The names of `import jaxforge`, and the page that describes them."""
 
-import importlib
 import importlib.metadata
 import re
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import jaxforge as jf
-from jaxforge.training import launch
+from tests.processes.conftest import environment
 
 ROOT = Path(__file__).parents[1]
 
@@ -24,10 +25,26 @@ def test_every_public_name_can_be_imported():
     assert set(dir(jf)) == {*jf.__all__, "__version__"}
 
 
-def test_module_of_a_command_does_not_hide_a_public_name():
-    command = importlib.import_module("jaxforge.train")
-    assert command.run
-    assert jf.train is launch.train
+SIDE_EFFECTS = """
+import os, signal, sys, types
+before = list(sys.path), [signal.getsignal(s) for s in signal.valid_signals()], dict(os.environ)
+loaded = set(sys.modules)
+import jaxforge
+after = list(sys.path), [signal.getsignal(s) for s in signal.valid_signals()], dict(os.environ)
+assert after == before
+assert set(sys.modules) - loaded == {"jaxforge"}
+assert type(jaxforge) is types.ModuleType
+assert jaxforge.__path__ == [os.path.dirname(jaxforge.__file__)]
+"""
+
+
+@pytest.mark.parametrize("program", ["-m", "jaxforge"])
+def test_import_has_no_side_effects(program, tmp_path):
+    """Not even in a command, whose words `sys.argv` has."""
+    code = f"import sys; sys.argv = [{program!r}, 'train']; sys.path[:0] = ['']" + SIDE_EFFECTS
+    subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, check=True, env=environment(PYTHONPATH=ROOT)
+    )
 
 
 def test_import_loads_no_library():

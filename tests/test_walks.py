@@ -54,7 +54,7 @@ def test_text_to_model_walkthrough_generates(texts):
 @pytest.mark.slow
 def test_kempnerforge_run_resumes_and_exports(texts):
     run, old = texts / "runs" / "mine", texts / "old"
-    jaxforge("export", str(run), str(old / "checkpoints"), "--to", "dcp", cwd=texts)
+    jaxforge("convert", str(run), str(old / "checkpoints"), "--to", "dcp", cwd=texts)
     (old / "config.toml").write_text((run / "config.toml").read_text())
     for words in commands("From a run of KempnerForge"):
         jaxforge(*words, cwd=texts, steps=6)

@@ -67,7 +67,7 @@ def at_step(case: Case, bucket: Bucket) -> Job:
     """Start a run whose bucket vanishes after a step."""
     mark = case.run.directory.with_name("mark")
     fault = ("make_file", {"step": case.rng.randrange(1, HALF), "path": str(mark)})
-    job = case.run.start('--plugins.hooks=["benchmarks.faults.pace.Pace"]', fault=fault)
+    job = case.run.start('--plugins.callbacks=["benchmarks.faults.pace.Pace"]', fault=fault)
     case.wait_until(mark.exists, job)
     bucket.vanish()
     return job

@@ -142,7 +142,7 @@ def settings(steps: int) -> list[str]:
 def elastic_job(run: Run, steps: int, memory: Path) -> Iterator[Hosts]:
     """Start an elastic job of two hosts whose replicas are in `memory`."""
     overrides = [
-        *settings(steps), "--plugins.hooks=[]", "--checkpoint.replica_interval=25",
+        *settings(steps), "--plugins.callbacks=[]", "--checkpoint.replica_interval=25",
         f"--checkpoint.replica_dir={memory}", "--train.hang_timeout=10",
     ]  # fmt: skip
     with Hosts(run, None, overrides, N_HOSTS) as hosts:

@@ -58,13 +58,13 @@ class Hosts:
         for host in hosts:
             inside = self._network.command(host) if self._network else []
             command = [
-                *inside, sys.executable, "-m", "jaxforge.supervise", "--elastic",
+                *inside, sys.executable, "-m", "jaxforge", "supervise", "--elastic",
                 f"--peers={self._peers}", f"--host-index={host}", f"--hang-timeout={TIMEOUT}",
                 "--peer-grace=3", "--backoff=1", "--", sys.executable, "-m", "jaxforge.train",
                 "--config", str(self._run.config), f"--checkpoint.dir={self._run.directory}",
                 f"--data.dataset_path={self._run.tokens / data.TRAINING}",
                 f"--eval.dataset_path={self._run.tokens / data.HELD_OUT}",
-                '--plugins.hooks=["benchmarks.faults.pace.Pace"]', "--distributed.dp_shard=-1",
+                '--plugins.callbacks=["benchmarks.faults.pace.Pace"]', "--distributed.dp_shard=-1",
                 *self._overrides,
             ]  # fmt: skip
             with self._log(host).open("ab") as file:

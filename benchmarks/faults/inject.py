@@ -35,14 +35,14 @@ from jaxforge.state.train_state import TrainState
 from jaxforge.step.gradients import Gradients
 from jaxforge.step.train_step import Batch, CompiledSteps, Controls, Metrics, TrainStep
 from jaxforge.step.update_loss import Loss
-from jaxforge.training import evaluation
-from jaxforge.training.hooks import Hook, StepContext
+from jaxforge.training import evaluation, launch
+from jaxforge.training.callbacks.callback import Callback, StepContext
 
 FOREVER = 3600.0
 
 
-class AfterStep(Hook):
-    """Hook that calls a function after each step from `first` on, until it returns True."""
+class AfterStep(Callback):
+    """Callback that calls a function after each step from `first` on, until it returns True."""
 
     def __init__(self, first: int, action: Callable[[int], bool | None]) -> None:
         self._first, self._action, self._done = first, action, False
@@ -53,8 +53,8 @@ class AfterStep(Hook):
             self._done = bool(self._action(context.step))
 
 
-class AtSave(Hook):
-    """Hook that calls a function once when a save of `step` or a later step has started."""
+class AtSave(Callback):
+    """Callback that calls a function once when a save of `step` or a later step has started."""
 
     def __init__(self, step: int, action: Callable[[], object]) -> None:
         self._step, self._actions = step, [action]
@@ -78,7 +78,7 @@ def later(seconds: float, action: Callable[[], object]) -> None:
     timer.start()
 
 
-def signal_in_step(step: int, number: int, pause: float = 0.0) -> Hook:
+def signal_in_step(step: int, number: int, pause: float = 0.0) -> Callback:
     """Send a signal while the loop runs, which then sleeps after each step.
 
     Other processes receive a signal once a second; without sleeping, a short run would end first.
@@ -94,7 +94,7 @@ def signal_in_step(step: int, number: int, pause: float = 0.0) -> Hook:
     return AfterStep(step, act)
 
 
-def signal_in_save(step: int, number: int, seconds: float = 0.0) -> Hook:
+def signal_in_save(step: int, number: int, seconds: float = 0.0) -> Callback:
     """Send a signal some time after a save has started."""
     return AtSave(step, lambda: later(seconds, lambda: hit(number)))
 
@@ -201,7 +201,7 @@ def cut_mapped(window: int, path: str, size: int) -> None:
     TokenFile.map = map_and_cut
 
 
-def make_file(step: int, path: str, until: int | None = None) -> Hook:
+def make_file(step: int, path: str, until: int | None = None) -> Callback:
     """Create a file after a step, and remove it after another."""
 
     def act(now: int) -> bool:
@@ -228,7 +228,7 @@ def before_windows(window: int, action: Callable[[], object]) -> None:
     TokenShards.batch = of
 
 
-def clock_jump(step: int, seconds: float) -> Hook:
+def clock_jump(step: int, seconds: float) -> Callback:
     """Make Python's clocks jump; monotonic clocks only jump forwards."""
 
     def jump(_: int) -> bool:
@@ -255,7 +255,7 @@ def clock_from_start(offset: float = 0.0, rate: float = 1.0) -> None:
         setattr(time, name, altered)
 
 
-def fill_disk(step: int, directory: str, until: int | None = None) -> Hook:
+def fill_disk(step: int, directory: str, until: int | None = None) -> Callback:
     """Fill the disk of `directory` from a step on, until after `until`."""
     ballast = Path(directory) / "ballast"
 
@@ -280,7 +280,7 @@ def _fill(ballast: Path) -> None:
             return
 
 
-def read_only(step: int, directory: str) -> Hook:
+def read_only(step: int, directory: str) -> Callback:
     """Make a mounted directory read-only."""
 
     def act(_: int) -> bool:  # refused as long as a save is writing there
@@ -357,7 +357,7 @@ SPOILERS = {
     "spike": _spike,
 }
 
-FAULTS: dict[str, Callable[..., Hook | None]] = {
+FAULTS: dict[str, Callable[..., Callback | None]] = {
     fault.__name__: fault
     for fault in (signal_in_step, signal_in_save, signal_in_compilation, signal_in_evaluation,
                   signal_in_restore, signal_while_waiting, hang_in_read, vanish, cut, cut_mapped,
@@ -372,7 +372,7 @@ def main() -> int:
     hook = FAULTS[name](**json.loads(arguments))
     config = train.parse_command_line(options)
     assert config is not None
-    return train.run(config, [hook] if hook else []).code
+    return launch.fit(config, [hook] if hook else []).code
 
 
 if __name__ == "__main__":

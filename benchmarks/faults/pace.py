@@ -2,11 +2,11 @@
 
 import time
 
-from jaxforge.training.hooks import Hook, StepContext
+from jaxforge.training.callbacks.callback import Callback, StepContext
 
 
-class Pace(Hook):
-    """Hook that sleeps after each step."""
+class Pace(Callback):
+    """Callback that sleeps after each step."""
 
     def on_step_end(self, context: StepContext) -> None:
         """Sleep."""

@@ -14,7 +14,7 @@ on() { gcloud compute tpus tpu-vm ssh "$TPU" --zone="$ZONE" --worker="$1" --comm
 
 case $action in
   start)
-    on all "nohup ~/venv/bin/python -m jaxforge.supervise -- ${*@Q} \
+    on all "nohup ~/venv/bin/jaxforge supervise -- ${*@Q} \
       >> supervise.log 2>&1 < /dev/null & echo \$! > supervise.pid"
     ;;
   stop) on all "kill -TERM \$(cat supervise.pid)" ;;

@@ -15,4 +15,4 @@ xpk workload create \
   --workload="$name" --tpu-type="$type" --num-slices="${SLICES:-1}" \
   --docker-image="$IMAGE" \
   --max-restarts=50 --restart-on-exit-codes=75 \
-  --command="exec python -m jaxforge.supervise --grace 25 -- ${*@Q}"
+  --command="exec jaxforge supervise --grace 25 -- ${*@Q}"

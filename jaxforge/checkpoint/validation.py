@@ -48,7 +48,7 @@ def _check_adapters(wanted: Iterable[str], saved: Iterable[str], path: Path) -> 
     if has_adapters == [False, True]:
         raise UserError(
             f"{path} holds adapters without the model they belong to. Set [lora] as in its run, or "
-            "merge them into a new run: python -m torch_compat convert RUN NEW --to jaxforge"
+            "merge them into a new run: jaxforge convert RUN NEW --to jaxforge"
         )
     if has_adapters == [True, False]:
         raise UserError(

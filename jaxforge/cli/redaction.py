@@ -9,7 +9,7 @@ import json
 import os
 import re
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 from urllib.parse import quote, quote_plus
 
@@ -17,6 +17,7 @@ from jaxforge.errors import printable
 
 REMOVED = "removed"
 
+# Names of settings. "Strong" names always mean a secret; a token may also be one of a text.
 _BEFORE, _AFTER = r"[\w-]{0,64}", r"(?:[_-][\w-]{1,64})?"  # bounded, for hostile texts
 _STRONG = (
     rf"{_BEFORE}(?:secret|passw(?:or)?d|passphrase|credential|webhook)s?{_AFTER}"
@@ -40,17 +41,33 @@ _NAME = re.compile(
     r"(?P<separator>\s*[=:]\s*|(?P<gap>\s*,\s*|\s+))",
     re.IGNORECASE,
 )
+
+# Settings and their values, in TOML, JSON, Python literals and command lines.
 _HEADER = re.compile(r"^[ \t]*\[{1,2}(?P<name>[^\[\]\n=]+)\]{1,2}[ \t]*(?:#.*)?$", re.MULTILINE)
+_ANY_KEY = re.compile(r"""^[ \t]*[\w."'-]+[ \t]*=[ \t]*""", re.MULTILINE)
+_VALUE = re.compile(
+    r"""
+      \"{3}.*?(?:\"{3}|\Z) | '{3}.*?(?:'{3}|\Z)    # text of several lines in TOML
+    | \\".*?(?:\\"|\Z) | \\'.*?(?:\\'|\Z)          # text in JSON in a JSON string
+    | "(?:\\(?:.|\Z)|[^"\\\n])*+"?                # text, up to the end of its line
+    | '(?:\\'(?=[^'\n]*')|[^'\n])*+'?              # \' is an escape in Python, but not in TOML
+    | [^\s,;&\]}"'\\]++                            # a word
+    """,
+    re.DOTALL | re.VERBOSE,
+)
+_BRACKET = re.compile(r"""["'\[\]{}]""")
+_NUMBERS = re.compile(r"\[[\d\s,.+-]*\]")
+_PLAIN = re.compile(r"true|false|null|none|\"\"|''", re.IGNORECASE)  # values that need no redaction
 _SHELL_WORD = re.compile(  # bare, or as `shlex.quote` writes it
     r"""(?:\\[^"'\s]|[^\s"'\\])+|'[^']*'(?:"'"'[^']*')+"""
 )
 _WORD_BORDER = re.compile(r"""[\s,"'\[({]""")
-_ANY_KEY = re.compile(r"""^[ \t]*[\w."'-]+[ \t]*=[ \t]*""", re.MULTILINE)
-_PLAIN = re.compile(r"true|false|null|none|\"\"|''", re.IGNORECASE)  # values that need no redaction
-_BARE = re.compile(r"""[^\s,;&\]}"'\\]+""")
+_LONG = 1000  # characters; longer lists are scanned once, to bound the time
+_NAMES = 200  # characters of the tables before the name in an option: --a.b.token
+_SHORT = 6  # characters; shorter values are not secrets and occur in any text
 
-# user:password@ up to the last @ within double quotes, as a password may contain any character.
-# A password that contains a double quote ends at its first @. host:8080 is not a password.
+# URLs. user:password@ extends to the last @ within double quotes, because a password may contain
+# any character. A password with a double quote ends at its first @. host:8080 is not a password.
 _PORT = r"""\d*(?:[/?#\s"'\\,\]})]|$)"""
 _USER = (
     r"""[^\s/@:"']*:(?![\s"']|$)"""
@@ -63,6 +80,8 @@ _URL = re.compile(
 _HOST = re.compile(r"\[[0-9a-fA-F:.]+\](?::\d*)?|[^:]*(?::\d*)?")
 _WEB = ("http", "https", "ws", "wss")
 _HOOK = re.compile(r"hooks?\.|webhook", re.IGNORECASE)  # the path of such an address is the secret
+
+# Secrets without a name: tokens with known formats, keys in PEM, headers of HTTP.
 _KNOWN = re.compile(
     r"(?<![A-Za-z0-9])(?:hf_[A-Za-z0-9/+]{16,}|api_org_[A-Za-z0-9]{16,}|gh[oprsu]_[\w/+]{16,}"
     r"|github_pat_[\w/+]{8,}|npm_[A-Za-z0-9/+]{16,}|pypi-[\w/+-]{16,}|AIza[\w/+-]{16,}"
@@ -75,18 +94,14 @@ _PRIVATE_KEY = re.compile(
     r"-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END [A-Z ]*-----|\Z)", re.S
 )
 _CARRIED = re.compile(r"\b(bearer|basic)\s+[\w.~+/=-]{16,}", re.IGNORECASE)
+
+# Variables of the environment.
 _SECRET_VARIABLE = re.compile(
     r"KEY|TOKEN(?!IZER)|SECRET|PASSW|PASSPHRASE|CREDENTIAL|AUTH|WEBHOOK|CONNECTION_?STRING|_PWD$"
     r"|(?:^|_)(?:PAT|PASS|SAS|DSN|BEARER|COOKIES?)(?:_|$)",
     re.IGNORECASE,
 )
 _PERCENT = re.compile("%[0-9A-F]{2}")
-_MARK = re.compile(r"""["'\\\n]""")
-_BRACKET = re.compile(r"""["'\[\]{}]""")
-_NUMBERS = re.compile(r"\[[\d\s,.+-]*\]")
-_LONG = 1000  # characters; longer lists are scanned once, to bound the time
-_NAMES = 200  # characters of the tables before the name in an option: --a.b.token
-_SHORT = 6  # characters; shorter values are not secrets and occur in any text
 
 
 def redacted(text: str, environment: Mapping[str, str] = os.environ) -> str:
@@ -104,7 +119,8 @@ def redacted(text: str, environment: Mapping[str, str] = os.environ) -> str:
     text = _without_values(text, environment)  # first: other patterns may change parts of them
     text = _URL.sub(lambda url: _shown_url(url, keeps_web_path=False), text)
     text = _CARRIED.sub(rf"\1 {REMOVED}", text)
-    return _without_known(_without_settings(_without_tables(text)))
+    text = _replaced(text, _settings_of_tables(text))
+    return _without_known(_replaced(text, _settings(text)))
 
 
 def redacted_message(text: str, environment: Mapping[str, str] = os.environ) -> str:
@@ -211,45 +227,42 @@ def _shown_url(url: re.Match[str], *, keeps_web_path: bool) -> str:
     return f"{scheme}://{path}"
 
 
-def _without_tables(text: str) -> str:
-    """Empty all settings of TOML tables with secret-like names."""
+def _replaced(text: str, changes: Iterable[tuple[int, int, str]]) -> str:
+    """Return a text with replaced parts: (start, end, new text), in their order."""
     parts, at = [], 0
-    headers = [*_HEADER.finditer(text)]
-    ends = [*(following.start() for following in headers[1:]), len(text)]
-    for header, end in zip(headers, ends, strict=False):
-        names = header["name"].replace('"', "").replace("'", "").split(".")
-        if any(_is_secret(name.strip(), "x") for name in names):
-            parts += [text[at : header.end()], _emptied_settings(text[header.end() : end])]
-            at = end
-    return "".join([*parts, text[at:]])
-
-
-def _emptied_settings(text: str) -> str:
-    parts, at = [], 0
-    while match := _ANY_KEY.search(text, at):
-        end = _value_end(text, match.end())
-        parts += [text[at : match.end()], '""']
-        at = max(end, match.end())
-    return "".join([*parts, text[at:]])
-
-
-def _without_settings(text: str) -> str:
-    """Empty the settings with secret-like names."""
-    parts, at = [], 0
-    while match := _NAME.search(text, at):
-        start = match.end()
-        read = _word_end if (match["gap"] or "").isspace() else _value_end
-        is_special = _SPECIAL.fullmatch(match["name"].lstrip("-"))
-        end = start if is_special else read(text, start)
-        value = text[start:end]
-        is_option = bool(match["gap"]) and _is_option(_word_before(text, match.start("name")))
-        if (match["gap"] and not is_option) or not _hides(match, value):
-            parts.append(text[at:start])
-            at = start
-            continue
-        parts += [text[at:start], _empty_like(value)]
+    for start, end, new in changes:
+        parts += [text[at:start], new]
         at = end
     return "".join([*parts, text[at:]])
+
+
+def _settings_of_tables(text: str) -> Iterator[tuple[int, int, str]]:
+    """Yield the values of all settings in TOML tables with secret-like names, emptied."""
+    headers = [*_HEADER.finditer(text)]
+    ends = [*(header.start() for header in headers[1:]), len(text)]
+    for header, end in zip(headers, ends, strict=False):
+        names = header["name"].replace('"', "").replace("'", "").split(".")
+        at = header.end()
+        while any(_is_secret(name.strip(), "x") for name in names):
+            if not (match := _ANY_KEY.search(text, at, end)):
+                break
+            at = min(end, _value_end(text, match.end()))
+            yield match.end(), at, '""'
+
+
+def _settings(text: str) -> Iterator[tuple[int, int, str]]:
+    """Yield the values of settings with secret-like names, emptied."""
+    at = 0
+    while match := _NAME.search(text, at):
+        start = at = match.end()
+        if _SPECIAL.fullmatch(match["name"].lstrip("-")):
+            continue
+        end = (_word_end if (match["gap"] or "").isspace() else _value_end)(text, start)
+        value = text[start:end]
+        is_option = bool(match["gap"]) and _is_option(_word_before(text, match.start("name")))
+        if (not match["gap"] or is_option) and _hides(match, value):
+            yield start, end, _empty_like(value)
+            at = end
 
 
 def _word_before(text: str, end: int) -> str:
@@ -283,15 +296,9 @@ def _empty_like(value: str) -> str:
 
 def _value_end(text: str, start: int) -> int:
     """Return the end of a value: quoted text, a list, a table or a word."""
-    if text.startswith(('"""', "'''"), start):
-        return _after(text, text[start : start + 3], start + 3)
-    if text.startswith(('\\"', "\\'"), start):  # JSON in a JSON string
-        return _after(text, text[start : start + 2], start + 2)
     if text[start : start + 1] in ("[", "{"):
         return _bracket_end(text, start)
-    if text[start : start + 1] in ('"', "'"):
-        return _quote_end(text, start)
-    match = _BARE.match(text, start)
+    match = _VALUE.match(text, start)
     return match.end() if match else start
 
 
@@ -299,26 +306,6 @@ def _word_end(text: str, start: int) -> int:
     """Return the end of a word of a shell, or of a quoted item of a list."""
     match = _SHELL_WORD.match(text, start)
     return match.end() if match else _value_end(text, start)
-
-
-def _after(text: str, mark: str, start: int) -> int:
-    at = text.find(mark, start)
-    return len(text) if at < 0 else at + len(mark)
-
-
-def _quote_end(text: str, start: int) -> int:
-    """Return the end of quoted text; TOML's '...' has no escapes."""
-    quote, at = text[start], start + 1
-    while match := _MARK.search(text, at):
-        at = match.end()
-        if match[0] == quote:
-            return at
-        if match[0] == "\n":
-            return at - 1
-        is_python = text[at : at + 1] == quote == "'" and quote in text[at + 1 :].partition("\n")[0]
-        if match[0] == "\\" and (quote == '"' or is_python):
-            at += 1
-    return len(text)
 
 
 def _bracket_end(text: str, start: int) -> int:

@@ -41,7 +41,7 @@ def run_main(
     try:
         with streams.guarded(outlives_reader=outlives_reader):
             if uses_devices:
-                _check_xla_flags(os.environ.get("XLA_FLAGS", ""))
+                check_xla_flags()
             return main()
     except (UserError, PeerLostError, OSError) as error:
         code = exit_code_of(error)
@@ -57,17 +57,10 @@ def run_main(
 def raise_interrupts() -> None:
     """Raise KeyboardInterrupt on Ctrl-C from now on, for commands that need to clean up.
 
-    By default Ctrl-C ends the process at once (`jaxforge.__init__`).
+    By default Ctrl-C ends the process at once (`jaxforge.__main__`).
     """
     if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
-def program(command: str) -> str:
-    """Return the program name for help: `jaxforge COMMAND` or `python -m`, as invoked."""
-    if Path(sys.argv[0]).name == "jaxforge":
-        return "jaxforge" if command == "torch_compat" else f"jaxforge {command}"
-    return f"python -m {command if command == 'torch_compat' else f'jaxforge.{command}'}"
 
 
 def wide_console(stream: TextIO | None = None) -> "Console":
@@ -117,12 +110,13 @@ def write_text(option: str, path: Path, text: str) -> None:
         raise UserError(f"{option} {path}: {error.strerror}") from error
 
 
-def _check_xla_flags(flags: str) -> None:
+def check_xla_flags() -> None:
     """Check XLA flags in a child process, because XLA ends a process with invalid flags.
 
     Raises:
         UserError: the flags are invalid.
     """
+    flags = os.environ.get("XLA_FLAGS", "")
     if not flags or not sys.platform.startswith("linux"):  # fork is unsafe elsewhere
         return
     read, write = os.pipe()

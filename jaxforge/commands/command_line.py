@@ -10,12 +10,13 @@ import itertools
 import math
 import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 from jaxforge.checkpoint.weights import WEIGHTS
 from jaxforge.cli import suggestions, typing_slips
-from jaxforge.cli.running import program, wide_console
+from jaxforge.cli.running import wide_console
 from jaxforge.errors import UserError
 from jaxforge.storage import trust
 
@@ -27,7 +28,7 @@ class CommandParser(argparse.ArgumentParser):
     """`argparse` parser with suggestions for mistyped options, and with config settings.
 
     Args:
-        command: name of the command, for `--help`; subcommands set `prog` instead.
+        command: name of the command.
         takes_settings: accept config settings.
         allows_unknown: return unknown options, which belong to another program.
         uses_runs: add `--trust-plugins`, which allows plugins of a run to be imported.
@@ -36,16 +37,16 @@ class CommandParser(argparse.ArgumentParser):
 
     def __init__(
         self,
-        command: str = "",
+        command: str,
         *,
         takes_settings: bool = False,
         allows_unknown: bool = False,
         uses_runs: bool = False,
         **options: Any,  # noqa: ANN401  # argparse's own
     ) -> None:
-        if command:
-            options.setdefault("prog", program(command))
-        super().__init__(**{"allow_abbrev": False, **options, "add_help": False})
+        super().__init__(
+            **{"prog": f"jaxforge {command}", "allow_abbrev": False, **options, "add_help": False}
+        )
         self._takes_settings, self._allows_unknown = takes_settings, allows_unknown
         if uses_runs:
             self.add_argument(
@@ -99,6 +100,22 @@ class CommandParser(argparse.ArgumentParser):
         if left and not self._allows_unknown:
             self.error(self._unknown(left[0]))
         return known, left
+
+    def check_options(self, args: argparse.Namespace, names: Container[str], about: str) -> None:
+        """Check that no option is given that has no effect.
+
+        Args:
+            args: the parsed command line.
+            names: attributes of the options that have an effect.
+            about: what they have an effect on, in words.
+
+        Raises:
+            UserError: another option is given.
+        """
+        for action in self._actions:
+            value = getattr(args, action.dest, action.default)
+            if action.option_strings and action.dest not in names and value != action.default:
+                raise UserError(f"{action.option_strings[0]} does not apply to {about}. Remove it")
 
     def add_settings(self) -> None:
         """Add an option for every key, for shell completion."""
@@ -161,6 +178,20 @@ class CommandParser(argparse.ArgumentParser):
             meant |= _settings_by_name()
         close = difflib.get_close_matches(name, meant, n=1, cutoff=suggestions.ALIKE)
         return f"; did you mean {' or '.join(meant[close[0]])}?" if close else ""
+
+
+def add_activation_options(parser: argparse.ArgumentParser, inputs: str) -> None:
+    """Add `--activations`, and the choice of points, layers and sequences of `inputs`."""
+    from jaxforge.config.points import POINTS  # imports the config, which is slow
+
+    add = parser.add_argument
+    add("--activations", metavar="DIR", type=Path,
+        help=f"new directory for the activations of {inputs}")  # fmt: skip
+    add("--points", default="residual", metavar="A,B",
+        help=f"of {', '.join(POINTS)}; or patterns such as 'res*' (default: residual)")  # fmt: skip
+    add("--layers", metavar="0,5", help="layer indices (default: all)")
+    add("--sequences", default="64", metavar="N",
+        help="number of sequences, a range 10:20, or indices 3,17 (default: 64)")  # fmt: skip
 
 
 def add_weights_option(parser: argparse.ArgumentParser) -> None:

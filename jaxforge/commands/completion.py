@@ -1,6 +1,7 @@
 """`jaxforge completion bash|zsh|fish`: print the shell completion of commands, options and keys."""
 
 import argparse
+import functools
 import importlib
 import os
 from collections.abc import Mapping, Sequence
@@ -54,8 +55,6 @@ def _parser(
 ) -> argparse.ArgumentParser:
     """Return the parser of the whole program, with the options of the typed command."""
     options = importlib.import_module(typed.module).parser() if typed else None
-    if typed and options and typed.is_subcommand:
-        return options
     if options and any(word.startswith("--") for word in words[-2:]):
         options.add_settings()
     program = argparse.ArgumentParser(prog="jaxforge")
@@ -66,10 +65,4 @@ def _parser(
     return program
 
 
-def entry() -> int:
-    """Run the command of this process; return its exit code."""
-    return run_main(main)
-
-
-if __name__ == "__main__":
-    raise SystemExit(entry())
+entry = functools.partial(run_main, main)

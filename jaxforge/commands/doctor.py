@@ -1,5 +1,6 @@
-"""`python -m jaxforge.doctor`: check the installation and the devices."""
+"""`jaxforge doctor`: check the installation and the devices."""
 
+import functools
 import importlib.util
 import os
 import platform
@@ -19,7 +20,7 @@ from jaxforge.cli.running import run_main, wide_console
 from jaxforge.commands.command_line import CommandParser
 from jaxforge.runs.starts import PACKAGES
 
-_ABOUT = """`python -m jaxforge.doctor`: check the installation and the devices.
+_ABOUT = """`jaxforge doctor`: check the installation and the devices.
 
 The exit code is 1 if there is a problem. Include the output in bug reports.
 """
@@ -135,10 +136,4 @@ def count_gpus() -> int:
     return result.stdout.count("GPU ") if result.returncode == 0 else 0
 
 
-def entry() -> int:
-    """Run the command of this process; return its exit code."""
-    return run_main(main, uses_devices=True)
-
-
-if __name__ == "__main__":
-    raise SystemExit(entry())
+entry = functools.partial(run_main, main, uses_devices=True)

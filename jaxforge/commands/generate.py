@@ -1,4 +1,4 @@
-"""`python -m jaxforge.generate RUN [--prompt TEXT ...]`: generate text with a trained model.
+"""`jaxforge generate RUN [--prompt TEXT ...]`: generate text with a trained model.
 
 Without a prompt, the command starts a conversation.
 
@@ -7,6 +7,7 @@ RUN is a run directory, or one of its checkpoints (`RUN/checkpoints/step_100`). 
 """
 
 import argparse
+import functools
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -56,10 +57,4 @@ def parser() -> CommandParser:
     return parser
 
 
-def entry() -> int:
-    """Run the command of this process; return its exit code."""
-    return run_main(main, uses_devices=True)
-
-
-if __name__ == "__main__":
-    raise SystemExit(entry())
+entry = functools.partial(run_main, main, uses_devices=True)

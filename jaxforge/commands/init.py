@@ -1,10 +1,11 @@
-"""`python -m jaxforge.init`: write a config for a preset, a depth or a compute budget.
+"""`jaxforge init`: write a config for a preset, a depth or a compute budget.
 
 `jaxforge prepare` writes a config that suits its data.
 """
 
 import argparse
 import datetime
+import functools
 import os
 import shlex
 import sys
@@ -177,10 +178,4 @@ def parser() -> CommandParser:
     return parser
 
 
-def entry() -> int:
-    """Run the command of this process; return its exit code."""
-    return run_main(main, outlives_reader=True)
-
-
-if __name__ == "__main__":
-    raise SystemExit(entry())
+entry = functools.partial(run_main, main, outlives_reader=True)

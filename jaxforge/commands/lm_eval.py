@@ -1,4 +1,4 @@
-"""`python -m jaxforge.lm_eval RUN --tasks NAME ...`: evaluate on tasks of lm_eval.
+"""`jaxforge lm_eval RUN --tasks NAME ...`: evaluate on tasks of lm_eval.
 
 RUN is a run directory, or one of its checkpoints. Settings such as `--distributed.tp=2` define the
 device mesh; by default all devices are used (`dp_shard`). Other arguments are options of lm_eval's
@@ -6,6 +6,7 @@ command `run`.
 """
 
 import argparse
+import functools
 import importlib.util
 import json
 import os
@@ -106,10 +107,4 @@ def limit_output_to_first_process() -> None:
         os.environ["LOCAL_RANK"] = str(jax.process_index())
 
 
-def entry() -> int:
-    """Run the command of this process; return its exit code."""
-    return run_main(main, uses_devices=True, outlives_reader=True)
-
-
-if __name__ == "__main__":
-    raise SystemExit(entry())
+entry = functools.partial(run_main, main, uses_devices=True, outlives_reader=True)

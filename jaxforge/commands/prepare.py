@@ -1,4 +1,4 @@
-"""`python -m jaxforge.prepare INPUT... --output DIR`: convert documents to token shards.
+"""`jaxforge prepare INPUT... --output DIR`: convert documents to token shards.
 
 INPUT ─► documents ─► chunks ─► tokens + EOS ─► .DIR.partial/out/{train,validation}/shard_*.npy
          (files,      of text                   .DIR.partial/out/{tokenizer/,train.toml}
@@ -7,27 +7,35 @@ INPUT ─► documents ─► chunks ─► tokens + EOS ─► .DIR.partial/out
                                                    DIR
 
 A killed run resumes (`storage.atomic_directory`). See docs/data.md for its use.
+
+`jaxforge prepare --teacher-logits CONFIG --output DIR` runs the teacher of a distillation once over
+each sequence of its training data. DIR gets the `distillation.top_k` largest logits of each token.
+A run with `distillation.logits = DIR` reads them, so that it needs no teacher.
 """
 
 import argparse
+import functools
 import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from jaxforge.cli.running import raise_interrupts, run_main
+from jaxforge.cli.running import check_xla_flags, raise_interrupts, run_main
 from jaxforge.commands.command_line import CommandParser, positive_int
 from jaxforge.data.corpus import formats, remote_input
 from jaxforge.data.corpus.formats.text import parse_separator
 from jaxforge.data.corpus.inputs import UNIT_BYTES
 from jaxforge.data.corpus.records import MAX_RECORD_BYTES
 from jaxforge.data.corpus.tokenizer import BPE_VOCAB_SIZE
-from jaxforge.storage import urls
+from jaxforge.storage import trust, urls
 from jaxforge.tools.starting.machine import FORMS
+
+_TOKEN_DTYPES = ("uint16", "uint32")
+_LOGIT_DTYPES = ("float32", "float16")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command, which writes DIR completely or not at all.
+    """Run the command, which writes the output directory completely or not at all.
 
     Args:
         argv: arguments; by default those of the process.
@@ -39,10 +47,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         UserError: an input, the tokenizer or the output cannot be used.
         SystemExit: `--help`.
     """
-    args = _parse(argv)
-    from jaxforge.tools.starting import (
-        preparation,  # imported here, because it takes half a second
-    )
+    args, overrides = _parse(argv)
+    if args.teacher_logits is not None:
+        check_xla_flags()
+        trust.use_working_directory()
+        from jaxforge.tools import teacher_logits  # JAX takes a second to import
+
+        return teacher_logits.run(args, overrides)
+    from jaxforge.tools.starting import preparation  # takes half a second to import
 
     raise_interrupts()
     return preparation.run(args)
@@ -52,20 +64,41 @@ def parser() -> CommandParser:
     """Return the parser of the command line."""
     parser = CommandParser(
         "prepare",
+        takes_settings=True,
+        usage="%(prog)s INPUT ... --output DIR [options]\n"
+        "       %(prog)s --teacher-logits CONFIG --output DIR [options] [--section.key=value ...]",
         description="Convert text or conversations to token shards. Documents are text "
         "files, lines of JSONL, and rows of Parquet files and Hugging Face datasets. Each document "
         "ends with the tokenizer's end-of-text token; empty documents are skipped. After a kill, "
-        "the same command resumes.",
+        "the same command resumes. Or save the largest logits of a teacher for the training data "
+        "of a distillation.",
     )
     for names, options in _ARGUMENTS.items():
         parser.add_argument(*names.split(), **options)
     return parser
 
 
-def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+def _parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
+    """Return the parsed options, and the settings over the config of --teacher-logits."""
     line = parser()
-    args = line.parse_args(argv)
+    args, overrides = line.parse(argv)
+    if args.teacher_logits is not None:
+        names = {"teacher_logits", "output", "overwrite", "dtype", "sequences_per_file"}
+        line.check_options(args, names, "--teacher-logits")
+        if args.input or args.dtype in _TOKEN_DTYPES:
+            line.error("--teacher-logits takes no INPUT, and --dtype float32 or float16")
+        return args, overrides
+    _check(args, overrides, line)
     args.command_line = list(sys.argv[1:] if argv is None else argv)
+    return args, overrides
+
+
+def _check(args: argparse.Namespace, overrides: Sequence[str], line: CommandParser) -> None:
+    """Check the options of a conversion of documents; raise UserError."""
+    if overrides:
+        line.error(f"{overrides[0]}: settings require --teacher-logits, or belong to a config")
+    if args.sequences_per_file or args.dtype in _LOGIT_DTYPES:
+        line.error("--sequences-per-file and --dtype float32 or float16 require --teacher-logits")
     if args.vocab_size and args.tokenizer != "bpe":
         line.error("--vocab-size requires --tokenizer bpe; other tokenizers have a fixed size")
     kind = "--preferences" if args.preferences else "--conversations"
@@ -93,7 +126,6 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         line.error("INPUT or --hf-dataset is required")
     if not args.input and args.separator:
         line.error("--separator requires INPUT")
-    return args
 
 
 def _input(text: str) -> Path | str:
@@ -270,7 +302,11 @@ _ARGUMENTS: dict[str, dict] = {
         "default": "npy",
         "help": "shard format (default: npy)",
     },
-    "--dtype": {"choices": ("uint16", "uint32"), "help": "token dtype (default: the smallest)"},
+    "--dtype": {
+        "choices": (*_TOKEN_DTYPES, *_LOGIT_DTYPES),
+        "help": "dtype of tokens (default: the smallest), or of logits (default: float32, as a "
+        "teacher in memory has them)",
+    },
     "--shard-tokens": {
         "type": positive_int,
         "default": 100_000_000,
@@ -299,13 +335,17 @@ _ARGUMENTS: dict[str, dict] = {
         "metavar": "MACHINE",
         "help": f"hardware for DIR/train.toml: {FORMS} (default: this machine)",
     },
+    "--teacher-logits": {
+        "metavar": "CONFIG",
+        "help": "config of a distillation (TOML): save the logits of its teacher instead of tokens",
+    },
+    "--sequences-per-file": {
+        "type": positive_int,
+        "metavar": "N",
+        "help": "of teacher logits: sequences in a file; a killed command repeats at most one file "
+        "(default: as many as take 256 MB)",
+    },
 }
 
 
-def entry() -> int:
-    """Run the command of this process; return its exit code."""
-    return run_main(main, outlives_reader=True)
-
-
-if __name__ == "__main__":
-    raise SystemExit(entry())
+entry = functools.partial(run_main, main, outlives_reader=True)

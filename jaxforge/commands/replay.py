@@ -1,28 +1,70 @@
-"""`python -m jaxforge.replay RUN --step N` (or `--steps A:B`): repeat steps of a run.
+"""`jaxforge replay RUN --step N` (or `--steps A:B`): repeat steps of a run.
 
 State and batch are restored exactly from the nearest earlier checkpoint, on any devices.
 
-- One step: report the loss of each document with its text, the contribution of documents to the
-  gradient and the step without them, and differences per layer from the surrounding steps.
+- One step: report the loss of each document with its text, and differences per layer from the
+  surrounding steps. `--activations DIR` saves the activations of its batch instead, before the
+  update (docs/replay.md).
 - Several steps: report whether they match the log.
-- `--against`: report the first value that differs from a step of another run, or of the same run
-  with other settings.
+- `--capsule FILE`: pack config, versions and metrics of a run into one file, without secrets and
+  without data. `jaxforge replay FILE` repeats steps of the run on a machine with the same data, and
+  reports differences of the environment.
 """
 
 import argparse
+import functools
 from collections.abc import Sequence
 from pathlib import Path
 
 from jaxforge.cli.running import check_parent_directory, run_main
-from jaxforge.commands.command_line import CommandParser
+from jaxforge.commands.command_line import (
+    CommandParser,
+    add_activation_options,
+    positive_int,
+)
 from jaxforge.errors import UserError
+
+_CAPSULE_SUFFIX = ".zip"
+_OPTIONS = {
+    "step": ("a step", {"step", "around", "top", "json", "html", "check"}),
+    "steps": ("several steps", {"steps", "check"}),
+    "activations": ("--activations", {"step", "activations", "points", "layers", "sequences"}),
+    "capsule": ("--capsule", {"capsule"}),
+    "file": ("a capsule", {"steps", "start", "json"}),
+}
+"""Options that apply, by what is asked for."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Replay steps, print tables and write JSON; return the exit code."""
-    args, overrides = parser().parse(argv)
-    first, last = _range(args)
-    from jaxforge.tools.replay import replay_steps  # JAX takes a second to import
+    """Replay steps, print tables and write files; return the exit code."""
+    line = parser()
+    args, overrides = line.parse(argv)
+    mode = _mode(args)
+    about, names = _OPTIONS[mode]
+    line.check_options(args, {*names, "trust_plugins"}, about)
+    for name in ("json", "html"):
+        check_parent_directory(f"--{name}", getattr(args, name))
+    if mode == "file":
+        if args.steps and not (args.steps.isdecimal() and int(args.steps)):
+            raise UserError(f"--steps {args.steps}: must be a number of steps, for a capsule")
+        steps = int(args.steps) if args.steps else None
+        from jaxforge.tools.replay import capsule  # JAX takes a second to import
+
+        return capsule.run_verify(args, steps, overrides)
+    if mode == "capsule":
+        if overrides:
+            raise UserError(
+                f"{overrides[0]}: a capsule records the run unchanged. Remove this setting"
+            )
+        from jaxforge.tools.replay import capsule
+
+        return capsule.make(args)
+    if mode == "activations":
+        from jaxforge.tools.replay import captured_activations
+
+        return captured_activations.save_of_step(args, overrides)
+    first, last = _range(args.steps) if args.steps else (args.step, args.step)
+    from jaxforge.tools.replay import replay_steps
 
     return replay_steps.run(args, overrides, first, last)
 
@@ -33,56 +75,63 @@ def parser() -> CommandParser:
         "replay",
         takes_settings=True,
         uses_runs=True,
-        usage="%(prog)s RUN (--step N | --steps A:B) [--against OTHER] [options] "
-        "[--section.key=value ...]",
-        description="Repeat steps of a run, and explain a step.",
-        epilog="Settings of the run's config, such as --distributed.tp=2, are accepted.",
+        usage="%(prog)s RUN (--step N | --steps A:B) [options] [--section.key=value ...]\n"
+        "       %(prog)s RUN --capsule FILE\n"
+        "       %(prog)s CAPSULE [--steps K] [--from RUN] [--section.key=value ...]",
+        description="Repeat steps of a run, and explain a step. Pack the description and metrics "
+        "of a run into one file, and repeat steps from such a file.",
+        epilog="Settings of the run's config, such as --distributed.tp=2 or "
+        "--data.dataset_path=DIR, are accepted.",
     )
     add = parser.add_argument
-    add("run", metavar="RUN", help="run directory")
-    which = parser.add_mutually_exclusive_group(required=True)
-    which.add_argument("--step", type=int, metavar="N", help="step to explain, from 1")
-    which.add_argument("--steps", metavar="A:B", help="steps to compare with the log")
-    add("--around", type=int, default=2, metavar="N",
+    add("run", metavar="RUN", help="run directory, or a capsule")
+    add("--step", type=int, metavar="N", help="step to explain, from 1")
+    add("--steps", metavar="A:B",
+        help="steps to compare with the log; of a capsule, the number of logged steps to repeat "
+             "(3)")  # fmt: skip
+    add("--around", type=_not_negative, default=2, metavar="N",
         help="surrounding steps to compare with (default: 2)")  # fmt: skip
-    add("--rows", type=int, default=4, metavar="N",
-        help="rows of the batch to split into documents (default: 4)")  # fmt: skip
-    add("--top", type=int, default=8, metavar="N", help="documents and layers to show (default: 8)")
-    add("--against", metavar="OTHER", help="run with which to compare the step")
-    add("--other", metavar="SETTING", action="append", default=[],
-        help="setting of OTHER only, such as --other=--distributed.tp=2")  # fmt: skip
+    add("--top", type=positive_int, default=8, metavar="N",
+        help="documents and layers to show (default: 8)")  # fmt: skip
     add("--json", metavar="FILE", type=Path, help='write the result as JSON; "-" for stdout')
     add("--html", metavar="FILE", type=Path, help="write the report of a step as HTML")
     add("--check", action="store_true", help="exit with 1 unless the step matches the log bitwise")
+    add_activation_options(parser, "the batch of --step, before its update")
+    add("--capsule", metavar="FILE.zip", type=Path, help="new file for the capsule of the run")
+    add("--from", dest="start", metavar="RUN",
+        help="of a capsule: start from this checkpoint, or from the newest suitable checkpoint of "
+             "this run (default: from the first step)")  # fmt: skip
     return parser
 
 
-def _range(args: argparse.Namespace) -> tuple[int, int]:
-    for name, least in (("around", 0), ("rows", 1), ("top", 1)):
-        if getattr(args, name) < least:
-            raise UserError(f"--{name} {getattr(args, name)}: must be at least {least}")
-    if args.other and not args.against:
-        raise UserError("--other requires --against, which may be RUN itself")
-    if args.steps and args.against:
-        raise UserError("--against supports one step only: use --step")
-    if args.html and (args.steps or args.against):
-        raise UserError("--html supports one step only: use --step without --against")
-    for name in ("json", "html"):
-        check_parent_directory(f"--{name}", getattr(args, name))
-    if args.steps is None:
-        return args.step, args.step
-    first, colon, last = args.steps.partition(":")
+def _mode(args: argparse.Namespace) -> str:
+    """Return what is asked for: a key of `_OPTIONS`.
+
+    Raises:
+        UserError: nothing is.
+    """
+    path = Path(args.run)
+    if path.is_file() or (path.suffix == _CAPSULE_SUFFIX and not path.exists()):
+        return "file"
+    for mode in ("capsule", "activations", "steps"):
+        if getattr(args, mode) is not None:
+            return mode
+    if args.step is None:
+        raise UserError("--step N, --steps A:B or --capsule FILE is required")
+    return "step"
+
+
+def _not_negative(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} must be an integer of at least 0")
+    return int(text)
+
+
+def _range(text: str) -> tuple[int, int]:
+    first, colon, last = text.partition(":")
     if not (colon and first.isdigit() and last.isdigit() and 1 <= int(first) <= int(last)):
-        raise UserError(f"--steps {args.steps}: must be A:B, the first and last step, from 1")
-    if args.json:
-        raise UserError("--json supports one step only: use --step")
+        raise UserError(f"--steps {text}: must be A:B, the first and last step, from 1")
     return int(first), int(last)
 
 
-def entry() -> int:
-    """Run the command of this process; return its exit code."""
-    return run_main(main, uses_devices=True)
-
-
-if __name__ == "__main__":
-    raise SystemExit(entry())
+entry = functools.partial(run_main, main, uses_devices=True)

@@ -1,4 +1,4 @@
-"""`python -m jaxforge.report RUN [RUN ...]`: plot the metrics of runs as one HTML page.
+"""`jaxforge report RUN [RUN ...]`: plot the metrics of runs as one HTML page.
 
 RUN is the directory of a finished or active run. Several runs share the plots. The page is
 self-contained: it can be opened from disk, mailed and printed. `--watch` serves the page on this
@@ -6,6 +6,7 @@ machine instead, and keeps it up to date. `--goodput` prints how the runs spent 
 """
 
 import argparse
+import functools
 import signal
 import sys
 from collections.abc import Sequence
@@ -116,10 +117,4 @@ def _write(output: Path, html: str) -> None:
         raise UserError(f"cannot write {output}: {error.strerror}") from error
 
 
-def entry() -> int:
-    """Run the command of this process; return its exit code."""
-    return run_main(main, outlives_reader=True)
-
-
-if __name__ == "__main__":
-    raise SystemExit(entry())
+entry = functools.partial(run_main, main, outlives_reader=True)

@@ -1,6 +1,7 @@
-"""`python -m jaxforge.supervise [options] -- COMMAND`: run a command and restart it on failure."""
+"""`jaxforge supervise [options] -- COMMAND`: run a command and restart it on failure."""
 
 import argparse
+import functools
 import hashlib
 import logging
 import os
@@ -24,10 +25,10 @@ if TYPE_CHECKING:
     from jaxforge.config.job import JobConfig
 
 _ABOUT = """\
-`python -m jaxforge.supervise [options] -- COMMAND`: run a command and restart it on failure.
+`jaxforge supervise [options] -- COMMAND`: run a command and restart it on failure.
 
-    python -m jaxforge.supervise -- python -m jaxforge.train --config FILE ...
-    python -m jaxforge.supervise -- --config FILE ...        short form
+    jaxforge supervise -- jaxforge train --config FILE ...
+    jaxforge supervise -- --config FILE ...        short form
 
 The exit code decides about a restart (`jaxforge.exit_codes`). The pause before a restart doubles
 until a start makes progress, which means that it writes a newer checkpoint. SIGTERM, SIGINT,
@@ -39,7 +40,7 @@ restarted. No started process outlives the supervisor.
 With `--elastic`, the job has several hosts, each with a supervisor. When hosts are lost, the others
 continue from the newest checkpoint with the same batches. Hosts that return join at the next save:
 
-    python -m jaxforge.supervise --elastic --hosts 2:4 --peers a:7070,b:7070,c:7070,d:7070 -- ...
+    jaxforge supervise --elastic --hosts 2:4 --peers a:7070,b:7070,c:7070,d:7070 -- ...
 """
 
 _SECRET = "JAXFORGE_JOB_SECRET"
@@ -52,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser().parse_args(argv)
     command = args.command[1:] if args.command[:1] == ["--"] else args.command
     if not command:
-        raise UserError("a command is required: -- python -m jaxforge.train --config FILE ...")
+        raise UserError("a command is required: -- jaxforge train --config FILE ...")
     if command[0].startswith("-"):
         command = [sys.executable, "-m", "jaxforge.train", *command]
     logging.basicConfig(level=logging.INFO, format="%(asctime)s supervise: %(message)s")
@@ -219,10 +220,4 @@ def parser() -> CommandParser:
     return parser
 
 
-def entry() -> int:
-    """Run the command of this process; return its exit code."""
-    return run_main(main, outlives_reader=True)
-
-
-if __name__ == "__main__":
-    raise SystemExit(entry())
+entry = functools.partial(run_main, main, outlives_reader=True)

@@ -1,6 +1,7 @@
-"""`python -m jaxforge.sweep --config FILE [--grid KEY=A,B ...] [--ladder FILE]`: train variants."""
+"""`jaxforge sweep --config FILE [--grid KEY=A,B ...] [--ladder FILE]`: train variants."""
 
 import argparse
+import functools
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,7 +11,7 @@ from jaxforge.commands.command_line import CommandParser
 from jaxforge.storage import trust
 
 _ABOUT = """\
-`python -m jaxforge.sweep --config FILE [--grid KEY=A,B ...] [--ladder FILE]`: train variants.
+`jaxforge sweep --config FILE [--grid KEY=A,B ...] [--ladder FILE]`: train variants.
 
     --grid optimizer.lr=1e-3,3e-3 --grid model.dim=128,256      all combinations: four runs
     --ladder sizes.toml         a run for each table [[point]] of the file
@@ -53,10 +54,4 @@ def parser() -> CommandParser:
     return parser
 
 
-def entry() -> int:
-    """Run the command of this process; return its exit code."""
-    return run_main(main, outlives_reader=True)
-
-
-if __name__ == "__main__":
-    raise SystemExit(entry())
+entry = functools.partial(run_main, main, outlives_reader=True)

@@ -1,23 +1,18 @@
-"""`python -m jaxforge.train --config FILE [--section.key=value ...]`: train or resume a run."""
+"""`jaxforge train --config FILE [--section.key=value ...]`: train or resume a run."""
 
 import argparse
 import os
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
 from jaxforge.cli.process import began_env, note_process_start
 from jaxforge.cli.running import leave, run_main
 from jaxforge.commands.command_line import CommandParser
-from jaxforge.config.job import JobConfig
 from jaxforge.config.reading import help, load
 from jaxforge.config.reading.unresolved import UnresolvedConfig
 from jaxforge.errors import UserError
-from jaxforge.exit_codes import Exit
 from jaxforge.storage import trust
-
-if TYPE_CHECKING:
-    from jaxforge.training.hooks import Hook
 
 _ABOUT = """\
 A run is one directory, `checkpoint.dir`: `config.toml` (resolved), `metrics.jsonl`, `logs/`,
@@ -40,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _dry_run(config, args.devices or "")
     from jaxforge.training import launch  # JAX takes two seconds to import
 
-    return launch.train(config).code
+    return launch.fit(config).code
 
 
 def parse_command_line(argv: Sequence[str]) -> UnresolvedConfig:
@@ -115,19 +110,8 @@ def _dry_run(config: UnresolvedConfig, devices: str) -> int:
     return dry_run.run(config, devices)
 
 
-def run(config: JobConfig | UnresolvedConfig, hooks: "Sequence[Hook]" = ()) -> Exit:
-    """Train as `jaxforge.train` does; this imports JAX."""
-    from jaxforge.training import launch
-
-    return launch.train(config, hooks)
-
-
 def entry() -> NoReturn:
     """Run the command of this process and exit."""
     os.environ.update(began_env())
     note_process_start()
     leave(run_main(main, uses_devices=True, outlives_reader=True))
-
-
-if __name__ == "__main__":
-    entry()

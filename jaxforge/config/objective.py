@@ -41,7 +41,7 @@ class DistillationConfig(Section):
     teacher: AnyPath | None = None
     """Checkpoint of a model with the same vocabulary, of any shape; required without logits."""
     logits: BucketPath | None = None
-    """Directory of saved logits (jaxforge teacher_logits), which replace the teacher."""
+    """Directory of saved logits (jaxforge prepare --teacher-logits), which replace the teacher."""
     top_k: PositiveInt = 64
     """Number of the teacher's largest logits per token that are used, renormalized to sum to 1."""
     temperature: PositiveFloat = 1.0

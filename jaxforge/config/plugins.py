@@ -3,13 +3,15 @@
 import importlib
 import sys
 from collections.abc import Iterator
-from typing import Self
+from typing import Any, Self
 
 from pydantic import ValidationInfo, model_validator
 
 from jaxforge.config.section import Section
 from jaxforge.errors import UserError, reason_and_line
 from jaxforge.storage import trust
+
+_KEYS = ("modules", "callbacks")
 
 
 class PluginsConfig(Section):
@@ -18,13 +20,22 @@ class PluginsConfig(Section):
     modules: tuple[str, ...] = ()
     """Importable modules that register losses, optimizers and other components."""
 
-    hooks: tuple[str, ...] = ()
-    """Hook classes such as my_module.MyHook, constructed without arguments."""
+    callbacks: tuple[str, ...] = ()
+    """Classes such as my_module.MyCallback, constructed without arguments."""
 
     @property
     def names(self) -> trust.PluginNames:
         """Names of all plugins, for trust decisions."""
-        return trust.PluginNames(self.modules, self.hooks)
+        return trust.PluginNames(self.modules, self.callbacks)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_former_key(cls, values: Any) -> Any:  # noqa: ANN401
+        """Read the configs of runs before November 2026, which have `hooks`."""
+        if isinstance(values, dict) and "hooks" in values and "callbacks" not in values:
+            values = {"callbacks": values["hooks"], **values}
+            del values["hooks"]
+        return values
 
     @model_validator(mode="after")
     def _import(self, info: ValidationInfo) -> Self:
@@ -35,8 +46,8 @@ class PluginsConfig(Section):
         """
         context = {} if info.context is None else info.context
         trusts = context.get("trusts", trust.own)
-        named = ("modules", "hooks") if trusts(self.names) else context.get("on_command_line", ())
-        left_out = [key for key in ("modules", "hooks") if key not in named and getattr(self, key)]
+        named = _KEYS if trusts(self.names) else context.get("on_command_line", ())
+        left_out = [key for key in _KEYS if key not in named and getattr(self, key)]
         context["may_be_unknown"] = trusts is trust.never or bool(left_out)
         if problems := list(self._import_problems(named)):
             raise ValueError("\n".join(problems))
@@ -46,14 +57,14 @@ class PluginsConfig(Section):
         """Import the modules; yield those that do not exist, fail, or register a name twice."""
         for name in self.modules if "modules" in keys else ():
             yield from _import_problems("modules", name)
-        for hook in self.hooks if "hooks" in keys else ():
-            module, _, name = hook.rpartition(".")
+        for callback in self.callbacks if "callbacks" in keys else ():
+            module, _, name = callback.rpartition(".")
             if not module:
-                yield f'hooks: "{hook}" has no module; write my_module.{hook}'
-            elif problems := list(_import_problems("hooks", module)):
+                yield f'callbacks: "{callback}" has no module; write my_module.{callback}'
+            elif problems := list(_import_problems("callbacks", module)):
                 yield from problems
             elif not hasattr(sys.modules[module], name):
-                yield f"hooks: {module} has no {name}"
+                yield f"callbacks: {module} has no {name}"
 
 
 def _import_problems(key: str, name: str) -> Iterator[str]:

@@ -341,7 +341,7 @@ def runs_with_files_are_local(config: JobConfig, mesh: Mesh) -> Iterator[str]:
     if config.checkpoint.export_interval or config.checkpoint.export_last:
         yield (
             f"checkpoint.export_interval and export_last write local files: not with {run}; "
-            "export its checkpoints with `python -m torch_compat export`"
+            "convert its checkpoints with `jaxforge convert`"
         )
 
 

@@ -105,7 +105,7 @@ class Manifest:
         except FileNotFoundError as error:
             raise UserError(
                 f"{_KEY} = {directory}: {path.name} does not exist there{path_hint(directory)}. "
-                "Save the logits first: jaxforge teacher_logits --config FILE --output DIR"
+                "Save the logits first: jaxforge prepare --teacher-logits FILE --output DIR"
             ) from error
         except OSError as error:
             raise UserError(f"cannot read {path}: {error.strerror}") from error

@@ -179,14 +179,14 @@ class Run:
 
         Args:
             destination: a new directory.
-            options: further options of `torch_compat export`, such as "--dtype=bfloat16".
+            options: further options of `jaxforge convert`, such as "--dtype=bfloat16".
             to: the format.
 
         Raises:
             UserError: the checkpoint cannot be written, or the format does not support the model.
         """
         source = self._trained.run / SUBDIRECTORY / f"step_{self.step}"
-        command = [sys.executable, "-m", "torch_compat", "export", str(source), str(destination)]
+        command = [sys.executable, "-m", "jaxforge", "convert", str(source), str(destination)]
         command += [f"--weights={self._weights}"]
         command += ["--trust-plugins"] if trust.is_granted(self._trained.run) else []
         done = subprocess.run(

@@ -156,7 +156,7 @@ class Executable:
     def _refused(self, reason: str) -> UserError:
         return UserError(
             f"{self._name} is not the step of this run: {reason}. Compile it again "
-            "(python -m jaxforge.plan --save-executable), or remove the key to compile at the start"
+            "(jaxforge plan --save-executable), or remove the key to compile at the start"
         )
 
 

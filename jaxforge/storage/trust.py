@@ -22,15 +22,15 @@ class PluginNames(NamedTuple):
 
     Attributes:
         modules: of `plugins.modules`.
-        hooks: of `plugins.hooks`.
+        callbacks: of `plugins.callbacks`.
     """
 
     modules: tuple[str, ...]
-    hooks: tuple[str, ...]
+    callbacks: tuple[str, ...]
 
     def all_modules(self) -> list[str]:
         """Return every module that an import of these plugins executes."""
-        return [*self.modules, *(hook.rpartition(".")[0] for hook in self.hooks)]
+        return [*self.modules, *(callback.rpartition(".")[0] for callback in self.callbacks)]
 
 
 Decision = Callable[[PluginNames], bool]

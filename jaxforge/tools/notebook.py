@@ -3,9 +3,9 @@
     import jaxforge as jf
     from jaxforge.tools.notebook import LivePlot
 
-    jf.train(jf.load_config("my_run.toml"), callbacks=[LivePlot()])
+    jf.fit(jf.load_config("my_run.toml"), callbacks=[LivePlot()])
 
-The notebook's Stop (or "Interrupt kernel") acts as Ctrl-C: the run saves, `jf.train` returns, and
+The notebook's Stop (or "Interrupt kernel") acts as Ctrl-C: the run saves, `jf.fit` returns, and
 the kernel stays alive. The same cell resumes the run.
 """
 
@@ -21,8 +21,7 @@ import jax
 from jaxforge.config.job import JobConfig
 from jaxforge.exit_codes import Exit
 from jaxforge.telemetry.live_line import clock
-from jaxforge.training.callbacks.callback import EvalContext
-from jaxforge.training.hooks import Hook, StepContext
+from jaxforge.training.callbacks.callback import Callback, EvalContext, StepContext
 
 Point = tuple[int, float]
 """A step and a loss."""
@@ -32,7 +31,7 @@ _TRAINED, _EVALUATED = "#3b6ea8", "#c2681f"
 _MOST_POINTS = 400  # of a curve; beyond, every second point is dropped
 
 
-class LivePlot(Hook):
+class LivePlot(Callback):
     """Live progress of a run; without IPython, a line of text at its end.
 
     Each update of the display reads a loss from the device and so waits for its step. Between

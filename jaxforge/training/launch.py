@@ -19,10 +19,9 @@ from jaxforge.storage.run_lock import RunLock
 from jaxforge.telemetry.console import begin_run
 from jaxforge.telemetry.live_line import LiveLine
 from jaxforge.training.build import build_trainer
-from jaxforge.training.callbacks.callback import Callback
+from jaxforge.training.callbacks.callback import Callback, named_callbacks
 from jaxforge.training.health import out_of_memory
 from jaxforge.training.health.watchdog import Limits, Watchdog
-from jaxforge.training.hooks import named_callbacks
 from jaxforge.training.instruments import Session, serving_metrics
 from jaxforge.training.preemption import Signals
 from jaxforge.training.resolution import resolve_run
@@ -31,7 +30,7 @@ MakeStep = Callable[[Program], jax.stages.Wrapped]
 """Makes the jitted update `(state, batch, controls) -> (state, metrics)` of a program."""
 
 
-def train(
+def fit(
     config: JobConfig | UnresolvedConfig,
     callbacks: Sequence[Callback] = (),
     make_step: MakeStep | None = None,

@@ -98,11 +98,11 @@ def test_closed_pipe_ends_only_commands_with_text_results(
 @pytest.mark.parametrize(
     "command",
     [
-        "train --config=configs/debug.toml",
-        "generate runs/one",
-        "evaluate runs/one",
-        "report runs/one",
-        "prepare texts --output data",
+        "jaxforge.train --config=configs/debug.toml",
+        "jaxforge.generate runs/one",
+        "jaxforge evaluate runs/one",
+        "jaxforge report runs/one",
+        "jaxforge prepare texts --output data",
     ],
 )
 def test_ctrl_c_during_import_ends_silently(tmp_path, command):
@@ -111,7 +111,7 @@ def test_ctrl_c_during_import_ends_silently(tmp_path, command):
         (tmp_path / f"{name}.py").write_text("import signal; signal.raise_signal(signal.SIGINT)")
     path = os.pathsep.join([str(tmp_path), str(ROOT)])
     done = subprocess.run(
-        [sys.executable, "-m", *f"jaxforge.{command}".split()],
+        [sys.executable, "-m", *command.split()],
         env={**os.environ, "PYTHONPATH": path}, cwd=ROOT, capture_output=True, text=True,
         check=False,
     )  # fmt: skip
@@ -161,8 +161,9 @@ def test_help_needs_no_docstrings():
 
 
 COMPILES = """
-import ctypes, sys
-sys.argv[0] = "-m"
+import ctypes
+from jaxforge.__main__ import end_at_interrupt
+end_at_interrupt()
 from jaxforge.cli.running import run_main
 
 def work():

@@ -56,7 +56,7 @@ def test_words_after_double_dash_are_not_settings():
         ("--max-steps", "unknown option --max-steps; did you mean --train.max_steps or "
          "--early_stop.max_steps?"),
         ("--max_step=3", "unknown option --max_step; did you mean --train.max_steps or"),
-        ("--xyzzy", "unknown option --xyzzy; `python -m jaxforge.generate --help` lists"),
+        ("--xyzzy", "unknown option --xyzzy; `jaxforge generate --help` lists"),
         ("--format=np", "(choose from 'npy', 'bin'); did you mean npy?"),
     ],
 )  # fmt: skip
@@ -118,7 +118,7 @@ def test_help_explains_a_key(capsys):
         ("jaxforge train --optimizer.muon_m", ["--optimizer.muon_momentum "]),
         ("jaxforge train --optimizer.name li", ["lion "]),
         ("jaxforge train --optimizer.name=li", ["--optimizer.name=lion "]),
-        ("jaxforge export --to ", ["dcp", "pt", "hf", "megatron", "peft"]),
+        ("jaxforge convert --to ", ["jaxforge", "dcp", "pt", "hf", "megatron", "peft"]),
     ],
 )
 def test_completion_lists_candidates(line, answers, tmp_path):

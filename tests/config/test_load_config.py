@@ -212,7 +212,7 @@ def test_every_key_of_kempnerforge_loads():
             )
         ),
         ("plugins", "modules"),
-        ("plugins", "hooks"),
+        ("plugins", "callbacks"),
         *(
             ("optimizer", key)
             for key in ("lr_scale_rule", "lr_base_batch", "decay_patterns", "no_decay_patterns")

@@ -17,7 +17,6 @@ import pytest
 from pyarrow import parquet
 
 from jaxforge.commands import prepare
-from jaxforge.commands.train import run as train
 from jaxforge.config import rules
 from jaxforge.config.reading.load import load_config
 from jaxforge.data import loader, sources, stream
@@ -31,6 +30,7 @@ from jaxforge.errors import UserError
 from jaxforge.model.transformer import build_model
 from jaxforge.parallel.mesh import make_mesh
 from jaxforge.training.evaluation import Evaluator
+from jaxforge.training.launch import fit as train
 from tests.conftest import tiny_config
 from tests.data.corpus.chat_files import CHATML, UNMARKED, save_tokenizer
 from tests.data.corpus.interruptions import Interrupted, snapshot, wait_for

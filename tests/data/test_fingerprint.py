@@ -3,12 +3,12 @@
 import numpy as np
 import pytest
 
-from jaxforge.commands import train
 from jaxforge.data import sources
 from jaxforge.data.corpus.writer import ShardWriter
 from jaxforge.data.fingerprint import changes, fingerprints
 from jaxforge.errors import UserError
 from jaxforge.exit_codes import Exit
+from jaxforge.training import launch
 from tests.conftest import tiny_config
 
 pytestmark = pytest.mark.usefixtures("one_device")
@@ -82,7 +82,7 @@ def test_resume_on_changed_data_needs_option(tmp_path, capsys):
     data = tmp_path / "data"
 
     def run(steps, **keys):
-        return train.run(
+        return launch.fit(
             tiny_config(
                 data={"dataset_path": str(data), **keys},
                 train={"max_steps": steps},

@@ -21,7 +21,7 @@ from jaxforge.commands import train
 from jaxforge.errors import UserError
 from jaxforge.tools.lm_eval.adapter import JaxforgeLM
 from tests.harness.conftest import SENTENCE, train_command
-from torch_compat import __main__ as torch_compat
+from tests.helpers import cli
 
 CHOICES = [
     *({"question": f"Is it {color}?", "choices": ["no", "yes"], "answer": int(color == "brown")}
@@ -60,7 +60,7 @@ def exported(run, weights="raw"):
     """Export the run's last checkpoint for transformers, in float32; return the directory."""
     to = run.parent / f"{run.name}_hf_{weights}"
     options = ["--to", "hf", "--dtype", "float32", "--weights", weights]
-    torch_compat.main(["export", str(run), str(to), *options])
+    cli(["convert", str(run), str(to), *options])
     return str(to)
 
 

@@ -1,4 +1,4 @@
-"""`python -m jaxforge.lm_eval`, as far as it goes without lm_eval."""
+"""`jaxforge lm_eval`, as far as it goes without lm_eval."""
 
 import importlib.util
 import json

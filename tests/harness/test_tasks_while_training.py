@@ -22,11 +22,10 @@ from jaxforge.data.corpus.tokenizer import ByteTokenizer
 from jaxforge.exit_codes import Exit
 from jaxforge.tasks.opening import open_tasks
 from jaxforge.training import launch
-from jaxforge.training.hooks import Hook
+from jaxforge.training.callbacks.callback import Callback
 from tests.conftest import tiny_config
 from tests.harness.conftest import SENTENCE, train_command
-from tests.helpers import setup
-from torch_compat import __main__ as torch_compat
+from tests.helpers import cli, setup
 
 COLORS = ("red", "brown", "green", "blue", "grey", "dark", "light")
 CHOICES = [{"question": f"Is it {color}?", "choices": ["no", "yes"], "answer": int(i % 3 == 1)}
@@ -94,7 +93,7 @@ def logged(root, name):
     }
 
 
-class States(Hook):
+class States(Callback):
     """States of the global random generators around evaluations."""
 
     def __init__(self):
@@ -118,14 +117,14 @@ MESH = ["--distributed.dp_replicate=2", "--distributed.dp_shard=2", "--distribut
 def test_tasks_equal_lm_eval_on_export_of_step(root, capfd, monkeypatch):
     log = States()
     config = train.parse_command_line(command(root, "run", *with_tasks(root, TASKS), *MESH))
-    assert launch.train(config, [log]) is Exit.COMPLETED
+    assert launch.fit(config, [log]) is Exit.COMPLETED
     assert len(log.states) == 2
     assert all(before == after for before, after in log.states)
     ours, output = logged(root, "run"), capfd.readouterr()
     assert "bootstrapping" not in output.out
     assert "it/s" not in output.err
     to = root / "export"
-    torch_compat.main(["export", str(root / "run"), str(to), "--to", "hf", "--dtype", "float32"])
+    cli(["convert", str(root / "run"), str(to), "--to", "hf", "--dtype", "float32"])
     monkeypatch.setenv("DISABLE_MULTIPROC", "1")  # lm_eval forks for its standard errors
     theirs = lm_eval.simple_evaluate(
         HFLM(str(to), device="cpu", batch_size=4), tasks=["local_group"],
@@ -208,7 +207,7 @@ def test_run_compares_metrics_as_lm_eval_does(root, lowest, capsys):
                 "--early_stop.target=2", f"--early_stop.metric={metric}"]  # fmt: skip
 
     config = train.parse_command_line(command(root, "low", *options("eval/tasks/own/cut/acc")))
-    assert launch.train(config) is Exit.EARLY_STOPPED
+    assert launch.fit(config) is Exit.EARLY_STOPPED
     metrics = logged(root, "low")
     assert {step for step, key in metrics if key.startswith("eval/")} == {5}
     keys = {key for _, key in metrics if key.startswith("eval/") and not key.endswith("_stderr")}

@@ -8,10 +8,11 @@ import pytest
 
 import jaxforge
 from jaxforge import inference
-from jaxforge.commands import evaluate, generate, prepare, train
+from jaxforge.commands import evaluate, generate, prepare
 from jaxforge.errors import UserError
+from jaxforge.training import launch
 from tests.conftest import tiny_config
-from torch_compat import __main__ as torch_compat
+from tests.helpers import cli
 from torch_compat.checkpoint import orbax_store
 
 pytestmark = pytest.mark.usefixtures("two_devices")
@@ -32,7 +33,7 @@ def run(tmp_path_factory):
         eval={"enabled": True, "datasets": {"dataset_path": str(path / "data/validation")},
               "interval": 8},
     )  # fmt: skip
-    assert train.run(job).code == 0
+    assert launch.fit(job).code == 0
     return path / "run"
 
 
@@ -58,7 +59,7 @@ def test_generate_command_uses_average(run, tmp_path, capsysbinary):
     options = ["--prompt", "the quick", "--temperature=0", "--max-tokens=12"]
     texts = []
     convert = ["convert", str(run), str(tmp_path / "average"), "--to=jaxforge", "--weights=ema"]
-    assert torch_compat.main(convert) == 0
+    assert cli(convert) == 0
     capsysbinary.readouterr()
     for command in ([run], [run, "--weights=ema"], [tmp_path / "average"]):
         assert generate.main([*map(str, command), *options]) == 0
@@ -76,7 +77,7 @@ def test_opened_average_has_its_bits(run):
 
 def test_run_without_average_is_refused(run, tmp_path):
     main = ["convert", str(run), str(tmp_path / "none"), "--to=jaxforge", "--weights=ema"]
-    assert torch_compat.main(main) == 0
+    assert cli(main) == 0
     with pytest.raises(UserError, match=r"--weights ema: .*step_0 has no average of the param"):
         evaluate.main([str(tmp_path / "none"), "--weights=ema"])
     with pytest.raises(UserError, match='weights = "mean": expected one of raw, ema'):

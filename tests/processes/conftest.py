@@ -1,4 +1,4 @@
-"""Real processes: `python -m jaxforge.train` as a user starts it."""
+"""Real processes: `jaxforge train` as a user starts it."""
 
 import json
 import os

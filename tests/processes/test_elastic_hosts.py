@@ -27,7 +27,7 @@ class Hosts:
 
     def start(self, *hosts):
         for host in hosts:
-            command = [sys.executable, "-m", "jaxforge.supervise", "--elastic", "--peers",
+            command = [sys.executable, "-m", "jaxforge", "supervise", "--elastic", "--peers",
                        self.peers, f"--host-index={host}", "--hang-timeout=15",
                        "--peer-grace=5", "--", *self.run.command(*OVERRIDES)]  # fmt: skip
             with (self.directory / f"host-{host}").open("ab") as log:

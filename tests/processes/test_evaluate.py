@@ -1,4 +1,4 @@
-"""`python -m jaxforge.evaluate`: the numbers of the training run, on any devices."""
+"""`jaxforge evaluate`: the numbers of the training run, on any devices."""
 
 import json
 import subprocess

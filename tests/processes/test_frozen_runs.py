@@ -5,7 +5,7 @@ import signal
 import numpy as np
 import pytest
 
-from jaxforge.tools.save_teacher_logits import save
+from jaxforge.tools.teacher_logits import save
 from tests.machine import wait_until
 from tests.processes.conftest import Run
 from tests.processes.launching import finish_both, start_both

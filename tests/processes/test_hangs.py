@@ -111,7 +111,7 @@ class Job:
     def __init__(self, run, folder, count, *overrides, rank=0, plugin=""):
         if plugin:
             (folder / "acts_alone.py").write_text(plugin.replace("{rank}", str(rank)))
-            overrides = ["--plugins.hooks=acts_alone.Alone", *overrides]
+            overrides = ["--plugins.callbacks=acts_alone.Alone", *overrides]
         path = os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
         self.run = run
         self.processes = start_both(

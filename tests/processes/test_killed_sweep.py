@@ -17,7 +17,7 @@ def test_killed_sweep_goes_on(tmp_path):
     config, runs = tmp_path / "base.toml", tmp_path / "runs"
     config.write_text(BASE)
     command = [
-        sys.executable, "-m", "jaxforge.sweep", "--config", str(config), "--devices=1",
+        sys.executable, "-m", "jaxforge", "sweep", "--config", str(config), "--devices=1",
         "--grid", "train.seed=1,2", f"--checkpoint.dir={runs}", "--checkpoint.interval=150",
         f"--train.max_steps={STEPS}", "--scheduler.decay_steps=8",
         f"--train.compilation_cache_dir={tmp_path / 'cache'}",

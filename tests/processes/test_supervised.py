@@ -21,7 +21,7 @@ OVERRIDES = ["--train.max_steps=40", "--checkpoint.interval=10", "--distributed.
 def test_one_of_two_processes_is_killed_and_both_run_again(new_run):
     undisturbed, killed = new_run("undisturbed"), new_run("killed")
     others = start_both(undisturbed, *OVERRIDES)
-    command = [sys.executable, "-m", "jaxforge.supervise", "--nproc=2", "--backoff=0.1",
+    command = [sys.executable, "-m", "jaxforge", "supervise", "--nproc=2", "--backoff=0.1",
                "--peer-grace=60", "--", *killed.command(*OVERRIDES)]  # fmt: skip
     supervisor = subprocess.Popen(
         command, cwd=ROOT, env=environment(), text=True, stdout=subprocess.PIPE,

@@ -180,7 +180,7 @@ def test_requests_of_one_process_take_effect_on_both_after_same_step(new_run, tm
     np.save(tmp_path / "held_out.npy", np.arange(9 * 33, dtype=np.uint16) % 256)
     sets = ["--eval.enabled=true", f"--eval.dataset_path={tmp_path}", "--eval.functions=accuracy",
             "--eval.interval=1000", "--checkpoint.interval=1000",
-            "--plugins.hooks=requests_of_one.Requests"]  # fmt: skip
+            "--plugins.callbacks=requests_of_one.Requests"]  # fmt: skip
     path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
     started = start_both(run, "--distributed.dp_shard=2", *sets, env={"PYTHONPATH": path})
     finish_both(started, code=9)

@@ -9,8 +9,8 @@ import jax
 import numpy as np
 import pytest
 
-from jaxforge.commands.train import run as run_all
-from jaxforge.training.hooks import Hook
+from jaxforge.training.callbacks.callback import Callback
+from jaxforge.training.launch import fit as run_all
 from tests.conftest import tiny_config
 from tests.helpers import random_batches, restore_checkpoint, save_checkpoint, setup
 from tests.step import aux_model
@@ -114,8 +114,8 @@ def test_bad_step_does_not_change_model_state():
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(state.model_state), before)
 
 
-class LossRecorder(Hook):
-    """Hook that records the loss terms."""
+class LossRecorder(Callback):
+    """Callback that records the loss terms."""
 
     def __init__(self):
         self.losses = []
@@ -126,7 +126,7 @@ class LossRecorder(Hook):
 
 @functools.cache
 def logged(*axes):
-    """Run on eight devices; return training lines, evaluation lines and the hook."""
+    """Run on eight devices; return training lines, evaluation lines and the recorder."""
     with tempfile.TemporaryDirectory() as location:
         root = Path(location)
         tokens = np.random.default_rng(0).integers(0, 64, 4000)
@@ -144,18 +144,18 @@ def logged(*axes):
             distributed=sizes,
             checkpoint={"dir": str(root / "run"), "interval": 100},
         )  # fmt: skip
-        hook = LossRecorder()
-        run_all(job, [hook])
+        recorder = LossRecorder()
+        run_all(job, [recorder])
         lines = (root / "run" / "metrics.jsonl").read_text().splitlines()
     rows = [json.loads(line) for line in lines]
     train = [row for row in rows if "train/loss" in row]
-    return train, [row for row in rows if "eval/loss" in row], hook
+    return train, [row for row in rows if "eval/loss" in row], recorder
 
 
 def test_run_logs_evaluates_and_stops_by_custom_terms():
-    train, evaluated, hook = logged(("dp_shard", 8))
+    train, evaluated, recorder = logged(("dp_shard", 8))
     assert len(train) == len(evaluated) == 3, "the first evaluation is the best"
-    for row, (loss, terms) in zip(train, hook.losses, strict=True):
+    for row, (loss, terms) in zip(train, recorder.losses, strict=True):
         assert {key for key in row if key.startswith("terms/")} == {f"terms/{n}" for n in terms}
         assert sum(terms.values()) == pytest.approx(loss)
         assert {f"model/size/layers.{i}" for i in range(3)} < row.keys()

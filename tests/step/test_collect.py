@@ -9,8 +9,8 @@ from jaxforge.errors import UserError
 from jaxforge.parallel.stages import Stack
 from jaxforge.step.collect import COLLECTED, StepOutputs, check_collect, collect_metrics
 from jaxforge.step.train_step import Controls
+from jaxforge.training.callbacks.callback import Callback
 from jaxforge.training.callbacks.runner import Callbacks
-from jaxforge.training.hooks import Hook
 from tests.conftest import tiny_config
 from tests.helpers import random_batches, setup
 
@@ -105,16 +105,16 @@ def test_unknown_collect_name_suggests_correction():
         check_collect(["params_norm", "grad"])
 
 
-def test_hooks_share_collected_metrics_and_see_evaluations():
+def test_callbacks_share_collected_metrics_and_see_evaluations():
     events = []
 
-    class NormHook(Hook):
+    class NormHook(Callback):
         collect = ("grads", "params_norm")
 
         def on_eval_begin(self, step):
             events.append(("begin", step))
 
-    class EvaluationHook(Hook):
+    class EvaluationHook(Callback):
         collect = ("params_norm",)
 
         def on_eval_end(self, metrics, step):
@@ -122,6 +122,6 @@ def test_hooks_share_collected_metrics_and_see_evaluations():
 
     runner = Callbacks([NormHook(), EvaluationHook()])
     assert check_collect(runner.collect) == ("grads", "params_norm")
-    runner.call(Hook.on_eval_begin, 3)
-    runner.call(Hook.on_eval_end, {}, 3, None)
+    runner.call(Callback.on_eval_begin, 3)
+    runner.call(Callback.on_eval_end, {}, 3, None)
     assert events == [("begin", 3), ("end", 3)]

@@ -9,7 +9,6 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType
 
 from jaxforge import program
-from jaxforge.commands import train
 from jaxforge.config import rules
 from jaxforge.config.job import JobConfig
 from jaxforge.config.model import scaled_width
@@ -30,6 +29,7 @@ from jaxforge.step.execution import (
     with_execution,
 )
 from jaxforge.step.memory import step_memory
+from jaxforge.training import launch
 from tests.conftest import tiny_config
 
 H100 = CHIPS["h100"]
@@ -156,7 +156,7 @@ def test_run_logs_the_choice_and_stores_the_configured_values(tmp_path, capsys, 
         return make(model, config, mesh)
 
     monkeypatch.setattr(program, "make_gradients", recording_make)
-    train.run(config)
+    launch.fit(config)
     output = " ".join(capsys.readouterr().out.split())
     assert "gradients reduced per microbatch" in output
     assert "checkpointing: full" in output

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 from jaxforge import program as program_module
-from jaxforge.commands import train
 from jaxforge.config.batch_ramp import SampleRamp
 from jaxforge.parallel import compilation
 from jaxforge.program import Program
@@ -15,6 +14,7 @@ from jaxforge.step.padded_batch import MAX_PROGRAMS, pad_batch, reciprocal
 from jaxforge.step.train_step import Controls
 from jaxforge.tools.replay.account import replayed
 from jaxforge.tools.replay.capsule import capsule_of, verify
+from jaxforge.training import launch
 from tests.conftest import tiny_config
 from tests.helpers import devices_here, new_setup, random_batches
 
@@ -103,7 +103,7 @@ def run_in(directory, **train_keys):
             compilation, "compile_step",
             lambda program, flags: compiled.append(program) or compile_step(program, flags),
         )  # fmt: skip
-        train.run(config)
+        launch.fit(config)
     return len(compiled)
 
 

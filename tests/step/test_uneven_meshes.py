@@ -7,10 +7,10 @@ import jax
 import numpy as np
 import pytest
 
-from jaxforge.commands import train
 from jaxforge.exit_codes import Exit
 from jaxforge.inference import open_run
 from jaxforge.inference.evaluation import evaluate
+from jaxforge.training import launch
 from jaxforge.training.evaluation import summary
 from tests.conftest import tiny_config
 from tests.helpers import random_batches, setup
@@ -94,15 +94,15 @@ def job(path, name, **keys):
 
 @pytest.mark.slow
 def test_run_resumes_and_evaluates_on_other_devices(tmp_path, capsys):
-    assert train.run(job(tmp_path, "whole")) is Exit.COMPLETED
+    assert launch.fit(job(tmp_path, "whole")) is Exit.COMPLETED
     reported = [line for line in capsys.readouterr().err.splitlines() if "does not divide" in line]
     assert reported == [
         "WARNING distributed.dp_shard = 8 does not divide model.dim = 60: parameters and optimizer "
         "state are split over 4 devices and copied 2 times, 2 times the memory; dp_shard = 6 or 10 "
         "would split them all the way"
     ]
-    assert train.run(job(tmp_path, "parts", exit_interval=3)) is Exit.INTERVAL
-    assert train.run(job(tmp_path, "parts")) is Exit.COMPLETED
+    assert launch.fit(job(tmp_path, "parts", exit_interval=3)) is Exit.INTERVAL
+    assert launch.fit(job(tmp_path, "parts")) is Exit.COMPLETED
 
     def params(name):
         opened = open_run(tmp_path / name, devices=jax.devices()[:1])

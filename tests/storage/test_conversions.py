@@ -11,7 +11,7 @@ from jaxforge.checkpoint.paths import is_durable
 from jaxforge.commands import train
 from jaxforge.errors import StorageError, UserError
 from jaxforge.storage import COMMITTED, buckets, urls
-from torch_compat import __main__ as torch_compat
+from tests.helpers import cli
 from torch_compat.checkpoint import checkpoints, hf_state, orbax_store
 from torch_compat.convert import upload
 
@@ -25,8 +25,8 @@ def exported(tmp_path_factory):
     (directory / "run.toml").write_text(CONFIG.replace("max_steps = 12", "max_steps = 4"))
     assert train.main([f"--config={directory}/run.toml", f"--checkpoint.dir={directory}/run"]) == 0
     for to in ("dcp", "hf"):
-        arguments = ["export", f"{directory}/run", f"{directory}/{to}", f"--to={to}"]
-        assert torch_compat.main(arguments) == 0
+        arguments = ["convert", f"{directory}/run", f"{directory}/{to}", f"--to={to}"]
+        assert cli(arguments) == 0
     return directory
 
 
@@ -54,10 +54,16 @@ def fetch(location, directory):
 )
 def test_import_creates_run_in_bucket(server, bucket, exported, tmp_path):
     run = urls.path(f"{bucket}/run")
-    command = ["import", f"{exported}/dcp", str(run), f"--config={exported}/run.toml"]
+    command = [
+        "convert",
+        "--to=jaxforge",
+        f"{exported}/dcp",
+        str(run),
+        f"--config={exported}/run.toml",
+    ]
     processes = 2 if server.scheme == "s3" else 1
-    assert torch_compat.main([*command, f"--processes={processes}"]) == 0
-    assert torch_compat.main(["verify", f"{exported}/run", str(run)]) == 0
+    assert cli([*command, f"--processes={processes}"]) == 0
+    assert cli(["verify", f"{exported}/run", str(run)]) == 0
     assert (run / "checkpoints/step_4" / COMMITTED).exists()
     assert f'dir = "{run}"' in (run / "config.toml").read_text()
     assert sorted(path.name for path in run.iterdir()) == ["checkpoints", "config.toml"]
@@ -66,15 +72,15 @@ def test_import_creates_run_in_bucket(server, bucket, exported, tmp_path):
     assert train.main(more) == 0
     assert (run / "checkpoints/step_5" / COMMITTED).exists()
     with pytest.raises(UserError, match=f"{run}/checkpoints/step_4.* already"):
-        torch_compat.main(command)
+        cli(command)
     assert gathered(tmp_path) == []
 
 
 @pytest.mark.parametrize("to", ["dcp", "hf"])
 def test_export_from_bucket_equals_local_export(bucket, exported, tmp_path, to, capsys):
     remote = urls.path(f"{bucket}/out")
-    command = ["export", f"{exported}/run", str(remote), f"--to={to}"]
-    assert torch_compat.main(command) == 0
+    command = ["convert", f"{exported}/run", str(remote), f"--to={to}"]
+    assert cli(command) == 0
     stderr = capsys.readouterr().err
     assert "disk must hold it once" in stderr
     assert ("`latest` is not created" in stderr) == (to == "dcp")
@@ -84,15 +90,15 @@ def test_export_from_bucket_equals_local_export(bucket, exported, tmp_path, to, 
     local_names = {p.relative_to(local).as_posix() for p in local.rglob("*") if p.is_file()}
     assert names == {name for name in local_names if not name.startswith("latest")}
     config = [f"--config={exported}/run.toml"]
-    assert torch_compat.main(["verify", str(local), str(back), *config]) == 0
+    assert cli(["verify", str(local), str(back), *config]) == 0
     assert gathered(tmp_path) == []
     with pytest.raises(UserError, match="already"):
-        torch_compat.main(command)
+        cli(command)
 
 
 def test_import_copies_model_documents(bucket, exported):
     run = urls.path(f"{bucket}/run")
-    assert torch_compat.main(["import", f"{exported}/hf", str(run)]) == 0
+    assert cli(["convert", "--to=jaxforge", f"{exported}/hf", str(run)]) == 0
     retained = run / "huggingface" / "config.json"
     assert retained.read_bytes() == (exported / "hf" / "config.json").read_bytes()
     assert hf_state.read_imported_documents(run).config["model_type"]
@@ -104,19 +110,25 @@ def test_interrupted_copy_resumes(bucket, exported, tmp_path, monkeypatch):
     step = run / "checkpoints/step_4"
     (step / "of" / "another").write_text("conversion")
     (step / upload.UNFINISHED).write_text("another")
-    command = ["import", f"{exported}/dcp", str(run), f"--config={exported}/run.toml"]
+    command = [
+        "convert",
+        "--to=jaxforge",
+        f"{exported}/dcp",
+        str(run),
+        f"--config={exported}/run.toml",
+    ]
     converted = mock.Mock(wraps=orbax_store.stage)
     monkeypatch.setattr(orbax_store, "stage", converted)
     for name in ("manifest.ocdbt", "config.toml"):
         with refused(name), pytest.raises(StorageError, match=name):
-            torch_compat.main(command)
+            cli(command)
         assert is_durable(step) == (name == "config.toml")
         assert gathered(tmp_path)
     with pytest.raises(UserError, match="already"):
-        torch_compat.main([*command, "--optimizer.lr=1"])
-    assert torch_compat.main(command) == 0
+        cli([*command, "--optimizer.lr=1"])
+    assert cli(command) == 0
     assert converted.call_count == 1
-    assert torch_compat.main(["verify", f"{exported}/run", str(run)]) == 0
+    assert cli(["verify", f"{exported}/run", str(run)]) == 0
     names = {path.name for path in step.iterdir()}
     assert not names & {"of", upload.UNFINISHED}
     assert gathered(tmp_path) == []
@@ -124,20 +136,20 @@ def test_interrupted_copy_resumes(bucket, exported, tmp_path, monkeypatch):
 
 def test_changed_source_is_converted_again(bucket, exported, tmp_path):
     out = urls.path(f"{bucket}/out")
-    command = ["export", f"{exported}/run", str(out), "--to=hf"]
+    command = ["convert", f"{exported}/run", str(out), "--to=hf"]
     with refused("config.json"), pytest.raises(StorageError):
-        torch_compat.main(command)
+        cli(command)
     assert not (out / "config.json").exists()
-    assert torch_compat.main([*command, "--dtype=bfloat16"]) == 0
+    assert cli([*command, "--dtype=bfloat16"]) == 0
     back = fetch(out, tmp_path / "back")
     assert json.loads((back / "config.json").read_text())["torch_dtype"] == "bfloat16"
     assert {str(t.dtype) for t in checkpoints.find(back).raw().values()} == {"bfloat16"}
 
 
 def test_staged_conversion_refuses_several_machines(bucket, exported):
-    command = ["export", f"{exported}/run", f"{bucket}/out", "--to=hf", "--process=0/2"]
+    command = ["convert", f"{exported}/run", f"{bucket}/out", "--to=hf", "--process=0/2"]
     with pytest.raises(UserError, match="bucket runs on one machine"):
-        torch_compat.main(command)
+        cli(command)
 
 
 @contextlib.contextmanager

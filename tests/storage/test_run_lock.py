@@ -14,11 +14,12 @@ import numpy as np
 import pytest
 from jax.experimental import multihost_utils
 
-from jaxforge.commands import generate, train
+from jaxforge.commands import generate
 from jaxforge.errors import UserError
 from jaxforge.storage import run_lock
 from jaxforge.storage.run_lock import RunLock
-from jaxforge.training.hooks import Hook
+from jaxforge.training import launch
+from jaxforge.training.callbacks.callback import Callback
 from tests.conftest import tiny_config
 from tests.machine import wait_until
 
@@ -213,11 +214,11 @@ def contents(directory):
 
 
 def test_refused_resume_leaves_run_unchanged(tmp_path):
-    train.run(config(tmp_path))
+    launch.fit(config(tmp_path))
     before = contents(tmp_path)
     assert "config.toml" in map(str, before)
     with pytest.raises(UserError, match="does not fit"):
-        train.run(config(tmp_path, dim=32))
+        launch.fit(config(tmp_path, dim=32))
     assert contents(tmp_path) == before
     (tmp_path / "checkpoints").rename(tmp_path / "elsewhere")  # the first start behaves the same
     for name in ("config.toml", "schedule_summary.txt", "tokenizer/tokenizer.json"):
@@ -225,11 +226,11 @@ def test_refused_resume_leaves_run_unchanged(tmp_path):
     (tmp_path / "tokenizer").rmdir()
     before = contents(tmp_path)
     with pytest.raises(UserError, match="no checkpoint"):
-        train.run(config(tmp_path, load_path=str(tmp_path / "none")))
+        launch.fit(config(tmp_path, load_path=str(tmp_path / "none")))
     assert contents(tmp_path) == before
 
 
-class TakeOver(Hook):
+class TakeOver(Callback):
     """Overwrite the lock in the middle of a run."""
 
     def __init__(self, directory):
@@ -245,18 +246,18 @@ class TakeOver(Hook):
 def test_run_without_lock_ends_without_saving(tmp_path, monkeypatch):
     monkeypatch.setattr(run_lock, "BEAT_SEC", 0.01)
     with pytest.raises(UserError, match="taken over by process 42 on node7"):
-        train.run(config(tmp_path), [TakeOver(tmp_path)])
+        launch.fit(config(tmp_path), [TakeOver(tmp_path)])
     assert not list((tmp_path / "checkpoints").glob("step_*"))
     assert holder(tmp_path)["host"] == "node7"
 
 
 def test_active_run_refuses_jobs_but_not_readers(tmp_path):
-    train.run(config(tmp_path))
+    launch.fit(config(tmp_path))
     with RunLock(tmp_path) as other:
         other.acquire()
         before = contents(tmp_path)
         with pytest.raises(UserError, match="in use by process"):
-            train.run(config(tmp_path))
+            launch.fit(config(tmp_path))
         assert contents(tmp_path) == before
         assert generate.main([str(tmp_path), "--prompt=a", "--max-tokens=1"]) == 0
 

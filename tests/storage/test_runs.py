@@ -21,8 +21,7 @@ from jaxforge.runs.reading import MetricsFile
 from jaxforge.state.progress import Progress
 from jaxforge.storage import COMMITTED, urls
 from tests.conftest import tiny_config
-from tests.helpers import setup
-from torch_compat import __main__ as torch_compat
+from tests.helpers import cli, setup
 
 
 def losses(run) -> dict[int, float]:
@@ -129,10 +128,10 @@ def test_run_resumes_after_copy_to_bucket(bucket, toml, tmp_path):
     assert sorted(losses(urls.path(f"{bucket}/run"))) == list(range(1, 18))
     paths = {path.name for path in urls.path(f"{bucket}/run/checkpoints").iterdir()}
     assert paths == {"step_16", "step_17"}
-    assert torch_compat.main(["export", f"{bucket}/run", f"{tmp_path}/hf", "--to=hf"]) == 0
+    assert cli(["convert", f"{bucket}/run", f"{tmp_path}/hf", "--to=hf"]) == 0
     item = f"{bucket}/run/checkpoints/step_17"
-    assert torch_compat.main(["verify", f"{bucket}/run", item]) == 0
-    assert torch_compat.main(["inspect", f"{bucket}/run"]) == 0
+    assert cli(["verify", f"{bucket}/run", item]) == 0
+    assert cli(["inspect", f"{bucket}/run"]) == 0
     more = [f"--checkpoint.load_path={bucket}/run", "--train.max_steps=19"]
     assert train.main([f"--config={toml}", f"--checkpoint.dir={tmp_path}/on", *more]) == 0
     assert sorted(losses(tmp_path / "on")) == [18, 19]

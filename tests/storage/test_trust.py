@@ -13,9 +13,8 @@ from jaxforge.errors import UserError
 from jaxforge.inference.run import Run
 from jaxforge.runs import run_directory
 from jaxforge.storage import trust
-from tests.helpers import change_stored_config
+from tests.helpers import change_stored_config, cli
 from tests.processes.conftest import environment
-from torch_compat import __main__ as torch_compat
 
 PLANTED = "from pathlib import Path\nPath(__file__).with_name('executed').touch()\n"
 REGISTERS = """
@@ -60,10 +59,10 @@ def stranger(finished, tmp_path, monkeypatch):
     shutil.copytree(finished, run)
     config = (run / "config.toml").read_text()
     config = config.replace("modules = []", 'modules = ["planted"]')
-    config = config.replace("hooks = []", 'hooks = ["planted.Hook"]')
+    config = config.replace("callbacks = []", 'callbacks = ["planted.Callback"]')
     (run / "config.toml").write_text(config)
     assert config.count("planted") == 2
-    change_stored_config(run, "plugins", modules=["planted"], hooks=["planted.Hook"])
+    change_stored_config(run, "plugins", modules=["planted"], callbacks=["planted.Callback"])
     (run / "planted.py").write_text(PLANTED)
     monkeypatch.syspath_prepend(run)
     return run
@@ -83,8 +82,8 @@ def test_inspecting_run_imports_no_plugins(stranger, tmp_path, capsys):
         name_unregistered(stranger, section, key, "theirs")
     config, run = str(stranger / "config.toml"), str(stranger)
     assert report_command.main([run]) == 0
-    assert torch_compat.main(["inspect", run]) == 0
-    assert torch_compat.main(["verify", run, run]) == 0
+    assert cli(["inspect", run]) == 0
+    assert cli(["verify", run, run]) == 0
     capsys.readouterr()
     assert train.main(["--config", config, "--dry-run", f"--checkpoint.dir={tmp_path / 'n'}"]) == 0
     said = capsys.readouterr().out
@@ -108,10 +107,10 @@ def test_using_run_imports_plugins_only_if_granted(stranger, capsys):
     with pytest.raises(UserError, match="theirs"):
         Run(run).generate("a")
     assert not (stranger / "executed").exists()
-    with pytest.raises(UserError, match="hooks: planted has no Hook"):
+    with pytest.raises(UserError, match="callbacks: planted has no Callback"):
         generate.main([run, "--trust-plugins"])
     assert (stranger / "executed").exists()
-    with pytest.raises(UserError, match="hooks: planted has no Hook"):
+    with pytest.raises(UserError, match="callbacks: planted has no Callback"):
         Run(run, trust_plugins=True).generate("a")
 
 
@@ -196,7 +195,9 @@ def test_settings_with_side_effects_are_removed(stranger, tmp_path):
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("command", ["jaxforge.report .", "torch_compat inspect .", "jaxforge"])
+@pytest.mark.parametrize(
+    "command", ["jaxforge report .", "jaxforge inspect .", "jaxforge.plan --help", "jaxforge"]
+)
 def test_commands_do_not_import_from_working_directory(command, stranger):
     for name in ("signal", "typing", "argparse", "numpy", "pydantic", "tensorboardX"):
         (stranger / f"{name}.py").write_text(PLANTED)

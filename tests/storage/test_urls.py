@@ -11,7 +11,7 @@ from jaxforge.config.reading.load import load_config
 from jaxforge.config.rules import check
 from jaxforge.errors import UserError
 from jaxforge.storage import urls
-from torch_compat import __main__ as torch_compat
+from tests.helpers import cli
 
 KEYS = [
     "checkpoint.dir", "checkpoint.load_path", "checkpoint.non_persistent_dir",
@@ -96,13 +96,13 @@ def test_local_only_settings_refuse_buckets(override, what):
         (prepare.main, ["s3:/b/r.jsonl", "--output=out"]),
         (prepare.main, ["in.jsonl", "--output=s3:/b/r"]),
         (prepare.main, ["in.jsonl", "--output=out", "--tokenizer=s3:/b/r"]),
-        (torch_compat.main, ["import", "s3:/b/r", "out"]),
-        (torch_compat.main, ["import", "in", "s3:/b/r"]),
-        (torch_compat.main, ["export", "gs:/b/r", "out", "--to=hf"]),
-        (torch_compat.main, ["export", "run", "gs:/b/r", "--to=dcp"]),
-        (torch_compat.main, ["export", "run", "az://b/r", "--to=hf"]),
-        (torch_compat.main, ["inspect", "gs:/b/r"]),
-        (torch_compat.main, ["verify", "gs:/b/r", "s3:/b/r"]),
+        (cli, ["convert", "--to=jaxforge", "s3:/b/r", "out"]),
+        (cli, ["convert", "--to=jaxforge", "in", "s3:/b/r"]),
+        (cli, ["convert", "gs:/b/r", "out", "--to=hf"]),
+        (cli, ["convert", "run", "gs:/b/r", "--to=dcp"]),
+        (cli, ["convert", "run", "az://b/r", "--to=hf"]),
+        (cli, ["inspect", "gs:/b/r"]),
+        (cli, ["verify", "gs:/b/r", "s3:/b/r"]),
     ],
 )
 def test_commands_refuse_urls_with_exit_code_2(main, arguments, tmp_path, monkeypatch, capsys):

@@ -50,7 +50,7 @@ class Child:
     def supervise(self, *options, body):
         """Start a supervisor as a process that receives signals."""
         return subprocess.Popen(
-            [sys.executable, "-m", "jaxforge.supervise", *QUICK, *options, *self.command(body)],
+            [sys.executable, "-m", "jaxforge", "supervise", *QUICK, *options, *self.command(body)],
             cwd=self.directory, env={**os.environ, "PYTHONPATH": str(ROOT)}, text=True,
             stderr=subprocess.PIPE,
         )  # fmt: skip

@@ -7,7 +7,6 @@ import signal
 import numpy as np
 import pytest
 
-from jaxforge.commands import train
 from jaxforge.config import ineffective_settings, rules
 from jaxforge.config.reading.load import load_config
 from jaxforge.errors import UserError
@@ -15,7 +14,7 @@ from jaxforge.exit_codes import Exit
 from jaxforge.tasks.core import CoreTask
 from jaxforge.tools.plan.dry_run_data import open_data
 from jaxforge.training import launch
-from jaxforge.training.hooks import Hook
+from jaxforge.training.callbacks.callback import Callback
 from jaxforge.training.summary import schedule_summary
 from tests.conftest import tiny_config
 from tests.tasks import core_bundle
@@ -64,7 +63,7 @@ def progress(root, name, step):
     return json.loads(path.read_text())
 
 
-class Log(Hook):
+class Log(Callback):
     def __init__(self):
         self.events = []
 
@@ -79,7 +78,7 @@ class Log(Hook):
 def whole(tmp_path_factory):
     """A run with tasks every 2 steps and a set every 4."""
     root, log = tmp_path_factory.mktemp("tasks"), Log()
-    assert launch.train(config(root, "whole"), [log]) is Exit.COMPLETED
+    assert launch.fit(config(root, "whole"), [log]) is Exit.COMPLETED
     return root, log.events
 
 
@@ -97,7 +96,7 @@ def test_tasks_are_logged_at_their_interval(whole):
 
 def test_tasks_do_not_change_run(whole):
     root, _ = whole
-    assert train.run(config(root, "plain", tasks_core="", dataset_path="", enabled=False)) is (
+    assert launch.fit(config(root, "plain", tasks_core="", dataset_path="", enabled=False)) is (
         Exit.COMPLETED
     )
     plain = lines(root, "plain")
@@ -106,7 +105,7 @@ def test_tasks_do_not_change_run(whole):
 
 def test_tasks_need_no_evaluation_set(whole):
     root, _ = whole
-    assert train.run(config(root, "alone", dataset_path="")) is Exit.COMPLETED
+    assert launch.fit(config(root, "alone", dataset_path="")) is Exit.COMPLETED
     logged = lines(root, "alone")
     assert of_tasks(logged) == of_tasks(lines(root, "whole"))
     assert not [line for line in logged if line[1] == "eval/loss"]
@@ -127,12 +126,12 @@ def test_signal_within_tasks_resumes_there(whole, monkeypatch, at):
     first, second, finished = Log(), Log(), [f"core/{x}" for x in NAMES[: at - 1]]
     with monkeypatch.context() as patch:
         patch.setattr(CoreTask, "evaluate", with_signal)
-        assert launch.train(config(root, name), [first]) is Exit.SIGNAL
+        assert launch.fit(config(root, name), [first]) is Exit.SIGNAL
     stored = progress(root, name, 2)["validation"]
     assert stored["pending_tasks"][0] == f"core/{NAMES[at - 1]}"
     assert list(stored["results"]) == finished
     assert not of_tasks(lines(root, name))
-    assert launch.train(config(root, name), [second]) is Exit.COMPLETED
+    assert launch.fit(config(root, name), [second]) is Exit.COMPLETED
     assert lines(root, name) == lines(root, "whole")
     assert [*first.events, *second.events] == whole[1]
 
@@ -149,8 +148,8 @@ def test_killed_evaluation_is_repeated_once(whole, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(CoreTask, "evaluate", failing)
         with pytest.raises(ZeroDivisionError):
-            train.run(config(root, "killed"))
-    assert train.run(config(root, "killed")) is Exit.COMPLETED
+            launch.fit(config(root, "killed"))
+    assert launch.fit(config(root, "killed")) is Exit.COMPLETED
     assert lines(root, "killed") == lines(root, "whole")
 
 
@@ -158,7 +157,7 @@ def test_average_is_evaluated_on_tasks(whole):
     root, _ = whole
     job = config(root, "ema", tasks_weights="ema", tasks_interval=6, interval=6)
     job = job.model_copy(update={"train": job.train.model_copy(update={"ema_decay": 0.5})})
-    assert train.run(job) is Exit.COMPLETED
+    assert launch.fit(job) is Exit.COMPLETED
     names = {name for _, name, _ in of_tasks(lines(root, "ema"))}
     assert "eval/tasks/core/copa/ema_acc" in names
     assert "eval/tasks/core/copa/acc" not in names
@@ -176,7 +175,7 @@ def test_metric_of_task_stops_run_at_target(whole, mode, exit_reason):
         config(root, f"target_{mode}"), "early_stop", target=-5.0,
         metric="eval/tasks/core/copa/centered_acc", mode=mode,
     )  # fmt: skip
-    assert train.run(job) is exit_reason
+    assert launch.fit(job) is exit_reason
 
 
 @pytest.mark.parametrize(("mode", "stated", "best"), [
@@ -193,7 +192,7 @@ def test_metric_of_task_ranks_checkpoints_and_stops_run(whole, monkeypatch, mode
     job = with_keys(job, "checkpoint", keep_last_n=1, keep_best_n=1, **keys)
     job = with_keys(job, "early_stop", metric=metric, mode=mode, patience_steps=3)
     is_stopped = best[0] == 2  # no better value for four steps
-    assert train.run(job) is (Exit.EARLY_STOPPED if is_stopped else Exit.COMPLETED)
+    assert launch.fit(job) is (Exit.EARLY_STOPPED if is_stopped else Exit.COMPLETED)
     steps = {path.name for path in (root / name / "checkpoints").iterdir()}
     assert steps == {f"step_{best[0]}", "step_6"}
     stored = progress(root, name, 6)
@@ -216,7 +215,7 @@ def test_unknown_metric_of_task_raises_before_run(whole, metric, message):
     root, _ = whole
     job = with_keys(config(root, "unknown"), "checkpoint", best_metric=metric)
     with pytest.raises(UserError, match=message):
-        train.run(job)
+        launch.fit(job)
     assert not (root / "unknown" / "metrics.jsonl").exists()
 
 
@@ -269,7 +268,7 @@ def test_tasks_that_never_run_are_warned_of(options, message):
 def test_missing_lm_eval_names_the_command(whole, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"lm_eval, which is not installed: pip install 'jaxforge"):
-        train.run(config(whole[0], "without", tasks=["piqa"]))
+        launch.fit(config(whole[0], "without", tasks=["piqa"]))
 
 
 def test_dry_run_describes_tasks(whole):

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from jaxforge.commands import train
 from jaxforge.exit_codes import Exit
 from jaxforge.telemetry.console import setup_logging
+from jaxforge.training import launch
 from tests.conftest import tiny_config
 from tests.helpers import devices_here
 
@@ -56,7 +56,7 @@ def test_run_continues_without_reader_of_output(tmp_path, monkeypatch):
     with devices_here(1), open(write, "w") as pipe, unflushed, Path("/dev/full").open("w") as full:
         monkeypatch.setattr(sys, "stdout", pipe)
         monkeypatch.setattr(sys, "stderr", full)
-        reason = train.run(config)
+        reason = launch.fit(config)
     assert reason is Exit.COMPLETED
     assert (tmp_path / "checkpoints" / "step_3").is_dir()
     log = (tmp_path / "logs" / "process_0.log").read_text()

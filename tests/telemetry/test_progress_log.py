@@ -175,15 +175,15 @@ def test_clock_set_back_does_not_fail(path, clock):
 def test_asynchronous_checkpoint_has_line_when_durable(path, tmp_path, clock):
     config = tiny_config(checkpoint={"dir": str(tmp_path)})
     progress = Progress(tokens=1000)
-    hook = ProgressTxt(config, progress)
+    callback = ProgressTxt(config, progress)
     clock.seconds = 0.001
     for step in (1, 2, 3):
         progress.tokens += 10**6
-        hook.on_checkpoint_save(step, tmp_path / f"step_{step}")
+        callback.on_checkpoint_save(step, tmp_path / f"step_{step}")
         if step != 2:  # the save of step 2 fails
             (tmp_path / f"step_{step}").mkdir()
-    hook.on_eval_end({}, 3)
-    hook.on_train_end(3, 0, None)
+    callback.on_eval_end({}, 3)
+    callback.on_train_end(3, 0, None)
     events = [line.split("\t")[3:5] for line in path.read_text().splitlines()]
     assert events == [
         ["Starting job"],
@@ -201,9 +201,9 @@ def test_asynchronous_checkpoint_has_line_when_durable(path, tmp_path, clock):
 
 def test_synchronous_checkpoint_has_one_line(path, tmp_path):
     config = tiny_config(checkpoint={"dir": str(tmp_path), "async_mode": "disabled"})
-    hook = ProgressTxt(config, Progress())
-    hook.on_checkpoint_save(1, tmp_path / "step_1")
-    hook.on_train_end(1, 0, None)
+    callback = ProgressTxt(config, Progress())
+    callback.on_checkpoint_save(1, tmp_path / "step_1")
+    callback.on_train_end(1, 0, None)
     assert [line.split("\t")[3] for line in path.read_text().splitlines()] == [
         "Starting job", "Saved checkpoint",
     ]  # fmt: skip

@@ -91,7 +91,7 @@ def test_run_serves_metrics_and_readiness(tmp_path):
         metrics={"prometheus_port": probe.port, "prometheus_address": "127.0.0.1",
                  "log_interval": 2},
     )  # fmt: skip
-    assert jf.train(config, callbacks=[probe]) is Exit.COMPLETED
+    assert jf.fit(config, callbacks=[probe]) is Exit.COMPLETED
     assert probe.ready == {
         "begin": (503, "not training: start\n"), 1: (200, "ok\n"), 12: (200, "ok\n"),
         "end": (503, "not training: other\n"),

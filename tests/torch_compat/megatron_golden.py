@@ -14,7 +14,7 @@ import numpy as np
 
 from jaxforge import inference
 from jaxforge.model.transformer import Model
-from torch_compat.__main__ import main
+from tests.helpers import cli
 from torch_compat.formats.dcp_reader import open_dcp
 from torch_compat.formats.files import Directory
 
@@ -70,7 +70,7 @@ train:
 
 
 def imported(name, run, *options):
-    assert main(["import", str(GOLDEN / name), str(run), *options]) == 0
+    assert cli(["convert", "--to=jaxforge", str(GOLDEN / name), str(run), *options]) == 0
     return run
 
 

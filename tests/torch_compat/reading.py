@@ -28,9 +28,9 @@ ABOVE = 1 << 30  # bytes above which an allocation fails, rather than the machin
 
 
 def read(path):
-    """Read as `inspect` and `import` do: a digest of every value, by our names.
+    """Read as `inspect` and `convert` do: a digest of every value, by our names.
 
-    Of a run, what `report` shows; of a capsule, what `capsule verify` goes by.
+    Of a run, what `report` shows; of a capsule, what its verification goes by.
     """
     if (Path(path) / "run").is_dir():
         return {"page": page(read_runs([Path(path) / "run"]), "steps")}

@@ -1,4 +1,4 @@
-"""`jaxforge average`: the mean of the weights of checkpoints of a run."""
+"""`jaxforge convert --average`: the mean of the weights of checkpoints of a run."""
 
 import json
 import signal
@@ -18,10 +18,9 @@ from jaxforge.checkpoint.restore import starting_state
 from jaxforge.errors import UserError
 from jaxforge.state.progress import Progress
 from tests.conftest import tiny_config
-from tests.helpers import setup, underway
+from tests.helpers import cli, setup, underway
 from tests.machine import PATIENCE
 from tests.processes.conftest import ROOT, environment
-from torch_compat.__main__ import main
 from torch_compat.checkpoint import orbax_store
 from torch_compat.convert.average import mean, select
 from torch_compat.formats.lazy import from_array
@@ -64,10 +63,11 @@ def of_step(run, step):
 
 
 @pytest.mark.parametrize(
-    ("choice", "steps"), [("--last=2", (4, 7)), ("--steps=7,2", (2, 7)), ("--last=3", STEPS)]
+    ("choice", "steps"),
+    [("--average=2", (4, 7)), ("--average=7,2", (2, 7)), ("--average=3", STEPS)],
 )
 def test_mean_equals_that_of_torch(run, tmp_path, choice, steps):
-    assert main(["average", str(run), choice, "--output", str(tmp_path / "mean")]) == 0
+    assert cli(["convert", str(run), str(tmp_path / "mean"), "--to=jaxforge", choice]) == 0
     result = opened(tmp_path / "mean")
     states = [arrays(of_step(run, step).params) for step in steps]
     names = list(states[0])
@@ -89,8 +89,15 @@ def test_mean_equals_that_of_torch(run, tmp_path, choice, steps):
 
 
 def test_moving_averages_are_averaged_on_request(run, tmp_path):
-    command = ["average", str(run), "--last=2", "--weights=ema", "--output", str(tmp_path / "mean")]
-    assert main(command) == 0
+    command = [
+        "convert",
+        str(run),
+        str(tmp_path / "mean"),
+        "--to=jaxforge",
+        "--average=2",
+        "--weights=ema",
+    ]
+    assert cli(command) == 0
     first, second = (arrays(of_step(run, step).ema) for step in STEPS[1:])
     for name, value in arrays(opened(tmp_path / "mean").params).items():
         np.testing.assert_allclose(value, (first[name] + second[name]) / 2, rtol=1e-6)
@@ -98,7 +105,7 @@ def test_moving_averages_are_averaged_on_request(run, tmp_path):
 
 def test_untrained_state_and_experts_are_those_of_newest(tmp_path):
     run = write_run(tmp_path / "run", EXPERTS)
-    assert main(["average", str(run), "--last=2", "--output", str(tmp_path / "mean")]) == 0
+    assert cli(["convert", str(run), str(tmp_path / "mean"), "--to=jaxforge", "--average=2"]) == 0
     result, newest, other = opened(tmp_path / "mean"), of_step(run, 7), of_step(run, 4)
     assert arrays(result.model_state).keys() == newest.model_state.keys() != set()
     for name, value in arrays(result.model_state).items():
@@ -139,16 +146,16 @@ def test_memory_is_that_of_blocks():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--last=4"], r"--last 4: .*run has 3 checkpoints: steps 2, 4, 7. Choose at most 3"),
-        (["--steps=2,3"], r"--steps: no checkpoint of step 3. .* steps 2, 4, 7"),
-        (["--steps=2,2"], r"--steps names a step twice"),
-        (["--last=2", "--weights=ema"], r"step_4 has no average of the parameters"),
+        (["--average=4"], r"--average 4: .*run has 3 checkpoints: steps 2, 4, 7. Choose at most 3"),
+        (["--average=2,3"], r"--average: no checkpoint of step 3. .* steps 2, 4, 7"),
+        (["--average=2,2"], r"--average names a step twice"),
+        (["--average=2", "--weights=ema"], r"step_4 has no average of the parameters"),
     ],
 )
 def test_wrong_choice_is_refused(tmp_path, options, message):
     run = write_run(tmp_path / "run")
     with pytest.raises(UserError, match=message):
-        main(["average", str(run), *options, "--output", str(tmp_path / "mean")])
+        cli(["convert", str(run), str(tmp_path / "mean"), "--to=jaxforge", *options])
     assert not (tmp_path / "mean").exists()
 
 
@@ -157,18 +164,18 @@ def test_checkpoint_of_other_model_is_refused(run, tmp_path):
     (run / "checkpoints/step_4").rename(tmp_path / "step_4")
     (other / "checkpoints/step_4").rename(run / "checkpoints/step_4")
     with pytest.raises(UserError, match=r"step_4 has model.rope_theta = 500.0, and the newest"):
-        main(["average", str(run), "--last=2", "--output", str(tmp_path / "mean")])
+        cli(["convert", str(run), str(tmp_path / "mean"), "--to=jaxforge", "--average=2"])
 
 
 def test_output_in_a_run_is_refused(run, tmp_path):
     for output in (run, write_run(tmp_path / "other")):
-        with pytest.raises(UserError, match=r"a run is there\. Name a new directory"):
-            main(["average", str(run), "--last=2", "--output", str(output)])
+        with pytest.raises(UserError, match=r"is a run\. Name a new directory"):
+            cli(["convert", str(run), str(output), "--to=jaxforge", "--average=2"])
 
 
 def test_run_starts_from_mean(run, tmp_path):
     output = str(tmp_path / "mean")
-    assert main(["average", str(run), "--last=2", "--output", output]) == 0
+    assert cli(["convert", str(run), output, "--to=jaxforge", "--average=2"]) == 0
     with inference.open_run(tmp_path / "mean", devices=jax.devices()[:1]).in_use() as params:
         expected = jax.device_get(params)
     ours = setup(tiny_config(
@@ -184,22 +191,22 @@ def test_run_starts_from_mean(run, tmp_path):
 
 @pytest.mark.slow
 def test_killed_average_is_repeated(run, tmp_path):
-    words = ["average", str(run), "--last=3", "--output"]
-    assert main([*words, str(tmp_path / "whole")]) == 0
-    command = [sys.executable, "-m", "torch_compat", *words, str(tmp_path / "killed")]
+    words = ["convert", "--to=jaxforge", "--average=3", str(run)]
+    assert cli([*words, str(tmp_path / "whole")]) == 0
+    command = [sys.executable, "-m", "jaxforge", *words, str(tmp_path / "killed")]
     process = subprocess.Popen(command, cwd=ROOT, env=environment())
     while process.poll() is None and not (tmp_path / "killed").exists():
         pass
     process.send_signal(signal.SIGKILL)
     process.wait(PATIENCE)
-    assert main([*words, str(tmp_path / "killed")]) == 0
+    assert cli([*words, str(tmp_path / "killed")]) == 0
     whole, killed = (arrays(opened(tmp_path / n).params) for n in ("whole", "killed"))
     for name, value in whole.items():
         np.testing.assert_array_equal(value, killed[name])
 
 
 def test_selection_is_fixed_when_it_is_made(run):
-    chosen = select(str(run), 2, None)
+    chosen = select(str(run), 2)
     assert chosen.steps == [4, 7]
     assert str(chosen) == f"the mean of steps 4, 7 of {run}"
     assert len(chosen.stamps()) > len(chosen.members[0].stamps())

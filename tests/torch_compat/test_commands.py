@@ -23,11 +23,10 @@ from jaxforge.errors import UserError
 from jaxforge.optim.eight_bit import Packed, unpack
 from jaxforge.state.progress import Progress
 from tests.conftest import tiny_config
-from tests.helpers import change_stored_config, random_batches, setup, underway
+from tests.helpers import change_stored_config, cli, random_batches, setup, underway
 from tests.machine import PATIENCE
 from tests.processes.conftest import ROOT, environment
 from tests.torch_compat.runs import assert_same, saved, trained, values
-from torch_compat.__main__ import main
 from torch_compat.checkpoint import checkpoints, inspection, orbax_store
 from torch_compat.formats import ocdbt, safetensors
 from torch_compat.formats.dcp_reader import METADATA, open_dcp
@@ -44,7 +43,7 @@ def checksums_of(run):
 def test_golden_run_roundtrip_is_bit_exact(golden, tmp_path, name, capsys):
     source = golden(name)
     settings = [f"--config={source / 'config.toml'}", "--data.shuffle=false"]
-    assert main(["import", str(source), str(tmp_path / "run"), *settings]) == 0
+    assert cli(["convert", "--to=jaxforge", str(source), str(tmp_path / "run"), *settings]) == 0
     checkpoint, config = orbax_store.open_orbax(tmp_path / "run")
     assert (checkpoint.progress.step, checkpoint.progress.samples, checkpoint.progress.tokens) == (
         10,
@@ -54,10 +53,10 @@ def test_golden_run_roundtrip_is_bit_exact(golden, tmp_path, name, capsys):
     assert int(checkpoint.scalars["updates"]) == 10
     assert config.optimizer.lr == 3e-3
     ranks = 1 if name.endswith("1rank") else 2
-    exporting = ["export", str(tmp_path / "run"), str(tmp_path / "back"), "--to=dcp"]
-    assert main([*exporting, f"--ranks={ranks}"]) == 0
-    assert main(["verify", str(source), str(tmp_path / "back")]) == 0
-    assert main(["verify", str(source), str(tmp_path / "run"), *settings]) == 0
+    exporting = ["convert", str(tmp_path / "run"), str(tmp_path / "back"), "--to=dcp"]
+    assert cli([*exporting, f"--ranks={ranks}"]) == 0
+    assert cli(["verify", str(source), str(tmp_path / "back")]) == 0
+    assert cli(["verify", str(source), str(tmp_path / "run"), *settings]) == 0
     assert "the same" in capsys.readouterr().out
     assert (tmp_path / "back" / "latest").readlink() == Path("step_10")
     metadata = json.loads((tmp_path / "back" / "latest" / "metadata.json").read_text())
@@ -69,8 +68,16 @@ def test_golden_run_roundtrip_is_bit_exact(golden, tmp_path, name, capsys):
 def test_all_optimizers_roundtrip_through_torch(tmp_path, name, layout):
     scheduler = {"name": "none"} if name.startswith("schedule_free") else {}
     config = trained(tmp_path / "a", optimizer={"name": name}, scheduler=scheduler)
-    main(["export", str(tmp_path / "a"), str(tmp_path / "dcp"), "--to=dcp", f"--layout={layout}"])
-    main(["import", str(tmp_path / "dcp"), str(tmp_path / "b"), f"--config={config}"])
+    cli(["convert", str(tmp_path / "a"), str(tmp_path / "dcp"), "--to=dcp", f"--layout={layout}"])
+    cli(
+        [
+            "convert",
+            "--to=jaxforge",
+            str(tmp_path / "dcp"),
+            str(tmp_path / "b"),
+            f"--config={config}",
+        ]
+    )
     assert_same(values(tmp_path / "a"), values(tmp_path / "b"))
 
 
@@ -82,7 +89,7 @@ def test_eight_bit_moments_are_exported_as_float32(tmp_path):
     state = underway(ours, 0)
     moments = jax.tree.map(lambda a: jnp.asarray(narrow(a)), state.opt_state)
     config = saved(tmp_path / "a", ours, dataclasses.replace(state, opt_state=moments), steps=0)
-    main(["export", str(tmp_path / "a"), str(tmp_path / "dcp"), "--to=dcp"])
+    cli(["convert", str(tmp_path / "a"), str(tmp_path / "dcp"), "--to=dcp"])
     name, (_, adam, _) = "layers.0.mlp.up_proj.weight", moments
     result = open_dcp(Directory(tmp_path / "dcp" / "step_0")).tensors
     for field, theirs in {"mu": "exp_avg", "nu": "exp_avg_sq"}.items():
@@ -92,13 +99,21 @@ def test_eight_bit_moments_are_exported_as_float32(tmp_path):
         np.testing.assert_allclose(tensor.all(), expected, rtol=1e-6, atol=1e-37)  # subnormal: 0
         rows = slice(17, 70), slice(3, 9)
         np.testing.assert_array_equal(tensor.read(rows), tensor.all()[rows])
-    assert main(["verify", str(tmp_path / "a"), str(tmp_path / "dcp"), f"--config={config}"]) == 0
+    assert cli(["verify", str(tmp_path / "a"), str(tmp_path / "dcp"), f"--config={config}"]) == 0
     with pytest.raises(UserError, match=r"train.opt_state_dtype = .8bit.*--weights-only"):
-        main(["import", str(tmp_path / "dcp"), str(tmp_path / "b"), f"--config={config}"])
+        cli(
+            [
+                "convert",
+                "--to=jaxforge",
+                str(tmp_path / "dcp"),
+                str(tmp_path / "b"),
+                f"--config={config}",
+            ]
+        )
     again = ["convert", str(tmp_path / "a"), str(tmp_path / "b"), "--to=jaxforge"]
     with pytest.raises(UserError, match=r"train.opt_state_dtype = .8bit"):
-        main(again)
-    assert main([*again, "--train.opt_state_dtype=float32"]) == 0
+        cli(again)
+    assert cli([*again, "--train.opt_state_dtype=float32"]) == 0
     assert_same(values(tmp_path / "b"), values(tmp_path / "a"))
 
 
@@ -107,10 +122,18 @@ def test_eight_bit_moments_are_exported_as_float32(tmp_path):
 def test_all_dialects_roundtrip_bit_exactly(tmp_path, dialect, dtype):
     config = trained(tmp_path / "a", train={"param_dtype": dtype, "opt_state_dtype": dtype})
     arguments = ["--to=dcp", f"--dialect={dialect}"]
-    main(["export", str(tmp_path / "a"), str(tmp_path / "dcp"), *arguments])
+    cli(["convert", str(tmp_path / "a"), str(tmp_path / "dcp"), *arguments])
     reference = checkpoints.find(tmp_path / "dcp")
     assert reference.dcp().tensors  # complete checkpoint
-    main(["import", str(tmp_path / "dcp"), str(tmp_path / "b"), f"--config={config}"])
+    cli(
+        [
+            "convert",
+            "--to=jaxforge",
+            str(tmp_path / "dcp"),
+            str(tmp_path / "b"),
+            f"--config={config}",
+        ]
+    )
     assert_same(values(tmp_path / "a"), values(tmp_path / "b"))
     step = orbax_store.open_orbax(tmp_path / "b")[0].progress
     assert (step.step, step.tokens) == (2, 512)
@@ -118,7 +141,7 @@ def test_all_dialects_roundtrip_bit_exactly(tmp_path, dialect, dtype):
 
 def test_verify_names_differences(tmp_path, capsys):
     config = trained(tmp_path / "a")
-    main(["export", str(tmp_path / "a"), str(tmp_path / "dcp"), "--to=dcp"])
+    cli(["convert", str(tmp_path / "a"), str(tmp_path / "dcp"), "--to=dcp"])
     tensor = open_dcp(Directory(tmp_path / "dcp" / "step_2")).tensors["model.norm.weight"]
     location = tensor.all().tobytes()
     file = tmp_path / "dcp" / "step_2" / "__0_0.distcp"
@@ -130,7 +153,7 @@ def test_verify_names_differences(tmp_path, capsys):
     file.write_bytes(data.replace(location, changed.tobytes()).replace(*sums))
     capsys.readouterr()
     arguments = ["verify", str(tmp_path / "a"), str(tmp_path / "dcp"), "--json"]
-    assert main([*arguments, f"--config={config}"]) == 1
+    assert cli([*arguments, f"--config={config}"]) == 1
     result = json.loads(capsys.readouterr().out)["differences"]
     assert [(d["name"], d["what"], d["largest"]) for d in result] == [
         ("params.norm.weight", "values", pytest.approx(0.5))
@@ -140,7 +163,7 @@ def test_verify_names_differences(tmp_path, capsys):
 def test_inspect_opens_checkpoint_once(tmp_path, monkeypatch):
     """Opening takes most of the time if there are many tensors."""
     trained(tmp_path / "a")
-    main(["export", str(tmp_path / "a"), str(tmp_path / "hf"), "--to=hf"])
+    cli(["convert", str(tmp_path / "a"), str(tmp_path / "hf"), "--to=hf"])
     opened = []
     tensor_of = safetensors.lazy_tensor
     monkeypatch.setattr(
@@ -153,14 +176,14 @@ def test_inspect_opens_checkpoint_once(tmp_path, monkeypatch):
 
 def test_inspect_describes_contents(tmp_path, capsys):
     trained(tmp_path / "a")
-    main(["export", str(tmp_path / "a"), str(tmp_path / "dcp"), "--to=dcp", "--ranks=2"])
-    main(["export", str(tmp_path / "a"), str(tmp_path / "hf"), "--to=hf"])
+    cli(["convert", str(tmp_path / "a"), str(tmp_path / "dcp"), "--to=dcp", "--ranks=2"])
+    cli(["convert", str(tmp_path / "a"), str(tmp_path / "hf"), "--to=hf"])
     reports = {}
     for name in ("a", "dcp", "hf"):
         capsys.readouterr()
-        assert main(["inspect", str(tmp_path / name), "--json"]) == 0
+        assert cli(["inspect", str(tmp_path / name), "--json"]) == 0
         reports[name] = json.loads(capsys.readouterr().out)
-        assert main(["inspect", str(tmp_path / name)]) == 0
+        assert cli(["inspect", str(tmp_path / name)]) == 0
         *_, table = capsys.readouterr().out.partition("\n\n")
         rows = {row.split()[0]: row for row in table.splitlines()[1:]}
         assert rows.keys() == reports[name]["tensors"].keys()
@@ -178,10 +201,10 @@ def test_inspect_describes_contents(tmp_path, capsys):
 
 def test_dry_run_writes_nothing(tmp_path, capsys):
     config = trained(tmp_path / "a")
-    main(["export", str(tmp_path / "a"), str(tmp_path / "dcp"), "--to=dcp"])
+    cli(["convert", str(tmp_path / "a"), str(tmp_path / "dcp"), "--to=dcp"])
     before = sorted(tmp_path.rglob("*"))
     arguments = [str(tmp_path / "dcp"), str(tmp_path / "b"), f"--config={config}"]
-    assert main(["import", *arguments, "--dry-run"]) == 0
+    assert cli(["convert", "--to=jaxforge", *arguments, "--dry-run"]) == 0
     assert "kempnerforge, step 2" in capsys.readouterr().err
     assert sorted(tmp_path.rglob("*")) == before
 
@@ -189,7 +212,7 @@ def test_dry_run_writes_nothing(tmp_path, capsys):
 def test_exported_groups_decay_like_jaxforge(tmp_path):
     patterns = {"no_decay_patterns": ["token_embedding"], "decay_patterns": ["mlp_norm"]}
     trained(tmp_path / "run", optimizer=patterns)
-    assert main(["export", str(tmp_path / "run"), str(tmp_path / "dcp"), "--to=dcp"]) == 0
+    assert cli(["convert", str(tmp_path / "run"), str(tmp_path / "dcp"), "--to=dcp"]) == 0
     dcp = open_dcp(Directory(tmp_path / "dcp" / "latest"))
     decaying, still = (dcp.objects(f"optimizer.param_groups.{g}.params") for g in (0, 1))
     assert set(still) == {
@@ -203,7 +226,7 @@ def test_exported_groups_decay_like_jaxforge(tmp_path):
 def test_lr_patterns_and_frozen_parameters_roundtrip(tmp_path, name):
     optimizer = {"name": name, "lr_patterns": {"token_embedding": 0.1}, "freeze_patterns": ["head"]}
     config = trained(tmp_path / "a", optimizer=optimizer)
-    assert main(["export", str(tmp_path / "a"), str(tmp_path / "dcp"), "--to=dcp"]) == 0
+    assert cli(["convert", str(tmp_path / "a"), str(tmp_path / "dcp"), "--to=dcp"]) == 0
     dcp = open_dcp(Directory(tmp_path / "dcp" / "latest"))
     groups = range(3)
     rates = [dcp.objects(f"optimizer.param_groups.{g}.initial_lr") for g in groups]
@@ -213,15 +236,15 @@ def test_lr_patterns_and_frozen_parameters_roundtrip(tmp_path, name):
     assert not [key for key in (*dcp.tensors, *dcp.objects, *itertools.chain(*members))
                 if "output_head" in key and not key.startswith("model.")]  # fmt: skip
     arguments = [str(tmp_path / "dcp"), str(tmp_path / "b"), f"--config={config}"]
-    assert main(["import", *arguments]) == 0
+    assert cli(["convert", "--to=jaxforge", *arguments]) == 0
     assert_same(values(tmp_path / "a"), values(tmp_path / "b"))
 
 
 def test_weights_only_import_starts_at_step_0(tmp_path):
     config = trained(tmp_path / "a")
-    main(["export", str(tmp_path / "a"), str(tmp_path / "dcp"), "--to=dcp"])
+    cli(["convert", str(tmp_path / "a"), str(tmp_path / "dcp"), "--to=dcp"])
     arguments = [str(tmp_path / "dcp"), str(tmp_path / "b"), f"--config={config}"]
-    main(["import", *arguments, "--weights-only", "--dtype=bfloat16"])
+    cli(["convert", "--to=jaxforge", *arguments, "--weights-only", "--dtype=bfloat16"])
     checkpoint, _ = orbax_store.open_orbax(tmp_path / "b")
     assert checkpoint.moments is None
     assert checkpoint.progress.step == 0
@@ -230,14 +253,14 @@ def test_weights_only_import_starts_at_step_0(tmp_path):
 
 def test_missing_optimizer_state_is_filled_on_request(tmp_path, capsys):
     config = trained(tmp_path / "a", optimizer={"name": "muon"})
-    main(["export", str(tmp_path / "a"), str(tmp_path / "dcp"), "--to=dcp"])
+    cli(["convert", str(tmp_path / "a"), str(tmp_path / "dcp"), "--to=dcp"])
     result = open_dcp(Directory(tmp_path / "dcp" / "step_2"))
     without_inner_adam(tmp_path / "dcp" / "step_2")
     assert "optimizer.state.norm.weight.exp_avg" in result.tensors
     arguments = [str(tmp_path / "dcp"), str(tmp_path / "b"), f"--config={config}"]
     with pytest.raises(UserError, match=r"exp_avg of \d+ parameters is missing.*--fill-optimizer"):
-        main(["import", *arguments])
-    main(["import", *arguments, "--fill-optimizer"])
+        cli(["convert", "--to=jaxforge", *arguments])
+    cli(["convert", "--to=jaxforge", *arguments, "--fill-optimizer"])
     assert "start from zero" in capsys.readouterr().err
     checkpoint, _ = orbax_store.open_orbax(tmp_path / "b")
     assert not checkpoint.moments["mu"]["norm.weight"].all().any()
@@ -263,64 +286,65 @@ def run_and_export(tmp_path_factory):
     """Return a directory with a run `a`, its export `dcp` and another config."""
     directory = tmp_path_factory.mktemp("both")
     config = trained(directory / "a").read_text()
-    main(["export", str(directory / "a"), str(directory / "dcp"), "--to=dcp"])
+    cli(["convert", str(directory / "a"), str(directory / "dcp"), "--to=dcp"])
     other = config.replace("n_heads = 4", "n_heads = 2").replace("n_kv_heads = 2", "n_kv_heads = 1")
     (directory / "other.toml").write_text(other)
     return directory
 
 
+IMPORT = ["convert", "--to=jaxforge", "dcp", "b"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["import", "nowhere", "b"], "no checkpoint there"),
-        (["import", "dcp", "b"], "give the run's config, --config FILE"),
-        (["import", "a", "b"], "is already a run of jaxforge"),
-        (["import", "dcp", "b", "--config=a/config.toml", "--model.n_layers=3"],
+        (["convert", "--to=jaxforge", "nowhere", "b"], "no checkpoint there"),
+        ([*IMPORT], "give the run's config, --config FILE"),
+        ([*IMPORT, "--config=a/config.toml", "--model.n_layers=3"],
          "missing: layers.2"),
-        (["import", "dcp", "b", "--config=a/config.toml", "--model.n_layers=1"],
+        ([*IMPORT, "--config=a/config.toml", "--model.n_layers=1"],
          "left over: layers.1"),
-        (["import", "dcp", "b", "--config=a/config.toml", "--optimizer.name=lion",
-          "--dialect=torchtitan"], "missing: "),
-        (["import", "dcp", "b", "--config=a/config.toml", "--model.vocab_size=250"],
+        ([*IMPORT, "--config=a/config.toml", "--optimizer.name=lion",
+          "--from-dialect=torchtitan"], "missing: "),
+        ([*IMPORT, "--config=a/config.toml", "--model.vocab_size=250"],
          "--resize-vocab"),
-        (["import", "dcp", "b", "--config=a/config.toml", "--optimizer.name=lion"],
+        ([*IMPORT, "--config=a/config.toml", "--optimizer.name=lion"],
          "has exp_avg, exp_avg_sq; that of .*lion.* has exp_avg:"),
-        (["import", "dcp", "b", "--config=a/config.toml", "--optimizer.name=muon"],
+        ([*IMPORT, "--config=a/config.toml", "--optimizer.name=muon"],
          "has momentum_buffer"),
-        (["import", "dcp", "b", "--config=a/config.toml", "--model.num_experts=4"],
+        ([*IMPORT, "--config=a/config.toml", "--model.num_experts=4"],
          "missing: layers.0.mlp.experts.0.down_proj"),
-        (["export", "a", "s3:/bucket/b", "--to=dcp"], "write s3://bucket/b"),
-        (["export", "dcp", "b", "--to=dcp"], "not a run of jaxforge. Import it first"),
-        (["export", "a", "dcp", "--to=dcp"], "is there already"),
-        (["export", "a", "b", "--to=hf", "--dialect=torchtitan"], "torchtitan"),
-        (["export", "a", "b", "--to=hf", "--model.n_layers=1"],
+        (["convert", "a", "s3:/bucket/b", "--to=dcp"], "write s3://bucket/b"),
+        (["convert", "a", "dcp", "--to=dcp"], "is there already"),
+        (["convert", "a", "b", "--to=hf", "--dialect=torchtitan"], "torchtitan"),
+        (["convert", "a", "b", "--to=hf", "--model.n_layers=1"],
          "does not match this config; .*\n  left over: layers.1"),
-        (["export", "a", "b", "--to=hf", "--model.n_layers=3"], "missing: layers.2"),
-        (["export", "a", "b", "--to=dcp", "--model.vocab_size=64"],
+        (["convert", "a", "b", "--to=hf", "--model.n_layers=3"], "missing: layers.2"),
+        (["convert", "a", "b", "--to=dcp", "--model.vocab_size=64"],
          r"token_embedding.embedding.weight is \[256, 64\], but \[64, 64\] in the model"),
-        (["export", "a", "b", "--to=hf", "--model.n_heads=2", "--model.n_kv_heads=1"],
+        (["convert", "a", "b", "--to=hf", "--model.n_heads=2", "--model.n_kv_heads=1"],
          "model.n_heads is 2 and the weights were trained with 4"),
-        (["export", "a", "b", "--to=dcp", "--model.n_heads=8"], "model.n_heads is 8"),
-        (["export", "a", "b", "--to=hf", "--config=other.toml"], "model.n_heads is 2"),
-        (["export", "a", "b", "--to=dcp", "--optimizer.name=lion"],
+        (["convert", "a", "b", "--to=dcp", "--model.n_heads=8"], "model.n_heads is 8"),
+        (["convert", "a", "b", "--to=hf", "--config=other.toml"], "model.n_heads is 2"),
+        (["convert", "a", "b", "--to=dcp", "--optimizer.name=lion"],
          'its optimizer has mu, nu; optimizer.name = "lion" has mu'),
-        (["export", "a", "b", "--to=dcp", "--ranks=3"], "no whole number of batches"),
-        (["export", "a", "b", "--to=dcp", "--ranks=3", "--dry-run"], "no whole number of batches"),
-        (["export", "a", "b", "--to=dcp", "--train.batch_size=some"], "train.batch_size"),
-        (["export", "a", "b", "--to=dcp", "--train.batch_size=3"], "no whole number of batches"),
+        (["convert", "a", "b", "--to=dcp", "--ranks=3"], "no whole number of batches"),
+        (["convert", "a", "b", "--to=dcp", "--ranks=3", "--dry-run"], "no whole number of batches"),
+        (["convert", "a", "b", "--to=dcp", "--train.batch_size=some"], "train.batch_size"),
+        (["convert", "a", "b", "--to=dcp", "--train.batch_size=3"], "no whole number of batches"),
     ],
 )  # fmt: skip
 def test_invalid_command_raises(run_and_export, monkeypatch, arguments, message):
     monkeypatch.chdir(run_and_export)
     with pytest.raises(UserError, match=message):
-        main(arguments)
+        cli(arguments)
     assert not Path("b").exists() or not list(Path("b").glob("step*"))
 
 
 def test_other_optimizer_constants_are_noted(tmp_path, capsys):
     trained(tmp_path / "a")
-    arguments = ["export", str(tmp_path / "a"), str(tmp_path / "hf"), "--to=hf"]
-    assert main([*arguments, "--model.rope_theta=5e5", "--dry-run"]) == 0
+    arguments = ["convert", str(tmp_path / "a"), str(tmp_path / "hf"), "--to=hf"]
+    assert cli([*arguments, "--model.rope_theta=5e5", "--dry-run"]) == 0
     assert "model.rope_theta is 500000.0 and the weights were trained with 10000.0" in (
         capsys.readouterr().err.replace("\n", " ")
     )
@@ -330,24 +354,24 @@ def test_inspect_and_verify_import_no_plugins(tmp_path, capsys):
     trained(tmp_path / "run")
     stored = change_stored_config(tmp_path / "run", "plugins", modules=["gone.losses"])
     run, copy = str(tmp_path / "run"), str(tmp_path / "copy")
-    assert main(["inspect", run]) == 0
+    assert cli(["inspect", run]) == 0
     shutil.copytree(run, copy)
-    assert main(["verify", run, copy]) == 0
+    assert cli(["verify", run, copy]) == 0
     capsys.readouterr()
-    export = ["export", run, str(tmp_path / "hf"), "--to=hf"]
-    assert run_main(lambda: main([*export, "--trust-plugins"])) == 2
+    export = ["convert", run, str(tmp_path / "hf"), "--to=hf"]
+    assert run_main(lambda: cli([*export, "--trust-plugins"])) == 2
     assert capsys.readouterr().err == (
         f'error: {stored}: [plugins] modules: module "gone.losses" does not exist; is its '
         "directory in PYTHONPATH?\n"
     )
-    assert main(export) == 0  # the plugin is not needed
+    assert cli(export) == 0  # the plugin is not needed
     stored.write_text("[1]")
     with pytest.raises(UserError, match="step_2 is damaged"):
-        main(["inspect", str(tmp_path / "run")])
+        cli(["inspect", str(tmp_path / "run")])
 
 
 def test_mistake_has_exit_code_2_and_no_traceback(tmp_path):
-    done = compat("import", tmp_path / "nothing", tmp_path / "b")
+    done = compat("convert", "--to=jaxforge", tmp_path / "nothing", tmp_path / "b")
     assert done.returncode == 2
     assert done.stderr.startswith("error: ")
     assert "Traceback" not in done.stderr
@@ -361,7 +385,7 @@ def big(tmp_path_factory):
     """Export a run of 80 MB."""
     directory = tmp_path_factory.mktemp("big")
     config = trained(directory / "run", model=BIG)
-    main(["export", str(directory / "run"), str(directory / "dcp"), "--to=dcp"])
+    cli(["convert", str(directory / "run"), str(directory / "dcp"), "--to=dcp"])
     return directory, config
 
 
@@ -370,15 +394,16 @@ def test_export_and_inspect_do_not_import_jax(big, tmp_path):
     """Importing JAX takes as long as copying a gigabyte."""
     run, dcp = str(big[0] / "run"), str(big[0] / "dcp")
     commands = [
-        ["export", run, str(tmp_path / "dcp"), "--to=dcp"],
-        ["export", run, str(tmp_path / "hf"), "--to=hf"],
+        ["convert", run, str(tmp_path / "dcp"), "--to=dcp"],
+        ["convert", run, str(tmp_path / "hf"), "--to=hf"],
         ["verify", run, str(tmp_path / "dcp")],
         ["inspect", dcp],
     ]
     code = (
         "import sys; sys.modules['jax'] = None\n"
-        "from torch_compat.__main__ import main\n"
-        f"assert not any(map(main, {commands}))"
+        "from torch_compat.commands import convert, inspect, verify\n"
+        "named = {'convert': convert, 'inspect': inspect, 'verify': verify}\n"
+        f"assert not any(named[name].main(options) for name, *options in {commands})"
     )
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment(), check=True)
 
@@ -393,14 +418,26 @@ def test_killed_conversion_resumes(big, tmp_path, command, monkeypatch):
 
     directory, config = big
     if command == "import":
-        arguments = ["import", directory / "dcp", tmp_path / "b", f"--config={config}"]
+        arguments = [
+            "convert",
+            "--to=jaxforge",
+            directory / "dcp",
+            tmp_path / "b",
+            f"--config={config}",
+        ]
         destination = tmp_path / "b/checkpoints/step_2"
     else:
-        arguments = ["export", directory / "run", tmp_path / "b", "--to=hf", "--max-shard-size=2MB"]
+        arguments = [
+            "convert",
+            directory / "run",
+            tmp_path / "b",
+            "--to=hf",
+            "--max-shard-size=2MB",
+        ]
         destination = tmp_path / "b"
     marks = destination.with_name(f".{destination.name}.partial") / "marks"
     process = subprocess.Popen(
-        [sys.executable, "-m", "torch_compat", *map(str, arguments), SMALL_BLOCKS],
+        [sys.executable, "-m", "jaxforge", *map(str, arguments), SMALL_BLOCKS],
         cwd=ROOT, env=environment(), stderr=subprocess.DEVNULL,
     )  # fmt: skip
     while len(list(marks.glob("*.json"))) < 4 and process.poll() is None:
@@ -422,11 +459,11 @@ def test_killed_conversion_resumes(big, tmp_path, command, monkeypatch):
         return keep(path, *args, **kwargs)
 
     monkeypatch.setattr(shutil, "rmtree", watching)
-    main([*map(str, arguments), SMALL_BLOCKS])
+    cli([*map(str, arguments), SMALL_BLOCKS])
     assert seen[0].items() >= done_before.items()  # done units keep their timestamps
     assert destination.exists()
     assert not marks.parent.exists()
-    assert main(["verify", str(tmp_path / "b"), str(directory / "run")]) == 0
+    assert cli(["verify", str(tmp_path / "b"), str(directory / "run")]) == 0
     if command == "import":
         assert checksums_of(tmp_path / "b") == checksums_of(directory / "run")
 
@@ -436,8 +473,14 @@ def test_killed_conversion_resumes(big, tmp_path, command, monkeypatch):
 def test_full_disk_leaves_no_checkpoint(big, tmp_path, command):
     directory, config = big
     arguments = {
-        "import": ["import", directory / "dcp", tmp_path / "b", f"--config={config}"],
-        "export": ["export", directory / "run", tmp_path / "b", "--to=dcp"],
+        "import": [
+            "convert",
+            "--to=jaxforge",
+            directory / "dcp",
+            tmp_path / "b",
+            f"--config={config}",
+        ],
+        "export": ["convert", directory / "run", tmp_path / "b", "--to=dcp"],
     }[command]
     done = compat(*arguments, largest_file=3_000_000)  # fails in the middle, as on a full disk
     assert done.returncode == 74, done.stderr
@@ -445,8 +488,8 @@ def test_full_disk_leaves_no_checkpoint(big, tmp_path, command):
     assert "Traceback" not in done.stderr
     with pytest.raises(UserError, match="no checkpoint"):
         checkpoints.find(tmp_path / "b")
-    assert main([str(a) for a in arguments]) == 0
-    assert main(["verify", str(tmp_path / "b"), str(directory / "run"), f"--config={config}"]) == 0
+    assert cli([str(a) for a in arguments]) == 0
+    assert cli(["verify", str(tmp_path / "b"), str(directory / "run"), f"--config={config}"]) == 0
     assert not list(tmp_path.rglob("*.partial"))
 
 
@@ -454,35 +497,58 @@ def test_full_disk_leaves_no_checkpoint(big, tmp_path, command):
 @pytest.mark.processes
 def test_processes_share_conversion(big, tmp_path):
     directory, config = big
-    arguments = ["import", directory / "dcp", tmp_path / "b", f"--config={config}", SMALL_BLOCKS]
+    arguments = [
+        "convert",
+        "--to=jaxforge",
+        directory / "dcp",
+        tmp_path / "b",
+        f"--config={config}",
+        SMALL_BLOCKS,
+    ]
     assert compat(*arguments, "--processes=2").returncode == 0
     assert_same(values(directory / "run"), values(tmp_path / "b"))
     assert checksums_of(tmp_path / "b") == checksums_of(directory / "run")
-    exporting = ["export", tmp_path / "b", tmp_path / "hf", "--to=hf", "--max-shard-size=2MB"]
+    exporting = ["convert", tmp_path / "b", tmp_path / "hf", "--to=hf", "--max-shard-size=2MB"]
     other = subprocess.Popen(
-        [sys.executable, "-m", "torch_compat", *map(str, exporting), "--process=1/2"],
+        [sys.executable, "-m", "jaxforge", *map(str, exporting), "--process=1/2"],
         cwd=ROOT, env=environment(),
     )  # fmt: skip
     assert compat(*exporting, "--process=0/2").returncode == 0
     assert other.wait() == 0
-    assert main(["verify", str(tmp_path / "hf"), str(directory / "run")]) == 0
+    assert cli(["verify", str(tmp_path / "hf"), str(directory / "run")]) == 0
 
 
 def test_partial_conversion_of_other_source_is_discarded(tmp_path):
     config = trained(tmp_path / "a")
-    main(["export", str(tmp_path / "a"), str(tmp_path / "dcp"), "--to=dcp"])
+    cli(["convert", str(tmp_path / "a"), str(tmp_path / "dcp"), "--to=dcp"])
     partial = tmp_path / "b/checkpoints/.step_2.partial"
     (partial / "marks").mkdir(parents=True)
     (partial / "marks" / "plan.json").write_text('{"fingerprint": "another"}')
     (partial / "marks" / "params.norm.weight-0.json").write_text("null")
-    main(["import", str(tmp_path / "dcp"), str(tmp_path / "b"), f"--config={config}"])
+    cli(
+        [
+            "convert",
+            "--to=jaxforge",
+            str(tmp_path / "dcp"),
+            str(tmp_path / "b"),
+            f"--config={config}",
+        ]
+    )
     assert_same(values(tmp_path / "a"), values(tmp_path / "b"))
 
 
 def test_imported_run_resumes_bit_exactly(tmp_path):
     config_path = trained(tmp_path / "a")
-    main(["export", str(tmp_path / "a"), str(tmp_path / "dcp"), "--to=dcp"])
-    main(["import", str(tmp_path / "dcp"), str(tmp_path / "b"), f"--config={config_path}"])
+    cli(["convert", str(tmp_path / "a"), str(tmp_path / "dcp"), "--to=dcp"])
+    cli(
+        [
+            "convert",
+            "--to=jaxforge",
+            str(tmp_path / "dcp"),
+            str(tmp_path / "b"),
+            f"--config={config_path}",
+        ]
+    )
     ours = setup(load_config(config_path))
     like = ours.abstract_state()
     batches = random_batches(ours.config, 3, seed=1)
@@ -499,8 +565,16 @@ def test_imported_run_resumes_bit_exactly(tmp_path):
 
 def test_bit_flip_in_imported_run_raises_and_names_the_array(tmp_path):
     config_path = trained(tmp_path / "a")
-    main(["export", str(tmp_path / "a"), str(tmp_path / "dcp"), "--to=dcp"])
-    main(["import", str(tmp_path / "dcp"), str(tmp_path / "b"), f"--config={config_path}"])
+    cli(["convert", str(tmp_path / "a"), str(tmp_path / "dcp"), "--to=dcp"])
+    cli(
+        [
+            "convert",
+            "--to=jaxforge",
+            str(tmp_path / "dcp"),
+            str(tmp_path / "b"),
+            f"--config={config_path}",
+        ]
+    )
     assert checksums_of(tmp_path / "b") == checksums_of(tmp_path / "a")
     ours = setup(load_config(config_path))
     like = ours.abstract_state()
@@ -530,13 +604,13 @@ _LIMITED = """
 import os, resource, sys
 limit = int(sys.argv[1])
 resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
-os.execv(sys.executable, [sys.executable, "-m", "torch_compat", *sys.argv[2:]])
+os.execv(sys.executable, [sys.executable, "-m", "jaxforge", *sys.argv[2:]])
 """
 
 
 def compat(*arguments, largest_file=None):
     limited = ["-c", _LIMITED, str(largest_file)]
-    start = ["-m", "torch_compat"] if largest_file is None else limited
+    start = ["-m", "jaxforge"] if largest_file is None else limited
     return subprocess.run(
         [sys.executable, *start, *map(str, arguments)],
         cwd=ROOT, env=environment(), capture_output=True, text=True, check=False, timeout=PATIENCE,

@@ -17,11 +17,10 @@ from jaxforge.config.reading.load import load_config
 from jaxforge.config.train import COMPENSATION
 from jaxforge.data.corpus.tokenizer import ByteTokenizer
 from jaxforge.errors import UserError
-from tests.helpers import setup
+from tests.helpers import cli, setup
 from tests.processes.conftest import ROOT, environment
 from tests.torch_compat.stage_runs import write_run
 from tests.torch_compat.tensors import assert_same
-from torch_compat.__main__ import main
 from torch_compat.checkpoint import checkpoints, orbax_store
 from torch_compat.checkpoint.train_state import TRAIN_STATE
 
@@ -76,11 +75,11 @@ def sources(run, tmp_path_factory):
         if options is None:
             result[name] = run, run
             continue
-        main(["export", str(run), str(source), *options])
+        cli(["convert", str(run), str(source), *options])
         if name.endswith("base class"):
             without_prefix(source / "model.safetensors")
         imported = directory / f"{source.name}_imported"
-        main(["import", str(source), str(imported), *config_for(source, run)])
+        cli(["convert", "--to=jaxforge", str(source), str(imported), *config_for(source, run)])
         result[name] = source, imported
     return result
 
@@ -129,13 +128,13 @@ def test_convert_equals_import_and_export(sources, run, tmp_path, name, target):
     source, imported = sources[name]
     config = config_for(source, run)
     direct = tmp_path / "direct"
-    assert main(["convert", str(source), str(direct), *TARGETS[target], *config]) == 0
+    assert cli(["convert", str(source), str(direct), *TARGETS[target], *config]) == 0
     if target != "jaxforge":
-        main(["export", str(imported), str(tmp_path / "steps"), *TARGETS[target]])
+        cli(["convert", str(imported), str(tmp_path / "steps"), *TARGETS[target]])
     elif name == "run":
-        main(["export", str(run), str(tmp_path / "dcp"), "--to=dcp"])
+        cli(["convert", str(run), str(tmp_path / "dcp"), "--to=dcp"])
         arguments = [str(tmp_path / "dcp"), str(tmp_path / "steps")]
-        main(["import", *arguments, f"--config={run / 'config.toml'}"])
+        cli(["convert", "--to=jaxforge", *arguments, f"--config={run / 'config.toml'}"])
     else:
         shutil.copytree(imported, tmp_path / "steps")
     assert_same_checkpoint(direct, tmp_path / "steps")
@@ -146,22 +145,24 @@ def test_convert_equals_import_and_export(sources, run, tmp_path, name, target):
 def test_convert_changes_layout_of_experts(tmp_path):
     run = write_run(tmp_path / "run", model=MIXTURE)
     config = f"--config={run / 'config.toml'}"
-    main(["export", str(run), str(tmp_path / "dcp"), "--to=dcp"])
+    cli(["convert", str(run), str(tmp_path / "dcp"), "--to=dcp"])
     packed = ["--to=dcp", "--dialect=kempnerforge-packed", "--from-dialect=kempnerforge"]
-    assert main(["convert", str(tmp_path / "dcp"), str(tmp_path / "packed"), *packed, config]) == 0
+    assert cli(["convert", str(tmp_path / "dcp"), str(tmp_path / "packed"), *packed, config]) == 0
     names = checkpoints.find(tmp_path / "packed").raw()
     assert names["model.layers.0.mlp.up_w"].shape[0] == 4
-    assert main(["verify", str(run), str(tmp_path / "packed"), config]) == 0
+    assert cli(["verify", str(run), str(tmp_path / "packed"), config]) == 0
     mixtral = ["convert", str(tmp_path / "packed"), str(tmp_path / "hf"), "--to=hf", config]
-    assert main([*mixtral, "--dialect=hf-mixtral"]) == 0
-    assert main(["verify", str(run), str(tmp_path / "hf")]) == 0
+    assert cli([*mixtral, "--dialect=hf-mixtral"]) == 0
+    assert cli(["verify", str(run), str(tmp_path / "hf")]) == 0
 
 
 def test_rounding_compensation_starts_at_zero(sources, run, tmp_path):
     options = ["--train.param_rounding=kahan", "--train.param_dtype=bfloat16", "--dtype=bfloat16"]
     source, config = sources["kempnerforge"][0], f"--config={run / 'config.toml'}"
-    assert main(["import", str(source), str(tmp_path / "b"), config, *options]) == 0
-    assert main(["convert", str(tmp_path / "b"), str(tmp_path / "c"), "--to=jaxforge"]) == 0
+    assert (
+        cli(["convert", "--to=jaxforge", str(source), str(tmp_path / "b"), config, *options]) == 0
+    )
+    assert cli(["convert", str(tmp_path / "b"), str(tmp_path / "c"), "--to=jaxforge"]) == 0
     assert_same_checkpoint(tmp_path / "c", tmp_path / "b")
     config = load_config(tmp_path / "c" / "config.toml")
     assert config.train.param_rounding == "kahan"
@@ -178,7 +179,7 @@ def test_weights_only_dcp_keeps_step_and_run_starts_at_0(sources, run, tmp_path)
     source, config = str(sources["kempnerforge"][0]), f"--config={run / 'config.toml'}"
     for to in ("dcp", "jaxforge", "hf"):
         arguments = ["convert", source, str(tmp_path / to), f"--to={to}", "--weights-only", config]
-        assert main(arguments) == 0
+        assert cli(arguments) == 0
     assert (tmp_path / "dcp" / "latest").readlink().name == "step_3"
     assert not (tmp_path / "dcp" / "latest" / TRAIN_STATE).exists()
     assert "trained for 3 steps" in (tmp_path / "hf" / "README.md").read_text()
@@ -193,7 +194,7 @@ def test_copied_run_has_new_id_and_same_documents(run, tmp_path):
     (source / "huggingface").mkdir()
     (source / "huggingface" / "config.json").write_text('{"model_type": "llama"}')
     options = ["--to=jaxforge", "--dtype=bfloat16", "--optimizer.lr=1e-4"]
-    assert main(["convert", str(source), str(tmp_path / "b"), *options]) == 0
+    assert cli(["convert", str(source), str(tmp_path / "b"), *options]) == 0
     assert load_config(tmp_path / "b" / "config.toml").optimizer.lr == 1e-4
     assert load_config(tmp_path / "b" / "config.toml").checkpoint.dir == str(tmp_path / "b")
     for name in ("tokenizer/tokenizer.json", "huggingface/config.json"):
@@ -206,17 +207,17 @@ def test_copied_run_has_new_id_and_same_documents(run, tmp_path):
     moved = {"n_heads": "2", "n_kv_heads": "1"}
     wrong = [f"--model.{key}={value}" for key, value in moved.items()]
     with pytest.raises(UserError, match=r"model\.n_heads is 2 and the weights were trained"):
-        main(["convert", str(source), str(tmp_path / "c"), "--to=jaxforge", *wrong])
+        cli(["convert", str(source), str(tmp_path / "c"), "--to=jaxforge", *wrong])
 
 
 def test_mup_run_is_standard_in_other_formats(tmp_path):
     run = write_run(tmp_path / "run", model={"mup_base_width": 16})
-    assert main(["convert", str(run), str(tmp_path / "b"), "--to=jaxforge"]) == 0
+    assert cli(["convert", str(run), str(tmp_path / "b"), "--to=jaxforge"]) == 0
     assert load_config(tmp_path / "b" / "config.toml").model.mup_base_width == 16
     assert_same_checkpoint(tmp_path / "b", run)
     with pytest.raises(UserError, match="other learning rates and multipliers"):
-        main(["convert", str(run), str(tmp_path / "dcp"), "--to=dcp"])
-    assert main(["convert", str(run), str(tmp_path / "hf"), "--to=hf"]) == 0
+        cli(["convert", str(run), str(tmp_path / "dcp"), "--to=dcp"])
+    assert cli(["convert", str(run), str(tmp_path / "hf"), "--to=hf"]) == 0
     head = [checkpoints.find(path).raw() for path in (tmp_path / "hf", run)]
     halved = head[1]["params.output_head.proj.weight"].all() / 2  # 32 is twice the base
     np.testing.assert_array_equal(head[0]["lm_head.weight"].all(), halved)
@@ -226,7 +227,7 @@ def test_hugging_face_documents_are_kept(run, tmp_path):
     """Family, tokenizer and end-of-text ids are kept; the card does not mention data."""
     tokenizers = pytest.importorskip("tokenizers")
     hf, dst = tmp_path / "mine", tmp_path / "dst"
-    main(["export", str(run), str(hf), "--to=hf", "--dialect=hf-mistral"])
+    cli(["convert", str(run), str(hf), "--to=hf", "--dialect=hf-mistral"])
     words = {f"w{i}": i for i in range(47)} | {"</s>": 47}
     tokenizers.Tokenizer(tokenizers.models.WordLevel(words)).save(str(hf / "tokenizer.json"))
     (hf / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
@@ -235,7 +236,7 @@ def test_hugging_face_documents_are_kept(run, tmp_path):
         "generation_config.json": {"eos_token_id": [47, 46], "top_p": 0.7},
     }.items():
         (hf / name).write_text(json.dumps(json.loads((hf / name).read_text()) | changes))
-    assert main(["convert", str(hf), str(dst), "--to=hf", "--dtype=bfloat16"]) == 0
+    assert cli(["convert", str(hf), str(dst), "--to=hf", "--dtype=bfloat16"]) == 0
     config = json.loads((dst / "config.json").read_text())
     assert (config["model_type"], config["initializer_range"]) == ("mistral", 0.017)
     assert json.loads((dst / "generation_config.json").read_text())["top_p"] == 0.7
@@ -249,14 +250,14 @@ def test_hugging_face_documents_are_kept(run, tmp_path):
     (hf / "tokenizer_config.json").unlink()
     (hf / "tokenizer_config.json").symlink_to(outside)
     with pytest.raises(UserError, match="link out of the checkpoint"):
-        main(["convert", str(hf), str(tmp_path / "stolen"), "--to=hf"])
+        cli(["convert", str(hf), str(tmp_path / "stolen"), "--to=hf"])
 
 
 def test_tokenizer_of_data_is_imported_with_dcp(sources, run, tmp_path):
     ByteTokenizer().save(tmp_path / "tokenizer")
     options = [f"--config={run / 'config.toml'}", f"--data.tokenizer_path={tmp_path}/tokenizer"]
     source = str(sources["kempnerforge"][0])
-    assert main(["convert", source, str(tmp_path / "hf"), "--to=hf", *options]) == 0
+    assert cli(["convert", source, str(tmp_path / "hf"), "--to=hf", *options]) == 0
     assert json.loads((tmp_path / "hf" / "config.json").read_text())["eos_token_id"] == 256
 
 
@@ -286,7 +287,7 @@ def test_tokenizer_of_data_is_imported_with_dcp(sources, run, tmp_path):
 )
 def test_ineffective_option_raises(sources, tmp_path, source, arguments, message):
     with pytest.raises(UserError, match=message):
-        main(["convert", str(sources[source][0]), str(tmp_path / "b"), *arguments])
+        cli(["convert", str(sources[source][0]), str(tmp_path / "b"), *arguments])
     assert not list(tmp_path.iterdir())
 
 
@@ -296,7 +297,7 @@ def large(tmp_path_factory):
     directory = tmp_path_factory.mktemp("large")
     model = {"dim": 192, "ffn_hidden_dim": 576, "vocab_size": 2048, "n_kv_heads": 4}
     run = write_run(directory / "run", model=model)
-    main(["export", str(run), str(directory / "dcp"), "--to=dcp"])
+    cli(["convert", str(run), str(directory / "dcp"), "--to=dcp"])
     return directory / "dcp", run / "config.toml"
 
 
@@ -308,7 +309,7 @@ def test_killed_conversion_resumes(large, tmp_path, monkeypatch):
     arguments = ["convert", *arguments, "--max-memory=200KB", "--max-shard-size=1MB"]
     marks = destination.with_name(f".{destination.name}.partial") / "marks"
     process = subprocess.Popen(
-        [sys.executable, "-m", "torch_compat", *arguments],
+        [sys.executable, "-m", "jaxforge", *arguments],
         cwd=ROOT, env=environment(), stderr=subprocess.DEVNULL,
     )  # fmt: skip
     while len(list(marks.glob("*.json"))) < 4 and process.poll() is None:
@@ -324,19 +325,19 @@ def test_killed_conversion_resumes(large, tmp_path, monkeypatch):
         return remove(path, *args, **kwargs)
 
     monkeypatch.setattr(shutil, "rmtree", watch)
-    assert main(arguments) == 0
+    assert cli(arguments) == 0
     assert seen.items() >= before.items()  # done units keep their timestamps
-    assert main(["verify", str(source), str(destination), f"--config={config}"]) == 0
+    assert cli(["verify", str(source), str(destination), f"--config={config}"]) == 0
 
 
 @pytest.mark.processes
 def test_dcp_to_safetensors_does_not_import_jax(large, tmp_path):
     source, config = large
-    arguments = ["convert", str(source), str(tmp_path / "hf"), "--to=hf", f"--config={config}"]
+    arguments = [str(source), str(tmp_path / "hf"), "--to=hf", f"--config={config}"]
     code = (
         "import sys; sys.modules['jax'] = None\n"
-        "from torch_compat.__main__ import main\n"
-        f"assert not main({arguments})"
+        "from torch_compat.commands import convert\n"
+        f"assert not convert.main({arguments})"
     )
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment(), check=True)
 
@@ -345,9 +346,9 @@ def test_dcp_to_safetensors_does_not_import_jax(large, tmp_path):
 def test_processes_share_conversion(large, tmp_path):
     source, config = large
     arguments = ["convert", source, tmp_path / "hf", "--to=hf", f"--config={config}"]
-    command = [sys.executable, "-m", "torch_compat", *map(str, arguments), "--processes=2"]
+    command = [sys.executable, "-m", "jaxforge", *map(str, arguments), "--processes=2"]
     done = subprocess.run(
         [*command, "--max-memory=1MB"], cwd=ROOT, env=environment(), capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
-    assert main(["verify", str(source), str(tmp_path / "hf"), f"--config={config}"]) == 0
+    assert cli(["verify", str(source), str(tmp_path / "hf"), f"--config={config}"]) == 0

@@ -11,7 +11,7 @@ from jaxforge.config.reading.load import load_config
 from jaxforge.errors import UserError
 from jaxforge.model.transformer import Model
 from tests.conftest import tiny_config
-from tests.helpers import change_stored_config, setup
+from tests.helpers import change_stored_config, cli, setup
 from tests.torch_compat.gauged import gone_on, restored
 from tests.torch_compat.runs import (
     assert_same,
@@ -19,7 +19,6 @@ from tests.torch_compat.runs import (
     values,
 )
 from tests.torch_compat.tensors import of_torch, opened
-from torch_compat.__main__ import main
 from torch_compat.checkpoint import orbax_store
 from torch_compat.checkpoint.restore import open_foreign
 from torch_compat.checkpoint.stacking import Stacking, layer_of
@@ -41,12 +40,24 @@ MODELS = {
 
 
 def export(run, destination, *options):
-    assert main(["export", str(run), str(destination), "--to=dcp", *options]) == 0
+    assert cli(["convert", str(run), str(destination), "--to=dcp", *options]) == 0
     return destination
 
 
 def bring(source, destination, config, *options):
-    assert main(["import", str(source), str(destination), f"--config={config}", *options]) == 0
+    assert (
+        cli(
+            [
+                "convert",
+                "--to=jaxforge",
+                str(source),
+                str(destination),
+                f"--config={config}",
+                *options,
+            ]
+        )
+        == 0
+    )
     return destination
 
 
@@ -70,7 +81,7 @@ def test_dcp_round_trip_is_bit_exact(tmp_path, name):
         of_both = (gone_on(run, config) for run in (again, tmp_path / "run"))
         jax.tree.map(np.testing.assert_array_equal, *of_both)
     for path in (dcp, again):
-        assert main(["verify", str(tmp_path / "run"), str(path)]) == 0
+        assert cli(["verify", str(tmp_path / "run"), str(path)]) == 0
 
 
 @pytest.mark.parametrize(
@@ -341,7 +352,7 @@ def test_config_that_contradicts_arrays_is_refused(kempnerforge, tmp_path, keys,
     shutil.copytree(kempnerforge[0] / "run", tmp_path / "run")
     change_stored_config(tmp_path / "run", "model", **keys)
     with pytest.raises(UserError, match=message):
-        main(["inspect", str(tmp_path / "run")])
+        cli(["inspect", str(tmp_path / "run")])
 
 
 # Memory

@@ -7,9 +7,9 @@ import shutil
 import pytest
 
 from jaxforge.errors import StorageError, UserError
+from tests.helpers import cli
 from tests.torch_compat.runs import assert_same
 from tests.torch_compat.stage_runs import write_run
-from torch_compat.__main__ import main
 from torch_compat.checkpoint import checkpoints, orbax_store
 from torch_compat.checkpoint.dcp_state import ReadOptions
 from torch_compat.formats import files
@@ -21,15 +21,14 @@ WEIGHTS = ReadOptions(weights_only=True)
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory):
     directory = tmp_path_factory.mktemp("sources")
-    main(["export", str(write_run(directory / "run")), str(directory / "hf"), "--to=hf"])
+    cli(["convert", str(write_run(directory / "run")), str(directory / "hf"), "--to=hf"])
     return directory
 
 
-def convert(sources, to, command):
+def convert(sources, to, form):
     """Run a conversion."""
-    if command == "import":
-        return main(["import", str(sources / "hf"), str(to)])
-    return main(["export", str(sources / "run"), str(to), f"--to={command}"])
+    source = sources / ("hf" if form == "jaxforge" else "run")
+    return cli(["convert", str(source), str(to), f"--to={form}"])
 
 
 class Disk:
@@ -61,41 +60,42 @@ def is_durable(sources, to):
 
 
 @pytest.mark.parametrize(
-    ("command", "call"),
+    ("form", "call"),
     [
-        ("import", "fsync"), ("import", "replace"), ("import", "link"), ("import", "rename"),
+        ("jaxforge", "fsync"), ("jaxforge", "replace"), ("jaxforge", "link"),
+        ("jaxforge", "rename"),
         ("hf", "pwrite"), ("hf", "fsync"), ("hf", "rename"),
         ("dcp", "fsync"), ("dcp", "rename"), ("dcp", "symlink"),
     ],
 )  # fmt: skip
-def test_full_disk_leaves_complete_result_or_none(sources, tmp_path, monkeypatch, command, call):
+def test_full_disk_leaves_complete_result_or_none(sources, tmp_path, monkeypatch, form, call):
     """The disk is full at the first or last call of each kind; then the command resumes."""
     with monkeypatch.context() as patched:
         counted = Disk(patched, call)
-        convert(sources, tmp_path / "counted", command)
+        convert(sources, tmp_path / "counted", form)
     for fails_at in sorted({1, counted.calls}):
         to = tmp_path / f"full{fails_at}"
         with monkeypatch.context() as patched:
             Disk(patched, call, fails_at)
             if call == "link":  # files are copied instead
-                convert(sources, to, command)
+                convert(sources, to, form)
             else:
                 with pytest.raises(StorageError, match="No space left"):
-                    convert(sources, to, command)
+                    convert(sources, to, form)
         if not is_durable(sources, to):
             assert not (to / "config.toml").exists()  # training would start from scratch
-            convert(sources, to, command)
+            convert(sources, to, form)
         assert is_durable(sources, to)
-        if command == "import" and not (to / "config.toml").exists():
+        if form == "jaxforge" and not (to / "config.toml").exists():
             with pytest.raises(UserError, match="is complete now"):
-                convert(sources, to, command)
+                convert(sources, to, form)
             assert (to / "config.toml").exists()
 
 
 @pytest.mark.parametrize("number", [errno.EPERM, errno.EOPNOTSUPP, errno.EXDEV, errno.EMLINK])
 def test_conversion_works_without_hard_links(sources, tmp_path, monkeypatch, number):
     disk = Disk(monkeypatch, "link", "always", number)
-    convert(sources, tmp_path / "to", "import")
+    convert(sources, tmp_path / "to", "jaxforge")
     assert disk.calls
     assert is_durable(sources, tmp_path / "to")
 
@@ -104,28 +104,28 @@ def test_import_killed_at_end_is_completed(sources, tmp_path, monkeypatch):
     with monkeypatch.context() as patched:
         patched.setattr(orbax_store, "finish_import", lambda run, at: at.exists() and 1 / 0)
         with pytest.raises(ZeroDivisionError):
-            convert(sources, tmp_path / "to", "import")
+            convert(sources, tmp_path / "to", "jaxforge")
     assert not (tmp_path / "to" / "config.toml").exists()
     with pytest.raises(UserError, match="is complete now"):
-        convert(sources, tmp_path / "to", "import")
+        convert(sources, tmp_path / "to", "jaxforge")
     assert (tmp_path / "to" / "config.toml").exists()
     assert is_durable(sources, tmp_path / "to")
     assert not list(tmp_path.rglob("*.partial"))
 
 
-@pytest.mark.parametrize("command", ["import", "hf", "dcp"])
-def test_vanished_source_is_not_reported_as_destination(sources, tmp_path, monkeypatch, command):
+@pytest.mark.parametrize("form", ["jaxforge", "hf", "dcp"])
+def test_vanished_source_is_not_reported_as_destination(sources, tmp_path, monkeypatch, form):
     own = tmp_path / "own"
     shutil.copytree(sources, own)
     write = Staging.write
 
     def vanish(self, *arguments):
-        shutil.rmtree(own / ("hf" if command == "import" else "run"))
+        shutil.rmtree(own / ("hf" if form == "jaxforge" else "run"))
         write(self, *arguments)
 
     monkeypatch.setattr(Staging, "write", vanish)
     with pytest.raises(UserError, match="cannot be read") as raised:
-        convert(own, tmp_path / "to", command)
+        convert(own, tmp_path / "to", form)
     assert "written" not in str(raised.value)
 
 
@@ -157,4 +157,4 @@ def test_file_errors_are_not_reported_as_damage(sources, tmp_path):
     (tmp_path / "hf" / "config.json").unlink()
     (tmp_path / "hf" / "config.json").symlink_to("/etc/hostname")
     with pytest.raises(UserError, match=r"(?s)^(?!.*not JSON).*link out of the checkpoint"):
-        main(["import", str(tmp_path / "hf"), str(tmp_path / "to")])
+        cli(["convert", "--to=jaxforge", str(tmp_path / "hf"), str(tmp_path / "to")])

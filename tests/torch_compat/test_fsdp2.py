@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from jaxforge.commands import train
+from tests.helpers import cli
 from tests.machine import PATIENCE
 from tests.processes.conftest import ROOT
 from tests.processes.launching import free_port
-from torch_compat import __main__ as torch_compat
 
 pytest.importorskip("torch")
 pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("two_devices")]
@@ -101,7 +101,7 @@ def jaxforge(config, run_directory, steps, *, load=None, interval=1000):
 
 
 def compat(*arguments):
-    assert torch_compat.main([*map(str, arguments)]) == 0
+    assert cli([*map(str, arguments)]) == 0
 
 
 @pytest.fixture(scope="module")
@@ -124,7 +124,7 @@ def torch_run(data, tmp_path_factory):
 def test_fsdp2_resumes_jaxforge_export(jax_run, data, tmp_path):
     run, expected = jax_run
     # `--ranks`: KempnerForge's position is in batches per rank.
-    compat("export", run / "checkpoints/step_10", tmp_path / "dcp", "--to=dcp", "--layout=flat",
+    compat("convert", run / "checkpoints/step_10", tmp_path / "dcp", "--to=dcp", "--layout=flat",
            "--ranks=2")  # fmt: skip
     source = tmp_path / "dcp" / "latest"
     continued = torch_job(tmp_path, data, 2, 10, load=source, flat=True)
@@ -134,9 +134,9 @@ def test_fsdp2_resumes_jaxforge_export(jax_run, data, tmp_path):
 
 def test_round_trip_through_jaxforge_matches_torch_run(config, data, torch_run, tmp_path):
     expected, nested, _ = torch_run
-    compat("import", nested, tmp_path / "run", f"--config={config}")
+    compat("convert", "--to=jaxforge", nested, tmp_path / "run", f"--config={config}")
     middle = jaxforge(config, tmp_path / "run", 40)
-    compat("export", tmp_path / "run", tmp_path / "back", "--to=dcp", "--ranks=3")
+    compat("convert", tmp_path / "run", tmp_path / "back", "--to=dcp", "--ranks=3")
     last = torch_job(tmp_path, data, 3, 20, load=tmp_path / "back" / "latest")
     steps = np.concatenate([middle, last])
     np.testing.assert_array_equal(steps[:, 0], expected[20:, 0])
@@ -164,9 +164,9 @@ def test_expert_run_round_trip_matches_torch_run(data, tmp_path):
     config = config_of({**MIXTURE, **QUIET}, data, tmp_path / "run.toml")
     job = functools.partial(torch_job, tmp_path, data, model=MIXTURE)
     expected = job(2, 30, saves=[(tmp_path / "torch" / "step_10", False)])
-    compat("import", tmp_path / "torch", tmp_path / "run", f"--config={config}")
+    compat("convert", "--to=jaxforge", tmp_path / "torch", tmp_path / "run", f"--config={config}")
     middle = jaxforge(config, tmp_path / "run", 20)
-    compat("export", tmp_path / "run", tmp_path / "back", "--to=dcp", "--ranks=3")
+    compat("convert", tmp_path / "run", tmp_path / "back", "--to=dcp", "--ranks=3")
     last = job(3, 10, load=tmp_path / "back" / "latest")
     steps = np.concatenate([middle, last])
     np.testing.assert_array_equal(steps[:, 0], expected[10:, 0])

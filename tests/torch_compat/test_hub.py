@@ -10,8 +10,8 @@ from huggingface_hub import constants
 
 from jaxforge.cli.running import run_main
 from jaxforge.errors import StorageError, UserError
+from tests.helpers import cli
 from tests.torch_compat.stage_runs import write_run
-from torch_compat.__main__ import main
 
 TOKEN = "hf_" + "tokenOfTheTest" * 2
 
@@ -99,7 +99,7 @@ def run(tmp_path_factory):
 
 
 def export(run, to, *options):
-    return main(["export", str(run), str(to), "--to=hf", "--push-to-hub=me/mine", *options])
+    return cli(["convert", str(run), str(to), "--to=hf", "--push-to-hub=me/mine", *options])
 
 
 def files_of(directory):
@@ -183,7 +183,7 @@ def test_unreachable_hub_leaves_the_export(run, tmp_path, hub, monkeypatch):
 def test_options_without_effect_are_refused(run, tmp_path, hub, monkeypatch, options, message):
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     with pytest.raises(UserError, match=message):
-        main(["export", str(run), str(tmp_path / "result"), *options])
+        cli(["convert", str(run), str(tmp_path / "result"), *options])
     assert not hub.requests
     assert not (tmp_path / "result").exists()
 

@@ -22,7 +22,8 @@ from jaxforge.inference.evaluation import evaluate
 from jaxforge.inference.run import Run
 from jaxforge.model.transformer import Model
 from jaxforge.runs import run_directory
-from jaxforge.training.hooks import Hook
+from jaxforge.training import launch
+from jaxforge.training.callbacks.callback import Callback
 from tests.helpers import setup
 from torch_compat.checkpoint import checkpoints, hf_config, hf_state, restore
 from torch_compat.checkpoint.dcp_state import ReadOptions
@@ -113,7 +114,7 @@ def test_export_matches_transformers(tmp_path, case):
 def test_export_command_writes_model(tmp_path):
     model = model_of("Qwen2")
     run = save_run(tmp_path / "run", config_of(model))
-    command = [sys.executable, "-m", "torch_compat", "export", run, tmp_path / "hf", "--to", "hf"]
+    command = [sys.executable, "-m", "jaxforge", "convert", run, tmp_path / "hf", "--to", "hf"]
     done = subprocess.run(
         [*command, "--dtype=bfloat16", "--max-shard-size=100KB", "--processes=2"],
         cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE, check=False,
@@ -220,7 +221,7 @@ def test_run_starts_from_imported_weights(imported, tmp_path, distributed):
     np.testing.assert_array_equal(of_run["token_embedding"]["embedding"]["weight"], table)
 
 
-class Look(Hook):
+class Look(Callback):
     def on_step_end(self, context):
         self.step, self.params = context.step, jax.device_get(context.state.params)
 
@@ -234,7 +235,7 @@ def test_training_continues_from_import(imported, tmp_path):
     arguments += [f"--checkpoint.dir={tmp_path / 'run'}", "--optimizer.lr=1e-30"]
     look = Look()
     arguments += ["--train.seq_len=16", "--data.dataset_type=synthetic"]
-    train.run(train.parse_command_line(arguments), hooks=[look])
+    launch.fit(train.parse_command_line(arguments), callbacks=[look])
     assert look.step == 1
     jax.tree.map(np.testing.assert_array_equal, look.params, params_of(path / "run")[1])
     assert checkpoints.find(tmp_path / "run").read(None, ReadOptions()).progress.step == 1
@@ -249,7 +250,7 @@ def test_direct_start_keeps_model_documents(imported, tmp_path):
     arguments = ["--config", str(tmp_path / "run.toml"), "--train.max_steps=1"]
     arguments += [f"--checkpoint.dir={tmp_path / 'run'}", "--train.seq_len=16"]
     arguments += ["--data.dataset_type=synthetic", f"--checkpoint.load_path={path / 'hf'}"]
-    train.run(train.parse_command_line(arguments))
+    launch.fit(train.parse_command_line(arguments))
     names = ("config.json", "generation_config.json")
     for name in names:
         retained = tmp_path / "run" / "huggingface" / name

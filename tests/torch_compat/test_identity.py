@@ -12,9 +12,9 @@ import pytest
 from jaxforge.data.corpus.tokenizer import ByteTokenizer
 from jaxforge.errors import UserError
 from jaxforge.storage.run_lock import RunLock
+from tests.helpers import cli
 from tests.torch_compat.runs import assert_same, values
 from tests.torch_compat.stage_runs import write_run
-from torch_compat.__main__ import main
 from torch_compat.checkpoint import checkpoints
 from torch_compat.formats import staging
 from torch_compat.formats.dcp_reader import METADATA
@@ -42,7 +42,7 @@ def stopped(monkeypatch, arguments):
     with monkeypatch.context() as patched:
         patched.setattr(Staging, "results", end)
         with pytest.raises(Killed):
-            main(arguments)
+            cli(arguments)
 
 
 def replace(old, new):
@@ -54,16 +54,16 @@ def replace(old, new):
 @pytest.mark.parametrize("form", ["hf", "dcp"])
 def test_replaced_weights_restart_conversion(runs, tmp_path, monkeypatch, form):
     for name, run in zip(("old", "new"), runs, strict=True):
-        main(["export", str(run), str(tmp_path / name), f"--to={form}", "--weights-only"])
+        cli(["convert", str(run), str(tmp_path / name), f"--to={form}", "--weights-only"])
     config = [] if form == "hf" else [f"--config={runs[0] / 'config.toml'}"]
-    arguments = ["import", str(tmp_path / "old"), str(tmp_path / "run"), *config]
+    arguments = ["convert", "--to=jaxforge", str(tmp_path / "old"), str(tmp_path / "run"), *config]
     stopped(monkeypatch, arguments)
     file = "model.safetensors" if form == "hf" else "step_3/__0_0.distcp"
     if form == "dcp":  # nothing else distinguishes the new data
         metadata = [(tmp_path / name / "step_3" / METADATA).read_bytes() for name in ("old", "new")]
         assert metadata[0] == metadata[1]
     replace(tmp_path / "old" / file, tmp_path / "new" / file)
-    assert main(arguments) == 0
+    assert cli(arguments) == 0
     result = values(tmp_path / "run")
     assert_same(result, {n: v for n, v in values(runs[1]).items() if n in result})
 
@@ -77,7 +77,7 @@ def add_step_5(steps, run):
 def test_changed_run_restarts_export(runs, tmp_path, monkeypatch, change):
     run, steps = tmp_path / "run", tmp_path / "run" / "checkpoints"
     shutil.copytree(runs[0], run)
-    arguments = ["export", str(run), str(tmp_path / "hf"), "--to=hf"]
+    arguments = ["convert", str(run), str(tmp_path / "hf"), "--to=hf"]
     stopped(monkeypatch, arguments)
     if change == "another step":
         replace(steps / "step_3", runs[1] / "checkpoints" / "step_3")
@@ -85,9 +85,9 @@ def test_changed_run_restarts_export(runs, tmp_path, monkeypatch, change):
         add_step_5(steps, runs[1])
     else:
         ByteTokenizer().save(run / "tokenizer")
-    assert main(arguments) == 0
+    assert cli(arguments) == 0
     has_tokenizer = change == "another tokenizer"
-    assert main(["verify", str(tmp_path / "hf"), str(runs[0 if has_tokenizer else 1])]) == 0
+    assert cli(["verify", str(tmp_path / "hf"), str(runs[0 if has_tokenizer else 1])]) == 0
     eos_id = json.loads((tmp_path / "hf" / "config.json").read_text())["eos_token_id"]
     assert eos_id == (ByteTokenizer().eos_id if has_tokenizer else None)
 
@@ -98,16 +98,22 @@ def test_changed_config_restarts_conversion(runs, tmp_path, monkeypatch):
     right = (runs[0] / "config.toml").read_text()
     config.write_text(right.replace("n_heads = 4\nn_kv_heads = 2", "n_heads = 2\nn_kv_heads = 1"))
     assert config.read_text() != right
-    main(["export", str(runs[0]), str(tmp_path / "dcp"), "--to=dcp", "--dialect=torchtitan"])
-    arguments = ["import", str(tmp_path / "dcp"), str(tmp_path / "run"), f"--config={config}"]
+    cli(["convert", str(runs[0]), str(tmp_path / "dcp"), "--to=dcp", "--dialect=torchtitan"])
+    arguments = [
+        "convert",
+        "--to=jaxforge",
+        str(tmp_path / "dcp"),
+        str(tmp_path / "run"),
+        f"--config={config}",
+    ]
     stopped(monkeypatch, arguments)
     config.write_text(right)
-    assert main(arguments) == 0
+    assert cli(arguments) == 0
     assert_same(values(tmp_path / "run"), values(runs[0]))
 
 
 def test_source_changed_during_conversion_raises(runs, tmp_path, monkeypatch):
-    main(["export", str(runs[0]), str(tmp_path / "hf"), "--to=hf"])
+    cli(["convert", str(runs[0]), str(tmp_path / "hf"), "--to=hf"])
     weights, results = tmp_path / "hf" / "model.safetensors", Staging.results
 
     def touch_and_go_on(*args):
@@ -117,9 +123,9 @@ def test_source_changed_during_conversion_raises(runs, tmp_path, monkeypatch):
     with monkeypatch.context() as patched:
         patched.setattr(Staging, "results", touch_and_go_on)
         with pytest.raises(UserError, match=r"changed while it was converted, so that no result"):
-            main(["import", str(tmp_path / "hf"), str(tmp_path / "run")])
+            cli(["convert", "--to=jaxforge", str(tmp_path / "hf"), str(tmp_path / "run")])
     assert not list((tmp_path / "run").rglob("step_*"))
-    assert main(["import", str(tmp_path / "hf"), str(tmp_path / "run")]) == 0
+    assert cli(["convert", "--to=jaxforge", str(tmp_path / "hf"), str(tmp_path / "run")]) == 0
 
 
 @pytest.mark.parametrize("store", ["memory", "file"])
@@ -140,7 +146,7 @@ def test_every_store_has_a_file_identity(tmp_path, store):
 
 def test_located_checkpoint_stays_the_same(runs, tmp_path):
     shutil.copytree(runs[0], tmp_path / "run")
-    main(["export", str(runs[0]), str(tmp_path / "dcp"), "--to=dcp"])
+    cli(["convert", str(runs[0]), str(tmp_path / "dcp"), "--to=dcp"])
     reference = [checkpoints.find(tmp_path / name) for name in ("run", "dcp")]
     steps = tmp_path / "run" / "checkpoints"
     shutil.copytree(steps / "step_3", steps / "step_5")
@@ -155,7 +161,7 @@ def test_workers_use_source_of_process_0(runs, tmp_path, monkeypatch):
     """The run gets another step while workers start."""
     shutil.copytree(runs[0], tmp_path / "run")
     steps = tmp_path / "run" / "checkpoints"
-    arguments = ["export", str(tmp_path / "run"), str(tmp_path / "hf"), "--to=hf"]
+    arguments = ["convert", str(tmp_path / "run"), str(tmp_path / "hf"), "--to=hf"]
     started = []
 
     class InThread:
@@ -164,7 +170,7 @@ def test_workers_use_source_of_process_0(runs, tmp_path, monkeypatch):
             at = command.index("--worker")
             assert command[at + 1] == str(os.getpid())
             command[at + 1] = str(os.getppid())  # the thread's "parent"
-            started.append(pool.submit(main, command[3:]))
+            started.append(pool.submit(cli, command[3:]))
 
         def poll(self):
             return started[0].result() if started[0].done() else None
@@ -175,9 +181,9 @@ def test_workers_use_source_of_process_0(runs, tmp_path, monkeypatch):
 
     monkeypatch.setattr("torch_compat.formats.workers.subprocess.Popen", InThread)
     with ThreadPoolExecutor() as pool:
-        assert main([*arguments, "--processes=2", "--max-shard-size=20kB"]) == 0
+        assert cli([*arguments, "--processes=2", "--max-shard-size=20kB"]) == 0
         assert started[0].result() == 0
-    assert main(["verify", str(tmp_path / "hf"), str(runs[0])]) == 0
+    assert cli(["verify", str(tmp_path / "hf"), str(runs[0])]) == 0
 
 
 def test_worker_with_other_source_exits(tmp_path):
@@ -212,13 +218,13 @@ def test_concurrent_conversion_to_same_destination_raises(tmp_path):
 
 
 def test_import_into_training_run_raises(runs, tmp_path):
-    main(["export", str(runs[0]), str(tmp_path / "hf"), "--to=hf"])
-    arguments = ["import", str(tmp_path / "hf"), str(tmp_path / "run")]
+    cli(["convert", str(runs[0]), str(tmp_path / "hf"), "--to=hf"])
+    arguments = ["convert", "--to=jaxforge", str(tmp_path / "hf"), str(tmp_path / "run")]
     with RunLock(tmp_path / "run") as job:
         job.acquire()
         with pytest.raises(UserError, match="is in use by process"):
-            main(arguments)
-    assert main(arguments) == 0
+            cli(arguments)
+    assert cli(arguments) == 0
     assert not list((tmp_path / "run").rglob("*lock*"))
 
 
@@ -265,10 +271,10 @@ def test_conversion_works_without_file_locks(tmp_path, monkeypatch, caplog):
 def test_workers_start_with_the_resolved_source(monkeypatch):
     commands = []
     monkeypatch.setattr("torch_compat.formats.workers.subprocess.Popen", commands.append)
-    workers = Workers(["export", "run", "hf"], "/runs/a/checkpoints/step_3", 3)
+    workers = Workers(["run", "hf"], "/runs/a/checkpoints/step_3", 3)
     workers.start()
     assert [command[3:] for command in commands] == [
-        ["export", "run", "hf", f"--process={i}/3", "--worker", str(os.getpid()),
+        ["convert", "run", "hf", f"--process={i}/3", "--worker", str(os.getpid()),
          "/runs/a/checkpoints/step_3"]
         for i in (1, 2)
     ]  # fmt: skip

@@ -20,10 +20,9 @@ from jaxforge.errors import UserError
 from jaxforge.training.resolution import with_idle_experts
 from tests import torch_names
 from tests.conftest import tiny_config
-from tests.helpers import drawn, random_batches, setup, underway
+from tests.helpers import cli, drawn, random_batches, setup, underway
 from tests.torch_compat.gauged import restored
 from tests.torch_compat.runs import assert_same, saved, values
-from torch_compat.__main__ import main
 from torch_compat.formats.dcp_reader import open_dcp
 from torch_compat.formats.files import Directory
 
@@ -179,7 +178,17 @@ def imported(torchs, tmp_path, *options):
     config = torchs.directory / "run.toml"
     directory = tmp_path / "run"
     assert (
-        main(["import", str(torchs.directory), str(directory), f"--config={config}", *options]) == 0
+        cli(
+            [
+                "convert",
+                "--to=jaxforge",
+                str(torchs.directory),
+                str(directory),
+                f"--config={config}",
+                *options,
+            ]
+        )
+        == 0
     )
     return directory
 
@@ -217,7 +226,7 @@ def test_import_and_export_preserve_counts(runs, tmp_path, capsys, router):
     torchs = runs(router)
     directory = imported(torchs, tmp_path)
     assert "optimizer.skip_idle_experts is set to true" in " ".join(capsys.readouterr().err.split())
-    assert main(["export", str(directory), str(tmp_path / "back"), "--to=dcp"]) == 0
+    assert cli(["convert", str(directory), str(tmp_path / "back"), "--to=dcp"]) == 0
     theirs, ours = (
         open_dcp(Directory(at / f"step_{SAVED}")).tensors
         for at in (torchs.directory, tmp_path / "back")
@@ -229,9 +238,9 @@ def test_import_and_export_preserve_counts(runs, tmp_path, capsys, router):
         assert not ours[key].all().any()
     config = f"--config={torchs.directory / 'run.toml'}"
     for path in (directory, tmp_path / "back"):
-        assert main(["verify", str(torchs.directory), str(path), config]) == 0
+        assert cli(["verify", str(torchs.directory), str(path), config]) == 0
     again = tmp_path / "again"
-    assert main(["import", str(tmp_path / "back"), str(again), config]) == 0
+    assert cli(["convert", "--to=jaxforge", str(tmp_path / "back"), str(again), config]) == 0
     assert_same(values(again), values(directory))
 
 
@@ -239,7 +248,7 @@ def test_import_and_export_preserve_counts(runs, tmp_path, capsys, router):
 def test_torch_resumes_export_with_counts(runs, tmp_path, router):
     torchs = runs(router)
     directory = imported(torchs, tmp_path)
-    assert main(["export", str(directory), str(tmp_path / "back"), "--to=dcp"]) == 0
+    assert cli(["convert", str(directory), str(tmp_path / "back"), "--to=dcp"]) == 0
     module, training, schedule = begin(router)
     state = state_of(module, training)
     dcp.load(state, checkpoint_id=tmp_path / "back" / f"step_{SAVED}", no_dist=True)
@@ -264,7 +273,7 @@ def test_different_counts_of_packed_experts_raise(torchs, tmp_path):
     directory = imported(torchs, tmp_path)
     options = ["--to=dcp", "--dialect=kempnerforge-packed"]
     with pytest.raises(UserError, match=r"_w holds several experts"):
-        main(["export", str(directory), str(tmp_path / "packed"), *options])
+        cli(["convert", str(directory), str(tmp_path / "packed"), *options])
 
 
 @pytest.mark.parametrize("name", ["schedule_free_adamw", "lion", "muon"])
@@ -285,9 +294,11 @@ def test_other_optimizers_roundtrip_with_counts(tmp_path, name):
         own["expert_weight_sum"] = jax.tree.map(lambda n: n * weight, counts)
     opt_state = clip, fields._replace(**jax.tree.map(jnp.asarray, own)), *remaining
     path = saved(tmp_path / "a", ours, dataclasses.replace(state, opt_state=opt_state), SAVED)
-    assert main(["export", str(tmp_path / "a"), str(tmp_path / "dcp"), "--to=dcp"]) == 0
+    assert cli(["convert", str(tmp_path / "a"), str(tmp_path / "dcp"), "--to=dcp"]) == 0
     options = [f"--config={path}", "--fill-optimizer"]  # for parameters that Muon leaves to AdamW
-    assert main(["import", str(tmp_path / "dcp"), str(tmp_path / "b"), *options]) == 0
+    assert (
+        cli(["convert", "--to=jaxforge", str(tmp_path / "dcp"), str(tmp_path / "b"), *options]) == 0
+    )
     expected, result = values(tmp_path / "a"), values(tmp_path / "b")
     if "expert_weight_sum" not in own:
         expected |= {key: 0 * n + SAVED for key, n in expected.items() if "expert_updates" in key}
@@ -320,7 +331,7 @@ def test_impossible_counts_raise(torchs, tmp_path, damage):
     dcp.save(state, checkpoint_id=tmp_path / "odd" / f"step_{SAVED}", no_dist=True)
     config = f"--config={torchs.directory / 'run.toml'}"
     with pytest.raises(UserError, match=message):
-        main(["import", str(tmp_path / "odd"), str(tmp_path / "run"), config])
+        cli(["convert", "--to=jaxforge", str(tmp_path / "odd"), str(tmp_path / "run"), config])
 
 
 def test_direct_start_skips_like_checkpoint(torchs, tmp_path):

@@ -16,6 +16,7 @@ import pytest
 from jaxforge.config.reading.load import make_config
 from jaxforge.errors import UserError
 from jaxforge.storage.untrusted_json import load_object
+from tests.helpers import cli
 from tests.torch_compat.hostile import (
     FILE,
     MODULE,
@@ -27,7 +28,6 @@ from tests.torch_compat.hostile import (
     tensor,
 )
 from tests.torch_compat.mutations import TEXTS
-from torch_compat.__main__ import main
 from torch_compat.checkpoint import checkpoints, hf_state
 from torch_compat.checkpoint.inspection import inspect
 from torch_compat.checkpoint.name_maps import NAME_MAPS
@@ -261,7 +261,7 @@ def test_invalid_tensor_name_is_refused(broken, tmp_path, key):
 
 def test_markup_in_tensor_name_is_printed_verbatim(tmp_path, capsys):
     write_hf(tmp_path, {"[/red]x[bold]": from_array(np.zeros(4, np.float32))})
-    assert main(["inspect", str(tmp_path)]) == 0
+    assert cli(["inspect", str(tmp_path)]) == 0
     assert "[/red]x[bold]" in capsys.readouterr().out
 
 
@@ -372,7 +372,7 @@ def test_cache_links_outside_cache_are_refused(tmp_path):
 )  # fmt: skip
 def test_invalid_option_values_are_refused(argument):
     with pytest.raises(UserError, match=argument.partition("=")[0]):
-        main(["export", "run", "there", "--to=dcp", argument])
+        cli(["convert", "run", "there", "--to=dcp", argument])
 
 
 LOCAL = [(4, "version"), (6, "flags"), (8, "method"), (26, "length of the name"), (30, "name")]

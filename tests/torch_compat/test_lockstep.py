@@ -8,10 +8,10 @@ import pytest
 
 from jaxforge.config.reading.load import make_config
 from jaxforge.errors import UserError
-from jaxforge.tools.replay.compare import first_difference
-from torch_compat.__main__ import main
+from tests.helpers import cli
 from torch_compat.checkpoint import checkpoints
 from torch_compat.checkpoint.dcp_state import ReadOptions
+from torch_compat.lockstep.rows import first_difference
 from torch_compat.names.kempnerforge import KEMPNERFORGE
 
 torch = pytest.importorskip("torch")
@@ -137,9 +137,9 @@ def test_different_optimizer_setting_is_reported(reference, hint):
 
 
 def lockstep(directory, factory, *options):
-    return main([
-        "lockstep", f"--torch=tests.torch_compat.llama_torch:{factory}",
-        f"--checkpoint={directory}", f"--config={directory}/run.toml", "--tokens=32", *options,
+    return cli([
+        "verify", str(directory), f"--torch=tests.torch_compat.llama_torch:{factory}",
+        f"--config={directory}/run.toml", "--tokens=32", *options,
     ])  # fmt: skip
 
 

@@ -14,7 +14,7 @@ import pytest
 from jaxforge.config.model import ModelConfig
 from jaxforge.config.reading.load import load_config
 from jaxforge.errors import UserError
-from tests.helpers import setup
+from tests.helpers import cli, setup
 from tests.torch_compat.gauged import restored
 from tests.torch_compat.megatron_golden import (
     GOLDEN,
@@ -26,7 +26,6 @@ from tests.torch_compat.megatron_golden import (
     raw,
 )
 from tests.torch_compat.runs import assert_same, trained, values
-from torch_compat.__main__ import main
 from torch_compat.checkpoint import checkpoints, megatron_config, orbax_store
 from torch_compat.checkpoint.hf_config import network_settings
 from torch_compat.checkpoint.restore import open_foreign
@@ -119,7 +118,7 @@ def test_run_config_of_bridge_equals_the_arguments(copied):
 def test_rows_that_pad_the_vocabulary_are_removed(copied, tmp_path):
     directory = copied("experts") / "iter_0000002"
     (directory / "run_config.yaml").write_text(RUN_CONFIG)
-    assert main(["import", str(directory), str(tmp_path / "run")]) == 0
+    assert cli(["convert", "--to=jaxforge", str(directory), str(tmp_path / "run")]) == 0
     tokens, logits = expected("experts")
     model, ours = logits_of(tmp_path / "run", tokens)
     assert model.vocab_size == 28
@@ -188,9 +187,15 @@ def test_config_with_other_heads_raises(copied, tmp_path):
     lines = [f"{key} = {str(value).lower()}" for key, value in model.items()]
     (tmp_path / "other.toml").write_text("\n".join(["[model]", *lines]))
     (directory / "kept.pt").replace(directory / "common.pt")
-    command = ["import", str(directory), str(tmp_path / "run"), f"--config={tmp_path}/other.toml"]
+    command = [
+        "convert",
+        "--to=jaxforge",
+        str(directory),
+        str(tmp_path / "run"),
+        f"--config={tmp_path}/other.toml",
+    ]
     with pytest.raises(UserError, match="n_heads is 2 and the weights were trained with 4"):
-        main([*command, "--train.seq_len=16"])
+        cli([*command, "--train.seq_len=16"])
 
 
 def test_common_pt_executes_nothing(copied, tmp_path):
@@ -200,14 +205,14 @@ def test_common_pt_executes_nothing(copied, tmp_path):
     common = {"args": harmful, "iteration": 2}
     (directory / "common.pt").write_bytes(b"".join(map(bytes, torch_zip.archive_blocks(common))))
     with pytest.raises(UserError, match="give the run's config, --config FILE"):
-        main(["import", str(directory), str(tmp_path / "run")])
+        cli(["convert", "--to=jaxforge", str(directory), str(tmp_path / "run")])
     assert not (tmp_path / "ran").exists()
 
 
 @pytest.mark.parametrize("name", ["dense", "experts"])
 def test_export_has_every_key_of_megatron_with_the_same_bits(name, tmp_path):
     imported(name, tmp_path / "run")
-    assert main(["export", str(tmp_path / "run"), str(tmp_path / "back"), "--to=megatron"]) == 0
+    assert cli(["convert", str(tmp_path / "run"), str(tmp_path / "back"), "--to=megatron"]) == 0
     (tracker,) = (tmp_path / "back").glob("*.txt")
     back = tmp_path / "back" / f"iter_{int(tracker.read_text()):07d}"
     theirs, ours = open_dcp(Directory(GOLDEN / name / "iter_0000002")), open_dcp(Directory(back))
@@ -233,7 +238,7 @@ def test_export_has_every_key_of_megatron_with_the_same_bits(name, tmp_path):
 )
 def test_option_without_effect_for_megatron_raises(options, message, dense, tmp_path):
     with pytest.raises(UserError, match=message):
-        main(["export", str(dense), str(tmp_path), "--to=megatron", *options])
+        cli(["convert", str(dense), str(tmp_path), "--to=megatron", *options])
 
 
 @pytest.mark.parametrize(
@@ -246,10 +251,10 @@ def test_option_without_effect_for_megatron_raises(options, message, dense, tmp_
 )
 def test_optimizer_without_counterpart_is_exported_as_weights_only(settings, message, tmp_path):
     trained(tmp_path / "run", optimizer=settings)
-    command = ["export", str(tmp_path / "run"), str(tmp_path / "out"), "--to=megatron"]
+    command = ["convert", str(tmp_path / "run"), str(tmp_path / "out"), "--to=megatron"]
     with pytest.raises(UserError, match=f"{message}.*Convert with --weights-only"):
-        main(command)
-    assert main([*command, "--weights-only", "--dtype=bfloat16"]) == 0
+        cli(command)
+    assert cli([*command, "--weights-only", "--dtype=bfloat16"]) == 0
     tensors = open_dcp(Directory(tmp_path / "out" / "iter_0000002")).tensors
     assert {tensor.dtype.name for tensor in tensors.values()} == {"bfloat16"}
     assert not any(key.startswith("optimizer") for key in tensors)
@@ -260,9 +265,15 @@ def test_optimizer_without_counterpart_is_exported_as_weights_only(settings, mes
     [("megatron", "dcp", "megatron"), ("megatron", "pt", "megatron"), ("mindspeed", "hf", "dcp")],
 )
 def test_dialect_in_another_format_raises(dialect, target, required, dense, tmp_path):
-    command = ["export", str(dense), f"{tmp_path}/out.pt", f"--to={target}", f"--dialect={dialect}"]
+    command = [
+        "convert",
+        str(dense),
+        f"{tmp_path}/out.pt",
+        f"--to={target}",
+        f"--dialect={dialect}",
+    ]
     with pytest.raises(UserError, match=rf"has its own format\. Use --to {required}"):
-        main(command)
+        cli(command)
 
 
 SETTINGS = {"num_layers": 4, "hidden_size": 32, "num_attention_heads": 4, "vocab_size": 64,

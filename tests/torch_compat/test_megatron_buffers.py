@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from jaxforge.errors import UserError
+from tests.helpers import cli
 from tests.torch_compat.megatron_golden import GOLDEN, assert_close, expected, logits_of, raw
 from tests.torch_compat.runs import values
-from torch_compat.__main__ import main
 from torch_compat.checkpoint import megatron_buffers, orbax_store
 from torch_compat.checkpoint.megatron_buffers import UnmappedBuffersError
 from torch_compat.formats.dcp_reader import Dcp, LazyObjects
@@ -179,7 +179,7 @@ def test_buffers_of_unknown_layout_raise(kind, message):
 
 def test_import_reads_moments_from_flat_buffers(tmp_path):
     """Offsets follow from the sizes: each parameter starts at a multiple of 64 elements."""
-    assert main(["import", str(GOLDEN / "buffers"), str(tmp_path / "run")]) == 0
+    assert cli(["convert", "--to=jaxforge", str(GOLDEN / "buffers"), str(tmp_path / "run")]) == 0
     ours, theirs = values(tmp_path / "run"), raw("buffers")
     for field, their_field in (("mu", "exp_avg"), ("nu", "exp_avg_sq")):
         flat = theirs[f"{PREFIX}0.{BUFFER}.bucket_idx_0.{their_field}"]
@@ -217,7 +217,7 @@ def test_import_refuses_unmapped_buffers_with_the_reason(tmp_path, monkeypatch):
         raise UnmappedBuffersError("experts have separate buffers")
 
     monkeypatch.setattr(megatron_buffers, "read", refuse)
-    command = ["import", str(GOLDEN / "buffers"), str(tmp_path / "run")]
+    command = ["convert", "--to=jaxforge", str(GOLDEN / "buffers"), str(tmp_path / "run")]
     with pytest.raises(UserError, match=r"experts have separate buffers\. Import with --weights-o"):
-        main(command)
-    assert main([*command, "--weights-only"]) == 0
+        cli(command)
+    assert cli([*command, "--weights-only"]) == 0

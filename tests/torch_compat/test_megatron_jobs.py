@@ -13,10 +13,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.helpers import cli
 from tests.processes.conftest import ROOT
 from tests.torch_compat.megatron_golden import GOLDEN, imported
 from tests.torch_compat.runs import values
-from torch_compat.__main__ import main
 from torch_compat.formats.dcp_reader import open_dcp
 from torch_compat.formats.files import Directory
 
@@ -60,7 +60,7 @@ def run_job(folder, ranks=1, **settings):
 def test_megatron_resumes_an_export_with_the_same_losses(tp, tmp_path):
     """The golden job made two more updates after its save; its losses are stored."""
     imported("dense", tmp_path / "run")
-    assert main(["export", str(tmp_path / "run"), str(tmp_path / "out"), "--to=megatron"]) == 0
+    assert cli(["convert", str(tmp_path / "run"), str(tmp_path / "out"), "--to=megatron"]) == 0
     resumed = run_job(
         tmp_path / "job", tp, **DENSE, load=str(tmp_path / "out" / "iter_0000002"), tp=tp, seed=5
     )
@@ -71,7 +71,7 @@ def test_megatron_resumes_an_export_with_the_same_losses(tp, tmp_path):
 
 def test_megatron_loads_experts_of_an_export(tmp_path):
     imported("experts", tmp_path / "run")
-    assert main(["export", str(tmp_path / "run"), str(tmp_path / "out"), "--to=megatron"]) == 0
+    assert cli(["convert", str(tmp_path / "run"), str(tmp_path / "out"), "--to=megatron"]) == 0
     loaded = run_job(
         tmp_path / "job", 2, **EXPERTS, load=str(tmp_path / "out" / "iter_0000000"), ep=2, seed=5
     )
@@ -93,7 +93,7 @@ def test_checkpoint_is_the_same_of_every_parallel_size(name, settings, tmp_path)
     paths = {"load": str(GOLDEN / name / "iter_0000002"), "save": str(tmp_path / "iter_0000002")}
     run_job(tmp_path / "job", 2, **settings, **paths)
     whole = [] if settings.get("optimizer") else ["--weights-only"]
-    assert main(["verify", paths["load"], paths["save"], *whole]) == 0
+    assert cli(["verify", paths["load"], paths["save"], *whole]) == 0
 
 
 @pytest.mark.parametrize(
@@ -107,16 +107,16 @@ def test_flat_buffers_hold_the_same_state_as_named_tensors(ranks, settings, tmp_
     for kind in ("fully_reshardable", "dp_reshardable"):
         paths.append(str(tmp_path / kind / "iter_0000002"))
         run_job(tmp_path / f"job_{kind}", ranks, **settings, optimizer=kind, save=paths[-1])
-    assert main(["verify", *paths]) == 0
+    assert cli(["verify", *paths]) == 0
 
 
 @pytest.mark.parametrize("optimizer", ["plain", "fully_reshardable"])
 def test_import_continues_with_the_float32_weights_of_a_bfloat16_job(optimizer, tmp_path):
     path = tmp_path / "iter_0000002"
     run_job(tmp_path / "job", **QKV_BIAS, optimizer=optimizer, bf16=True, save=str(path))
-    command = ["import", str(path), str(tmp_path / "run")]
-    assert main(command) == 0
-    assert main(["verify", str(path), str(tmp_path / "run")]) == 0
+    command = ["convert", "--to=jaxforge", str(path), str(tmp_path / "run")]
+    assert cli(command) == 0
+    assert cli(["verify", str(path), str(tmp_path / "run")]) == 0
     tensors = open_dcp(Directory(path)).tensors
     master = "fp32_param" if optimizer == "plain" else "param"
     expected = tensors[f"optimizer.state.{master}.decoder.layers.self_attention.linear_proj.weight"]

@@ -6,6 +6,7 @@ import shutil
 import pytest
 
 from jaxforge.errors import UserError
+from tests.helpers import cli
 from tests.torch_compat.megatron_golden import (
     GOLDEN,
     RUN_CONFIG,
@@ -16,7 +17,6 @@ from tests.torch_compat.megatron_golden import (
 )
 from tests.torch_compat.runs import assert_same, values
 from tests.torch_compat.test_huggingface_models import open_theirs, their_logits
-from torch_compat.__main__ import main
 from torch_compat.checkpoint import megatron_files, orbax_store
 from torch_compat.formats.files import Directory
 
@@ -31,7 +31,7 @@ def dense(tmp_path_factory):
 @pytest.mark.parametrize("name", ["dense", "experts"])
 def test_export_to_transformers_has_the_logits_of_megatron(name, tmp_path):
     tokens, logits = expected(name)
-    assert main(["convert", str(GOLDEN / name), str(tmp_path / "hf"), "--to=hf"]) == 0
+    assert cli(["convert", str(GOLDEN / name), str(tmp_path / "hf"), "--to=hf"]) == 0
     assert_close(their_logits(open_theirs(tmp_path / "hf"), tokens), logits)
 
 
@@ -88,7 +88,7 @@ def test_fsdp_dtensor_is_read_as_the_same_state(dense, tmp_path):
         fsdp_state(raw("dense")), checkpoint_id=str(path), no_dist=True
     )
     (path.parent / "latest_checkpointed_iteration.txt").write_text("2")
-    assert main(["import", str(path.parent), str(tmp_path / "run")]) == 0
+    assert cli(["convert", "--to=jaxforge", str(path.parent), str(tmp_path / "run")]) == 0
     assert_same(values(tmp_path / "run"), values(dense))
     ours, theirs = (orbax_store.open_orbax(run)[0].progress for run in (tmp_path / "run", dense))
     assert (ours.step, ours.samples) == (theirs.step, theirs.samples)
@@ -110,7 +110,7 @@ def test_state_of_another_optimizer_raises(is_fsdp, tmp_path):
     torch.distributed.checkpoint.save(tensors, checkpoint_id=str(path), no_dist=True)
     shutil.copy(GOLDEN / "dense" / "iter_0000002" / "common.pt", path)
     with pytest.raises(UserError, match=r"its optimizer state has momentum_buffer; that of"):
-        main(["import", str(path), str(tmp_path / "run")])
+        cli(["convert", "--to=jaxforge", str(path), str(tmp_path / "run")])
 
 
 @pytest.mark.parametrize("naming", ["grouped", "sequential", "singleton"])
@@ -142,12 +142,12 @@ def test_experts_have_the_same_values_however_they_are_named(naming, tmp_path):
     path = tmp_path / "iter_0000002"
     torch.distributed.checkpoint.save(tensors, checkpoint_id=str(path), no_dist=True)
     (path / "run_config.yaml").write_text(RUN_CONFIG.replace("vocab_size: 28", "vocab_size: 32"))
-    assert main(["import", str(path), str(tmp_path / "run")]) == 0
+    assert cli(["convert", "--to=jaxforge", str(path), str(tmp_path / "run")]) == 0
     assert_same(values(tmp_path / "run"), values(imported("experts", tmp_path / "stacked")))
 
 
 def test_exported_files_open_in_torch_with_weights_only(dense, tmp_path):
-    assert main(["export", str(dense), str(tmp_path), "--to=megatron"]) == 0
+    assert cli(["convert", str(dense), str(tmp_path), "--to=megatron"]) == 0
     with torch.serialization.safe_globals([argparse.Namespace]):  # as Megatron-Core registers it
         common = torch.load(tmp_path / "iter_0000002" / "common.pt")
     matrices, vectors = common["optimizer"]["optimizer"]["param_groups"]

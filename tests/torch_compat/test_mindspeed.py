@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from jaxforge.errors import UserError
+from tests.helpers import cli
 from tests.torch_compat.runs import assert_same, trained, values
-from torch_compat.__main__ import main
 from torch_compat.checkpoint import checkpoints, orbax_store
 from torch_compat.checkpoint.train_state import read_train_state
 from torch_compat.formats.dcp_reader import open_dcp
@@ -35,7 +35,7 @@ def extra_state(step, tokens, logged):
 
 def written(run, directory, step, **location):
     """Write a checkpoint like `get_model_state_dict` and MindSpeed's manager."""
-    main(["export", str(run), str(run / "hf"), "--to=dcp", "--dialect=hf-llama"])
+    cli(["convert", str(run), str(run / "hf"), "--to=dcp", "--dialect=hf-llama"])
     tensors = open_dcp(Directory(run / "hf" / "step_2")).tensors
     model, state = {}, {}
     for key, tensor in tensors.items():
@@ -63,8 +63,14 @@ def test_import_finds_newest_global_step(tmp_path):
     (path.parent / "global_step_1").mkdir()
     assert "model.model.model.layers.0.mlp.up_proj.weight" in open_dcp(Directory(path)).tensors
     assert checkpoints.find(tmp_path / "theirs").directory.name == "global_step_2"
-    command = ["import", str(tmp_path / "theirs"), str(tmp_path / "ours"), f"--config={config}"]
-    assert main(command) == 0
+    command = [
+        "convert",
+        "--to=jaxforge",
+        str(tmp_path / "theirs"),
+        str(tmp_path / "ours"),
+        f"--config={config}",
+    ]
+    assert cli(command) == 0
     assert_same(values(tmp_path / "run"), values(tmp_path / "ours"))
     location = orbax_store.open_orbax(tmp_path / "ours")[0].progress
     assert (location.step, location.samples, location.tokens) == (2, 16, 512)
@@ -218,8 +224,8 @@ def exported(tmp_path):
     job.save(tmp_path / "theirs" / "checkpoints" / "global_step_3")
     (tmp_path / "run.toml").write_text(CONFIG)
     source, run, back = (str(tmp_path / name) for name in ("theirs", "run", "back"))
-    assert main(["import", source, run, f"--config={tmp_path / 'run.toml'}"]) == 0
-    assert main(["export", run, back, "--to=dcp", "--dialect=mindspeed", "--ranks=2"]) == 0
+    assert cli(["convert", "--to=jaxforge", source, run, f"--config={tmp_path / 'run.toml'}"]) == 0
+    assert cli(["convert", run, back, "--to=dcp", "--dialect=mindspeed", "--ranks=2"]) == 0
     return job.train(3), tmp_path / "theirs", tmp_path / "back"
 
 
@@ -248,12 +254,12 @@ def test_export_is_found_and_imported_again(exported, tmp_path):
     _, theirs, back = exported
     assert read_train_state(open_dcp(checkpoints.find(back).directory)).tokens == 256
     command = ["verify", str(theirs), str(back), f"--config={tmp_path / 'run.toml'}"]
-    assert main(command) == 0
+    assert cli(command) == 0
 
 
 def test_weights_alone_have_no_state_of_ranks(exported, tmp_path):
-    command = ["export", str(tmp_path / "run"), str(tmp_path / "weights"), "--to=dcp"]
-    assert main([*command, "--dialect=mindspeed", "--weights-only"]) == 0
+    command = ["convert", str(tmp_path / "run"), str(tmp_path / "weights"), "--to=dcp"]
+    assert cli([*command, "--dialect=mindspeed", "--weights-only"]) == 0
     (path,) = (tmp_path / "weights" / "checkpoints").iterdir()
     keys = open_dcp(Directory(path)).tensors
     assert {key.split(".")[0] for key in keys} == {"model"}  # by which it decides what to load
@@ -270,6 +276,6 @@ def test_weights_alone_have_no_state_of_ranks(exported, tmp_path):
 )
 def test_export_without_counterpart_in_mindspeed_raises(sections, options, message, tmp_path):
     trained(tmp_path / "run", **sections)
-    command = ["export", str(tmp_path / "run"), str(tmp_path / "out"), "--to=dcp"]
+    command = ["convert", str(tmp_path / "run"), str(tmp_path / "out"), "--to=dcp"]
     with pytest.raises(UserError, match=message):
-        main([*command, "--dialect=mindspeed", *options])
+        cli([*command, "--dialect=mindspeed", *options])

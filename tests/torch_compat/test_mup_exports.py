@@ -5,13 +5,13 @@ import pytest
 
 from jaxforge.config.model import ModelConfig
 from jaxforge.errors import UserError
-from jaxforge.tools.replay.compare import first_difference
 from tests.conftest import tiny_config
 from torch_compat.checkpoint import checkpoints, hf_config, mup
 from torch_compat.checkpoint.dcp_state import ReadOptions
 from torch_compat.checkpoint.state import abstract_target
 from torch_compat.convert import conversion
 from torch_compat.convert.source import Request
+from torch_compat.lockstep.rows import first_difference
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")

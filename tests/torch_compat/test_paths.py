@@ -5,9 +5,9 @@ import shutil
 import pytest
 
 from jaxforge.errors import StorageError, UserError
+from tests.helpers import cli
 from tests.torch_compat.runs import assert_same, values
 from tests.torch_compat.stage_runs import write_run
-from torch_compat.__main__ import main
 from torch_compat.checkpoint import orbax_commit
 from torch_compat.formats import dcp_writer, ocdbt, safetensors
 
@@ -20,7 +20,7 @@ def run(tmp_path_factory):
 @pytest.fixture(scope="module")
 def hf(run, tmp_path_factory):
     directory = tmp_path_factory.mktemp("hf") / "hf"
-    main(["export", str(run), str(directory), "--to=hf"])
+    cli(["convert", str(run), str(directory), "--to=hf"])
     return directory
 
 
@@ -28,14 +28,14 @@ def test_special_directory_names_are_literal(run, hf, tmp_path):
     """This holds for the directory of the run and for its parents."""
     parent = tmp_path / "a%20b #1 50%"
     result = parent / "run 100%25;{x}:~'\""
-    assert main(["import", str(hf), str(result)]) == 0
+    assert cli(["convert", "--to=jaxforge", str(hf), str(result)]) == 0
     params = values(result)
     assert_same(params, {name: v for name, v in values(run).items() if name in params})
     odd = parent / "h[1]f\\*?%41"
-    assert main(["export", str(result), str(odd / "hf"), "--to=hf"]) == 0
-    assert main(["export", str(result), str(odd / "dcp"), "--to=dcp", "--weights-only"]) == 0
+    assert cli(["convert", str(result), str(odd / "hf"), "--to=hf"]) == 0
+    assert cli(["convert", str(result), str(odd / "dcp"), "--to=dcp", "--weights-only"]) == 0
     for item, other in ((odd / "hf", odd / "dcp"), (odd / "dcp", run)):
-        assert main(["verify", str(item), str(other)]) == 0
+        assert cli(["verify", str(item), str(other)]) == 0
     assert [p.name for p in tmp_path.iterdir()] == [parent.name]
     assert sorted(p.name for p in parent.iterdir()) == sorted([result.name, odd.name])
 
@@ -43,7 +43,7 @@ def test_special_directory_names_are_literal(run, hf, tmp_path):
 @pytest.mark.parametrize("name", ["a[1]", "a\\b", "a*", "what?"])
 def test_import_to_unreadable_path_is_refused(hf, tmp_path, name):
     with pytest.raises(UserError, match=r"could not be read again.* give a directory without"):
-        main(["import", str(hf), str(tmp_path / name / "run")])
+        cli(["convert", "--to=jaxforge", str(hf), str(tmp_path / name / "run")])
     assert not list(tmp_path.iterdir())
 
 
@@ -64,11 +64,11 @@ def test_import_that_cannot_be_read_back_fails(hf, tmp_path, monkeypatch, fault)
 
     monkeypatch.setattr(orbax_commit, "commit", spoil)
     with pytest.raises(StorageError, match="the new checkpoint could not be read"):
-        main(["import", str(hf), str(tmp_path / "run")])
+        cli(["convert", "--to=jaxforge", str(hf), str(tmp_path / "run")])
     assert not list((tmp_path / "run" / "checkpoints").glob("*step*"))
     assert not (tmp_path / "run" / "config.toml").exists()
     monkeypatch.undo()
-    assert main(["import", str(hf), str(tmp_path / "run")]) == 0
+    assert cli(["convert", "--to=jaxforge", str(hf), str(tmp_path / "run")]) == 0
 
 
 @pytest.mark.parametrize("form", ["hf", "dcp"])
@@ -86,6 +86,6 @@ def test_export_that_cannot_be_read_back_fails(run, tmp_path, monkeypatch, form)
                 lambda entries, *remaining: write(dict(list(entries.items())[1:]), *remaining),
             )  # fmt: skip
         with pytest.raises(StorageError, match="differs from what was written"):
-            main(["export", str(run), str(tmp_path / form), f"--to={form}"])
+            cli(["convert", str(run), str(tmp_path / form), f"--to={form}"])
     assert not (tmp_path / form / "config.json").exists()
     assert not (tmp_path / form / "latest").exists()

@@ -12,11 +12,11 @@ from flax.traverse_util import flatten_dict
 
 from jaxforge.checkpoint.manager import Checkpoints
 from jaxforge.checkpoint.restore import starting_state
-from jaxforge.commands import train
 from jaxforge.config.lora import is_adapter
 from jaxforge.errors import UserError
 from jaxforge.model.dropout import Dropout, layer_keys
 from jaxforge.optim.random_bits import draw_key, random_words
+from jaxforge.training import launch
 from jaxforge.training.foreign import open_foreign
 from tests.helpers import random_batches, setup
 from tests.torch_compat import huggingface
@@ -66,7 +66,7 @@ def config_of(path, name="run", **sections):
 @pytest.fixture(scope="module")
 def trained(base):
     """A run of ten updates, with its exports."""
-    train.run(config_of(base, lora={"dropout": 0.05}, train={"ema_decay": 0.8}))
+    launch.fit(config_of(base, lora={"dropout": 0.05}, train={"ema_decay": 0.8}))
     for to in ("hf", "peft"):
         for name, weights in ((f"as_{to}", "raw"), (f"average_as_{to}", "ema")):
             options = ReadOptions(weights=weights)
@@ -313,7 +313,7 @@ FAMILIES = ["gpt2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("g
 def test_peft_loads_the_export_of_a_family_with_fused_tensors(fused):
     path, _ = fused
     lora = {"targets": ["q_proj", "v_proj", "mlp"], "use_rslora": True}
-    train.run(config_of(path, lora=lora, train={"max_steps": 2}, optimizer={"lr": 0.1}))
+    launch.fit(config_of(path, lora=lora, train={"max_steps": 2}, optimizer={"lr": 0.1}))
     request = Request(checkpoints.find(path / "run"), path / "as_peft", "peft")
     huggingface.convert(request, path / "as_peft")
     ours = our_logits(path / "run")

@@ -14,8 +14,8 @@ import pytest
 
 from jaxforge.config.reading.load import make_config
 from jaxforge.errors import UserError
+from tests.helpers import cli
 from tests.torch_compat.tensors import random_array
-from torch_compat.__main__ import main
 from torch_compat.checkpoint import checkpoints, orbax_store
 from torch_compat.checkpoint.dcp_state import ReadOptions
 from torch_compat.convert import conversion
@@ -177,10 +177,17 @@ def test_export_with_an_empty_group_is_imported(job, tmp_path, config_file):
     """With `decay_patterns` of all names, no parameter is without weight decay."""
     source = save(job, tmp_path / "checkpoint.pt", step=STEPS)
     decays = '--optimizer.decay_patterns=[".*"]'
-    command = ["import", str(source), str(tmp_path / "run"), f"--config={config_file}", decays]
-    assert main(command) == 0
+    command = [
+        "convert",
+        "--to=jaxforge",
+        str(source),
+        str(tmp_path / "run"),
+        f"--config={config_file}",
+        decays,
+    ]
+    assert cli(command) == 0
     exported = tmp_path / "back.pt"
-    assert main(["export", str(tmp_path / "run"), str(exported), "--to=pt"]) == 0
+    assert cli(["convert", str(tmp_path / "run"), str(exported), "--to=pt"]) == 0
     groups = torch.load(exported, weights_only=True)["optimizer"]["param_groups"]
     assert [len(group["params"]) for group in groups] == [26, 0]
     again = read(exported)
@@ -204,9 +211,9 @@ def test_import_and_export_resume_in_torch_with_the_same_next_update(
 ):
     source = save(job, tmp_path / "checkpoint.pt", epoch=0, step=STEPS)
     run, exported = tmp_path / "run", tmp_path / "back.pt"
-    assert main(["import", str(source), str(run), f"--config={config_file}"]) == 0
-    assert main(["verify", str(run), str(source), f"--config={config_file}", "--weights-only"]) == 0
-    assert main(["export", str(run), str(exported), "--to=pt"]) == 0
+    assert cli(["convert", "--to=jaxforge", str(source), str(run), f"--config={config_file}"]) == 0
+    assert cli(["verify", str(run), str(source), f"--config={config_file}", "--weights-only"]) == 0
+    assert cli(["convert", str(run), str(exported), "--to=pt"]) == 0
     assert capsys.readouterr().out.endswith(f"{exported}\n")
     state = torch.load(exported, weights_only=True)
     assert (state["step"], state["samples_seen"]) == (STEPS, 2 * STEPS)
@@ -235,8 +242,8 @@ def test_import_and_export_resume_in_torch_with_the_same_next_update(
 def test_export_counts_parameters_in_the_order_of_modules(job, tmp_path, config_file):
     source = save(job, tmp_path / "checkpoint.pt", step=STEPS)
     run = tmp_path / "run"
-    main(["import", str(source), str(run), f"--config={config_file}"])
-    main(["export", str(run), str(tmp_path / "b.pt"), "--to=pt"])
+    cli(["convert", "--to=jaxforge", str(source), str(run), f"--config={config_file}"])
+    cli(["convert", str(run), str(tmp_path / "b.pt"), "--to=pt"])
     groups = torch.load(tmp_path / "b.pt", weights_only=True)["optimizer"]["param_groups"]
     named = dict(job[0].named_parameters())
     expected = [[n for n, p in named.items() if (p.ndim > 1) == decays] for decays in (True, False)]
@@ -268,9 +275,9 @@ def test_import_notes_the_assumed_order_and_absent_data(job, tmp_path, settings,
 def test_export_without_suffix_is_refused(job, tmp_path, config_file):
     source = save(job, tmp_path / "checkpoint.pt", step=STEPS)
     run = tmp_path / "run"
-    main(["import", str(source), str(run), f"--config={config_file}"])
+    cli(["convert", "--to=jaxforge", str(source), str(run), f"--config={config_file}"])
     with pytest.raises(UserError, match=r"Its name must end with \.pt"):
-        main(["export", str(run), str(tmp_path / "b"), "--to=pt"])
+        cli(["convert", str(run), str(tmp_path / "b"), "--to=pt"])
 
 
 def test_directory_of_files_names_one_of_them(job, tmp_path):
@@ -382,7 +389,7 @@ def test_pickle_that_calls_is_refused(tmp_path):
 def test_run_of_imported_file_holds_its_state(job, tmp_path, config_file):
     source = save(job, tmp_path / "checkpoint.pt", step=STEPS)
     run = tmp_path / "run"
-    main(["import", str(source), str(run), f"--config={config_file}"])
+    cli(["convert", "--to=jaxforge", str(source), str(run), f"--config={config_file}"])
     stored, _ = orbax_store.open_orbax(run)
     expected = read(source)
     np.testing.assert_array_equal(

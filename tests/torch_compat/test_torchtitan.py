@@ -16,9 +16,9 @@ import pytest
 
 from jaxforge.config.model import ModelConfig
 from jaxforge.errors import UserError
+from tests.helpers import cli
 from tests.processes.conftest import ROOT
 from tests.torch_compat.runs import assert_same, trained, values
-from torch_compat.__main__ import main
 from torch_compat.checkpoint.name_maps import NAME_MAPS
 from torch_compat.formats.dcp_reader import open_dcp
 from torch_compat.formats.files import Directory
@@ -70,7 +70,7 @@ def titan(version, what, folder, tmp_path, *, excluded=("dataloader",)):
 
 
 def export(run, to, dialect):
-    assert main(["export", str(run), str(to), "--to=dcp", f"--dialect={dialect}"]) == 0
+    assert cli(["convert", str(run), str(to), "--to=dcp", f"--dialect={dialect}"]) == 0
     return to / "step-2"
 
 
@@ -106,8 +106,8 @@ def test_torchtitan_checkpoint_round_trips(tmp_path, version):
     config = trained(tmp_path / "run")
     _, saved = titan(version, "save", tmp_path / "titan", tmp_path)
     arguments = [str(tmp_path / "titan"), str(tmp_path / "imported"), f"--config={config}"]
-    assert main(["import", *arguments]) == 0
-    main(["export", str(tmp_path / "imported"), str(tmp_path / "back"), "--to=dcp",
+    assert cli(["convert", "--to=jaxforge", *arguments]) == 0
+    cli(["convert", str(tmp_path / "imported"), str(tmp_path / "back"), "--to=dcp",
           f"--dialect={VERSIONS[version]}"])  # fmt: skip
     assert_same(
         {name: tensor.detach().numpy() for name, tensor in saved.items()},
@@ -166,12 +166,12 @@ def test_complex_rotary_table_is_ignored(tmp_path, prefix, capsys):
     state = {prefix + key: tensor for key, tensor in {**theirs, "freqs_cis": table}.items()}
     save(state, checkpoint_id=str(tmp_path / "old"), no_dist=True)
     arguments = [str(tmp_path / "old"), str(tmp_path / "imported"), f"--config={config}"]
-    assert main(["import", *arguments]) == 0
+    assert cli(["convert", "--to=jaxforge", *arguments]) == 0
     before, after = values(tmp_path / "run"), values(tmp_path / "imported")
     for name in before:
         if name.startswith("params."):
             np.testing.assert_array_equal(after[name], before[name], err_msg=name)
-    assert main(["inspect", str(tmp_path / "old")]) == 0
+    assert cli(["inspect", str(tmp_path / "old")]) == 0
     assert "complex64" in capsys.readouterr().out
 
 

@@ -18,7 +18,7 @@ from jaxforge.config.reading.load import load_config
 from jaxforge.errors import UserError
 from jaxforge.model.transformer import register_model
 from tests.conftest import tiny_config
-from tests.helpers import change_stored_config, setup
+from tests.helpers import change_stored_config, cli, setup
 from tests.processes.conftest import ROOT, environment
 from tests.step import aux_model
 from tests.torch_compat.gauged import gone_on, restored
@@ -28,7 +28,6 @@ from tests.torch_compat.runs import (
     trained,
     values,
 )
-from torch_compat.__main__ import main
 from torch_compat.checkpoint import name_maps, stages
 from torch_compat.checkpoint.hf_config import select_family
 from torch_compat.checkpoint.restore import open_foreign
@@ -99,12 +98,24 @@ def registered(own_names):
 
 
 def export(run, destination, *options):
-    assert main(["export", str(run), str(destination), *options]) == 0
+    assert cli(["convert", str(run), str(destination), *options]) == 0
     return destination
 
 
 def bring(source, destination, config, *options):
-    assert main(["import", str(source), str(destination), f"--config={config}", *options]) == 0
+    assert (
+        cli(
+            [
+                "convert",
+                "--to=jaxforge",
+                str(source),
+                str(destination),
+                f"--config={config}",
+                *options,
+            ]
+        )
+        == 0
+    )
     return destination
 
 
@@ -154,15 +165,15 @@ def test_safetensors_store_untrained_state_in_float32(run, tmp_path, dtype):
     again = bring(hf, tmp_path / "again", config)
     assert_same(state_of(again), state_of(run))
     if dtype is None:
-        assert main(["verify", str(run), str(hf)]) == 0
+        assert cli(["verify", str(run), str(hf)]) == 0
 
 
 def test_unnamed_state_raises(run, tmp_path):
     run, _ = run
     with pytest.raises(UserError, match=r"(gauge|drift) has no counterpart in kempner"):
-        main(["export", str(run), str(tmp_path / "dcp"), "--to=dcp"])
+        cli(["convert", str(run), str(tmp_path / "dcp"), "--to=dcp"])
     with pytest.raises(UserError, match=r"can be exported to hf as hf-gauged, not hf-llama"):
-        main(["export", str(run), str(tmp_path / "hf"), "--to=hf", "--dialect=hf-llama"])
+        cli(["convert", str(run), str(tmp_path / "hf"), "--to=hf", "--dialect=hf-llama"])
     assert not (tmp_path / "dcp").exists()
 
 
@@ -179,7 +190,7 @@ def test_resume_without_untrained_state_raises(without, tmp_path):
     dcp, config = without
     message = r"state is missing \(.*drift.*cannot resume without it; --weights-only starts a run"
     with pytest.raises(UserError, match=message):
-        main(["import", str(dcp), str(tmp_path / "run"), f"--config={config}"])
+        cli(["convert", "--to=jaxforge", str(dcp), str(tmp_path / "run"), f"--config={config}"])
     with pytest.raises(UserError, match=message):
         open_foreign(str(dcp), load_config(config))
 
@@ -259,25 +270,25 @@ def test_export_with_state_of_other_model_raises(run, tmp_path, monkeypatch, siz
 
     monkeypatch.setattr(GaugedNetwork, "__init__", declare)
     with pytest.raises(UserError, match=message):
-        main(["export", str(run), str(tmp_path / "dcp"), "--to=dcp", "--dialect=gauged"])
+        cli(["convert", str(run), str(tmp_path / "dcp"), "--to=dcp", "--dialect=gauged"])
 
 
 def test_inspect_and_verify_include_untrained_state(run, tmp_path, capsys):
     run, config = run
     capsys.readouterr()
-    assert main(["inspect", str(run), "--json"]) == 0
+    assert cli(["inspect", str(run), "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["untrained"] == 2 * 64 + 3
     assert report["tensors"]["model_state.layers.1.drift"]["shape"] == [64]
     dcp = export(run, tmp_path / "dcp", "--to=dcp", "--dialect=gauged")
-    assert main(["verify", str(run), str(dcp)]) == 0
+    assert cli(["verify", str(run), str(dcp)]) == 0
     ours, other = setup(load_config(config)), tmp_path / "other"
     state = restored(ours, run)
     changed = {**state.model_state, "gauge": jnp.full(3, 7.0)}
     saved(other, ours, dataclasses.replace(state, model_state=changed), 2)
     for options in ([], ["--weights-only"]):
         capsys.readouterr()
-        assert main(["verify", str(other), str(dcp), "--json", *options]) == 1
+        assert cli(["verify", str(other), str(dcp), "--json", *options]) == 1
         result = json.loads(capsys.readouterr().out)["differences"]
         assert [d["name"] for d in result] == ["model_state.gauge"]
 
@@ -329,11 +340,11 @@ def test_plugin_registers_model_and_names(run, tmp_path):
     compat = functools.partial(
         subprocess.run, cwd=ROOT, env=env, check=True, text=True, capture_output=True
     )
-    tool = [sys.executable, "-m", "torch_compat"]
+    tool = [sys.executable, "-m", "jaxforge"]
     # Equal to a run that was trained with the plugin.
     change_stored_config(run, "plugins", modules=["gauged_plugin"])
     dcp = tmp_path / "dcp"
-    export = [*tool, "export", str(run), str(dcp), "--to=dcp", "--dialect=gauged"]
+    export = [*tool, "convert", str(run), str(dcp), "--to=dcp", "--dialect=gauged"]
     refused = subprocess.run(export, cwd=ROOT, env=env, text=True, capture_output=True, check=False)
     assert refused.returncode == 2
     assert "--trust-plugins" in refused.stderr

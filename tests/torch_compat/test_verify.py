@@ -5,8 +5,8 @@ import shutil
 
 import pytest
 
+from tests.helpers import cli
 from tests.torch_compat.stage_runs import write_run
-from torch_compat.__main__ import main
 from torch_compat.checkpoint.train_state import TRAIN_STATE
 from torch_compat.formats import torch_zip
 from torch_compat.formats.files import Directory
@@ -20,14 +20,14 @@ def run(tmp_path_factory):
 @pytest.fixture(scope="module")
 def dcp(run, tmp_path_factory):
     directory = tmp_path_factory.mktemp("dcp")
-    main(["export", str(run), str(directory), "--to=dcp"])
+    cli(["convert", str(run), str(directory), "--to=dcp"])
     return directory
 
 
 def verify(capsys, a, b, *options):
     """Return the exit code, differences (name -> note), and notes."""
     capsys.readouterr()
-    code = main(["verify", str(a), str(b), "--json", *options])
+    code = cli(["verify", str(a), str(b), "--json", *options])
     report = json.loads(capsys.readouterr().out)
     return code, {d["name"]: d["note"] for d in report["differences"]}, report["notes"]
 
@@ -47,7 +47,7 @@ def with_place(dcp, directory, change):
 def test_run_and_export_have_equal_facts(run, dcp, capsys):
     for item, other in ((run, dcp), (dcp, run), (dcp, dcp), (run, run)):
         assert verify(capsys, item, other)[:2] == (0, {})
-    assert main(["verify", str(run), str(dcp)]) == 0
+    assert cli(["verify", str(run), str(dcp)]) == 0
     assert "place, schedule and optimizer: 9 are the same" in capsys.readouterr().out
 
 
@@ -81,7 +81,7 @@ def test_different_progress_is_reported(run, dcp, tmp_path, capsys, name):
     ],
 )
 def test_different_settings_are_reported(run, dcp, tmp_path, capsys, setting, names):
-    main(["export", str(run), str(tmp_path), "--to=dcp", setting])
+    cli(["convert", str(run), str(tmp_path), "--to=dcp", setting])
     for item in (run, dcp):
         code, result, _ = verify(capsys, item, tmp_path)
         assert (code, result.keys()) == (1, names)
@@ -91,7 +91,7 @@ def test_different_settings_are_reported(run, dcp, tmp_path, capsys, setting, na
 def test_runs_are_compared_by_all_settings(run, dcp, tmp_path, capsys):
     settings = ["--scheduler.decay_steps=9", "--train.max_steps=50", "--model.rope_theta=5e5"]
     config = f"--config={run / 'config.toml'}"
-    main(["import", str(dcp), str(tmp_path / "run"), config, *settings])
+    cli(["convert", "--to=jaxforge", str(dcp), str(tmp_path / "run"), config, *settings])
     code, result, _ = verify(capsys, run, tmp_path / "run")
     assert code == 1
     assert result == {
@@ -102,7 +102,7 @@ def test_runs_are_compared_by_all_settings(run, dcp, tmp_path, capsys):
 
 
 def test_batches_are_compared_for_equal_ranks(run, dcp, tmp_path, capsys):
-    main(["export", str(run), str(tmp_path), "--to=dcp", "--ranks=3"])
+    cli(["convert", str(run), str(tmp_path), "--to=dcp", "--ranks=3"])
     code, result, notes = verify(capsys, dcp, tmp_path)
     assert (code, result) == (0, {})
     assert any("place.batches of 1 ranks, place.batches of 3 ranks" in note for note in notes)
@@ -110,9 +110,9 @@ def test_batches_are_compared_for_equal_ranks(run, dcp, tmp_path, capsys):
 
 
 def test_weights_only_comparison_ignores_progress(run, dcp, tmp_path, capsys):
-    main(["export", str(run), str(tmp_path / "hf"), "--to=hf"])
+    cli(["convert", str(run), str(tmp_path / "hf"), "--to=hf"])
     config = f"--config={run / 'config.toml'}"
-    main(["import", str(dcp), str(tmp_path / "run"), config, "--weights-only"])
+    cli(["convert", "--to=jaxforge", str(dcp), str(tmp_path / "run"), config, "--weights-only"])
     for other in (tmp_path / "hf", tmp_path / "run", dcp):
         assert verify(capsys, run, other, "--weights-only")[:2] == (0, {})
     code, result, notes = verify(capsys, run, tmp_path / "run")
@@ -124,5 +124,5 @@ def test_weights_only_comparison_ignores_progress(run, dcp, tmp_path, capsys):
 
 
 def test_changed_computation_is_noted(run, tmp_path, capsys):
-    main(["export", str(run), str(tmp_path / "hf"), "--to=hf", "--model.rope_theta=5e5"])
+    cli(["convert", str(run), str(tmp_path / "hf"), "--to=hf", "--model.rope_theta=5e5"])
     assert any("trained with 500000.0" in n for n in verify(capsys, run, tmp_path / "hf")[2])

@@ -1,9 +1,9 @@
 """Callbacks that record the steps at which they act."""
 
-from jaxforge.training.hooks import Hook
+from jaxforge.training.callbacks.callback import Callback
 
 
-class Looking(Hook):
+class Looking(Callback):
     every = 2
 
     def __init__(self, events, reason=None):

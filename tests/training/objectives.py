@@ -2,8 +2,9 @@
 
 import json
 
-from jaxforge.commands import prepare, train
+from jaxforge.commands import prepare
 from jaxforge.exit_codes import Exit
+from jaxforge.training import launch
 from tests.conftest import tiny_config
 from torch_compat.convert import conversion
 from torch_compat.convert.source import Request
@@ -72,7 +73,7 @@ def prepare_data(directory, **sections):
         given = [directory / name, "--output", output, "--workers", "1", *more]
         assert prepare.main([str(x) for x in given]) == 0
     assert (
-        train.run(config(directory, "base", train={"max_steps": 2}, **sections)) is Exit.COMPLETED
+        launch.fit(config(directory, "base", train={"max_steps": 2}, **sections)) is Exit.COMPLETED
     )
 
 

@@ -19,10 +19,10 @@ from jaxforge.telemetry.profiler import Profiler
 from jaxforge.telemetry.tracker import Tracker
 from jaxforge.training.bad_steps import BadSteps
 from jaxforge.training.callbacks import activations, evaluation, samples
+from jaxforge.training.callbacks.callback import Callback
 from jaxforge.training.callbacks.runner import Callbacks
 from jaxforge.training.early_stop import EarlyStop
 from jaxforge.training.health.watchdog import Limits, Watchdog
-from jaxforge.training.hooks import Hook
 from jaxforge.training.instruments import Instruments
 from jaxforge.training.loop import Trainer
 from jaxforge.training.phases import Phases
@@ -52,7 +52,7 @@ class OnDevice:
         return int(np.asarray(self))
 
 
-class Recorder(Hook):
+class Recorder(Callback):
     def __init__(self, events):
         self.events = events
 

@@ -5,7 +5,7 @@ import pytest
 
 from jaxforge.exit_codes import Exit
 from jaxforge.telemetry import tracker
-from jaxforge.training.hooks import Hook
+from jaxforge.training.callbacks.callback import Callback
 from tests.training.looking import Looking
 from tests.training.observers import Capture, Sampler, Signals, restarted, run
 
@@ -118,7 +118,7 @@ def test_every_process_saves_a_new_best(monkeypatch):
 
 
 def test_failed_run_waits_for_saves():
-    class Fails(Hook):
+    class Fails(Callback):
         def on_step_end(self, context):
             raise ZeroDivisionError
 

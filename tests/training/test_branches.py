@@ -11,11 +11,10 @@ from jaxforge.errors import UserError
 from jaxforge.exit_codes import Exit
 from jaxforge.runs import starts
 from tests.conftest import tiny_config
-from tests.helpers import devices_here, stored_progress
+from tests.helpers import cli, devices_here, stored_progress
 from tests.processes.conftest import Run
 from tests.tools.report.pages import page_of
 from tests.torch_compat.runs import values
-from torch_compat import __main__ as torch_compat
 
 pytestmark = pytest.mark.usefixtures("one_device")
 
@@ -148,7 +147,7 @@ def test_branch_with_changed_data_is_refused_unless_allowed(tmp_path):
 
 def test_branch_of_weights_alone_is_refused(parent, tmp_path):
     command = ["convert", str(parent.directory), str(tmp_path / "weights"), "--to=jaxforge"]
-    assert torch_compat.main([*command, "--weights-only"]) == 0
+    assert cli([*command, "--weights-only"]) == 0
     with pytest.raises(UserError, match=r"step 0 of .*weights holds weights only"):
         Run(tmp_path, "branch").finish_here(*COMMON, f"--branch-from={tmp_path / 'weights'}@0")
 

@@ -10,7 +10,7 @@ from jaxforge.config import load_unresolved
 from jaxforge.config.eval import EvalSchedule
 from jaxforge.exit_codes import Exit
 from jaxforge.training import launch
-from jaxforge.training.hooks import Hook
+from jaxforge.training.callbacks.callback import Callback
 from tests.conftest import tiny_config
 from tests.helpers import stored_progress
 from tests.training.looking import Looking
@@ -92,7 +92,7 @@ def test_partial_evaluation_ranks_no_checkpoint():
     ]  # fmt: skip
 
 
-class Log(Hook):
+class Log(Callback):
     """A log of evaluations and losses that fails at batch `at` of an evaluation."""
 
     def __init__(self, at=None):
@@ -153,7 +153,7 @@ def logged(root, name):
 @pytest.mark.usefixtures("one_device")
 def test_killed_evaluation_is_repeated_from_save_before_it(tmp_path):
     whole, plain, first, second = Log(), Log(), Log(at=("a", 1, 4)), Log()
-    assert launch.train(config(tmp_path, "whole"), [whole]) is Exit.COMPLETED
+    assert launch.fit(config(tmp_path, "whole"), [whole]) is Exit.COMPLETED
     assert whole.events == [
         "begin 2", "a0", "a1", "end 2", "begin 4", "a0", "a1", "end 4",
         "begin 6", "a0", "a1", "b0", "end 6",
@@ -170,14 +170,14 @@ def test_killed_evaluation_is_repeated_from_save_before_it(tmp_path):
     assert stored["validation"] is None
     assert math.isclose(stored["best_metric"], metrics[6, "eval/loss"])
 
-    assert launch.train(config(tmp_path, "plain", is_evaluated=False), [plain]) is Exit.COMPLETED
+    assert launch.fit(config(tmp_path, "plain", is_evaluated=False), [plain]) is Exit.COMPLETED
     assert plain.losses == whole.losses  # functions are not a part of the training loss
 
     with pytest.raises(ZeroDivisionError):
-        launch.train(config(tmp_path, "run"), [first])
+        launch.fit(config(tmp_path, "run"), [first])
     stopped = stored_progress(tmp_path / "run", 4)
     assert stopped["validation"]["pending"] == ["a"]
-    assert launch.train(config(tmp_path, "run"), [second]) is Exit.COMPLETED
+    assert launch.fit(config(tmp_path, "run"), [second]) is Exit.COMPLETED
     assert second.events == whole.events[4:]
     assert logged(tmp_path, "run") == metrics
     assert [*first.losses, *second.losses] == whole.losses

@@ -11,7 +11,6 @@ import pytest
 from flax.traverse_util import unflatten_dict
 
 from jaxforge.aux_outputs import Max, Mean
-from jaxforge.commands import train
 from jaxforge.data import sources
 from jaxforge.data.corpus.manifest import Manifest, Shard
 from jaxforge.data.corpus.tokenizer import ByteTokenizer
@@ -19,6 +18,7 @@ from jaxforge.errors import UserError
 from jaxforge.model.transformer import build_model
 from jaxforge.parallel.mesh import make_mesh
 from jaxforge.parallel.sharding import param_shardings
+from jaxforge.training import launch
 from jaxforge.training.eval_functions import build_eval_functions, register_eval_function
 from jaxforge.training.evaluation import Evaluator, SetSums, summary
 from tests.conftest import tiny_config
@@ -213,7 +213,7 @@ def test_run_evaluates_average_of_parameters(shards, tmp_path, capsys, dtype):
         checkpoint={"dir": str(tmp_path), "best_metric": "eval/ema_loss"},
     )  # fmt: skip
     with devices_here(1):
-        assert train.run(job).code == 0
+        assert launch.fit(job).code == 0
     (metrics,) = (line for line in run_lines(tmp_path) if "eval/loss" in line)
     arrays = open_arrays(tmp_path / "checkpoints" / "step_3" / "state")
     losses = {}

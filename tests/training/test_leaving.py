@@ -296,11 +296,11 @@ def test_every_exit_closes_run_with_reason(monkeypatch, end):
     monkeypatch.setattr(launch, "build_trainer", lambda *arguments: trainer)
     config = tiny_config(distributed={"dp_shard": -1})
     if isinstance(end, Exit):
-        assert train.run(config) is end
+        assert launch.fit(config) is end
         assert closed == [end]
     else:
         with pytest.raises(end):
-            train.run(config)
+            launch.fit(config)
         assert closed == [None]
 
 

@@ -16,9 +16,8 @@ from jaxforge.step.train_step import CompiledSteps
 from jaxforge.telemetry.measures import StepCost
 from jaxforge.telemetry.metric_writers import MetricWriter
 from jaxforge.telemetry.tracker import Tracker
-from jaxforge.training.callbacks.callback import StepContext
+from jaxforge.training.callbacks.callback import Callback, StepContext
 from jaxforge.training.callbacks.runner import Callbacks
-from jaxforge.training.hooks import Hook
 from jaxforge.training.updates import Updates
 from tests.conftest import tiny_config
 from tests.helpers import random_batches, setup
@@ -78,7 +77,7 @@ def test_last_step_is_saved_once():
     assert events.count("save 4") == 1
 
 
-class Epochs(Hook):
+class Epochs(Callback):
     def __init__(self, events):
         self.events = events
 
@@ -146,7 +145,7 @@ def test_too_many_bad_steps_end_run_unsaved():
 
 
 def test_failed_step_calls_on_train_end():
-    class Fails(Hook):
+    class Fails(Callback):
         def on_step_end(self, context):
             raise ZeroDivisionError
 
@@ -167,7 +166,7 @@ def test_sinks_receive_exit_code():
 @pytest.mark.parametrize("error", [ZeroDivisionError(), UserError(), StorageError()])
 @pytest.mark.parametrize("at_the_end", [False, True])
 def test_sinks_receive_exit_code_of_failure(error, at_the_end):
-    class Fails(Hook):
+    class Fails(Callback):
         def on_train_end(self, step, tokens_seen, reason):
             if at_the_end:
                 raise error
@@ -192,7 +191,7 @@ def test_sinks_receive_exit_code_of_failure(error, at_the_end):
 
 
 def test_failing_callback_does_not_stop_others_at_end():
-    class Loses(Hook):
+    class Loses(Callback):
         def on_train_end(self, step, tokens_seen, reason):
             raise StorageError("a line is lost")
 
@@ -203,7 +202,7 @@ def test_failing_callback_does_not_stop_others_at_end():
 
 
 def test_failing_callback_at_end_names_checkpoint(caplog, monkeypatch):
-    class Fails(Hook):
+    class Fails(Callback):
         def on_train_end(self, step, tokens_seen):  # as in KempnerForge
             events.append(f"end {step} {tokens_seen}")
             raise ZeroDivisionError
@@ -219,7 +218,7 @@ def test_failing_callback_at_end_names_checkpoint(caplog, monkeypatch):
 
 
 def test_callback_that_exits_at_end_sets_exit_code():
-    class Exits(Hook):
+    class Exits(Callback):
         def on_train_end(self, step, tokens_seen, reason):
             raise SystemExit(self.code)
 
@@ -249,7 +248,7 @@ def test_lost_metrics_end_run_with_storage_code(caplog):
 def test_hook_reads_scalars_state_and_gradients():
     seen = []
 
-    class Reads(Hook):
+    class Reads(Callback):
         collect = ("grads",)
 
         def on_step_end(self, context):

@@ -8,11 +8,11 @@ import pytest
 from flax.traverse_util import flatten_dict
 
 import jaxforge as jf
-from jaxforge.commands import train
 from jaxforge.config.lora import is_adapter
 from jaxforge.errors import UserError
 from jaxforge.exit_codes import Exit
 from jaxforge.inference.trained import open_run
+from jaxforge.training import launch
 from tests.conftest import tiny_config
 
 pytestmark = pytest.mark.usefixtures("one_device")
@@ -48,14 +48,14 @@ def stored(run, step):
 def base(tmp_path_factory):
     """The directory of all runs, with the run of a base model."""
     directory = tmp_path_factory.mktemp("lora")
-    assert train.run(config(directory, "base", train={"max_steps": 2})) is Exit.COMPLETED
+    assert launch.fit(config(directory, "base", train={"max_steps": 2})) is Exit.COMPLETED
     return directory
 
 
 @pytest.fixture(scope="module")
 def whole(base):
     """A run of four steps without interruption."""
-    assert train.run(adapted(base, "whole")) is Exit.COMPLETED
+    assert launch.fit(adapted(base, "whole")) is Exit.COMPLETED
     return base / "whole"
 
 
@@ -81,7 +81,7 @@ def test_opened_run_joins_adapters_and_base(base, whole):
 def test_relative_path_of_the_base_is_opened_from_another_directory(base, tmp_path, monkeypatch):
     monkeypatch.chdir(base)
     settings = adapted(base, "relative", checkpoint={"load_path": "base"}, train={"max_steps": 1})
-    assert train.run(settings) is Exit.COMPLETED
+    assert launch.fit(settings) is Exit.COMPLETED
     monkeypatch.chdir(tmp_path)
     assert parameters(base / "relative").keys() == parameters(base / "base").keys() | {
         f"layers.{layer}.{matrix}" for layer in ADAPTED for matrix in ("lora_a", "lora_b")
@@ -89,8 +89,8 @@ def test_relative_path_of_the_base_is_opened_from_another_directory(base, tmp_pa
 
 
 def test_resume_is_bit_exact(base, whole):
-    assert train.run(adapted(base, "parts", train={"exit_interval": 2})) is Exit.INTERVAL
-    assert train.run(adapted(base, "parts")) is Exit.COMPLETED
+    assert launch.fit(adapted(base, "parts", train={"exit_interval": 2})) is Exit.INTERVAL
+    assert launch.fit(adapted(base, "parts")) is Exit.COMPLETED
     assert stored(base / "parts", 4) == stored(whole, 4)
 
 
@@ -103,7 +103,7 @@ def averaged(base):
         base, "averaged", train={"ema_decay": 0.5, "ema_start": 1}, eval=evaluation,
         checkpoint={"interval": 1, "keep_last_n": 0},
     )  # fmt: skip
-    assert train.run(settings) is Exit.COMPLETED
+    assert launch.fit(settings) is Exit.COMPLETED
     return base / "averaged"
 
 
@@ -135,25 +135,25 @@ def test_average_of_adapters_is_evaluated_with_the_base(averaged):
 
 def test_resume_with_average_is_bit_exact(base, averaged):
     keys = {"ema_decay": 0.5, "ema_start": 1}
-    assert train.run(adapted(base, "halves", train={**keys, "exit_interval": 2})) is Exit.INTERVAL
-    assert train.run(adapted(base, "halves", train=keys)) is Exit.COMPLETED
+    assert launch.fit(adapted(base, "halves", train={**keys, "exit_interval": 2})) is Exit.INTERVAL
+    assert launch.fit(adapted(base, "halves", train=keys)) is Exit.COMPLETED
     assert stored(base / "halves", 4) == stored(averaged, 4)
 
 
 def test_run_begins_with_the_adapter_of_another_run(base, whole):
     lora, optimizer = {"adapter": str(whole)}, {"lr": 1e-9}
     settings = adapted(base, "further", lora=lora, optimizer=optimizer, train={"max_steps": 1})
-    assert train.run(settings) is Exit.COMPLETED
+    assert launch.fit(settings) is Exit.COMPLETED
     ours, theirs = parameters(base / "further"), parameters(whole)
     for name, value in ours.items():
         np.testing.assert_allclose(value, theirs[name], atol=1e-7, err_msg=name)
 
 
 def test_changed_base_is_refused(base, whole):
-    assert train.run(config(base, "other", train={"max_steps": 1, "seed": 1})) is Exit.COMPLETED
+    assert launch.fit(config(base, "other", train={"max_steps": 1, "seed": 1})) is Exit.COMPLETED
     other = {"load_path": str(base / "other"), "dir": str(whole)}
     with pytest.raises(UserError, match="is not the model that the adapters were trained with"):
-        train.run(adapted(base, "whole", checkpoint=other, train={"max_steps": 5}))
+        launch.fit(adapted(base, "whole", checkpoint=other, train={"max_steps": 5}))
 
 
 @pytest.mark.parametrize(
@@ -172,4 +172,4 @@ def test_wrong_checkpoint_is_refused(base, whole, checkpoint, lora, message):
     paths = {key: path and str(base / path) for key, path in checkpoint.items()}
     lora = {key: str(base / x) if key == "adapter" else x for key, x in lora.items()}
     with pytest.raises(UserError, match=message):
-        train.run(adapted(base, "refused", checkpoint=paths, lora=lora))
+        launch.fit(adapted(base, "refused", checkpoint=paths, lora=lora))

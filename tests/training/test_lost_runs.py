@@ -14,6 +14,7 @@ from jaxforge.errors import UserError
 from jaxforge.exit_codes import Exit
 from jaxforge.runs import run_directory
 from jaxforge.tools.plan import dry_run
+from jaxforge.training import launch
 from tests.conftest import tiny_config
 
 pytestmark = pytest.mark.usefixtures("one_device")
@@ -29,7 +30,7 @@ def config(run, max_steps=2, **sections):
 def finished(tmp_path_factory):
     """A run of two steps; tests use copies."""
     run = tmp_path_factory.mktemp("finished") / "run"
-    assert train.run(config(run)) is Exit.COMPLETED
+    assert launch.fit(config(run)) is Exit.COMPLETED
     return run
 
 
@@ -45,7 +46,7 @@ def dry(run, *settings, **sections):
     return dry_run.run(load_unresolved(path, settings), "")
 
 
-@pytest.mark.parametrize("start", [lambda run: train.run(config(run, 4)), lambda run: dry(run)])
+@pytest.mark.parametrize("start", [lambda run: launch.fit(config(run, 4)), lambda run: dry(run)])
 def test_run_with_lost_checkpoints_does_not_restart(run, start):
     shutil.rmtree(run / "checkpoints")
     metrics = (run / "metrics.jsonl").read_bytes()
@@ -73,7 +74,7 @@ def test_metrics_before_first_checkpoint_are_renamed(run, capsys):
     for _ in range(2):
         shutil.rmtree(run / "checkpoints", ignore_errors=True)
         (run / "metrics.jsonl").write_text(text)
-        assert train.run(config(run)) is Exit.COMPLETED
+        assert launch.fit(config(run)) is Exit.COMPLETED
         logged = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
         assert [line["step"] for line in logged if "train/loss" in line] == [1, 2]
     for number in (1, 2):
@@ -87,7 +88,7 @@ def test_edited_config_is_compared_with_last_start(run, capsys):
     assert "lr = 0.003" in text
     path.write_text(text.replace("lr = 0.003", "lr = 0.002"))
     settings = ["--train.max_steps=3", f"--checkpoint.dir={run}"]
-    assert train.run(load_config(path, settings)) is Exit.COMPLETED
+    assert launch.fit(load_config(path, settings)) is Exit.COMPLETED
     log = capsys.readouterr().err
     assert "changed since this run last started: optimizer.lr 0.003 -> 0.002" in log
     assert "changed since this run last started: train.max_steps 2 -> 3" in log
@@ -117,7 +118,7 @@ def test_dry_run_compares_data(tmp_path):
     data, run = tmp_path / "data", tmp_path / "run"
     data.mkdir()
     np.save(data / "a.npy", np.arange(999, dtype=np.uint16) % 256)
-    assert train.run(config(run, 1, data={"dataset_path": str(data)})) is Exit.COMPLETED
+    assert launch.fit(config(run, 1, data={"dataset_path": str(data)})) is Exit.COMPLETED
     np.save(data / "a.npy", np.arange(998, dtype=np.uint16) % 256)
     with pytest.raises(UserError, match="had 999 tokens, and has 998"):
         dry(run, data={"dataset_path": str(data)})
@@ -129,17 +130,17 @@ def trained_on_data(tmp_path_factory):
     location = tmp_path_factory.mktemp("data")
     np.save(location / "a.npy", np.arange(999, dtype=np.uint16) % 256)
     run = location / "run"
-    assert train.run(config(run, 1, data={"dataset_path": str(location)})) is Exit.COMPLETED
+    assert launch.fit(config(run, 1, data={"dataset_path": str(location)})) is Exit.COMPLETED
     return run
 
 
 def test_new_model_may_train_on_random_tokens(tmp_path, capsys):
-    assert train.run(config(tmp_path, 1, data={"dataset_type": "auto"})) is Exit.COMPLETED
+    assert launch.fit(config(tmp_path, 1, data={"dataset_type": "auto"})) is Exit.COMPLETED
     assert "no data are set, so tokens are random" in "".join(capsys.readouterr())
-    assert train.run(config(tmp_path, 2, data={"dataset_type": "auto"})) is Exit.COMPLETED
+    assert launch.fit(config(tmp_path, 2, data={"dataset_type": "auto"})) is Exit.COMPLETED
 
 
-@pytest.mark.parametrize("start", [lambda config: train.run(config), lambda config: dry(
+@pytest.mark.parametrize("start", [lambda config: launch.fit(config), lambda config: dry(
     Path(config.checkpoint.dir), data={"dataset_type": "auto"})])  # fmt: skip
 def test_resume_without_data_on_random_tokens_raises(trained_on_data, tmp_path, start, capsys):
     run = shutil.copytree(trained_on_data, tmp_path / "run")
@@ -152,7 +153,7 @@ def test_loaded_weights_train_on_random_tokens_only_if_configured(trained_on_dat
     def run(dataset_type):
         job = config(tmp_path / "new", 2, data={"dataset_type": dataset_type})
         load = job.checkpoint.model_copy(update={"load_path": str(trained_on_data)})
-        return train.run(job.model_copy(update={"checkpoint": load}))
+        return launch.fit(job.model_copy(update={"checkpoint": load}))
 
     with pytest.raises(UserError, match="random tokens would spoil"):
         run("auto")

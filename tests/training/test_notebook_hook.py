@@ -114,9 +114,9 @@ class Stop(jf.Callback):
             os.kill(os.getpid(), signal.SIGINT)  # what a notebook's Stop is to its kernel
 
 config = jf.load_config(None, sys.argv[1:])
-print(jf.train(config, callbacks=[Stop(), LivePlot()]))
+print(jf.fit(config, callbacks=[Stop(), LivePlot()]))
 print(signal.getsignal(signal.SIGINT) is signal.default_int_handler)
-print(jf.train(config, callbacks=[LivePlot()]))
+print(jf.fit(config, callbacks=[LivePlot()]))
 """
 
 

@@ -6,10 +6,10 @@ import shutil
 import numpy as np
 import pytest
 
-from jaxforge.commands import train
 from jaxforge.errors import StorageError, UserError
 from jaxforge.exit_codes import Exit
-from jaxforge.training.hooks import Hook
+from jaxforge.training import launch
+from jaxforge.training.callbacks.callback import Callback
 from tests.conftest import tiny_config
 
 pytestmark = pytest.mark.usefixtures("one_device")
@@ -42,7 +42,7 @@ def lines(tmp_path):
 
 def test_run_without_labels_raises_user_error(tmp_path, capsys):
     with pytest.raises(UserError, match=r"nothing was learned: none of 3 update\(s\) was applied"):
-        train.run(config(tmp_path, unlabelled=3))
+        launch.fit(config(tmp_path, unlabelled=3))
     for line in lines(tmp_path):
         assert (line["train/loss"], line["smoothed/loss"]) == (None, None)
         assert (line["train/valid_tokens"], line["interval/nan_steps"]) == (0, 0)
@@ -54,7 +54,7 @@ def test_run_without_labels_raises_user_error(tmp_path, capsys):
 @pytest.mark.parametrize("interval", [1, 3])
 def test_step_without_labels_warns_and_has_no_loss(tmp_path, capsys, interval):
     job = config(tmp_path, unlabelled=1, metrics={"log_interval": interval})
-    assert train.run(job) is Exit.COMPLETED
+    assert launch.fit(job) is Exit.COMPLETED
     first, *_, last = lines(tmp_path)
     assert (first["train/loss"], first["smoothed/loss"]) == (None, None)
     assert last["smoothed/loss"] > 4
@@ -64,10 +64,10 @@ def test_step_without_labels_warns_and_has_no_loss(tmp_path, capsys, interval):
 
 @pytest.mark.parametrize("change", [shutil.rmtree, lambda run: run.rename(run.with_name("moved"))])
 def test_run_fails_when_its_directory_disappears(tmp_path, change):
-    class Removes(Hook):
+    class Removes(Callback):
         def on_step_end(self, context):
             if context.step == 2:
                 change(tmp_path / "run")
 
     with pytest.raises(StorageError, match="was removed, moved or replaced"):
-        train.run(config(tmp_path, unlabelled=0, steps=9), [Removes()])
+        launch.fit(config(tmp_path, unlabelled=0, steps=9), [Removes()])

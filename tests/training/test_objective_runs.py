@@ -11,6 +11,7 @@ from jaxforge.errors import UserError
 from jaxforge.exit_codes import Exit
 from jaxforge.inference.evaluation import evaluate
 from jaxforge.tools.replay.past import open_past
+from jaxforge.training import launch
 from tests.training.objectives import config, dpo, export, prepare_data, progress, stored, student
 from torch_compat.checkpoint import checkpoints
 
@@ -35,13 +36,13 @@ def runs(tmp_path_factory):
 @pytest.fixture(scope="module")
 def whole(runs):
     """A run of DPO of four steps without interruption."""
-    assert train.run(dpo(runs, "whole")) is Exit.COMPLETED
+    assert launch.fit(dpo(runs, "whole")) is Exit.COMPLETED
     return runs / "whole"
 
 
 def test_dpo_run_resumes_bit_exactly(runs, whole):
-    assert train.run(dpo(runs, "parts", train={"exit_interval": 2})) is Exit.INTERVAL
-    assert train.run(dpo(runs, "parts")) is Exit.COMPLETED
+    assert launch.fit(dpo(runs, "parts", train={"exit_interval": 2})) is Exit.INTERVAL
+    assert launch.fit(dpo(runs, "parts")) is Exit.COMPLETED
     assert stored(runs / "parts", 4) == stored(whole, 4)
     names = [name for name in stored(whole, 4) if "reference" in name]
     assert not names, "the reference is not in checkpoints"
@@ -62,30 +63,30 @@ def test_dpo_run_resumes_bit_exactly(runs, whole):
 @pytest.fixture(scope="module")
 def other(runs):
     """A run of another base model."""
-    assert train.run(config(runs, "other", train={"max_steps": 2, "seed": 1})) is Exit.COMPLETED
+    assert launch.fit(config(runs, "other", train={"max_steps": 2, "seed": 1})) is Exit.COMPLETED
     return runs / "other"
 
 
 def test_changed_reference_is_refused(runs, whole, other):
     settings = {"train": {"max_steps": 5}, "dpo": {"reference": str(other)}}
     with pytest.raises(UserError, match=r"dpo.reference = .* is not the model that the run began"):
-        train.run(dpo(runs, "whole", **settings))
+        launch.fit(dpo(runs, "whole", **settings))
 
 
 def test_run_that_starts_from_dpo_has_a_reference_of_its_own(runs, whole):
     start = {"load_path": str(whole), "exclude_from_loading": []}
     assert (
-        train.run(dpo(runs, "second", checkpoint=start, train={"max_steps": 5})) is Exit.COMPLETED
+        launch.fit(dpo(runs, "second", checkpoint=start, train={"max_steps": 5})) is Exit.COMPLETED
     )
     assert progress(runs / "second", 5)["frozen"] != progress(whole, 4)["frozen"]
 
 
 def test_adapters_have_their_base_as_reference(runs):
     lora, steps = {"rank": 2}, {"max_steps": 2}
-    assert train.run(dpo(runs, "adapted", lora=lora, train=steps)) is Exit.COMPLETED
+    assert launch.fit(dpo(runs, "adapted", lora=lora, train=steps)) is Exit.COMPLETED
     base = {"reference": str(runs / "base")}
     with_copy = dpo(runs, "with_copy", lora=lora, dpo=base, train=steps)
-    assert train.run(with_copy) is Exit.COMPLETED
+    assert launch.fit(with_copy) is Exit.COMPLETED
     assert stored(runs / "adapted", 2) == stored(runs / "with_copy", 2)
     assert not progress(runs / "adapted", 2)["frozen"]
     assert metrics(runs / "adapted")[1][-1]["eval/dpo/margin"] > 0.001
@@ -108,7 +109,7 @@ def test_replay_repeats_a_step_with_its_reference(whole):
 
 
 def test_student_learns_from_a_larger_teacher(runs, other):
-    assert train.run(student(runs, "student", max_steps=2)) is Exit.COMPLETED
+    assert launch.fit(student(runs, "student", max_steps=2)) is Exit.COMPLETED
     lines = [json.loads(x) for x in (runs / "student" / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines if "distillation/kl" in line] == [1, 2]
     assert any("eval/distillation/kl" in line for line in lines)
@@ -117,14 +118,14 @@ def test_student_learns_from_a_larger_teacher(runs, other):
     section = longer.distillation.model_copy(update={"teacher": str(other)})
     changed = longer.model_copy(update={"distillation": section})
     with pytest.raises(UserError, match=r"distillation.teacher.* is not the model that the run"):
-        train.run(changed)
+        launch.fit(changed)
 
 
 def test_hugging_face_teacher_equals_the_run_that_it_was_exported_from(runs):
     """The student has another shape, so that the teacher's comes from its `config.json`."""
     export(checkpoints.find(runs / "base"), runs / "base_hf")
-    assert train.run(student(runs, "of_run", max_steps=2)) is Exit.COMPLETED
-    assert train.run(student(runs, "of_hf", max_steps=2, teacher="base_hf")) is Exit.COMPLETED
+    assert launch.fit(student(runs, "of_run", max_steps=2)) is Exit.COMPLETED
+    assert launch.fit(student(runs, "of_hf", max_steps=2, teacher="base_hf")) is Exit.COMPLETED
     assert stored(runs / "of_hf", 2) == stored(runs / "of_run", 2)
     assert progress(runs / "of_hf", 2)["frozen"] == progress(runs / "of_run", 2)["frozen"]
 
@@ -142,12 +143,12 @@ def test_dry_run_counts_the_teacher(runs, capsys):
 
 def test_missing_teacher_is_named(runs):
     with pytest.raises(UserError, match=r"distillation.teacher = .*/missing: .*no checkpoint"):
-        train.run(student(runs, "without", teacher="missing"))
+        launch.fit(student(runs, "without", teacher="missing"))
 
 
 @pytest.mark.slow
 def test_distillation_resumes_bit_exactly(runs):
-    assert train.run(student(runs, "undivided")) is Exit.COMPLETED
-    assert train.run(student(runs, "divided", exit_interval=2)) is Exit.INTERVAL
-    assert train.run(student(runs, "divided")) is Exit.COMPLETED
+    assert launch.fit(student(runs, "undivided")) is Exit.COMPLETED
+    assert launch.fit(student(runs, "divided", exit_interval=2)) is Exit.INTERVAL
+    assert launch.fit(student(runs, "divided")) is Exit.COMPLETED
     assert stored(runs / "divided", 4) == stored(runs / "undivided", 4)

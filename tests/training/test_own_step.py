@@ -1,4 +1,4 @@
-"""`jf.train` with an update of the user's own."""
+"""`jf.fit` with an update of the user's own."""
 
 import jax
 import pytest
@@ -25,7 +25,7 @@ def test_make_step_replaces_usual_update(tmp_path):
     settings = ["--train.max_steps=3"]
     for run, make_step in ((usual, None), (own, doubled)):
         config = jf.load_config(run.config, [*settings, f"--checkpoint.dir={run.directory}"])
-        assert jf.train(config, make_step=make_step).code == 0
+        assert jf.fit(config, make_step=make_step).code == 0
     expected = {step: 2 * loss for step, loss in usual.losses().items()}
     assert own.losses() == pytest.approx(expected, rel=1e-6)
     assert own.steps() == usual.steps()

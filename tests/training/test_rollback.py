@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 
 from jaxforge import program as program_module
-from jaxforge.commands import train
 from jaxforge.exit_codes import Exit
 from jaxforge.runs import attempts
 from jaxforge.telemetry.goodput import account
-from jaxforge.training.hooks import Hook
+from jaxforge.training import launch
+from jaxforge.training.callbacks.callback import Callback
 from tests.conftest import tiny_config
 from tests.helpers import stored_progress
 from torch_compat.formats.ocdbt import open_arrays
@@ -79,7 +79,7 @@ def saved(tmp_path):
 def whole(tmp_path_factory, poisonous):
     """The directory of an uninterrupted run."""
     directory = tmp_path_factory.mktemp("whole")
-    assert train.run(config(directory, range(22, 32))) is Exit.COMPLETED
+    assert launch.fit(config(directory, range(22, 32))) is Exit.COMPLETED
     return directory
 
 
@@ -110,8 +110,8 @@ def test_time_of_a_rollback_is_accounted_for(whole):
 
 def test_resume_after_rollback_equals_uninterrupted_run(whole, tmp_path):
     stop = {"exit_interval": 33}
-    assert train.run(config(tmp_path, range(22, 32), train=stop)) is Exit.INTERVAL
-    assert train.run(config(tmp_path, range(22, 32))) is Exit.COMPLETED
+    assert launch.fit(config(tmp_path, range(22, 32), train=stop)) is Exit.INTERVAL
+    assert launch.fit(config(tmp_path, range(22, 32))) is Exit.COMPLETED
     assert losses(tmp_path) == losses(whole)
     first, second = attempts.read(tmp_path / "run")[0][0]
     assert (first.code, second.code) == (Exit.INTERVAL.code, 0)
@@ -123,7 +123,7 @@ def test_average_of_parameters_rolls_back(tmp_path, poisonous):
     decay = 0.7
     job = config(tmp_path, [4, 5], 1, model={"n_layers": 1},
                  train={"max_steps": 7, "nan_consecutive_max": 2, "ema_decay": decay})  # fmt: skip
-    assert train.run(job) is Exit.COMPLETED
+    assert launch.fit(job) is Exit.COMPLETED
     assert stored_progress(tmp_path / "run", 7)["rollbacks"][0]["from"] == 6
     assert saved(tmp_path) == list(range(8))
     arrays = [open_arrays(tmp_path / "run/checkpoints" / f"step_{n}" / "state") for n in range(8)]
@@ -138,7 +138,7 @@ def test_average_of_parameters_rolls_back(tmp_path, poisonous):
 
 def test_repeated_trouble_rolls_back_further_up_to_limit(tmp_path, poisonous, capsys):
     limits = {"nan_consecutive_max": 2, "max_rollbacks": 3}
-    assert train.run(config(tmp_path, range(12, 90), 5, train=limits)) is Exit.NON_FINITE
+    assert launch.fit(config(tmp_path, range(12, 90), 5, train=limits)) is Exit.NON_FINITE
     log = capsys.readouterr().err
     assert "rolled back from step 14 to step 10" in log
     assert "rolled back from step 12 to step 5" in log
@@ -150,7 +150,7 @@ def test_repeated_trouble_rolls_back_further_up_to_limit(tmp_path, poisonous, ca
 
 def test_stop_ends_run_before_bad_update(tmp_path, poisonous, capsys):
     stop = {"on_nonfinite": "stop", "rerun_bad_steps": True}
-    assert train.run(config(tmp_path, [3], train=stop)) is Exit.NON_FINITE
+    assert launch.fit(config(tmp_path, [3], train=stop)) is Exit.NON_FINITE
     assert list(losses(tmp_path)) == [1, 2, 3, 4]
     assert losses(tmp_path)[4] is None
     assert saved(tmp_path) == []
@@ -164,7 +164,7 @@ def test_no_action_follows_last_bad_step(tmp_path, poisonous, interval):
     """Steps 3 to 5 are bad; all metrics logged under step 5 belong to step 5."""
     recorded, tokens = [], []
 
-    class Seen(Hook):
+    class Seen(Callback):
         def on_step_end(self, context):
             recorded.append(context.step)
             tokens.append(context.tokens_seen)
@@ -176,7 +176,7 @@ def test_no_action_follows_last_bad_step(tmp_path, poisonous, interval):
         tmp_path, range(2, 5), train={"on_nonfinite": "skip", "nan_consecutive_max": 3},
         metrics={"log_interval": interval},
     )  # fmt: skip
-    assert train.run(job, [Seen()]) is Exit.NON_FINITE
+    assert launch.fit(job, [Seen()]) is Exit.NON_FINITE
     assert recorded == [1, 2, 3, 4, 5, (5, 2 * ROWS * LENGTH)]
     assert tokens == [n * ROWS * LENGTH for n in (1, 2, 2, 2, 2)]
     logged = lines(tmp_path)
@@ -190,11 +190,11 @@ def test_no_action_follows_last_bad_step(tmp_path, poisonous, interval):
 def test_steps_after_halt_call_no_hook(tmp_path, poisonous):
     steps = []
 
-    class Seen(Hook):
+    class Seen(Callback):
         def on_step_end(self, context):
             steps.append(context.step)
 
     limits = {"nan_consecutive_max": 2, "max_steps": 8}
     job = config(tmp_path, [4, 5], 3, train=limits, metrics={"log_interval": 100})
-    assert train.run(job, [Seen()]) is Exit.COMPLETED
+    assert launch.fit(job, [Seen()]) is Exit.COMPLETED
     assert steps == [1, 2, 3, 4, 5, 6, 4, 5, 6, 7, 8]

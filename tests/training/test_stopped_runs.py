@@ -9,11 +9,10 @@ import threading
 import numpy as np
 import pytest
 
-from jaxforge.commands import train
 from jaxforge.exit_codes import Exit
 from jaxforge.parallel import compilation
 from jaxforge.training import launch
-from jaxforge.training.hooks import Hook
+from jaxforge.training.callbacks.callback import Callback
 from tests.conftest import tiny_config
 from tests.helpers import stored_progress
 from tests.machine import PATIENCE
@@ -24,7 +23,7 @@ pytestmark = pytest.mark.usefixtures("one_device")
 ROWS, LENGTH = 8, 32
 
 
-class Log(Hook):
+class Log(Callback):
     """A log of events that sends a signal at event `at`."""
 
     def __init__(self, at=None):
@@ -75,14 +74,14 @@ def lines(tmp_path, name):
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
     path = tmp_path_factory.mktemp("whole")
-    assert train.run(config(path, "whole")) is Exit.COMPLETED
+    assert launch.fit(config(path, "whole")) is Exit.COMPLETED
     return lines(path, "whole")
 
 
 @pytest.mark.parametrize("step", [4, pytest.param(8, marks=pytest.mark.slow)])
 def test_stopped_evaluation_resumes_at_its_batch(tmp_path, whole, step):
     first = Log(at=f"begin {step}")
-    assert train.run(config(tmp_path, "run"), [first]) is Exit.SIGNAL
+    assert launch.fit(config(tmp_path, "run"), [first]) is Exit.SIGNAL
     stopped = ["save 8", "begin 8"] if step == 8 else ["begin 4", "save 4"]
     assert first.events[-3:] == [*stopped, f"Exit.SIGNAL {step}"]
     halfway = stored_progress(tmp_path / "run", step)
@@ -90,13 +89,13 @@ def test_stopped_evaluation_resumes_at_its_batch(tmp_path, whole, step):
     assert halfway["validation"]["pending"] == ["a", "b"]
     second, checks = Log(), Checking([])
     checks.events = second.events
-    assert train.run(config(tmp_path, "run"), [second, checks]) is Exit.COMPLETED
+    assert launch.fit(config(tmp_path, "run"), [second, checks]) is Exit.COMPLETED
     remaining = [] if step == 8 else ["save 8", "begin 8", "end 8"]
     assert second.events == [f"look {step}", f"end {step}", *remaining, "Exit.COMPLETED 8"]
     assert lines(tmp_path, "run") == whole
     assert stored_progress(tmp_path / "run", step)["validation"] is None
     third = Log()
-    assert train.run(config(tmp_path, "run"), [third]) is Exit.COMPLETED
+    assert launch.fit(config(tmp_path, "run"), [third]) is Exit.COMPLETED
     assert third.events == ["Exit.COMPLETED 8"]  # nothing is evaluated or saved again
 
 
@@ -110,7 +109,7 @@ def test_signal_interrupts_compilation(tmp_path, monkeypatch):
     monkeypatch.setattr(launch, "end_now", left.append)
     monkeypatch.setattr(compilation, "compile_step", compiles_for_minutes)
     log = Log()
-    assert train.run(config(tmp_path, "run"), [log]) is Exit.SIGNAL
+    assert launch.fit(config(tmp_path, "run"), [log]) is Exit.SIGNAL
     assert not done.is_set()
     done.set()
     assert log.events == ["save 0", "Exit.SIGNAL 0"]
@@ -119,16 +118,16 @@ def test_signal_interrupts_compilation(tmp_path, monkeypatch):
 
 def test_run_stops_at_duration_or_step(tmp_path, whole):
     by_step, by_clock = Log(), Log()
-    assert train.run(config(tmp_path, "run", exit_interval=3), [by_step]) is Exit.INTERVAL
+    assert launch.fit(config(tmp_path, "run", exit_interval=3), [by_step]) is Exit.INTERVAL
     assert by_step.events == ["save 3", "Exit.INTERVAL 3"]
     clock = config(tmp_path, "run", exit_duration_in_mins=1e-9)
-    assert train.run(clock, [by_clock]) is Exit.DURATION
+    assert launch.fit(clock, [by_clock]) is Exit.DURATION
     assert by_clock.events == ["begin 4", "save 4", "Exit.DURATION 4"]  # within the evaluation
-    assert train.run(config(tmp_path, "run")) is Exit.COMPLETED
+    assert launch.fit(config(tmp_path, "run")) is Exit.COMPLETED
     assert lines(tmp_path, "run") == whole
 
 
-class Dies(Hook):
+class Dies(Callback):
     def on_step_end(self, context):
         if context.step == 5:
             raise ZeroDivisionError
@@ -137,38 +136,38 @@ class Dies(Hook):
 def test_replica_in_memory_is_used_after_failure(tmp_path, whole):
     replica = {"replica_interval": 2, "replica_dir": str(tmp_path / "memory")}
     with pytest.raises(ZeroDivisionError):
-        train.run(config(tmp_path, "run", checkpoint=replica), [Dies()])
+        launch.fit(config(tmp_path, "run", checkpoint=replica), [Dies()])
     assert {path.parent.name[:6] for path in tmp_path.rglob("0.data")} == {"step_2", "step_4"}
     assert not list((tmp_path / "run" / "checkpoints").glob("step_*"))
     log = Log()
     stop = config(tmp_path, "run", checkpoint=replica, exit_interval=6)
-    assert train.run(stop, [log]) is Exit.INTERVAL
+    assert launch.fit(stop, [log]) is Exit.INTERVAL
     assert log.events == ["save 6", "Exit.INTERVAL 6"]  # the evaluation of step 4 is not repeated
     assert not list(tmp_path.rglob("0.data"))  # step 6 is on disk
-    assert train.run(config(tmp_path, "run")) is Exit.COMPLETED
+    assert launch.fit(config(tmp_path, "run")) is Exit.COMPLETED
     assert lines(tmp_path, "run") == whole
 
 
 def test_new_run_in_emptied_directory_ignores_old_replicas(tmp_path):
     replica = {"replica_interval": 2, "replica_dir": str(tmp_path / "memory")}
     with pytest.raises(ZeroDivisionError):
-        train.run(config(tmp_path, "run", checkpoint=replica), [Dies()])
+        launch.fit(config(tmp_path, "run", checkpoint=replica), [Dies()])
     shutil.rmtree(tmp_path / "run")
     log = Log()
     again = config(tmp_path, "run", checkpoint=replica, exit_interval=1)
-    assert train.run(again, [log]) is Exit.INTERVAL
+    assert launch.fit(again, [log]) is Exit.INTERVAL
     assert log.events == ["save 1", "Exit.INTERVAL 1"]
 
 
 def test_local_checkpoint_is_used_while_it_exists(tmp_path, whole):
     local = {"non_persistent_interval": 3, "non_persistent_dir": str(tmp_path / "local")}
     with pytest.raises(ZeroDivisionError):
-        train.run(config(tmp_path, "run", checkpoint=local), [Dies()])
+        launch.fit(config(tmp_path, "run", checkpoint=local), [Dies()])
     assert [path.name for path in (tmp_path / "local" / "checkpoints").glob("step_*")] == ["step_3"]
     assert not list((tmp_path / "run" / "checkpoints").glob("step_*"))
     log = Log()
     stop = config(tmp_path, "run", checkpoint=local, exit_interval=6)
-    assert train.run(stop, [log]) is Exit.INTERVAL
+    assert launch.fit(stop, [log]) is Exit.INTERVAL
     assert log.events == ["begin 4", "end 4", "save 6", "Exit.INTERVAL 6"]  # a permanent checkpoint
-    assert train.run(config(tmp_path, "run")) is Exit.COMPLETED
+    assert launch.fit(config(tmp_path, "run")) is Exit.COMPLETED
     assert lines(tmp_path, "run") == whole

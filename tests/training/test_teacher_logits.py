@@ -1,4 +1,4 @@
-"""Logits of a teacher that are saved in advance (`jaxforge teacher_logits`)."""
+"""Logits of a teacher that are saved in advance (`jaxforge prepare --teacher-logits`)."""
 
 import json
 import os
@@ -11,13 +11,14 @@ import sys
 import numpy as np
 import pytest
 
-from jaxforge.commands import prepare, train
+from jaxforge.commands import prepare
 from jaxforge.config.data import DataConfig
 from jaxforge.data.sources import open_training_data
 from jaxforge.data.teacher_logits import FILE_NAME, TEACHER_IDS, TEACHER_LOGITS
 from jaxforge.errors import UserError
 from jaxforge.exit_codes import Exit
-from jaxforge.tools.save_teacher_logits import save
+from jaxforge.tools.teacher_logits import save
+from jaxforge.training import launch
 from tests.machine import PATIENCE, wait_until, xla_flags
 from tests.training.objectives import prepare_data, progress, stored
 from tests.training.objectives import student as online
@@ -33,7 +34,7 @@ def runs(tmp_path_factory):
     directory = tmp_path_factory.mktemp("logits")
     prepare_data(directory)
     save(student(directory, "any"), directory / "saved", per_file=3)
-    assert train.run(student(directory, "online", max_steps=STEPS)) is Exit.COMPLETED
+    assert launch.fit(student(directory, "online", max_steps=STEPS)) is Exit.COMPLETED
     return directory
 
 
@@ -62,10 +63,10 @@ def test_run_with_saved_logits_equals_the_run_with_a_teacher(runs):
     """Over more than an epoch; a part of the run has the teacher itself."""
     assert len(open_training_data(student(runs, "any"))) < 4 * STEPS
     parts = student(runs, "offline", max_steps=STEPS, exit_interval=2)
-    assert train.run(offline(parts, runs / "saved")) is Exit.INTERVAL
-    assert train.run(parts) is Exit.INTERVAL
+    assert launch.fit(offline(parts, runs / "saved")) is Exit.INTERVAL
+    assert launch.fit(parts) is Exit.INTERVAL
     config = offline(student(runs, "offline", max_steps=STEPS), runs / "saved")
-    assert train.run(config) is Exit.COMPLETED
+    assert launch.fit(config) is Exit.COMPLETED
     assert losses(runs / "offline") == losses(runs / "online")
     assert stored(runs / "offline", STEPS) == stored(runs / "online", STEPS)
     assert progress(runs / "offline", STEPS)["frozen"] == progress(runs / "online", STEPS)["frozen"]
@@ -114,7 +115,7 @@ def test_mixture_reads_the_logits_of_each_dataset(runs):
     data["datasets"] = [{**mixture[1], "name": "other"}]
     update = {"data": DataConfig.model_validate({**config.data.model_dump(), **data})}
     for config_of in (student(runs, "online_b"), offline(student(runs, "b_run"), runs / "of_both")):
-        assert train.run(config_of.model_copy(update=update)) is Exit.COMPLETED
+        assert launch.fit(config_of.model_copy(update=update)) is Exit.COMPLETED
     assert losses(runs / "b_run") == losses(runs / "online_b")
 
 
@@ -131,7 +132,7 @@ def test_other_sequences_are_refused_at_the_start(runs, section, change, message
     config = offline(student(runs, "refused"), runs / "saved")
     changed = getattr(config, section).model_copy(update=change)
     with pytest.raises(UserError, match=message):
-        train.run(config.model_copy(update={section: changed}))
+        launch.fit(config.model_copy(update={section: changed}))
     assert not (runs / "refused" / "checkpoints").exists()
 
 
@@ -142,7 +143,7 @@ def test_other_data_are_refused(runs):
     config = offline(student(runs, "refused"), runs / "saved")
     data = config.data.model_copy(update={"dataset_path": f"{output}/train"})
     with pytest.raises(UserError, match=r"has no logits of .*other_text/train"):
-        train.run(config.model_copy(update={"data": data}))
+        launch.fit(config.model_copy(update={"data": data}))
 
 
 def test_another_teacher_is_refused_at_a_resume(runs):
@@ -152,10 +153,10 @@ def test_another_teacher_is_refused_at_a_resume(runs):
     manifest["arrays"][name][1] = 0
     (runs / "exchanged" / FILE_NAME).write_text(json.dumps(manifest))
     config = student(runs, "changed", max_steps=2)
-    assert train.run(offline(config, runs / "saved")) is Exit.COMPLETED
+    assert launch.fit(offline(config, runs / "saved")) is Exit.COMPLETED
     longer = offline(student(runs, "changed", max_steps=3), runs / "exchanged")
     with pytest.raises(UserError, match=r"distillation.logits = .* is not the model that the run"):
-        train.run(longer)
+        launch.fit(longer)
 
 
 def test_damaged_record_is_named(runs):
@@ -194,8 +195,8 @@ def test_teacher_and_logits_exclude_each_other(runs):
     config = student(runs, "any")
     section = config.distillation.model_copy(update={"logits": "saved"})
     with pytest.raises(UserError, match=r"distillation.teacher and distillation.logits are both"):
-        train.run(config.model_copy(update={"distillation": section}))
-    with pytest.raises(UserError, match=r"teacher_logits needs .* distillation.teacher"):
+        launch.fit(config.model_copy(update={"distillation": section}))
+    with pytest.raises(UserError, match=r"--teacher-logits needs .* distillation.teacher"):
         save(offline(config, runs / "saved"), runs / "new")
 
 
@@ -204,7 +205,7 @@ def command(config, output, *options):
     file = output.with_suffix(".toml")
     file.write_text(config.to_toml())
     return subprocess.Popen(
-        [sys.executable, "-m", "jaxforge.teacher_logits", "--config", file, "--output", output,
+        [sys.executable, "-m", "jaxforge.prepare", "--teacher-logits", file, "--output", output,
          *options],
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         env={**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": xla_flags(1)},

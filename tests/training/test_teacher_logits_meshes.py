@@ -5,11 +5,11 @@ import json
 import numpy as np
 import pytest
 
-from jaxforge.commands import train
 from jaxforge.data.sources import open_training_data
 from jaxforge.data.teacher_logits import TEACHER_IDS, TEACHER_LOGITS
 from jaxforge.exit_codes import Exit
-from jaxforge.tools.save_teacher_logits import save
+from jaxforge.tools.teacher_logits import save
+from jaxforge.training import launch
 from tests.training.objectives import prepare_data, student
 
 pytestmark = pytest.mark.usefixtures("two_devices")
@@ -44,7 +44,7 @@ def test_mesh_changes_neither_saved_logits_nor_the_run(tmp_path):
     losses = []
     for name, logits in (("online", None), ("offline", tmp_path / "rows")):
         of_run = on_mesh(student(tmp_path, name), logits=logits, cp=2)
-        assert train.run(of_run) is Exit.COMPLETED
+        assert launch.fit(of_run) is Exit.COMPLETED
         lines = map(json.loads, (tmp_path / name / "metrics.jsonl").read_text().splitlines())
         losses.append([line["train/loss"] for line in lines if "train/loss" in line])
     assert len(losses[0]) == 4

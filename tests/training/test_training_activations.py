@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 
 import jaxforge
-from jaxforge.commands import activations, train
+from jaxforge.commands import evaluate
 from jaxforge.config.reading.load import load_config
 from jaxforge.errors import UserError
 from jaxforge.exit_codes import Exit
 from jaxforge.model.transformer import build_model
 from jaxforge.parallel.mesh import make_mesh
-from jaxforge.training import activation_files
+from jaxforge.training import activation_files, launch
 from jaxforge.training.callbacks import activations as capturing
 from jaxforge.training.callbacks.activations import ActivationCapture
 from jaxforge.training.summary import schedule_summary
@@ -52,17 +52,17 @@ def logged(path, name):
 def runs(tmp_path_factory):
     """A run that captures, a run that does not, and a stopped run with an unwritable directory."""
     path = tmp_path_factory.mktemp("captured")
-    assert train.run(config(path, "whole")) is Exit.COMPLETED
-    assert train.run(config(path, "silent", interval=0)) is Exit.COMPLETED
+    assert launch.fit(config(path, "whole")) is Exit.COMPLETED
+    assert launch.fit(config(path, "silent", interval=0)) is Exit.COMPLETED
     location = path / "stopped" / "activations"
     location.parent.mkdir()
     location.write_text("no directory")
-    assert train.run(config(path, "stopped", exit_interval=3)) is Exit.INTERVAL
+    assert launch.fit(config(path, "stopped", exit_interval=3)) is Exit.INTERVAL
     location.unlink()
     (location / ".step_4.partial").mkdir(parents=True)
     once = [{"mlp": np.zeros(3)}]  # left by a step that is repeated
     activation_files.write(activation_files.step_directory(path / "stopped", 4), once, {})
-    assert train.run(config(path, "stopped")) is Exit.COMPLETED
+    assert launch.fit(config(path, "stopped")) is Exit.COMPLETED
     return path
 
 
@@ -94,7 +94,7 @@ def test_captured_activations_equal_the_checkpoint(runs, tmp_path):
     output = tmp_path / "seen"
     data = f"web={runs / 'data'}"
     arguments = ["--set", data, "--points", "*", "--layers", "1", "--sequences", "9,1"]
-    assert activations.main([str(runs / "whole"), "--output", str(output), *arguments]) == 0
+    assert evaluate.main([str(runs / "whole"), "--activations", str(output), *arguments]) == 0
     last = jaxforge.Run(runs / "whole").activations(6)
     for name in (*POINTS, "tokens"):
         result = np.load(output / f"{name}.npy")

@@ -5,7 +5,6 @@ import json
 import numpy as np
 import pytest
 
-from jaxforge.commands import train
 from jaxforge.config.reading.load import load_config
 from jaxforge.data.corpus.tokenizer import ByteTokenizer
 from jaxforge.errors import UserError
@@ -13,6 +12,7 @@ from jaxforge.exit_codes import Exit
 from jaxforge.telemetry.line_formats import LINE_FORMATS
 from jaxforge.telemetry.sinks import JsonlSink, Sample, format_sample
 from jaxforge.telemetry.tensorboard import TensorBoardSink
+from jaxforge.training import launch
 from jaxforge.training.callbacks.samples import Sampler
 from jaxforge.training.summary import schedule_summary
 from tests.conftest import tiny_config
@@ -52,14 +52,14 @@ def samples(path, name):
 def runs(tmp_path_factory):
     """A run that samples, a run that does not, and a stopped run that samples."""
     path = tmp_path_factory.mktemp("samples")
-    assert train.run(config(path, "whole")) is Exit.COMPLETED
-    assert train.run(config(path, "silent", sample=0)) is Exit.COMPLETED
-    assert train.run(config(path, "stopped", exit_interval=3)) is Exit.INTERVAL
+    assert launch.fit(config(path, "whole")) is Exit.COMPLETED
+    assert launch.fit(config(path, "silent", sample=0)) is Exit.COMPLETED
+    assert launch.fit(config(path, "stopped", exit_interval=3)) is Exit.INTERVAL
     later = [{"step": step, "prompt": "of a step that is run again"} for step in (4, 6)]
     with (path / "stopped" / "samples.jsonl").open("a") as file:
         file.writelines(json.dumps(line) + "\n" for line in later)
         file.write('{"step": 6, "pro')  # as a kill leaves it
-    assert train.run(config(path, "stopped")) is Exit.COMPLETED
+    assert launch.fit(config(path, "stopped")) is Exit.COMPLETED
     return path
 
 

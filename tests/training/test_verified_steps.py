@@ -115,4 +115,4 @@ def test_own_step_that_ignores_controls_is_refused(tmp_path):
     run = Run(tmp_path, "run")
     settings = [*SETTINGS, f"--checkpoint.dir={run.directory}", "--train.verify_interval=2"]
     with pytest.raises(UserError, match=r"even if controls\.apply is False"):
-        jf.train(jf.load_config(run.config, settings), make_step=always_applied)
+        jf.fit(jf.load_config(run.config, settings), make_step=always_applied)

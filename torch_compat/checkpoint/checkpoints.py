@@ -185,7 +185,7 @@ class CheckpointRef:
         if base.format == "jaxforge" and base.has_adapters:
             raise UserError(
                 f"{self}: its base model {base} holds adapters. Merge them into a new run: "
-                "python -m torch_compat convert RUN NEW --to jaxforge"
+                "jaxforge convert RUN NEW --to jaxforge"
             )
         read = base.read(config, dataclasses.replace(options, weights_only=True, weights="raw"))
         if options.weights == "ema":

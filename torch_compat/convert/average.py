@@ -1,4 +1,4 @@
-"""Mean of the weights of several checkpoints of a run: the command `jaxforge average`.
+"""Mean of the weights of several checkpoints of a run: `jaxforge convert --average`.
 
 The mean is read like a checkpoint, one block at a time: a block of each checkpoint is added in
 float64 and rounded once to the dtype of the checkpoints. Non-trainable state (router biases) is
@@ -83,13 +83,12 @@ def mean(tensors: Sequence[LazyTensor]) -> LazyTensor:
     return dataclasses.replace(tensors[-1], read=read)
 
 
-def select(path: str, last: int | None, steps: Sequence[int] | None) -> AveragedCheckpoint:
+def select(path: str, choice: int | Sequence[int]) -> AveragedCheckpoint:
     """Return the mean of checkpoints of a run.
 
     Args:
         path: path or URL of the run.
-        last: number of newest checkpoints; None: `steps`.
-        steps: steps of the checkpoints.
+        choice: number of newest checkpoints, or steps of checkpoints.
 
     Raises:
         UserError: the run does not exist, or does not have these checkpoints.
@@ -97,16 +96,16 @@ def select(path: str, last: int | None, steps: Sequence[int] | None) -> Averaged
     run, _ = find(urls.path(path))
     existing = sorted(durable_steps(run))
     known = f"{run} has {len(existing)} checkpoints: steps {', '.join(map(str, existing))}"
-    if last is not None:
-        if last > len(existing):
-            raise UserError(f"--last {last}: {known}. Choose at most {len(existing)}")
-        chosen = existing[-last:]
+    if isinstance(choice, int):
+        if choice > len(existing):
+            raise UserError(f"--average {choice}: {known}. Choose at most {len(existing)}")
+        chosen = existing[-choice:]
     else:
-        chosen = sorted(steps or ())
+        chosen = sorted(choice)
         if missing := sorted(set(chosen) - set(existing)):
-            raise UserError(f"--steps: no checkpoint of step {missing[0]}. {known}")
+            raise UserError(f"--average: no checkpoint of step {missing[0]}. {known}")
         if len(set(chosen)) < len(chosen):
-            raise UserError("--steps names a step twice: remove one")
+            raise UserError("--average names a step twice: remove one")
     parent = run / SUBDIRECTORY
     members = [CheckpointRef("jaxforge", Directory(parent / f"{PREFIX}_{step}")) for step in chosen]
     return AveragedCheckpoint("jaxforge", members[-1].directory, members=tuple(members))
@@ -119,7 +118,7 @@ def check_output(run: Path, output: Path) -> None:
         UserError: the directory is a run.
     """
     if output.absolute() == run or any(durable_steps(output)):
-        raise UserError(f"--output {output}: a run is there. Name a new directory")
+        raise UserError(f"{output} is a run. Name a new directory")
 
 
 def _check_same_model(member: CheckpointRef, config: JobConfig) -> None:

@@ -27,13 +27,13 @@ class Workers:
     """Processes that do the other shares, as a context manager that terminates them on exit.
 
     Args:
-        arguments: command-line arguments of this process.
+        arguments: arguments of `jaxforge convert` in this process.
         source: resolved source; workers must not resolve "the newest" again.
         processes: number of processes including this one.
     """
 
     def __init__(self, arguments: Sequence[str] = (), source: str = "", processes: int = 1) -> None:
-        self._command = [sys.executable, "-m", "torch_compat", *arguments]
+        self._command = [sys.executable, "-m", "jaxforge", "convert", *arguments]
         self._source, self._processes = source, processes
         self._started: list[subprocess.Popen[bytes]] = []
 

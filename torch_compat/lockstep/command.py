@@ -1,4 +1,4 @@
-"""`python -m torch_compat lockstep`: find the first value in which a PyTorch model differs."""
+"""`jaxforge verify --torch`: find the first value in which a PyTorch model differs."""
 
 import dataclasses
 import json
@@ -11,19 +11,18 @@ from rich.console import Console
 
 from jaxforge.config.job import JobConfig
 from jaxforge.errors import UserError
-from jaxforge.tools.replay import compare
-from jaxforge.tools.replay.compare import Row, first_difference
 from torch_compat.checkpoint import checkpoints, dcp_state, mup
 from torch_compat.checkpoint.checkpoints import CheckpointRef
 from torch_compat.checkpoint.dcp_state import ReadOptions
 from torch_compat.checkpoint.name_maps import NAME_MAPS, name_map
 from torch_compat.checkpoint.state import CheckpointState
 from torch_compat.formats.lazy import DTYPES, LazyTensor, from_array
-from torch_compat.lockstep import batches, jaxforge_model, torch_model
+from torch_compat.lockstep import batches, jaxforge_model, rows, torch_model
 from torch_compat.lockstep.batches import Arrays
 from torch_compat.lockstep.comparison import Comparison, comparison_rows
 from torch_compat.lockstep.jaxforge_model import JaxforgeValues
 from torch_compat.lockstep.module_locations import locations, modules_by_path
+from torch_compat.lockstep.rows import Row, first_difference
 from torch_compat.lockstep.torch_model import TorchSubject
 from torch_compat.names.table import EMBEDDING, HEAD, NameMap, detect_dialect
 from torch_compat.names.translation import summarize_names
@@ -222,10 +221,10 @@ def load_weights(
 def print_report(report: Report, as_json: bool) -> None:
     """Print the report to stdout, as a table or as JSON."""
     if as_json:
-        print(json.dumps({**compare.as_json(report.rows), "notes": report.notes}, indent=2))
+        print(json.dumps({**rows.as_json(report.rows), "notes": report.notes}, indent=2))
         return
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 140)
-    compare.print_rows(console, report.rows, ("jaxforge", "PyTorch"))
+    rows.print_rows(console, report.rows, ("jaxforge", "PyTorch"))
     for note in report.notes:
         console.print(f"note: {note}", markup=False, soft_wrap=True)
 

@@ -8,16 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxforge.config.job import JobConfig
-from jaxforge.tools.replay.compare import (
-    SMALL,
-    Row,
-    gradient_scales,
-    in_backward_order,
-    root_mean_square,
-    row,
-    tolerance,
-    update_tolerance,
-)
+from jaxforge.tools.replay.rounding import tolerance
 from torch_compat.checkpoint.stacking import Stacking
 from torch_compat.formats.lazy import from_array
 from torch_compat.lockstep import hints
@@ -25,6 +16,15 @@ from torch_compat.lockstep.batches import Arrays
 from torch_compat.lockstep.hints import Pair
 from torch_compat.lockstep.jaxforge_model import JaxforgeValues, activation_dtype
 from torch_compat.lockstep.module_locations import ModuleLocation, layer_number
+from torch_compat.lockstep.rows import (
+    SMALL,
+    Row,
+    gradient_scales,
+    in_backward_order,
+    root_mean_square,
+    row,
+    update_tolerance,
+)
 from torch_compat.lockstep.torch_model import TorchValues
 from torch_compat.names.table import HEAD, NameMap
 from torch_compat.names.translation import summarize_names

@@ -7,7 +7,7 @@ import numpy as np
 
 from jaxforge.config.job import JobConfig
 from jaxforge.config.optimizer import OptimizerConfig
-from jaxforge.tools.replay.compare import root_mean_square
+from torch_compat.lockstep.rows import root_mean_square
 
 _MAX_UNEXPLAINED = 0.02  # fraction of a difference that an explanation may leave
 

@@ -21,11 +21,11 @@ from jaxforge.parallel.mesh import make_mesh
 from jaxforge.program import Program
 from jaxforge.step.losses import build_loss
 from jaxforge.step.update_loss import update_loss_weights
-from jaxforge.tools.replay.compare import root_mean_square
 from torch_compat.checkpoint.stacking import Stacking
 from torch_compat.checkpoint.state import CheckpointState
 from torch_compat.formats.lazy import DTYPES, LazyTensor, from_array
 from torch_compat.lockstep.batches import Arrays
+from torch_compat.lockstep.rows import root_mean_square
 
 _NO_CLIP = 1e30
 

@@ -1,1 +1,1 @@
-"""Planning of a run's memory and speed before it starts: `python -m jaxforge.plan`."""
+"""Planning of a run's memory and speed before it starts: `jaxforge plan`."""

@@ -28,8 +28,8 @@ from jaxforge.step.execution import with_execution
 from jaxforge.step.frozen_model import frozen_bytes
 from jaxforge.tools.plan.hlo import HloProgram, parse_arrays
 from jaxforge.tools.plan.topology import CPU, TPUS, Topology
+from jaxforge.training.callbacks.callback import named_callbacks
 from jaxforge.training.callbacks.runner import Callbacks
-from jaxforge.training.hooks import named_callbacks
 
 
 class Memory(NamedTuple):
@@ -129,11 +129,11 @@ def compile_step(
             does not know a flag.
     """
     device, chip = devices[0], CHIPS.get(topology.chip)
-    hooks = Callbacks(named_callbacks(config))
+    callbacks = Callbacks(named_callbacks(config))
     capacity = chip.memory if chip else capacity_per_device()
     mesh = make_mesh(config, devices)
     config, why = with_execution(config, mesh, capacity=capacity, teacher=teacher)
-    train = Program(config, mesh, collect=hooks.collect)
+    train = Program(config, mesh, collect=callbacks.collect)
     frozen = frozen_bytes(config, train.model, mesh, teacher)
     parts = _Parts(train, train.abstract_state(), capacity, frozen)
     flags = config.train.xla_flags

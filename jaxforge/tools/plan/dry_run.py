@@ -1,4 +1,4 @@
-"""Dry run of a start: `python -m jaxforge.train --config FILE --dry-run`.
+"""Dry run of a start: `jaxforge train --config FILE --dry-run`.
 
 Config, data, mesh and model are read and built as `launch` and `build` do it, with the same error
 messages. Nothing is compiled, and nothing is written. `--devices` plans for other hardware: the
@@ -38,7 +38,7 @@ from jaxforge.tools.plan.dry_run_memory import (
     too_large,
 )
 from jaxforge.training.banner import describe_average
-from jaxforge.training.hooks import named_hook
+from jaxforge.training.callbacks.callback import named_callback
 from jaxforge.training.resolution import with_idle_experts
 from jaxforge.training.summary import schedule_summary
 
@@ -65,9 +65,9 @@ def run(config: UnresolvedConfig, devices: str) -> int:
     started = resolve(config, World(n), epoch_length)
     resolved = started.config
     check_libraries(resolved.metrics)
-    for hook in resolved.plugins.hooks:
-        if hook.rpartition(".")[0] in sys.modules:  # otherwise the plugin is not trusted
-            named_hook(hook)
+    for callback in resolved.plugins.callbacks:
+        if callback.rpartition(".")[0] in sys.modules:  # otherwise the plugin is not trusted
+            named_callback(callback)
     mesh: AnyMesh = abstract_mesh(resolved, n) if target else make_mesh(resolved)
     if unknown := _unknown(resolved):
         _show("config, where it is not the default", _differences(resolved))

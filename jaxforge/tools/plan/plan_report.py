@@ -1,4 +1,4 @@
-"""Execution and output of `python -m jaxforge.plan`."""
+"""Execution and output of `jaxforge plan`."""
 
 import argparse
 import contextlib

@@ -1,20 +1,26 @@
-"""Account of a step: a replay, compared with the log and with neighbouring steps."""
+"""Account of a step: a replay, compared with the log and, by layer, with neighbouring steps."""
 
 import dataclasses
-import functools
 import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Float
+from jaxtyping import Array, Float
 
+from jaxforge.config.model import LAYERS
+from jaxforge.config.points import STREAM
 from jaxforge.errors import printable
+from jaxforge.model.layer import Capture
+from jaxforge.model.transformer import Model, Params
 from jaxforge.runs import run_directory
+from jaxforge.step.context import spread_sequences
 from jaxforge.step.train_step import Metrics
+from jaxforge.step.update_loss import Batch
 from jaxforge.storage.untrusted_json import Field, is_number, is_step, read_lines
 from jaxforge.tools.replay.documents import (
     Document,
@@ -22,14 +28,6 @@ from jaxforge.tools.replay.documents import (
     outlier_scores,
     token_loss_function,
     token_spread,
-)
-from jaxforge.tools.replay.influence import Influence, Influences
-from jaxforge.tools.replay.layers import (
-    NORMS,
-    LayerNorms,
-    activation_norms,
-    layer_norms,
-    rank_deviations,
 )
 from jaxforge.tools.replay.past import PastRun, Walk, open_past
 
@@ -45,6 +43,28 @@ LOGGED = {
     ),
 }
 """Fields of metrics.jsonl that a replayed step is compared with."""
+
+
+NORMS = {
+    "grad_norms_per_layer": "gradient",
+    "update_norms_per_layer": "update",
+    "params_norms_per_layer": "parameters",
+}
+"""Display names of the metrics that a step collects."""
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerNorms:
+    """Norms of the layers in a step.
+
+    Attributes:
+        parts: names of the parts: "layers.0", ..., then parts outside of layers.
+        norms: norms of all parts, [parts], by kind: L2 norms of "gradient", "update" and
+            "parameters", and root mean squares of the points of `STREAM` (NaN outside of layers).
+    """
+
+    parts: list[str]
+    norms: dict[str, np.ndarray]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,21 +106,19 @@ class RepeatedStep:
 
 @dataclasses.dataclass(frozen=True)
 class Suspect:
-    """A document of the step, and its influence.
+    """A document of the step.
 
     Attributes:
         document: position and loss of the document.
         name: name of its sequence in the dataset.
         text: beginning of the document; empty without a tokenizer.
         worst_text: text of the range with the largest loss.
-        influence: influence on the gradient; None if it was not measured.
     """
 
     document: Document
     name: str
     text: str
     worst_text: str
-    influence: Influence | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,14 +128,12 @@ class Account:
     Attributes:
         step: the replayed step.
         suspects: its documents, by decreasing `documents.outlier_scores`.
-        without_first: loss and gradient norm of the step without the first suspect.
         norms: norms by layer, for this step and its neighbours, by step.
         odd: (part, norm, ratio to the median of the neighbours), the largest deviations first.
     """
 
     step: RepeatedStep
     suspects: list[Suspect]
-    without_first: tuple[float, float] | None
     norms: dict[int, LayerNorms]
     odd: list[tuple[str, str, float]]
 
@@ -134,7 +150,7 @@ def replayed(
                 yield _repeated_step(walk.advance(), logged)
 
 
-def account(past: PastRun, step: int, *, around: int, rows: int) -> Account:
+def account(past: PastRun, step: int, *, around: int) -> Account:
     """Replay a step and analyse its documents and layers.
 
     Args:
@@ -142,79 +158,99 @@ def account(past: PastRun, step: int, *, around: int, rows: int) -> Account:
         step: number of the step, from 1.
         around: number of steps before and after to compare with, as far as they have the same
             config. Layers are compared with both, losses of documents with steps before.
-        rows: number of rows of the batch whose documents are measured separately.
     """
     reader, before = _Reader(past), list[Document]()
-    logged, collecting = logged_steps(past.run), past.step_function(("grads", *NORMS))
+    logged, collecting = logged_steps(past.run), past.step_function(tuple(NORMS))
     activations = jax.jit(lambda params, batch: activation_norms(past.model, params, batch))
     walk, norms = past.walk(max(past.start + 1, step - around)), {}
     last = min(step + around, past.config.train.max_steps)
-    replayed_step, suspects, without_first = None, [], None
+    replayed_step, suspects = None, []
     while walk.progress.step < last:
         number = walk.progress.step + 1
         metrics = walk.measure(collecting)
         norms[number] = layer_norms(metrics, activations(walk.state.variables, walk.batch))
         if number == step:
-            influences = Influences(past, walk, metrics["grads"])
-            suspects = reader.suspects(walk, influences, before, rows)
-            without_first = influences.without([suspects[0].document]) if suspects else None
+            suspects = reader.suspects(walk, before)
         elif number < step:
             before += reader.documents(walk)[0]
-        del metrics  # gradients are as large as parameters
         result = _repeated_step(walk.advance(), logged)
         replayed_step = result if number == step else replayed_step
     assert replayed_step is not None
-    others = [norm for number, norm in norms.items() if number != step]
-    odd = rank_deviations(norms[step], others) if others else []
-    return Account(replayed_step, suspects, without_first, norms, odd)
+    neighbours = [norm for number, norm in norms.items() if number != step]
+    odd = rank_deviations(norms[step], neighbours) if neighbours else []
+    return Account(replayed_step, suspects, norms, odd)
+
+
+def activation_norms(
+    model: Model, params: Params, batch: Batch
+) -> dict[str, Float[Array, "layers"]]:
+    """Return the root mean square of each layer's activations at the points of `STREAM`."""
+
+    def square(name: str, x: Array) -> Array:
+        return jnp.mean(jnp.square(x.astype(jnp.float32)))
+
+    def of_microbatch(microbatch: Batch) -> dict[str, Float[Array, "rows"]]:
+        _, out = model.forward(params, microbatch, capture=Capture(STREAM, square))
+        return dict(out.activations)
+
+    squares = jax.lax.map(of_microbatch, spread_sequences(model, batch))
+    return {name: model.stack.unstack(jnp.sqrt(jnp.mean(x, 0))) for name, x in squares.items()}
+
+
+def layer_norms(metrics: Metrics, activations: dict[str, Array]) -> LayerNorms:
+    """Return the norms of a step from its metrics (`NORMS`) and its activation norms."""
+    collected = jax.device_get({name: metrics[name] for name in NORMS})
+    first = collected["grad_norms_per_layer"]
+    outer = [name for name in first if name != LAYERS]
+    parts = [f"{LAYERS}.{i}" for i in range(len(first[LAYERS]))] + outer
+    norms = {
+        shown: np.array([*collected[name][LAYERS], *(collected[name][part] for part in outer)])
+        for name, shown in NORMS.items()
+    }
+    outside = np.full(len(outer), np.nan)
+    for name, layers in jax.device_get(activations).items():
+        norms[name] = np.concatenate([layers, outside])
+    return LayerNorms(parts, norms)
+
+
+def rank_deviations(
+    step: LayerNorms, neighbours: Sequence[LayerNorms]
+) -> list[tuple[str, str, float]]:
+    """Return (part, norm, ratio to the other steps' median), the largest deviations first."""
+    deviations = []
+    for name, values in step.norms.items():
+        medians = np.median([neighbour.norms[name] for neighbour in neighbours], axis=0)
+        for part, value, median in zip(step.parts, values, medians, strict=True):
+            if not np.isnan(median):
+                ratio = float(value / median) if median else float("inf")
+                deviations.append((part, name, 1.0 if value == median else ratio))
+    return sorted(deviations, key=lambda deviation: -_distance(deviation[2]))
+
+
+def _distance(ratio: float) -> float:
+    """Return the distance of a ratio from 1, in either direction; infinite if it is not finite."""
+    return abs(float(np.log(ratio))) if np.isfinite(ratio) and ratio > 0 else float("inf")
 
 
 def rank_documents(
     documents: Sequence[Document],
     losses: Float[np.ndarray, "m b s"],
-    row_influences: Sequence[Influence],
-    influence_of: Callable[[Document], Influence],
-    *,
     before: Sequence[Document] = (),
-    rows: int,
-) -> list[tuple[Document, Influence | None]]:
+) -> list[Document]:
     """Return the documents of a batch by decreasing `documents.outlier_scores`.
-
-    Measuring every document would take too long. Whole rows are measured first. Then the documents
-    of the `rows` rows with the highest scores are measured, by the score of the row or of a
-    document's loss.
 
     Args:
         documents: all documents of the batch.
         losses: losses of the tokens.
-        row_influences: influence of each row.
-        influence_of: measures the influence of a document.
         before: documents of other batches, to compare losses with.
-        rows: number of rows whose documents are measured.
     """
-    known = [(document.loss, document.tokens) for document in before]
-    scores_of = functools.partial(outlier_scores, spread=token_spread(documents, losses))
-    tokens = [document.tokens for document in documents]
-    means = [document.loss for document in documents]
-    row_of, n = [document.row for document in documents], len(row_influences)
-    nats = np.bincount(row_of, np.multiply(means, tokens), n)
-    counts = np.bincount(row_of, tokens, n)
-    row_losses = (nats / np.maximum(counts, 1)).tolist(), counts.astype(int).tolist()
-    row_scores = scores_of(*row_losses, [influence.norm for influence in row_influences])
-    by_loss = scores_of(means, tokens, [math.nan] * len(documents), before=known)
-    np.maximum.at(row_scores, row_of, by_loss)
-    selected = set(np.argsort(-row_scores)[:rows].tolist())
-    full_row = 0, losses.shape[-1]
-
-    def measured(document: Document) -> Influence | None:
-        if (document.start, document.end) == full_row:
-            return row_influences[document.row]
-        return influence_of(document) if document.row in selected else None
-
-    influences = [measured(document) for document in documents]
-    norms = [influence.norm if influence else math.nan for influence in influences]
-    scores = scores_of(means, tokens, norms, before=known)
-    return [(documents[i], influences[i]) for i in np.argsort(-scores, kind="stable")]
+    scores = outlier_scores(
+        [document.loss for document in documents],
+        [document.tokens for document in documents],
+        spread=token_spread(documents, losses),
+        before=[(document.loss, document.tokens) for document in before],
+    )
+    return [documents[i] for i in np.argsort(-scores, kind="stable")]
 
 
 class _Reader:
@@ -231,29 +267,19 @@ class _Reader:
             eos = self._tokenizer.eos_id
         return find_documents(jax.device_get(walk.batch), losses, eos), losses
 
-    def suspects(
-        self, walk: Walk, influences: Influences, before: Sequence[Document], rows: int
-    ) -> list[Suspect]:
+    def suspects(self, walk: Walk, before: Sequence[Document]) -> list[Suspect]:
         """Return all documents in the order of `rank_documents`."""
         documents, losses = self.documents(walk)
         batch = jax.device_get(walk.batch["input_ids"])
         tokens = batch.reshape(-1, batch.shape[-1])
-
-        def influence_of(document: Document) -> Influence:
-            return influences.of(document.row, document.start, document.end)
-
-        order = rank_documents(
-            documents, losses, influences.of_rows(), influence_of, before=before, rows=rows
-        )
         return [
             Suspect(
                 document,
                 walk.name_of(document.row),
                 self._text(tokens[document.row, document.start : document.end]),
                 self._text(tokens[document.row, slice(*document.worst)]),
-                influence,
             )
-            for document, influence in order
+            for document in rank_documents(documents, losses, before)
         ]
 
     def _text(self, tokens: np.ndarray) -> str:
@@ -302,7 +328,6 @@ def as_json(result: Account) -> dict[str, Any]:
         {
             "step": result.step.as_json(),
             "documents": [_document_json(suspect) for suspect in result.suspects],
-            "without_the_first": result.without_first,
             "norms": {
                 step: {
                     "parts": norms.parts,
@@ -316,11 +341,8 @@ def as_json(result: Account) -> dict[str, Any]:
 
 
 def _document_json(suspect: Suspect) -> dict[str, Any]:
-    influence = suspect.influence._asdict() if suspect.influence else None
-    return {
-        **suspect.document._asdict(), "name": suspect.name, "text": suspect.text,
-        "worst_text": suspect.worst_text, "influence": influence,
-    }  # fmt: skip
+    texts = {name: getattr(suspect, name) for name in ("name", "text", "worst_text")}
+    return suspect.document._asdict() | texts
 
 
 def _finite(values: Any) -> Any:  # noqa: ANN401

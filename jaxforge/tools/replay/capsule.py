@@ -1,8 +1,8 @@
 """Capsules: the ingredients of a run and its loss curve in a file, and their verification.
 
 Replayed losses must be bit-identical if program, machine, mesh, flags and JAX are the same. If one
-of them differs, the order of sums may differ. Losses may then differ by the `compare.tolerance` of
-gradients, multiplied by the number of replayed steps.
+of them differs, the order of sums may differ. Losses may then differ by the `rounding.tolerance`
+of gradients, multiplied by the number of replayed steps.
 """
 
 import argparse
@@ -30,7 +30,7 @@ from jaxforge.runs import run_directory
 from jaxforge.step.executable import PACKAGES
 from jaxforge.storage import urls
 from jaxforge.telemetry.console import begin_command
-from jaxforge.tools.replay import capsule_file, compare
+from jaxforge.tools.replay import capsule_file
 from jaxforge.tools.replay.account import (
     LOGGED,
     RepeatedStep,
@@ -41,6 +41,7 @@ from jaxforge.tools.replay.account import (
 from jaxforge.tools.replay.capsule_file import CURVE, Capsule
 from jaxforge.tools.replay.capsule_ingredients import differences, ingredients_of
 from jaxforge.tools.replay.past import open_past
+from jaxforge.tools.replay.rounding import tolerance
 
 log = logging.getLogger(__name__)
 
@@ -54,13 +55,11 @@ _SHOWN = 8  # printed differences of an ingredient
 def make(args: argparse.Namespace) -> int:
     """Write a run's capsule; return the exit code."""
     begin_command()
-    run = urls.path(args.what[0])
-    output = args.output or Path(f"{run.absolute().name}.capsule.zip")
-    urls.local(output, "--output", "copy it there afterwards")
-    capsule = capsule_of(run)
+    urls.local(args.capsule, "--capsule", "copy it there afterwards")
+    capsule = capsule_of(urls.path(args.run))
     if jax.process_index() == 0:
-        capsule_file.write(output, capsule)
-        print(f"{output}: {output.stat().st_size:,} bytes")
+        capsule_file.write(args.capsule, capsule)
+        print(f"{args.capsule}: {args.capsule.stat().st_size:,} bytes")
     return 0
 
 
@@ -176,12 +175,11 @@ class Verification:
         return f"not every step matches the log; {why}"
 
 
-def run_verify(args: argparse.Namespace, overrides: Sequence[str]) -> int:
-    """Replay steps of a capsule and print the result; return the exit code."""
+def run_verify(args: argparse.Namespace, steps: int | None, overrides: Sequence[str]) -> int:
+    """Replay steps of a capsule and print the result; return 1 if they differ."""
     begin_command()
-    run = urls.local(args.run, "--run", "copy the checkpoint here") if args.run else None
-    capsule = capsule_file.read(Path(args.what[1]))
-    result = verify(capsule, args.steps or _STEPS, run, overrides)
+    run = urls.local(args.start, "--from", "copy the checkpoint here") if args.start else None
+    result = verify(capsule_file.read(Path(args.run)), steps or _STEPS, run, overrides)
     if jax.process_index() == 0:
         if args.json:
             write_json(args.json, _as_json(result), indent=2)
@@ -217,7 +215,7 @@ def verify(
     if result.differing(_BITS):  # sums may be in another order
         model = config.model
         dtype = "float32" if config.train.mixed_precision == "fp32" else "bfloat16"
-        allowed = compare.tolerance(dtype, max(model.dim, model.ffn_dim), 6 * model.n_layers)
+        allowed = tolerance(dtype, max(model.dim, model.ffn_dim), 6 * model.n_layers)
     tolerances = [allowed * (step.step - first + 1) for step in repeated]
     return Verification(result.ingredients, repeated, tolerances)
 

@@ -55,7 +55,7 @@ def write(path: Path, capsule: Capsule) -> None:
         UserError: the file exists, or it cannot be written.
     """
     if path.exists():
-        raise UserError(f"--output {path} exists: name a new file, or remove it first")
+        raise UserError(f"--capsule {path} exists: name a new file, or remove it first")
     hashes = {name: _hash(text) for name, text in capsule.files.items()}
     about = {"format": FORMAT, **capsule.about, "files": hashes}
     try:
@@ -67,7 +67,7 @@ def write(path: Path, capsule: Capsule) -> None:
             for name, text in capsule.files.items():
                 archive.writestr(name, text)
     except OSError as error:
-        raise UserError(f"--output {path}: {error.strerror}") from error
+        raise UserError(f"--capsule {path}: {error.strerror}") from error
 
 
 def read(path: Path) -> Capsule:

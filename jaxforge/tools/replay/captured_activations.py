@@ -1,4 +1,4 @@
-"""Execution of `jaxforge activations`, which writes activations of sequences to files."""
+"""Activations of sequences in files: `--activations` of `jaxforge replay` and `evaluate`."""
 
 import argparse
 import functools
@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 from rich.console import Console
 
 from jaxforge import inference
+from jaxforge.checkpoint.weights import Weights
 from jaxforge.config import points
 from jaxforge.data import sources
 from jaxforge.errors import UserError
@@ -44,27 +45,41 @@ class Selection(NamedTuple):
     sequences: int | Sequence[int] = 64
 
 
-def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
-    """Capture activations and return the exit code."""
+def save_of_step(args: argparse.Namespace, overrides: Sequence[str]) -> int:
+    """Run `jaxforge replay RUN --step N --activations DIR`; return the exit code."""
+    if args.step is None:
+        raise UserError("--activations requires --step N; `jaxforge evaluate` takes it with sets")
+    selection = _begin(args)
+    from_step(urls.path(args.run), args.step, selection, args.activations, overrides)
+    return 0
+
+
+def save_of_sets(args: argparse.Namespace, overrides: Sequence[str]) -> int:
+    """Run `jaxforge evaluate RUN --activations DIR`; return the exit code."""
+    selection = _begin(args)
+    from_set(
+        urls.path(args.run), selection, args.activations, overrides,
+        sets=args.set, step=args.step, weights=args.weights,
+    )  # fmt: skip
+    return 0
+
+
+def _begin(args: argparse.Namespace) -> Selection:
+    """Return the selection of a command line, and set up the process."""
     patterns = args.points.split(",")
     if problem := points.unknown(patterns):
         raise UserError(f"--points: {problem}")
     sequences = _sequences(args.sequences)
-    wanted = Selection(points.matching(patterns), _layers(args.layers), sequences)
-    if args.output.exists():
-        raise UserError(f"--output {args.output}: already exists. Name a new directory")
+    selection = Selection(points.matching(patterns), _layers(args.layers), sequences)
+    if args.activations.exists():
+        raise UserError(f"--activations {args.activations}: already exists. Name a new directory")
     setup_logging(Console(stderr=True))
     host_memory.keep_freed_memory()
-    run = urls.path(args.run)
-    if args.step is not None:
-        from_step(run, args.step, wanted, args.output, overrides)
-    else:
-        from_set(run, wanted, args.output, overrides, sets=args.set)
-    return 0
+    return selection
 
 
 def from_step(
-    run: Path, step: int, wanted: Selection, output: Path, overrides: Sequence[str] = ()
+    run: Path, step: int, selection: Selection, output: Path, overrides: Sequence[str] = ()
 ) -> None:
     """Write activations of a training step's batch, computed with the parameters before the step.
 
@@ -73,22 +88,24 @@ def from_step(
             created.
     """
     with open_past(run, step, overrides) as past:
-        compute = _capture_function(past.model, past.mesh, wanted)
+        compute = _capture_function(past.model, past.mesh, selection)
         walk = past.walk(step)
         microbatches, rows = walk.batch["labels"].shape[:2]
-        numbers = _selected(wanted.sequences, microbatches * rows, "the step's batch")
+        numbers = _selected(selection.sequences, microbatches * rows, "the step's batch")
         values = _of_batch(compute, walk.state.variables, walk.batch, numbers)
         about = {"run": str(run), "training_step": step}
-        _write(output, values, wanted, numbers, past.model, about)
+        _write(output, values, selection, numbers, past.model, about)
 
 
 def from_set(
     path: Path,
-    wanted: Selection,
+    selection: Selection,
     output: Path,
     overrides: Sequence[str] = (),
     *,
     sets: Sequence[str] = (),
+    step: int | None = None,
+    weights: Weights = "raw",
 ) -> None:
     """Write activations of sequences of the run's evaluation sets, or of `sets` ("NAME=DIR").
 
@@ -98,14 +115,16 @@ def from_set(
         UserError: the checkpoint, a set, a point, a layer or a sequence does not exist, or
             `output` cannot be created.
     """
-    trained = inference.open_run(path, [*overrides, *set_overrides(sets)])
-    compute = _capture_function(trained.model, trained.mesh, wanted)
+    trained = inference.open_run(
+        path, [*overrides, *set_overrides(sets)], step=step, weights=weights
+    )
+    compute = _capture_function(trained.model, trained.mesh, selection)
     config = run_directory.read_config(trained.run, [*overrides, *set_overrides(sets)])
     config = trained.config.with_values({"eval": config.eval})
     if not config.eval.sources():
-        raise UserError(f"{trained.run} has no [eval] section. Give --set NAME=DIR or --step N")
+        raise UserError(f"{trained.run} has no [eval] section. Give --set NAME=DIR")
     datasets = list(sources.open_eval_data(config).values())
-    numbers = _selected(wanted.sequences, sum(map(len, datasets)), "the evaluation set")
+    numbers = _selected(selection.sequences, sum(map(len, datasets)), "the evaluation set")
 
     def values(params: Params) -> Iterator[Values]:
         capture = functools.partial(sequence_activations, compute, params, config, trained.mesh)
@@ -117,14 +136,14 @@ def from_set(
 
     with trained.in_use() as params:
         about = {"run": str(trained.run), "checkpoint": trained.step}
-        _write(output, values(params), wanted, numbers, trained.model, about)
+        _write(output, values(params), selection, numbers, trained.model, about)
 
 
-def _capture_function(model: Model, mesh: Mesh, wanted: Selection) -> Activations:
+def _capture_function(model: Model, mesh: Mesh, selection: Selection) -> Activations:
     last = model.config.n_layers - 1
-    if absent := [n for n in wanted.layers or () if n > last]:
+    if absent := [n for n in selection.layers or () if n > last]:
         raise UserError(f"--layers: there is no layer {absent[0]}: the model has 0 to {last}")
-    return Activations(model, wanted.points, wanted.layers, mesh)
+    return Activations(model, selection.points, selection.layers, mesh)
 
 
 def _selected(sequences: int | Sequence[int], n: int, source: str) -> Sequence[int]:
@@ -150,19 +169,23 @@ def _of_batch(
 
 
 def _write(
-    output: Path, values: Iterator[Values], wanted: Selection, numbers: Sequence[int], model: Model,
+    output: Path,
+    values: Iterator[Values],
+    selection: Selection,
+    numbers: Sequence[int],
+    model: Model,
     about: dict[str, Any],
-) -> None:  # fmt: skip
+) -> None:
     description = {
         **about,
-        "points": list(wanted.points),
-        "layers": list(wanted.layers or range(model.config.n_layers)),
+        "points": list(selection.points),
+        "layers": list(selection.layers or range(model.config.n_layers)),
         "sequences": list(numbers),
     }
     try:
         n = activation_files.write(output, map(jax.device_get, values), description)
     except OSError as error:
-        raise UserError(f"--output {output}: {error.strerror}") from error
+        raise UserError(f"--activations {output}: {error.strerror}") from error
     log.info("%d sequences in %s", n, output)
 
 

@@ -18,7 +18,6 @@ from jaxforge.step.update_loss import Batch
 
 _LOGITS = 1 << 24  # elements that are computed at once
 _WINDOW = 32  # tokens of the range with the largest loss
-_USUAL = 3.0  # standard score of norms that repetitive text, such as tables, reaches
 _HALF = 0.6745  # half of a normal distribution is within this number of standard deviations
 
 
@@ -127,62 +126,41 @@ def token_spread(documents: Sequence[Document], losses: Float[np.ndarray, "m b s
 def outlier_scores(
     losses: Sequence[float],
     tokens: Sequence[int],
-    norms: Sequence[float],
     *,
     spread: float | None = None,
     before: Sequence[tuple[float, int]] = (),
 ) -> Float[np.ndarray, "n"]:
-    """Return how much each part of a batch stands out by its loss or its gradient.
+    """Return how much each document of a batch stands out by its loss.
 
-    The result is the sum of two standard scores:
-
-        max(score(loss), 0)                     of the mean loss
-        max(score(norm / √tokens) - 3, 0)       of the gradient norm; 0 if it is NaN
-
-    The norm of a sum of uncorrelated terms grows as √tokens. The terms of repetitive text agree,
-    and its score reaches about 3.
-
-    A score is (x - median) / √(τ² + σ²/tokens). σ²/tokens is the variance of a mean over the
-    part's tokens. τ is the remaining spread between parts, estimated such that half of all scores
-    lie within the central half of a normal distribution. The result is inf if the loss or the norm
-    is not finite (a NaN norm counts as unknown).
+    The result is the standard score (x - median) / √(τ² + σ²/tokens) of the mean loss, at least 0.
+    σ²/tokens is the variance of a mean over the document's tokens. τ is the remaining spread
+    between documents, estimated such that half of all scores lie within the central half of a
+    normal distribution. The result is inf if the loss is not finite.
 
     Args:
-        losses: mean loss of each part.
-        tokens: number of tokens of each part.
-        norms: norm of the gradient of each part's summed loss; NaN if unknown.
-        spread: σ, the standard deviation of a token's loss in its part; by default the median
-            loss. σ of norms, relative to their median, is the same; τ is at least that of losses.
-        before: losses and tokens of parts of other batches, without norms, which improve the
-            estimates of median and τ of the losses.
+        losses: mean loss of each document.
+        tokens: number of tokens of each document.
+        spread: σ, the standard deviation of a token's loss in its document; by default the median
+            loss.
+        before: losses and tokens of documents of other batches, which improve the estimates of
+            median and τ.
     """
-    loss, norm, n = np.array(losses), np.array(norms), np.maximum(tokens, 1)
+    loss, n = np.array(losses), np.maximum(tokens, 1)
     known = np.array([*zip(loss, n, strict=True), *before], float).reshape(-1, 2)
     with np.errstate(all="ignore"):
         median = np.nanmedian(known[:, 0])
         sigma = 1.0 if spread is None else spread / median
-        tau = _spread_of_parts(known[:, 0] / median, known[:, 1], sigma)
-        scores = _scores(loss / median, n, sigma, tau)
-        if not np.isnan(norm).all():
-            relative = norm / np.sqrt(n)
-            relative /= np.nanmedian(relative)
-            tau = max(tau, _spread_of_parts(relative, n, sigma))
-            scores += np.fmax(_scores(relative, n, sigma, tau) - _USUAL, 0)
-    return np.where(np.isfinite(loss) & ~np.isinf(norm), scores, np.inf)
+        tau = _spread_of_documents(known[:, 0] / median, known[:, 1], sigma)
+        scores = (loss / median - 1) / np.sqrt(tau**2 + sigma**2 / n)
+    return np.where(np.isfinite(loss), np.fmax(scores, 0), np.inf)
 
 
-def _spread_of_parts(
+def _spread_of_documents(
     relative: Float[np.ndarray, "n"], tokens: Float[np.ndarray, "n"], sigma: float
 ) -> float:
     """Return τ of values whose median is 1."""
     excess = np.square((relative - 1) / _HALF) - sigma**2 / tokens
     return float(np.sqrt(max(0.0, np.nanmedian(excess))))
-
-
-def _scores(
-    relative: Float[np.ndarray, "n"], tokens: Float[np.ndarray, "n"], sigma: float, tau: float
-) -> Float[np.ndarray, "n"]:
-    return np.fmax((relative - 1) / np.sqrt(tau**2 + sigma**2 / tokens), 0)
 
 
 def _ranges(

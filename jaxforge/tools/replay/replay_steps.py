@@ -10,10 +10,8 @@ from rich.table import Table
 from jaxforge.cli.running import STDOUT, wide_console, write_json, write_text
 from jaxforge.storage import urls
 from jaxforge.telemetry.console import begin_command
-from jaxforge.tools.replay import compare
 from jaxforge.tools.replay.account import Account, RepeatedStep, Suspect, account, as_json, replayed
 from jaxforge.tools.replay.past import open_past
-from jaxforge.tools.replay.step_comparison import ReplayedRun, compare_steps
 from jaxforge.tools.replay.step_page import page
 
 _SHOWN = 60  # characters of a text in the table
@@ -22,14 +20,12 @@ _SHOWN = 60  # characters of a text in the table
 def run(args: argparse.Namespace, overrides: Sequence[str], first: int, last: int) -> int:
     """Replay steps, print tables, write JSON, and return the exit code."""
     begin_command()
-    if args.against:
-        return _against(args, overrides)
     run = urls.path(args.run)
     if args.steps:
         is_exact = _print_steps(wide_console(), replayed(run, first, last, overrides))
         return 0 if is_exact or not args.check else 1
     with open_past(run, first, overrides) as past:
-        result = account(past, first, around=args.around, rows=args.rows)
+        result = account(past, first, around=args.around)
     if jax.process_index() == 0:
         if args.json:
             write_json(args.json, as_json(result))
@@ -39,20 +35,6 @@ def run(args: argparse.Namespace, overrides: Sequence[str], first: int, last: in
             _print(wide_console(), result, args.top)
     is_exact = result.step.difference in (None, 0.0)
     return 0 if is_exact or not args.check else 1
-
-
-def _against(args: argparse.Namespace, overrides: Sequence[str]) -> int:
-    """Compare a step of two runs; return exit code 1 if a value differs."""
-    first = ReplayedRun(urls.path(args.run), overrides)
-    other = ReplayedRun(urls.path(args.against), [*overrides, *args.other])
-    rows, notes = compare_steps(first, other, args.step)
-    if args.json:
-        write_json(args.json, {**compare.as_json(rows), "notes": notes})
-    if args.json != STDOUT:
-        compare.print_rows(wide_console(), rows, ("RUN", "OTHER"))
-        for note in notes:
-            wide_console().print(f"note: {note}", markup=False)
-    return 0 if compare.first_difference(rows) is None else 1
 
 
 def _print_steps(console: Console, steps: Iterable[RepeatedStep]) -> bool:
@@ -81,11 +63,6 @@ def _print(console: Console, result: Account, top: int) -> None:
         highlight=False,
     )
     console.print(_documents(result, top))
-    if result.without_first:
-        loss, norm = result.without_first
-        console.print(
-            f"without the first: loss {loss:.6g}, gradient norm {norm:.6g}", highlight=False
-        )
     if result.odd:
         console.print(_layers(result, top))
 
@@ -94,7 +71,7 @@ def _documents(result: Account, top: int) -> Table:
     table = Table(title=f"documents of the step ({min(top, len(result.suspects))} of "
                   f"{len(result.suspects)})", title_justify="left")  # fmt: skip
     table.add_column("position", overflow="fold")
-    for name in ("tokens", "loss", "own norm", "norm without"):
+    for name in ("tokens", "loss"):
         table.add_column(name, justify="right")
     table.add_column("text", overflow="fold")
     for suspect in result.suspects[:top]:
@@ -103,14 +80,11 @@ def _documents(result: Account, top: int) -> Table:
 
 
 def _cells(suspect: Suspect) -> tuple[str, ...]:
-    document, influence = suspect.document, suspect.influence
-    own = f"{influence.norm:.4g}" if influence else "-"
-    without = f"{influence.without:.4g}" if influence else "-"
-    text = _line(suspect.text)
+    document, text = suspect.document, _line(suspect.text)
     if document.worst_loss > document.loss and suspect.worst_text:
         text += f"\nworst ({document.worst_loss:.3g}): {_line(suspect.worst_text)}"
     position = f"{suspect.name}, {document.start}:{document.end}"
-    return position, str(document.tokens), f"{document.loss:.4g}", own, without, text
+    return position, str(document.tokens), f"{document.loss:.4g}", text
 
 
 def _line(text: str) -> str:

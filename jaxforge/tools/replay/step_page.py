@@ -34,17 +34,13 @@ def page(account: Account, run: str) -> str:
 
 def _facts(account: Account) -> Mapping[str, str]:
     step = account.step
-    facts = {
+    return {
         "loss": exact(step.loss),
         "gradient norm": exact(step.grad_norm),
         "comparison with the log": step.comparison.replace("same", "same, bit for bit"),
         "update": "applied" if step.applied else "skipped by the guard",
         "documents": f"{len(account.suspects):,}",
     }
-    if account.without_first:
-        loss, norm = map(exact, account.without_first)
-        facts["without the first document"] = f"loss {loss}, gradient norm {norm}"
-    return facts
 
 
 def _card(suspect: Suspect) -> str:
@@ -63,14 +59,13 @@ def _where(suspect: Suspect) -> str:
     return f"{suspect.name}, row {document.row}, tokens {document.start:,} to {document.end - 1:,}"
 
 
-_HEAD = ["where", "tokens", "loss", "own norm", "norm without", "worst loss", "text"]
+_HEAD = ["where", "tokens", "loss", "worst loss", "text"]
 
 
 def _rows(account: Account) -> Rows:
     for suspect in account.suspects:
-        norms = [exact(norm) for norm in suspect.influence] if suspect.influence else ["", ""]
         document = suspect.document
-        yield [_where(suspect), f"{document.tokens:,}", exact(document.loss), *norms,
+        yield [_where(suspect), f"{document.tokens:,}", exact(document.loss),
                exact(document.worst_loss), suspect.text]  # fmt: skip
 
 

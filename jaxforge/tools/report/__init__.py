@@ -1,1 +1,1 @@
-"""HTML page of runs, from their directories alone: `python -m jaxforge.report RUN`."""
+"""HTML page of runs, from their directories alone: `jaxforge report RUN`."""

@@ -1,4 +1,4 @@
-"""Execution of `python -m jaxforge.sweep`."""
+"""Execution of `jaxforge sweep`."""
 
 import argparse
 import subprocess

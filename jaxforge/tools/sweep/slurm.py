@@ -46,5 +46,5 @@ def script(arguments: Sequence[str], count: int, devices: int) -> str:
         count: number of points.
         devices: GPUs of each point.
     """
-    command = shlex.join(["python", "-m", "jaxforge.sweep", *arguments, f"--devices={devices}"])
+    command = shlex.join(["python", "-m", "jaxforge", "sweep", *arguments, f"--devices={devices}"])
     return _SCRIPT.format(count=count, last=count - 1, devices=devices, command=command)

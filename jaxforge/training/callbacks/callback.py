@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import importlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 from jaxtyping import PyTree
 
 from jaxforge.config.job import JobConfig
+from jaxforge.errors import UserError
 from jaxforge.exit_codes import Exit
 from jaxforge.state.progress import Progress
 from jaxforge.state.train_state import TrainState
@@ -288,8 +290,33 @@ class Callback:
         """Handle the end of training, after the last save.
 
         This is also called when the run fails; `reason` is None then. Join your own threads here:
-        `python -m jaxforge.train` waits only half a minute for other threads.
+        `jaxforge train` waits only half a minute for other threads.
         """
 
     def close(self) -> None:
         """Release resources. Called last, also if `on_train_end` fails."""
+
+
+def named_callback(path: str) -> Callback:
+    """Return a new instance of a class that `plugins.callbacks` names.
+
+    Args:
+        path: module and class, such as "my_module.MyCallback".
+
+    Raises:
+        UserError: the class is not a subclass of `Callback`.
+    """
+    module, _, name = path.rpartition(".")
+    callback = getattr(importlib.import_module(module), name)
+    if not (isinstance(callback, type) and issubclass(callback, Callback)):
+        raise UserError(f"plugins.callbacks: {path} is not a subclass of jaxforge.Callback")
+    return callback()
+
+
+def named_callbacks(config: JobConfig) -> list[Callback]:
+    """Return the callbacks that `plugins.callbacks` names.
+
+    Raises:
+        UserError: a name is not a class of callbacks.
+    """
+    return [named_callback(path) for path in config.plugins.callbacks]

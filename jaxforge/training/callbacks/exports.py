@@ -89,7 +89,7 @@ class Exporter(RunCallback):
         if target.exists():
             log.info("%s exists already: not exported again", target)
             return
-        command = [sys.executable, "-m", "torch_compat", "export", str(path), str(target)]
+        command = [sys.executable, "-m", "jaxforge", "convert", str(path), str(target)]
         dtype, weights = self._config.export_dtype, self._config.export_weights
         options = ["--to=hf", f"--dtype={dtype}", f"--weights={weights}"]
         done = subprocess.run([*command, *options], capture_output=True, text=True, check=False)

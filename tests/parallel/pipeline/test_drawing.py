@@ -1,4 +1,4 @@
-"""The command `pipeline`: text, SVG, error messages, and the drawings in docs/."""
+"""`jaxforge plan --schedule`: text, SVG, error messages, and the drawings in docs/."""
 
 import bisect
 import functools
@@ -13,7 +13,7 @@ from xml.etree import ElementTree
 import pytest
 
 from jaxforge.cli.running import run_main
-from jaxforge.commands.pipeline import main
+from jaxforge.commands.plan import main
 from jaxforge.parallel.pipeline.drawing import as_svg, as_text
 from jaxforge.parallel.pipeline.schedule import SCHEDULES, gpipe, one_f_one_b
 
@@ -265,8 +265,14 @@ def test_1f1b_accepts_any_number_of_microbatches(capsys):
     ("argv", "message"),
     [
         (options("zigzag"), "--schedule zigzag: choose one of 1f1b, gpipe, interleaved_1f1b"),
-        (options(stages=0), "--stages 0: must be at least 1"),
-        (options(microbatches=-3), "--microbatches -3: must be at least 1"),
+        (
+            options(stages=0),
+            "argument --stages: '0' must be an integer of at least 1",
+        ),
+        (
+            options(microbatches=-3),
+            "argument --microbatches: '-3' must be an integer of at least 1",
+        ),
         (
             options("interleaved_1f1b", microbatches=9),
             "--microbatches 9 must be a multiple of --stages 4 with interleaved_1f1b: "
@@ -280,13 +286,13 @@ def test_1f1b_accepts_any_number_of_microbatches(capsys):
         ),
         (
             options("interleaved_1f1b", chunks=0),
-            "--chunks 0: must be at least 2; use 1f1b for a single chunk",
+            "argument --chunks: '0' must be an integer of at least 1",
         ),
         (
             options(svg="/nowhere/a.svg"),
-            "cannot write /nowhere/a.svg: No such file or directory",
+            "--svg /nowhere/a.svg: No such file or directory",
         ),
-        (options(svg="/"), "cannot write /: Is a directory"),
+        (options(svg="/"), "--svg /: Is a directory"),
     ],
 )
 def test_invalid_options_print_one_line(argv, message, capsys):
@@ -301,7 +307,7 @@ def test_invalid_arguments_exit_with_code_2(argv, capsys):
 
 
 def test_command_does_not_import_jax():
-    command = [sys.executable, "-X", "importtime", "-m", "jaxforge.pipeline"]
+    command = [sys.executable, "-X", "importtime", "-m", "jaxforge.plan"]
     done = subprocess.run([*command, *options()], cwd=ROOT, capture_output=True, text=True)
     imported = {line.split("|")[-1].split(".")[0].strip() for line in done.stderr.splitlines()}
     assert done.returncode == 0
@@ -311,7 +317,7 @@ def test_command_does_not_import_jax():
 
 
 def test_process_exits_with_code_of_error():
-    command = [sys.executable, "-m", "jaxforge.pipeline", *options(stages=0)]
+    command = [sys.executable, "-m", "jaxforge.plan", *options(stages=0)]
     assert subprocess.run(command, cwd=ROOT, capture_output=True).returncode == 2
 
 

@@ -107,7 +107,7 @@ def test_dry_run_counts_tokens_per_phase_and_epochs_per_dataset(dry, tmp_path):
         (["--distributed.tp=3"], r"distributed\.tp = 3 needs a multiple of 3 devices, not \d"),
         (["--devices=8", "--distributed.tp=3"], "needs a multiple of 3 devices, not 8"),
         (["--devices", "8", "--train.global_batch_size=12"], r"train\.global_batch_size = 12"),
-        (["--plugins.hooks=nowhere.Hook"], "nowhere"),
+        (["--plugins.callbacks=nowhere.Callback"], "nowhere"),
         (["--devices=many"], "--devices: expected a number, or a machine: topology 'many'"),
         (["--data.hf_dataset_name=x", "--data.tokenizer_path=byte", "--train.max_steps=1ep"],
          "--dry-run: the length of an epoch is unknown before a start tokenizes x"),

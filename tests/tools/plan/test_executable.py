@@ -10,13 +10,13 @@ import jax
 import pytest
 
 from jaxforge.commands import plan as plan_main
-from jaxforge.commands import train
 from jaxforge.errors import UserError
 from jaxforge.parallel import compilation
 from jaxforge.parallel.mesh import make_mesh
 from jaxforge.step.executable import CompiledStep, Executable, write
 from jaxforge.tools.plan import plan_report
 from jaxforge.tools.plan.topology import Topology
+from jaxforge.training import launch
 from tests.conftest import tiny_config
 from tests.machine import PATIENCE
 from tests.processes.conftest import ROOT, environment
@@ -71,17 +71,17 @@ def test_saved_executable_is_not_recompiled_and_exact(train_keys, sizes, tmp_pat
     saved = tmp_path / "step.zip"
     with zipfile.ZipFile(saved) as file:
         assert sorted(file.namelist()) == [*(f"{n}.bin" for n in sizes), "about.json"]
-    train.run(config(tmp_path / "compiled", **train_keys))
+    launch.fit(config(tmp_path / "compiled", **train_keys))
 
     def compile_step(*_):
         raise AssertionError("compiled")
 
     monkeypatch.setattr(compilation, "compile_step", compile_step)
     with pytest.raises(AssertionError, match="compiled"):
-        train.run(config(tmp_path / "not", **train_keys))
+        launch.fit(config(tmp_path / "not", **train_keys))
     # Keys that do not affect the step may change.
     loading = {"executable": str(saved), "manual_gc_interval": 3}
-    train.run(config(tmp_path / "loaded", **train_keys, **loading))
+    launch.fit(config(tmp_path / "loaded", **train_keys, **loading))
     assert losses(tmp_path / "loaded") == losses(tmp_path / "compiled")
     assert len(losses(tmp_path / "loaded")) == train_keys.get("max_steps", 4)  # with all sizes
 
@@ -89,7 +89,7 @@ def test_saved_executable_is_not_recompiled_and_exact(train_keys, sizes, tmp_pat
 def test_executable_of_another_config_is_refused_with_difference(saved, tmp_path):
     other = config(tmp_path / "run", executable=str(saved), grad_clip_norm=0.5)
     with pytest.raises(UserError, match=r"train\.grad_clip_norm was 1\.0 and is 0\.5") as refused:
-        train.run(other)
+        launch.fit(other)
     assert "max_steps" not in str(refused.value)
     assert "step.zip" in str(refused.value)
     assert "remove the key" in str(refused.value)
@@ -120,14 +120,14 @@ def test_executable_of_another_environment_is_refused_before_writing(
 ):
     path = rewritten(saved, tmp_path / "other.zip", **changes)
     with pytest.raises(UserError, match=said):
-        train.run(config(tmp_path / "run", executable=str(path)))
+        launch.fit(config(tmp_path / "run", executable=str(path)))
     assert not (tmp_path / "run").exists()
 
 
 def test_executable_of_another_code_version_is_refused(saved, tmp_path):
     path = rewritten(saved, tmp_path / "other.zip", programs={"1": "", "2": ""})
     with pytest.raises(UserError, match="another version of the code"):
-        train.run(config(tmp_path / "run", executable=str(path)))
+        launch.fit(config(tmp_path / "run", executable=str(path)))
 
 
 @pytest.mark.parametrize("content", [b"", b"no archive", None])
@@ -135,7 +135,7 @@ def test_truncated_executable_is_refused(saved, tmp_path, content):
     path, whole = tmp_path / "torn.zip", saved.read_bytes()
     path.write_bytes(whole[: len(whole) // 2] if content is None else content)
     with pytest.raises(UserError, match=r"torn\.zip: not a file of compiled steps, or damaged"):
-        train.run(config(tmp_path / "run", executable=str(path)))
+        launch.fit(config(tmp_path / "run", executable=str(path)))
 
 
 def test_bit_flip_in_executable_is_detected(tmp_path):

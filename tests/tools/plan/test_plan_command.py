@@ -8,7 +8,6 @@ import jax
 import pytest
 
 from jaxforge.commands import plan as plan_main
-from jaxforge.commands import train
 from jaxforge.errors import UserError
 from jaxforge.model.transformer import build_model
 from jaxforge.tools.plan import plan_report
@@ -20,7 +19,7 @@ from jaxforge.tools.plan.checks import (
 )
 from jaxforge.tools.plan.plan import as_json, plan
 from jaxforge.tools.plan.topology import Topology
-from jaxforge.training import updates
+from jaxforge.training import launch, updates
 from tests.conftest import tiny_config
 from tests.machine import PATIENCE
 from tests.processes.conftest import ROOT, environment
@@ -106,7 +105,7 @@ def test_run_compiles_the_planned_step(tiny_plan, tmp_path, monkeypatch):
 
     monkeypatch.setattr(updates.compilation, "compile_step", compile_step)
     with pytest.raises(Stop):
-        train.run(planned(checkpoint={"dir": str(tmp_path / "run")}))
+        launch.fit(planned(checkpoint={"dir": str(tmp_path / "run")}))
     assert live == [tiny_plan.step.executables[1].lowered.as_text()]
 
 

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 
 from jaxforge.cli.redaction import redacted
-from jaxforge.commands import train
-from jaxforge.commands.capsule import main
+from jaxforge.commands.replay import main
 from jaxforge.errors import UserError
 from jaxforge.tools.replay import capsule_file as archive
 from jaxforge.tools.replay.capsule import capsule_of, step_range, verify
 from jaxforge.tools.replay.capsule_ingredients import code_state
+from jaxforge.training import launch
 from tests.conftest import tiny_config
 
 LENGTH, STEPS = 32, 8
@@ -34,7 +34,7 @@ def write_data(directory, seed):
 def run(tmp_path_factory):
     path = tmp_path_factory.mktemp("capsule")
     write_data(path / "data", 0)
-    train.run(
+    launch.fit(
         tiny_config(
             model={"dim": 32, "n_layers": 1},
             train={"max_steps": STEPS, "batch_size": 1},
@@ -58,7 +58,7 @@ def with_about(capsule, **changed):
 def test_verify_from_start_is_bit_exact(capsule, tmp_path, capsys):
     file, said = tmp_path / "x.zip", tmp_path / "x.json"
     archive.write(file, capsule)
-    assert main(["verify", str(file), "--steps", "2", "--json", str(said)]) == 0
+    assert main([str(file), "--steps", "2", "--json", str(said)]) == 0
     assert "2 steps match the log, bit for bit" in capsys.readouterr().out
     said = json.loads(said.read_text())
     assert said["holds"]
@@ -89,7 +89,7 @@ def test_bit_flip_in_curve_fails_verification(capsule, tmp_path, capsys):
     values["train/loss"] *= ONE_MORE_BIT
     files = {**capsule.files, archive.CURVE: "\n".join([json.dumps(values), *remaining, ""])}
     archive.write(tmp_path / "x.zip", dataclasses.replace(capsule, files=files))
-    assert main(["verify", str(tmp_path / "x.zip"), "--steps", "1"]) == 1
+    assert main([str(tmp_path / "x.zip"), "--steps", "1"]) == 1
     said = capsys.readouterr().out
     assert "not every step matches the log; although all ingredients are" in said
     assert "step      2" in said
@@ -121,7 +121,7 @@ def test_verify_on_another_mesh_allows_rounding(capsule):
 def test_other_data_fail_verification_without_replay(capsule, tmp_path, capsys):
     write_data(tmp_path / "data", 1)
     archive.write(tmp_path / "x.zip", capsule)
-    arguments = ["verify", str(tmp_path / "x.zip"), f"--data.dataset_path={tmp_path / 'data'}"]
+    arguments = [str(tmp_path / "x.zip"), f"--data.dataset_path={tmp_path / 'data'}"]
     assert main([*arguments, "--json", "-"]) == 1
     said = json.loads(capsys.readouterr().out)
     assert not said["holds"]
@@ -178,14 +178,14 @@ def test_capsule_contains_no_secrets(run, tmp_path, monkeypatch):
         (planted / part).symlink_to(run / part)
     (planted / "config.toml").write_text(text)
     file = tmp_path / "x.zip"
-    assert main([str(planted), "--output", str(file)]) == 0
+    assert main([str(planted), "--capsule", str(file)]) == 0
     with zipfile.ZipFile(file) as result:
         whole = "".join(result.read(name).decode() for name in result.namelist())
     assert not [secret for secret in secrets if secret in whole]
     assert 'load_path = "s3://bucket/x"' in whole
     assert "--dump_to=/tmp/removed" in whole
     with pytest.raises(UserError, match="exists: name a new file"):
-        main([str(planted), "--output", str(file)])
+        main([str(planted), "--capsule", str(file)])
 
 
 @pytest.mark.parametrize(
@@ -316,13 +316,13 @@ def test_decompression_bomb_is_refused(capsule, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["verify", "x.zip", "--steps", "0"], "--steps 0: must be at least 1"),
-        (["verify", "x.zip"], "cannot read the capsule x.zip"),
-        (["runs/x", "--train.seed=1"], "remove this setting"),
-        (["runs/x", "--steps", "3"], "--steps is for verify CAPSULE"),
-        (["verify", "x.zip", "--output", "y"], "--output is for RUN"),
-        (["runs/x", "x.zip"], "runs/x x.zip: expected RUN, or verify CAPSULE"),
-        (["runs/x"], "no run at runs/x: it has no config.toml"),
+        (["x.zip", "--steps", "0"], "--steps 0: must be a number of steps, for a capsule"),
+        (["x.zip", "--steps", "1:2"], "--steps 1:2: must be a number of steps"),
+        (["x.zip"], "cannot read the capsule x.zip"),
+        (["x.zip", "--capsule", "y"], "--capsule does not apply to a capsule"),
+        (["runs/x", "--capsule", "y", "--train.seed=1"], "Remove this setting"),
+        (["runs/x", "--capsule", "y", "--steps", "3"], "--steps does not apply to --capsule"),
+        (["runs/x", "--capsule", "y"], "no run at runs/x: it has no config.toml"),
     ],
 )
 def test_invalid_capsule_arguments_are_refused(tmp_path, monkeypatch, arguments, message):

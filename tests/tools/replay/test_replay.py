@@ -1,14 +1,13 @@
-"""Replay of steps of finished runs: exactness, accounts, influences, activations."""
+"""Replay of steps of finished runs: exactness, accounts, activations."""
 
 import json
-import math
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxforge.commands import activations, train
+from jaxforge.commands import evaluate
 from jaxforge.commands import replay as command
 from jaxforge.config import rules
 from jaxforge.config.points import STREAM
@@ -18,16 +17,15 @@ from jaxforge.model.layer import Capture
 from jaxforge.optim.optimizer import global_norm
 from jaxforge.runs import run_directory
 from jaxforge.tools.replay import past as the_past
-from jaxforge.tools.replay.account import account, rank_documents, replayed
+from jaxforge.tools.replay.account import NORMS, account, rank_documents, replayed
 from jaxforge.tools.replay.documents import (
     find_documents,
     outlier_scores,
     token_loss_function,
     token_spread,
 )
-from jaxforge.tools.replay.influence import Influence, Influences
-from jaxforge.tools.replay.layers import NORMS
 from jaxforge.tools.replay.past import open_past
+from jaxforge.training import launch
 from tests.conftest import tiny_config
 from tests.tools.report.pages import Page
 
@@ -68,8 +66,8 @@ def run(tmp_path_factory):
     """A run that stopped after step 18 and resumed with another learning rate."""
     tmp_path = tmp_path_factory.mktemp("replay")
     stopping = {"max_steps": STEPS, "batch_size": ROWS // 2, "exit_interval": 18}
-    train.run(config(tmp_path, train=stopping))
-    train.run(config(tmp_path, optimizer={"lr": 1e-2}))
+    launch.fit(config(tmp_path, train=stopping))
+    launch.fit(config(tmp_path, optimizer={"lr": 1e-2}))
     return tmp_path / "run"
 
 
@@ -126,11 +124,10 @@ def last_step_with(run, sequence):
 def test_account_ranks_noise_document_first(run, capsys, monkeypatch):
     step, row = last_step_with(run, POISON)
     with open_past(run, step) as past:
-        result = account(past, step, around=1, rows=2)
+        result = account(past, step, around=1)
     first = result.suspects[0]
     assert (first.document.row, first.name) == (row, f"sequence {POISON}")
     assert result.step.difference == 0
-    assert result.without_first[1] < result.step.grad_norm
     assert first.document.loss == max(suspect.document.loss for suspect in result.suspects)
     layers = {f"layers.{i}" for i in range(2)}
     assert layers < set(result.norms[step].parts)
@@ -151,28 +148,8 @@ def test_account_ranks_noise_document_first(run, capsys, monkeypatch):
     curves = drawn.json()["charts"][0]["curves"]
     assert curves[-1]["label"] == f"step {step}"
     assert len(curves) == len(result.norms)
-    with pytest.raises(UserError, match="--html supports one step only"):
+    with pytest.raises(UserError, match="--html does not apply to several steps"):
         command.main([str(run), "--steps", "1:2", "--html", "o.html"])
-
-
-def test_influences_match_gradients_without_the_document(run):
-    """‖g - g_d‖ is the gradient norm without the document, times the other tokens' share."""
-    with open_past(run, AFTER_SAVE) as past:
-        walk = past.walk(AFTER_SAVE)
-        metrics = walk.measure(past.step_function(("grads",)))
-        influences = Influences(past, walk, metrics["grads"])
-        [document] = find_documents(
-            {name: x[:, 2:3] for name, x in jax.device_get(walk.batch).items()},
-            np.zeros((1, 1, LENGTH)), eos=None,
-        )  # fmt: skip
-        influence = influences.of(2, 4, 20)
-        loss, norm = influences.without([document._replace(row=2, start=4, end=20)])
-        whole = ROWS * LENGTH
-        assert influence.without == pytest.approx(norm * (whole - 16) / whole, rel=1e-4)
-        assert 0 < influence.norm < float(metrics["grad_norm"])
-        rows = influences.of_rows()
-        assert loss != float(metrics["loss"])
-    assert sum(row.norm for row in rows) >= float(metrics["grad_norm"])
 
 
 def test_token_losses_average_to_step_loss(run):
@@ -198,32 +175,22 @@ def test_documents_are_split_by_eos_or_segments():
     assert (whole.start, whole.end, whole.worst) == (0, 8, (0, 8))
 
 
-def test_outlier_scores_detect_high_loss_or_gradient():
-    losses, tokens, norms = [2.0, 2.1, 1.9, 2.0, 2.6], [64] * 5, [1.0, 1.1, 0.9, 3.0, 1.0]
-    assert np.argsort(-outlier_scores(losses, tokens, norms))[:2].tolist() == [3, 4]
-    few = outlier_scores([2.0, 2.1, 1.9, 2.4, 2.6], [64, 64, 64, 64, 1], [np.nan] * 5)
+def test_outlier_scores_detect_high_loss():
+    few = outlier_scores([2.0, 2.1, 1.9, 2.4, 2.6], [64, 64, 64, 64, 1])
     assert np.argmax(few) == 3  # the loss of a single token says little
-    assert np.argmax(outlier_scores([2.0, np.nan, 9.0], [64] * 3, [1.0, 1.0, 1.0])) == 1
-    assert np.argmax(outlier_scores([2.0, 2.0, 9.0], [64] * 3, [1.0, np.inf, 1.0])) == 1
+    assert np.argmax(outlier_scores([2.0, np.nan, 9.0], [64] * 3)) == 1
 
 
 def test_short_documents_with_high_loss_score_lower():
     """Losses and sizes as in real text: a tail of 5 tokens, random characters, full rows."""
     losses, tokens = [7.9, 6.9, 4.3, 4.5, 4.4, 4.0], [5, 167, 256, 256, 256, 256]
-    norms = 0.016 * np.sqrt(tokens)  # gradients grow as √tokens
-    assert np.argmax(outlier_scores(losses, tokens, norms, spread=2.8)) == 1
-    norms[3] *= 1.3  # repetitive text
-    assert np.argmax(outlier_scores(losses, tokens, norms, spread=2.8)) == 1
-    norms[3] *= 3
-    assert np.argmax(outlier_scores(losses, tokens, norms, spread=2.8)) == 3
+    assert np.argmax(outlier_scores(losses, tokens, spread=2.8)) == 1
 
 
 def test_documents_of_earlier_steps_improve_scores():
     losses, tokens = [6.4, 6.2, 5.5, 5.2, 5.0], [256] * 5
     before = [(4.0 + 0.1 * i, 256) for i in range(10)]
-    alone, with_them = (
-        outlier_scores(losses, tokens, [math.nan] * 5, spread=2.8, before=b) for b in ((), before)
-    )
+    alone, with_them = (outlier_scores(losses, tokens, spread=2.8, before=b) for b in ((), before))
     assert 2 * alone[0] < with_them[0]
 
 
@@ -233,26 +200,15 @@ def test_token_spread_is_about_the_document_mean():
     assert token_spread(find_documents(batch, losses, eos=0), losses) == pytest.approx(0.5**0.5)
 
 
-def test_row_with_outlier_document_is_measured():
-    """A row's mean loss hides an outlier if its other documents are easy."""
+def test_documents_are_ranked_by_outlier_score():
     losses = np.full((1, 4, 64), 4.0)
     losses[0, :, 32:] = [[4.1], [4.2], [4.0], [3.9]]
     losses[0, 2, :8], losses[0, 2, 8:] = 9.0, 3.0
     tokens = np.ones((1, 4, 64), int)
     tokens[0, :, 31], tokens[0, 2, 7] = 0, 0
     batch = {"input_ids": tokens, "labels": tokens}
-    asked = []
-
-    def influence_of(item):
-        asked.append(item.row)
-        return Influence(item.tokens**0.5, 1.0)
-
-    order = rank_documents(
-        find_documents(batch, losses, eos=0), losses, [Influence(8.0, 1.0)] * 4, influence_of,
-        rows=1,
-    )  # fmt: skip
-    assert set(asked) == {2}
-    assert (order[0][0].row, order[0][0].start) == (2, 0)
+    first = rank_documents(find_documents(batch, losses, eos=0), losses)[0]
+    assert (first.row, first.start) == (2, 0)
 
 
 def test_measure_does_not_change_the_state(run):
@@ -270,7 +226,10 @@ def test_measure_does_not_change_the_state(run):
         (["--step", "0"], "step 0 does not exist"),
         (["--steps", "4-6"], "--steps 4-6: must be A:B"),
         (["--steps", "6:4"], "--steps 6:4: must be A:B"),
-        (["--step", "2", "--around", "-1"], "--around -1: must be at least 0"),
+        (["--step", "2", "--around", "-1"], "--around: '-1' must be an integer of at least 0"),
+        ([], "--step N, --steps A:B or --capsule FILE is required"),
+        (["--steps", "1:2", "--around", "3"], "--around does not apply to several steps"),
+        (["--activations", "x"], "--activations requires --step N"),
     ],
 )
 def test_invalid_replay_steps_are_refused(run, arguments, message):
@@ -302,7 +261,7 @@ def test_captured_points_add_up_to_residual_stream(run):
 def test_activations_of_training_step_match_forward_pass(run, tmp_path):
     output = tmp_path / "seen"
     arguments = [f"--step={AFTER_SAVE}", "--points=re*,logits", "--layers=1", "--sequences=5"]
-    assert activations.main([str(run), "--output", str(output), *arguments]) == 0
+    assert command.main([str(run), "--activations", str(output), *arguments]) == 0
     tokens, residual, logits = (
         np.load(output / f"{name}.npy") for name in ("tokens", "residual", "logits")
     )
@@ -326,14 +285,14 @@ def test_activations_of_training_step_match_forward_pass(run, tmp_path):
         np.testing.assert_allclose(normed[:5], hidden[:5], atol=1e-5)
     assert json.loads((output / "activations.json").read_text())["training_step"] == AFTER_SAVE
     with pytest.raises(UserError, match="already exists"):
-        activations.main([str(run), "--output", str(output)])
+        command.main([str(run), "--activations", str(output), "--step=1"])
 
 
 def test_activations_of_set_cover_first_sequences(run, tmp_path):
     data = run.parent / "data"
     output = tmp_path / "seen"
     arguments = ["--set", f"x={data}", "--points", "mlp", "--sequences", "11"]
-    assert activations.main([str(run), "--output", str(output), *arguments]) == 0
+    assert evaluate.main([str(run), "--activations", str(output), *arguments]) == 0
     tokens = np.load(output / "tokens.npy")
     windows = np.load(data / "x.npy").reshape(48, -1)[:, :-1]
     np.testing.assert_array_equal(tokens, windows[:11])
@@ -345,15 +304,15 @@ def test_activation_sequences_are_numbered_over_all_sets(run, tmp_path):
     sets = ["--set", f"x={data}", "--set", f"y={data}", "--points", "mlp", "--layers", "0"]
     for asked, numbers in (("50,3,47", [3, 47, 50]), ("46:49", [46, 47, 48])):
         output = tmp_path / asked
-        command = [str(run), "--output", str(output), *sets, "--sequences", asked]
-        assert activations.main(command) == 0
+        words = [str(run), "--activations", str(output), *sets, "--sequences", asked]
+        assert evaluate.main(words) == 0
         windows = np.load(data / "x.npy").reshape(48, -1)[:, :-1]
         np.testing.assert_array_equal(
             np.load(output / "tokens.npy"), windows[[n % 48 for n in numbers]]
         )
         assert json.loads((output / "activations.json").read_text())["sequences"] == numbers
     with pytest.raises(UserError, match="no sequence 96: the evaluation set has 0 to 95"):
-        activations.main([str(run), "--output", f"{tmp_path}/no", *sets, "--sequences", "90:97"])
+        evaluate.main([str(run), "--activations", f"{tmp_path}/no", *sets, "--sequences", "90:97"])
 
 
 @pytest.mark.parametrize(
@@ -366,12 +325,14 @@ def test_activation_sequences_are_numbered_over_all_sets(run, tmp_path):
         (["--sequences", "5:5"], "--sequences 5:5: expected a number"),
         (["--step", "5", "--sequences", "2,8"], "no sequence 8: the step's batch has 0 to 7"),
         (["--step", "5", "--layers", "2"], "there is no layer 2: the model has 0 to 1"),
-        ([], "has no .eval. section. Give --set NAME=DIR or --step N"),
+        ([], "has no .eval. section. Give --set NAME=DIR"),
     ],
 )
 def test_invalid_activation_selection_is_refused(run, tmp_path, arguments, message):
     with pytest.raises(UserError, match=message):
-        activations.main([str(run), "--output", str(tmp_path / "seen"), *arguments])
+        (command if "--step" in arguments else evaluate).main(
+            [str(run), "--activations", str(tmp_path / "seen"), *arguments]
+        )
     assert not (tmp_path / "seen").exists()
 
 

@@ -144,7 +144,7 @@ def test_occupied_port_raises(tmp_path):
 
 @pytest.mark.processes
 def test_ctrl_c_stops_server(tmp_path):
-    command = [sys.executable, "-m", "jaxforge.report", str(tmp_path), "--watch", "0"]
+    command = [sys.executable, "-m", "jaxforge", "report", str(tmp_path), "--watch", "0"]
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as served:

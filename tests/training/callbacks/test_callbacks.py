@@ -6,13 +6,11 @@ import types
 import jax
 import pytest
 
-import jaxforge
 from jaxforge.errors import UserError
 from jaxforge.exit_codes import Exit
 from jaxforge.training.callbacks import runner
 from jaxforge.training.callbacks.callback import Callback
 from jaxforge.training.callbacks.runner import Callbacks
-from jaxforge.training.hooks import Hook
 from tests.training.callbacks.contexts import after
 
 
@@ -104,7 +102,3 @@ def test_processes_follow_clock_of_process_zero(clock, monkeypatch):
 def test_invalid_duration_raises(text):
     with pytest.raises(UserError, match=r'Acts.every = ".*" is not a duration. Write a number and'):
         Callbacks([Acts("a", text, [])])
-
-
-def test_hook_is_an_alias_of_callback():
-    assert jaxforge.Callback is Callback is Hook

@@ -10,10 +10,10 @@ import pytest
 from jaxforge.errors import UserError
 from jaxforge.exit_codes import Exit
 from jaxforge.training.callbacks import control, runner
+from jaxforge.training.callbacks.callback import Callback
 from jaxforge.training.callbacks.control import Control, Requests
 from jaxforge.training.callbacks.evaluation import Evaluation
 from jaxforge.training.callbacks.runner import Callbacks
-from jaxforge.training.hooks import Hook
 from tests.training.looking import Looking
 from tests.training.observers import run
 
@@ -21,7 +21,7 @@ from tests.training.observers import run
 def requester(event, at, request):
     """Return the maker of a callback that makes a request in an event of step `at`."""
 
-    class Requester(Hook):
+    class Requester(Callback):
         def __init__(self, events):
             self.events = events
 
@@ -107,7 +107,7 @@ def test_system_exit_of_interval_saves():
 
 
 def test_request_before_first_step_takes_effect_before_it():
-    class Leaves(Hook):
+    class Leaves(Callback):
         def __init__(self, events):
             pass
 
@@ -130,7 +130,7 @@ def test_requests_after_halt_change_nothing():
             context.control.request_evaluation()
             context.control.request_save()
 
-    Asks.on_step_end = Hook.on_step_end
+    Asks.on_step_end = Callback.on_step_end
     events, reason, _ = run(steps=20, hooks=False, bad={3, 4, 5}, callbacks=[Asks])
     assert reason is Exit.NON_FINITE
     assert not named(events, "save ", "evaluate")
@@ -210,7 +210,7 @@ def test_callback_of_one_process_causes_no_collective_that_the_other_lacks(monke
 
 
 def test_events_of_steps_evaluations_and_checkpoints_are_called():
-    class Notes(Hook):
+    class Notes(Callback):
         def __init__(self, events):
             self.events = events
 
@@ -232,7 +232,7 @@ def test_events_of_steps_evaluations_and_checkpoints_are_called():
 
 
 def test_two_argument_eval_end_is_still_called():
-    class Old(Hook):
+    class Old(Callback):
         def __init__(self, events):
             self.events = events
 

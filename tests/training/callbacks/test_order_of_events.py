@@ -20,7 +20,6 @@ from jaxforge.training.callbacks import (
 )
 from jaxforge.training.callbacks.callback import Callback
 from jaxforge.training.callbacks.order import ORDER
-from jaxforge.training.hooks import Hook
 from jaxforge.training.loop import Trainer
 from tests.training.looking import Looking
 from tests.training.observers import Capture, Sampler, run
@@ -71,7 +70,7 @@ def saving(kind, name):
     return Acts
 
 
-class Begins(Hook):
+class Begins(Callback):
     def __init__(self, events):
         self.events = events
 

@@ -10,9 +10,9 @@ import pytest
 from jaxforge.errors import UserError
 from jaxforge.exit_codes import Exit
 from jaxforge.training import launch
+from jaxforge.training.callbacks.callback import Callback
 from jaxforge.training.callbacks.runner import Callbacks
 from jaxforge.training.callbacks.saved_state import decode, encode
-from jaxforge.training.hooks import Hook
 from tests.conftest import tiny_config
 
 pytestmark = pytest.mark.usefixtures("one_device")
@@ -61,7 +61,7 @@ def test_unstorable_state_is_refused(state, message):
         encode(state, "the state")
 
 
-class Averages(Hook):
+class Averages(Callback):
     """Averages the losses, and notes the events around its state."""
 
     def __init__(self):
@@ -99,9 +99,9 @@ def config(directory, **train):
 
 def test_resumed_run_has_state_of_uninterrupted_run(tmp_path):
     whole, first, second = Averages(), Averages(), Averages()
-    assert launch.train(config(tmp_path / "whole"), [whole]) is Exit.COMPLETED
-    assert launch.train(config(tmp_path / "run", exit_interval=3), [first]) is Exit.INTERVAL
-    assert launch.train(config(tmp_path / "run"), [second]) is Exit.COMPLETED
+    assert launch.fit(config(tmp_path / "whole"), [whole]) is Exit.COMPLETED
+    assert launch.fit(config(tmp_path / "run", exit_interval=3), [first]) is Exit.INTERVAL
+    assert launch.fit(config(tmp_path / "run"), [second]) is Exit.COMPLETED
     assert whole.events == ["begin", "durable 4", "durable 6"]
     assert first.events == ["begin", "durable 3"]
     assert second.events == ["begin", "state 3", "load 3 step_3", "durable 4", "durable 6"]
@@ -109,7 +109,7 @@ def test_resumed_run_has_state_of_uninterrupted_run(tmp_path):
     assert whole.mean != 0
 
 
-class Memory(Hook):
+class Memory(Callback):
     def __init__(self, state=None):
         self.state = state
 

@@ -6,13 +6,13 @@ import jax
 import pytest
 
 from jaxforge import inference
-from jaxforge.commands import train
 from jaxforge.errors import UserError
 from jaxforge.parallel import device_memory
 from jaxforge.parallel.mesh import make_mesh
 from jaxforge.program import Program
+from jaxforge.training import launch
+from jaxforge.training.callbacks.callback import Callback
 from jaxforge.training.health import out_of_memory
-from jaxforge.training.hooks import Hook
 from tests.conftest import tiny_config
 
 GPU = "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 91670708224 bytes.\nBuffers: ..."
@@ -20,7 +20,7 @@ CPU = "INTERNAL: Error dispatching computation: Out of memory allocating 9167070
 TPU = "RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. Used 20.0G of 15.75G hbm."
 
 
-class Fails(Hook):
+class Fails(Callback):
     def __init__(self, error):
         self._error = error
 
@@ -63,10 +63,10 @@ def test_oversized_run_lists_remedies(tmp_path, error, gist):
 
 def test_run_explains_out_of_memory_and_passes_other_failures(tmp_path):
     with pytest.raises(UserError, match=r"out of memory: .*\n.*activations of 4 sequences"):
-        train.run(config_in(tmp_path / "a"), [Fails(jax.errors.JaxRuntimeError(GPU))])
+        launch.fit(config_in(tmp_path / "a"), [Fails(jax.errors.JaxRuntimeError(GPU))])
     other = jax.errors.JaxRuntimeError("INTERNAL: something else")
     with pytest.raises(jax.errors.JaxRuntimeError, match="something else"):
-        train.run(config_in(tmp_path / "b"), [Fails(other)])
+        launch.fit(config_in(tmp_path / "b"), [Fails(other)])
 
 
 def test_oversized_state_suggests_more_devices(monkeypatch):
@@ -98,7 +98,7 @@ def test_state_copies_are_the_first_remedy():
 
 
 def test_inference_explains_out_of_memory(tmp_path):
-    train.run(config_in(tmp_path))
+    launch.fit(config_in(tmp_path))
     trained = inference.open_run(tmp_path)
     message = r"out of memory: .*\n.*parameters take .* GB.* a smaller --batch-size"
     with pytest.raises(UserError, match=message), trained.in_use():

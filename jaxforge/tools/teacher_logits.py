@@ -1,4 +1,4 @@
-"""Execution of `jaxforge teacher_logits`: a teacher runs over the data of a distillation.
+"""Execution of `jaxforge prepare --teacher-logits`: a teacher runs over a run's training data.
 
 The teacher is built, loaded and split over the mesh as in training (`training.frozen`). It sees
 sequences in the order of their indices, in batches of a microbatch. The format of the files is that
@@ -63,12 +63,12 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
     """Save logits and return the exit code."""
     begin_command()
     if jax.process_count() > 1:
-        raise UserError("teacher_logits runs in one process, on all of its devices. Start only one")
-    written = load.load_unresolved(args.config, overrides)
+        raise UserError("--teacher-logits runs in one process on all devices. Start only one")
+    written = load.load_unresolved(args.teacher_logits, overrides)
     config = resolve(written, World(jax.device_count()), sequences_per_epoch).config
     compilation.use_cache(config.train)
     output = urls.local(args.output, "--output", "copy the directory there afterwards")
-    save(config, output, args.dtype, args.sequences_per_file, overwrite=args.overwrite)
+    save(config, output, args.dtype or "float32", args.sequences_per_file, overwrite=args.overwrite)
     return 0
 
 
@@ -98,7 +98,7 @@ def save(
     section, train = config.distillation, config.train
     if train.objective != "distillation" or section.teacher is None:
         raise UserError(
-            'teacher_logits needs train.objective = "distillation" and distillation.teacher: set '
+            '--teacher-logits needs train.objective = "distillation" and distillation.teacher: set '
             "both, and leave distillation.logits out"
         )
     check_output(output.absolute(), FILE_NAME, overwrite)  # before a large teacher is loaded

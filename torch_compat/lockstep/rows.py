@@ -1,18 +1,7 @@
-"""Comparison of two computations: the first value that differs, and by how much.
+"""Rows of the comparison of two computations: the first value that differs, and by how much.
 
-Two correct programs round differently. Bounds on the relative difference:
-
-    float32   A sum of n products in another order has a relative error of about √n · 2^-24 (a
-              random walk of n roundings; Higham and Mary, 2019). Errors of the parts that a value
-              has passed through add up in the same way: 2 · 2^-24 · √(width · parts). The bound is
-              at least 1e-5, to cover exponentials and quotients.
-    bfloat16  Products are accumulated in float32 and results are rounded, with a relative error of
-              2^-9 as a root mean square. A part rounds about ten times in each program, and
-              √20 · 2^-9 is about 2^-7. If two functions of an input are multiplied (gate by up,
-              queries by keys), its error counts twice: 2^-6 · √parts.
-
-Some models exceed these bounds, for example with attention scores in the hundreds. Callers then add
-a hint to the row.
+Some models exceed the bounds of `tools.replay.rounding`, for example with attention scores in the
+hundreds. Callers then add a hint to the row.
 """
 
 import dataclasses
@@ -26,11 +15,11 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from jaxforge.tools.replay.rounding import LEAST, ROUNDING
+
 SMALL = 0.1
 """Fraction of `gradient_scales`: smaller gradients are compared relative to this size."""
 
-_LEAST = 1e-5
-_ROUNDING = 2**-24  # of float32
 _HEAD = "output_head."
 _LAYER = re.compile(r"layers\.(\d+)\.([^.]+)")
 _PARAMETER_STAGES = ("weights", "gradients", "updates", "second updates")
@@ -66,23 +55,10 @@ class Row:
         return not self.error <= self.tolerance
 
 
-def tolerance(dtype: str, width: int, parts: int) -> float:
-    """Return the largest relative difference between two correct programs.
-
-    Args:
-        dtype: "float32" or "bfloat16".
-        width: number of products in a sum.
-        parts: number of attention and feed-forward parts that the value has passed through.
-    """
-    if dtype == "bfloat16":
-        return 2**-6 * math.sqrt(parts)
-    return max(_LEAST, 2 * _ROUNDING * math.sqrt(width * parts))
-
-
 def update_tolerance(update: np.ndarray, param: np.ndarray) -> float:
     """Return the tolerance of an update by equal gradients, a difference of rounded parameters."""
     size = root_mean_square(update)
-    return _LEAST + (2 * _ROUNDING * root_mean_square(param) / size if size else 0.0)
+    return LEAST + (2 * ROUNDING * root_mean_square(param) / size if size else 0.0)
 
 
 def in_backward_order(names: Iterable[str], layers: int) -> list[str]:
