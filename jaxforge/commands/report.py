@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from jaxforge.tools.report.run_page import page  # imported here, because they are slow
 
     output = _output(args.output, runs)
-    readings = read_runs(runs, processes=argv is None)
+    readings = read_runs(runs)
     for message in (message for run in readings for message in run.omissions):
         print(f"warning: {printable(message)}", file=sys.stderr)
     html = page(readings, args.x)

@@ -2,27 +2,23 @@
 
 import dataclasses
 import os
-import warnings
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike
 
-from jaxforge.cli.suggestions import path_hint
 from jaxforge.config.job import JobConfig
 from jaxforge.config.model import MODELS
 from jaxforge.config.reading.load import load_config
-from jaxforge.errors import UserError, printable
-from jaxforge.runs import attempts, lines, starts
-from jaxforge.runs.loads import LoadReader, Loads
+from jaxforge.errors import UserError
+from jaxforge.runs import attempts, starts
+from jaxforge.runs.loads import Loads
+from jaxforge.runs.metrics_file import FILE_NAME, MetricsFile, NotYetError, Series
 from jaxforge.storage import trust
 from jaxforge.storage.untrusted_json import (
-    LINE,
     Field,
-    Omissions,
     is_number,
     is_step,
     is_table,
@@ -33,42 +29,7 @@ from jaxforge.storage.untrusted_json import (
 from jaxforge.telemetry.goodput import Attempt
 from jaxforge.telemetry.sinks import SAMPLES
 
-_METRICS = "metrics.jsonl"
 _NEEDED = ("train/loss", "train/tokens", "train/step_time_sec", "train/skipped_steps")
-_METRICS_AT_MOST = 4000  # per run; a model of 500 layers has 2,500
-_TAIL = 256  # bytes that identify the part of a file that was read
-
-
-class Series(NamedTuple):
-    """One metric over the run.
-
-    Attributes:
-        step: [n], increasing.
-        time: [n], Unix seconds.
-        value: [n]; NaN for values that are not finite.
-    """
-
-    step: np.ndarray
-    time: np.ndarray
-    value: np.ndarray
-
-    @property
-    def last(self) -> float:
-        """Latest value."""
-        return float(self.value[-1])
-
-    @property
-    def last_finite(self) -> float:
-        """Latest finite value, or 0."""
-        finite = self.value[np.isfinite(self.value)]
-        return float(finite[-1]) if finite.size else 0.0
-
-    @property
-    def smoothed(self) -> float:
-        """Mean of the finite values among the last 2 %, or NaN."""
-        late = self.value[-max(1, len(self.value) // 50) :]
-        finite = late[np.isfinite(late)]
-        return float(finite.mean()) if finite.size else np.nan
 
 
 @dataclasses.dataclass(frozen=True)
@@ -155,89 +116,6 @@ class Run:
         return np.interp(np.asarray(steps), step[finite], along[finite])
 
 
-class NotYetError(UserError):
-    """Error for a run that does not exist or has logged nothing yet."""
-
-
-class MetricsFile:
-    """Incremental reader of `metrics.jsonl`: each call reads only the appended lines.
-
-    Args:
-        path: the run directory.
-        exact: see `lines.read`.
-    """
-
-    def __init__(self, path: Path, *, exact: bool = False) -> None:
-        self._path, self._exact = path, exact
-        self._begin()
-
-    def _begin(self) -> None:
-        self._end, self._tail = 0, b""
-        self._parts: dict[str, list[tuple[np.ndarray, np.ndarray, np.ndarray]]] = defaultdict(list)
-        self._loads = LoadReader()
-        self._lines = 0
-        self._omissions = Omissions(self._path / _METRICS)
-
-    @property
-    def omissions(self) -> list[str]:
-        """Messages about damaged lines, which are skipped."""
-        return self._omissions.messages()
-
-    def read(self, *, processes: bool = False) -> tuple[dict[str, Series], Loads | None]:
-        """Return the metrics by name, and the load of experts.
-
-        Args:
-            processes: see `lines.read`.
-
-        Raises:
-            NotYetError: the file does not exist.
-            UserError: the file cannot be read.
-        """
-        file = self._path / _METRICS
-        if not file.is_file():
-            raise NotYetError(_no_metrics(self._path))
-        try:
-            if self._read_tail(file) != self._tail:  # truncated: the run went back to a checkpoint
-                self._begin()
-            for part in lines.read(file, self._end, exact=self._exact, processes=processes):
-                self._take(part)
-            if self._remember(file) >= LINE:
-                self._omissions.note(f"a line of more than {LINE:,} bytes and all after it")
-        except OSError as error:
-            raise UserError(f"cannot read {file}: {error.strerror}") from error
-        series = {name: lines.joined(parts) for name, parts in self._parts.items()}
-        self._parts = defaultdict(list, {name: [curve] for name, curve in series.items()})
-        return (
-            {name: Series(step.astype(int), *columns) for name, (step, *columns) in series.items()},
-            self._loads.loads(),
-        )
-
-    def _take(self, part: lines.Columns) -> None:
-        self._end = part.end
-        for number, problem in part.damaged:
-            self._omissions.add(self._lines + number, problem)
-        self._lines += part.lines
-        for name, columns in part.values.items():
-            if name in self._parts or len(self._parts) < _METRICS_AT_MOST:
-                self._parts[name].append(columns)
-            else:
-                self._omissions.note(f"more than {_METRICS_AT_MOST:,} metrics; the others")
-        for line in part.lists:
-            if problem := self._loads.take(line):
-                self._omissions.note(f"step {line['step']:,}: {problem}; the loads")
-
-    def _remember(self, file: Path) -> int:
-        """Record the end of the lines that were read; return the number of bytes after them."""
-        self._tail = self._read_tail(file)
-        with file.open("rb") as opened:
-            return opened.seek(0, os.SEEK_END) - self._end  # a bucket's `stat` has no st_size
-
-    def _read_tail(self, file: Path) -> bytes:
-        with file.open("rb") as opened:
-            opened.seek(max(0, self._end - _TAIL))
-            return opened.read(min(_TAIL, self._end))
-
-
 class RunReader:
     """Reader of a run directory that may be read repeatedly.
 
@@ -251,20 +129,17 @@ class RunReader:
         self._path, self._metrics = path, MetricsFile(path)
         self._parameters: dict[str, int | None] = {}
 
-    def read(self, *, processes: bool = False) -> Run:
+    def read(self) -> Run:
         """Return the present data of the run.
-
-        Args:
-            processes: see `lines.read`.
 
         Raises:
             NotYetError: no step has been logged.
             UserError: the directory is damaged.
         """
-        series, loads = self._metrics.read(processes=processes)
+        series, loads = self._metrics.read()
         if missing := [name for name in _NEEDED if name not in series]:
             raise NotYetError(
-                f"{self._path / _METRICS} has no {missing[0]}: no step is logged yet, or an older "
+                f"{self._path / FILE_NAME} has no {missing[0]}: no step is logged yet, or an older "
                 "version logged them; wait for the first step, or train on with this version"
             )
         config_file, omissions = self._path / "config.toml", self._metrics.omissions
@@ -301,32 +176,16 @@ def readers(paths: Sequence[Path]) -> list[RunReader]:
     ]
 
 
-def read_runs(paths: Sequence[Path], *, processes: bool = False) -> list[Run]:
+def read_runs(paths: Sequence[Path]) -> list[Run]:
     """Read the logged data of runs.
 
     Args:
         paths: run directories.
-        processes: see `lines.read`.
 
     Raises:
         UserError: a directory is not a run, has no logged step, or its config is damaged.
     """
-    return [reader.read(processes=processes) for reader in readers(paths)]
-
-
-def read_metrics(path: Path) -> dict[str, Series]:
-    """Return the metrics that a run has logged so far, by name.
-
-    Lists are omitted. Damaged lines are skipped with a warning.
-
-    Raises:
-        UserError: the directory is not a run.
-    """
-    file = MetricsFile(path, exact=True)
-    series, _ = file.read()
-    for message in file.omissions:
-        warnings.warn(printable(message), stacklevel=2)
-    return series
+    return [reader.read() for reader in readers(paths)]
 
 
 def _parameters(config: JobConfig) -> int | None:
@@ -354,14 +213,3 @@ _START = {
     "parameters": Field(is_number, "a number", required=False),
     "devices": Field(is_text, "text", required=False),
 }
-
-
-def _no_metrics(path: Path) -> str:
-    if not path.is_dir():
-        hint = path_hint(path) or "; name the checkpoint.dir of a run"
-        return f"no run directory at {path}{hint}"
-    if (path / "config.toml").exists():
-        return f"{path} has no {_METRICS} yet; wait for the first step to be logged"
-    below = sorted(str(path_.parent) for path_ in path.glob(f"*/{_METRICS}"))
-    hint = f"; did you mean {' or '.join(below[:3])}?" if below else ""
-    return f"{path} is no run directory: it has no {_METRICS}{hint}"

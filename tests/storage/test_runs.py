@@ -17,7 +17,7 @@ from jaxforge.commands import evaluate, generate, train
 from jaxforge.commands import report as report_main
 from jaxforge.data.corpus.manifest import Manifest, Shard
 from jaxforge.errors import UserError
-from jaxforge.runs.reading import MetricsFile
+from jaxforge.runs.metrics_file import MetricsFile
 from jaxforge.state.progress import Progress
 from jaxforge.storage import COMMITTED, urls
 from tests.conftest import tiny_config

@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxforge.config.eval import TASKS_PREFIX
-from jaxforge.runs.reading import Run, Series
+from jaxforge.runs.metrics_file import Series
+from jaxforge.runs.reading import Run
 from jaxforge.tools.pages.parts import Pool, encode_column
 from jaxforge.tools.report.names import LOSS, NAMES, Name, metric_name
 from jaxforge.tools.report.thinning import BUCKETS, bucket_medians, thin

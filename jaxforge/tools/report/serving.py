@@ -12,7 +12,8 @@ from urllib.parse import parse_qs, urlsplit
 
 from jaxforge.cli.http_server import BoundedServer, QuietHandler
 from jaxforge.errors import UserError
-from jaxforge.runs.reading import NotYetError, readers
+from jaxforge.runs.metrics_file import NotYetError
+from jaxforge.runs.reading import readers
 from jaxforge.tools.pages.parts import document, paragraphs
 from jaxforge.tools.report import run_page
 from jaxforge.tools.report.names import AXES

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from jaxforge.config.model import MODELS, ModelConfig
 from jaxforge.model.transformer import active_parameter_count
-from jaxforge.runs.reading import MetricsFile, NotYetError, Series
+from jaxforge.runs.metrics_file import MetricsFile, NotYetError, Series
 from jaxforge.telemetry.numbers import exact, human
 from jaxforge.tools.sweep.law import LEAST_SIZES, Law, fit, next_size
 from jaxforge.tools.sweep.runs import PlannedRun
@@ -72,7 +72,7 @@ def results(runs: Sequence[PlannedRun]) -> Results:
 def _logged(run: PlannedRun) -> dict[str, Series]:
     """Return the metrics of a finished run; empty if it is unfinished or has logged nothing."""
     try:
-        return MetricsFile(run.directory, exact=True).read()[0] if run.is_finished else {}
+        return MetricsFile(run.directory).read()[0] if run.is_finished else {}
     except NotYetError:
         return {}
 

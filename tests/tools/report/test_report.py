@@ -10,8 +10,8 @@ import pytest
 
 from jaxforge.commands.report import main
 from jaxforge.errors import UserError
-from jaxforge.runs import lines as lines_of
-from jaxforge.runs import uniform_json_lines
+from jaxforge.runs import metrics_file
+from jaxforge.runs.metrics_file import read_metrics
 from jaxforge.runs.reading import read_runs
 from jaxforge.telemetry.numbers import duration, exact
 from jaxforge.tools.report.names import NAMES, metric_name
@@ -247,46 +247,21 @@ def test_incomplete_last_line_is_ignored(tmp_path):
     assert list(page.points("Loss")[0]) == [1, 2]
 
 
-def test_lines_are_read_in_blocks_and_by_processes(tmp_path, monkeypatch):
-    path = write_run(tmp_path / "run", [line(s) for s in range(1, 41)] + EVALUATIONS) / FILE
-    whole = [part.values["train/loss"] for part in lines_of.read(path)]
-    monkeypatch.setattr(lines_of, "BLOCK", 1000)
-    parts = list(lines_of.read(path))
-    assert (len(whole), len(parts) > 5, parts[-1].end) == (1, True, path.stat().st_size)
-    result = lines_of.joined([p.values["train/loss"] for p in parts if "train/loss" in p.values])
-    for item, other in zip(whole[0], result, strict=True):
-        assert item.tolist() == other.tolist()
-    monkeypatch.setattr(lines_of, "LARGE", 5000)
-    monkeypatch.setattr(lines_of.os, "cpu_count", lambda: 2)
-    again = list(lines_of.read(path, processes=True))
-    assert [part.end for part in again] == [part.end for part in parts]
-
-
-def test_uniform_lines_match_json_parser():
-    """Lines of other forms, or with other values than numbers, are left to `json`."""
-    random = np.random.default_rng(0)
-    values = [*(random.normal(0, 1, 200) * 10.0 ** random.integers(-9, 12, 200)).tolist(),
-              0, -0.0, 7, -3, 1e300, 5e-324, 123456789012345678, None, 0.1]  # fmt: skip
-    rows = [{"step": i, "time": 1.7e9 + i / 1000, "x/y": v, "z": -i} for i, v in enumerate(values)]
-    strange = [
-        '{"step": 1, "time": 1.0, "x/y": [1], "z": 1}', '{"step": 1, "time": 1.0}',
-        '{"step":1, "time": 1.0, "x/y": 1, "z": 1}', '{"step": 1, "time": 1.0, "x_y": 1, "z": 1}',
-        '{"step": 1, "time": 1.0, "x/y": 1.2.3, "z": 1}', '{"step": 1, "time": , "x/y": 1, "z": 1}',
-        '{"step": 1, "time": 1.0, "x/y": 1, "z": -}', '{"step": 1, "time": 1.0, "x/y": 1, "z": 1]',
-        'x{"step": 1, "time": 1.0, "x/y": 1, "z": 1}', "",
-    ]  # fmt: skip
-    texts = [*map(json.dumps, rows[:50]), *strange, *map(json.dumps, rows[50:])]
-    columns, left = uniform_json_lines.read("".join(text + "\n" for text in texts).encode())
-    assert left.decode().splitlines() == strange
-    for name, column in columns.items():
-        expected = np.array([row[name] for row in rows], float)
-        np.testing.assert_allclose(column, expected, rtol=1e-15, atol=0)
-    lists = b'{"step": 1, "time": 1.0, "x": [1, 2]}\n'
-    assert uniform_json_lines.read(lists * 2) == ({}, lists * 2)
+def test_metrics_are_read_in_blocks_of_whole_lines(tmp_path, monkeypatch):
+    run = write_run(tmp_path / "run", [line(s) for s in range(1, 41)] + EVALUATIONS, tail='{"st')
+    series = read_metrics(run)
+    text = (run / FILE).read_bytes()
+    monkeypatch.setattr(metrics_file, "BLOCK", 1000)
+    with (run / FILE).open("rb") as file:
+        parts = list(metrics_file.blocks(file))
+    assert (len(parts) > 5, b"".join(parts)) == (True, text[: -len('{"st')])
+    for name, metric in read_metrics(run).items():
+        for column, again in zip(series[name], metric, strict=True):
+            assert column.tolist() == again.tolist()
 
 
 def test_damaged_line_in_late_block_is_named(tmp_path, monkeypatch):
-    monkeypatch.setattr(lines_of, "BLOCK", 300)
+    monkeypatch.setattr(metrics_file, "BLOCK", 300)
     tail = '{"time": 3}\n' + json.dumps(line(9)) + "\n"
     path = write_run(tmp_path / "run", [line(s) for s in range(1, 9)], tail=tail)
     (run,) = read_runs([path])

@@ -8,7 +8,8 @@ import pytest
 
 from jaxforge.commands.report import main
 from jaxforge.errors import UserError
-from jaxforge.runs.reading import read_metrics, read_runs
+from jaxforge.runs.metrics_file import read_metrics
+from jaxforge.runs.reading import read_runs
 from jaxforge.tools.report.serving import LivePage
 from tests.tools.report.pages import Page, line, page_of, start, write_run
 
