@@ -5,7 +5,7 @@ Pages are self-contained: style, script and data are inline.
 
 import base64
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from html import escape
 from importlib import resources
 from string import Template
@@ -18,76 +18,63 @@ Rows = Iterable[Sequence[str]]
 """Rows of a table, as cells of text."""
 
 _LONG_FACT = 40  # characters; a longer text spans two columns
+_CHARTS = """\
+<main>
+<div id="controls"></div>
+<noscript>The charts need JavaScript.</noscript>
+<div id="charts"></div>
+</main>
+"""
+_SCRIPT = """\
+<script type="application/json" id="data">{data}</script>
+<script>
+{library}
+(() => {{
+{script}}})();
+</script>
+"""
 
 
 def document(
-    title: str, data: Mapping[str, Any], above: str, below: str, *, watch: bool = False
+    title: str,
+    above: str,
+    below: str = "",
+    data: Mapping[str, Any] | None = None,
+    *,
+    watch: bool = False,
 ) -> str:
-    """Return a page of charts.
+    """Return a page.
 
     Args:
         title: title of the page, as text.
-        data: data that `drawing.js` draws.
         above: HTML above the charts.
         below: HTML below the charts.
+        data: data that `charts.js` draws; None for a page without scripts.
         watch: the page polls its server for newer data.
     """
-    own = _file("drawing.js") + _file("page.js")
-    body = Template(_file("charts.html")).substitute(
-        facts=above,
-        below=below,
-        data=as_json(data),
-        script=_file("vendor/uPlot.iife.min.js") + f"\n(() => {{\n{own}}})();\n",
-    )
-    style = _file("vendor/uPlot.min.css") + _file("page.css")
-    return _framed(title, style, body, "'self'" if watch else "'none'")
-
-
-def chart_document(
-    title: str, charts: Iterable[Mapping[str, Any]], pool: "Pool", above: str, below: str
-) -> str:
-    """Return a page of charts without runs; `charts` is consumed before `pool` is read."""
-    data = {"charts": list(charts), "columns": pool.columns, "runs": []}
-    return document(title, data, above, below)
-
-
-def plain_document(title: str, style: str, body: str) -> str:
-    """Return a page without scripts.
-
-    Args:
-        title: title of the page, as text.
-        style: name of a CSS file of this package.
-        body: HTML below the title.
-    """
-    return _framed(title, _file(style), f"</header>\n{body}\n", "'none'")
-
-
-def _framed(title: str, style: str, body: str, connect: str) -> str:
-    return Template(_file("page.html")).substitute(
-        title=escape_surrogates(escape(title)),
-        style=_file("base.css") + style,
-        body=body,
-        connect=connect,
-    )
+    script, style = "", _file("page.css")
+    if data is not None:
+        # "<" is escaped, so that no text of a run can end the script.
+        text = json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
+        script = _SCRIPT.format(
+            data=text, library=_file("vendor/uPlot.iife.min.js"), script=_file("charts.js")
+        )
+        style += _file("vendor/uPlot.min.css")
+    page = Template(_file("page.html")).substitute(
+        title=escape(title), style=style, above=above, below=below, script=script,
+        charts="" if data is None else _CHARTS, connect="'self'" if watch else "'none'",
+    )  # fmt: skip
+    # JSON may have lone surrogates, which UTF-8 cannot encode.
+    return page.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 def _file(name: str) -> str:
     return resources.files(__package__).joinpath(name).read_text(encoding="utf-8")
 
 
-def escape_surrogates(text: str) -> str:
-    """Escape lone surrogates, which JSON may have and UTF-8 cannot."""
-    return text.encode("utf-8", "backslashreplace").decode("utf-8")
-
-
-def as_json(data: object) -> str:
-    """Return JSON that may stand inside of HTML: nothing in it can end a script."""
-    return json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
-
-
 def paragraphs(messages: Iterable[str]) -> str:
     """Return messages as paragraphs."""
-    return escape_surrogates("".join(f"<p>{escape(message)}</p>" for message in messages))
+    return "".join(f"<p>{escape(message)}</p>" for message in messages)
 
 
 def fact_list(facts: Mapping[str, str]) -> str:
@@ -98,6 +85,11 @@ def fact_list(facts: Mapping[str, str]) -> str:
         for name, text in facts.items()
     )
     return f"<dl>{''.join(items)}</dl>"
+
+
+def heading(title: str, note: str = "") -> str:
+    """Return a heading of a section, with a note in small type."""
+    return f"<h2>{escape(title)} <small>{escape(note)}</small></h2>"
 
 
 def details(title: str, body: str) -> str:
@@ -127,11 +119,11 @@ def table(
     caption = f"<caption>{escape(title)}</caption>" if title else ""
     columns = "".join(f'<th scope="col">{escape(name)}</th>' for name in head)
     body = []
-    for i, (first, *others) in enumerate(rows):
+    for i, (first, *values) in enumerate(rows):
         run = f' data-run="{runs[i]}"' if runs else ""
         cells = "".join(
             f"<td{' class=n' if aligns and text[:1].isdigit() else ''}>{escape(text)}</td>"
-            for text in others
+            for text in values
         )
         body.append(f'<tr{run}><th scope="row">{escape(first)}</th>{cells}</tr>')
     return (
@@ -140,8 +132,43 @@ def table(
     )
 
 
+def stacked_bar(
+    values: Mapping[str, float],
+    total: float,
+    show: Callable[[float], str],
+    colours: Mapping[str, str],
+    limit: float = 0,
+) -> str:
+    """Return parts of a whole as a stacked bar.
+
+    Args:
+        values: value of each part.
+        total: value of the whole width.
+        show: formats a value.
+        colours: name of the colour of each part.
+        limit: value at which a mark is drawn.
+    """
+    segments = "".join(
+        f'<i style="--c: var(--{colours[name]}); width: {100 * value / total:.3f}%" '
+        f'title="{escape(f"{name}: {show(value)}")}"></i>'
+        for name, value in values.items()
+        if value
+    )
+    mark = f'<u style="left: {100 * limit / total:.2f}%"></u>' if limit else ""
+    return f'<div class="stack">{segments}{mark}</div>'
+
+
+def legend(texts: Mapping[str, str], colours: Mapping[str, str]) -> str:
+    """Return the legend of stacked bars: the name of each part with a text."""
+    items = (
+        f'<li><i style="--c: var(--{colours[name]})"></i>{escape(name)}<b>{escape(text)}</b></li>'
+        for name, text in texts.items()
+    )
+    return f'<ul class="key">{"".join(items)}</ul>'
+
+
 def encode_column(values: np.ndarray, kind: str) -> str:
-    """Return numbers as `drawing.js` reads them: their kind, then little-endian bytes in base64.
+    """Return numbers as `charts.js` reads them: their kind, then little-endian bytes in base64.
 
     Args:
         values: [n].
@@ -166,11 +193,15 @@ class Pool:
         """All columns, encoded."""
         return list(self._indices)
 
+    def data(self, charts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+        """Return the data of a page of charts without runs, whose curves are of this pool."""
+        return {"charts": list(charts), "columns": self.columns, "runs": []}
+
 
 def curve(
     pool: Pool, label: str, x: ArrayLike, y: ArrayLike, *, dots: bool, colour: int
 ) -> dict[str, Any]:
-    """Return a curve in the format of `drawing.js`, without points that are not finite.
+    """Return a curve in the format of `charts.js`, without points that are not finite.
 
     Args:
         pool: pool for the column of x.
@@ -201,7 +232,7 @@ def chart(
     group: str = "",
     wide: bool = False,
 ) -> dict[str, Any]:
-    """Return a chart in the format of `drawing.js`.
+    """Return a chart in the format of `charts.js`.
 
     Args:
         title: title above the chart.

@@ -1,6 +1,7 @@
 """HTML page of a plan (`--html`), self-contained."""
 
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from html import escape
 from typing import Any
@@ -13,16 +14,18 @@ from jaxforge.parallel.mesh import describe_mesh
 from jaxforge.parallel.pipeline.drawing import as_svg
 from jaxforge.parallel.pipeline.schedule import SCHEDULES
 from jaxforge.parallel.sharding import param_shardings
-from jaxforge.tools.pages.parts import fact_list, plain_document, table
+from jaxforge.tools.pages.parts import document, fact_list, heading, legend, stacked_bar, table
 from jaxforge.tools.plan.plan import Plan, bubble, collectives_by_wait
 from jaxforge.tools.plan.timeline import Span
 
-COLOURS = {
+_KINDS = {
     "products": 0, "attention": 1, "experts": 3, "memory": 2, "other": 7,
     "parameters": 0, "optimizer": 4, "gradients": 5, "activations": 1,
     "all-gather": 4, "reduce-scatter": 5, "all-reduce": 3, "all-to-all": 1,
     "collective-permute": 7, "waiting": 5,
 }  # fmt: skip
+COLOURS = defaultdict(lambda: "c7", {kind: f"c{colour}" for kind, colour in _KINDS.items()})
+"""Names of colours of the style by kind of memory, of work and of collectives."""
 _COLLECTIVE = ("kind", "over", "times", "sent", "seconds", "waited", "where")
 _ALTERNATIVE = ("plan", "memory", "tokens/s", "MFU", "waiting")
 _PARAMETER = ("parameter", "shape", "split over", "on a device")
@@ -42,8 +45,8 @@ def page(plan: Plan, alternatives: Alternatives = ()) -> str:
         alternatives: other plans for the same machine, the best first.
     """
     title = f"A run on {plan.topology}, planned"
-    body = [fact_list(dict(_facts(plan))), *_notes(plan), *_sections(plan, alternatives)]
-    return plain_document(title, "plan.css", "\n".join(body))
+    above = fact_list(dict(_facts(plan))) + "".join(_notes(plan))
+    return document(title, above, "\n".join(_sections(plan, alternatives)))
 
 
 def _facts(plan: Plan) -> Iterator[tuple[str, str]]:
@@ -75,28 +78,28 @@ def _sections(plan: Plan, alternatives: Alternatives) -> Iterator[str]:
     if plan.estimate is not None:
         yield from _time(plan)
     if plan.timeline is not None and plan.timeline.traffic:
-        yield "<h2>Collectives <small>of a step, on a device</small></h2>"
+        yield heading("Collectives", "of a step, on a device")
         yield table("", _COLLECTIVE, _collectives(plan), aligns=True)
     if alternatives:
-        yield "<h2>Alternatives <small>estimates</small></h2>"
+        yield heading("Alternatives", "estimates")
         yield table("", _ALTERNATIVE, map(_alternative, alternatives), aligns=True)
     if plan.step is not None and plan.config is not None:
         d, accum = plan.config.distributed, plan.config.train.grad_accum_steps
         if d.pp > 1:
-            yield f"<h2>Pipeline <small>{bubble(plan):.1%} idle</small></h2>"
+            yield heading("Pipeline", f"{bubble(plan):.1%} idle")
             schedule = SCHEDULES[d.pp_schedule](d.pp, accum, d.chunks)
             yield f'<div class="scroll">{as_svg(schedule)}</div>'
-        yield "<h2>Parameters <small>and their shards</small></h2>"
+        yield heading("Parameters", "and their shards")
         yield table("", _PARAMETER, _parameters(plan), aligns=True)
 
 
 def _memory(plan: Plan) -> Iterator[str]:
     assert plan.step is not None
     memory = plan.step.memory
-    parts = memory.parts
     full_width = max(memory.peak, memory.capacity)
-    yield f"<h2>Memory of a device <small>{_gb(memory.peak)} of {_gb(memory.capacity)}</small></h2>"
-    yield _bar(parts, full_width, _gb, limit=memory.capacity)
+    yield heading("Memory of a device", f"{_gb(memory.peak)} of {_gb(memory.capacity)}")
+    yield stacked_bar(memory.parts, full_width, _gb, COLOURS, limit=memory.capacity)
+    yield legend({name: _gb(value) for name, value in memory.parts.items() if value}, COLOURS)
 
 
 def _time(plan: Plan) -> Iterator[str]:
@@ -104,8 +107,9 @@ def _time(plan: Plan) -> Iterator[str]:
     assert plan.timeline is not None
     line = plan.timeline
     parts = dict(sorted(line.busy.items(), key=lambda item: -item[1])) | {"waiting": line.waited}
-    yield f"<h2>A step <small>an estimate: {escape(plan.estimate.estimated_from)}</small></h2>"
-    yield _bar(parts, line.seconds, lambda seconds: f"{seconds:.3f} s")
+    yield heading("A step", f"an estimate: {plan.estimate.estimated_from}")
+    yield stacked_bar(parts, line.seconds, _seconds, COLOURS)
+    yield legend({kind: _seconds(value) for kind, value in parts.items() if value}, COLOURS)
     yield f'<div class="scroll">{picture("step", line.spans, line.seconds)}</div>'
     loops = {(span.times, round(span.seconds, 6)): span for span in _all(line.spans) if span.inside}
     for loop in sorted(loops.values(), key=lambda span: -span.seconds)[:_LOOPS]:
@@ -118,26 +122,6 @@ def _all(spans: Iterable[Span]) -> Iterator[Span]:
     for span in spans:
         yield span
         yield from _all(span.inside)
-
-
-def _bar(parts: Mapping[str, float], total: float, shown: Any, limit: float = 0) -> str:  # noqa: ANN401
-    segments = "".join(
-        f'<i style="--c: {_colour(name)}; width: {100 * part / total:.2f}%" '
-        f'title="{escape(name)}: {shown(part)}"></i>'
-        for name, part in parts.items()
-        if part
-    )
-    mark = f'<u style="left: {100 * limit / total:.2f}%"></u>' if limit else ""
-    key = "".join(
-        f'<li><i style="--c: {_colour(name)}"></i>{escape(name)}<b>{shown(part)}</b></li>'
-        for name, part in parts.items()
-        if part
-    )
-    return f'<div class="bar">{segments}{mark}</div><ul class="key">{key}</ul>'
-
-
-def _colour(name: str) -> str:
-    return f"var(--c{COLOURS.get(name, 7)})"
 
 
 def picture(title: str, spans: Sequence[Span], seconds: float) -> str:
@@ -174,7 +158,7 @@ def _boxes(spans: Sequence[Span], y: float, scale: float) -> Iterator[str]:
         label += f", {span.times} iterations" if span.times > 1 else ""
         yield (
             f'<rect x="{start:.2f}" y="{y}" width="{max(width, _THINNEST):.2f}" height="16" '
-            f'style="--c: {_colour(kind)}"><title>{escape(label)}</title></rect>'
+            f'style="--c: var(--{COLOURS[kind]})"><title>{escape(label)}</title></rect>'
         )
 
 
@@ -237,6 +221,10 @@ def _parameters(plan: Plan) -> Iterator[Sequence[str]]:
 def _names(names: Any, sizes: Mapping[str, int]) -> list[str]:  # noqa: ANN401
     axes = (names,) if isinstance(names, str) else names or ()
     return [name for name in axes if sizes[name] > 1]
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.3f} s"
 
 
 def _gb(n: float) -> str:

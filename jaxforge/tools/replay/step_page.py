@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from jaxforge.telemetry.numbers import exact
-from jaxforge.tools.pages.parts import Pool, Rows, chart, chart_document, curve, fact_list, table
+from jaxforge.tools.pages.parts import Pool, Rows, chart, curve, document, fact_list, table
 from jaxforge.tools.replay.account import Account, Suspect
 
 _ODD = 12  # rows of layers that stand out
@@ -29,7 +29,7 @@ def page(account: Account, run: str) -> str:
     above += table("Layers that stand out", _ODD_HEAD, rows) if rows else ""
     below = table("All documents", _HEAD, _rows(account), sorts=True) if account.suspects else ""
     title = f"Step {account.step.step:,} of {run}"
-    return chart_document(title, _charts(account, pool), pool, above, below)
+    return document(title, above, below, pool.data(_charts(account, pool)))
 
 
 def _facts(account: Account) -> Mapping[str, str]:

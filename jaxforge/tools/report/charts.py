@@ -1,21 +1,31 @@
-"""Charts of the page: every metric except those that are derived from others.
+"""Charts of the page: every metric except those that are derived from others, and heat maps.
 
-They are JSON for `drawing.js`. Metrics that never change are listed in a table instead.
+They are JSON for `charts.js`. Metrics that never change are listed in a table instead.
+
+A heat map shows the load of experts of a layer: experts downwards, steps to the right. The colour
+of a cell shows the band of its load: blue below an even load, orange above. Colour-blind readers
+can distinguish both. The contrast with the page grows with the distance from an even load.
 """
 
+import base64
 import re
+import zlib
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from jaxforge.config.eval import TASKS_PREFIX
+from jaxforge.runs.loads import Loads
 from jaxforge.runs.metrics_file import Series
 from jaxforge.runs.reading import Run
+from jaxforge.telemetry.numbers import exact, short
 from jaxforge.tools.pages.parts import Pool, encode_column
 from jaxforge.tools.report.names import LOSS, NAMES, Name, metric_name
-from jaxforge.tools.report.thinning import BUCKETS, bucket_medians, thin
+
+BUCKETS = 1000  # about the number of pixel columns of a chart on most screens
+_ENOUGH = 64  # points of a bucket that enter its median
 
 _PARTS = 30_000  # buckets over all curves, which bounds the size of the page
 _FEWEST = 16  # minimum number of buckets of a curve
@@ -33,6 +43,11 @@ _HEADLINE = {
     "eval/ema_loss": "evaluation of the average",
 }
 """Metrics of the first chart, and their labels."""
+
+EDGES = (0.05, 0.2, 0.35, 0.5, 0.65, 0.8, 0.95, 1.05, 1.25, 1.5, 1.75, 2.0, 3.0, 4.0)
+"""Edges between bands of loads. The middle band is an even load, the last is open-ended."""
+_NONE = len(EDGES) + 1  # band of values that are not finite, drawn transparent
+_ANCHORS = ((0, 42, 82), (0, 114, 178), (244, 243, 238), (213, 94, 0), (92, 36, 0))  # idle to busy
 
 
 class Constant(NamedTuple):
@@ -78,7 +93,7 @@ def charts(runs: Sequence[Run], pool: Pool) -> list[dict[str, Any]]:
     """
     drawings = list(_drawings(runs))
     count = sum(len(drawing.curves) for drawing in drawings)
-    buckets = min(BUCKETS, max(_FEWEST, _PARTS // count))
+    buckets = min(BUCKETS, max(_FEWEST, _PARTS // max(1, count)))
     return [_chart(drawing, runs, pool, buckets) for drawing in drawings]
 
 
@@ -142,6 +157,8 @@ def _drawings(runs: Sequence[Run]) -> Iterable[_Drawing]:
         for metric in metrics
         if not metric.startswith(TASKS_PREFIX)
     )
+    if not runs:
+        return
     yield _Drawing("Loss", NAMES["train/loss"], _headline(runs))
     groups: dict[str, dict[str, list[tuple[str, Name]]]] = defaultdict(lambda: defaultdict(list))
     for metric in metrics:
@@ -203,7 +220,7 @@ def _chart(drawing: _Drawing, runs: Sequence[Run], pool: Pool, buckets: int) -> 
 def _points(series: Series, factor: float, pool: Pool, buckets: int) -> Mapping[str, Any]:
     """Return the points of a curve: `x`, `y`, and for a long curve its medians as `smooth`."""
     step, value = series.step, factor * series.value
-    chosen = thin(step, value, buckets)
+    chosen = thin(value, buckets)
     data = {"x": pool.add(step[chosen], "i4"), "y": encode_column(value[chosen], "f4"),
              "last": float(value[-1]) if np.isfinite(value[-1]) else None}  # fmt: skip
     if len(chosen) < len(step):
@@ -217,3 +234,105 @@ def _evenly_chosen(steps: np.ndarray) -> list[int]:
     """Return at most `_MARKS` evenly chosen steps, with the first and the last."""
     chosen = np.unique(np.linspace(0, len(steps) - 1, min(len(steps), _MARKS)).round().astype(int))
     return steps[chosen].tolist() if len(steps) else []
+
+
+def thin(y: np.ndarray, buckets: int = BUCKETS) -> np.ndarray:
+    """Return indices of the points to draw: the lowest and the highest of each bucket.
+
+    No spike is lost. A bucket without finite values keeps one point, which is a gap in the curve.
+    Short curves keep all points.
+
+    Args:
+        y: [n].
+        buckets: number of buckets of consecutive points.
+    """
+    if len(y) <= 2 * buckets:
+        return np.arange(len(y))
+    rows = _buckets(y, buckets)
+    starts = rows.shape[1] * np.arange(len(rows))
+    lowest = np.where(np.isnan(rows), np.inf, rows).argmin(axis=1)
+    highest = np.where(np.isnan(rows), -np.inf, rows).argmax(axis=1)
+    return np.unique(np.concatenate([[0], starts + lowest, starts + highest, [len(y) - 1]]))
+
+
+def bucket_medians(
+    x: np.ndarray, y: np.ndarray, buckets: int = BUCKETS
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return x and y of the median of each bucket's finite points, for a smooth curve.
+
+    Unlike a mean, a median ignores spikes. Large buckets are subsampled. Buckets without finite
+    values are left out.
+
+    Args:
+        x: [n], increasing.
+        y: [n].
+        buckets: number of buckets, as in `thin`.
+    """
+    rows, xs = _buckets(y, buckets), _buckets(x, buckets)
+    stride = max(1, rows.shape[1] // _ENOUGH)
+    rows, xs = rows[:, ::stride], xs[:, ::stride]
+    some = ~np.isnan(rows).all(axis=1)
+    rows, xs = rows[some], np.where(np.isnan(rows), np.nan, xs)[some]
+    ordered, count = np.sort(rows, axis=1), (~np.isnan(rows)).sum(axis=1)  # NaN is last
+    at = np.arange(len(rows))
+    medians = (ordered[at, (count - 1) // 2] + ordered[at, count // 2]) / 2
+    return np.nanmean(xs, axis=1), medians
+
+
+def _buckets(values: np.ndarray, buckets: int) -> np.ndarray:
+    """Return values as buckets [rows, size], at most `buckets` rows; NaN unless finite."""
+    size = -(-len(values) // buckets)
+    padded = np.full(-(-len(values) // size) * size, np.nan)
+    padded[: len(values)] = np.where(np.isfinite(values), values, np.nan)
+    return padded.reshape(-1, size)
+
+
+def heat_maps(runs: Sequence[Run], pool: Pool) -> list[dict[str, Any]]:
+    """Return a heat map per layer of each run with experts, in the format of `charts.js`."""
+    return [
+        heat_map
+        for i, run in enumerate(runs)
+        if run.loads is not None
+        for heat_map in _maps(i, f": {run.name}" if len(runs) > 1 else "", run.loads, pool)
+    ]
+
+
+def bands() -> list[dict[str, Any]]:
+    """Return each band's name and its colours on light and dark pages."""
+    names = [f"{short(a)} to {short(b)}" for a, b in zip((0.0, *EDGES), EDGES, strict=False)]
+    names.append(f"{short(EDGES[-1])} or more")
+    colours = zip(names, palette(), inverted(palette()), strict=True)
+    return [{"name": name, "light": light, "dark": dark} for name, light, dark in colours]
+
+
+def palette() -> list[list[int]]:
+    """Return red, green and blue of each band, from idle to overloaded."""
+    at = np.linspace(0, len(EDGES), len(_ANCHORS))
+    channels = [np.interp(range(len(EDGES) + 1), at, c) for c in zip(*_ANCHORS, strict=True)]
+    return np.transpose(channels).round().astype(int).tolist()
+
+
+def inverted(colours: Sequence[Sequence[int]]) -> list[list[int]]:
+    """Invert the lightness of colours but not their hue (CSS: `invert(1) hue-rotate(180deg)`)."""
+    rotation = 2 * np.outer(np.ones(3), [0.213, 0.715, 0.072]) - np.eye(3)
+    inverse = (255 - np.array(colours, float)) @ rotation.T
+    return np.clip(inverse, 0, 255).round().astype(int).tolist()
+
+
+def _maps(run: int, suffix: str, loads: Loads, pool: Pool) -> Iterator[dict[str, Any]]:
+    for i, layer in enumerate(loads.layers):
+        values, last = loads.value[:, i], loads.last[i]
+        levels = np.where(np.isfinite(values), np.digitize(values, EDGES), _NONE).astype(np.uint8)
+        yield {
+            "title": f"Load of experts, layer {layer}{suffix}",
+            "unit": f"mean of {loads.each} logged steps each" if loads.each > 1 else "",
+            "run": run,
+            "x": pool.add(loads.step, "f8"),
+            "experts": values.shape[-1],
+            "levels": base64.b64encode(zlib.compress(levels.T.tobytes(), 9)).decode(),
+            "least": encode_column(values.min(axis=-1), "f4"),
+            "most": encode_column(values.max(axis=-1), "f4"),
+            "description": f"at step {loads.last_step:,} from {exact(float(last.min()))}, of "
+            f"expert {int(last.argmin())}, to {exact(float(last.max()))}, of expert "
+            f"{int(last.argmax())}",
+        }

@@ -1,15 +1,19 @@
 """Account of a run's time: a stacked bar for the page, and a table for the terminal."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
 
 from jaxforge.runs.reading import Run
 from jaxforge.telemetry.goodput import CATEGORIES, DESCRIPTIONS, Attempt, Seconds, account, ratio
 from jaxforge.telemetry.numbers import duration
-from jaxforge.tools.pages.parts import details, table
+from jaxforge.tools.pages.parts import details, legend, stacked_bar, table
 
 _LABELS: Mapping[str, str] = {name: name.replace("_", " ") for name in CATEGORIES}
-_NARROW = 0.002  # share of the bar below which a category is not drawn
+_COLOURS = {
+    "step": "c2", "rework": "alarm", "data wait": "c5", "evaluation": "c4", "save": "c6",
+    "rollback": "c1", "start": "c7", "restore": "c3", "compile": "c0", "other": "soft",
+    "down": "ink", "idle": "hair",
+}  # fmt: skip
 
 
 def bars(runs: Sequence[Run]) -> str:
@@ -18,16 +22,11 @@ def bars(runs: Sequence[Run]) -> str:
     if not accounts:
         return ""
     drawn = [
-        f"<figure><figcaption><h3>{escape(_title(name, seconds, len(runs)))}</h3></figcaption>"
-        f'<div class="stack">{"".join(_segments(seconds))}</div></figure>'
+        f"<figure><h3>{escape(_title(name, seconds, len(runs)))}</h3>{_bar(seconds)}</figure>"
         for name, seconds in accounts.items()
     ]
     shown = [name for name in CATEGORIES if any(seconds[name] for seconds in accounts.values())]
-    legend = "".join(
-        f'<li title="{escape(DESCRIPTIONS[name])}"><i class="t-{name}"></i>{_LABELS[name]}</li>'
-        for name in shown
-    )
-    return f'<div class="goodput">{"".join(drawn)}<ul class="legend">{legend}</ul></div>'
+    return "".join(drawn) + legend({_LABELS[name]: "" for name in shown}, _COLOURS)
 
 
 def _title(name: str, seconds: Seconds, n_runs: int) -> str:
@@ -35,13 +34,10 @@ def _title(name: str, seconds: Seconds, n_runs: int) -> str:
     return f"{title}: {name}" if n_runs > 1 else title
 
 
-def _segments(seconds: Seconds) -> Iterator[str]:
+def _bar(seconds: Seconds) -> str:
     total = sum(seconds.values()) or 1.0
-    for name, value in seconds.items():
-        share = value / total
-        if share >= _NARROW:
-            text = escape(f"{_LABELS[name]}: {duration(value)} ({share:.1%})")
-            yield f'<i class="t-{name}" style="flex: {share:.5f}" title="{text}"></i>'
+    labelled = {_LABELS[name]: value for name, value in seconds.items()}
+    return stacked_bar(labelled, total, lambda s: f"{duration(s)} ({s / total:.1%})", _COLOURS)
 
 
 def below(run: Run) -> str:
@@ -60,19 +56,14 @@ def text(name: str, attempts: Mapping[int, Sequence[Attempt]]) -> str:
         attempts: attempts of each process.
     """
     head, rows = _table(attempts)
-    lines = [head, *rows]
-    widths = [max(len(line[i]) for line in lines) for i in range(len(head))]
-    numbers = range(1, len(head) - 1)
-    table_lines = [
-        "  ".join(
-            cell.rjust(width) if i in numbers else cell.ljust(width)
-            for i, (cell, width) in enumerate(zip(line, widths, strict=True))
-        ).rstrip()
-        for line in lines
+    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
+    lines = [
+        "  ".join([label.ljust(widths[0]), *map(str.rjust, numbers, widths[1:-1]), meaning])
+        for label, *numbers, meaning in (head, *rows)
     ]
     seconds = account(attempts[min(attempts)])
     summary = f"{name}: goodput {ratio(seconds):.2%}, {_attempts(attempts[min(attempts)])}"
-    return "\n".join((summary, "", *table_lines))
+    return "\n".join((summary, "", *lines))
 
 
 def _attempts(attempts: Sequence[Attempt]) -> str:

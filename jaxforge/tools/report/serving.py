@@ -1,69 +1,18 @@
 """Server of `--watch`: a live page of running jobs, for this machine only."""
 
 import errno
-import hashlib
 import json
-import threading
 from collections.abc import Sequence
 from http import HTTPStatus
 from pathlib import Path
-from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 from jaxforge.cli.http_server import BoundedServer, QuietHandler
 from jaxforge.errors import UserError
-from jaxforge.runs.metrics_file import NotYetError
-from jaxforge.runs.reading import readers
-from jaxforge.tools.pages.parts import document, paragraphs
-from jaxforge.tools.report import run_page
-from jaxforge.tools.report.names import AXES
+from jaxforge.tools.report.run_page import LivePage
 
 ADDRESS = "127.0.0.1"
-
-
-class LivePage:
-    """Page of runs in their current state; updates read appended data only.
-
-    Args:
-        paths: run directories, which need not exist yet.
-        axis: horizontal axis, a key of `AXES`.
-    """
-
-    def __init__(self, paths: Sequence[Path], axis: str) -> None:
-        self._readers, self._axis, self._lock = readers(paths), axis, threading.Lock()
-
-    def page(self) -> str:
-        """Return the complete page."""
-        parts = self.parts()
-        data = {**parts["data"], "axis": self._axis, "watch": True, "version": parts["version"]}
-        return document(parts["title"], data, parts["facts"], parts["below"], watch=True)
-
-    def parts(self) -> dict[str, Any]:
-        """Return `run_page.parts` with `title` and `version`, a hash of the content."""
-        with self._lock:
-            runs, messages = [], []
-            for reader in self._readers:
-                try:
-                    runs.append(reader.read())
-                except NotYetError:
-                    messages.append(f"{reader.name}: waiting for its first step")
-                except UserError as error:
-                    messages.append(f"{reader.name}: {error}")
-        parts = run_page.parts(runs) if runs else _NO_RUNS
-        facts = parts["facts"] + paragraphs(messages)
-        parts = {
-            **parts,
-            "facts": facts,
-            "title": run_page.title_of([r.name for r in self._readers]),
-        }
-        return parts | {"version": hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]}
-
-
-_NO_RUNS: dict[str, Any] = {
-    "facts": "",
-    "below": "",
-    "data": {"axes": AXES, "runs": [], "charts": [], "maps": [], "bands": [], "columns": []},
-}
+_NAMES = (ADDRESS, "localhost")
 
 
 class Server(BoundedServer):
@@ -123,9 +72,6 @@ class ReportHandler(QuietHandler):
 
     def _answer(self, status: HTTPStatus, kind: str, text: str) -> None:
         self.answer(status, f"{kind}; charset=utf-8", text.encode())
-
-
-_NAMES = (ADDRESS, "localhost")
 
 
 def serve(paths: Sequence[Path], axis: str, port: int) -> None:

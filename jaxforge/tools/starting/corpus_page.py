@@ -10,9 +10,9 @@ from jaxforge.errors import file_error
 from jaxforge.telemetry.numbers import human
 from jaxforge.tools.pages.parts import (
     details,
-    escape_surrogates,
+    document,
     fact_list,
-    plain_document,
+    heading,
     table,
 )
 from jaxforge.tools.starting.prepared import PreparedData
@@ -39,7 +39,7 @@ def page(data: PreparedData) -> str:
     body = [fact_list(dict(_facts(data)))]
     splits = [data.train, *([data.validation] if data.validation else [])]
     if rules := total([split.statistics for split in splits if split.statistics]):
-        body += ["<h2>Maps <small>in their order, all splits</small></h2>", _rules(rules)]
+        body += [heading("Maps", "in their order, all splits"), _rules(rules)]
     body += _split(data.train)
     if data.validation:
         body.append(details("Held-out documents", "\n".join(_split(data.validation))))
@@ -48,7 +48,7 @@ def page(data: PreparedData) -> str:
         "that begin and end documents.</footer>"
     )
     # No name of the directory: the page of the same data is the same everywhere.
-    return plain_document("Prepared corpus", "corpus.css", escape_surrogates("\n".join(body)))
+    return document("Prepared corpus", "\n".join(body))
 
 
 def _noun(manifest: Manifest) -> str:
@@ -94,9 +94,9 @@ def _split(manifest: Manifest) -> list[str]:
     if statistics is None:
         return []
     noun = _noun(manifest)
-    body = [f"<h2>Lengths <small>{noun} by their number of tokens</small></h2>"]
+    body = [heading("Lengths", f"{noun} by their number of tokens")]
     body.append(_bars("lengths", ("tokens", noun, "tokens"), _lengths(statistics)))
-    body.append("<h2>Sources <small>with the most tokens</small></h2>")
+    body.append(heading("Sources", "with the most tokens"))
     body.append(_bars("sources", ("source", noun, "tokens"), _sources(statistics)))
     return body
 

@@ -6,8 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxforge.tools.pages.parts import Pool, chart, chart_document, curve, paragraphs
-from jaxforge.tools.pages.parts import table as html_table
+from jaxforge.tools.pages.parts import Pool, chart, curve, document, paragraphs, table
 from jaxforge.tools.sweep.law import next_size
 from jaxforge.tools.sweep.results import Result, Results, describe_law, rows
 
@@ -21,13 +20,9 @@ def page(results: Results, title: str) -> str:
     """Return the page: losses by size with the law, losses by each numeric key, all points."""
     head, *body = rows(results)
     pool = Pool()
-    return chart_document(
-        title,
-        [*_by_size(results, pool), *_by_keys(results, pool)],
-        pool,
-        paragraphs(describe_law(results)),
-        html_table("Points", list(head), body),
-    )
+    charts = [*_by_size(results, pool), *_by_keys(results, pool)]
+    points = table("Points", list(head), body)
+    return document(title, paragraphs(describe_law(results)), points, pool.data(charts))
 
 
 def _by_size(results: Results, pool: Pool) -> Iterator[dict[str, Any]]:
@@ -57,7 +52,7 @@ def _by_keys(results: Results, pool: Pool) -> Iterator[dict[str, Any]]:
 
 
 def _drawn(curves: Curves, pool: Pool) -> list[dict[str, Any]]:
-    """Return the curves in the format of `drawing.js`; curves of few points have dots."""
+    """Return the curves in the format of `charts.js`; curves of few points have dots."""
     return [
         curve(pool, label, x, y, dots=len(x) < _DRAWN, colour=i)
         for i, (label, (x, y)) in enumerate(curves.items())

@@ -14,8 +14,8 @@ from jaxforge.runs import metrics_file
 from jaxforge.runs.metrics_file import read_metrics
 from jaxforge.runs.reading import read_runs
 from jaxforge.telemetry.numbers import duration, exact
+from jaxforge.tools.report.charts import bucket_medians, thin
 from jaxforge.tools.report.names import NAMES, metric_name
-from jaxforge.tools.report.thinning import bucket_medians, thin
 from tests.helpers import devices_here
 from tests.processes.conftest import Run
 from tests.tools.report.pages import in_a_browser, line, numbers, page_of, start, write_run
@@ -362,11 +362,11 @@ def test_many_curves_share_the_point_budget(tmp_path):
 
 
 def test_thin_keeps_extremes_and_ends():
-    x, y = np.arange(10_000), np.sin(np.arange(10_000) / 7)
-    retained = thin(x, y, buckets=50)
+    y = np.sin(np.arange(10_000) / 7)
+    retained = thin(y, buckets=50)
     assert {0, 9_999, int(np.argmax(y)), int(np.argmin(y))} <= set(retained.tolist())
     assert len(retained) <= 102
-    assert (thin(x[:100], y[:100], buckets=50) == np.arange(100)).all()
+    assert (thin(y[:100], buckets=50) == np.arange(100)).all()
 
 
 def test_bucket_medians_ignore_spikes_and_nonfinite_values():
@@ -410,7 +410,8 @@ addEventListener("load", function point() {  // on a busy machine, charts take t
   const box = over.getBoundingClientRect();
   const send = (kind, part) => over.dispatchEvent(new MouseEvent(kind,
     { clientX: box.left + box.width * part, clientY: box.top + 9, bubbles: true, view: window }));
-  const read = () => [...figure.querySelectorAll("b, .where")].map((b) => b.textContent).join("|");
+  const values = ".where, tr:not(.unlisted) .u-value";
+  const read = () => [...figure.querySelectorAll(values)].map((item) => item.textContent).join("|");
   seen.charts = document.querySelectorAll("canvas").length;
   seen.rest = read();
   send("mousemove", 9 / 39);

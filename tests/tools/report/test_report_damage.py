@@ -10,7 +10,7 @@ from jaxforge.commands.report import main
 from jaxforge.errors import UserError
 from jaxforge.runs.metrics_file import read_metrics
 from jaxforge.runs.reading import read_runs
-from jaxforge.tools.report.serving import LivePage
+from jaxforge.tools.report.run_page import LivePage
 from tests.tools.report.pages import Page, line, page_of, start, write_run
 
 SAMPLE = {"step": 1, "prompt": "once", "text": "upon", "time": 1.0}

@@ -9,7 +9,7 @@ import pytest
 
 from jaxforge.runs.loads import LoadReader
 from jaxforge.telemetry.sinks import JsonlSink
-from jaxforge.tools.report.heat_map import EDGES, bands, inverted, palette
+from jaxforge.tools.report.charts import EDGES, bands, inverted, palette
 from tests.tools.report.pages import in_a_browser, line, numbers, page_of, write_run
 
 EVEN = len(EDGES) // 2
@@ -181,7 +181,8 @@ def test_heat_map_after_rollback_shows_new_steps(tmp_path):
 POINT = """<script>
 addEventListener("load", () => setTimeout(() => {
   const maps = [...document.querySelectorAll("figure")].slice(-2), map = maps[0];
-  const read = () => [...map.querySelectorAll("b, .where")].map((b) => b.textContent).join("|");
+  const values = ".where, tr:not(.unlisted) .u-value";
+  const read = () => [...map.querySelectorAll(values)].map((item) => item.textContent).join("|");
   const point = (figure, x, y) => {
     const over = figure.querySelector(".u-over"), box = over.getBoundingClientRect();
     over.dispatchEvent(new MouseEvent("mousemove",
