@@ -22,7 +22,7 @@ import results
 import step
 
 from jaxforge.config.job import JobConfig
-from jaxforge.parallel.hardware import CHIPS
+from jaxforge.parallel.hardware import CHIPS, chip_by_kind
 from jaxforge.tools.plan.compiled import peak_memory
 from jaxforge.tools.plan.hlo import HloProgram
 from jaxforge.tools.plan.plan import as_json, plan
@@ -55,10 +55,9 @@ def topology() -> Topology:
     if device.platform == "cpu":
         return Topology.parse("cpu:1")
     kind = device.device_kind
-    chips = [chip for chip in CHIPS.values() if any(name in kind for name in chip.kinds)]
-    if not chips:
+    chip = chip_by_kind(kind)
+    if chip is None or chip.name not in CHIPS:
         raise SystemExit(f"no topology is known for {kind}: {', '.join(CHIPS)}")
-    chip = max(chips, key=lambda chip: max(len(name) for name in chip.kinds if name in kind))
     return Topology.parse(f"{chip.name}:{'x'.join('1' * chip.n_sides)}")
 
 

@@ -12,16 +12,18 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from rich.console import RenderableType
+
 from jaxforge.cli.running import STDOUT, run_main, wide_console
 from jaxforge.commands.command_line import CommandParser, positive_float, positive_int
 from jaxforge.commands.plan import topology_of
+from jaxforge.config.reading.load import make_config
 from jaxforge.errors import UserError
 from jaxforge.tools.plan.topology import FORMS
-from jaxforge.tools.starting.config import config_of_preset
+from jaxforge.tools.starting.config import tables_of_preset, to_text, values_of, with_settings
 from jaxforge.tools.starting.machine import Machine
 from jaxforge.tools.starting.prepared import PreparedData
-from jaxforge.tools.starting.presets import PRESETS
-from jaxforge.tools.starting.sizing import TOKENS_PER_PARAMETER
+from jaxforge.tools.starting.sizes import PRESETS, TOKENS_PER_PARAMETER
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -45,31 +47,49 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     if args.preset is None and args.depth is None and args.flops is None:
         line.error("--preset NAME, --depth N or --flops C is required; --list shows the presets")
-    if args.preset is None:
-        return _dial(line, args, settings)
-    for option in ("topology", "ratio", "tokens_per_second", "price", "plan"):
-        if getattr(args, option):
-            line.error(f"--{option.replace('_', '-')} needs --depth or --flops")
-    if settings:
-        raise UserError(f"{settings[0]} needs --depth or --flops. Pass it to `jaxforge train`")
+    if args.preset is not None:
+        for option in ("topology", "ratio", "tokens_per_second", "price", "plan"):
+            if getattr(args, option):
+                line.error(f"--{option.replace('_', '-')} needs --depth or --flops")
+    if args.flops is not None and "train.max_steps" in " ".join(settings):
+        line.error("--flops and --train.max_steps both set the length. Remove one of them")
     prepared = PreparedData.read(args.data) if args.data else None
-    text = config_of_preset(args.preset, PRESETS[args.preset], prepared)
-    output = args.output or Path(f"{args.preset}.toml")
+    choose = _dial if args.preset is None else _preset
+    name, text, notes = choose(args, settings, prepared)
+    output = args.output or Path(f"{name}.toml")
+    if output != STDOUT:
+        _write(output, text)
+    wide_console(sys.stderr if output == STDOUT else sys.stdout).print(*notes, highlight=False)
     if output == STDOUT:
         print(text, end="")
         return 0
-    _write(output, text)
-    print(f"wrote {output}: {PRESETS[args.preset].about}")
-    _print_next(output, prepared)
+    print(f"wrote {output}")
+    if prepared is None:
+        print("set data.dataset_path to your data (jaxforge prepare), or pass --data DIR")
+    train = f"jaxforge train --config {shlex.quote(str(output))}"
+    print(f"Next:\n  {train} --dry-run\n  {train}")
     return 0
 
 
-def _dial(line: CommandParser, args: argparse.Namespace, settings: Sequence[str]) -> int:
-    """Write the config of --depth or --flops; print its choices and its cost."""
-    if args.flops is not None and "train.max_steps" in " ".join(settings):
-        line.error("--flops and --train.max_steps both set the length. Remove one of them")
+_Choice = tuple[str, str, Sequence[RenderableType]]
+"""Name of a run, the text of its config, and what is said about it."""
+
+
+def _preset(
+    args: argparse.Namespace, settings: Sequence[str], prepared: PreparedData | None
+) -> _Choice:
+    name, preset = args.preset, PRESETS[args.preset]
+    tables = tables_of_preset(name, preset, prepared)
+    make_config(values_of(tables), settings)  # refuses invalid settings
+    about = f"{name}: {preset.about}, on {preset.machine}"
+    text = to_text(f"{about} (jaxforge init --preset {name}).", with_settings(tables, settings))
+    return name, text, [about]
+
+
+def _dial(
+    args: argparse.Namespace, settings: Sequence[str], prepared: PreparedData | None
+) -> _Choice:
     topology = topology_of(args.topology) if args.topology else None
-    prepared = PreparedData.read(args.data) if args.data else None
     machine = Machine.here()
     os.environ["JAX_PLATFORMS"] = "cpu"  # accelerators stay free; JAX reads it when imported
     from jaxforge.tools.starting import dial, dial_config, dial_target
@@ -83,33 +103,15 @@ def _dial(line: CommandParser, args: argparse.Namespace, settings: Sequence[str]
         else dial.dial_flops(args.flops, wish)
     )
     run = dial_config.dialled_run(sizes, wish, target, prepared)
-    compiled = dial_target.compile_plan(run.config, target) if args.plan else None
-    output = args.output or Path(f"d{sizes.depth}.toml")
-    console = wide_console(sys.stderr if output == STDOUT else sys.stdout)
     cost = dial_config.table_of_cost(
         run,
         datetime.datetime.now(datetime.UTC),
-        compiled=compiled,
+        compiled=dial_target.compile_plan(run.config, target) if args.plan else None,
         tokens_per_second=args.tokens_per_second,
         price=args.price,
     )
-    text = dial_config.file_text(run)
-    if output != STDOUT:
-        _write(output, text)
-    console.print(dial_config.table_of_choices(run), "", cost, "", highlight=False)
-    if output == STDOUT:
-        print(text, end="")
-        return 0
-    print(f"wrote {output}")
-    _print_next(output, prepared)
-    return 0
-
-
-def _print_next(output: Path, prepared: PreparedData | None) -> None:
-    if prepared is None:
-        print("set data.dataset_path to your data (jaxforge prepare), or pass --data DIR")
-    train = f"jaxforge train --config {shlex.quote(str(output))}"
-    print(f"Next:\n  {train} --dry-run\n  {train}")
+    tables = [dial_config.table_of_choices(run), "", cost, ""]
+    return f"d{sizes.depth}", dial_config.file_text(run), tables
 
 
 def rows() -> list[str]:
@@ -134,8 +136,8 @@ def parser() -> CommandParser:
         "init",
         takes_settings=True,
         description="Write a complete, commented config: for a preset, or sized from a depth or a "
-        "compute budget (docs/dial.md). With --depth and --flops, settings such as "
-        "--train.seq_len=1024 override what follows from them.",
+        "compute budget (docs/dial.md). Settings such as --optimizer.lr=1e-3 override its "
+        "values; with --depth and --flops, values that depend on them follow.",
     )
     size = parser.add_mutually_exclusive_group()
     size.add_argument("--preset", choices=PRESETS, help="model size; --list describes the presets")

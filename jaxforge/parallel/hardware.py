@@ -139,28 +139,37 @@ _CHIPS = (
 CHIPS = {chip.name: chip for chip in _CHIPS if chip.link}
 """Chips with known links by name. Runs on them can be planned."""
 
-_PEAK_TFLOPS = {
-    kind: chip.peak_flops / 1e12 for chip in _CHIPS for kind in chip.kinds
-} | {
-    "H200 NVL": 835.0, "H100 PCIe": 756.0, "H100 NVL": 835.0, "H800": 989.0,
-    "A100": 312.0, "L40S": 362.0,
+_VARIANTS = {
+    "H200 NVL": 835e12, "H100 PCIe": 756e12, "H100 NVL": 835e12, "GH200": 989e12, "H800": 989e12,
+    "A100": 312e12, "L40S": 362e12,
     # As in KempnerForge; with sums in float32 these three reach about half.
-    "RTX 4090": 330.0, "RTX 3090": 142.0, "A10G": 125.0,
-    "TPU v4 lite": 138.0,
+    "RTX 4090": 330e12, "RTX 3090": 142e12, "A10G": 125e12,
+    "TPU v4 lite": 138e12,
 }  # fmt: skip
-"""Peak of dense bf16 products of one JAX device in TFLOP/s, by part of its `device_kind`."""
+"""Peak of dense bf16 products of devices of which nothing else is known, in FLOP/s."""
+
+_BY_KIND = {kind: chip for chip in _CHIPS for kind in chip.kinds} | {
+    kind: Chip(kind, "tpu" if kind.startswith("TPU") else "gpu", (kind,), peak, 0)
+    for kind, peak in _VARIANTS.items()
+}
 
 
-def peak_tflops(device_kind: str) -> float | None:
-    """Return the dense bf16 TFLOP/s of a device, by the longest known name in its kind, or None."""
-    names = [name for name in _PEAK_TFLOPS if name in device_kind]
-    return _PEAK_TFLOPS[max(names, key=len)] if names else None
+def chip_by_kind(device_kind: str) -> Chip | None:
+    """Return the figures of a device, by the longest known name in its kind; None if unknown.
+
+    Figures that are not published are 0.
+    """
+    names = [name for name in _BY_KIND if name in device_kind]
+    return _BY_KIND[max(names, key=len)] if names else None
 
 
 def known_memory(device_kind: str) -> int | None:
-    """Return the memory that a program may use on a device, in bytes; None if unknown."""
-    for chip in _CHIPS:
-        names = chip.kinds if chip.target is None else (chip.target.name,)
-        if device_kind in names:
-            return chip.memory
-    return None
+    """Return the memory that a program may use on a device, in bytes; None if unknown.
+
+    GPUs of the same name have memories of several sizes, so that the whole kind counts.
+    """
+    chip = chip_by_kind(device_kind)
+    if chip is None or not chip.capacity:
+        return None
+    names = chip.kinds if chip.target is None else (chip.target.name,)
+    return chip.memory if device_kind in names else None

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
-from jaxforge.parallel.hardware import CHIPS, Chip
+from jaxforge.parallel.hardware import CHIPS, Chip, chip_by_kind
 from jaxforge.parallel.mesh import nvlink_domain
 
 
@@ -59,15 +59,13 @@ A100 or a v4 are like those of the next generation."""
 def chip_of(mesh: Mesh | AbstractMesh) -> Chip:
     """Return the figures of a mesh's devices; of unknown devices, those of a similar chip.
 
-    The longest name in the kind of a device counts, as in `hardware.peak_tflops`. A mesh without
-    devices counts as one of CPUs.
+    A mesh without devices counts as one of CPUs.
     """
     if isinstance(mesh, AbstractMesh):
         return SIMILAR["cpu"]
     device = mesh.devices.flat[0]
-    chips = {name: chip for chip in CHIPS.values() for name in chip.kinds}
-    names = [name for name in chips if name in device.device_kind]
-    return chips[max(names, key=len)] if names else SIMILAR[device.platform]
+    chip = chip_by_kind(device.device_kind)
+    return chip if chip and chip.link else SIMILAR[device.platform]
 
 
 @functools.cache

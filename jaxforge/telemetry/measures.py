@@ -42,13 +42,14 @@ class StepCost:
     @classmethod
     def of(cls, config: JobConfig, samples: int) -> "StepCost":
         """Return the cost of a config's update on the devices of this job."""
+        chip = hardware.chip_by_kind(jax.devices()[0].device_kind)
         return cls(
             samples * config.train.seq_len,
             samples,
             flops.flops_per_token(config.model, config.train.seq_len),
             flops.causal_flops_per_token(config.model, config.train.seq_len),
             jax.device_count(),
-            config.metrics.peak_tflops or hardware.peak_tflops(jax.devices()[0].device_kind),
+            config.metrics.peak_tflops or (chip and chip.peak_flops / 1e12),
         )
 
     def speed(self, seconds: float, samples: float) -> Metrics:

@@ -27,8 +27,7 @@ from jaxforge.data.corpus.tokenizer import BPE_VOCAB_SIZE
 from jaxforge.errors import UserError
 from jaxforge.model.flops import flops_per_token
 from jaxforge.tools.starting.prepared import PreparedData, longest_sequence
-from jaxforge.tools.starting.sizes import parameters
-from jaxforge.tools.starting.sizing import TOKENS_PER_PARAMETER, power_below
+from jaxforge.tools.starting.sizes import TOKENS_PER_PARAMETER, parameters, power_below
 
 DEEPEST = 256
 """Largest depth."""

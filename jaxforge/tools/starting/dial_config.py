@@ -1,26 +1,27 @@
 """Config and table of a dialled run: each value with its reason, and the cost."""
 
 import datetime
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from rich.table import Table
 
 from jaxforge.config.job import JobConfig
 from jaxforge.config.reading.load import make_config
-from jaxforge.config.reading.overrides import parse_overrides
 from jaxforge.parallel.device_memory import gigabytes
 from jaxforge.parallel.mesh import abstract_mesh, describe_mesh
 from jaxforge.telemetry.numbers import duration, human
 from jaxforge.tools.starting import dial_target
 from jaxforge.tools.starting.config import (
-    LARGE_VOCABULARY,
-    checkpoint_lines,
-    data_lines,
-    eval_lines,
+    Line,
+    Tables,
     in_epochs,
-    placeholder_data,
+    starter_tables,
+    to_text,
+    values_of,
+    vocabulary_source,
+    with_settings,
 )
 from jaxforge.tools.starting.dial import (
     MUP_LR,
@@ -36,10 +37,8 @@ from jaxforge.tools.starting.dial import (
 )
 from jaxforge.tools.starting.dial_target import Split, Target
 from jaxforge.tools.starting.prepared import PreparedData, windows
-from jaxforge.tools.starting.sizing import CPU_FLOPS, EPOCHS, TOKENS_PER_PARAMETER
-from jaxforge.tools.starting.toml_file import Line, Tables, to_text
+from jaxforge.tools.starting.sizes import CPU_FLOPS, EPOCHS, TOKENS_PER_PARAMETER
 
-_GIVEN = "given"
 _LOG_LINES = 1000
 
 
@@ -94,11 +93,11 @@ def dialled_run(dial: Dial, wish: Wish, target: Target, data: PreparedData | Non
         batch = given
     steps = max(1, round(dial.tokens / (batch * seq_len)))
     tables = _tables(dial, wish, target, data, batch, steps)
-    config = make_config(_values(tables), wish.settings)
+    config = make_config(values_of(tables), wish.settings)
     split = dial_target.split_batch(config, target)
-    config = make_config(_values(tables), [*wish.settings, *_as_settings(split)])
+    config = make_config(values_of(tables), [*wish.settings, *_as_settings(split)])
     tables = {**tables, "train": [*tables["train"], *_split_lines(split)]}
-    return DialledRun(dial, wish, target, config, split, _with_settings(tables, wish))
+    return DialledRun(dial, wish, target, config, split, with_settings(tables, wish.settings))
 
 
 def file_text(run: DialledRun) -> str:
@@ -210,25 +209,23 @@ def _end(now: datetime.datetime, seconds: float) -> str:
 def _tables(
     dial: Dial, wish: Wish, target: Target, data: PreparedData | None, batch: int, steps: int
 ) -> dict[str, list[Line]]:
-    run = Path("runs", f"d{dial.depth}")
-    seq_len = dial.config.train.seq_len
-    return {
-        "model": list(_model(dial, wish, data)),
-        "train": list(_train(dial, wish, target, data, batch, steps)),
-        "optimizer": [Line("lr", MUP_LR, _why_rate(dial))],
-        "scheduler": [
+    return starter_tables(
+        list(_model(dial, wish, data)),
+        list(_length(dial, wish, target, data, batch, steps)),
+        Line("lr", MUP_LR, _why_rate(dial)),
+        Path("runs", f"d{dial.depth}"),
+        is_on_cpu=target.is_cpu,
+        log_interval=max(1, steps // _LOG_LINES),
+        data=data,
+        scheduler=[
             Line("name", "wsd", "constant rate: the run can be extended before the decay"),
             Line("warmup_steps", WARMUP, "percentages are of max_steps"),
             Line("stable_steps", STABLE, "then a linear decay over the last 20 %"),
             Line("wsd_decay_type", "linear"),
             Line("min_lr_ratio", 0.0),
         ],
-        "distributed": [Line("dp_shard", -1, "FSDP over all devices")],
-        "data": list(data_lines(data)) if data else placeholder_data(),
-        "eval": list(eval_lines(data, seq_len)) if data else [],
-        "checkpoint": checkpoint_lines(run),
-        "metrics": [Line("log_interval", max(1, steps // _LOG_LINES))],
-    }
+        distributed=[Line("dp_shard", -1, "FSDP over all devices")],
+    )
 
 
 def _model(dial: Dial, wish: Wish, data: PreparedData | None) -> Iterator[Line]:
@@ -237,7 +234,7 @@ def _model(dial: Dial, wish: Wish, data: PreparedData | None) -> Iterator[Line]:
         "n_layers": "the dial",
         "n_heads": f"heads of {dial.config.model.head_size}",
         "ffn_hidden_dim": "8/3 of dim, rounded to a multiple of 128 (SwiGLU of Llama)",
-        "vocab_size": "the tokenizer's" if data else "that of your tokenizer",
+        "vocab_size": vocabulary_source(data),
         "init_std": f"of the muP model of width {MUP_WIDTH} (docs/mup.md)",
         "mup_base_width": "the width at which init_std and lr were measured",
     }
@@ -245,27 +242,15 @@ def _model(dial: Dial, wish: Wish, data: PreparedData | None) -> Iterator[Line]:
         yield Line(key, value, reasons.get(key, ""))
 
 
-def _train(
-    dial: Dial,
-    wish: Wish,
-    target: Target,
-    data: PreparedData | None,
-    batch: int,
-    steps: int,
+def _length(
+    dial: Dial, wish: Wish, target: Target, data: PreparedData | None, batch: int, steps: int
 ) -> Iterator[Line]:
-    seq_len = dial.config.train.seq_len
     law = f"{human(dial.batch_tokens)} by 0.2920 C^0.3271 (arXiv:2401.02954)"
     at_least = ", at least one sequence for each device" if batch == target.n_devices else ""
+    tokens = human(batch * dial.config.train.seq_len)
     yield Line("seq_len", wish.seq_len)
-    yield Line("global_batch_size", batch, f"{human(batch * seq_len)} tokens; {law}{at_least}")
+    yield Line("global_batch_size", batch, f"{tokens} tokens; {law}{at_least}")
     yield Line("max_steps", steps, _why_so_long(dial, data, batch, steps))
-    if target.is_cpu:
-        yield Line("mixed_precision", "fp32", "CPUs have no fast bfloat16")
-    else:
-        yield Line("mixed_precision", "bf16", "weights, moments and gradients stay in float32")
-    if dial.config.model.vocab_size >= LARGE_VOCABULARY:
-        yield Line("loss_fn", "chunked_cross_entropy", "logits are never all in memory")
-    yield Line("seed", 42)
 
 
 def _why_so_long(dial: Dial, data: PreparedData | None, batch: int, steps: int) -> str:
@@ -304,26 +289,3 @@ def _as_settings(split: Split) -> list[str]:
         f"--train.activation_checkpointing={split.remat}",
         f"--train.grad_accum_steps={split.accum}",
     ]
-
-
-def _values(tables: Tables) -> dict[str, Any]:
-    return {name: {line.key: line.value for line in lines} for name, lines in tables.items()}
-
-
-def _with_settings(tables: Tables, wish: Wish) -> Tables:
-    """Return the tables with the settings of the user in place of the chosen values."""
-    given: dict[str, dict[str, Any]] = {}
-    for setting in parse_overrides(wish.settings):
-        section, *keys, last = map(str, setting.path)
-        table = given.setdefault(section, {})
-        for key in keys:
-            table = table.setdefault(key, {})
-        table[last] = setting.value
-    names = (*tables, *given)
-    return {name: _replaced(tables.get(name, ()), given.get(name, {})) for name in names}
-
-
-def _replaced(lines: Iterable[Line], given: Mapping[str, Any]) -> list[Line]:
-    chosen = [Line(key, value, _GIVEN) for key, value in given.items()]
-    remaining = [line for line in lines if line.key not in given]
-    return [*remaining, *(line for line in chosen if line.value is not None)]

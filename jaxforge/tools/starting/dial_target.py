@@ -15,7 +15,7 @@ from jaxforge.tools.plan.memory_fit import Fit
 from jaxforge.tools.plan.search import compiled_report, replaced
 from jaxforge.tools.plan.topology import CPU, Topology
 from jaxforge.tools.starting.machine import Machine, gpu_kind
-from jaxforge.tools.starting.sizing import CPU_FLOPS
+from jaxforge.tools.starting.sizes import CPU_FLOPS
 
 _MOST_TOKENS = {"cpu": 2**13}
 _MOST_TOKENS_OF_CHIPS = 2**15
@@ -74,14 +74,12 @@ class Target(NamedTuple):
             raise UserError(
                 "this machine has TPUs of an unknown kind. Add --topology, such as v6e:2x4"
             )
-        tflops = hardware.peak_tflops(kind.name)  # of variants of a chip, such as H100 PCIe
-        peak = None if tflops is None else tflops * 1e12
-        for name, chip in hardware.CHIPS.items():
-            if chip.target and chip.kinds[0] in kind.name.split() and chip.peak_flops == peak:
-                return cls.of_topology(Topology(name, (1, machine.devices)))
+        chip = hardware.chip_by_kind(kind.name)
+        if chip is not None and chip.target is not None:
+            return cls.of_topology(Topology(chip.name, (1, machine.devices)))
         memory = hardware.usable_gpu_memory(machine.memory)
         device = Device(kind.name, "gpu", memory, kind.capability)
-        rate = None if peak is None else SHARE_OF_PEAK * peak
+        rate = SHARE_OF_PEAK * chip.peak_flops if chip else None
         return cls(f"{machine.devices} x {kind.name}", machine.devices, device, rate)
 
 

@@ -41,7 +41,7 @@ from jaxforge.tools.starting.config import FILE_NAME as CONFIG
 from jaxforge.tools.starting.config import config_for_data, in_epochs
 from jaxforge.tools.starting.machine import Machine
 from jaxforge.tools.starting.prepared import PreparedData
-from jaxforge.tools.starting.sizing import Size
+from jaxforge.tools.starting.sizes import Size
 
 _MANY_EPOCHS = 50  # beyond which a model knows its text by heart
 _PLANNED = ("text_field", "source_field", "map", "tokenizer", "no_bos", "vocab_size", "format",

@@ -206,7 +206,7 @@ def test_length_of_the_user_is_that_of_the_cost(tmp_path, capsys):
         (["--depth", "2", "--model.widht=8"], "unknown key model.widht"),
         (["--depth", "2", "--train.global_batch_size=x"], "expected an integer"),
         (["--preset", "tiny", "--ratio", "5"], "--ratio needs --depth or --flops"),
-        (["--preset", "tiny", "--train.seq_len=5"], "needs --depth or --flops"),
+        (["--preset", "tiny", "--train.seq_ln=5"], "unknown key train.seq_ln"),
     ],
 )
 def test_mistakes_are_refused_without_a_file(tmp_path, monkeypatch, words, message):

@@ -23,9 +23,14 @@ from jaxforge.step.memory import step_memory
 from jaxforge.tools.starting.config import config_for_data
 from jaxforge.tools.starting.machine import Machine
 from jaxforge.tools.starting.prepared import PreparedData
-from jaxforge.tools.starting.presets import PRESETS
-from jaxforge.tools.starting.sizes import SHAPES
-from jaxforge.tools.starting.sizing import EPOCHS, FEWEST_UPDATES, TOKENS_PER_PARAMETER, choose_size
+from jaxforge.tools.starting.sizes import (
+    EPOCHS,
+    FEWEST_UPDATES,
+    PRESETS,
+    SHAPES,
+    TOKENS_PER_PARAMETER,
+    choose_size,
+)
 
 PAGE = (Path(__file__).parents[3] / "docs" / "configs.md").read_text()
 CPU = Machine(cores=2)
