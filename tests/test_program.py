@@ -40,7 +40,7 @@ def test_program_alone_assembles_a_run():
     # config would choose on a device of another size; `inject` spoils gradients.
     execution = "jaxforge/step/execution.py"
     elsewhere = {
-        "choose_execution": [execution, "jaxforge/tools/plan/memory_fit.py"],
+        "choose_execution": [execution, "jaxforge/tools/plan/dry_run_memory.py"],
         "build_optimizer": [execution],
         "make_gradients": ["benchmarks/faults/inject.py"],
     }

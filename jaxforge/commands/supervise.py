@@ -18,8 +18,7 @@ from jaxforge.errors import UserError
 from jaxforge.storage import trust, urls
 from jaxforge.supervision.elastic import ElasticSupervisor, Hosts
 from jaxforge.supervision.members import parse_address
-from jaxforge.supervision.restarts import Policy
-from jaxforge.supervision.supervisor import Supervisor
+from jaxforge.supervision.supervisor import Policy, Supervisor
 
 if TYPE_CHECKING:
     from jaxforge.config.job import JobConfig

@@ -14,8 +14,7 @@ from jaxforge.config.model import MODELS
 from jaxforge.config.reading.load import load_config
 from jaxforge.errors import UserError
 from jaxforge.runs import attempts, starts
-from jaxforge.runs.loads import Loads
-from jaxforge.runs.metrics_file import FILE_NAME, MetricsFile, NotYetError, Series
+from jaxforge.runs.metrics_file import FILE_NAME, Loads, MetricsFile, NotYetError, Series
 from jaxforge.storage import trust
 from jaxforge.storage.untrusted_json import (
     Field,

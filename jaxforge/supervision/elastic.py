@@ -31,7 +31,8 @@ from jaxforge.exit_codes import AGREED, Exit
 from jaxforge.supervision import rosters
 from jaxforge.supervision.members import Members
 from jaxforge.supervision.processes import Ended, Event, Group, environments, free_port
-from jaxforge.supervision.restarts import (
+from jaxforge.supervision.rosters import Roster, Status, View
+from jaxforge.supervision.supervisor import (
     Policy,
     command_env,
     newest_step,
@@ -39,7 +40,6 @@ from jaxforge.supervision.restarts import (
     record,
     stop_code,
 )
-from jaxforge.supervision.rosters import Roster, Status, View
 
 log = logging.getLogger("jaxforge.supervise")
 

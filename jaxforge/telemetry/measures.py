@@ -9,13 +9,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
+from jaxtyping import Float
 
 from jaxforge.config.job import JobConfig
 from jaxforge.config.model import MTP_LOSS
 from jaxforge.config.objective import METRIC_PREFIXES
 from jaxforge.model import flops
 from jaxforge.parallel import hardware
-from jaxforge.telemetry.expert_load import ROUTER_OUTPUTS, moe_metrics
 from jaxforge.telemetry.sinks import Metrics
 
 
@@ -292,3 +293,92 @@ class Smoothed:
         old = self._values.get(name, value)
         # `times` updates with the same value: old <- 0.1 value + 0.9 old, in closed form.
         self._values[name] = value + 0.9**times * (old - value)
+
+
+ROUTER_OUTPUTS = (
+    "expert_counts",
+    "aux_loss",
+    "router_z",
+    "router_entropy",
+    "router_bias",
+    "dropped",
+)
+"""Outputs of the router of every layer (`model.router`)."""
+LOAD = "moe/load/layers."
+"""Prefix of the list of loads of a layer."""
+
+
+def moe_metrics(outputs: Mapping[str, Any]) -> Metrics:
+    """Return the metrics of routers; empty without experts.
+
+        moe/aux_loss          Σ over layers of E Σ f p, before its weight; 1 each at an even load
+        moe/router_z_loss     Σ over layers of mean (log Σ exp logit)², before its weight
+        moe/expert_balance    load of the least loaded expert / most loaded, over all layers
+        moe/dropped           share of the assignments beyond the capacity of their expert
+        moe/balance/…         the same ratio of loads within each layer
+        moe/router_entropy/…  mean entropy of each layer's scores, nats
+        moe/router_bias/…     the largest bias of each layer, if routers have biases
+        moe/load/…            list of the assignments of each expert, relative to an even load
+
+    Args:
+        outputs: values by the names of `ROUTER_OUTPUTS`, one row for each layer; NaN or 0 for
+            layers without experts.
+    """
+    if "expert_counts" not in outputs:
+        return {}
+    counts_LE = np.asarray(outputs["expert_counts"], np.float64)
+    layers = np.flatnonzero(counts_LE.sum(axis=1))
+    means = {
+        name: np.asarray(outputs[name], np.float64)
+        for name in ROUTER_OUTPUTS[1:]
+        if name in outputs
+    }
+    metrics: Metrics = {
+        "moe/aux_loss": float(means["aux_loss"][layers].sum()),
+        "moe/router_z_loss": float(means["router_z"][layers].sum()),
+        "moe/expert_balance": _balance(counts_LE[layers]),
+        "moe/dropped": float(means["dropped"][layers].mean()),
+    }
+    for layer in layers.tolist():
+        metrics[f"moe/balance/layers.{layer}"] = _balance(counts_LE[layer])
+        for name in ("router_entropy", "router_bias"):
+            if name in means:
+                metrics[f"moe/{name}/layers.{layer}"] = float(means[name][layer])
+        load_E = counts_LE[layer] / counts_LE[layer].mean()
+        metrics[f"{LOAD}{layer}"] = load_E.round(3).tolist()
+    return metrics
+
+
+def _balance(counts: Float[np.ndarray, "..."]) -> float:
+    return float(counts.min() / counts.max()) if counts.size else float("nan")
+
+
+def epoch_summary(epoch: int, steps: int, seconds: float, interval: Metrics) -> Metrics:
+    """Return the metrics of an epoch.
+
+    After a restart or a rollback within an epoch they cover the steps since then.
+
+    Args:
+        epoch: number of complete epochs.
+        steps: number of steps in the summary.
+        seconds: time of these steps, without pauses.
+        interval: `Sums.since` of these steps.
+    """
+    names = {"interval/loss": "epoch/loss", "interval/skipped_steps": "epoch/skipped_steps"}
+    sums = {names[name]: value for name, value in interval.items() if name in names}
+    return {
+        "epoch/number": float(epoch),
+        **sums,
+        "epoch/steps": float(steps),
+        "epoch/time_sec": seconds,
+    }
+
+
+def describe_epoch(step: int, summary: Metrics) -> str:
+    """Return the log message of an epoch; without a loss if no update was applied."""
+    loss = f"mean loss {summary['epoch/loss']:.4f}, " if "epoch/loss" in summary else ""
+    return (
+        f"epoch {summary['epoch/number']:.0f} ended at step {step}: {loss}"
+        f"{summary['epoch/steps']:.0f} steps, {summary['epoch/skipped_steps']:.0f} skipped, "
+        f"{summary['epoch/time_sec']:.1f} s"
+    )

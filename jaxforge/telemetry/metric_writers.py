@@ -16,14 +16,11 @@ from jaxforge.config.metrics import MetricsConfig
 from jaxforge.errors import StorageError, UserError
 from jaxforge.exit_codes import Exit
 from jaxforge.storage import mirror
+from jaxforge.telemetry.console import LiveLine
 from jaxforge.telemetry.line_formats import LINE_FORMATS, RunFacts
-from jaxforge.telemetry.live_line import LiveLine
 from jaxforge.telemetry.measures import StepCost
-from jaxforge.telemetry.mlflow import MlflowSink
 from jaxforge.telemetry.sinks import JsonlSink, LineSink, Metrics, Sample, Sink
-from jaxforge.telemetry.tensorboard import TensorBoardSink
-from jaxforge.telemetry.trackio import TrackioSink
-from jaxforge.telemetry.wandb import WandbSink
+from jaxforge.telemetry.writers import MlflowSink, TensorBoardSink, TrackioSink, WandbSink
 
 log = logging.getLogger(__name__)
 

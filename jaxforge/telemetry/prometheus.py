@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import jaxforge
 from jaxforge.cli.http_server import BoundedServer, QuietHandler
 from jaxforge.errors import UserError
+from jaxforge.telemetry.console import Activity
 from jaxforge.telemetry.goodput import CATEGORIES, ActivityClock, ratio
-from jaxforge.telemetry.live_line import Activity
 from jaxforge.telemetry.sinks import Metrics, Sample
 
 if TYPE_CHECKING:

@@ -20,9 +20,17 @@ from jaxforge.exit_codes import Exit
 from jaxforge.state.progress import Progress
 from jaxforge.storage.traffic import Traffic, traffic
 from jaxforge.telemetry.energy import EnergyMeter
-from jaxforge.telemetry.epochs import describe_epoch, epoch_summary
 from jaxforge.telemetry.goodput import ActivityClock, goodput_metrics
-from jaxforge.telemetry.measures import Smoothed, StepCost, Sums, aux_metrics, collected, memory
+from jaxforge.telemetry.measures import (
+    Smoothed,
+    StepCost,
+    Sums,
+    aux_metrics,
+    collected,
+    describe_epoch,
+    epoch_summary,
+    memory,
+)
 from jaxforge.telemetry.metric_writers import MetricWriter
 from jaxforge.telemetry.sinks import Metrics, Sample
 

@@ -20,7 +20,7 @@ import jax
 
 from jaxforge.config.job import JobConfig
 from jaxforge.exit_codes import Exit
-from jaxforge.telemetry.live_line import clock
+from jaxforge.telemetry.console import clock
 from jaxforge.training.callbacks.callback import Callback, EvalContext, StepContext
 
 Point = tuple[int, float]

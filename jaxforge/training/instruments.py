@@ -16,9 +16,8 @@ from jaxforge.state.progress import Progress
 from jaxforge.storage import mirror
 from jaxforge.storage.run_lock import RunLock
 from jaxforge.telemetry import prometheus
-from jaxforge.telemetry.console import banner
+from jaxforge.telemetry.console import LiveLine, banner
 from jaxforge.telemetry.energy import EnergyMeter
-from jaxforge.telemetry.live_line import LiveLine
 from jaxforge.telemetry.measures import StepCost
 from jaxforge.telemetry.metric_writers import MetricWriter, check_libraries, open_writers
 from jaxforge.telemetry.profiler import Profiler

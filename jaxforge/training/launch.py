@@ -16,8 +16,7 @@ from jaxforge.program import Program
 from jaxforge.runs import run_directory
 from jaxforge.runs.attempts import AttemptLog
 from jaxforge.storage.run_lock import RunLock
-from jaxforge.telemetry.console import begin_run
-from jaxforge.telemetry.live_line import LiveLine
+from jaxforge.telemetry.console import LiveLine, begin_run
 from jaxforge.training.build import build_trainer
 from jaxforge.training.callbacks.callback import Callback, named_callbacks
 from jaxforge.training.health import out_of_memory

@@ -19,7 +19,7 @@ from jaxforge.data.sources import sequences_per_epoch
 from jaxforge.errors import UserError
 from jaxforge.parallel import agreement
 from jaxforge.parallel.mesh import make_mesh
-from jaxforge.runs import job_facts, run_directory
+from jaxforge.runs import run_directory, starts
 from jaxforge.step.execution import with_execution
 from jaxforge.storage import urls
 from jaxforge.training.foreign import counts_experts
@@ -34,7 +34,7 @@ def resolve_run(config: JobConfig | UnresolvedConfig, watchdog: Watchdog) -> Res
         UserError: processes have different configs, the run was moved, the config breaks a rule, or
             the checkpoint to start from cannot be used.
     """
-    agreement.check(job_facts.facts_of_start(config) if jax.process_count() > 1 else {})
+    agreement.check(starts.facts_of_start(config) if jax.process_count() > 1 else {})
     if isinstance(config, UnresolvedConfig):
         run_directory.check_not_moved(config)
     with watchdog.section("data"):  # for lengths in epochs

@@ -18,8 +18,7 @@ from jaxforge.cli.running import run_main
 from jaxforge.commands import report as report
 from jaxforge.config.job import JobConfig, short_toml, toml
 from jaxforge.errors import UserError, printable
-from jaxforge.telemetry.tensorboard import TensorBoardSink
-from jaxforge.telemetry.wandb import WandbSink
+from jaxforge.telemetry.writers import TensorBoardSink, WandbSink
 from tests.conftest import tiny_config
 
 CONFIGS = Path(__file__).parents[2] / "configs"

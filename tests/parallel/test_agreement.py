@@ -6,7 +6,7 @@ import pytest
 
 from jaxforge.config.reading.load import load_unresolved
 from jaxforge.parallel.agreement import check, differences
-from jaxforge.runs import job_facts
+from jaxforge.runs import starts
 
 FILE = """
 [optimizer]
@@ -21,7 +21,7 @@ def facts(tmp_path):
     """Return a function from overrides of `FILE` to the facts of a start."""
     path = tmp_path / "run.toml"
     path.write_text(FILE)
-    return lambda *settings: job_facts.facts_of_start(load_unresolved(path, settings))
+    return lambda *settings: starts.facts_of_start(load_unresolved(path, settings))
 
 
 @pytest.mark.parametrize(
@@ -53,7 +53,7 @@ def test_differing_setting_is_reported_with_values_and_hosts(facts, setting, lin
 def test_differing_versions_code_and_environment_are_reported(facts, monkeypatch):
     original = facts()
     monkeypatch.setattr("jaxforge.runs.starts.version", lambda name: "0.0.1")
-    monkeypatch.setattr("jaxforge.runs.job_facts.source_hash", lambda location: "1234")
+    monkeypatch.setattr("jaxforge.runs.starts.source_hash", lambda location: "1234")
     monkeypatch.setenv("JAX_ENABLE_X64", "1")
     lines = differences([("a", original), ("b", facts())]).splitlines()
     for name in ("version of jaxlib", "version of numpy", "version of grain", "code of jaxforge",

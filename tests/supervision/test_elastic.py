@@ -23,7 +23,7 @@ import json, logging, sys
 from pathlib import Path
 from jaxforge.supervision import members, elastic
 from jaxforge.supervision.elastic import ElasticSupervisor, Hosts
-from jaxforge.supervision.restarts import Policy
+from jaxforge.supervision.supervisor import Policy
 members.BEAT_SEC = 0.1
 elastic._LOOK_SEC = 0.1
 logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")

@@ -15,7 +15,7 @@ from jaxforge.commands.supervise import main, run_directory
 from jaxforge.errors import UserError
 from jaxforge.exit_codes import Exit
 from jaxforge.supervision.processes import Ended, Group
-from jaxforge.supervision.restarts import Policy
+from jaxforge.supervision.supervisor import Policy
 from tests.machine import PATIENCE, wait_until
 
 ROOT = Path(__file__).parents[1]

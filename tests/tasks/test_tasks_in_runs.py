@@ -12,7 +12,7 @@ from jaxforge.config.reading.load import load_config
 from jaxforge.errors import UserError
 from jaxforge.exit_codes import Exit
 from jaxforge.tasks.core import CoreTask
-from jaxforge.tools.plan.dry_run_data import open_data
+from jaxforge.tools.plan.dry_run import open_data
 from jaxforge.training import launch
 from jaxforge.training.callbacks.callback import Callback
 from jaxforge.training.summary import schedule_summary

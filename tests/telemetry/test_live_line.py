@@ -9,8 +9,7 @@ import time
 import pytest
 from rich.console import Console
 
-from jaxforge.telemetry.console import setup_logging
-from jaxforge.telemetry.live_line import Activity, LiveLine, clock
+from jaxforge.telemetry.console import Activity, LiveLine, clock, setup_logging
 from jaxforge.telemetry.metric_writers import open_writers
 from jaxforge.training.health.watchdog import Limits, Watchdog
 from jaxforge.training.launch import open_live_line

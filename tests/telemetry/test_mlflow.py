@@ -8,8 +8,8 @@ from rich.console import Console
 
 from jaxforge.errors import UserError
 from jaxforge.telemetry.metric_writers import open_writers
-from jaxforge.telemetry.mlflow import MlflowSink
 from jaxforge.telemetry.sinks import Sample
+from jaxforge.telemetry.writers import MlflowSink
 from tests.conftest import tiny_config
 
 

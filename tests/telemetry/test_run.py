@@ -8,9 +8,14 @@ import numpy as np
 import pytest
 
 from jaxforge.storage.traffic import Traffic
-from jaxforge.telemetry.epochs import epoch_summary
-from jaxforge.telemetry.expert_load import ROUTER_OUTPUTS, moe_metrics
-from jaxforge.telemetry.measures import StepCost, aux_metrics, memory
+from jaxforge.telemetry.measures import (
+    ROUTER_OUTPUTS,
+    StepCost,
+    aux_metrics,
+    epoch_summary,
+    memory,
+    moe_metrics,
+)
 from tests.processes.conftest import ROOT, Run
 from tests.telemetry.readers import events, wandb_history, wandb_records
 from tests.telemetry.traces import steps_in

@@ -19,8 +19,7 @@ from jaxforge.storage import safe_files
 from jaxforge.telemetry.console import add_log_file, setup_logging
 from jaxforge.telemetry.metric_writers import MetricWriter, check_libraries, open_writers
 from jaxforge.telemetry.sinks import JsonlSink, Sample
-from jaxforge.telemetry.tensorboard import TensorBoardSink
-from jaxforge.telemetry.wandb import WandbSink
+from jaxforge.telemetry.writers import TensorBoardSink, WandbSink
 from tests.conftest import tiny_config
 from tests.telemetry.readers import events, wandb_history, wandb_records
 

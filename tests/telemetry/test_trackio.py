@@ -8,7 +8,7 @@ from jaxforge.commands import train
 from jaxforge.errors import UserError
 from jaxforge.telemetry.metric_writers import MetricWriter
 from jaxforge.telemetry.sinks import Sample
-from jaxforge.telemetry.trackio import TrackioSink
+from jaxforge.telemetry.writers import TrackioSink
 from tests.conftest import tiny_config
 
 trackio = pytest.importorskip("trackio")

@@ -11,7 +11,7 @@ from jaxforge.errors import UserError
 from jaxforge.exit_codes import Exit
 from jaxforge.telemetry.line_formats import LINE_FORMATS
 from jaxforge.telemetry.sinks import JsonlSink, Sample, format_sample
-from jaxforge.telemetry.tensorboard import TensorBoardSink
+from jaxforge.telemetry.writers import TensorBoardSink
 from jaxforge.training import launch
 from jaxforge.training.callbacks.samples import Sampler
 from jaxforge.training.summary import schedule_summary

@@ -1,6 +1,6 @@
 """Devices of a dry run, and the memory that the step needs on them."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 import jax
@@ -20,17 +20,95 @@ from jaxforge.model.transformer import (
     parameter_count,
 )
 from jaxforge.parallel import device_memory
-from jaxforge.parallel.device_memory import gigabytes
+from jaxforge.parallel.device_memory import bytes_per_device, gigabytes
 from jaxforge.parallel.hardware import CHIPS, Chip
 from jaxforge.parallel.mesh import data_parallel_size
 from jaxforge.parallel.rates import SIMILAR
 from jaxforge.program import Program
 from jaxforge.state.train_state import TrainState
-from jaxforge.step.execution import in_words
+from jaxforge.step.execution import Execution, choose_execution, executions, in_words
 from jaxforge.step.frozen_model import frozen_bytes
+from jaxforge.step.memory import StepMemory, step_memory
 from jaxforge.telemetry.numbers import human
-from jaxforge.tools.plan.memory_fit import SLACK, Fit, estimate_fit
 from jaxforge.tools.plan.topology import CPU, Topology
+
+SLACK = 1.1
+"""Largest factor by which the estimate may be too high. A step that needs more does not fit."""
+
+_MAX_ROWS = 1 << 16
+
+
+class Fit(NamedTuple):
+    """Memory estimate of a config on devices of one kind.
+
+    Attributes:
+        memory: estimated memory of a device.
+        execution: gradient reduction and recomputation, as a run would choose.
+        rows: sequences of a microbatch on a device.
+        most_rows: largest number of such sequences that fits; 0 if not even one fits.
+    """
+
+    memory: StepMemory
+    execution: Execution
+    rows: int
+    most_rows: int
+
+
+def estimate_fit(
+    config: JobConfig,
+    model: Model,
+    state: TrainState,
+    mesh: Mesh | AbstractMesh,
+    capacity: int,
+    frozen: int = 0,
+    chip: Chip | None = None,
+) -> Fit:
+    """Estimate a step's memory on a device, and the number of sequences that would fit.
+
+    Args:
+        config: a config that `rules.check` has passed for the mesh.
+        model: the model, from `build_model`.
+        state: shapes and shardings of the state.
+        mesh: concrete or abstract mesh.
+        capacity: bytes of a device.
+        frozen: bytes of the frozen model on a device.
+        chip: figures of a device; by default, those of the mesh's devices.
+    """
+    execution = choose_execution(
+        config, model, state, mesh, capacity=capacity, chip=chip, frozen=frozen
+    )
+    stored = bytes_per_device(state)
+    dp = data_parallel_size(mesh)
+    rows = -(-config.train.microbatch_size(dp) // dp)
+
+    def memory(execution: Execution, resized: JobConfig) -> StepMemory:
+        return step_memory(execution.applied_to(resized), model, mesh, stored, frozen)
+
+    def fits(n: int) -> bool:
+        resized = with_batch_size(config, n)
+        return any(memory(option, resized).total <= capacity for option in executions(config, mesh))
+
+    return Fit(memory(execution, config), execution, rows, _largest(fits))
+
+
+def with_batch_size(config: JobConfig, rows: int) -> JobConfig:
+    """Return the config with this number of sequences per device in a microbatch."""
+    return config.with_values({"train.batch_size": rows, "train.global_batch_size": None})
+
+
+def _largest(fits: Callable[[int], bool]) -> int:
+    """Return the largest number up to `_MAX_ROWS` that fits; every smaller number fits, too."""
+    if not fits(1):
+        return 0
+    low, high = 1, 2
+    while high <= _MAX_ROWS and fits(high):
+        low, high = high, 2 * high
+    # Invariant of the bisection: `low` fits, `high` does not.
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
 
 AnyMesh = Mesh | AbstractMesh
 

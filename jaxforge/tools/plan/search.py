@@ -41,7 +41,7 @@ from jaxforge.step.update_time import update_seconds
 from jaxforge.storage import safe_files
 from jaxforge.tools.plan import checks
 from jaxforge.tools.plan.compiled import devices_of
-from jaxforge.tools.plan.memory_fit import SLACK
+from jaxforge.tools.plan.dry_run_memory import SLACK
 from jaxforge.tools.plan.topology import Topology
 
 _MOST_ROWS = 16

@@ -16,8 +16,7 @@ from jaxforge.data import sources
 from jaxforge.data.corpus.manifest import FILE_NAME, LENGTHS
 from jaxforge.data.dataset import Dataset, Mixture
 from jaxforge.data.tokens import TokenFiles
-from jaxforge.runs.job_facts import ENVIRONMENT, code_folders, source_files, source_hash
-from jaxforge.runs.starts import git_state
+from jaxforge.runs.starts import ENVIRONMENT, code_folders, git_state, source_files, source_hash
 from jaxforge.step.executable import fingerprint
 from jaxforge.storage import urls
 from jaxforge.tools.replay.past import PastRun

@@ -17,8 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxforge.config.eval import TASKS_PREFIX
-from jaxforge.runs.loads import Loads
-from jaxforge.runs.metrics_file import Series
+from jaxforge.runs.metrics_file import Loads, Series
 from jaxforge.runs.reading import Run
 from jaxforge.telemetry.numbers import exact, short
 from jaxforge.tools.pages.parts import Pool, encode_column

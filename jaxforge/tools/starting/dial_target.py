@@ -10,8 +10,7 @@ from jaxforge.parallel import device_memory, hardware
 from jaxforge.parallel.device_memory import gigabytes
 from jaxforge.parallel.mesh import abstract_mesh, data_parallel_size
 from jaxforge.step.execution import RECOMPUTATIONS, USABLE
-from jaxforge.tools.plan.dry_run_memory import Device, chip_device, fits_by_device
-from jaxforge.tools.plan.memory_fit import Fit
+from jaxforge.tools.plan.dry_run_memory import Device, Fit, chip_device, fits_by_device
 from jaxforge.tools.plan.search import compiled_report, replaced
 from jaxforge.tools.plan.topology import CPU, Topology
 from jaxforge.tools.starting.machine import Machine, gpu_kind

@@ -1,16 +1,110 @@
-"""Results of a sweep: points sorted by loss, and the scaling law of the sizes."""
+"""Results of a sweep: losses by point, the law of their sizes, and the HTML page."""
 
 import dataclasses
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from jaxforge.config.model import MODELS, ModelConfig
 from jaxforge.model.transformer import active_parameter_count
 from jaxforge.runs.metrics_file import MetricsFile, NotYetError, Series
 from jaxforge.telemetry.numbers import exact, human
-from jaxforge.tools.sweep.law import LEAST_SIZES, Law, fit, next_size
+from jaxforge.tools.pages.parts import Pool, chart, curve, document, paragraphs
+from jaxforge.tools.pages.parts import table as html_table
 from jaxforge.tools.sweep.runs import PlannedRun
+
+LEAST_SIZES = 4
+"""Fewest sizes for a fit: one more than the parameters, so that its error means something."""
+
+_DELTA = 1e-3  # of Huber's loss, relative to L, as in arXiv:2203.15556
+_EXPONENTS = np.geomspace(0.01, 3.0, 40)
+_FINER = np.geomspace(0.8, 1.25, 60)  # around the best exponent; their ratio is 1.16
+_ROUNDS = 30
+
+
+class Law(NamedTuple):
+    """Fitted scaling law.
+
+    Attributes:
+        e: E, the loss of an infinite model.
+        a: A, the factor of the power of size.
+        alpha: α, the exponent.
+        error: mean of |L - L(N)| / L over the sizes.
+    """
+
+    e: float
+    a: float
+    alpha: float
+    error: float
+
+    def __call__(self, n: float) -> float:
+        """Return the loss of a model with n parameters."""
+        return self.e + self.a * n**-self.alpha
+
+
+def fit(sizes: Sequence[float], losses: Sequence[float]) -> Law | None:
+    """Fit the law that minimizes the sum of Huber's loss of relative errors.
+
+    Outliers, such as diverged runs, have little weight. E and A are nonnegative.
+
+    Args:
+        sizes: [n] numbers of parameters, > 0.
+        losses: [n], > 0.
+
+    Returns:
+        The law; None with fewer than `LEAST_SIZES` different sizes.
+    """
+    # E and A are linear for a fixed exponent: a grid over α, coarse and then fine, with a robust
+    # linear fit for each.
+    n, y = np.asarray(sizes, float), np.asarray(losses, float)
+    if len(set(n.tolist())) < LEAST_SIZES:
+        return None
+    scale = np.exp(np.mean(np.log(n)))  # sizes relative to their mean keep powers near 1
+    _, _, alpha = _best(n / scale, y, _EXPONENTS)
+    e, a, alpha = _best(n / scale, y, alpha * _FINER)
+    law = Law(e, float(a * scale**alpha), alpha, 0.0)
+    errors = [abs(law(size) / loss - 1) for size, loss in zip(n, y, strict=True)]
+    return law._replace(error=float(np.mean(errors)))
+
+
+def next_size(sizes: Sequence[float]) -> float:
+    """Extrapolate the sizes by one: the ratio of the two largest sizes continues."""
+    *_, before, last = sorted(set(sizes))
+    return last * last / before
+
+
+def _best(n: np.ndarray, y: np.ndarray, exponents: np.ndarray) -> tuple[float, float, float]:
+    """Return E, A and α of the best of these exponents."""
+    fits = [(*_linear(n**-alpha, y), float(alpha)) for alpha in exponents]
+    return min(
+        fits, key=lambda candidate: _distance(candidate[0] + candidate[1] * n ** -candidate[2], y)
+    )
+
+
+def _linear(x: np.ndarray, y: np.ndarray) -> tuple[float, float]:
+    """Fit y = E + A x by iteratively reweighted least squares; return E and A."""
+    weights, columns = 1 / y, np.stack([np.ones_like(x), x], axis=1)
+    e = a = 0.0
+    for _ in range(_ROUNDS):
+        (e, a), *_ = np.linalg.lstsq(columns * weights[:, None], y * weights, rcond=None)
+        if e < 0:
+            e, a = 0.0, float(np.sum(weights**2 * x * y) / np.sum((weights * x) ** 2))
+        if a < 0:
+            e, a = float(np.average(y, weights=weights**2)), 0.0
+        errors = np.abs(e + a * x - y) / y
+        weights = np.sqrt(_DELTA / np.maximum(errors, _DELTA)) / y
+    return float(e), float(a)
+
+
+def _distance(fitted: np.ndarray, y: np.ndarray) -> float:
+    errors = np.abs(fitted - y) / y
+    small = np.minimum(errors, _DELTA)
+    return float(np.sum(small * (errors - small / 2)))
+
 
 VALIDATION, TRAINING = "eval/loss", "train/loss"
 _SHARE = 10  # the last 1 / _SHARE of the logged steps is averaged
@@ -122,3 +216,68 @@ def describe_law(result: Results) -> list[str]:
         f"L(N) = {law.e:.4g} + {law.a:.4g} N^-{law.alpha:.3g}, off by {law.error:.2%} on average",
         f"predicted for {human(size)} parameters on the same data: {exact(law(size))}",
     ]
+
+
+_DRAWN = 100  # points of the law
+
+Curves = Mapping[str, tuple[Any, Any]]
+"""x and y, each [n], by label."""
+
+
+def page(results: Results, title: str) -> str:
+    """Return the page: losses by size with the law, losses by each numeric key, all points."""
+    head, *body = rows(results)
+    pool = Pool()
+    charts = [*_by_size(results, pool), *_by_keys(results, pool)]
+    points = html_table("Points", list(head), body)
+    return document(title, paragraphs(describe_law(results)), points, pool.data(charts))
+
+
+def _by_size(results: Results, pool: Pool) -> Iterator[dict[str, Any]]:
+    best = results.best_by_size
+    if len(best) < 2:
+        return
+    n, y = [float(point.parameters) for point in best], [point.loss for point in best]
+    curves: dict[str, tuple[Any, Any]] = {"best of each size": (n, y)}
+    if results.law is not None:
+        sizes = np.geomspace(n[0], next_size(n), _DRAWN)
+        curves["law, up to the next size"] = (sizes, [results.law(size) for size in sizes])
+    drawn = _drawn(curves, pool)
+    axis = {"label": "parameters", "log": True}
+    yield chart("Loss by size", results.metric, drawn, axis, wide=True)
+
+
+def _by_keys(results: Results, pool: Pool) -> Iterator[dict[str, Any]]:
+    """Yield a chart per numeric key, with a curve per combination of the other keys' values."""
+    points = [point for point in results.points if np.isfinite(point.loss)]
+    for key in dict.fromkeys(key for point in points for key in point.run.point.values):
+        values = {_number(point, key) for point in points}
+        if None in values or len(values) < 2:
+            continue
+        log = min(value for value in values if value is not None) > 0
+        drawn = _drawn(_curves(points, key), pool)
+        yield chart(f"Loss by {key}", results.metric, drawn, {"label": key, "log": log})
+
+
+def _drawn(curves: Curves, pool: Pool) -> list[dict[str, Any]]:
+    """Return the curves in the format of `charts.js`; curves of few points have dots."""
+    return [
+        curve(pool, label, x, y, dots=len(x) < _DRAWN, colour=i)
+        for i, (label, (x, y)) in enumerate(curves.items())
+    ]
+
+
+def _curves(points: Sequence[Result], key: str) -> Curves:
+    lines = defaultdict(list)
+    for point in points:
+        others = ", ".join(f"{k}={v}" for k, v in point.run.point.values.items() if k != key)
+        lines[others or "loss"].append((_number(point, key), point.loss))
+    in_order = {label: np.array(sorted(line), float).T for label, line in sorted(lines.items())}
+    return {label: (x, y) for label, (x, y) in in_order.items()}
+
+
+def _number(result: Result, key: str) -> float | None:
+    try:
+        return float(result.run.point.values[key])
+    except (KeyError, ValueError):
+        return None

@@ -41,8 +41,8 @@ from jaxforge.errors import PeerLostError
 from jaxforge.exit_codes import Exit
 from jaxforge.parallel import multihost
 from jaxforge.storage import safe_files
+from jaxforge.telemetry.console import Activity
 from jaxforge.telemetry.goodput import ActivityClock, Category
-from jaxforge.telemetry.live_line import Activity
 from jaxforge.training.health.heartbeats import Status
 from jaxforge.training.health.peers import PeerWatch
 from jaxforge.training.health.stall import Result, Stall

@@ -18,7 +18,7 @@ from jaxforge.step.execution import executions
 from jaxforge.step.memory import step_memory
 from jaxforge.tools.plan import dry_run_memory
 from jaxforge.tools.plan.checks import checkpoint_bytes
-from jaxforge.tools.plan.memory_fit import estimate_fit, with_batch_size
+from jaxforge.tools.plan.dry_run_memory import estimate_fit, with_batch_size
 from tests.shipped_configs import CONFIGS
 
 DEBUG = "configs/debug.toml"

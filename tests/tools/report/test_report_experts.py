@@ -7,7 +7,7 @@ import zlib
 import numpy as np
 import pytest
 
-from jaxforge.runs.loads import LoadReader
+from jaxforge.runs.metrics_file import LoadReader
 from jaxforge.telemetry.sinks import JsonlSink
 from jaxforge.tools.report.charts import EDGES, bands, inverted, palette
 from tests.tools.report.pages import in_a_browser, line, numbers, page_of, write_run

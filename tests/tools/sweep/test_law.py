@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from jaxforge.tools.sweep.law import fit, next_size
+from jaxforge.tools.sweep.results import fit, next_size
 
 SIZES = np.array([1e6, 3e6, 1e7, 3e7, 1e8, 3e8])
 LOSSES = 1.7 + 400 * SIZES**-0.34

@@ -3,7 +3,7 @@
 import pytest
 
 from jaxforge.errors import UserError
-from jaxforge.tools.sweep.points import points
+from jaxforge.tools.sweep.runs import points
 
 LADDER = """
 [[point]]

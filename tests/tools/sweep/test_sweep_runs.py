@@ -15,10 +15,8 @@ from jaxforge.commands import sweep as sweep
 from jaxforge.config.reading.load import load_config
 from jaxforge.errors import UserError
 from jaxforge.tools.sweep import run_sweep
-from jaxforge.tools.sweep.points import points
-from jaxforge.tools.sweep.results import results, table
-from jaxforge.tools.sweep.runs import Runner
-from jaxforge.tools.sweep.sweep_page import page
+from jaxforge.tools.sweep.results import page, results, table
+from jaxforge.tools.sweep.runs import Runner, points
 from tests.machine import wait_until
 
 BASE = """
