@@ -68,7 +68,7 @@ class Progress:
         mixtures: mixtures used so far and their first samples, as in `training.phases`.
         rollbacks: step, target step and skipped samples of each rollback.
         early_stop: state of early stopping.
-        callbacks: states of callbacks by class, as `training.callbacks.saved_state` encodes them.
+        callbacks: states of callbacks by class, as `training.callbacks.exports` encodes them.
         data: fingerprint of each dataset (`data.fingerprint`); empty in older checkpoints.
         base: dtype and hash of each array of the model that adapters belong to; empty without.
         frozen: dtype and hash of each array of the reference or teacher; empty without.

@@ -2,8 +2,7 @@
 
 from jaxforge.exit_codes import Exit
 from jaxforge.parallel import compilation
-from jaxforge.training.callbacks.collectives import CollectiveHealth
-from jaxforge.training.callbacks.device_speed import DeviceSpeed
+from jaxforge.training.callbacks.speed import CollectiveHealth, DeviceSpeed
 from jaxforge.training.callbacks.weight_hash import WeightHashes
 from tests.processes.conftest import Run
 from tests.training.looking import Checking

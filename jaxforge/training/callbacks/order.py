@@ -5,18 +5,18 @@ from typing import NamedTuple
 
 from jaxforge.training.callbacks.activations import ActivationCapture
 from jaxforge.training.callbacks.callback import Callback
-from jaxforge.training.callbacks.collectives import CollectiveHealth
-from jaxforge.training.callbacks.device_speed import DeviceSpeed
-from jaxforge.training.callbacks.directory_lock import DirectoryLock
 from jaxforge.training.callbacks.evaluation import Evaluation
 from jaxforge.training.callbacks.exports import Exporter
-from jaxforge.training.callbacks.garbage import CollectGarbage
-from jaxforge.training.callbacks.memory_report import MemoryReport
+from jaxforge.training.callbacks.host import (
+    CollectGarbage,
+    DirectoryLock,
+    MemoryReport,
+    Synchronize,
+)
 from jaxforge.training.callbacks.progress_txt import ProgressTxt
 from jaxforge.training.callbacks.run_callback import RunCallback, RunParts
 from jaxforge.training.callbacks.samples import Sampler
-from jaxforge.training.callbacks.stragglers import Stragglers
-from jaxforge.training.callbacks.synchronize import Synchronize
+from jaxforge.training.callbacks.speed import CollectiveHealth, DeviceSpeed, Stragglers
 from jaxforge.training.callbacks.weight_hash import WeightHashes
 
 

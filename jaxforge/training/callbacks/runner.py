@@ -25,9 +25,9 @@ from jaxforge.telemetry.tracker import Tracker
 from jaxforge.training.callbacks.callback import Callback, IntervalContext, StepContext
 from jaxforge.training.callbacks.control import Control, Requests
 from jaxforge.training.callbacks.evaluation import Evaluation
+from jaxforge.training.callbacks.exports import decode, encode
 from jaxforge.training.callbacks.order import position
 from jaxforge.training.callbacks.run_callback import RunCallback
-from jaxforge.training.callbacks.saved_state import decode, encode
 
 log = logging.getLogger(__name__)
 

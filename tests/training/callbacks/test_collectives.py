@@ -8,7 +8,7 @@ import pytest
 
 from jaxforge.config.train import TrainConfig
 from jaxforge.exit_codes import Exit
-from jaxforge.training.callbacks.collectives import CollectiveHealth
+from jaxforge.training.callbacks.speed import CollectiveHealth
 from tests.training.callbacks.contexts import after
 
 

@@ -7,20 +7,20 @@ import pytest
 
 from jaxforge.config.metrics import MetricsConfig
 from jaxforge.exit_codes import Exit
-from jaxforge.training.callbacks import device_speed
-from jaxforge.training.callbacks.device_speed import DeviceSpeed, seconds_of, slow_devices
+from jaxforge.training.callbacks import speed
+from jaxforge.training.callbacks.speed import DeviceSpeed, seconds_of, slow_devices
 from tests.training.callbacks.contexts import after
 
 
 def test_products_run_on_the_device_that_is_timed(monkeypatch):
     device, computed = jax.devices()[5], []
-    multiply = device_speed._multiply
+    multiply = speed._multiply
 
     def recording(x):
         computed.append(multiply(x))
         return computed[-1]
 
-    monkeypatch.setattr(device_speed, "_multiply", recording)
+    monkeypatch.setattr(speed, "_multiply", recording)
     assert seconds_of(device) > 0
     assert len(computed) == 1 + 3
     assert {*computed[0].devices()} == {device}
@@ -35,7 +35,7 @@ def test_slow_devices_follow_threshold():
 def test_throttled_device_is_named(monkeypatch, messages, stop):
     messages.set_level(logging.INFO, "jaxforge")
     throttled = jax.devices()[3]
-    monkeypatch.setattr(device_speed, "seconds_of", lambda d: 0.005 if d is throttled else 0.002)
+    monkeypatch.setattr(speed, "seconds_of", lambda d: 0.005 if d is throttled else 0.002)
     config = MetricsConfig(device_speed_interval=50, stop_if_detected_straggler=stop)
     check = DeviceSpeed(config)
     check.on_train_begin(None)

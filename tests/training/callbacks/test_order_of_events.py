@@ -6,18 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxforge.training.callbacks import (
-    collectives,
-    device_speed,
-    directory_lock,
-    exports,
-    garbage,
-    memory_report,
-    progress_txt,
-    stragglers,
-    synchronize,
-    weight_hash,
-)
+from jaxforge.training.callbacks import exports, host, progress_txt, speed, weight_hash
 from jaxforge.training.callbacks.callback import Callback
 from jaxforge.training.callbacks.order import ORDER
 from jaxforge.training.loop import Trainer
@@ -85,10 +74,10 @@ class Begins(Callback):
 
 
 HEALTH = {
-    "memory": memory_report.MemoryReport, "directory": directory_lock.DirectoryLock,
-    "garbage": garbage.CollectGarbage, "synchronization": synchronize.Synchronize,
-    "collectives": collectives.CollectiveHealth, "weights": weight_hash.WeightHashes,
-    "stragglers": stragglers.Stragglers, "device speed": device_speed.DeviceSpeed,
+    "memory": host.MemoryReport, "directory": host.DirectoryLock,
+    "garbage": host.CollectGarbage, "synchronization": host.Synchronize,
+    "collectives": speed.CollectiveHealth, "weights": weight_hash.WeightHashes,
+    "stragglers": speed.Stragglers, "device speed": speed.DeviceSpeed,
 }  # fmt: skip
 FILES = {"exports": exports.Exporter, "`progress.txt`": progress_txt.ProgressTxt}
 SEEN = {

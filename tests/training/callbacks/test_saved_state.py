@@ -11,8 +11,8 @@ from jaxforge.errors import UserError
 from jaxforge.exit_codes import Exit
 from jaxforge.training import launch
 from jaxforge.training.callbacks.callback import Callback
+from jaxforge.training.callbacks.exports import decode, encode
 from jaxforge.training.callbacks.runner import Callbacks
-from jaxforge.training.callbacks.saved_state import decode, encode
 from tests.conftest import tiny_config
 
 pytestmark = pytest.mark.usefixtures("one_device")

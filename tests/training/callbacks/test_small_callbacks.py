@@ -7,12 +7,15 @@ import types
 import jax
 import pytest
 
-from jaxforge.training.callbacks import garbage
-from jaxforge.training.callbacks.garbage import CollectGarbage, collecting_garbage
-from jaxforge.training.callbacks.memory_report import MemoryReport
+from jaxforge.training.callbacks import host
+from jaxforge.training.callbacks.host import (
+    CollectGarbage,
+    MemoryReport,
+    Synchronize,
+    collecting_garbage,
+)
 from jaxforge.training.callbacks.order import callbacks_of
 from jaxforge.training.callbacks.run_callback import RunParts
-from jaxforge.training.callbacks.synchronize import Synchronize
 from tests.conftest import tiny_config
 from tests.training.callbacks.contexts import after
 
@@ -27,7 +30,7 @@ def calls(monkeypatch):
         disable=lambda: events.append("disable"),
         collect=lambda generation=2: events.append(f"collect {generation}"),
     )  # fmt: skip
-    monkeypatch.setattr(garbage, "gc", fake)
+    monkeypatch.setattr(host, "gc", fake)
     return events
 
 

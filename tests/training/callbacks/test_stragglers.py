@@ -9,8 +9,8 @@ import pytest
 from jaxforge.config.metrics import MetricsConfig
 from jaxforge.exit_codes import Exit
 from jaxforge.telemetry.tracker import HostTimes
-from jaxforge.training.callbacks import stragglers
-from jaxforge.training.callbacks.stragglers import Report, Stragglers, describe
+from jaxforge.training.callbacks import speed
+from jaxforge.training.callbacks.speed import Report, Stragglers, describe
 from tests.training.callbacks.contexts import after
 
 
@@ -59,8 +59,8 @@ def test_slow_host_ends_run_only_if_enabled(monkeypatch, messages, stop):
     def gathered(mine):
         return np.stack([mine, fast_host if mine.dtype == np.float32 else mine])
 
-    monkeypatch.setattr(stragglers.multihost_utils, "process_allgather", gathered)
-    monkeypatch.setattr(stragglers.socket, "gethostname", lambda: "node17")
+    monkeypatch.setattr(speed.multihost_utils, "process_allgather", gathered)
+    monkeypatch.setattr(speed.socket, "gethostname", lambda: "node17")
     config = MetricsConfig(straggler_report_interval=10, stop_if_detected_straggler=stop)
     check = Stragglers(config)
     check.on_compiled(None)
