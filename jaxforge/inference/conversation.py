@@ -117,8 +117,8 @@ class Dialogue:
         if self._template is None:
             return "".join(f"{turn.said}{turn.answer}" for turn in turns)
         messages = [message for turn in turns for message in _messages(turn)][:-1]
-        wanted = {"add_generation_prompt": True}
-        return self._template.render(messages, len(messages), wanted)[0]
+        options = {"add_generation_prompt": True}
+        return self._template.render(messages, len(messages), options)[0]
 
     def _end_of_answer(self) -> str:
         """Return the stripped text that the template adds after an answer, or ""."""
@@ -212,8 +212,8 @@ def talk(
                 continue
             if word:
                 say(f"({word})\n")
-            own = dataclasses.replace(decoder, seed=decoder.seed + turn)
-            dialogue.record_answer(_answer(own, ids, tokenizer, dialogue.end, say))
+            seeded = dataclasses.replace(decoder, seed=decoder.seed + turn)
+            dialogue.record_answer(_answer(seeded, ids, tokenizer, dialogue.end, say))
 
 
 def _lines(ask: Callable[[str], str], say: Say) -> Iterator[str]:

@@ -110,8 +110,8 @@ class TrainedModel:
         """Read the parameters; each device reads only its own shards."""
         checkpoints = Checkpoints(self.run, self.config.checkpoint, read_only=True)
         try:
-            wanted = by_layer(like, self.model.stack)
-            restored = checkpoints.restore_model(wanted, self.step, self.weights)
+            abstract = by_layer(like, self.model.stack)
+            restored = checkpoints.restore_model(abstract, self.step, self.weights)
             params = variables(by_stage(restored, self.model.stack, like))
             if not self.config.lora.rank:
                 return params

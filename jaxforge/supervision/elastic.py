@@ -55,7 +55,7 @@ class Hosts:
 
     Attributes:
         addresses: address of the supervisor of each host, as "name:port".
-        own: number of this host.
+        index: number of this host.
         least: smallest number of hosts.
         multiple: number of hosts that hold one copy of the model together.
         key: secret of the job; the same on all hosts.
@@ -64,7 +64,7 @@ class Hosts:
     """
 
     addresses: Sequence[str]
-    own: int
+    index: int
     least: int
     multiple: int
     key: str
@@ -92,7 +92,9 @@ class ElasticSupervisor:
         self._env = command_env(policy)
         # The lock of the run names the job, and others may read that file: it is not the key.
         self._job = hashlib.sha256(f"job of {hosts.key}".encode()).hexdigest()
-        self._own = Status(hosts.own, uuid.uuid4().hex)  # replaced whole: other threads send it
+        self._status = Status(
+            hosts.index, uuid.uuid4().hex
+        )  # replaced whole: other threads send it
         self._group: Group | None = None
         self._final: int | None = None
         self._stopping: signal.Signals | None = None
@@ -114,7 +116,9 @@ class ElasticSupervisor:
             The exit code of the job, or of a stop.
         """
         hosts = self._hosts
-        members = Members(hosts.addresses, hosts.own, hosts.key, hosts.timeout, lambda: self._own)
+        members = Members(
+            hosts.addresses, hosts.index, hosts.key, hosts.timeout, lambda: self._status
+        )
         with members, listening(self._events.put):
             while self._final is None:
                 self._handle(self._next_event(), members)
@@ -125,7 +129,7 @@ class ElasticSupervisor:
                     self._watch(self._group, view)
                 else:
                     self._while_idle(view, members.name)
-            self._own = replace(self._own, phase="ended")
+            self._status = replace(self._status, phase="ended")
             self._record(members.view())
             members.publish(self._hosts.timeout)  # the others would continue without this host
             log.info("done: exit code %d", self._final)
@@ -145,13 +149,15 @@ class ElasticSupervisor:
                 self._group.ended(event)
                 log.info("process %d of this host ended with %d: %s",
                          event.index, event.code, exit_codes.meaning(event.code))  # fmt: skip
+                # After an agreed end all processes end by themselves. After another one they may
+                # wait in a collective for the process that is gone.
                 if event.code not in _AGREED_CODES:
                     self._deadline = min(self._deadline, now + self._policy.peer_grace)
                 if not self._group.running:
                     self._end_attempt(self._group.code, members.view())
             case signal.Signals():
                 self._stopping = event
-                self._own = replace(self._own, leaves=True)
+                self._status = replace(self._status, leaves=True)
                 log.info("%s: this host leaves the job", event.name)
                 members.publish()
                 if self._group is None:
@@ -165,27 +171,29 @@ class ElasticSupervisor:
         now = time.monotonic()
         if now - self._looked >= _LOOK_SEC:
             self._looked = now
-            self._own = replace(self._own, step=newest_step(self._run))
+            self._status = replace(self._status, step=newest_step(self._run))
 
     # Plans
 
     def _adopt(self, view: View) -> None:
         """Adopt the newest roster, and start the processes of this host if it belongs to it."""
+        # Only a majority of the previous roster makes the next, so that numbers only grow: the
+        # newest roster is that of the job, and a host that was silent follows it.
         roster = view.newest_roster
-        known = self._own.roster
+        known = self._status.roster
         if roster and (known is None or roster.number > known.number):
             self._record(view)
-            self._own = replace(self._own, roster=roster)
+            self._status = replace(self._status, roster=roster)
             if self._group is not None:
                 log.warning(
                     "%s continued without this host, which was silent: its processes are killed",
                     rosters.describe(roster.hosts),
                 )
                 self._group.kill()
-        roster = self._own.roster
-        if roster is None or self._group is not None or roster.number <= self._own.attempt:
+        roster = self._status.roster
+        if roster is None or self._group is not None or roster.number <= self._status.attempt:
             return
-        if self._hosts.own in roster.hosts and self._stopping is None:
+        if self._hosts.index in roster.hosts and self._stopping is None:
             self._start(roster, view)
 
     def _start(self, roster: Roster, view: View) -> None:
@@ -193,14 +201,17 @@ class ElasticSupervisor:
         log.info("roster %d: %s of %d, %d processes: %s", roster.number,
                  rosters.describe(roster.hosts), len(self._hosts.addresses), total,
                  redacted_command(self._command))  # fmt: skip
-        self._own = replace(self._own, phase="running", attempt=roster.number, code=None, regroup=0)
+        self._status = replace(
+            self._status, phase="running", attempt=roster.number, code=None, regroup=0
+        )
         self._deadline, self._spare_step, self._asked_to_save = math.inf, None, False
         self._began, self._first_step = time.time(), newest_step(self._run)
         self._started = time.monotonic()
+        # A supervisor that is restarted has another incarnation: its processes are gone.
         self._supervisors = {
             host: status.incarnation for host, status in view.alive.items() if host in roster.hosts
         }
-        first = rosters.first_process(roster, self._hosts.own, self._per_host)
+        first = rosters.first_process(roster, self._hosts.index, self._per_host)
         env = environments(
             {**self._env, ROSTER_VARIABLE: f"{self._job} {roster.number}"},
             roster.coordinator, first, self._per_host, total,
@@ -209,11 +220,12 @@ class ElasticSupervisor:
 
     def _watch(self, group: Group, view: View) -> None:
         """End the processes of this host when those of another host have ended."""
-        roster, now = self._own.roster, time.monotonic()
+        roster, now = self._status.roster, time.monotonic()
         assert roster is not None
         for host in roster.hosts:
             if host in view.alive:
                 self._supervisors.setdefault(host, view.alive[host].incarnation)
+        # A host that was never heard may still be starting, until the timeout has passed.
         lost = [host for host in rosters.lost_hosts(roster, view, self._supervisors)
                 if host in view.alive or host in view.gone
                 or now - self._started > self._hosts.timeout]  # fmt: skip
@@ -232,19 +244,19 @@ class ElasticSupervisor:
         """Let the processes save and end after the next save, if idle hosts could join."""
         leader = view.alive.get(min(roster.hosts))
         if leader is not None and leader.regroup == roster.number:
-            self._own = replace(self._own, regroup=roster.number)
-        if self._hosts.own != min(roster.hosts):
+            self._status = replace(self._status, regroup=roster.number)
+        if self._hosts.index != min(roster.hosts):
             return
         if not rosters.can_grow(roster, view, self._hosts.multiple):
             self._spare_step = None
             return
         if self._spare_step is None:
-            self._spare_step = self._own.step
+            self._spare_step = self._status.step
             log.info("a host has come: it joins after the next save")
-        if self._own.step > self._spare_step:
-            self._own = replace(self._own, regroup=roster.number)
+        if self._status.step > self._spare_step:
+            self._status = replace(self._status, regroup=roster.number)
         # All hosts must know the reason first, or they would take the stop for an ordinary one.
-        if self._own.regroup and not self._asked_to_save and rosters.have_heard(roster, view):
+        if self._status.regroup and not self._asked_to_save and rosters.have_heard(roster, view):
             self._asked_to_save = True
             group.send(signal.SIGTERM)  # JAX's preemption service tells the other processes
 
@@ -254,13 +266,16 @@ class ElasticSupervisor:
         """Note the end of the processes of this host."""
         self._group, self._deadline = None, math.inf
         progress = progressed(self._run, self._first_step, time.monotonic() - self._started)
-        hosts = self._own.roster.hosts if self._own.roster else ()
+        hosts = self._status.roster.hosts if self._status.roster else ()
         has_shrunk = any(host not in view.alive or view.alive[host].leaves for host in hosts)
-        self._failures = 0 if progress or has_shrunk or self._own.regroup else self._failures + 1
+        # A host that is lost or joins is not a failure of the command, and costs no restart.
+        self._failures = 0 if progress or has_shrunk or self._status.regroup else self._failures + 1
         delay = self._decide(code)
         self._not_before = time.monotonic() + (delay or 0.0)
         self._ended_at = time.time()
-        self._own = replace(self._own, phase="idle" if self._final is None else "ended", code=code)
+        self._status = replace(
+            self._status, phase="idle" if self._final is None else "ended", code=code
+        )
 
     def _decide(self, code: int) -> float | None:
         """Return the pause before the next roster; set `_final` if there is none for this host."""
@@ -283,13 +298,13 @@ class ElasticSupervisor:
         """Publish the next roster if this host leads, or end if the job has been stopped."""
         if self._final is not None:
             return
-        roster = self._own.roster
+        roster = self._status.roster
         if roster and (verdict := rosters.verdict(roster, view)) is not None:
             log.info("another host has ended the job with %d: %s",
                      verdict, exit_codes.meaning(verdict))  # fmt: skip
             self._final = verdict
         elif self._is_stopped(view):
-            self._final = self._own.code
+            self._final = self._status.code
         if self._final is not None:
             return
         now, least = time.monotonic(), self._hosts.least
@@ -298,23 +313,26 @@ class ElasticSupervisor:
         hosts = rosters.next_hosts(view, least, self._hosts.multiple)
         self._log_waiting(view, hosts, least)
         if hosts and view.is_leader and now >= self._not_before:
+            # Process 0, the coordinator of JAX, runs on the first host, which is this one.
             known = view.newest_roster.number if view.newest_roster else 0
-            number = max(known, self._own.attempt) + 1
+            number = max(known, self._status.attempt) + 1
             self._record(view)
-            self._own = replace(self._own, roster=Roster(number, hosts, f"{name}:{free_port()}"))
+            self._status = replace(
+                self._status, roster=Roster(number, hosts, f"{name}:{free_port()}")
+            )
 
     def _is_stopped(self, view: View) -> bool:
         """Return whether all processes have stopped although no host leaves or joins."""
-        own, roster = self._own, self._own.roster
-        if roster is None or own.code not in _STOPS or own.attempt != roster.number:
+        local, roster = self._status, self._status.roster
+        if roster is None or local.code not in _STOPS or local.attempt != roster.number:
             return False
         statuses = [view.alive.get(host) for host in roster.hosts]
-        return not own.regroup and all(
+        return not local.regroup and all(
             status is not None
             and not status.leaves
             and self._supervisors.get(status.host, status.incarnation) == status.incarnation
             and status.attempt == roster.number
-            and status.code == own.code
+            and status.code == local.code
             for status in statuses
         )
 
@@ -335,18 +353,18 @@ class ElasticSupervisor:
 
     def _record(self, view: View) -> None:
         """Append a line about the latest attempt to the log of the run, on one host."""
-        own, roster = self._own, self._own.roster
-        if roster is None or own.attempt != roster.number or self._ended_at is None:
+        local, roster = self._status, self._status.roster
+        if roster is None or local.attempt != roster.number or self._ended_at is None:
             return
-        alive = {*view.alive, self._hosts.own}
-        if self._hosts.own == min(host for host in roster.hosts if host in alive):
+        alive = {*view.alive, self._hosts.index}
+        if self._hosts.index == min(host for host in roster.hosts if host in alive):
             line = {
                 "start": roster.number,
                 "began": self._began,
                 "ended": self._ended_at,
                 "hosts": roster.hosts,
-                "codes": [own.code],
-                "code": own.code,
+                "codes": [local.code],
+                "code": local.code,
                 "steps": [self._first_step, newest_step(self._run)],
                 "signal": self._stopping.name if self._stopping else None,
                 "again_in_sec": None if self._final is not None else 0.0,

@@ -102,14 +102,14 @@ class Members:
         """Return the hosts as this one sees them."""
         now = time.monotonic()
         with self._lock:
-            others = {
+            remote = {
                 host: peer.status
                 for host, peer in self._peers.items()
                 if peer.status and now - peer.heard < self._timeout and peer.refusals < _REFUSALS
             }
             gone = {host for host, peer in self._peers.items() if peer.refusals >= _REFUSALS}
             last = {host: peer.status for host, peer in self._peers.items() if peer.status}
-        return View(self._status(), others, gone, self._n_hosts, last)
+        return View(self._status(), remote, gone, self._n_hosts, last)
 
     def publish(self, patience: float = 0.0) -> None:
         """Send the status of this host to all others now.
@@ -139,7 +139,7 @@ class Members:
                 channel.send(self._status().to_json().encode())
                 return self._note(channel.receive(_MESSAGE_BYTES), host)
         except ConnectionRefusedError:
-            with self._lock:
+            with self._lock:  # the machine answers, but no supervisor listens there
                 peer.refusals += 1
         except (OSError, UnicodeError) as error:  # UnicodeError: the name of the host is too long
             log.debug("host %d does not answer: %s", host, error)
@@ -197,7 +197,7 @@ def parse_address(text: str) -> tuple[str, int]:
     """Return host name and port of an address.
 
     Raises:
-        UserError: the text is no address.
+        UserError: the text is not an address.
     """
     name, _, port = text.strip().rpartition(":")
     if not name or not port.isdigit() or not 0 < int(port) < 65536:

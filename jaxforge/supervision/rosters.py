@@ -87,7 +87,7 @@ class Status:
             n_hosts: number of hosts of the job.
 
         Raises:
-            ValueError: the text is no status of a host of the job.
+            ValueError: the text is not a status of a host of the job.
         """
         try:
             status = _JSON.validate_json(text)
@@ -107,15 +107,15 @@ class View:
     """The hosts as one of them sees them.
 
     Attributes:
-        own: status of this host.
-        others: latest statuses of the other hosts that are alive.
+        local: status of this host.
+        remote: latest statuses of the other hosts that are alive.
         gone: hosts whose supervisor is known not to run: their machine refuses connections.
         n_hosts: number of hosts of the whole job.
         last: latest statuses of the other hosts, alive or not.
     """
 
-    own: Status
-    others: Mapping[int, Status]
+    local: Status
+    remote: Mapping[int, Status]
     gone: Collection[int]
     n_hosts: int
     last: Mapping[int, Status] = dataclasses.field(default_factory=dict)
@@ -123,7 +123,7 @@ class View:
     @property
     def alive(self) -> dict[int, Status]:
         """Statuses of all hosts that are alive, by number."""
-        return dict(sorted({**self.others, self.own.host: self.own}.items()))
+        return dict(sorted({**self.remote, self.local.host: self.local}.items()))
 
     @property
     def candidates(self) -> dict[int, Status]:
@@ -143,7 +143,7 @@ class View:
     @property
     def is_leader(self) -> bool:
         """True if this host publishes the next roster."""
-        return self.own.host == min(self.candidates, default=-1)
+        return self.local.host == min(self.candidates, default=-1)
 
 
 def lost_hosts(roster: Roster, view: View, incarnations: Mapping[int, str]) -> list[int]:

@@ -155,6 +155,7 @@ class Supervisor:
                 began, clock, step = time.time(), time.monotonic(), newest_step(self._run)
                 group = self._run_once()
                 progress = progressed(self._run, step, time.monotonic() - clock)
+                # Failures add up only while no newer checkpoint is written between them.
                 self._failures = 1 if progress else self._failures + 1
                 code = self._code(group)
                 delay = self._decide(code)
@@ -185,6 +186,7 @@ class Supervisor:
             case Ended():
                 group.ended(event)
                 self._log_end(event)
+                # The other processes may wait in a collective for this one, and never end.
                 if event.code not in {exit_.code for exit_ in AGREED}:
                     return min(deadline, time.monotonic() + self._policy.peer_grace)
                 return deadline

@@ -204,8 +204,8 @@ class CoreTask:
 
     def _prompts(self, number: int) -> list[str]:
         """Return the texts of a document, after the examples before it."""
-        kind, others = _KINDS[self._task.kind], len(self._documents) - 1
-        drawn = random.Random(_SHOTS_SEED + number).sample(range(others), self._task.n_shots)
+        kind, n_candidates = _KINDS[self._task.kind], len(self._documents) - 1
+        drawn = random.Random(_SHOTS_SEED + number).sample(range(n_candidates), self._task.n_shots)
         shots = [self._documents[i + (i >= number)] for i in drawn]
         delimiter = self._task.delimiter
         before = "".join(kind.example(shot, delimiter) + "\n\n" for shot in shots)

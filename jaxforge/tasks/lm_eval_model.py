@@ -244,9 +244,9 @@ def _sampling(settings: dict[str, Any]) -> Sampling:
     Raises:
         UserError: an argument that would change the samples is not supported.
     """
-    if others := settings.keys() - {*_SAMPLING, "do_sample"}:
+    if unsupported := settings.keys() - {*_SAMPLING, "do_sample"}:
         raise UserError(
-            f"unsupported generation arguments: {', '.join(sorted(others))}. Use until, "
+            f"unsupported generation arguments: {', '.join(sorted(unsupported))}. Use until, "
             f"max_gen_toks, do_sample, {', '.join(_SAMPLING)}"
         )
     if not settings.pop("do_sample"):

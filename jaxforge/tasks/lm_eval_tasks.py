@@ -180,13 +180,13 @@ def _manager(section: EvalConfig) -> TaskManager:
     Raises:
         UserError: `eval.tasks_path` is not a directory.
     """
-    own, names = section.tasks_path, [x for x in section.tasks if not _is_file(x)]
-    if own and not Path(own).is_dir():
-        raise UserError(f'eval.tasks_path = "{own}" is not a directory{path_hint(own)}')
-    manager = TaskManager(include_path=own or None, include_defaults=False)
+    folder, names = section.tasks_path, [x for x in section.tasks if not _is_file(x)]
+    if folder and not Path(folder).is_dir():
+        raise UserError(f'eval.tasks_path = "{folder}" is not a directory{path_hint(folder)}')
+    manager = TaskManager(include_path=folder or None, include_defaults=False)
     if set(names) <= set(manager.all_tasks):
         return manager
-    return TaskManager(include_path=own or None)
+    return TaskManager(include_path=folder or None)
 
 
 def _load(manager: TaskManager, entry: str, section: EvalConfig) -> dict[str, Any]:

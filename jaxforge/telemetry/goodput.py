@@ -112,8 +112,8 @@ class ActivityClock:
 
     def run(self) -> Seconds:
         """Return the seconds of the run by category, with earlier attempts."""
-        own = self.attempt()
-        return {name: own[name] + self._earlier.get(name, 0.0) for name in CATEGORIES}
+        attempt = self.attempt()
+        return {name: attempt[name] + self._earlier.get(name, 0.0) for name in CATEGORIES}
 
     def waited(self) -> float:
         """Return the seconds in which this process has waited for data."""

@@ -19,7 +19,7 @@ def short(value: float) -> str:
 
 
 def exact(value: float) -> str:
-    """Return five digits, or all digits of an integer; `page.js` formats numbers the same way."""
+    """Return five digits, or all digits of an integer; `charts.js` formats numbers the same way."""
     if not math.isfinite(value):
         return "not finite"
     if value == round(value) or abs(value) >= 1e4:

@@ -109,7 +109,7 @@ def start_time_and_flops(path: Path, n_devices: int) -> tuple[datetime.datetime,
     warning.
 
     Args:
-        path: a `progress.txt` of Megatron or of ours.
+        path: a `progress.txt` of Megatron or of jaxforge.
         n_devices: number of devices of the job.
 
     Raises:

@@ -75,7 +75,7 @@ class Job:
 
     def start(self, *hosts):
         for host in hosts:
-            options = json.dumps({**self.options, "own": host})
+            options = json.dumps({**self.options, "index": host})
             env = {**os.environ, "PYTHONPATH": str(ROOT), "HOST": str(host)}
             with (self.directory / f"log-{host}").open("ab") as log:
                 self.supervisors[host] = subprocess.Popen(

@@ -52,13 +52,13 @@ def status(**changes):
 def test_hosts_hear_each_other(addresses, host):
     own = Status(1, "one", step=7)
     with Members(addresses, 1, KEY, 30.0, lambda: own):
-        wait_until(lambda: host.view().others == {1: own})
+        wait_until(lambda: host.view().remote == {1: own})
 
 
 def test_status_with_another_key_is_ignored(addresses, host):
     with pytest.raises(ConnectionError):
         tell(addresses[0], Status(1, "one"), key="another key")
-    assert not host.view().others
+    assert not host.view().remote
 
 
 @pytest.mark.parametrize(
@@ -76,10 +76,10 @@ def test_invalid_roster_of_a_host_is_ignored(addresses, host, caplog, roster):
     with pytest.raises(ConnectionError):
         tell(addresses[0], json.dumps(status(roster=roster)).encode())
     assert "not a status of a host" in caplog.text
-    assert not host.view().others
+    assert not host.view().remote
     sound = Status(1, "one")
     assert tell(addresses[0], sound)["incarnation"] == "zero"
-    assert host.view().others == {1: sound}
+    assert host.view().remote == {1: sound}
 
 
 @pytest.fixture
@@ -118,7 +118,7 @@ def test_message_of_a_host_is_not_accepted_again(addresses, host):
         connection.sendall(bytes(32) + recorded[0])
         assert len(connection.recv(1 << 10)) == 32  # a new nonce, and no answer
         assert connection.recv(1 << 10) == b""
-    assert not host.view().others
+    assert not host.view().remote
 
 
 def test_slow_answer_does_not_hold_up_the_supervisor(addresses, host, monkeypatch):

@@ -19,11 +19,11 @@ def running(host, roster=ROSTER, **changes):
     return idle(host, roster, phase="running", code=None, **changes)
 
 
-def view(*statuses, own=None, gone=(), n_hosts=4):
+def view(*statuses, local=None, gone=(), n_hosts=4):
     alive = {status.host: status for status in statuses}
-    own = min(alive) if own is None else own
-    others = {host: status for host, status in alive.items() if host != own}
-    return View(alive[own], others, gone, n_hosts)
+    local = min(alive) if local is None else local
+    remote = {host: status for host, status in alive.items() if host != local}
+    return View(alive[local], remote, gone, n_hosts)
 
 
 @pytest.mark.parametrize(
@@ -63,7 +63,7 @@ def test_next_roster_waits_for_hosts_that_have_not_started_the_newest():
 
 
 def test_hosts_that_leave_or_have_ended_do_not_run_again():
-    seen = view(idle(0, leaves=True), idle(1), idle(2, phase="ended"), idle(3), own=1)
+    seen = view(idle(0, leaves=True), idle(1), idle(2, phase="ended"), idle(3), local=1)
     assert rosters.next_hosts(seen, 1, 1) == (1, 3)
     assert seen.is_leader
 

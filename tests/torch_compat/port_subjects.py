@@ -101,7 +101,7 @@ def read_ports(directory: Path) -> dict[str, str]:
     _decide(view)
     for _ in range(_ATTEMPTS):
         _send(services.addresses[SUPERVISOR], STATUS.to_json().encode(), proven=True)
-        known = services.members.view().others.get(1)
+        known = services.members.view().remote.get(1)
         if known == STATUS:
             break
     manifest = transfer.get_manifest(services.replicas.address, SECRET, GROUP, 0)

@@ -78,7 +78,7 @@ class Step(NamedTuple):
         program: the optimized program; None if the compiler ran out of device memory.
         memory: memory of one device.
         seconds: compile time.
-        executables: compiled steps by number of microbatches; empty if there is no program.
+        executables: compiled steps by number of microbatches; empty without a program.
     """
 
     mesh: Mesh
@@ -180,14 +180,17 @@ def peak_memory(compiled: jax.stages.Compiled, platform: str) -> int:
 
 
 def _compiled(
-    lowered: jax.stages.Lowered, options: dict[str, Option], own: Mapping[str, str], platform: str
+    lowered: jax.stages.Lowered,
+    options: dict[str, Option],
+    user_options: Mapping[str, str],
+    platform: str,
 ) -> jax.stages.Compiled:
     """Compile without the default flags that this version of XLA refuses, as a run does.
 
     Args:
         lowered: the step.
         options: all compiler options.
-        own: options that the user has set.
+        user_options: options that the user has set.
         platform: name of the platform, for messages.
 
     Raises:
@@ -199,10 +202,12 @@ def _compiled(
         name = compilation.refused_flag(error)
         if name is None:
             raise
-        if name in own:
-            raise UserError(compilation.flag_error_message(name, own[name], platform)) from error
-    others = {other: value for other, value in options.items() if other != name}
-    return _compiled(lowered, others, own, platform)
+        if name in user_options:
+            raise UserError(
+                compilation.flag_error_message(name, user_options[name], platform)
+            ) from error
+    accepted = {key: value for key, value in options.items() if key != name}
+    return _compiled(lowered, accepted, user_options, platform)
 
 
 def _required_bytes(message: str, state: TrainState) -> int:

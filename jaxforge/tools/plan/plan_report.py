@@ -116,11 +116,11 @@ def _name(candidate: search.Candidate) -> str:
 
 
 def _write_files(
-    args: argparse.Namespace, planned: Plan, others: Sequence[tuple[str, dict[str, Any]]] = ()
+    args: argparse.Namespace, planned: Plan, alternatives: Sequence[tuple[str, dict[str, Any]]] = ()
 ) -> None:
     """Write the files that the command line asks for."""
     if args.html:
-        _write("--html", args.html, page(planned, others))
+        _write("--html", args.html, page(planned, alternatives))
     path, step = args.save_executable, planned.step
     if path and step is not None and planned.fits:
         with reporting_write_errors("--save-executable", path):

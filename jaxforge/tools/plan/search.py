@@ -121,13 +121,13 @@ def search(
         raise UserError(
             f"--search: the speed of {topology.chip} is unknown. Choose one of {', '.join(CHIPS)}"
         )
-    given = list(given_candidate(config, topology))
-    others = (
+    configured = list(given_candidate(config, topology))
+    further = (
         candidate
         for candidate in fitting_candidates(config, topology)
-        if candidate.config not in [item.config for item in given]
+        if candidate.config not in [item.config for item in configured]
     )
-    chosen = [*given, *itertools.islice(others, most)]
+    chosen = [*configured, *itertools.islice(further, most)]
     if not chosen:
         raise UserError(
             f"--search: no mesh of {topology} fits this update. Use fewer sequences or more devices"
@@ -162,10 +162,10 @@ def _best_first(compiled_candidates: Iterable[CompiledCandidate]) -> list[Compil
 
 def flag_variants(candidate: Candidate, platform: str) -> Iterator[Candidate]:
     """Yield the candidate with other compiler flags, except those that the user has set."""
-    given = candidate.config.train.xla_flags
+    chosen = candidate.config.train.xla_flags
     for flags in _FLAGS[platform]:
-        if not given.keys() & flags.keys():
-            both = Table({**given, **flags})
+        if not chosen.keys() & flags.keys():
+            both = Table({**chosen, **flags})
             yield candidate._replace(config=replaced(candidate.config, {"xla_flags": both}, {}))
 
 

@@ -37,7 +37,7 @@ class Topology(NamedTuple):
         """Parse the command-line form of a topology.
 
         Raises:
-            ValueError: the text is no topology; the message lists the valid forms.
+            ValueError: the text is not a topology; the message lists the valid forms.
         """
         form = re.fullmatch(r"(\w+):(\d+(?:x\d+)*)(?:\*(\d+))?", text.strip().lower())
         if form is None:
@@ -107,7 +107,7 @@ def _domain_problem(chip: str, lengths: Sequence[int]) -> str | None:
         )
     if n_gpus > known.per_host and n_gpus % known.per_host:
         return (
-            f"a host has {known.per_host} {chip} GPUs, and {n_gpus} is no multiple of "
+            f"a host has {known.per_host} {chip} GPUs, and {n_gpus} is not a multiple of "
             f"{known.per_host}. Write {chip}:{lengths[0]}x{_whole_hosts(n_gpus, known.per_host)}"
         )
     return None

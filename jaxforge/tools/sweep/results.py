@@ -270,8 +270,8 @@ def _drawn(curves: Curves, pool: Pool) -> list[dict[str, Any]]:
 def _curves(points: Sequence[Result], key: str) -> Curves:
     lines = defaultdict(list)
     for point in points:
-        others = ", ".join(f"{k}={v}" for k, v in point.run.point.values.items() if k != key)
-        lines[others or "loss"].append((_number(point, key), point.loss))
+        fixed = ", ".join(f"{k}={v}" for k, v in point.run.point.values.items() if k != key)
+        lines[fixed or "loss"].append((_number(point, key), point.loss))
     in_order = {label: np.array(sorted(line), float).T for label, line in sorted(lines.items())}
     return {label: (x, y) for label, (x, y) in in_order.items()}
 

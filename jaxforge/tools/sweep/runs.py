@@ -64,7 +64,7 @@ def points(grid: Sequence[str], ladder: Path | None) -> list[Point]:
             the step's name.
 
     Raises:
-        UserError: a key is given twice, two points are equal, or the file is no ladder.
+        UserError: a key is given twice, two points are equal, or the file is not a ladder.
     """
     axes = [_axis(text) for text in grid]
     rungs = [Point("", {})] if ladder is None else _ladder(ladder)

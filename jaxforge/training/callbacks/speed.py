@@ -53,8 +53,8 @@ class DeviceSpeed(RunCallback):
 
     def on_interval(self, context: IntervalContext) -> Exit | None:
         """Log the times; return `Exit.STRAGGLER` if that is enabled, on every process alike."""
-        own = [(device.id, seconds_of(device)) for device in jax.local_devices()]
-        table = np.reshape(multihost_utils.process_allgather(np.array(own, np.float32)), (-1, 2))
+        local = [(device.id, seconds_of(device)) for device in jax.local_devices()]
+        table = np.reshape(multihost_utils.process_allgather(np.array(local, np.float32)), (-1, 2))
         seconds = {int(device): float(time_) for device, time_ in table}
         slow = slow_devices(seconds, self._config.straggler_threshold)
         if jax.process_index() == 0:

@@ -113,8 +113,8 @@ def find_fault(first: Metrics, second: Metrics) -> str | None:
         A sentence that names devices; None if the results are equal on every device.
     """
     before, after = _hashes(first), _hashes(second)
-    own = np.array([(device, *before[device], *after[device]) for device in before], np.uint32)
-    table = np.reshape(multihost_utils.process_allgather(own), (-1, own.shape[1]))
+    local = np.array([(device, *before[device], *after[device]) for device in before], np.uint32)
+    table = np.reshape(multihost_utils.process_allgather(local), (-1, local.shape[1]))
     middle = 1 + len(_COMPARED)
     differs = np.any(table[:, 1:middle] != table[:, middle:], axis=1)
     by_id = {device.id: device for device in jax.devices()}
@@ -136,8 +136,8 @@ def outlier_devices(devices: Sequence[jax.Device] | None = None) -> list[jax.Dev
         devices: devices of all processes; by default all. Collective.
     """
     devices = jax.devices() if devices is None else devices
-    own = [device for device in devices if device.process_index == jax.process_index()]
-    table = np.array([(device.id, device_checksum(device)) for device in own], np.uint32)
+    local = [device for device in devices if device.process_index == jax.process_index()]
+    table = np.array([(device.id, device_checksum(device)) for device in local], np.uint32)
     table = table.reshape(-1, 2)
     results = dict(np.reshape(multihost_utils.process_allgather(table), (-1, 2)).tolist())
     values, counts = np.unique(list(results.values()), return_counts=True)

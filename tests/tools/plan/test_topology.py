@@ -38,7 +38,7 @@ def test_topology_round_trips_through_text(text, chip, lengths, slices, devices)
         ("tpu7x:2x2", "tpu7x has 3 sides"),
         ("h100:2x16", "NVLink connects at most 8 h100 GPUs. Write h100:4x8"),
         ("gb200:1x128", "NVLink connects at most 72 gb200 GPUs. Write gb200:2x64"),
-        ("gb300:3x6", "a host has 4 gb300 GPUs, and 6 is no multiple of 4. Write gb300:3x8"),
+        ("gb300:3x6", "a host has 4 gb300 GPUs, and 6 is not a multiple of 4. Write gb300:3x8"),
     ],
 )
 def test_invalid_topology_is_explained(text, message):
