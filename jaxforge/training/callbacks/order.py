@@ -46,7 +46,7 @@ ORDER = (
           f"`{CALLBACKS}/callback.py`, [library.md](library.md)"),
     Event("launch", "the step is launched on the next batch, which is already on the devices; "
           "the host does not wait. Every `train.verify_interval` steps it is executed twice, and "
-          "the results are compared", "`Trainer.train`, `training/health/repeated_steps.py`"),
+          "the results are compared", "`Trainer.train`, `training/health/attribution.py`"),
     Event("metrics", "metrics of the *previous* step are read and logged, if a sink is due",
           "`telemetry/tracker.py`, [metrics.md](metrics.md)"),
     Event("`on_step_end`", "your callbacks, after the metrics of this step are logged",
@@ -54,31 +54,31 @@ ORDER = (
     Event("`on_epoch_end`", "your callbacks, after the step with the last sequence of an epoch",
           f"`{CALLBACKS}/callback.py`, [library.md](library.md)"),
     Event("directory", "after each step, the lock of the run directory is checked",
-          f"`{CALLBACKS}/directory_lock.py`", DirectoryLock),
+          f"`{CALLBACKS}/host.py`", DirectoryLock),
     Event("evaluation", "every `eval.interval` steps from `eval.start_step` on, set by set, "
           "then task by task; the save that is due at the same step starts before it",
           f"`{CALLBACKS}/evaluation.py`", Evaluation),
     Event("samples", "every `eval.sample_interval` steps",
-          f"`{CALLBACKS}/samples.py`, "
+          f"`{CALLBACKS}/evaluation.py`, "
           "[evaluate_and_generate.md](evaluate_and_generate.md#samples)", Sampler),
     Event("activations", "every `eval.activations_interval` steps",
           f"`{CALLBACKS}/activations.py`, [replay.md](replay.md#while-a-run-trains)",
           ActivationCapture),
     Event("memory", "after the first step, the memory of the devices is logged",
-          f"`{CALLBACKS}/memory_report.py`", MemoryReport),
+          f"`{CALLBACKS}/host.py`", MemoryReport),
     Event("garbage", "every `train.manual_gc_interval` steps, Python's garbage is collected",
-          f"`{CALLBACKS}/garbage.py`", CollectGarbage),
+          f"`{CALLBACKS}/host.py`", CollectGarbage),
     Event("synchronization", "every `train.train_sync_interval` steps, the host waits for the "
-          "devices", f"`{CALLBACKS}/synchronize.py`", Synchronize),
+          "devices", f"`{CALLBACKS}/host.py`", Synchronize),
     Event("collectives", "every `train.nccl_health_check_interval` steps, all devices exchange a "
-          "number", f"`{CALLBACKS}/collectives.py`, {WATCHING}", CollectiveHealth),
+          "number", f"`{CALLBACKS}/speed.py`, {WATCHING}", CollectiveHealth),
     Event("weights", "every `train.check_weight_hash_across_dp_replicas_interval` steps, replicas "
           "of the weights are compared", f"`{CALLBACKS}/weight_hash.py`, {WATCHING}",
           WeightHashes),
     Event("stragglers", "every `metrics.straggler_report_interval` steps, slow hosts are named",
-          f"`{CALLBACKS}/stragglers.py`, {WATCHING}", Stragglers),
+          f"`{CALLBACKS}/speed.py`, {WATCHING}", Stragglers),
     Event("device speed", "every `metrics.device_speed_interval` steps, slow devices are named",
-          f"`{CALLBACKS}/device_speed.py`, {WATCHING}", DeviceSpeed),
+          f"`{CALLBACKS}/speed.py`, {WATCHING}", DeviceSpeed),
     Event("`on_interval`", "your callbacks, at their interval `every`",
           f"`{CALLBACKS}/callback.py`, [library.md](library.md)", Callback),
     Event("save", "on schedule, on request of a callback, after a new best, after the last step",

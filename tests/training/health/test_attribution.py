@@ -9,9 +9,13 @@ import pytest
 
 from jaxforge.exit_codes import Exit
 from jaxforge.step.train_step import Controls
-from jaxforge.training.health import repeated_steps
-from jaxforge.training.health.attribution import Attribution, make_row_losses, worst_rows
-from jaxforge.training.health.repeated_steps import outlier_devices
+from jaxforge.training.health import attribution
+from jaxforge.training.health.attribution import (
+    Attribution,
+    make_row_losses,
+    outlier_devices,
+    worst_rows,
+)
 from tests.conftest import tiny_config
 from tests.helpers import random_batches, setup
 
@@ -56,8 +60,8 @@ def test_same_result_names_sequences(bad_step, caplog):
 
 def test_different_result_blames_hardware(bad_step, caplog, monkeypatch):
     outlier = jax.devices()[3]
-    real = repeated_steps.device_checksum
-    monkeypatch.setattr(repeated_steps, "device_checksum", lambda d: real(d) + (d == outlier))
+    real = attribution.device_checksum
+    monkeypatch.setattr(attribution, "device_checksum", lambda d: real(d) + (d == outlier))
 
     def flipped(state, batch, controls):
         state, metrics = bad_step[0].step(state, batch, controls)

@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxforge.training.health import repeated_steps
-from jaxforge.training.health.repeated_steps import find_fault
+from jaxforge.training.health import attribution
+from jaxforge.training.health.attribution import find_fault
 
 
 def metrics_of(*copies, norm=1.0):
@@ -34,9 +34,9 @@ def test_device_with_changed_copy_is_named():
 
 @pytest.mark.parametrize("outlier", [None, 1])
 def test_common_change_is_attributed_by_test_computation(monkeypatch, outlier):
-    real = repeated_steps.device_checksum
+    real = attribution.device_checksum
     monkeypatch.setattr(
-        repeated_steps, "device_checksum", lambda device: real(device) + (device.id == outlier)
+        attribution, "device_checksum", lambda device: real(device) + (device.id == outlier)
     )
     fault = find_fault(metrics_of(2, 2, norm=1), metrics_of(2, 2, norm=1.5))
     expected = "No device fails the test computation, so the fault is intermittent"
