@@ -110,7 +110,7 @@ def _dial(
         tokens_per_second=args.tokens_per_second,
         price=args.price,
     )
-    tables = [dial_config.table_of_choices(run), "", cost, ""]
+    tables: list[RenderableType] = [dial_config.table_of_choices(run), "", cost, ""]
     return f"d{sizes.depth}", dial_config.file_text(run), tables
 
 

@@ -153,9 +153,12 @@ def _settings(config: JobConfig) -> dict[str, dict[str, Any]]:
     return redacted_value(config.model_dump(mode="json"))
 
 
-def _as_table(samples: Sequence[Sample]) -> dict[str, list[Any]]:
-    """Return the arguments of a table of samples."""
-    return {"columns": list(Sample._fields), "data": [list(sample) for sample in samples]}
+_COLUMNS = list(Sample._fields)
+
+
+def _rows(samples: Sequence[Sample]) -> list[list[str]]:
+    """Return the rows of a table of samples."""
+    return [list(sample) for sample in samples]
 
 
 class WandbSink(_OnlineSink):
@@ -206,7 +209,7 @@ class WandbSink(_OnlineSink):
         """Log samples as a table."""
         import wandb
 
-        self._run.log({"samples": wandb.Table(**_as_table(samples))}, step=step)
+        self._run.log({"samples": wandb.Table(columns=_COLUMNS, data=_rows(samples))}, step=step)
 
     def close(self, exit_code: int) -> None:
         """End the run in W&B, after waiting at most a minute for uploads.
@@ -346,7 +349,7 @@ class TrackioSink(_OnlineSink):
         """Log samples as a table."""
         import trackio
 
-        self._run.log({"samples": trackio.Table(**_as_table(samples))}, step=step)
+        self._run.log({"samples": trackio.Table(columns=_COLUMNS, data=_rows(samples))}, step=step)
 
     def close(self, exit_code: int) -> None:
         """Write all metrics, within half a minute; Trackio stores no exit state."""
