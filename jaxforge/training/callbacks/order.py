@@ -59,7 +59,7 @@ ORDER = (
           "then task by task; the save that is due at the same step starts before it",
           f"`{CALLBACKS}/evaluation.py`", Evaluation),
     Event("samples", "every `eval.sample_interval` steps",
-          f"`{CALLBACKS}/evaluation.py`, "
+          f"`{CALLBACKS}/samples.py`, "
           "[evaluate_and_generate.md](evaluate_and_generate.md#samples)", Sampler),
     Event("activations", "every `eval.activations_interval` steps",
           f"`{CALLBACKS}/activations.py`, [replay.md](replay.md#while-a-run-trains)",

@@ -119,7 +119,6 @@ def test_every_callback_class_has_one_row():
         "order",
         "run_callback",
         "runner",
-        "saved_state",
     }
     assert Callback in classes
 
