@@ -25,7 +25,7 @@ from jaxforge.state.train_state import TrainState
 from jaxforge.tasks.opening import open_tasks
 from jaxforge.tasks.task import Tasks
 from jaxforge.training.callbacks.callback import Callback, EvalContext, IntervalContext
-from jaxforge.training.callbacks.garbage import collecting_garbage
+from jaxforge.training.callbacks.host import collecting_garbage
 from jaxforge.training.callbacks.run_callback import RunCallback, RunParts
 from jaxforge.training.evaluation import Evaluator, SetSums, summary
 
