@@ -261,7 +261,7 @@ def run(
         train={"max_steps": steps, "nan_consecutive_max": 3, **train},
         eval={
             "enabled": True,
-            "dataset_path": "x",
+            "datasets": {"dataset_path": "x"},
             "interval": evaluate,
             **sections.get("eval", {}),
         },
