@@ -209,7 +209,7 @@ class WandbSink(_OnlineSink):
         """Log samples as a table."""
         import wandb
 
-        self._run.log({"samples": wandb.Table(columns=_COLUMNS, data=_rows(samples))}, step=step)
+        self._run.log({"samples": wandb.Table(columns=[*_COLUMNS], data=_rows(samples))}, step=step)
 
     def close(self, exit_code: int) -> None:
         """End the run in W&B, after waiting at most a minute for uploads.
