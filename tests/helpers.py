@@ -46,7 +46,6 @@ EVERY_OPTION = {
     "gated_mlp": True, "activation": "gelu_tanh", "attention_scale": 0.3,
     "attn_logit_softcap": 5.0, "final_logit_softcap": 3.0, "embedding_multiplier": 4.0,
     "attention_sinks": True, "attention_output_gate": True, "swiglu_limit": 0.5,
-    "embedding_norm": True, "head_bias": True,
     "residual_multiplier": 0.5, "logits_scaling": 2.0, "partial_rotary_factor": 0.5,
     "rope_scaling": RopeScaling(rope_type="yarn", original_max_seq_len=16),
 }  # fmt: skip

@@ -164,7 +164,7 @@ def test_documented_registrations_can_be_built():
 class _Single:
     """Model with the head alone."""
 
-    logits, head_operands = Model.logits, Model.head_operands
+    logits = Model.logits
 
     class stack:
         stages = 1

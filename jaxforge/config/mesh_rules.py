@@ -82,16 +82,6 @@ def seq_len_divides_by_ring_chunks(config: JobConfig, mesh: Mesh) -> Iterator[Pr
         )
 
 
-def alibi_needs_whole_sequences(config: JobConfig, mesh: Mesh) -> Iterator[Problem]:
-    """Refuse cp for ALiBi, whose bias the exchange of keys does not carry."""
-    if config.model.position_embedding == "alibi" and mesh["cp"] > 1:
-        yield Problem(
-            f'model.position_embedding = "alibi" is not supported with distributed.cp = '
-            f"{mesh['cp']}: devices that exchange keys do not add its bias",
-            (smaller_axis(config, "cp", mesh["cp"]),),
-        )
-
-
 def attention_weights_need_whole_sequences(config: JobConfig, mesh: Mesh) -> Iterator[Problem]:
     """Refuse to capture attention weights with cp, where no device has all keys of a query."""
     section = config.eval
@@ -275,7 +265,6 @@ MESH_RULES: tuple[Rule, ...] = (
     seq_len_divides_by_ring_chunks,
     convolutions_fit_parts,
     attention_weights_need_whole_sequences,
-    alibi_needs_whole_sequences,
     global_batch_divides,
     batch_sizes_agree,
     every_stage_has_layers,

@@ -202,8 +202,8 @@ class ModelConfig(Section):
     o_bias: bool = False
     """Add a bias to the output projection of attention."""
     clip_qkv: Annotated[PositiveFloat | None, Constant()] = None
-    """Clamp queries, keys and values to +- this value before they are split into heads, as MPT and
-    DBRX do. If not set, they are not clamped."""
+    """Clamp queries, keys and values to +- this value before they are split into heads, as OLMoE
+    does. If not set, they are not clamped."""
     attention_scale: Annotated[PositiveFloat | None, Constant()] = None
     """Factor on attention scores; if not set, 1 / sqrt(head width)."""
     attn_logit_softcap: Annotated[PositiveFloat | None, Constant()] = None
@@ -235,16 +235,13 @@ class ModelConfig(Section):
     """Norms multiply by 1 + weight with weights initialised to 0, as in Gemma and, with LayerNorm,
     in Nemotron."""
     norm_bias: Annotated[bool, Requires("norm_type", "layernorm")] = True
-    """Bias of each LayerNorm; false in Cohere's models and MPT. RMSNorm never has one."""
-    embedding_norm: bool = False
-    """Normalise token embeddings, as BLOOM does."""
+    """Bias of each LayerNorm; false in Cohere's models. RMSNorm never has one."""
     parallel_residual: Annotated[bool, Structure()] = False
     """Attention and feed-forward both read the input of the block, as in GPT-NeoX."""
     shared_norm: Annotated[
         bool, Requires("parallel_residual", True), Requires("norm_placement", "pre")
     ] = False
-    """Attention and feed-forward share a norm, as in GPT-J, Falcon 7B, Phi
-    and Cohere's models."""
+    """Attention and feed-forward share a norm, as in Cohere's models."""
     activation: Annotated[
         Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "swiglu_oai"], Structure()
     ] = "silu"
@@ -269,13 +266,8 @@ class ModelConfig(Section):
     """Cap of the final logits z: cap * tanh(z / cap), as in Gemma 2."""
     max_seq_len: PositiveInt = 2048
     """Maximum sequence length in tokens."""
-    position_embedding: Annotated[Literal["rotary", "learned", "alibi"], Structure()] = "rotary"
-    """Position encoding: rotary embeddings, a learned table added to the token embeddings, or a
-    bias of attention scores that falls linearly with the distance (ALiBi, as in BLOOM and MPT)."""
-    alibi_max_bias: Annotated[
-        PositiveFloat, Requires("position_embedding", "alibi"), Constant()
-    ] = 8.0
-    """Head i of n subtracts 2^(-alibi_max_bias * i / n) per token of distance."""
+    position_embedding: Annotated[Literal["rotary", "learned"], Structure()] = "rotary"
+    """Position encoding: rotary embeddings, or a learned table added to the token embeddings."""
     partial_rotary_factor: Annotated[float, Field(gt=0, le=1), _OF_ROTARY, Constant()] = 1.0
     """Fraction of the channels of a head, from the first, that get rotary embeddings."""
     rope_theta: Annotated[PositiveFloat, Constant()] = 10000.0
@@ -303,8 +295,6 @@ class ModelConfig(Section):
     training uses the modules (train.mtp_loss_weight)."""
     tie_embeddings: bool = False
     """Share the embedding matrix with the output head."""
-    head_bias: bool = False
-    """Add a bias to the logits, as GPT-J and Phi do."""
     qk_norm: bool = False
     """Normalise queries and keys before the rotary embedding."""
     qk_norm_type: Annotated[
@@ -598,8 +588,6 @@ class ModelConfig(Section):
             yield f"swiglu_limit = {self.swiglu_limit} requires gated_mlp = true"
         yield from self._position_problems()
         yield from self._norm_problems()
-        if self.head_bias and self.tie_embeddings:
-            yield "head_bias = true requires an output head of its own: set tie_embeddings = false"
         yield from self._window_problems()
         yield from self._part_problems()
         if self.has_latent_attention:

@@ -9,9 +9,8 @@
 Every kernel supports causality, packed documents, sliding windows, a scale of scores, and values
 of another width than queries and keys (`jax.nn.dot_product_attention`, which calls cuDNN, gets all
 padded to one width). All except cuDNN's also support chunks, a soft cap of scores and attention
-sinks. Only reference and blockwise support ALiBi. Selecting an unsupported kernel by name is an
-error. `auto` takes the platform's first supported kernel. The run's banner names it, with the
-reasons against preferred kernels.
+sinks. Selecting an unsupported kernel by name is an error. `auto` takes the platform's first
+supported kernel. The run's banner names it, with the reasons against preferred kernels.
 
 XLA's partitioner splits plain products over any mesh, but not the inside of a kernel. So each
 device runs the kernel on its own sequences and heads (`attend_locally`), without communication.
@@ -41,19 +40,18 @@ from jaxforge.kernels.dot_product_attention import (
 )
 from jaxforge.kernels.masking import Mask, chunk_ids, select_chunk, select_window
 from jaxforge.kernels.on_first_use import on_first_use
-from jaxforge.kernels.scoring import PLAIN, Scoring, Slopes
+from jaxforge.kernels.scoring import PLAIN, Scoring
 from jaxforge.parallel.sharding import automatic_axes, automatic_spec
 
 Backend = Callable[..., Output]
-"""(q, k, v, segment_ids, window=None, chunk=None, scoring=PLAIN, sinks=None, slopes=None)
+"""(q, k, v, segment_ids, window=None, chunk=None, scoring=PLAIN, sinks=None)
 -> softmax(q kᵀ / √h) v, causal.
 
 `segment_ids` separates packed documents. A query sees the last `window` tokens, including itself;
 None: all of them. With chunks of `chunk` tokens, it sees only its own chunk. `sinks` are an extra
 logit per head that joins the scores and has no value: a sink takes the fraction
 sigmoid(sink - lse) of the weight. cuDNN's kernel supports neither chunks nor sinks. Kernels that
-are not opaque also take `reach`, a window that is an array, and `slopes`: the product
-slope · (key - query) of positions is added to the scores of a head (`scoring.alibi_slopes`).
+are not opaque also take `reach`, a window that is an array.
 """
 
 
@@ -123,7 +121,6 @@ def attend_with_masks(
     positions: Int[Array, "b s"] | None = None,
     scoring: Scoring = PLAIN,
     sinks: Sinks = None,
-    slopes: Slopes = None,
 ) -> Output:
     """Attend with the mask `masks[mask_index]`.
 
@@ -142,11 +139,8 @@ def attend_with_masks(
         positions: positions of tokens in their documents, for chunks; None: they are counted.
         scoring: scale and soft cap of the scores.
         sinks: an extra logit per head that joins the scores; None: there are none.
-        slopes: slopes of ALiBi; None: there is none. Opaque kernels have none.
     """
     attend = functools.partial(BACKENDS[name].attend, scoring=scoring)
-    if slopes is not None:
-        attend = functools.partial(attend, slopes=slopes)
     if positions is None:  # kernels are faster without a mask
         masks = [mask.within(q.shape[1]) for mask in masks]
     if isinstance(mask_index, int) or len(set(masks)) == 1:
@@ -206,7 +200,6 @@ class KernelRequirements(NamedTuple):
         capability: compute capability of a GPU, such as "9.0"; None: unknown.
         is_present: whether such a device is present; False: programs are only compiled for it.
         value_size: width of the values of a head; None: `head_size`.
-        alibi: whether scores have ALiBi.
     """
 
     platform: str
@@ -219,7 +212,6 @@ class KernelRequirements(NamedTuple):
     packed: bool = False
     capability: str | None = None
     is_present: bool = True
-    alibi: bool = False
     value_size: int | None = None
 
     @property
@@ -230,9 +222,6 @@ class KernelRequirements(NamedTuple):
 
 _ROOMY = ("8.0", "9.0", "10.0", "10.3")
 """Compute capabilities with at least 160 KiB of shared memory per block."""
-
-
-_NO_ALIBI = 'it has no ALiBi, and model.position_embedding = "alibi"'
 
 
 def _no_gpu_kernel(at: KernelRequirements) -> str | None:
@@ -262,8 +251,6 @@ def _cudnn_unsupported(at: KernelRequirements) -> str | None:
             f"it has no mask of chunks, and model.attention_chunk_size = {at.chunk} cuts sequences "
             f"of train.seq_len = {at.seq_len}"
         )
-    if at.alibi:
-        return _NO_ALIBI
     if at.sinks:
         return "it has no attention sinks, and model.attention_sinks = true"
     return None
@@ -281,7 +268,7 @@ def _triton_unsupported(at: KernelRequirements) -> str | None:
             f"its tiles need the shared memory of compute capability {', '.join(_ROOMY)}, and "
             f"these GPUs have {at.capability}"
         )
-    return _NO_ALIBI if at.alibi else None
+    return None
 
 
 def _splash_unsupported(at: KernelRequirements) -> str | None:
@@ -291,7 +278,7 @@ def _splash_unsupported(at: KernelRequirements) -> str | None:
 
     if at.seq_len % SEQUENCE_MULTIPLE:
         return f"train.seq_len = {at.seq_len} is not a multiple of {SEQUENCE_MULTIPLE}"
-    return _NO_ALIBI if at.alibi else None
+    return None
 
 
 class Kernel(NamedTuple):

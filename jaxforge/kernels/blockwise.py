@@ -23,9 +23,6 @@ Blocks of queries and their keys (x) of one sequence; a window w starts keys lat
     block 1   x x . .         x x . .       the loop over blocks is unrolled, because each block
     block 2   x x x .         . x x .       has another static number of keys
     block 3   x x x x         . . x x
-
-ALiBi adds slope · (key - query) to the scores of a head, a block at a time. Packed documents need
-nothing else: the distance of two tokens is the same in their row as in their document.
 """
 
 import functools
@@ -37,7 +34,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxforge.kernels import masking
-from jaxforge.kernels.scoring import PLAIN, Scoring, Slopes, product
+from jaxforge.kernels.scoring import PLAIN, Scoring, product
 
 _BLOCKS = 8  # blocks of a sequence; of causal scores, only diagonal blocks are partly masked
 _SMALLEST = 32  # queries of a block: smaller products are not fast
@@ -56,7 +53,6 @@ class _Inputs(NamedTuple):
     segment_ids: SegmentIds
     reach: Reach
     sinks: Sinks
-    slopes: Slopes = None
 
 
 class _Static(NamedTuple):
@@ -70,14 +66,13 @@ class _Static(NamedTuple):
 class _Folded(NamedTuple):
     """Folded queries [b, kv, R, h], keys and values [b, kv, s, width].
 
-    Sinks and slopes are those of rows, [kv, R, 1].
+    Sinks are those of rows, [kv, R, 1].
     """
 
     q: Array
     k: Array
     v: Array
     sinks: Array | None
-    slopes: Array | None
 
 
 def blockwise_attention(
@@ -90,15 +85,13 @@ def blockwise_attention(
     reach: Reach = None,
     scoring: Scoring = PLAIN,
     sinks: Sinks = None,
-    slopes: Slopes = None,
 ) -> Float[Array, "b s heads hv"]:
     """Compute softmax(q kᵀ / √h) v over visible keys: earlier, same document, window and chunk.
 
     `reach` is a window that is an array: keys outside of it are masked, but not skipped. `sinks`
-    are extra logits that join the scores of each query and take a part of the weight. `slopes` are
-    those of ALiBi, constants without a gradient.
+    are extra logits that join the scores of each query and take a part of the weight.
     """
-    inputs = _Inputs(q_BSHh, k_BSKh, v_BSKh, segment_ids, reach, sinks, slopes)
+    inputs = _Inputs(q_BSHh, k_BSKh, v_BSKh, segment_ids, reach, sinks)
     return _attention(_Static(window, chunk, scoring), inputs)
 
 
@@ -114,7 +107,7 @@ def _attend(static: _Static, inputs: _Inputs) -> tuple[Array, tuple[_Inputs, Arr
     for block in _blocks(static, inputs):
         scores = product("bkrh,bkth->bkrt", folded.q[:, :, block.rows], folded.k[:, :, block.keys])
         scores = scoring.capped(scores * scoring.scale_of(q.shape[-1]))
-        scores = jnp.where(block.visible, _with_alibi(scores, folded, block), -jnp.inf)
+        scores = jnp.where(block.visible, scores, -jnp.inf)
         # Every query sees itself, so `top` is finite. A block has all visible keys at once: there
         # is no running maximum to rescale.
         top = jnp.max(scores, axis=-1, keepdims=True)
@@ -149,8 +142,7 @@ def _differentiate(
         keys, values = folded.k[:, :, block.keys], folded.v[:, :, block.keys]
         scores = product("bkrh,bkth->bkrt", queries, keys)
         scores = static.scoring.capped(scores * static.scoring.scale_of(q.shape[-1]))
-        biased = _with_alibi(scores, folded, block)
-        weights = jnp.where(block.visible, jnp.exp(biased - lse), 0.0)
+        weights = jnp.where(block.visible, jnp.exp(scores - lse), 0.0)
         d_weights = product("bkrh,bkth->bkrt", d_out_block, values)
         d_scores = static.scoring.score_gradients(
             scores, weights, d_weights, delta[:, :, block.rows], q.shape[-1]
@@ -197,16 +189,6 @@ class _Block(NamedTuple):
     visible: Array
 
 
-def _with_alibi(scores: Array, folded: _Folded, block: _Block) -> Array:
-    """Return scores [b, kv, r, t] with the bias of ALiBi."""
-    if folded.slopes is None:
-        return scores
-    group = folded.q.shape[2] // folded.k.shape[2]
-    queries = jnp.arange(block.rows.start, block.rows.stop) // group
-    back = jnp.arange(block.keys.start, block.keys.stop) - queries[:, None]
-    return scores + folded.slopes[:, block.rows] * back.astype(jnp.float32)
-
-
 def _blocks(static: _Static, inputs: _Inputs) -> Iterator[_Block]:
     q, k, _, segment_ids, reach, *_ = inputs
     window, chunk, _ = static
@@ -228,14 +210,12 @@ def _blocks(static: _Static, inputs: _Inputs) -> Iterator[_Block]:
 
 
 def _fold_all(inputs: _Inputs) -> _Folded:
-    q, k, v, _, _, *of_heads = inputs
+    q, k, v, _, _, sinks = inputs
     kv_heads = k.shape[2]
-    # Row i·G + g belongs to head g of its group: values of the G heads repeat for every query.
-    of_rows = [
-        None if x is None else jnp.tile(x.reshape(kv_heads, -1), (1, q.shape[1]))[..., None]
-        for x in of_heads
-    ]
-    return _Folded(_fold_queries(q, kv_heads), k.swapaxes(1, 2), v.swapaxes(1, 2), *of_rows)
+    if sinks is not None:
+        # Row i·G + g belongs to head g of its group: sinks of the G heads repeat for every query.
+        sinks = jnp.tile(sinks.reshape(kv_heads, -1), (1, q.shape[1]))[..., None]
+    return _Folded(_fold_queries(q, kv_heads), k.swapaxes(1, 2), v.swapaxes(1, 2), sinks)
 
 
 def _fold_queries(x_BSHh: Array, kv_heads: int) -> Float[Array, "b kv r h"]:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxforge.kernels.masking import visible
-from jaxforge.kernels.scoring import PLAIN, Scoring, Slopes, alibi_bias
+from jaxforge.kernels.scoring import PLAIN, Scoring
 
 Queries = Float[Array, "b s heads h"]
 Keys = Float[Array, "b t kv h"]
@@ -18,8 +18,6 @@ Values = Float[Array, "b t kv hv"]
 Output = Float[Array, "b s heads hv"]
 SegmentIds = Int[Array, "b s"] | None
 Sinks = Float[Array, "heads"] | None
-Bias = Float[Array, "*b heads s t"] | None
-"""Term that is added to the scores, after their soft cap."""
 
 
 def reference_attention(
@@ -32,17 +30,15 @@ def reference_attention(
     reach: Int[Array, ""] | None = None,
     scoring: Scoring = PLAIN,
     sinks: Sinks = None,
-    slopes: Slopes = None,
 ) -> Output:
     """Attend with all S x S scores in float32."""
-    is_plain = scoring.softcap is None and sinks is None and slopes is None
-    if reach is None and chunk is None and is_plain:
+    if reach is None and chunk is None and scoring.softcap is None and sinks is None:
         return _dot_product(q, k, v, segment_ids, window, "xla", scoring)
     tokens = jnp.arange(q.shape[1])
     seen = visible(tokens[:, None], tokens, window if reach is None else reach, chunk)[None, None]
     if segment_ids is not None:
         seen = seen & _same_document(segment_ids)
-    return masked_attention(q, k, v, seen, scoring, sinks, alibi_bias(slopes, tokens, tokens))
+    return masked_attention(q, k, v, seen, scoring, sinks)
 
 
 def cudnn_attention(
@@ -64,11 +60,10 @@ def masked_attention(
     mask: Bool[Array, "b 1 s t"],
     scoring: Scoring = PLAIN,
     sinks: Sinks = None,
-    bias: Bias = None,
 ) -> Output:
     """Attend with any mask by plain products."""
-    if scoring.softcap is not None or sinks is not None or bias is not None:
-        weights = softmax_weights(q, k, mask, scoring, sinks, bias)
+    if scoring.softcap is not None or sinks is not None:
+        weights = softmax_weights(q, k, mask, scoring, sinks)
         output = jnp.einsum("bkgst,btkh->bskgh", weights.astype(v.dtype), v)
         return output.reshape(*q.shape[:3], v.shape[3])
     return _at_one_width(q, k, v, scoring, mask=mask, implementation="xla")
@@ -80,12 +75,11 @@ def softmax_weights(
     mask: Bool[Array, "b 1 s t"],
     scoring: Scoring,
     sinks: Sinks,
-    bias: Bias = None,
 ) -> Float[Array, "b kv group s t"]:
     """Return the float32 weights of keys for each query; with sinks they sum to less than 1."""
     grouped = q.reshape(*q.shape[:2], k.shape[2], -1, q.shape[3])
     scores = jnp.einsum("bskgh,btkh->bkgst", grouped, k, preferred_element_type=jnp.float32)
-    return _weights_of_scores(scores, q.shape[3], mask, scoring, sinks, bias)
+    return _weights_of_scores(scores, q.shape[3], mask, scoring, sinks)
 
 
 def cached_attention(
@@ -95,7 +89,6 @@ def cached_attention(
     mask: Bool[Array, "b 1 s t"],
     scoring: Scoring = PLAIN,
     sinks: Sinks = None,
-    bias: Bias = None,
 ) -> Output:
     """Attend with any mask to the keys and values of a cache."""
     grouped = q.reshape(*q.shape[:2], k.shape[1], -1, q.shape[3])
@@ -103,7 +96,7 @@ def cached_attention(
         "bskgh,bkth->bkgst", grouped, k,
         preferred_element_type=jnp.promote_types(jnp.float32, q.dtype),
     )  # fmt: skip
-    weights = _weights_of_scores(scores, q.shape[3], mask, scoring, sinks, bias)
+    weights = _weights_of_scores(scores, q.shape[3], mask, scoring, sinks)
     output = jnp.einsum("bkgst,bkth->bskgh", weights.astype(v.dtype), v)
     return output.reshape(*q.shape[:3], v.shape[3])
 
@@ -114,11 +107,8 @@ def _weights_of_scores(
     mask: Bool[Array, "b 1 s t"],
     scoring: Scoring,
     sinks: Sinks,
-    bias: Bias,
 ) -> Float[Array, "b kv group s t"]:
     capped = scoring.capped(scores * scoring.scale_of(head_size))
-    if bias is not None:
-        capped += bias.reshape(*bias.shape[:-3], *scores.shape[1:3], *bias.shape[-2:])
     seen = jnp.where(mask[:, :, None], capped, -jnp.inf)
     if sinks is not None:  # one more key
         column = sinks.reshape(scores.shape[1], -1, 1, 1).astype(seen.dtype)

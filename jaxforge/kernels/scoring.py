@@ -1,13 +1,9 @@
-"""Scale, soft cap and ALiBi of attention scores, soft cap of logits, and gradients of sinks."""
+"""Scale and soft cap of attention scores, soft cap of logits, and gradients of sinks."""
 
 from typing import NamedTuple
 
 import jax.numpy as jnp
-import numpy as np
-from jaxtyping import Array, Float, Int
-
-Slopes = Float[Array, "heads"] | None
-"""Slope of ALiBi of each query head; None: there is no ALiBi."""
+from jaxtyping import Array, Float
 
 
 class Scoring(NamedTuple):
@@ -54,30 +50,6 @@ class Scoring(NamedTuple):
 
 PLAIN = Scoring()
 """Scale 1 / √h without a cap."""
-
-
-def alibi_slopes(heads: int, max_bias: float = 8.0) -> np.ndarray:
-    """Return the slopes of ALiBi (arXiv:2108.12409, section 3), float32.
-
-    For n = 2^k heads, head i of 1 to n has 2^(-max_bias · i / n). Otherwise the first 2^k heads,
-    with the largest 2^k below n, have the slopes of 2^k heads, and the others every second slope of
-    2^(k + 1) heads, from the first on. BLOOM and MPT do the same.
-    """
-    most = 2 ** (heads - 1).bit_length()  # the next power of two
-    slopes = 2.0 ** (-max_bias * np.arange(1, most + 1) / most)
-    if most != heads:
-        slopes = np.concatenate([slopes[1::2], slopes[::2]])[:heads]
-    return slopes.astype(np.float32)
-
-
-def alibi_bias(
-    slopes: Slopes, queries: Int[Array, "*b s"], keys: Int[Array, "*b t"]
-) -> Float[Array, "*b heads s t"] | None:
-    """Return the term slope · (key - query) of the scores from positions; None without slopes."""
-    if slopes is None:
-        return None
-    back = (keys[..., None, :] - queries[..., :, None]).astype(jnp.float32)
-    return slopes[:, None, None] * back[..., None, :, :]
 
 
 def product(dimensions: str, left: Array, right: Array) -> Float[Array, "..."]:

@@ -15,7 +15,7 @@ from jaxforge.kernels.attention_backends import run_per_device
 from jaxforge.kernels.context_parallel import local_chunk_ids
 from jaxforge.kernels.dot_product_attention import Keys, Queries, SegmentIds, Sinks, softmax_weights
 from jaxforge.kernels.masking import Mask, chunk_ids, select_chunk, select_window, visible
-from jaxforge.kernels.scoring import Scoring, Slopes, alibi_bias
+from jaxforge.kernels.scoring import Scoring
 from jaxforge.parallel import collectives
 from jaxforge.parallel.sharding import automatic_size, constrain
 
@@ -28,7 +28,6 @@ def attention_weights(
     segment_ids: SegmentIds,
     scoring: Scoring,
     sinks: Sinks,
-    slopes: Slopes = None,
 ) -> Float[Array, "b heads s s"]:
     """Return the weight of every key for every query of its sequence, 0 for invisible keys.
 
@@ -40,7 +39,6 @@ def attention_weights(
         segment_ids: documents of packed rows.
         scoring: scale and soft cap of the scores.
         sinks: an extra logit per head; weights then sum to less than 1.
-        slopes: slopes of ALiBi.
     """
     batch, length, heads, _ = q.shape
     tokens = jnp.arange(length)
@@ -48,8 +46,7 @@ def attention_weights(
     segment_ids = _with_chunks(masks, mask_index, q, segment_ids)
     if segment_ids is not None:
         seen_BST = seen_BST & (segment_ids[:, :, None] == segment_ids[:, None, :])
-    bias = alibi_bias(slopes, tokens, tokens)
-    weights = softmax_weights(q, k, seen_BST[:, None], scoring, sinks, bias)
+    weights = softmax_weights(q, k, seen_BST[:, None], scoring, sinks)
     return constrain(weights.reshape(batch, heads, length, length), "batch", "heads", None, None)
 
 
@@ -65,7 +62,7 @@ def max_logits(
 ) -> Float[Array, "b heads"]:
     """Return the largest scaled product of a query and a visible key.
 
-    Soft cap, sinks and ALiBi are left out. The result has no gradient.
+    Soft cap and sinks are left out. The result has no gradient.
 
     Args:
         masks: masks of the layers (`LayerPlan.masks`).

@@ -39,7 +39,7 @@ class OutputHead(nnx.Module):
 
     def __init__(self, config: ModelConfig, declare: Declare) -> None:
         out, inp = (config.vocab_size, "vocab"), (config.dim, "embed")
-        self.proj = Linear(out, inp, std=config.init_std, declare=declare, bias=config.head_bias)
+        self.proj = Linear(out, inp, std=config.init_std, declare=declare)
 
 
 class PositionEmbedding(nnx.Module):
@@ -254,8 +254,6 @@ class Transformer(nnx.Module):
 
     def __init__(self, config: ModelConfig, declare: Declare) -> None:
         self.token_embedding = TokenEmbedding(config, declare)
-        if config.embedding_norm:
-            self.token_embedding_norm = build_norm(config, declare)
         if config.position_embedding == "learned":
             self.position_embedding = PositionEmbedding(config, declare)
         for name, rows in config.stacks.items():

@@ -130,7 +130,6 @@ def runtime_for(
     at = KernelRequirements(
         platform, dtype, m.head_size, length, m.attn_logit_softcap, chunk, m.attention_sinks,
         config.data.pack_sequences, capability, is_present=jax.default_backend() == platform,
-        alibi=m.position_embedding == "alibi",
         value_size=m.value_head_size,
     )  # fmt: skip
     widths = (m.dim, m.expert_dim // config.distributed.tp)

@@ -60,7 +60,7 @@ from jaxforge.model.rope import rotations
 from jaxforge.model.runtime import Runtime, gpu_capability, runtime_for
 from jaxforge.parallel import collectives
 from jaxforge.parallel.mesh import STAGES
-from jaxforge.parallel.sharding import automatic_axes, automatic_size, constrain
+from jaxforge.parallel.sharding import automatic_axes, constrain
 from jaxforge.parallel.stages import Locations, Stack, forward_pipeline
 
 _COMPUTE_DTYPES = {
@@ -70,7 +70,7 @@ _COMPUTE_DTYPES = {
     "fp8": jnp.bfloat16,
 }
 
-_EMBEDDINGS = ("token_embedding", "token_embedding_norm", "position_embedding")
+_EMBEDDINGS = ("token_embedding", "position_embedding")
 
 Params = dict[str, Any]
 """Parameters: nested dicts of arrays, keyed by module and parameter name."""
@@ -370,11 +370,9 @@ class Model:
         return split_sequence(x_BSD + position_embedding(positions, self.dtype))
 
     def embed_tokens(self, params: Params, tokens: Int[Array, "b s"]) -> Float[Array, "b s d"]:
-        """Return the embeddings of tokens, normalized with `embedding_norm`."""
+        """Return the embeddings of tokens, times `embedding_multiplier`."""
         token_embedding = self.module("token_embedding", params["token_embedding"])
         x_BSD = split_sequence(token_embedding.embedding(tokens, self.dtype))
-        if self.config.embedding_norm:
-            x_BSD = self.module("token_embedding_norm", params["token_embedding_norm"])(x_BSD)
         return times(x_BSD, self.config.embedding_multiplier)
 
     def context(
@@ -523,25 +521,6 @@ class Model:
             return params["token_embedding"]["embedding"]["weight"]
         return params["output_head"]["proj"]["weight"]
 
-    def head_operands(
-        self, params: Params, hidden: Float[Array, "*t d"]
-    ) -> tuple[Float[Array, "*t e"], Float[Array, "v e"]]:
-        """Return final hidden states and the head, whose product hidden · headᵀ is the logits.
-
-        A bias of the head is one more column of it, which meets a channel of ones. A loss needs no
-        other rule for the bias then. Further columns of zeros make the width a multiple of the
-        number of devices that split it.
-        """
-        head = self.head(params)
-        if not self.config.head_bias:
-            return hidden, head
-        bias = params["output_head"]["proj"]["bias"].astype(head.dtype)
-        columns = automatic_size("embed")
-        is_first = jnp.arange(columns) == 0
-        channels = jnp.broadcast_to(is_first.astype(hidden.dtype), (*hidden.shape[:-1], columns))
-        head = jnp.concatenate([head, jnp.where(is_first, bias[:, None], 0)], axis=1)
-        return jnp.concatenate([hidden, channels], axis=-1), head
-
     def logits(self, params: Params, hidden_BSD: Float[Array, "b s d"]) -> Float[Array, "b s v"]:
         """Return next-token logits in float32, with the model's soft cap.
 
@@ -550,8 +529,7 @@ class Model:
         """
         if is_decoding_step(hidden_BSD):  # the head stays where it is: see `Linear`
             hidden_BSD = constrain(hidden_BSD, None, None, "embed")
-        operands = self.head_operands(params, hidden_BSD)
-        return project(*operands, self.config.final_logit_softcap)
+        return project(hidden_BSD, self.head(params), self.config.final_logit_softcap)
 
     def unstacked_cache(self, cache: Cache) -> Cache:
         """Return a decoding state as a list by layer."""
@@ -649,7 +627,7 @@ def register_model(name: str) -> Callable[[type[AnyModel]], type[AnyModel]]:
     """Register the decorated subclass of `Model` as `model.model_type = name`.
 
     Training, evaluation and generation call `embed`, `context`, the layers of `network`,
-    `final_norm`, and `head` for the matrix that computes logits (`head_operands` with a bias).
+    `final_norm`, and `head` for the matrix that computes logits .
     """
     return MODELS.register(name)
 

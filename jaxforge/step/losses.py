@@ -97,7 +97,7 @@ def _with_dataset_nll(
             aux = result if isinstance(result, AuxOutputs) else AuxOutputs({name: result})
             if "dataset_mask" not in batch:
                 return aux
-            labels, (hidden, head) = batch["labels"], model.head_operands(params, hidden)
+            labels, head = batch["labels"], model.head(params)
             tiles = tiles_of(config, labels, head, model)
             hidden, head = jax.lax.stop_gradient((hidden, head))
             sums = cross_entropy(hidden, head, labels, tiles, batch["dataset_mask"])
@@ -111,7 +111,7 @@ def _with_dataset_nll(
 
 def _cross_entropy(config: TrainConfig, model: Model) -> MicrobatchLoss:
     def loss(params: Params, hidden: Array, batch: Batch, loss_weights: LossWeights) -> AuxOutputs:
-        labels, (hidden, head) = batch["labels"], model.head_operands(params, hidden)
+        labels, head = batch["labels"], model.head(params)
         tiles = tiles_of(config, labels, head, model)
         scaled = loss_weights._replace(position=config.z_loss_weight * loss_weights.position)
         masks = batch.get("dataset_mask"), padding_of(batch)

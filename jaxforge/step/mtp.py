@@ -106,7 +106,7 @@ def with_mtp_loss(config: TrainConfig, model: Model, loss: MicrobatchLoss) -> Mi
         terms, means, statistics = [], [], {}
         further = model.predict_further(params, hidden, batch, loss_weights)
         for depth, (head_input, of_block) in enumerate(further):
-            head_input, head = model.head_operands(params, head_input)
+            head = model.head(params)
             tiles = tiles_of(config, batch["labels"], head, model)
             token = config.mtp_loss_weight / depths * loss_weights.further[depth]
             own_labels = labels[..., depth]

@@ -106,8 +106,8 @@ def token_nll(
 
     Arguments are those of `label_nll`.
     """
-    operands, head = model.head_operands(params, hidden_BSD)
-    hidden, (ids, probabilities) = split_sequences(operands), map(split_sequences, target)
+    head = model.head(params)
+    hidden, (ids, probabilities) = split_sequences(hidden_BSD), map(split_sequences, target)
     tokens = size_per_device(hidden.shape[0], "tokens") * hidden.shape[1]
     chunk = chunk_size(config, tokens, size_per_device(head.shape[0], "vocab"))
     settings = _Settings(chunk, temperature, model.config.final_logit_softcap)

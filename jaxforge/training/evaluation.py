@@ -137,8 +137,8 @@ def make_eval_step(
         microbatch = jax.tree.map(lambda leaf: leaf[0], batch)
         labels = microbatch["labels"]
         hidden, out = model.forward(params, microbatch, loss_weights)
-        operands = model.head_operands(params, hidden)
-        loss = cross_entropy(*operands, labels, tiles_of(config, labels, operands[1], model))
+        head = model.head(params)
+        loss = cross_entropy(hidden, head, labels, tiles_of(config, labels, head, model))
         is_valid = labels != IGNORE
         lengths = jnp.where(is_valid, byte_lengths[jnp.where(is_valid, labels, 0)], 0)
         own = own_loss(params, hidden, microbatch, loss_weights) if own_loss else AuxOutputs()

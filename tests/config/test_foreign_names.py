@@ -4,6 +4,8 @@ import pytest
 
 from jaxforge.config import load_config
 from jaxforge.config.reading import foreign_names
+from jaxforge.config.reading.load import make_config
+from jaxforge.config.reading.retired import RETIRED
 from jaxforge.config.reading.schema import all_keys
 from jaxforge.errors import UserError
 
@@ -49,6 +51,7 @@ def test_name_in_other_framework_suggests_the_key(name, key):
         ("num_train_epochs", '"3ep"'),
         ("fsdp_config.fsdp_offload_params", "distributed.dp_shard"),
         ("LOSS.GRADNORM_ENABLED", "GradNorm is not part of jaxforge"),
+        ("model.alibi_max_bias", "retired with ALiBi"),
     ],
 )
 def test_name_without_equal_key_is_explained(name, part):
@@ -98,3 +101,15 @@ def test_unreadable_yaml_and_json_are_refused(tmp_path, name, text):
     (tmp_path / name).write_text(text)
     expected = f"{tmp_path / name}: a config is a TOML file; see docs/configs.md"
     assert message_of(tmp_path / name) == expected
+
+
+def test_retired_keys_of_stored_configs_are_ignored_at_their_defaults():
+    stored: dict[str, dict[str, object]] = {}
+    for name, (default, _) in RETIRED.items():
+        section, key = name.split(".")
+        stored.setdefault(section, {})[key] = default
+    assert make_config(stored) == make_config({})
+    for name, (_, note) in RETIRED.items():
+        section, key = name.split(".")
+        with pytest.raises(UserError, match=rf"^a run: unknown key {name}: {note}"):
+            make_config({**stored, section: {**stored[section], key: "another"}}, source="a run")

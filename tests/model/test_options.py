@@ -24,10 +24,9 @@ LONGROPE = {"rope_scaling": RopeScaling(
 # Llama 4 multiplies queries by a factor of their position in layers without rotary positions.
 LLAMA4 = {"rope_pattern": (False, True), "qk_l2_norm": True, "attn_temperature_scale": 0.7,
           "attn_temperature_floor": 4, "attention_chunk_size": 5}  # fmt: skip
-ALIBI = {"position_embedding": "alibi", "sliding_window": 9}
 MODELS = {"every option": EVERY_OPTION, "learned": LEARNED, "longrope": LONGROPE,
-          "llama4": LLAMA4, "alibi": ALIBI}  # fmt: skip
-BOTH = pytest.mark.parametrize("name", ["every option", "learned", "llama4", "alibi"])
+          "llama4": LLAMA4}  # fmt: skip
+BOTH = pytest.mark.parametrize("name", ["every option", "learned", "llama4"])
 
 
 def config_of(name, **axes):
@@ -121,7 +120,6 @@ def test_unit_offset_norms_start_with_same_logits():
         ({"partial_rotary_factor": 0.3}, "turns 19 of 64 channels: rotary embeddings require "
                                          "an even number"),
         ({"qk_norm_type": "layernorm"}, "has no effect with qk_norm = false"),
-        ({"alibi_max_bias": 4}, 'no effect with position_embedding = "rotary"'),
         ({"attn_temperature_scale": 0.1}, "has no effect: all layers have rotary positions"),
         ({"attn_temperature_floor": 7}, "has no effect without attn_temperature_scale"),
         ({"qk_l2_norm": True, "qk_norm": True}, "qk_l2_norm = true requires layers with rotary"),
@@ -132,7 +130,6 @@ def test_unit_offset_norms_start_with_same_logits():
         ({"shared_norm": True}, "has no effect with parallel_residual = false"),
         ({"shared_norm": True, "parallel_residual": True, "norm_placement": "post"},
          'has no effect with norm_placement = "post"'),
-        ({"head_bias": True, "tie_embeddings": True}, "requires an output head of its own"),
         ({"qk_norm_scope": "projection"}, "has no effect with qk_norm = false"),
         ({"position_embedding": "learned", "partial_rotary_factor": 0.5},
          'partial_rotary_factor = 0.5 has no effect with position_embedding = "learned"'),

@@ -31,8 +31,8 @@ EXPERTS = {
     "moe_aux_loss_weight": 1.0, "moe_sequence_aux_loss_weight": 10.0, "moe_score_inputs": True,
     "init_std": 0.3,
 }  # fmt: skip
-ALIBI = {
-    "position_embedding": "alibi", "norm_type": "layernorm", "norm_bias": False, "clip_qkv": 0.1,
+COHERE = {
+    "norm_type": "layernorm", "norm_bias": False, "clip_qkv": 0.1,
     "parallel_residual": True, "shared_norm": True, "qk_norm": True, "qk_norm_type": "layernorm",
     "qk_norm_scope": "each_head",
 }  # fmt: skip
@@ -53,7 +53,7 @@ CASES = [  # each strategy with each model, both reductions and losses; the refe
     (KINDS, {"pp": 2, "cp": 2, "dp_replicate": 2, **RING}, MICROBATCH),
     pytest.param(KINDS, {"pp": 2, "cp": 2, **ULYSSES}, UPDATE, marks=pytest.mark.slow),
     (EXPERTS, {"cp": 2, "ep": 2, **RING}, UPDATE),
-    pytest.param(ALIBI, {"pp": 2, "dp_shard": 2, "tp": 2}, UPDATE, marks=pytest.mark.slow),
+    pytest.param(COHERE, {"pp": 2, "dp_shard": 2, "tp": 2}, UPDATE, marks=pytest.mark.slow),
 ]  # fmt: skip
 MODELS = [case.values[0] if hasattr(case, "values") else case[0] for case in CASES]
 

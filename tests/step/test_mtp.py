@@ -23,7 +23,7 @@ from tests.step.torch_decoder import block, named, norm
 DEPTH = 2
 MODEL = {
     "dim": 32, "vocab_size": 64, "mtp_depth": DEPTH, "init_std": 0.1, "attention_pattern":
-    ["full", "sliding"], "sliding_window": 5, "ffn_hidden_dim": 48, "head_bias": True,
+    ["full", "sliding"], "sliding_window": 5, "ffn_hidden_dim": 48,
 }  # fmt: skip
 EXPERTS = {
     "num_experts": 4, "moe_top_k": 2, "moe_expert_dim": 16, "moe_router": "sigmoid_topk",
@@ -84,10 +84,9 @@ def mean_loss(logits, labels):
 def losses(p, tokens, labels, segments):
     """Return the mean loss of the next token, and of each depth."""
     table, head = p["token_embedding.embedding.weight"], p["output_head.proj.weight"]
-    bias = p["output_head.proj.bias"]
     x = block(p, "layers.0", table[tokens], segments, 99)
     hidden = norm(p, "norm", block(p, "layers.1", x, segments, 5))
-    result, (rows, length) = [mean_loss(hidden @ head.T + bias, labels)], tokens.shape
+    result, (rows, length) = [mean_loss(hidden @ head.T, labels)], tokens.shape
     for k in range(1, DEPTH + 1):
         name, shifted, own = f"mtp.{k - 1}", torch.zeros_like(tokens), torch.full_like(labels, -100)
         for row in range(rows):
@@ -101,7 +100,7 @@ def losses(p, tokens, labels, segments):
         )
         x = torch.cat(both, -1) @ p[f"{name}.input_proj.weight"].T
         hidden = block(p, name, x, segments, 5)
-        result.append(mean_loss(norm(p, f"{name}.output_norm", hidden) @ head.T + bias, own))
+        result.append(mean_loss(norm(p, f"{name}.output_norm", hidden) @ head.T, own))
     return result
 
 

@@ -18,7 +18,7 @@ SHAPE = 2, 12
     [
         ({}, 1.0, 0),
         ({"final_logit_softcap": 1.5}, 2.0, 100),
-        ({"head_bias": True, "tie_embeddings": False}, 0.5, 64),
+        ({"tie_embeddings": False}, 0.5, 64),
     ],
     ids=str,
 )

@@ -62,11 +62,6 @@ GPT2 = {"vocab_size": 300, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions
         "initializer_range": 0.1, "pad_token_id": None, "eos_token_id": 0, "resid_pdrop": 0.0,
         "embd_pdrop": 0.0, "attn_pdrop": 0.0}  # fmt: skip
 
-
-MPT = {"vocab_size": 300, "d_model": 32, "n_layers": 2, "n_heads": 4, "max_seq_len": LONGEST,
-       "initializer_range": 0.1, "pad_token_id": None, "eos_token_id": 0}  # fmt: skip
-BLOOM = {"vocab_size": 300, "hidden_size": 32, "n_layer": 2, "n_head": 4, "seq_length": LONGEST,
-         "initializer_range": 0.1, "pad_token_id": None, "eos_token_id": 0}  # fmt: skip
 ERNIE = {"moe_num_experts": 6, "moe_k": 3, "moe_intermediate_size": 20}
 LLAMA4 = {"intermediate_size_mlp": 40, "head_dim": 16, "num_local_experts": 4, "floor_scale": 5,
           "attn_scale": 0.7, "attention_chunk_size": 8}  # fmt: skip
@@ -179,22 +174,6 @@ CASES = {
     "ernie4_5, biases": ("ernie4_5", {"head_dim": 8, "use_bias": True}),
     "nemotron": ("nemotron", {}),
     "nemotron, biases": ("nemotron", {**ALL_BIASES, "hidden_act": "gelu", "head_dim": 16}),
-    "phi": ("phi", {}),
-    "phi, groups": ("phi", {"hidden_act": "relu", "num_key_value_heads": 2, "head_dim": 16}),
-    "gptj": ("gptj", {}),
-    "gptj, wide": ("gptj", {"n_inner": 48, "rotary_dim": 8, "activation_function": "relu"}),
-    "falcon": ("falcon", {}),
-    "falcon, heads, biases": ("falcon", {"multi_query": False, "bias": True}),
-    "falcon, new": ("falcon", {
-        "new_decoder_architecture": True, "num_kv_heads": 2, "bias": True}),
-    "falcon, new, shared norm": ("falcon", {
-        "new_decoder_architecture": True, "num_kv_heads": 2,
-        "num_ln_in_parallel_attn": 1}),
-    "bloom": ("bloom", {}),
-    "bloom, 6 heads": ("bloom", {"n_head": 6, "hidden_size": 48}),
-    "mpt": ("mpt", {}),
-    "mpt, 3 heads, clipped": ("mpt", {"n_heads": 3, "d_model": 24, "attn_config": {
-        "clip_qkv": 0.1, "softmax_scale": 0.5}}),
     "mixtral": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "mixtral, window 8": ("mixtral", {
         "num_local_experts": 5, "num_experts_per_tok": 3, "sliding_window": 8, "head_dim": 16}),
@@ -284,18 +263,7 @@ CASES = {
     "qwen3_next": ("qwen3_next", {**DELTA, **FEW_EXPERTS, "num_experts": 4,
                                   "shared_expert_intermediate_size": 28, "head_dim": 16}),
 }  # fmt: skip
-
-
-FALCON = {
-    "ffn_hidden_size": 48,
-    **{
-        key: value
-        for key, value in SHAPE.items()
-        if key not in ("intermediate_size", "num_key_value_heads")
-    },
-}
-SHAPES = {"gpt2": GPT2, "gptj": {**GPT2, "rotary_dim": 4}, "falcon": FALCON, "bloom": BLOOM,
-          "mpt": MPT}  # fmt: skip
+SHAPES = {"gpt2": GPT2}
 
 
 def keys_of(case):
@@ -327,8 +295,7 @@ def is_bias(name):
 
 SLOW = frozenset({
     "glm, all channels, no biases", "cohere, biases", "cohere2, window 80", "ernie4_5, biases",
-    "nemotron, biases", "phi, groups", "gptj, wide", "falcon, heads, biases",
-    "falcon, new, shared norm", "llama4_text, all rotate", "ernie4_5_moe, some layers",
+    "nemotron, biases", "llama4_text, all rotate", "ernie4_5_moe, some layers",
     "deepseek_v2", "deepseek_v3, lite", "kimi_k2", "llama, yarn", "mistral, window 40",
     "olmo3, window 40", "gemma2, window 40", "phi3, window 8", "phi3, partial",
     "stablelm, biases", "gpt_neox, in turn", "gpt2, wide", "starcoder2, no biases", "arcee, gelu",
@@ -385,12 +352,12 @@ def extending(model):
 # Families that differ in what a cache depends on: positions, windows, order in a layer, experts.
 CACHED = [
     "llama, dynamic, longer", "mistral, window 8", "gemma3, window 80", "phi3, longrope", "gpt2",
-    "gpt_oss", "nemotron_h, experts, biases", "bloom, 6 heads", "mpt", "llama4_text", "qwen3_next",
+    "gpt_oss", "nemotron_h, experts, biases", "llama4_text", "qwen3_next",
     "deepseek_v3",
     *(pytest.param(name, marks=pytest.mark.slow) for name in (
         "qwen2", "olmo3, window 8", "smollm3, window 8", "gemma2, window 8", "granite",
         "phi3, longrope, short", "gpt_neox", "qwen2_moe, some layers, window 8", "dots1, window 8",
-        "granitemoehybrid, dense", "bamba", "cohere2, window 8", "phi", "deepseek_v2, groups")),
+        "granitemoehybrid, dense", "bamba", "cohere2, window 8", "deepseek_v2, groups")),
 ]  # fmt: skip
 
 
@@ -443,8 +410,7 @@ def test_greedy_tokens_after_prompts_of_different_lengths(imported):
         assert ours.tokens == theirs
 
 
-GREEDY = ["llama4_text", "bloom, 6 heads", "cohere2, window 8", "mpt", "glm4", "falcon, new",
-          "gptj", "ernie4_5_moe"]  # fmt: skip
+GREEDY = ["llama4_text", "cohere2, window 8", "glm4", "ernie4_5_moe"]
 
 
 @pytest.mark.parametrize("imported", marked(GREEDY, GREEDY[1:]), indirect=True)
@@ -493,8 +459,8 @@ def test_export_of_import_is_identical(imported, tmp_path):
 TRAINED = [
     "gemma3, window 8", "gpt2", "gpt_oss", "qwen3_5",
     *(pytest.param(name, marks=pytest.mark.slow) for name in (
-        "cohere", "nemotron", "bloom, 6 heads",
-        "olmo3, window 8", "gemma2, window 8", "granite", "gpt_neox", "phi", "qwen2_moe", "dots1",
+        "cohere", "nemotron",
+        "olmo3, window 8", "gemma2, window 8", "granite", "gpt_neox", "qwen2_moe", "dots1",
         "llama4_text", "granitemoeshared", "bamba, biases",
         "granitemoehybrid, dense", "granitemoehybrid, experts", "qwen3_next",
         "deepseek_v2, groups", "deepseek_v3, lite")),
@@ -610,13 +576,11 @@ def minimal(model_type, **keys):
         (minimal("gpt_oss", layer_types=["chunked_attention"] * 2), "2 layers of chunked_attent"),
         (minimal("gpt_oss", quantization_config={"quant_method": "mxfp4"}),
          r"quantized, in MXFP4: take a copy in bfloat16.*Mxfp4Config\(dequantize=True\)"),
-        (minimal("falcon", alibi=True), "no counterpart of alibi = True in falcon"),
-        (minimal("falcon", num_ln_in_parallel_attn=2), "must be 1, or 2 with new_decoder_arch"),
-        (minimal("mpt", attn_config={"alibi_bias_max": 16}), "attn_config has alibi_bias_max = 16"),
+        *((minimal(name), f"model_type '{name}' was retired")
+          for name in ("bloom", "mpt", "gptj", "falcon", "phi")),
         (minimal("llama4_text", moe_layers=[]), "no counterpart of experts in layers"),
         (minimal("llama4_text", no_rope_layers=[1]), "must have 2 layers, of full_attention and"),
         (minimal("cohere2", sliding_window=None), "layers without a window have no positions"),
-        (minimal("gptj", rotary_dim=10), "rotary_dim = 10 must be even, and at most the 8 chan"),
         (minimal("ernie4_5_moe", moe_layer_start_index=2), "no counterpart of experts in layers"),
         (minimal("baichuan"), "takes ALiBi"),
         (minimal("deepseek_v2", **LATENT, topk_method="noaux_tc"), "of topk_method = 'noaux_tc'"),
@@ -671,13 +635,7 @@ OLDER = [
 )
 def test_minimal_and_old_configs_match_transformers(model_type, keys):
     """transformers adds all keys of its current version."""
-    given = {**(FEW_OF_GPT2 if model_type in ("gpt2", "gptj") else FEW), **keys}
-    if model_type in ("bloom", "mpt"):
-        given = {**SHAPES[model_type], **keys}
-    if model_type == "falcon":
-        given["ffn_hidden_size"] = given.pop("intermediate_size")
-    if model_type == "gptj":  # its default is wider than a head
-        given["rotary_dim"] = 4
+    given = {**(FEW_OF_GPT2 if model_type == "gpt2" else FEW), **keys}
     if model_type == "dots1":  # it has no defaults of these
         given |= {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": 1}
     if model_type in WITH_LATENTS:  # other defaults do not fit
@@ -732,7 +690,6 @@ SIGN = {"moe_router": "sigmoid_topk", "moe_bias_update": "sign", "moe_shared_exp
 SINKS = {"attention_sinks": True, "activation": "swiglu_oai", "swiglu_limit": 7.0,
          "mlp_bias": True, "moe_router_bias": True}  # fmt: skip
 LAYER_NORM = {"norm_type": "layernorm", "parallel_residual": True, "shared_norm": True}
-PHI = dict.fromkeys(("qkv_bias", "o_bias", "mlp_bias", "head_bias"), True)
 OURS = {"dim": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "vocab_size": 100,
         "ffn_hidden_dim": 48, "max_seq_len": LONGEST}  # fmt: skip
 
@@ -759,8 +716,6 @@ SIMILARLY_SELECTED = [
     ({"sliding_window": 8, "attention_pattern": ["full", "sliding"]}, "smollm3"),
     ({"qkv_bias": True, "o_bias": True}, "llama"),
     ({**LAYER_NORM, "norm_bias": False, "tie_embeddings": True}, "cohere"),
-    ({**LAYER_NORM, "activation": "gelu"}, "falcon"),
-    ({**LAYER_NORM, "activation": "gelu", **PHI}, "phi"),
     ({"norm_type": "layernorm", "norm_unit_offset": True, "activation": "relu2"}, "nemotron"),
     (MIXTURE, "mixtral"),
     ({**MIXTURE, **NORMS}, "qwen3_moe"),
@@ -997,11 +952,8 @@ CHANGED = {
     "sliding_window": 5, "num_key_value_heads": 1, "head_dim": 8, "n_inner": 40,
     "mlp_only_layers": [0], "summary_activation": "tanh", "rope_theta": 50.0, "factor": 5.0,
     "attn_logit_softcapping": 3.0, "final_logit_softcapping": 3.0, "clip_qkv": 0.5,
-    "softmax_scale": 0.5,
 }  # fmt: skip
 """Key -> another valid value."""
-ATTENTION_OF_MPT = ("alibi", "alibi_bias_max", "attn_type", "clip_qkv", "prefix_lm", "qk_ln",
-                    "softmax_scale")  # fmt: skip
 NORM_EPS = ("rms_norm_eps", "layer_norm_eps", "norm_epsilon", "layer_norm_epsilon", "norm_eps")
 """Keys of the eps of norms: each family reads only its own."""
 REORDERING = ("reorder_and_upcast_attn",)
@@ -1009,7 +961,7 @@ REORDERING = ("reorder_and_upcast_attn",)
 FIRST = list({CASES[case][0]: case for case in reversed(CASES)}.values())
 """Case of each family."""
 SIMILAR = frozenset(
-    {"glm4", "cohere2, window 8", "ernie4_5", "gptj", "falcon", "phi", "bloom",
+    {"glm4", "cohere2, window 8", "ernie4_5",
      "ernie4_5_moe", "llama4_text", "qwen3_next", "qwen3_5_moe", "bamba",
      "granitemoehybrid, dense", "gemma", "gemma2, window 8", "qwen3", "olmo2", "smollm3",
      "granite", "starcoder2", "arcee", "glm", "qwen3_moe", "olmoe", "granitemoe",
@@ -1032,8 +984,6 @@ def changes_of(config):
             continue  # transformers fails
         yield key, {key: another(key, value)}
         for inner, of_inner in value.items() if isinstance(value, dict) else ():
-            if key == "attn_config" and inner not in ATTENTION_OF_MPT:
-                continue  # transformers only checks types
             yield f"{key}.{inner}", {key: {**value, inner: another(inner, of_inner)}}
     for key in NORM_EPS:
         yield key, {key: 0.3}

@@ -100,14 +100,6 @@ FEATURES = {
         {"norm_type": "layernorm", "activation": "relu2"},
         {"norm_type": "layernorm", "activation": "relu2", **BIASES},
     ],
-    "hf-phi": [{**SHARED_NORM, **BIASES, "activation": "gelu", "head_bias": True}],
-    "hf-gptj": [{**SHARED_NORM, "mlp_bias": True, "activation": "gelu", "head_bias": True}],
-    "hf-falcon": [
-        {**SHARED_NORM, "activation": "gelu", "n_kv_heads": 1},
-        {**TWO_MATRICES, **BIASES, "parallel_residual": True},
-    ],
-    "hf-bloom": [{**TWO_MATRICES, **BIASES, "n_kv_heads": 4, "embedding_norm": True}],
-    "hf-mpt": [{**TWO_MATRICES, "norm_bias": False, "n_kv_heads": 4}],
     "hf-ernie4-5-moe": [
         {**MIXTURE, **SOME, "moe_shared_experts": 1, "moe_bias_update": "sign"},
         {**MIXTURE, "moe_bias_update": "sign"},

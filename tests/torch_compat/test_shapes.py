@@ -28,7 +28,6 @@ OPTIONS = {
     "attention_output_gate": [False, True],
     "mlp_bias": [False, True],
     "norm_placement": ["pre", "sandwich"],
-    "embedding_norm": [False, True],
     "position_embedding": ["rotary", "learned"],
 }
 EXPERTS = {"num_experts": 4, "moe_top_k": 2}
@@ -65,9 +64,9 @@ def test_parameters_have_documented_shapes():
     settings += [{"mtp_depth": 2, "norm_type": "layernorm"}, {"norm_placement": "post"},
                  {"qk_norm": True, "qk_norm_scope": "projection"},
                  {"qk_norm": True, "qk_norm_scope": "each_head", "n_kv_heads": 2},
-                 {"norm_type": "layernorm", "norm_bias": False, "embedding_norm": True},
-                 {"norm_type": "layernorm", "shared_norm": True, "parallel_residual": True},
-                 {"shared_norm": True, "parallel_residual": True, "head_bias": True}]  # fmt: skip
+                 {"norm_type": "layernorm", "norm_bias": False},
+                 {"norm_type": "layernorm", "shared_norm": True,
+                  "parallel_residual": True}]  # fmt: skip
     for chosen in settings:
         config = tiny_config(model={**MODEL, **chosen})
         expected, _ = training_state.model_shapes(config)

@@ -8,7 +8,7 @@ from typing import Any
 from jaxforge.config.job import JobConfig
 from jaxforge.config.model import MIXER_TABLES, ModelConfig
 from jaxforge.errors import UserError
-from torch_compat.families import FAMILIES, UNSUPPORTED_FAMILIES, Family
+from torch_compat.families import FAMILIES, RETIRED_FAMILIES, UNSUPPORTED_FAMILIES, Family
 from torch_compat.families.common import NEEDED, PLAIN, check_table, is_size, scaling_keys
 from torch_compat.formats import limits
 from torch_compat.formats.limits import is_name
@@ -303,6 +303,11 @@ def _family(config: Mapping[str, Any], where: str) -> Family:
                 "yet; "
                 f"supported are {', '.join(FAMILIES)}"
             )
+        if isinstance(family, str) and family in RETIRED_FAMILIES:
+            raise UserError(
+                f"{where}: model_type {family!r} was retired: nobody pre-trains such models any "
+                "more. Use an earlier version of jaxforge, or the model in PyTorch"
+            )
         raise UserError(
             f"{where}: model_type {reprlib.repr(family)} is not one of {', '.join(FAMILIES)}"
         )
@@ -405,7 +410,7 @@ def _list_of(is_fine: Callable[[Any], bool]) -> Callable[[Any], bool]:
 
 _COUNTS = ("num_hidden_layers", "num_local_experts", "num_experts", "num_experts_per_tok",
            "n_routed_experts", "n_shared_experts", "n_group", "topk_group", "decoder_sparse_step",
-           "no_rope_layer_interval", "sliding_window_pattern", "rotary_dim",
+           "no_rope_layer_interval", "sliding_window_pattern",
            "interleave_moe_layer_step", "moe_layer_interval", "mamba_n_heads", "mamba_n_groups",
            "mamba_expand", "mamba_num_heads", "n_groups", "full_attention_interval",
            "linear_num_key_heads", "linear_num_value_heads")  # fmt: skip
@@ -448,11 +453,10 @@ _RANGES: Mapping[str, Callable[[Any], bool]] = {
     **dict.fromkeys(
         ("tie_word_embeddings", "use_sliding_window", "attention_bias", "mlp_bias", "use_bias",
          "use_qkv_bias", "use_parallel_residual", "scale_attn_weights",
-         "use_qk_norm", "bias", "alibi", "new_decoder_architecture", "multi_query",
-         "parallel_attn", *_FLAGS),
+         "use_qk_norm", *_FLAGS),
         lambda value: isinstance(value, bool),
     ),
-    **dict.fromkeys(("rope_scaling", "rope_parameters", "attn_config"), check_table),
+    **dict.fromkeys(("rope_scaling", "rope_parameters"), check_table),
     **dict.fromkeys(("layer_types", "layers_block_type"), _list_of(is_name)),
     "hybrid_override_pattern": lambda value: isinstance(value, str) and is_name(value),
     "attn_layer_indices": _list_of(_is_int_up_to(limits.LAYERS, 0)),

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 
 from jaxforge.config.model import ATTENTION, MTP, NO_MIXER, LayerParts, ModelConfig
 from torch_compat.checkpoint.stacking import EXPERTS, Stacking
-from torch_compat.names.table import EMBEDDING, HEAD, HEAD_BIAS, POSITIONS
+from torch_compat.names.table import EMBEDDING, HEAD, POSITIONS
 
 Shape = tuple[int, ...]
 
@@ -18,12 +18,10 @@ def parameters(model: ModelConfig) -> dict[str, Shape]:
     """Return our name -> shape, one entry per layer and expert, in the order of a checkpoint."""
     norm = dict(_norm("norm", model.dim, model))
     table = (model.vocab_size, model.dim)
-    bias = {HEAD_BIAS: (model.vocab_size,)} if model.head_bias else {}
-    head = {} if model.tie_embeddings else {**bias, HEAD: table}
+    head = {} if model.tie_embeddings else {HEAD: table}
     learned = model.position_embedding == "learned"
     positions = {POSITIONS: (model.max_seq_len, model.dim)} if learned else {}
-    normed = dict(_norm("token_embedding_norm", model.dim, model)) if model.embedding_norm else {}
-    embeddings = {**positions, EMBEDDING: table, **dict(sorted(normed.items()))}
+    embeddings = {**positions, EMBEDDING: table}
     shapes = _in_layers(model, _block)
     return {**shapes, **dict(sorted(norm.items())), **head, **embeddings}
 

@@ -3,15 +3,14 @@
 import importlib
 
 from torch_compat.families.family import Family
-from torch_compat.families.unsupported import UNSUPPORTED_FAMILIES
+from torch_compat.families.unsupported import RETIRED_FAMILIES, UNSUPPORTED_FAMILIES
 
-__all__ = ["FAMILIES", "UNSUPPORTED_FAMILIES", "Family"]
+__all__ = ["FAMILIES", "RETIRED_FAMILIES", "UNSUPPORTED_FAMILIES", "Family"]
 
 _MODULES = (
     "llama", "mistral", "qwen2", "qwen3", "smollm3", "olmo2", "olmo3", "gemma", "gemma2", "gemma3",
     "granite", "phi3", "stablelm", "gpt_neox", "gpt2", "starcoder2", "arcee", "mixtral",
-    "glm", "glm4", "cohere", "cohere2", "ernie4_5", "nemotron", "phi", "gptj", "falcon",
-    "bloom", "mpt",
+    "glm", "glm4", "cohere", "cohere2", "ernie4_5", "nemotron",
     "qwen2_moe", "qwen3_moe", "olmoe", "dots1", "glm4_moe", "gpt_oss", "llama4_text",
     "qwen3_next", "qwen3_5", "qwen3_5_moe", "ernie4_5_moe",
     "granitemoe", "granitemoeshared", "bamba", "granitemoehybrid", "nemotron_h",

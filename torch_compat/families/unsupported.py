@@ -1,4 +1,4 @@
-"""Known families that jaxforge does not support, and the missing feature of each."""
+"""Known families that jaxforge does not support: the missing feature of each, or its end."""
 
 _SPARSE = "attention to keys that an indexer chooses"
 _STATE_SPACE = "state-space or recurrent layers"
@@ -34,3 +34,6 @@ UNSUPPORTED_FAMILIES: dict[str, str] = {
     for model_type in types.split()
 }
 """`model_type` -> feature that jaxforge lacks."""
+
+RETIRED_FAMILIES = frozenset({"bloom", "falcon", "gptj", "mpt", "phi"})
+"""`model_type` of families that earlier versions of jaxforge supported."""

@@ -9,9 +9,9 @@ from torch_compat.names.table import EMBEDDING, HEAD, NameMap, Rule, Transposed
 UNSUPPORTED_KEYS = (
     "model_type", "rope_scaling", "head_dim", "qkv_bias", "qk_norm_eps", "sliding_window",
     "attention_chunk_size", "local_rope_theta", "rope_pattern", "partial_rotary_factor",
-    "norm_unit_offset", "norm_bias", "embedding_norm", "parallel_residual", "shared_norm",
-    "head_bias", "gated_mlp", "clip_qkv", "attn_temperature_scale", "qk_l2_norm", "qk_norm_type",
-    "alibi_max_bias", "moe_score_inputs",
+    "norm_unit_offset", "norm_bias", "parallel_residual", "shared_norm",
+    "gated_mlp", "clip_qkv", "attn_temperature_scale", "qk_l2_norm", "qk_norm_type",
+    "moe_score_inputs",
     "attention_scale", "attn_logit_softcap", "attention_sinks", "attention_output_gate",
     "final_logit_softcap", "swiglu_limit", "embedding_multiplier",
     "residual_multiplier", "logits_scaling", "moe_first_dense_layers", "moe_norm_topk",
@@ -97,8 +97,6 @@ def incompatibilities(model: ModelConfig) -> Iterator[str]:
     for key in UNSUPPORTED_KEYS:
         if getattr(model, key) != getattr(plain, key):
             yield f"KempnerForge has no model.{key}: {_OTHERWISE}"
-    if model.position_embedding == "alibi":
-        yield f'KempnerForge has no model.position_embedding = "alibi": {_OTHERWISE}'
     if model.activation not in _ACTIVATIONS:
         yield f'KempnerForge has no model.activation = "{model.activation}": {_OTHERWISE}'
     if model.mtp_depth:

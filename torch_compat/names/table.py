@@ -23,7 +23,6 @@ from jaxforge.errors import UserError
 from torch_compat.formats.lazy import LazyTensor, interleave_rows, stack
 
 HEAD = "output_head.proj.weight"
-HEAD_BIAS = "output_head.proj.bias"
 EMBEDDING = "token_embedding.embedding.weight"
 POSITIONS = "position_embedding.weight"
 _EXPERT = re.compile(r"layers\.\d+\.mlp\.experts\.(\d+)\..*")
@@ -48,7 +47,7 @@ class InterleavedRotary:
     """Layout of q and k in which channels 2i and 2i + 1 of a head are rotated as a pair.
 
     jaxforge and most families of transformers rotate channels i and i + n/2 of the first n channels
-    of a head (`model.partial_rotary_factor`); Meta, GPT-J and others rotate neighbouring channels.
+    of a head (`model.partial_rotary_factor`); Meta, GLM and others rotate neighbouring channels.
     Scores do not depend on the order of channels that q and k share, so converted rows are the
     whole difference. Parameters per channel of a head, such as norms, have the same order.
     """

@@ -10,7 +10,7 @@ from jaxforge.cli.suggestions import listed
 from jaxforge.config.model import ModelConfig
 from jaxforge.errors import UserError
 from torch_compat.formats.lazy import LazyTensor, equal
-from torch_compat.names.table import EMBEDDING, HEAD, HEAD_BIAS, NameMap, differences
+from torch_compat.names.table import EMBEDDING, HEAD, NameMap, differences
 
 _MAX_SHOWN = 20
 _KINDS = ("missing: ", "left over: ")
@@ -52,7 +52,7 @@ def translate(
     if by.resize_vocab:
         translated = {
             name: tensor.resized(by.model.vocab_size)
-            if name in (EMBEDDING, HEAD, HEAD_BIAS) and tensor.shape
+            if name in (EMBEDDING, HEAD) and tensor.shape
             else tensor
             for name, tensor in translated.items()
         }

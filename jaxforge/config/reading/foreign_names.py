@@ -7,6 +7,7 @@ and hyphens do not matter.
 
 from jaxforge.config.reading.kempnerforge import NO_EFFECT, STORED_AS
 from jaxforge.config.reading.lines import Path
+from jaxforge.config.reading.retired import RETIRED
 
 NAMES: dict[str, str] = {
     "model.dim": "hidden_size n_embd d_model hidden_dim embed_dim model_dim",
@@ -256,7 +257,9 @@ def key_of(path: Path) -> str | None:
 
 
 def note_of(path: Path) -> str | None:
-    """Return the explanation of a foreign key without a key of the same meaning, or None."""
+    """Return the note about a retired key, or a foreign key without a counterpart, or None."""
+    if retired := RETIRED.get(".".join(map(str, path))):
+        return retired[1]
     return next((_NOTES[name] for name in _spellings(path) if name in _NOTES), None)
 
 

@@ -12,6 +12,7 @@ from jaxforge.config.reading.explain import Sources
 from jaxforge.config.reading.lines import Path as KeyPath
 from jaxforge.config.reading.lines import key_lines
 from jaxforge.config.reading.overrides import parse_overrides
+from jaxforge.config.reading.retired import without_retired_defaults
 from jaxforge.config.reading.text import read_text
 from jaxforge.config.reading.unresolved import UnresolvedConfig
 from jaxforge.storage import trust, urls
@@ -118,7 +119,7 @@ def _without_side_effects(values: Mapping[str, Any]) -> dict[str, Any]:
 def _unresolved(
     values: dict[Any, Any], overrides: Sequence[str], source: str, text: str, trusts: Decision
 ) -> UnresolvedConfig:
-    values, lines = kempnerforge.rewrite(values, key_lines(text), source)
+    values, lines = kempnerforge.rewrite(without_retired_defaults(values), key_lines(text), source)
     settings = parse_overrides(overrides)
     for setting in settings:
         _assign(values, setting.path, setting.value)

@@ -20,7 +20,7 @@ from jaxforge.kernels.masking import (
     select_window,
     visible,
 )
-from jaxforge.kernels.scoring import Scoring, alibi_bias, alibi_slopes
+from jaxforge.kernels.scoring import Scoring
 from jaxforge.model import mup
 from jaxforge.model.attention_weights import attention_weights, max_logits
 from jaxforge.model.cost import MixerCost, attention_cost
@@ -109,13 +109,10 @@ class Attention(Mixer):
         q_BSHh, k_BSKh = self._with_positions(q_BSHh, k_BSKh, context, settings)
         # Scores are float32, so sinks are, too.
         sinks = self.sinks[...].astype(jnp.float32) if c.attention_sinks else None
-        slopes = None
-        if c.position_embedding == "alibi":
-            slopes = jnp.asarray(alibi_slopes(c.n_heads, c.alibi_max_bias))
         captured: dict[str, Array] = {}
         if cache is None:
             y_BSHh, captured = attend_to_sequence(
-                q_BSHh, k_BSKh, v_BSKh, context, settings, self.scoring, sinks, slopes
+                q_BSHh, k_BSKh, v_BSKh, context, settings, self.scoring, sinks
             )
         else:
             assert context.positions is not None
@@ -125,8 +122,7 @@ class Attention(Mixer):
             seen_BST = visible(
                 *at, select_window(plan.masks, kind.mask), select_chunk(plan.masks, kind.mask)
             )
-            bias = alibi_bias(slopes, context.positions, at[1])
-            y_BSHh = cached_attention(q_BSHh, *cache, seen_BST[:, None], self.scoring, sinks, bias)
+            y_BSHh = cached_attention(q_BSHh, *cache, seen_BST[:, None], self.scoring, sinks)
         y_BSHh = constrain_heads(y_BSHh, "heads")
         if c.attention_output_gate:
             gate_BSHh = constrain_heads(self.gate_proj(x_BSD, precision), "heads")
@@ -219,7 +215,6 @@ def attend_to_sequence(
     settings: LayerSettings,
     scoring: Scoring,
     sinks: Float[Array, "heads"] | None = None,
-    slopes: Float[Array, "heads"] | None = None,
 ) -> tuple[Float[Array, "b s heads hv"], dict[str, Array]]:
     """Attend within sequences with the platform's kernel, and across devices that share them.
 
@@ -231,14 +226,13 @@ def attend_to_sequence(
     inputs = plan.masks, kind.mask, q_BSHh, k_BSKh, context.segment_ids, scoring
     if ATTENTION_WEIGHTS in capture.points:
         assert context_size() == 1  # otherwise no device has all keys
-        captured[ATTENTION_WEIGHTS] = attention_weights(*inputs, sinks, slopes)
+        captured[ATTENTION_WEIGHTS] = attention_weights(*inputs, sinks)
     if MAX_LOGITS in capture.points:
         strategy = runtime.context if context_size() > 1 else None
         captured[MAX_LOGITS] = max_logits(*inputs, context.positions, strategy)
-    attend: Callable[..., Array] = functools.partial(attend_with_masks, slopes=slopes)
+    attend: Callable[..., Array] = attend_with_masks
     kernel = runtime.attention
     if context_size() > 1:
-        assert slopes is None, "refused (`mesh_rules`)"
         attend = functools.partial(attend_across_devices, runtime.context)
         kernel = runtime.ring if runtime.context == "ring" else kernel
     y_BSHh = attend(

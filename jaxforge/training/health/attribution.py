@@ -251,7 +251,7 @@ def make_row_losses(model: Model, config: TrainConfig, mesh: Mesh) -> RowLosses:
     def row_losses(params: Params, batch: Batch) -> Float[Array, "m b"]:
         def microbatch_losses(microbatch: Batch) -> Float[Array, "b"]:
             labels = microbatch["labels"]
-            hidden, head = model.head_operands(params, model.forward(params, microbatch)[0])
+            hidden, head = model.forward(params, microbatch)[0], model.head(params)
             each = jnp.eye(labels.shape[0], dtype=bool)
             tiles = tiles_of(config, labels, head, model)
             by_row = cross_entropy(hidden, head, labels, tiles, each).by_dataset
