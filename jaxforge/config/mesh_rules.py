@@ -9,7 +9,8 @@ from jaxforge.config.axes import BATCH_AXES, Mesh, Rule, cp_strategy, data_paral
 from jaxforge.config.facts import SplitBy, facts
 from jaxforge.config.fixes import smaller_axis
 from jaxforge.config.job import JobConfig
-from jaxforge.config.model import ATTENTION, GATED_DELTA_NET, LATENT_ATTENTION, MAMBA2, NO_MIXER
+from jaxforge.config.mixers import LATENT_ATTENTION
+from jaxforge.config.model import ATTENTION, NO_MIXER
 from jaxforge.config.points import ATTENTION_WEIGHTS
 from jaxforge.config.problems import Problem, divisors, multiples, nearest, single_change
 
@@ -43,9 +44,9 @@ def convolutions_fit_parts(config: JobConfig, mesh: Mesh) -> Iterator[Problem]:
     if parts == 1:
         return
     parts *= 2 if cp_strategy(config) == "ring" else 1
-    for mixer in (GATED_DELTA_NET, MAMBA2):
-        size = getattr(config.model, mixer).conv_size
-        if mixer in config.model.mixers and config.train.seq_len // parts < size - 1:
+    for mixer, table in config.model.mixer_tables.items():
+        size = getattr(table, "conv_size", 1)  # some mixers have no convolution
+        if config.train.seq_len // parts < size - 1:
             yield Problem(
                 f"train.seq_len = {config.train.seq_len} in {parts} parts is shorter than the "
                 f"{size - 1} earlier tokens that model.{mixer}.conv_size = {size} reaches",

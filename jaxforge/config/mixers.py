@@ -1,4 +1,8 @@
-"""Settings of the mixers, each a table of `[model]` with the mixer's name."""
+"""Settings of the mixers, each a table of `[model]` with the mixer's name.
+
+A mixer of `model/mixers/` declares its settings here, and not in its own file: that file imports
+JAX, which a config is read without, and imports point downwards.
+"""
 
 from collections.abc import Iterator
 from typing import Annotated, ClassVar
@@ -15,6 +19,9 @@ class MixerConfig(Section):
 
     has_mup_rules: ClassVar[bool] = False
     """Whether muP has rules for the parameters."""
+
+
+GATED_DELTA_NET = "gated_delta_net"
 
 
 class GatedDeltaNetConfig(MixerConfig):
@@ -53,6 +60,9 @@ class GatedDeltaNetConfig(MixerConfig):
                     multiples("value_heads", self.value_heads, self.key_heads),
                 ),
             )
+
+
+MAMBA2 = "mamba2"
 
 
 class Mamba2Config(MixerConfig):
@@ -127,6 +137,9 @@ class Mamba2Config(MixerConfig):
                 yield f"{first} = {least} must be less than {last} = {most}"
 
 
+LATENT_ATTENTION = "latent_attention"
+
+
 class LatentAttentionConfig(MixerConfig):
     """`[model.latent_attention]`: multi-head latent attention, as in DeepSeek-V2 and V3."""
 
@@ -164,3 +177,18 @@ class LatentAttentionConfig(MixerConfig):
                 f"rope_head_dim = {self.rope_head_dim} must be even: rotary embeddings pair the "
                 "two halves"
             )
+
+
+class MixerTables(Section):
+    """Tables of `[model]` for the mixers with settings."""
+
+    gated_delta_net: GatedDeltaNetConfig = GatedDeltaNetConfig()
+    """Settings of layers with "gated_delta_net" in mixer_pattern."""
+    latent_attention: Annotated[LatentAttentionConfig, Structure()] = LatentAttentionConfig()
+    """Settings of layers with "latent_attention" in mixer_pattern."""
+    mamba2: Mamba2Config = Mamba2Config()
+    """Settings of layers with "mamba2" in mixer_pattern."""
+
+
+MIXER_TABLES = tuple(MixerTables.model_fields)
+"""Mixers with a table of settings, which has the name of the mixer."""

@@ -9,12 +9,7 @@ from typing import Annotated, Literal, NamedTuple
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from jaxforge.config.facts import Constant, Needs, Requires, SplitBy, Structure, facts
-from jaxforge.config.mixers import (
-    GatedDeltaNetConfig,
-    LatentAttentionConfig,
-    Mamba2Config,
-    MixerConfig,
-)
+from jaxforge.config.mixers import LATENT_ATTENTION, MIXER_TABLES, MixerConfig, MixerTables
 from jaxforge.config.problems import Problem, divisors, multiples, nearest, single_change
 from jaxforge.config.section import Section
 from jaxforge.config.sizes import MOST_LAYERS
@@ -26,22 +21,8 @@ LAYERS = "layers"
 ATTENTION, NO_MIXER = "attention", "none"
 """Names of softmax attention as a mixer, and of layers without a mixer."""
 
-GATED_DELTA_NET = "gated_delta_net"
-"""Name of Gated DeltaNet as a mixer, and of its table of settings."""
-
-LATENT_ATTENTION = "latent_attention"
-"""Name of multi-head latent attention as a mixer."""
-
-MAMBA2 = "mamba2"
-"""Name of state-space layers of Mamba-2 as a mixer."""
-
-MIXERS = Registry(
-    "model.mixer_pattern", ATTENTION, GATED_DELTA_NET, LATENT_ATTENTION, MAMBA2, NO_MIXER
-)
+MIXERS = Registry("model.mixer_pattern", ATTENTION, *MIXER_TABLES, NO_MIXER)
 """Registered mixers (`model.mixer_pattern`), which exchange information between tokens."""
-
-MIXER_TABLES = (GATED_DELTA_NET, LATENT_ATTENTION, MAMBA2)
-"""Mixers with a table of settings, which has the name of the mixer."""
 
 FeedForward = Literal["dense", "experts", "none"]
 
@@ -170,7 +151,7 @@ def scaled_expert(width: int, multiplier: float = 1.0) -> int:
     return max(16, 16 * round(int(width * multiplier) / 16))
 
 
-class ModelConfig(Section):
+class ModelConfig(MixerTables):
     """Architecture of a decoder language model."""
 
     dim: Annotated[PositiveInt, SplitBy("cp ep")] = 4096
@@ -190,12 +171,6 @@ class ModelConfig(Section):
     feed_forward_pattern: tuple[FeedForward, ...] = ()
     """Feed-forwards of consecutive layers, repeated over all layers; "none": the layer has a mixer
     only. If empty, all layers have experts if num_experts is set, else none."""
-    gated_delta_net: GatedDeltaNetConfig = GatedDeltaNetConfig()
-    """Settings of layers with "gated_delta_net" in mixer_pattern."""
-    mamba2: Mamba2Config = Mamba2Config()
-    """Settings of layers with "mamba2" in mixer_pattern."""
-    latent_attention: Annotated[LatentAttentionConfig, Structure()] = LatentAttentionConfig()
-    """Settings of layers with "latent_attention" in mixer_pattern."""
     qkv_bias: bool = False
     """Add a bias to queries, keys and values, as Qwen2 does; in latent attention to the projections
     to latents."""

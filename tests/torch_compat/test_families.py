@@ -576,7 +576,7 @@ def minimal(model_type, **keys):
         (minimal("gpt_oss", layer_types=["chunked_attention"] * 2), "2 layers of chunked_attent"),
         (minimal("gpt_oss", quantization_config={"quant_method": "mxfp4"}),
          r"quantized, in MXFP4: take a copy in bfloat16.*Mxfp4Config\(dequantize=True\)"),
-        *((minimal(name), f"model_type '{name}' was retired")
+        *((minimal(name), f"model_type '{name}' was retired with its options")
           for name in ("bloom", "mpt", "gptj", "falcon", "phi")),
         (minimal("llama4_text", moe_layers=[]), "no counterpart of experts in layers"),
         (minimal("llama4_text", no_rope_layers=[1]), "must have 2 layers, of full_attention and"),

@@ -27,7 +27,7 @@ from tests.torch_compat.megatron_golden import (
 )
 from tests.torch_compat.runs import assert_same, trained, values
 from torch_compat.checkpoint import checkpoints, megatron_config, orbax_store
-from torch_compat.checkpoint.hf_config import network_settings
+from torch_compat.checkpoint.network_settings import network_settings
 from torch_compat.checkpoint.restore import open_foreign
 from torch_compat.formats import torch_zip
 from torch_compat.formats.dcp_reader import open_dcp

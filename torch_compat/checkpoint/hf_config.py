@@ -1,15 +1,20 @@
-"""Conversion between Hugging Face's `config.json` and our `[model]`."""
+"""Conversion between Hugging Face's `config.json` and `[model]`.
 
-import math
+Import:  config.json ─► _complete (checks, defaults, Llama's names) ─► Family.read ─► [model]
+Export:  [model] ─► select_family (the first whose keys mean the same model) ─► Family.keys
+"""
+
 import reprlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from jaxforge.config.job import JobConfig
-from jaxforge.config.model import MIXER_TABLES, ModelConfig
+from jaxforge.config.model import ModelConfig
 from jaxforge.errors import UserError
+from torch_compat.checkpoint.network_settings import network_settings, same
 from torch_compat.families import FAMILIES, RETIRED_FAMILIES, UNSUPPORTED_FAMILIES, Family
-from torch_compat.families.common import NEEDED, PLAIN, check_table, is_size, scaling_keys
+from torch_compat.families.common import NEEDED
+from torch_compat.families.values import integer, is_possible
 from torch_compat.formats import limits
 from torch_compat.formats.limits import is_name
 
@@ -50,10 +55,6 @@ _OF_THE_EXPORT = frozenset({
 })  # fmt: skip
 """Keys of an imported config that an export does not take over, such as references to code files.
 """
-_NOT_COMPARED = ("sdpa_backend", "sliding_window", "attention_chunk_size", "attention_pattern",
-                 "rope_theta", "rope_scaling", "local_rope_theta", "rope_pattern",
-                 "partial_rotary_factor", "mixer_pattern", "feed_forward_pattern",
-                 "mtp_depth")  # fmt: skip
 _MOST_SHOWN = 3
 DEQUANTIZED = (
     "take a copy in bfloat16, such as transformers saves of a model that it opened by "
@@ -95,7 +96,7 @@ def block_of_scales(config: Mapping[str, Any], where: str) -> tuple[int, int] | 
     if not quantized:
         return None
     if isinstance(quantized, dict) and quantized.get("quant_method") == "fp8":
-        block, is_edge = quantized.get("weight_block_size"), _is_int_up_to(limits.WIDTH)
+        block, is_edge = quantized.get("weight_block_size"), integer()
         is_e4m3 = quantized.get("fmt", "e4m3") == "e4m3"
         if is_e4m3 and isinstance(block, list) and len(block) == 2 and all(map(is_edge, block)):
             return block[0], block[1]
@@ -105,6 +106,106 @@ def block_of_scales(config: Mapping[str, Any], where: str) -> tuple[int, int] | 
         + (f"quantized, in MXFP4: {DEQUANTIZED}" if is_mxfp4 else "quantized in another way than "
            'in e4m3 with a scale per block ("quant_method": "fp8" with "weight_block_size")')
     )  # fmt: skip
+
+
+def _family(config: Mapping[str, Any], where: str) -> Family:
+    name = config.get("model_type")
+    if not isinstance(name, str):
+        problem = f"{reprlib.repr(name)} is not one of"
+    elif name in FAMILIES:
+        return FAMILIES[name]
+    elif name in UNSUPPORTED_FAMILIES:
+        problem = f"{name!r} takes {UNSUPPORTED_FAMILIES[name]}: not built yet; supported are"
+    elif name in RETIRED_FAMILIES:
+        problem = f"{name!r} was retired with its options of [model]; supported are"
+    else:
+        problem = f"{reprlib.repr(name)} is not one of"
+    raise UserError(f"{where}: model_type {problem} {', '.join(FAMILIES)}")
+
+
+def _complete(config: Mapping[str, Any], family: Family, where: str) -> dict[str, Any]:
+    """Return a config with Llama's keys and transformers' defaults for absent keys.
+
+    Raises:
+        UserError: keys are missing, unknown, or have impossible values.
+    """
+    block_of_scales(config, where)  # raises
+    usual = _by_usual_names(config, family, where)
+    needed = [key for key in NEEDED if family.defaults.get(key, 0) is None]
+    missing = [family.name_in_family(key) for key in needed if type(usual.get(key)) is not int]
+    if missing:
+        raise UserError(f"{where}: it does not give {', '.join(missing)}, or not as whole numbers")
+    for key, value in usual.items():
+        if not is_possible(family, key, value):
+            name = family.name_in_family(key)
+            raise UserError(f"{where}: {name} = {reprlib.repr(value)} is not possible for a model")
+    problems = list(_unknown(usual, family))
+    if problems:
+        raise UserError(
+            f"{where}: jaxforge's model has no counterpart of {'; '.join(problems)} in "
+            f"{family.model_type}"
+        )
+    flags = {key for key, default in family.defaults.items() if isinstance(default, bool)}
+    null_flags = {key: False for key in flags if usual.get(key, True) is None}
+    complete = {**family.defaults, **usual, **null_flags}
+    if family.requires_head_divisor and complete["hidden_size"] % complete["num_attention_heads"]:
+        width, heads = map(family.name_in_family, ("hidden_size", "num_attention_heads"))
+        raise UserError(
+            f"{where}: {width} = {complete['hidden_size']} is not a multiple of {heads} = "
+            f"{complete['num_attention_heads']}, which transformers refuses in {family.model_type}"
+        )
+    return complete
+
+
+def _by_usual_names(config: Mapping[str, Any], family: Family, where: str) -> dict[str, Any]:
+    """Return a config with Llama's keys.
+
+    Raises:
+        UserError: two keys of the same meaning differ, or transformers does not read the name of a
+            key in this family.
+    """
+    usual: dict[str, Any] = {}
+    for key, value in config.items():
+        name = family.llama_name(key)
+        if usual.get(name) is not None and value is None:
+            continue
+        if usual.get(name, value) not in (None, value):
+            raise UserError(
+                f"{where}: {key} = {reprlib.repr(value)} contradicts another key of the same "
+                f"meaning, {reprlib.repr(usual[name])}. Remove one of them"
+            )
+        usual[name] = value
+    for own, name in family.names.items():
+        is_read = own in config or name not in config or name in family.aliases
+        if not is_read and usual[name] not in (None, family.defaults.get(name)):
+            raise UserError(
+                f"{where}: transformers does not read {name} in {family.model_type}. Rename "
+                f"{name} = {reprlib.repr(usual[name])} to {own} if the model was trained with it, "
+                "or remove it"
+            )
+    return usual
+
+
+def _unknown(config: Mapping[str, Any], family: Family) -> Iterator[str]:
+    """Yield the keys that a family does not know, and values that are not supported.
+
+    An unknown key with null, false, or an empty list or table has no effect.
+    """
+    known = family.defaults.keys() | {*family.unused}
+    for key, value in config.items():
+        if key in family.only:
+            wrong = value not in (None, family.only[key])
+        else:
+            wrong = not (key in known or value in (None, False, [], {}) or _is_irrelevant(key))
+        if wrong:
+            name = family.name_in_family(key) if is_name(key) else reprlib.repr(key)
+            yield f"{name} = {reprlib.repr(value)}"
+
+
+def _is_irrelevant(key: str) -> bool:
+    """Return whether a key is irrelevant to the model in every family."""
+    is_known = key in _NO_PART_OF_THE_MODEL | _OF_GENERATION | _OF_TRAINING
+    return is_known or key.startswith(_OF_TOOLS)
 
 
 def select_family(
@@ -186,12 +287,6 @@ def eos_token_id(ids: Sequence[int]) -> int | list[int] | None:
     return list(ids) if len(ids) > 1 else next(iter(ids), None)
 
 
-def _is_irrelevant(key: str) -> bool:
-    """Return whether a key is irrelevant to the model in every family."""
-    is_known = key in _NO_PART_OF_THE_MODEL | _OF_GENERATION | _OF_TRAINING
-    return is_known or key.startswith(_OF_TOOLS)
-
-
 def _model_keys(model: ModelConfig, family: Family, before: Mapping[str, Any]) -> dict[str, Any]:
     """Return the keys of a model; imported keys if they describe the same model and family."""
     keys = family.keys(model)
@@ -223,249 +318,3 @@ def _lacks(family: Family, model: ModelConfig) -> list[str]:
         return [f"{_NO_SUCH} ({error})"]
     wanted, settings = network_settings(model), network_settings(again)
     return [f"{key} = {wanted[key]!r}" for key in wanted if not same(wanted[key], settings[key])]
-
-
-def same(first: Any, other: Any) -> bool:  # noqa: ANN401 (values of any key)
-    """Return whether two values are equal; numbers to float32 precision."""
-    if isinstance(first, float) and isinstance(other, float):
-        return math.isclose(first, other, rel_tol=1e-7)
-    return first == other
-
-
-def network_settings(model: ModelConfig) -> dict[str, Any]:
-    """Return the settings that determine the function of a network.
-
-    They are equal for two configs of equal networks.
-    """
-    keys = {k: v for k, v in model.model_dump().items() if k not in _NOT_COMPARED}
-    keys = {k: v for k, v in keys.items() if not k.startswith("moe_")} | _experts(model)
-    keys |= _mixer_settings(model)
-    has_dense_layers = any(parts.feed_forward == "dense" for parts in model.layer_parts)
-    keys |= {
-        "n_kv_heads": model.kv_heads,
-        "head_dim": model.head_size,
-        "ffn_hidden_dim": model.ffn_dim if has_dense_layers else None,
-        "mixer_pattern": tuple(parts.mixer for parts in model.layer_parts),
-        "gated_mlp": model.is_gated,
-        "attention_scale": model.attention_scale or model.head_size**-0.5,
-        "qk_norm_eps": model.qk_norm_eps if model.uses("qk_norm_eps") else model.norm_eps,
-        "sliding_window and attention_pattern": _effective_spans(model.windows, model),
-        "attention_chunk_size and attention_pattern": _effective_spans(model.chunks, model),
-        "rotary positions": tuple(
-            rope and (rope[0], model.rotary_size, scaling_keys(rope[1])) for rope in model.ropes
-        ),
-    }
-    return {key if " " in key else f"model.{key}": value for key, value in keys.items()}
-
-
-def _experts(model: ModelConfig) -> dict[str, Any]:
-    """Return the settings that determine the outputs of experts, not their losses and loads."""
-    if not model.is_moe:
-        return {}
-    same = ("moe_top_k", "moe_router", "moe_norm_topk", "moe_routed_scaling", "moe_router_bias",
-            "moe_capacity_factor", "moe_score_inputs")  # fmt: skip
-    groups = model.moe_groups, model.moe_top_k_groups
-    return {
-        **{key: getattr(model, key) for key in same},
-        "moe_groups and moe_top_k_groups": (
-            (1, 1) if groups[0] == groups[1] else (*groups, model.moe_group_score)
-        ),
-        "feed_forward_pattern and moe_first_dense_layers": tuple(
-            parts.feed_forward for parts in model.layer_parts
-        ),
-        "moe_bias_update": model.bias_update,
-        "moe_expert_dim": model.expert_dim,
-        "moe_shared_expert_dim": model.shared_expert_dim,
-        "moe_shared_expert_gate": model.moe_shared_expert_gate,
-    }
-
-
-def _mixer_settings(model: ModelConfig) -> dict[str, Any]:
-    """Return the settings of mixers that layers have, without those of the initialization."""
-    tables = {
-        mixer: {key: value for key, value in table if not key.startswith("init_")}
-        for mixer, table in model.mixer_tables.items()
-    }
-    return dict.fromkeys(MIXER_TABLES) | tables
-
-
-def _effective_spans(spans: Sequence[int | None], model: ModelConfig) -> tuple[int | None, ...]:
-    """Return windows or chunks of all layers; None if they cover the whole sequence."""
-    return tuple(None if n is None or n >= model.max_seq_len else n for n in spans)
-
-
-def _family(config: Mapping[str, Any], where: str) -> Family:
-    family = config.get("model_type")
-    if not isinstance(family, str) or family not in FAMILIES:
-        if isinstance(family, str) and family in UNSUPPORTED_FAMILIES:
-            raise UserError(
-                f"{where}: model_type {family!r} takes {UNSUPPORTED_FAMILIES[family]}: not built "
-                "yet; "
-                f"supported are {', '.join(FAMILIES)}"
-            )
-        if isinstance(family, str) and family in RETIRED_FAMILIES:
-            raise UserError(
-                f"{where}: model_type {family!r} was retired: nobody pre-trains such models any "
-                "more. Use an earlier version of jaxforge, or the model in PyTorch"
-            )
-        raise UserError(
-            f"{where}: model_type {reprlib.repr(family)} is not one of {', '.join(FAMILIES)}"
-        )
-    return FAMILIES[family]
-
-
-def _complete(config: Mapping[str, Any], family: Family, where: str) -> dict[str, Any]:
-    """Return a config with Llama's keys and transformers' defaults for absent keys.
-
-    Raises:
-        UserError: keys are missing, unknown, or have impossible values.
-    """
-    block_of_scales(config, where)  # raises
-    usual = _by_usual_names(config, family, where)
-    needed = [key for key in NEEDED if family.defaults.get(key, 0) is None]
-    missing = [family.name_in_family(key) for key in needed if type(usual.get(key)) is not int]
-    if missing:
-        raise UserError(f"{where}: it does not give {', '.join(missing)}, or not as whole numbers")
-    for key, value in usual.items():
-        is_fine = _RANGES.get(key)
-        if value is None:
-            default = family.defaults.get(key, 0)
-            has_size = key in NEEDED and bool(default)
-            is_wrong = has_size or (key in _NEVER_NULL and default is not None)
-        else:
-            is_wrong = is_fine is not None and not is_fine(value)
-        if family.experts_are_optional and key == "num_local_experts" and value == 0:
-            is_wrong = False
-        if is_wrong:
-            name = family.name_in_family(key)
-            raise UserError(f"{where}: {name} = {reprlib.repr(value)} is not possible for a model")
-    problems = list(_unknown(usual, family))
-    if problems:
-        raise UserError(
-            f"{where}: jaxforge's model has no counterpart of {'; '.join(problems)} in "
-            f"{family.model_type}"
-        )
-    complete = {**family.defaults, **usual}
-    if family.requires_head_divisor and complete["hidden_size"] % complete["num_attention_heads"]:
-        width, heads = map(family.name_in_family, ("hidden_size", "num_attention_heads"))
-        raise UserError(
-            f"{where}: {width} = {complete['hidden_size']} is not a multiple of {heads} = "
-            f"{complete['num_attention_heads']}, which transformers refuses in {family.model_type}"
-        )
-    return complete
-
-
-def _by_usual_names(config: Mapping[str, Any], family: Family, where: str) -> dict[str, Any]:
-    """Return a config with Llama's keys.
-
-    Raises:
-        UserError: two keys of the same meaning differ, or transformers does not read the name of a
-            key in this family.
-    """
-    usual: dict[str, Any] = {}
-    for key, value in config.items():
-        name = family.llama_name(key)
-        if usual.get(name) is not None and value is None:
-            continue
-        if usual.get(name, value) not in (None, value):
-            raise UserError(
-                f"{where}: {key} = {reprlib.repr(value)} contradicts another key of the same "
-                f"meaning, {reprlib.repr(usual[name])}. Remove one of them"
-            )
-        usual[name] = value
-    for own, name in family.names.items():
-        is_read = own in config or name not in config or name in family.aliases
-        if not is_read and usual[name] not in (None, family.defaults.get(name)):
-            raise UserError(
-                f"{where}: transformers does not read {name} in {family.model_type}. Rename "
-                f"{name} = {reprlib.repr(usual[name])} to {own} if the model was trained with it, "
-                "or remove it"
-            )
-    return usual
-
-
-def _unknown(config: Mapping[str, Any], family: Family) -> Iterator[str]:
-    """Yield the keys that a family does not know, and values that are not supported.
-
-    An unknown key with null, false, or an empty list or table has no effect.
-    """
-    known = family.defaults.keys() | {*family.unused}
-    for key, value in config.items():
-        if key in family.only:
-            wrong = value not in (None, family.only[key])
-        else:
-            wrong = not (key in known or value in (None, False, [], {}) or _is_irrelevant(key))
-        if wrong:
-            name = family.name_in_family(key) if is_name(key) else reprlib.repr(key)
-            yield f"{name} = {reprlib.repr(value)}"
-
-
-def _is_int_up_to(most: int, least: int = 1) -> Callable[[Any], bool]:
-    return lambda value: type(value) is int and least <= value <= most
-
-
-def _list_of(is_fine: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    return lambda value: isinstance(value, list) and all(map(is_fine, value))
-
-
-_COUNTS = ("num_hidden_layers", "num_local_experts", "num_experts", "num_experts_per_tok",
-           "n_routed_experts", "n_shared_experts", "n_group", "topk_group", "decoder_sparse_step",
-           "no_rope_layer_interval", "sliding_window_pattern",
-           "interleave_moe_layer_step", "moe_layer_interval", "mamba_n_heads", "mamba_n_groups",
-           "mamba_expand", "mamba_num_heads", "n_groups", "full_attention_interval",
-           "linear_num_key_heads", "linear_num_value_heads")  # fmt: skip
-_NUMBERS = ("rms_norm_eps", "rope_theta", "initializer_range", "rope_local_base_freq",
-            "query_pre_attn_scalar", "embedding_multiplier", "residual_multiplier",
-            "attention_multiplier", "logits_scaling", "routed_scaling_factor",
-            "swiglu_limit", "attn_scale", "time_step_min", "time_step_max")  # fmt: skip
-_WIDTHS = ("moe_intermediate_size", "shared_expert_intermediate_size", "intermediate_size_mlp",
-           "attention_chunk_size", "floor_scale", "mamba_d_state", "mamba_d_conv",
-           "mamba_chunk_size", "mamba_head_dim", "ssm_state_size", "conv_kernel", "chunk_size",
-           "moe_shared_expert_intermediate_size", "linear_key_head_dim", "linear_value_head_dim",
-           "linear_conv_kernel_dim", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim",
-           "v_head_dim")  # fmt: skip
-_FLAGS = ("norm_topk_prob", "qkv_bias", "mamba_conv_bias", "mamba_proj_bias", "use_conv_bias")
-_FROM = (
-    "moe_num_shared_experts",
-    "moe_layer_start_index",
-    "max_window_layers",
-    "first_k_dense_replace",
-    "num_nextn_predict_layers",
-)
-_WIDTHS_OR_0 = ("shared_intermediate_size",)
-_NEVER_NULL = frozenset((*_COUNTS, *_NUMBERS, *_WIDTHS, *_WIDTHS_OR_0, *_FROM, *_FLAGS,
-                         "mamba_d_head", "moe_layer_end_index"))  # fmt: skip
-_RANGES: Mapping[str, Callable[[Any], bool]] = {
-    **dict.fromkeys(
-        (*PLAIN.values(), *_WIDTHS, "num_key_value_heads", "head_dim", "q_lora_rank",
-         "original_max_position_embeddings"),
-        _is_int_up_to(limits.WIDTH),
-    ),
-    **dict.fromkeys(_COUNTS, _is_int_up_to(limits.LAYERS)),
-    **dict.fromkeys(("sliding_window", *_WIDTHS_OR_0), _is_int_up_to(limits.WIDTH, 0)),
-    **dict.fromkeys(_FROM, _is_int_up_to(limits.LAYERS, 0)),
-    **dict.fromkeys(
-        (*_NUMBERS, "attn_logit_softcapping", "final_logit_softcapping", "partial_rotary_factor",
-         "logit_scale", "clip_qkv"),
-        is_size,
-    ),
-    "initializer_range": lambda value: is_size(value) or value == 0,
-    **dict.fromkeys(
-        ("tie_word_embeddings", "use_sliding_window", "attention_bias", "mlp_bias", "use_bias",
-         "use_qkv_bias", "use_parallel_residual", "scale_attn_weights",
-         "use_qk_norm", *_FLAGS),
-        lambda value: isinstance(value, bool),
-    ),
-    **dict.fromkeys(("rope_scaling", "rope_parameters"), check_table),
-    **dict.fromkeys(("layer_types", "layers_block_type"), _list_of(is_name)),
-    "hybrid_override_pattern": lambda value: isinstance(value, str) and is_name(value),
-    "attn_layer_indices": _list_of(_is_int_up_to(limits.LAYERS, 0)),
-    "mamba_d_head": lambda value: value == "auto" or _is_int_up_to(limits.WIDTH)(value),
-    "no_rope_layers": _list_of(lambda value: value in (0, 1)),
-    "moe_layer_end_index": _is_int_up_to(limits.LAYERS, -1),
-    "moe_layers": _list_of(_is_int_up_to(limits.LAYERS, 0)),
-    "attn_temperature_tuning": lambda value: type(value) in (bool, int),
-    "mlp_only_layers": _list_of(_is_int_up_to(limits.LAYERS, 0)),
-}  # fmt: skip
-"""Key -> predicate of possible values. Without limits, the product of a few values would exhaust
-the memory."""

@@ -10,8 +10,8 @@ from typing import Any
 
 from jaxforge.config.model import ModelConfig, every_nth
 from jaxforge.errors import UserError
-from torch_compat.checkpoint.hf_config import network_settings, same
-from torch_compat.families.common import is_size
+from torch_compat.checkpoint.network_settings import network_settings, same
+from torch_compat.families.values import is_size
 from torch_compat.formats import limits
 
 Settings = Mapping[str, Any]

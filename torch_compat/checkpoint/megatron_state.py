@@ -22,7 +22,7 @@ from torch_compat.checkpoint.megatron_files import COMMON, Job, read_common
 from torch_compat.checkpoint.model_keys import DcpKeys
 from torch_compat.checkpoint.optimizer_state import MAIN_KEYS, STEP
 from torch_compat.checkpoint.validation import invisible_differences
-from torch_compat.families.common import is_size
+from torch_compat.families.values import is_size
 from torch_compat.formats.dcp_reader import Dcp
 from torch_compat.formats.lazy import LazyTensor, to_number
 from torch_compat.formats.limits import shown

@@ -12,7 +12,7 @@ from typing import Any
 from jaxforge.config.model import ModelConfig, RopeScaling
 from jaxforge.errors import UserError
 from torch_compat.families.family import Config, Table
-from torch_compat.formats.limits import is_name
+from torch_compat.families.values import is_size
 
 PLAIN = {
     "dim": "hidden_size",
@@ -101,7 +101,8 @@ def without_usual_head_dim(keys: Table) -> Table:
 
 def head_size(c: Config) -> int:
     """Return the width of a head."""
-    return c.get("head_dim") or c["hidden_size"] // c["num_attention_heads"]
+    # At least 1, so that functions may divide by it: `[model]` refuses more heads than channels.
+    return c.get("head_dim") or max(1, c["hidden_size"] // c["num_attention_heads"])
 
 
 def feed_forward(c: Config, where: str, key: str = "hidden_act", *, gated: bool = True) -> Table:
@@ -232,11 +233,6 @@ def _is_valid(key: str, value: Any) -> bool:  # noqa: ANN401 (untrusted JSON)
     if key in ("short_factor", "long_factor"):
         return isinstance(value, list) and all(map(is_size, value))
     return is_size(value)
-
-
-def is_size(value: Any) -> bool:  # noqa: ANN401 (untrusted JSON)
-    """Return whether a value is a positive number within the range of float32."""
-    return type(value) in (int, float) and 1e-30 < value < 1e30
 
 
 def check_layer_types(
@@ -396,8 +392,3 @@ def scaling_keys(scaling: RopeScaling | None) -> Table:
     return {} if scaling is None else _rotary_table(0.0, scaling) | {
         "original": scaling.original_max_seq_len if scaling.rope_type == "dynamic" else None
     }  # fmt: skip
-
-
-def check_table(value: Any) -> bool:  # noqa: ANN401 (untrusted JSON)
-    """Return whether a value is an object with printable keys."""
-    return isinstance(value, dict) and all(map(is_name, value))

@@ -38,6 +38,7 @@ class Family:
         write: `[model]` -> its keys by Llama's names; a model fits if reading the keys again gives
             the same `[model]`.
         only: keys with a single supported value.
+        ranges: key -> whether a value is possible, if the default does not tell it (`values`).
         names: the family's name of a key -> Llama's name, which transformers does not accept here.
         aliases: alternative name of a key that transformers also accepts -> the usual name.
         unused: keys of its files that the model ignores.
@@ -46,6 +47,7 @@ class Family:
         further_layers_key: key of the number of layers after the last that predict further tokens.
             Its rules include `PREDICTION`.
         experts_are_optional: whether a family with experts also has models without.
+        is_usual: whether exports prefer the family to those that are not usual.
         float32: dtype of the weights in files -> pattern of jaxforge's names of the weights that
             transformers keeps in float32 (`_keep_in_fp32_modules_strict`, for float16 also
             `_keep_in_fp32_modules`). State such as selection biases is always in float32.
@@ -57,12 +59,14 @@ class Family:
     read: Callable[[Config, str], Table]
     write: Callable[[ModelConfig], Table]
     only: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    ranges: Mapping[str, Callable[[Any], bool]] = dataclasses.field(default_factory=dict)
     names: Mapping[str, str] = dataclasses.field(default_factory=dict)
     aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
     unused: Collection[str] = ()
     requires_head_divisor: bool = False
     further_layers_key: str | None = None
     experts_are_optional: bool = False
+    is_usual: bool = False
     float32: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def may_have(self, *, experts: bool) -> bool:
@@ -114,6 +118,11 @@ QK_NORMS = tuple(
 PRE_NORMS = (
     Rule(f"{OURS}attention_norm.weight", f"{THEIRS}input_layernorm.weight"),
     Rule(f"{OURS}mlp_norm.weight", f"{THEIRS}post_attention_layernorm.weight"),
+)
+NORM_BIASES = (
+    Rule("norm.bias", "model.norm.bias"),
+    Rule(f"{OURS}attention_norm.bias", f"{THEIRS}input_layernorm.bias"),
+    Rule(f"{OURS}mlp_norm.bias", f"{THEIRS}post_attention_layernorm.bias"),
 )
 POST_NORMS = (
     Rule(f"{OURS}attention_post_norm.weight", f"{THEIRS}post_attention_layernorm.weight"),
@@ -196,6 +205,17 @@ def fused(names: tuple[str, ...], key: str, layout: Layout, *, transposed: bool 
         Rule(name, key, Fused(part, layout, transposed, change), optional)
         for part, name in enumerate(names)
     )
+
+
+def consecutive_rows(*sizes: int) -> list[np.ndarray]:
+    """Return the rows of parts that follow each other."""
+    return np.split(np.arange(sum(sizes)), np.cumsum(sizes)[:-1])
+
+
+def queries_keys_values(model: ModelConfig) -> list[np.ndarray]:
+    """Return the rows of q, k and v in `qkv_proj`."""
+    keys = model.kv_heads * model.head_size
+    return consecutive_rows(model.n_heads * model.head_size, keys, keys)
 
 
 def grouped_rows(groups: int, sizes: Sequence[int]) -> list[np.ndarray]:

@@ -1,24 +1,30 @@
-"""GLM-4 9B (arXiv:2406.12793): rotary positions of neighbouring channels, half of a head."""
+"""GLM-4, GLM-4-0414 and GLM 4.5."""
 
 from jaxforge.config.model import ModelConfig
-from torch_compat.families import common
+from torch_compat.families import common, experts
 from torch_compat.families.common import COMMON
 from torch_compat.families.family import (
+    LLAMA,
     OURS,
     OUTSIDE,
     PAIRED_ATTENTION,
     PRE_NORMS,
+    PREDICTION,
+    QK_NORMS,
     THEIRS,
     Config,
     Family,
     Table,
+    consecutive_rows,
     fused,
     name_map,
 )
-from torch_compat.families.phi3 import consecutive_rows
+from torch_compat.families.qwen import BIASES
 from torch_compat.names.table import Rule
 
-PROJECTIONS = (
+# GLM-4 9B (arXiv:2406.12793): rotary positions of neighbouring channels, half of a head.
+
+_PROJECTIONS = (
     *(rule for rule in PAIRED_ATTENTION if not rule.name.endswith("o_proj.bias")),
     *fused(
         tuple(f"{OURS}mlp.{m}_proj.weight" for m in ("gate", "up")),
@@ -28,29 +34,93 @@ PROJECTIONS = (
     Rule(f"{OURS}mlp.down_proj.weight", f"{THEIRS}mlp.down_proj.weight"),
 )
 """Rules of attention and feed-forward."""
-DEFAULTS = {
+_DEFAULTS = {
     **COMMON, "num_key_value_heads": 2, "head_dim": 128, "rms_norm_eps": 1.5625e-07,
     "attention_bias": True, "partial_rotary_factor": None,
 }  # fmt: skip
 
 
-def read(c: Config, where: str) -> Table:
+def _read_glm(c: Config, where: str) -> Table:
     """Read a model without the placement of its norms."""
     table = common.shape(c) | common.feed_forward(c, where)
     table |= common.rotary(c, where, partial=0.5)
     return {**table, "qkv_bias": True} if c["attention_bias"] else table
 
 
-def write(model: ModelConfig) -> Table:
-    """Return the keys that `read` reads."""
+def _write_glm(model: ModelConfig) -> Table:
+    """Return the keys that `_read_glm` reads."""
     keys = {**common.llama_keys(model), **common.rotary_keys(model, partial=True)}
     return {**keys, "attention_bias": model.qkv_bias}
 
 
-FAMILY = Family(
+GLM_FAMILY = Family(
     "glm",
-    name_map("hf-glm", "GlmForCausalLM", *OUTSIDE, *PRE_NORMS, *PROJECTIONS),
-    DEFAULTS,
-    read=read,
-    write=write,
+    name_map("hf-glm", "GlmForCausalLM", *OUTSIDE, *PRE_NORMS, *_PROJECTIONS),
+    _DEFAULTS,
+    read=_read_glm,
+    write=_write_glm,
 )
+
+
+# GLM-4-0414 (9B and 32B): GLM-4 with norms before and after attention and feed-forward.
+
+_NORMS = (
+    Rule(f"{OURS}attention_norm.weight", f"{THEIRS}input_layernorm.weight"),
+    Rule(f"{OURS}attention_post_norm.weight", f"{THEIRS}post_self_attn_layernorm.weight"),
+    Rule(f"{OURS}mlp_norm.weight", f"{THEIRS}post_attention_layernorm.weight"),
+    Rule(f"{OURS}mlp_post_norm.weight", f"{THEIRS}post_mlp_layernorm.weight"),
+)
+
+
+def _read_glm4(c: Config, where: str) -> Table:
+    return {**_read_glm(c, where), "norm_placement": "sandwich"}
+
+
+GLM4_FAMILY = Family(
+    "glm4",
+    name_map("hf-glm4", "Glm4ForCausalLM", *OUTSIDE, *_NORMS, *_PROJECTIONS),
+    _DEFAULTS,
+    read=_read_glm4,
+    write=_write_glm,
+)
+
+
+# GLM 4.5 (arXiv:2508.06471): DeepSeek-V3's experts, attention with partial rotation.
+
+_OPTIONAL = tuple(rule._replace(optional=True) for rule in (*QK_NORMS, *BIASES))
+
+
+def _read_glm4_moe(c: Config, where: str) -> Table:
+    table = common.shape(c) | common.feed_forward(c, where)
+    table |= common.rotary(c, where, partial=0.5) | experts.sigmoid(c, where)
+    norms = {"qk_norm": True, "qk_norm_eps": c["rms_norm_eps"]} if c["use_qk_norm"] else {}
+    return table | norms | {"qkv_bias": c["attention_bias"]}
+
+
+def _write_glm4_moe(model: ModelConfig) -> Table:
+    return {
+        **common.llama_keys(model),
+        **common.rotary_keys(model, partial=True),
+        **experts.sigmoid_keys(model),
+        "use_qk_norm": model.qk_norm,
+        "attention_bias": model.qkv_bias,
+        "num_nextn_predict_layers": model.mtp_depth,
+    }
+
+
+GLM4_MOE_FAMILY = Family(
+    "glm4_moe",
+    name_map(
+        "hf-glm4-moe", "Glm4MoeForCausalLM", *LLAMA, *experts.EXPERTS, experts.BIAS,
+        *experts.shared("shared_experts"), *_OPTIONAL, *PREDICTION,
+    ),
+    {**COMMON, **experts.SIGMOID, "rms_norm_eps": 1e-5, "num_key_value_heads": 8,
+     "num_experts_per_tok": 8, "n_routed_experts": 128, "n_shared_experts": 1,
+     "first_k_dense_replace": 1, "norm_topk_prob": True, "attention_bias": False,
+     "use_qk_norm": False, "partial_rotary_factor": None, "num_nextn_predict_layers": 0},
+    read=_read_glm4_moe,
+    write=_write_glm4_moe,
+    aliases={"num_mtp_layers": "num_nextn_predict_layers"},
+    unused=("output_router_logits",),
+    further_layers_key="num_nextn_predict_layers",
+)  # fmt: skip

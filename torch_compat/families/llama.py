@@ -1,20 +1,156 @@
-"""Llama 2 and 3 (arXiv:2307.09288, 2407.21783), with every scaling of rotary positions."""
+"""Llama and families that differ from it by a key or two: Mistral, Mixtral, SmolLM3, Arcee."""
 
-from torch_compat.families.common import BIASES, COMMON, bias_keys, llama, llama_keys
+from jaxforge.config.model import ModelConfig
+from jaxforge.errors import UserError
+from torch_compat.families import common, experts
+from torch_compat.families.common import (
+    BIASES,
+    COMMON,
+    FULL,
+    SLIDING,
+    bias_keys,
+    llama,
+    llama_keys,
+    uniform_window,
+    window_keys,
+)
 from torch_compat.families.family import (
+    ATTENTION,
     ATTENTION_BIASES,
+    GATED,
     GATED_BIASES,
     LLAMA,
+    OURS,
+    OUTSIDE,
+    PRE_NORMS,
+    THEIRS,
+    Config,
     Family,
+    Table,
     name_map,
 )
+from torch_compat.families.values import list_of
+from torch_compat.names.table import Rule
 
-FAMILY = Family(
+# Llama 2 and 3 (arXiv:2307.09288, 2407.21783), with every scaling of rotary positions.
+
+LLAMA_FAMILY = Family(
     "llama",
     name_map("hf-llama", "LlamaForCausalLM", *LLAMA, *ATTENTION_BIASES, *GATED_BIASES),
     {**COMMON, **BIASES},
     read=llama,
     write=lambda model: {**llama_keys(model), **bias_keys(model)},
     unused=("is_llama_config", "max_sequence_length", "max_window_layers", "pretraining_tp"),
+    requires_head_divisor=True,
+    is_usual=True,
+)
+
+
+# Mistral (arXiv:2310.06825): a sliding window in every layer, or in none.
+
+MISTRAL_FAMILY = Family(
+    "mistral",
+    name_map("hf-mistral", "MistralForCausalLM", *LLAMA),
+    {**COMMON, "num_key_value_heads": 8, "sliding_window": 4096},
+    read=lambda c, where: llama(c, where) | uniform_window(c, where),
+    write=lambda model: {**llama_keys(model), **window_keys(model)},
+    unused=("max_window_layers", "use_sliding_window"),
+    is_usual=True,
+)
+
+
+# SmolLM3: Llama with some layers that have no rotary positions.
+
+
+def _read_smollm3(c: Config, where: str) -> Table:
+    n_layers, every = c["num_hidden_layers"], c["no_rope_layer_interval"]
+    has_rope = c["no_rope_layers"] or [(i + 1) % every != 0 for i in range(n_layers)]
+    if len(has_rope) < n_layers:
+        raise UserError(f"{where}: no_rope_layers has {len(has_rope)} of {n_layers} layers")
+    has_windows = c["use_sliding_window"] and c["sliding_window"] is not None
+    kinds = [FULL if turn or not has_windows else SLIDING for turn in has_rope[:n_layers]]
+    table = common.llama(c, where) | common.windows(c, c["layer_types"] or kinds, where)
+    pattern = [bool(turn) for turn in has_rope[:n_layers]]
+    return table if all(pattern) else {**table, "rope_pattern": pattern}
+
+
+def _write_smollm3(model: ModelConfig) -> Table:
+    has_rope, n_layers = model.rope_pattern or (True,), model.n_layers
+    return {
+        **common.llama_keys(model),
+        **common.bias_keys(model),
+        **common.window_keys(model),
+        "use_sliding_window": any(model.windows),
+        "layer_types": common.layer_kinds(model),
+        "no_rope_layers": [int(has_rope[i % len(has_rope)]) for i in range(n_layers)],
+    }
+
+
+SMOLLM3_FAMILY = Family(
+    "smollm3",
+    name_map("hf-smollm3", "SmolLM3ForCausalLM", *LLAMA, *ATTENTION_BIASES, *GATED_BIASES),
+    {**COMMON, **BIASES, "num_key_value_heads": 4, "tie_word_embeddings": True,
+     "rope_theta": 2e6, "use_sliding_window": False, "sliding_window": None,
+     "no_rope_layers": None, "no_rope_layer_interval": 4, "layer_types": None},
+    read=_read_smollm3,
+    write=_write_smollm3,
+    ranges={"no_rope_layers": list_of(lambda value: value in (0, 1))},
+    unused=("max_window_layers", "pretraining_tp"),
+    is_usual=True,
+)  # fmt: skip
+
+
+# Mixtral (arXiv:2401.04088): Mistral with experts in every layer.
+
+_MOE = f"{THEIRS}block_sparse_moe."
+_EXPERTS = (
+    Rule(f"{OURS}mlp.router.gate.weight", f"{_MOE}gate.weight"),
+    *(
+        Rule(f"{OURS}mlp.experts.{{j}}.{ours}_proj.weight", f"{_MOE}experts.{{j}}.{w}.weight")
+        for ours, w in (("gate", "w1"), ("down", "w2"), ("up", "w3"))
+    ),
+)
+_SIZES = ("num_local_experts", "intermediate_size")
+
+
+def _read_mixtral(c: Config, where: str) -> Table:
+    table = llama(c, where) | uniform_window(c, where)
+    return table | experts.softmax({**c, "norm_topk_prob": True}, *_SIZES)
+
+
+def _write_mixtral(model: ModelConfig) -> Table:
+    keys = {**llama_keys(model), **window_keys(model), **experts.softmax_keys(model, *_SIZES)}
+    return {key: value for key, value in keys.items() if key != "norm_topk_prob"}
+
+
+MIXTRAL_FAMILY = Family(
+    "mixtral",
+    name_map("hf-mixtral", "MixtralForCausalLM", *OUTSIDE, *PRE_NORMS, *ATTENTION, *_EXPERTS),
+    {**COMMON, "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6,
+     "num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": None},
+    read=_read_mixtral,
+    write=_write_mixtral,
+    unused=("max_window_layers", "use_sliding_window", "router_jitter_noise", *experts.LOSSES),
+    is_usual=True,
+)  # fmt: skip
+
+
+# Arcee's AFM: Llama with an ungated feed-forward, as KempnerForge has with GELU or ReLU.
+
+_MLP, _MLP_BIASES = GATED[1:], GATED_BIASES[1:]
+_RULES = (*OUTSIDE, *PRE_NORMS, *ATTENTION, *ATTENTION_BIASES, *_MLP, *_MLP_BIASES)
+
+
+def _read_arcee(c: Config, where: str) -> Table:
+    table = common.shape(c) | common.rotary(c, where) | common.biases(c)
+    return table | common.feed_forward(c, where, gated=False)
+
+
+ARCEE_FAMILY = Family(
+    "arcee",
+    name_map("hf-arcee", "ArceeForCausalLM", *_RULES),
+    {**COMMON, **BIASES, "rms_norm_eps": 1e-5, "hidden_act": "relu2"},
+    read=_read_arcee,
+    write=lambda model: {**common.llama_keys(model), **common.bias_keys(model)},
     requires_head_divisor=True,
 )

@@ -13,10 +13,11 @@ from torch_compat.families.family import (
     Config,
     Family,
     Table,
+    consecutive_rows,
     fused,
     name_map,
 )
-from torch_compat.families.phi3 import consecutive_rows
+from torch_compat.families.values import LAYER, list_of
 from torch_compat.names.table import Rule, Transposed
 
 _CHUNKED = "chunked_attention"
@@ -115,7 +116,7 @@ def _write(model: ModelConfig) -> Table:
     }
 
 
-FAMILY = Family(
+LLAMA4_TEXT_FAMILY = Family(
     "llama4_text",
     name_map("hf-llama4-text", "Llama4ForCausalLM", *_RULES),
     {**COMMON, "num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-5,
@@ -126,5 +127,7 @@ FAMILY = Family(
      "layer_types": None, "attn_temperature_tuning": True, "floor_scale": 8192, "attn_scale": 0.1},
     read=_read,
     write=_write,
+    ranges={"no_rope_layers": list_of(lambda value: value in (0, 1)), "moe_layers": list_of(LAYER),
+            "attn_temperature_tuning": lambda value: type(value) in (bool, int)},
     unused=("for_llm_compressor", "router_jitter_noise", "cache_implementation", *experts.LOSSES),
 )  # fmt: skip

@@ -1,13 +1,18 @@
-"""Nemotron 3 and 4 and Minitron (arXiv:2402.16819): squared ReLU, LayerNorm with 1 + weight."""
+"""NVIDIA's models: Nemotron 3 and 4, and Nemotron-H."""
 
-from jaxforge.config.model import ModelConfig
-from torch_compat.families import common
-from torch_compat.families.common import BIASES, COMMON
+from jaxforge.config.mixers import MAMBA2
+from jaxforge.config.model import ATTENTION as ATTENTION_MIXER
+from jaxforge.config.model import NO_MIXER, LayerParts, ModelConfig
+from jaxforge.errors import UserError
+from torch_compat.families import common, state_space
+from torch_compat.families.common import BIASES, COMMON, FULL
 from torch_compat.families.family import (
     ATTENTION,
     ATTENTION_BIASES,
     GATED,
     GATED_BIASES,
+    NORM_BIASES,
+    OURS,
     OUTSIDE,
     PRE_NORMS,
     Config,
@@ -15,29 +20,187 @@ from torch_compat.families.family import (
     Table,
     name_map,
 )
-from torch_compat.families.stablelm import NORM_BIASES
+from torch_compat.families.state_space import LINEAR
+from torch_compat.families.values import list_of
+from torch_compat.formats.limits import is_name
+from torch_compat.names.table import EMBEDDING, HEAD, Rule
 
-_RULES = (*OUTSIDE, *PRE_NORMS, *NORM_BIASES, *ATTENTION, *ATTENTION_BIASES, *GATED[1:],
+# Nemotron 3 and 4 and Minitron (arXiv:2402.16819): squared ReLU, LayerNorm with 1 + weight.
+
+_NEMOTRON_RULES = (*OUTSIDE, *PRE_NORMS, *NORM_BIASES, *ATTENTION, *ATTENTION_BIASES, *GATED[1:],
           *GATED_BIASES[1:])  # fmt: skip
 
 
-def _read(c: Config, where: str) -> Table:
+def _read_nemotron(c: Config, where: str) -> Table:
     table = common.shape(c) | common.rotary(c, where, partial=0.5) | common.biases(c)
     table |= common.feed_forward(c, where, gated=False)
     return {**table, "norm_type": "layernorm", "norm_unit_offset": True}
 
 
-def _write(model: ModelConfig) -> Table:
+def _write_nemotron(model: ModelConfig) -> Table:
     keys = {**common.llama_keys(model), **common.rotary_keys(model, partial=True)}
     return {**keys, **common.bias_keys(model)}
 
 
-FAMILY = Family(
+NEMOTRON_FAMILY = Family(
     "nemotron",
-    name_map("hf-nemotron", "NemotronForCausalLM", *_RULES),
+    name_map("hf-nemotron", "NemotronForCausalLM", *_NEMOTRON_RULES),
     {**COMMON, **BIASES, "rms_norm_eps": 1e-5, "hidden_act": "relu2", "initializer_range": 0.0134,
      "partial_rotary_factor": None},
-    read=_read,
-    write=_write,
+    read=_read_nemotron,
+    write=_write_nemotron,
     names={"norm_eps": "rms_norm_eps"},
+)  # fmt: skip
+
+
+# Nemotron-H (arXiv:2504.03624) and Nemotron 3: layers of one part, most of them of Mamba-2.
+#
+# A letter stands for each layer: M for Mamba-2, * for attention without positions, - for a
+# feed-forward with squared ReLU, and E for experts.
+
+_LETTERS = {
+    "M": LayerParts(MAMBA2, "none"),
+    "*": LayerParts(ATTENTION_MIXER, "none"),
+    "-": LayerParts(NO_MIXER, "dense"),
+    "E": LayerParts(NO_MIXER, "experts"),
+}
+_KINDS = {LINEAR: "M", "mamba": "M", FULL: "*", "attention": "*", "mlp": "-", "moe": "E"}
+"""Kind of a layer in transformers 5 and 4 -> letter."""
+_PATTERN, _TYPES = "hybrid_override_pattern", "layers_block_type"
+_SHARED_WIDTH = "moe_shared_expert_intermediate_size"
+_MAMBA = {
+    "heads": "mamba_num_heads", "head_dim": "mamba_head_dim", "state_size": "ssm_state_size",
+    "groups": "n_groups", "conv_size": "conv_kernel", "chunk_size": "chunk_size",
+    "conv_bias": "use_conv_bias", "proj_bias": "use_bias",
+    "time_step_min": "time_step_min",  # the limit, which is also the smallest initial time step
+    "init_time_step_min": "time_step_min", "init_time_step_max": "time_step_max",
+}  # fmt: skip
+"""Key of `[model.mamba2]` -> key of `config.json`."""
+_EXPERTS = {
+    "num_experts": "n_routed_experts", "moe_top_k": "num_experts_per_tok",
+    "moe_expert_dim": "moe_intermediate_size", "moe_shared_expert_dim": _SHARED_WIDTH,
+    "moe_norm_topk": "norm_topk_prob", "moe_routed_scaling": "routed_scaling_factor",
+    "moe_groups": "n_group", "moe_top_k_groups": "topk_group",
+}  # fmt: skip
+_LAYER = "backbone.layers.{i}."
+_MIXER = f"{_LAYER}mixer."
+_NEMOTRON_H_RULES = (
+    Rule(EMBEDDING, "backbone.embeddings.weight"),
+    Rule(HEAD, "lm_head.weight"),
+    Rule("norm.weight", "backbone.norm_f.weight"),
+    Rule(f"{OURS}attention_norm.weight", f"{_LAYER}norm.weight"),
+    Rule(f"{OURS}mlp_norm.weight", f"{_LAYER}norm.weight"),
+    *(Rule(f"{OURS}attention.{m}_proj.weight", f"{_MIXER}{m}_proj.weight") for m in "qkvo"),
+    *state_space.mamba2_rules(_MIXER),
+    *(
+        Rule(f"{OURS}mlp.{m}_proj.{kind}", f"{_MIXER}{m}_proj.{kind}", optional=kind == "bias")
+        for m in ("up", "down")
+        for kind in ("weight", "bias")
+    ),
+    Rule(f"{OURS}mlp.router.gate.weight", f"{_MIXER}gate.weight"),
+    Rule(f"{OURS}mlp.router.expert_bias", f"{_MIXER}gate.e_score_correction_bias"),
+    *(
+        Rule(f"{OURS}mlp.{ours}.{m}_proj.weight", f"{_MIXER}{theirs}.{m}_proj.weight")
+        for ours, theirs in (("experts.{j}", "experts.{j}"), ("shared_expert", "shared_experts"))
+        for m in ("up", "down")
+    ),
+)
+_LEFT_OUT = {r"(backbone\.)?mtp\..*": "they predict further tokens and are not part of the model"}
+
+
+def _letters(c: Config, where: str) -> str:
+    """Return the letters of all layers.
+
+    Raises:
+        UserError: a kind of layer is unknown.
+    """
+    kinds = c[_TYPES] or c[_PATTERN] or [LINEAR, "moe", FULL, "mlp"]
+    letters = [_KINDS.get(kind, kind) for kind in kinds]
+    if unknown := set(letters) - _LETTERS.keys():
+        raise UserError(
+            f"{where}: layers of kind {', '.join(sorted(unknown))}; supported are "
+            f"{', '.join(_KINDS)}, and {' '.join(_LETTERS)} in {_PATTERN}"
+        )
+    return "".join(letters)
+
+
+def _read_nemotron_h(c: Config, where: str) -> Table:
+    letters = _letters(c, where)
+    parts = [_LETTERS[letter] for letter in letters]
+    feed_forwards = state_space.shortest_period([part.feed_forward for part in parts])
+    table = common.shape({**c, "num_hidden_layers": len(letters)}) | {
+        **common.feed_forward(c, where, "mlp_hidden_act", gated=False),
+        **state_space.pattern([part.mixer for part in parts]),
+        "feed_forward_pattern": feed_forwards,
+        "rope_pattern": [False],
+        "mlp_bias": c["mlp_bias"],
+        MAMBA2: {ours: c[theirs] for ours, theirs in _MAMBA.items()},
+    }
+    return table | _read_experts(c, where) if "E" in letters else table
+
+
+def _read_experts(c: Config, where: str) -> Table:
+    """Read DeepSeek-V3's router, experts and a shared expert.
+
+    Raises:
+        UserError: the groups of experts are too small, or experts have biases.
+    """
+    if c["n_routed_experts"] < 2 * c["n_group"]:
+        raise UserError(f"{where}: n_group = {c['n_group']}: a group needs at least two experts")
+    if c["mlp_bias"]:
+        raise UserError(f"{where}: mlp_bias = true is not supported in layers with experts")
+    return {ours: c[theirs] for ours, theirs in _EXPERTS.items()} | {
+        "moe_router": "sigmoid_topk",
+        "moe_bias_update": "sign",
+        "moe_shared_experts": 1,
+    }
+
+
+def _write_nemotron_h(model: ModelConfig) -> Table:
+    letters = {parts: letter for letter, parts in _LETTERS.items()}
+    pattern = "".join(letters.get(parts, "?") for parts in model.layer_parts)
+    keys = {
+        **common.shape_keys(model),
+        **{theirs: getattr(model.mamba2, ours) for ours, theirs in _MAMBA.items()},
+        _PATTERN: pattern,
+        "mlp_hidden_act": common.activation_key(model),
+        "mlp_bias": model.mlp_bias,
+        "time_step_min": model.mamba2.time_step_min,
+        "mamba_hidden_act": "silu",
+    }
+    if model.is_moe:
+        keys |= {theirs: getattr(model, ours) for ours, theirs in _EXPERTS.items()}
+        keys |= {"moe_intermediate_size": model.expert_dim, _SHARED_WIDTH: model.shared_expert_dim}
+    return keys
+
+
+NEMOTRON_H_FAMILY = Family(
+    "nemotron_h",
+    name_map(
+        "hf-nemotron-h", "NemotronHForCausalLM", *_NEMOTRON_H_RULES,
+        renamed=((r"^model\.", "backbone."),),
+        optional_groups=_LEFT_OUT,
+    ),
+    {**COMMON, "vocab_size": 131072, "hidden_size": 4096, "num_hidden_layers": 4,
+     "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
+     "intermediate_size": 21504, "max_position_embeddings": 4096, "rms_norm_eps": 1e-5,
+     "mlp_hidden_act": "relu2", "mlp_bias": False, "mamba_num_heads": 128, "mamba_head_dim": 64,
+     "ssm_state_size": 128, "n_groups": 8, "conv_kernel": 4, "chunk_size": 128,
+     "use_conv_bias": True, "use_bias": False, "time_step_min": 0.001, "time_step_max": 0.1,
+     "n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 7688,
+     _SHARED_WIDTH: 7688, "norm_topk_prob": True, "routed_scaling_factor": 1.0, "n_group": 1,
+     "topk_group": 1, _TYPES: None, _PATTERN: None},
+    read=_read_nemotron_h,
+    write=_write_nemotron_h,
+    ranges={_PATTERN: is_name, _TYPES: list_of(is_name)},
+    only={"attention_bias": False, "tie_word_embeddings": False, "mamba_hidden_act": "silu",
+          "moe_latent_size": None},
+    names={"layer_norm_epsilon": "rms_norm_eps"},
+    aliases={"layer_types": _TYPES, "attention_head_dim": "head_dim"},
+    unused=("expand", "mamba_proj_bias", "mamba_ssm_cache_dtype", "moe_shared_expert_overlap",
+            "mtp_hybrid_override_pattern", "mtp_layers_block_type", "n_shared_experts",
+            "num_logits_to_keep", "num_nextn_predict_layers", "output_router_logits",
+            "rescale_prenorm_residual", "residual_in_fp32", "time_step_floor", "time_step_limit",
+            "time_step_rank", "use_mamba_kernels"),
+    experts_are_optional=True,
 )  # fmt: skip

@@ -1,7 +1,5 @@
 """Phi-3 and Phi-4 (arXiv:2404.14219): fused projections, LongRoPE, partial rotary positions."""
 
-import numpy as np
-
 from jaxforge.config.model import ModelConfig
 from torch_compat.families import common
 from torch_compat.families.common import COMMON
@@ -13,22 +11,12 @@ from torch_compat.families.family import (
     Config,
     Family,
     Table,
+    consecutive_rows,
     fused,
     name_map,
+    queries_keys_values,
 )
 from torch_compat.names.table import Rule
-
-
-def consecutive_rows(*sizes: int) -> list[np.ndarray]:
-    """Return the rows of parts that follow each other."""
-    return np.split(np.arange(sum(sizes)), np.cumsum(sizes)[:-1])
-
-
-def queries_keys_values(model: ModelConfig) -> list[np.ndarray]:
-    """Return the rows of q, k and v in `qkv_proj`."""
-    keys = model.kv_heads * model.head_size
-    return consecutive_rows(model.n_heads * model.head_size, keys, keys)
-
 
 _QKV = tuple(f"{OURS}attention.{m}_proj.weight" for m in "qkv")
 _GATE_UP = tuple(f"{OURS}mlp.{m}_proj.weight" for m in ("gate", "up"))
@@ -66,7 +54,7 @@ def _write(model: ModelConfig) -> Table:
     return {**keys, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
 
 
-FAMILY = Family(
+PHI3_FAMILY = Family(
     "phi3",
     name_map("hf-phi3", "Phi3ForCausalLM", *_RULES),
     {**COMMON, "rms_norm_eps": 1e-5, "sliding_window": None, "partial_rotary_factor": None,
@@ -74,4 +62,5 @@ FAMILY = Family(
     read=_read,
     write=_write,
     unused=("full_attn_mod", "interpolate_factor"),
+    is_usual=True,
 )  # fmt: skip

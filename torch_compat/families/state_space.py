@@ -7,11 +7,12 @@ from typing import Any
 
 import numpy as np
 
-from jaxforge.config.model import ATTENTION, MAMBA2, ModelConfig
+from jaxforge.config.mixers import MAMBA2
+from jaxforge.config.model import ATTENTION, ModelConfig
 from jaxforge.errors import UserError
 from torch_compat.families.common import FULL
-from torch_compat.families.family import OURS, Config, Table, fused
-from torch_compat.families.phi3 import consecutive_rows
+from torch_compat.families.family import OURS, Config, Table, consecutive_rows, fused
+from torch_compat.families.values import integer
 from torch_compat.names.table import DepthwiseConvolution, Rule
 
 LINEAR = "linear_attention"
@@ -83,6 +84,7 @@ DEFAULTS: Mapping[str, Any] = {
     "mamba_expand": 2, "time_step_limit": None,
 }  # fmt: skip
 """Keys of Bamba and Granite 4 and their defaults in transformers."""
+RANGES = {"mamba_d_head": lambda value: value == "auto" or integer()(value)}
 
 
 def mamba2(c: Config, where: str) -> Table:

@@ -1,12 +1,19 @@
-"""Built-in mixers, one file each."""
+"""Built-in mixers, one file each: importing a module of this package registers its mixer."""
+
+import importlib
+import pkgutil
 
 from jaxforge.config.model import MIXERS
 from jaxforge.model.mixer import Mixer
-from jaxforge.model.mixers import absent as absent
-from jaxforge.model.mixers import attention as attention
-from jaxforge.model.mixers import gated_delta_net as gated_delta_net
-from jaxforge.model.mixers import latent_attention as latent_attention
-from jaxforge.model.mixers import mamba2 as mamba2
+
+
+def discover() -> None:
+    """Import all modules of this package, which register their mixers."""
+    for module in pkgutil.iter_modules(__path__):
+        importlib.import_module(f"{__name__}.{module.name}")
+
+
+discover()
 
 
 def mixer_class(name: str) -> type[Mixer]:

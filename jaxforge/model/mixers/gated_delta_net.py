@@ -18,7 +18,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxforge.config.model import GATED_DELTA_NET, ModelConfig
+from jaxforge.config.mixers import GATED_DELTA_NET
+from jaxforge.config.model import ModelConfig
 from jaxforge.kernels import gated_delta
 from jaxforge.kernels.causal_convolution import ConvolutionState, causal_convolution
 from jaxforge.kernels.fp8 import LayerPrecision

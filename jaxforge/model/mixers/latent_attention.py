@@ -29,8 +29,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxforge.config.mixers import LatentAttentionConfig
-from jaxforge.config.model import LATENT_ATTENTION, ModelConfig
+from jaxforge.config.mixers import LATENT_ATTENTION, LatentAttentionConfig
+from jaxforge.config.model import ModelConfig
 from jaxforge.kernels.dot_product_attention import cached_attention
 from jaxforge.kernels.fp8 import LayerPrecision
 from jaxforge.kernels.masking import select_chunk, select_window, visible

@@ -23,8 +23,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxforge.config.mixers import Mamba2Config
-from jaxforge.config.model import MAMBA2, ModelConfig
+from jaxforge.config.mixers import MAMBA2, Mamba2Config
+from jaxforge.config.model import ModelConfig
 from jaxforge.kernels.causal_convolution import ConvolutionState, causal_convolution
 from jaxforge.kernels.context_parallel import context_size
 from jaxforge.kernels.fp8 import LayerPrecision

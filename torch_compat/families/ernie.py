@@ -1,9 +1,52 @@
-"""ERNIE 4.5 with experts: a softmax router with a bias for selection only, shared experts."""
+"""ERNIE 4.5, dense and with experts."""
 
 from jaxforge.config.model import ModelConfig
-from torch_compat.families import common, ernie4_5, experts
-from torch_compat.families.family import OURS, THEIRS, Config, Family, Table, name_map
+from torch_compat.families import common, experts
+from torch_compat.families.common import COMMON
+from torch_compat.families.family import (
+    GATED,
+    GATED_BIASES,
+    OURS,
+    OUTSIDE,
+    PAIRED_ATTENTION,
+    PRE_NORMS,
+    THEIRS,
+    Config,
+    Family,
+    Table,
+    name_map,
+)
+from torch_compat.families.values import LAYER, integer
+from torch_compat.formats import limits
 from torch_compat.names.table import OneGroup, Rule
+
+# ERNIE 4.5 dense models: Llama with rotary positions of neighbouring channels.
+
+_RULES = (*OUTSIDE, *PRE_NORMS, *PAIRED_ATTENTION, *GATED)
+_DEFAULTS = {**COMMON, "rms_norm_eps": 1e-5, "rope_theta": 500000.0, "tie_word_embeddings": True,
+            "use_bias": False}  # fmt: skip
+
+
+def _read_ernie4_5(c: Config, where: str) -> Table:
+    table = common.shape(c) | common.rotary(c, where) | common.feed_forward(c, where)
+    return table | common.biases({"attention_bias": c["use_bias"], "mlp_bias": c["use_bias"]})
+
+
+def _write_ernie4_5(model: ModelConfig) -> Table:
+    biases = (model.qkv_bias, model.o_bias, model.mlp_bias)
+    return {**common.llama_keys(model), "use_bias": all(biases)}
+
+
+ERNIE4_5_FAMILY = Family(
+    "ernie4_5",
+    name_map("hf-ernie4-5", "Ernie4_5ForCausalLM", *_RULES, *GATED_BIASES),
+    {**_DEFAULTS, "num_key_value_heads": 2, "head_dim": 128},
+    read=_read_ernie4_5,
+    write=_write_ernie4_5,
+)
+
+
+# ERNIE 4.5 with experts: a softmax router with a bias for selection only, shared experts.
 
 _SIZES = ("num_experts", "moe_intermediate_size")
 _BIAS = Rule(
@@ -13,7 +56,7 @@ _MEMORY = r"(\.mlp)\.gate(\.moe_statics\.)"
 """Name of the bias in the memory of transformers, whose files have another."""
 
 
-def _read(c: Config, where: str) -> Table:
+def _read_ernie4_5_moe(c: Config, where: str) -> Table:
     table = common.shape(c) | common.rotary(c, where) | common.feed_forward(c, where)
     table |= experts.softmax({**c, "norm_topk_prob": True}, *_SIZES) | {"moe_bias_update": "sign"}
     n_layers, step = c["num_hidden_layers"], c["moe_layer_interval"]
@@ -27,7 +70,7 @@ def _read(c: Config, where: str) -> Table:
     return table
 
 
-def _write(model: ModelConfig) -> Table:
+def _write_ernie4_5_moe(model: ModelConfig) -> Table:
     keys = {**common.llama_keys(model), **experts.softmax_keys(model, *_SIZES)}
     del keys["norm_topk_prob"]  # not a key of ERNIE
     return {
@@ -40,19 +83,21 @@ def _write(model: ModelConfig) -> Table:
     }
 
 
-FAMILY = Family(
+ERNIE4_5_MOE_FAMILY = Family(
     "ernie4_5_moe",
     name_map(
-        "hf-ernie4-5-moe", "Ernie4_5_MoeForCausalLM", *ernie4_5.RULES, *experts.EXPERTS, _BIAS,
+        "hf-ernie4-5-moe", "Ernie4_5_MoeForCausalLM", *_RULES, *experts.EXPERTS, _BIAS,
         *(rule._replace(optional=True) for rule in experts.shared("shared_experts")),
         ignored=(r"model\.mtp_.*",),  # transformers ignores these too
         renamed=((_MEMORY, r"\1\2"),),
     ),
-    {**ernie4_5.DEFAULTS, "num_key_value_heads": 4, "num_experts": 64, "num_experts_per_tok": 6,
+    {**_DEFAULTS, "num_key_value_heads": 4, "num_experts": 64, "num_experts_per_tok": 6,
      "moe_intermediate_size": 1536, "moe_num_shared_experts": 2, "moe_layer_start_index": 1,
      "moe_layer_end_index": -1, "moe_layer_interval": 1},
-    read=_read,
-    write=_write,
+    read=_read_ernie4_5_moe,
+    write=_write_ernie4_5_moe,
+    ranges={"moe_num_shared_experts": LAYER, "moe_layer_start_index": LAYER,
+            "moe_layer_end_index": integer(-1, limits.LAYERS)},
     only={"use_bias": False, "moe_norm_min": 1e-12},
     names={"moe_num_experts": "num_experts", "moe_k": "num_experts_per_tok"},
     aliases={key: key for key in ("num_experts", "num_experts_per_tok")},
