@@ -9,19 +9,38 @@ import dataclasses
 import gc
 import importlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from jaxforge.checkpoint.paths import check_path
+from jaxforge.errors import UserError
 from jaxforge.storage.run_lock import RunLock
+from torch_compat.convert import to_mindspeed
 from torch_compat.convert.source import Request, Source, open_source
-from torch_compat.convert.writers import create_writer
+from torch_compat.convert.to_dcp import DcpWriter
+from torch_compat.convert.to_hf import HfWriter
+from torch_compat.convert.to_jaxforge import RunWriter
+from torch_compat.convert.to_megatron import MegatronWriter
+from torch_compat.convert.to_peft import PeftWriter
+from torch_compat.convert.to_torch_file import TorchFileWriter
+from torch_compat.convert.writer import Writer
 from torch_compat.formats.staging import naming_failure
 from torch_compat.formats.workers import Share, Workers
+from torch_compat.names.megatron import MEGATRON
 
 Advance = Callable[[int], None]
+
+WRITERS: Mapping[str, type[Writer]] = {
+    "jaxforge": RunWriter,
+    "dcp": DcpWriter,
+    "pt": TorchFileWriter,
+    "hf": HfWriter,
+    "megatron": MegatronWriter,
+    "peft": PeftWriter,
+}
+"""Format -> writer."""
 
 _NOT_OPTIONS = ("source", "config", "overrides")  # the resolved config covers the last two
 
@@ -43,6 +62,21 @@ class ConversionPlan:
     subdirectory: str
 
 
+def _create_writer(request: Request, source: Source) -> Writer:
+    """Return the writer for a request.
+
+    Raises:
+        UserError: the source has no counterpart in the format, or the dialect belongs to another.
+    """
+    formats = {MEGATRON.name: "megatron", to_mindspeed.NAME: "dcp"}
+    required = formats.get(request.dialect or "", request.to)
+    if request.to != required:
+        raise UserError(f"--dialect {request.dialect}: it has its own format. Use --to {required}")
+    is_mindspeed = request.dialect == to_mindspeed.NAME
+    writer = to_mindspeed.MindSpeedWriter if is_mindspeed else WRITERS[request.to]
+    return writer(request, source)
+
+
 def plan(request: Request) -> ConversionPlan:
     """Open the source and check everything that can be checked without reading tensors.
 
@@ -53,7 +87,7 @@ def plan(request: Request) -> ConversionPlan:
     if request.to == "jaxforge":
         check_path(request.destination)
     source = open_source(request)
-    writer = create_writer(request, source)
+    writer = _create_writer(request, source)
     start, size = str(source.ref), f"{writer.source.nbytes / 1e9:.3g} GB"
     if request.to == "jaxforge":
         dialect = source.checkpoint.dialect
@@ -80,7 +114,7 @@ def run(
     with contextlib.closing(plan.source), lock_of_run as lock:
         if lock and is_first:
             lock.take()
-        writer = create_writer(request, plan.source)
+        writer = _create_writer(request, plan.source)
         with writer.stage(identity(request, plan.source), share) as staging:
             workers.start()
             with ThreadPoolExecutor(1) as background:

@@ -27,7 +27,7 @@ def list_of(check: Check) -> Check:
 
 
 def nullable(check: Check) -> Check:
-    """Return the check of values of which null is one."""
+    """Return the check of values that may also be null."""
     return lambda value: value is None or check(value)
 
 
