@@ -64,6 +64,12 @@ def _graph():
             imported = set(imports_of(path))
             graph[name] |= public if "jaxforge" in imported else set()
             graph[name] |= commands if "tests.helpers.cli" in imported else set()
+    for package, path in paths.items():
+        if "iter_modules(__path__)" in path.read_text():  # importing a member imports all members
+            members = {name for name in paths if name.startswith(f"{package}.")}
+            graph[package] |= members
+            for imported in graph.values():
+                imported |= {package} if imported & members else set()
     graph["jaxforge.commands.dispatch"] |= commands
     return graph
 
