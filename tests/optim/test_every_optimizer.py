@@ -1,13 +1,14 @@
 """Guarantees of every `optimizer.name`."""
 
 import functools
+import importlib
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxforge.config.optimizer import OPTIMIZERS
+from jaxforge.config.optimizer import BUILT_IN, OPTIMIZERS, OptimizerConfig
 from jaxforge.optim.chain import updates_made
 from jaxforge.optim.optimizer import build_optimizer
 from tests.conftest import tiny_config
@@ -36,6 +37,15 @@ def make(name, **optimizer):
 
 def assert_close(a, b):
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=2e-5, atol=1e-7), a, b)
+
+
+def test_every_setting_of_a_table_is_compared():
+    """A new optimizer is a file, an entry of `BUILT_IN` and a table of its name (CONTRIBUTING)."""
+    for name in BUILT_IN:
+        importlib.import_module(f"jaxforge.optim.{name}")
+        table = OptimizerConfig.model_fields.get(name)
+        settings = () if table is None else table.annotation.model_fields
+        assert {f"{name}.{key}" for key in settings} <= CONSTANTS[name].keys() | INACTIVE
 
 
 @every_optimizer
@@ -107,6 +117,9 @@ CONSTANTS = {
         "soap.shampoo_beta": 0.5, "cautious_weight_decay": True,
     },
 }  # fmt: skip
+
+
+INACTIVE = {"muon.beta2"}  # without NorMuon
 
 
 @functools.cache
