@@ -2,8 +2,8 @@
 
 plugins = ["my_module"]            [plugins] modules = ["my_module"]
 model.head_dim_override = 128      model.head_dim = 128
-optimizer.muon_momentum = 0.9      [optimizer.muon] momentum = 0.9, and further optimizers likewise;
-                                   runs of before December 2026 have stored them in this form
+optimizer.muon_momentum = 0.9      [optimizer.muon] momentum = 0.9; the same for soap_ and
+                                   schedule_free_, the form in which older runs stored them
 dim = 4096 (no table at all)       [model] dim = 4096, as in KempnerForge's configs/model
 
 `reading.forms` converts the values of the other keys.
