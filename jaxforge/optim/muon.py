@@ -166,8 +166,8 @@ def scale_by_muon(
         fields = {**new._asdict(), **of_adam._asdict()}
         row_nu = () if state.row_nu is None else (state.row_nu,)
         leaves = jax.tree.map(orthogonalize, momenta, split(axes, paths)[0], *row_nu)
-        orthogonalized, *row_nu = unzip(1 + len(row_nu), leaves, momenta)
-        fields["row_nu"] = row_nu[0] if row_nu else None
+        orthogonalized, *new_row_nu = unzip(1 + len(row_nu), leaves, momenta)
+        fields["row_nu"] = new_row_nu[0] if new_row_nu else None
         return join(orthogonalized, directions), MuonState(**fields)
 
     return optax.GradientTransformationExtraArgs(init, update)
