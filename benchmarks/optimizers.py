@@ -75,7 +75,7 @@ class Case(NamedTuple):
     settings: Sequence[str] = ()
 
 
-RMS = ("--optimizer.name=muon", "--optimizer.muon_nesterov=true", "--optimizer.muon_scale=rms")
+RMS = ("--optimizer.name=muon", "--optimizer.muon.nesterov=true", "--optimizer.muon.scale=rms")
 CASES = {
     "AdamW": Case(2**-8),
     "AdamW, cautious decay": Case(2**-8, ("--optimizer.cautious_weight_decay=true",)),
@@ -84,9 +84,9 @@ CASES = {
     "Lion": Case(2**-11, ("--optimizer.name=lion", "--optimizer.betas=[0.9, 0.99]",
                           "--optimizer.weight_decay=0.5")),
     "Muon": Case(2**-8, RMS),
-    "NorMuon": Case(2**-8, (*RMS, "--optimizer.muon_variant=normuon")),
+    "NorMuon": Case(2**-8, (*RMS, "--optimizer.muon.variant=normuon")),
     "SOAP": Case(2**-8, ("--optimizer.name=soap", "--optimizer.betas=[0.95, 0.95]",
-                         "--optimizer.soap_max_precond_dim=2048")),
+                         "--optimizer.soap.max_precond_dim=2048")),
     "schedule-free AdamW": Case(2**-8, ("--optimizer.name=schedule_free_adamw",
                                         "--scheduler.name=none")),
 }  # fmt: skip
@@ -113,7 +113,7 @@ class Plan(NamedTuple):
 def settings_of(plan: Plan) -> list[str]:
     """Return the settings of a case over `configs/quickstart.toml`."""
     case = CASES[plan.name]
-    warm_up = [f"--optimizer.schedule_free_warmup_steps={plan.size.steps // 10}"]
+    warm_up = [f"--optimizer.schedule_free_adamw.warmup_steps={plan.size.steps // 10}"]
     return [
         *plan.size.settings, f"--data.dataset_path={plan.data / 'train'}",
         f"--data.tokenizer_path={plan.data / 'tokenizer'}",

@@ -26,7 +26,7 @@ Settings = Mapping[str, str | int | float]
 
 WITHOUT: Mapping[str, tuple[str, Settings]] = {
     "Muon": ("AdamW, 5e-3", {"optimizer.name": "adamw", "optimizer.lr": 5e-3}),
-    "Nesterov momentum": ("momentum", {"optimizer.muon_nesterov": "false"}),
+    "Nesterov momentum": ("momentum", {"optimizer.muon.nesterov": "false"}),
     "norms of q and k": ("none", {"model.qk_norm": "false"}),
     "squared ReLU": ("SwiGLU, as many parameters", {
         "model.activation": "silu", "model.gated_mlp": "true", "model.ffn_hidden_dim": 344}),

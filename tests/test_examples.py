@@ -19,7 +19,8 @@ from jaxforge.config.model import ModelConfig
 from jaxforge.data.sources import open_training_data
 from jaxforge.exit_codes import Exit
 from jaxforge.model.transformer import Model, build_model
-from jaxforge.optim.optimizer import build_optimizer, learning_rate
+from jaxforge.optim.optimizer import build_optimizer
+from jaxforge.optim.schedule import learning_rate
 from jaxforge.step.losses import build_loss
 from tests.conftest import tiny_config
 from tests.processes.conftest import environment

@@ -124,9 +124,8 @@ class JobConfig(Section):
 
     @property
     def settings(self) -> dict[str, Any]:
-        """All settings by dotted key, such as "train.batch_size", in the order of the file."""
-        sections = {name: getattr(self, name) for name in type(self).model_fields}
-        return {f"{name}.{key}": x for name, section in sections.items() for key, x in section}
+        """All settings by dotted key, as "optimizer.muon.momentum", in the order of the file."""
+        return dict(_by_key(self))
 
     @property
     def changed_settings(self) -> dict[str, Any]:
@@ -156,6 +155,16 @@ class JobConfig(Section):
         """Return whether a written-out `key` would be a setting that the user did not make."""
         follows = key == "train.batch_size" and self.train.global_batch_size is not None
         return follows and not self.is_set(key)
+
+
+def _by_key(section: Section, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the settings of a section and of its tables, except those that may be absent."""
+    for name, value in section:
+        annotation = type(section).model_fields[name].annotation
+        if isinstance(annotation, type) and issubclass(annotation, Section):
+            yield from _by_key(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
 
 
 def toml(value: object) -> str:

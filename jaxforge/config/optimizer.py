@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterable, Iterator
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal, NamedTuple
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
@@ -13,13 +13,39 @@ from jaxforge.config.section import Options, OptionTable, Section, Weights, Weig
 from jaxforge.errors import UserError
 from jaxforge.registry import Registry
 
-OPTIMIZERS = Registry(
-    "optimizer.name", "adamw", "lion", "schedule_free_adamw", "muon", "soap", family="optax."
-)
-"""Registered update rules (`optim.optimizer`), and those of optax by their names."""
 
-UPDATED_BY_ROWS = ("adamw", "lion", "schedule_free_adamw", "muon")
-"""Update rules whose moments are updated part by part, so that they can be packed or offloaded."""
+class Traits(NamedTuple):
+    """Facts about an optimizer on which rules between keys depend.
+
+    Attributes:
+        updates_by_rows: whether moments are updated part by part, so that they can be packed or
+            offloaded.
+        decays_cautiously: whether `cautious_weight_decay` has an effect.
+        skips_experts: whether it can skip experts without tokens.
+    """
+
+    updates_by_rows: bool = True
+    decays_cautiously: bool = True
+    skips_experts: bool = True
+
+
+BUILT_IN = {
+    "adamw": Traits(),
+    "lion": Traits(),
+    "schedule_free_adamw": Traits(decays_cautiously=False),
+    "muon": Traits(),
+    "soap": Traits(updates_by_rows=False, skips_experts=False),
+}
+"""Built-in optimizers. Each has a file of its name in `jaxforge/optim`, and settings in a table of
+its name, if it has some of its own.
+
+The table is declared here, because a config is read without JAX.
+"""
+
+_NOT_BUILT_IN = Traits(updates_by_rows=False, decays_cautiously=False)
+
+OPTIMIZERS = Registry("optimizer.name", *BUILT_IN, family="optax.")
+"""Registered update rules, and those of optax by their names."""
 
 EXPERT_FIELD = "expert_"
 """Prefix of optimizer-state fields with a count per expert, such as `expert_updates`."""
@@ -35,9 +61,44 @@ may define the rate differently.
 Beta = Annotated[float, Field(ge=0, lt=1)]
 """Decay rate of a running mean."""
 
-
-_CAUTIOUS = ("adamw", "lion", "muon", "soap")
 _PATTERNS = ("decay_patterns", "no_decay_patterns", "freeze_patterns", "lr_patterns")
+
+
+class MuonConfig(Section):
+    """`[optimizer.muon]`: Muon."""
+
+    momentum: Annotated[float, Field(gt=0, lt=1)] = 0.95
+    """Factor on the momentum in each update."""
+    ns_steps: PositiveInt = 5
+    """Newton-Schulz iterations."""
+    nesterov: bool = False
+    """Look ahead: orthogonalize gradient + momentum * buffer."""
+    variant: Literal["muon", "normuon"] = "muon"
+    """Muon, or NorMuon, which also brings the rows of a step to similar lengths."""
+    beta2: Annotated[Beta, Needs("variant", "normuon")] = 0.95
+    """Decay rate of NorMuon's mean square of each row."""
+    scale: Literal["spectral", "rms"] = "spectral"
+    """Factor on steps: sqrt(max(1, rows / columns)), or 0.2 sqrt(max(rows, columns))."""
+    adam_lr: PositiveFloat | None = None
+    """Learning rate of the parameters that Muon leaves to AdamW; if not set, optimizer.lr."""
+
+
+class SoapConfig(Section):
+    """`[optimizer.soap]`: SOAP."""
+
+    precondition_frequency: PositiveInt = 10
+    """Updates from one change of the eigenbases to the next."""
+    max_precond_dim: PositiveInt = 10_000
+    """Rows or columns of a matrix beyond which that side stays in its own basis."""
+    shampoo_beta: Beta | None = None
+    """Decay rate of the means of G G^T and G^T G; if not set, the second of optimizer.betas."""
+
+
+class ScheduleFreeAdamWConfig(Section):
+    """`[optimizer.schedule_free_adamw]`: schedule-free AdamW."""
+
+    warmup_steps: Steps = 0
+    """Warm-up updates."""
 
 
 class OptimizerConfig(Section):
@@ -74,40 +135,22 @@ class OptimizerConfig(Section):
     """Decay rates of the first and second moment."""
     eps: PositiveFloat = 1e-8
     """Added to the square root of the second moment."""
-    muon_momentum: Annotated[float, Field(gt=0, lt=1), Needs("name", "muon")] = 0.95
-    """Momentum of Muon."""
-    muon_ns_steps: Annotated[PositiveInt, Needs("name", "muon")] = 5
-    """Newton-Schulz iterations of Muon."""
-    muon_nesterov: Annotated[bool, Needs("name", "muon")] = False
-    """Let Muon look ahead: orthogonalize gradient + muon_momentum * momentum."""
-    muon_variant: Annotated[Literal["muon", "normuon"], Needs("name", "muon")] = "muon"
-    """Muon, or NorMuon, which also brings the rows of a step to similar lengths."""
-    muon_beta2: Annotated[Beta, Needs("muon_variant", "normuon")] = 0.95
-    """Decay rate of NorMuon's mean square of each row."""
-    muon_scale: Annotated[Literal["spectral", "rms"], Needs("name", "muon")] = "spectral"
-    """Factor on Muon's steps: sqrt(max(1, rows / columns)), or 0.2 sqrt(max(rows, columns))."""
-    muon_adam_lr: Annotated[PositiveFloat | None, Needs("name", "muon")] = None
-    """Learning rate of the parameters that Muon leaves to AdamW; if not set, lr."""
-    soap_precondition_frequency: Annotated[PositiveInt, Needs("name", "soap")] = 10
-    """Updates from one change of SOAP's eigenbases to the next."""
-    soap_max_precond_dim: Annotated[PositiveInt, Needs("name", "soap")] = 10_000
-    """Rows or columns of a matrix beyond which SOAP leaves that side in its own basis."""
-    soap_shampoo_beta: Annotated[Beta | None, Needs("name", "soap")] = None
-    """Decay rate of SOAP's means of G G^T and G^T G; if not set, the second of betas."""
-    schedule_free_warmup_steps: Annotated[Steps, Needs("name", "schedule_free_adamw")] = 0
-    """Warm-up updates of schedule-free AdamW."""
     skip_idle_experts: Annotated[bool | None, Needs("model.num_experts")] = None
     """Do not update experts without tokens; if not set, as the loaded run does, else false."""
 
-    def for_names(self, names: Iterable[str]) -> Self:
-        """Return a copy of the section with only the patterns that match one of the names."""
-        names = tuple(names)
-        settings = {
-            key: tuple(p for p in getattr(self, key) if any(re.search(p, name) for name in names))
-            for key in _PATTERNS
-        }
-        factors = {pattern: self.lr_patterns[pattern] for pattern in settings["lr_patterns"]}
-        return self.model_copy(update={**settings, "lr_patterns": Weights(factors)})
+    muon: Annotated[MuonConfig, Needs("name", "muon")] = Field(default_factory=MuonConfig)
+    """Settings of Muon."""
+    soap: Annotated[SoapConfig, Needs("name", "soap")] = Field(default_factory=SoapConfig)
+    """Settings of SOAP."""
+    schedule_free_adamw: Annotated[
+        ScheduleFreeAdamWConfig, Needs("name", "schedule_free_adamw")
+    ] = Field(default_factory=ScheduleFreeAdamWConfig)
+    """Settings of schedule-free AdamW."""
+
+    @property
+    def traits(self) -> Traits:
+        """Facts about the optimizer."""
+        return BUILT_IN.get(self.name, _NOT_BUILT_IN)
 
     def check_patterns(self, names: Iterable[str]) -> None:
         """Check that each pattern matches the name of a parameter, and that some are trained.
@@ -142,16 +185,16 @@ class OptimizerConfig(Section):
                 f'options are arguments of optimizers of optax, and name = "{self.name}" is none: '
                 "remove options, or name one, such as optax.adan"
             )
-        if self.skip_idle_experts and self.name == "soap":
+        if self.skip_idle_experts and not self.traits.skips_experts:
             yield Problem(
-                'skip_idle_experts = true does not support name = "soap", whose bases are changed '
-                "for all experts at once",
+                f'skip_idle_experts = true does not support name = "{self.name}", which changes '
+                "all experts at once",
                 (single_change("skip_idle_experts", False),),
             )
-        if self.cautious_weight_decay and self.name not in _CAUTIOUS:
+        if self.cautious_weight_decay and not self.traits.decays_cautiously:
+            names = ", ".join(n for n, traits in BUILT_IN.items() if traits.decays_cautiously)
             yield Problem(
-                f'cautious_weight_decay does not support name = "{self.name}", only '
-                f"{', '.join(_CAUTIOUS)}",
+                f'cautious_weight_decay does not support name = "{self.name}", only {names}',
                 (single_change("cautious_weight_decay", False),),
             )
         yield from self.large_rates(LARGEST_LR)
@@ -164,8 +207,7 @@ class OptimizerConfig(Section):
 
     def large_rates(self, bound: float) -> Iterator[str]:
         """Yield a sentence for each learning rate of a built-in optimizer above a bound."""
-        for key in ("lr", "muon_adam_lr"):
-            rate = getattr(self, key)
+        for key, rate in (("lr", self.lr), ("muon.adam_lr", self.muon.adam_lr)):
             if self.name in OPTIMIZERS.ours and rate is not None and rate > bound:
                 yield (
                     f"{key} = {rate:g} moves every weight by about {rate:g} per update, but "

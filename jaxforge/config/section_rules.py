@@ -7,7 +7,7 @@ from jaxforge.cli.suggestions import choices
 from jaxforge.config.axes import Mesh, Rule, data_parallel
 from jaxforge.config.facts import Location, facts
 from jaxforge.config.job import JobConfig, short_toml
-from jaxforge.config.optimizer import UPDATED_BY_ROWS
+from jaxforge.config.optimizer import BUILT_IN
 from jaxforge.config.problems import Problem, nearest, single_change
 from jaxforge.config.train import CROSS_ENTROPIES, EIGHT_BIT, SHORTEST_HANG_TIMEOUT
 from jaxforge.storage import urls
@@ -159,8 +159,8 @@ def schedule_free_has_no_schedule(config: JobConfig, mesh: Mesh) -> Iterator[str
     if config.optimizer.name == "schedule_free_adamw" and name != "none":
         yield (
             f'optimizer.name = "schedule_free_adamw" requires scheduler.name = "none", not '
-            f'"{name}": it warms up by optimizer.schedule_free_warmup_steps and averages weights '
-            "instead of decaying the rate"
+            f'"{name}": it warms up by optimizer.schedule_free_adamw.warmup_steps and averages '
+            "weights instead of decaying the rate"
         )
 
 
@@ -170,7 +170,7 @@ def moment_storage_is_supported(config: JobConfig, mesh: Mesh) -> Iterator[Probl
     Registered optimizers define their own state, and SOAP rotates whole matrices.
     """
     name = config.optimizer.name
-    if name in UPDATED_BY_ROWS:
+    if config.optimizer.traits.updates_by_rows:
         return
     if "optimizer" in config.train.offload:
         yield Problem(
@@ -178,9 +178,10 @@ def moment_storage_is_supported(config: JobConfig, mesh: Mesh) -> Iterator[Probl
             "moments stay on the device",
         )
     if config.train.opt_state_dtype == EIGHT_BIT:
+        names = ", ".join(each for each, traits in BUILT_IN.items() if traits.updates_by_rows)
         yield Problem(
             f'train.opt_state_dtype = "8bit" does not support optimizer.name = "{name}", only '
-            f"{', '.join(UPDATED_BY_ROWS)}",
+            f"{names}",
             (single_change("train.opt_state_dtype", "float32"),),
         )
 

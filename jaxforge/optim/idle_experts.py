@@ -27,12 +27,13 @@ from jaxtyping import Array, Bool, PyTree
 
 from jaxforge.config.model import EXPERTS, LAYERS
 from jaxforge.config.optimizer import EXPERT_FIELD
+from jaxforge.optim.chain import Links, merged
 from jaxforge.optim.moments import is_updated_in_place
 from jaxforge.optim.schedule import Rate
 from jaxforge.optim.trees import Path, join, split, state_type
 
-Build = Callable[[Rate, PyTree], optax.GradientTransformationExtraArgs]
-"""(learning rate, logical axes of some parameters) -> their update rule."""
+Build = Callable[[Rate, PyTree], Links]
+"""(learning rate, logical axes of some parameters) -> links of their update rule."""
 
 State = Any
 """State of an update rule: a named tuple of scalars and of trees like the parameters."""
@@ -49,13 +50,14 @@ def skip_idle_experts(
     tokens in the update. By default these are the experts whose gradient is not all zeros.
 
     Args:
-        build: builds the rule for a subset of the parameters.
+        build: returns the links of the rule for a subset of the parameters.
         rate: learning rate by the number of updates made.
         axes: logical axes of every parameter.
     """
     flat = flatten_dict(axes)
     paths = frozenset(path for path, names in flat.items() if names[:2] == (LAYERS, EXPERTS))
-    whole, others = build(rate, axes), build(rate, split(axes, paths)[1])
+    whole = merged(build(rate, axes))
+    others = merged(build(rate, split(axes, paths)[1]))
 
     def init(params: PyTree) -> State:
         state, flat = whole.init(params), flatten_dict(params)
@@ -81,7 +83,7 @@ def skip_idle_experts(
         counts: dict[str, dict[Path, Array]] = {name: {} for name in _scalars(rule_state)}
         for path in sorted(paths):
             select = functools.partial(_select_path, path)
-            rule = build(rate.fixed_at(state.updates), select(axes))
+            rule = merged(build(rate.fixed_at(state.updates), select(axes)))
             own = {n: flatten_dict(getattr(state, EXPERT_FIELD + n))[path] for n in counts}
             arrays = _select((grads, rule_state._replace(**own), params), select)
             own_reached = None if reached is None else reached[path[0]]

@@ -15,13 +15,16 @@ import optax
 from flax.traverse_util import flatten_dict
 from jaxtyping import Array, Float, Int, PyTree
 
-from jaxforge.model.linear import is_matrix, times
-from jaxforge.optim.adamw import AdamWState, adamw
+from jaxforge.config.optimizer import OPTIMIZERS
+from jaxforge.model import mup
+from jaxforge.model.linear import is_matrix
+from jaxforge.optim.adamw import scale_by_adam
+from jaxforge.optim.chain import Links, scale_by_rule
+from jaxforge.optim.eight_bit import SIGNED
 from jaxforge.optim.matrices import matrix_shape, rows_shape
-from jaxforge.optim.moments import MomentStorage, init_moments
-from jaxforge.optim.schedule import Schedule
-from jaxforge.optim.trees import Path, join, split
-from jaxforge.optim.update_rule import UpdateStep, change_of, transform
+from jaxforge.optim.moments import MomentStorage
+from jaxforge.optim.parts import Parts
+from jaxforge.optim.trees import Path, join, split, unzip
 from jaxforge.parallel.sharding import Axes
 
 _MAX_ASPECT = 10
@@ -32,7 +35,7 @@ _POLYNOMIAL = (3.4445, -4.7750, 2.0315)
 x stays between 0.68 and 1.21."""
 
 
-Takes = Callable[[tuple[int, ...], tuple[str, ...]], bool]
+Takes = Callable[[tuple[int, ...], Axes], bool]
 """(shape, logical axes) -> whether Muon updates a parameter."""
 
 
@@ -88,137 +91,122 @@ MUON = Variant(nesterov=False, beta2=None, scale=spectral_scale)
 """Muon as in KempnerForge."""
 
 
-def muon(
-    schedule: Schedule,
-    adam_schedule: Schedule,
+def scale_by_muon(
+    adam: optax.GradientTransformationExtraArgs,
     *,
     axes: PyTree,
     momentum: float,
     ns_steps: int,
-    betas: tuple[float, float],
-    eps: float,
-    weight_decay: PyTree,
-    state_dtype: MomentStorage,
-    lr_factors: PyTree | None = None,
-    muon_factors: PyTree | None = None,
+    storage: MomentStorage,
     takes: Takes | None = None,
-    is_cautious: bool = False,
     variant: Variant = MUON,
 ) -> optax.GradientTransformationExtraArgs:
-    """Return Muon for some parameters (`muon_takes`) and AdamW for the others, as one transform.
+    """Return Muon's direction for some parameters, and Adam's for the others, as one transform.
 
-    With lr = schedule(updates) · lr_scale, per matrix p [m, n] (one layer's) with gradient g:
+    Per matrix [m, n] (one layer's) with gradient g:
 
         b ← momentum · b + g,   u = g + momentum · b with Nesterov's look-ahead, else b
-        p ← p (1 - lr · weight_decay) - lr · scale(m, n) · orthogonal(u)
+        d = scale(m, n) · orthogonal(u)
 
     NorMuon (arXiv:2510.05491) divides each row of o = orthogonal(u) by its usual length, and keeps
     the norm √min(m, n) of an orthogonal matrix:
 
         v ← beta2 v + (1 - beta2) mean of o² over columns
-        p ← p (1 - lr · weight_decay) - lr · scale(m, n) · √min(m, n) · o' / ‖o'‖,   o' = o / √v
+        d = scale(m, n) · √min(m, n) · o' / ‖o'‖,   o' = o / √v
 
     Args:
-        schedule: Muon's learning rate by the number of updates made.
-        adam_schedule: AdamW's learning rate by the number of updates made.
+        adam: `scale_by_adam` for the other parameters.
         axes: logical axes of every parameter.
         momentum: factor on b in each update.
         ns_steps: number of Newton-Schulz iterations.
-        betas: AdamW's b1, b2.
-        eps: constant added to AdamW's denominator.
-        weight_decay: tree of floats, one per parameter.
-        state_dtype: storage format of b and AdamW's moments; the arithmetic is float32.
-        lr_factors: as in `adamw`, for AdamW's parameters.
-        muon_factors: as `lr_factors`, for Muon's parameters.
+        storage: storage format of b; the arithmetic is float32.
         takes: selects Muon's parameters; by default `muon_takes`.
-        is_cautious: as in `adamw`.
         variant: the variant of Muon.
-
-    `optim.update_rule.transform` documents the arguments of the update function. `lr_scale`
-    multiplies both learning rates.
     """
-    rule = _MatrixRule(momentum, ns_steps, variant)
+    names, is_muon = flatten_dict(axes), takes or muon_takes
 
-    def for_muon(params: PyTree) -> frozenset[Path]:
-        names, flat = flatten_dict(axes), flatten_dict(params)
-        is_muon = takes or muon_takes
-        return frozenset(path for path, p in flat.items() if is_muon(p.shape, names[path]))
+    def accumulate(_: tuple, g: Array, b: Array) -> tuple[Array, Array]:
+        b = momentum * b + g
+        return g + momentum * b if variant.nesterov else b, b
 
-    def adam(paths: frozenset[Path]) -> optax.GradientTransformationExtraArgs:
-        _, decay = split(weight_decay, paths)
-        factors = None if lr_factors is None else split(lr_factors, paths)[1]
-        return adamw(
-            adam_schedule, betas=betas, eps=eps, weight_decay=decay, state_dtype=state_dtype,
-            lr_factors=factors, is_cautious=is_cautious,
-        )  # fmt: skip
+    def orthogonalize(u: Array, names: Axes, *row_nu: Array) -> tuple[Array, ...]:
+        m, n = matrix_shape(u.shape, names)
+        d = orthogonal(u.reshape(-1, m, n), ns_steps)
+        if variant.beta2 is not None:
+            (v,) = row_nu
+            d, rows = _normalize_rows(d, v.reshape(-1, m), variant.beta2)
+            row_nu = (rows.reshape(v.shape),)
+        return variant.scale(m, n) * d.reshape(u.shape), *row_nu
+
+    def paths_of(tree: PyTree) -> frozenset[Path]:
+        flat = flatten_dict(tree).items()
+        return frozenset(path for path, leaf in flat if is_muon(leaf.shape, names[path]))
+
+    buffers = scale_by_rule(accumulate, {"momentum": SIGNED}, storage)
 
     def init(params: PyTree) -> MuonState:
-        paths = for_muon(params)
+        paths = paths_of(params)
         matrices, others = split(params, paths)
-        adam_state = adam(paths).init(others)
-        buffers, scales = init_moments(matrices, state_dtype)
-        row_nu = rule.init_row_nu(matrices, split(axes, paths)[0])
-        return MuonState(
-            momentum=buffers, momentum_scales=scales, row_nu=row_nu, **adam_state._asdict()
-        )
+        fields = {**buffers.init(matrices)._asdict(), **adam.init(others)._asdict()}
+        if variant.beta2 is not None:
+            zeros = lambda p, names: jnp.zeros(rows_shape(p.shape, names))  # noqa: E731
+            fields["row_nu"] = jax.tree.map(zeros, matrices, split(axes, paths)[0])
+        return MuonState(**fields)
 
-    def update(step: UpdateStep, grads: PyTree, state: MuonState, params: PyTree) -> tuple:
-        def change(p: Array, u: Array, *details: Any) -> tuple[Array, ...]:  # noqa: ANN401
-            *row_nu, decay, factor, names = details
-            direction, *row_nu = rule.orthogonalize(u, names, *row_nu)
-            scale = variant.scale(*matrix_shape(p.shape, names))
-            p_step = times(step.lr, factor) * scale * direction
-            return change_of(p, p_step, step.lr * decay, is_cautious=is_cautious), *row_nu
+    def update(
+        grads: PyTree,
+        state: MuonState,
+        params: PyTree | None = None,
+        **extra: Any,  # noqa: ANN401
+    ) -> tuple[PyTree, MuonState]:
+        paths = paths_of(grads)
+        of_muon, others = split(grads, paths)
+        momenta, new = buffers.update(of_muon, state, **extra)
+        directions, of_adam = adam.update(others, state, **extra)
+        fields = {**new._asdict(), **of_adam._asdict()}
+        row_nu = () if state.row_nu is None else (state.row_nu,)
+        leaves = jax.tree.map(orthogonalize, momenta, split(axes, paths)[0], *row_nu)
+        orthogonalized, *new_row_nu = unzip(1 + len(row_nu), leaves, momenta)
+        fields["row_nu"] = new_row_nu[0] if new_row_nu else None
+        return join(orthogonalized, directions), MuonState(**fields)
 
-        paths = for_muon(params)
-        trees = (tree and split(tree, paths)[0] for tree in (weight_decay, muon_factors, axes))
-        (matrices, others), (matrix_grads, other_grads) = split(params, paths), split(grads, paths)
-        matrix_updates, new = step.advance(
-            state, ("momentum",), rule.accumulate, change, matrices, matrix_grads, *trees,
-            weights=() if state.row_nu is None else ("row_nu",),
-        )  # fmt: skip
-        other_updates, adam_state = adam(paths).update(
-            other_grads,
-            AdamWState(*(getattr(state, field) for field in AdamWState._fields)),
-            others,
-            lr_scale=step.lr_scale,
-            applied=step.moment_update.applied,
-        )
-        return join(matrix_updates, other_updates), new._replace(**adam_state._asdict())
-
-    return transform(schedule, state_dtype, init, update)
+    return optax.GradientTransformationExtraArgs(init, update)
 
 
-class _MatrixRule(NamedTuple):
-    """Muon's arithmetic for a parameter [layers, m, n]; `muon` documents the fields."""
+@OPTIMIZERS.register("muon")
+def build(parts: Parts) -> Links:
+    """Return Muon's links of the chain."""
+    optimizer, model, settings = parts.optimizer, parts.model, parts.optimizer.muon
 
-    momentum: float
-    ns_steps: int
-    variant: Variant
+    def takes(shape: tuple[int, ...], axes: Axes) -> bool:
+        # A wider model of muP must use Muon for the same parameters as the model of base width.
+        return muon_takes(mup.base_shape(model, shape, axes), axes)
 
-    def init_row_nu(self, matrices: PyTree, axes: PyTree) -> PyTree | None:
-        """Return NorMuon's v before the first update."""
-        if self.variant.beta2 is None:
-            return None
-        return jax.tree.map(lambda p, names: jnp.zeros(rows_shape(p.shape, names)), matrices, axes)
+    def of_mup(shape: tuple[int, ...], axes: Axes) -> float:
+        return (mup.muon_factor if takes(shape, axes) else mup.lr_factor)(model, axes)
 
-    def accumulate(self, _: tuple, g: Array, b: Array) -> tuple[Array, Array]:
-        """Return u and the new b."""
-        b = self.momentum * b + g
-        return g + self.momentum * b if self.variant.nesterov else b, b
+    def group(shape: tuple[int, ...], axes: Axes) -> float:
+        if takes(shape, axes) or settings.adam_lr is None:
+            return 1.0
+        return settings.adam_lr / optimizer.lr
 
-    def orthogonalize(self, u: Array, axes: Axes, *row_nu: Array) -> tuple[Array, ...]:
-        """Return orthogonal(u), for NorMuon with normalized rows, and the new v."""
-        m, n = matrix_shape(u.shape, axes)
-        direction = orthogonal(u.reshape(-1, m, n), self.ns_steps)
-        if self.variant.beta2 is not None:
-            (v,) = row_nu
-            direction, rows = _normalize_rows(direction, v.reshape(-1, m), self.variant.beta2)
-            row_nu = (rows.reshape(v.shape),)
-        return direction.reshape(u.shape), *row_nu
+    direction = scale_by_muon(
+        scale_by_adam(optimizer.betas, parts.eps, parts.storage),
+        axes=parts.axes,
+        momentum=settings.momentum,
+        ns_steps=settings.ns_steps,
+        storage=parts.storage,
+        takes=takes,
+        variant=Variant(
+            settings.nesterov,
+            settings.beta2 if settings.variant == "normuon" else None,
+            rms_scale if settings.scale == "rms" else spectral_scale,
+        ),
+    )
+    return [direction, *parts.scaling(of_mup, group), parts.decay(group)]
 
 
-def muon_takes(shape: tuple[float, ...], axes: tuple[str, ...]) -> bool:
+def muon_takes(shape: tuple[float, ...], axes: Axes) -> bool:
     """Return whether Muon updates a parameter: a matrix per layer, of an aspect ratio up to 10.
 
     No other property matters: Muon also updates an embedding or output head of such a shape.

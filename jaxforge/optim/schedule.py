@@ -53,10 +53,6 @@ class Rate:
         """Return the learning rate after `n` updates."""
         return self.peak * self.factor(n)
 
-    def with_peak(self, peak: float) -> "Rate":
-        """Return the same schedule with another peak."""
-        return Rate(self.factor, peak)
-
     def fixed_at(self, n: Number) -> "Rate":
         """Return the learning rate after `n` updates as a schedule that ignores its argument."""
         factor = self.factor(n)
@@ -80,9 +76,9 @@ _DECAYS: dict[str, Decay] = {
 
 
 def learning_rate(config: JobConfig) -> Rate:
-    """Return the learning rate by the number of updates made; Muon's rate if AdamW's differs."""
+    """Return the learning rate by the number of updates made."""
     if config.optimizer.name == "schedule_free_adamw":  # its scheduler is "none"
-        factor = schedule_free_warmup(config.optimizer.schedule_free_warmup_steps)
+        factor = schedule_free_warmup(config.optimizer.schedule_free_adamw.warmup_steps)
     else:
         stages = config.train.stages()
         factor = build_schedule(config.scheduler, config.train.max_steps, stages)

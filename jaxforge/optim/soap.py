@@ -12,13 +12,14 @@ import optax
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jaxtyping import Array, Float, Int, PyTree
 
-from jaxforge.model.linear import is_matrix, times
+from jaxforge.config.optimizer import OPTIMIZERS
+from jaxforge.model.linear import is_matrix
 from jaxforge.optim.adamw import bias_correction
+from jaxforge.optim.chain import Links
 from jaxforge.optim.matrices import matrix_shape, rows_shape
 from jaxforge.optim.moments import init_moments
-from jaxforge.optim.schedule import Schedule
+from jaxforge.optim.parts import Parts
 from jaxforge.optim.trees import Path
-from jaxforge.optim.update_rule import UpdateStep, change_of, transform
 from jaxforge.parallel.sharding import Axes
 
 RowsAndColumns = tuple[dict[Path, Array], dict[Path, Array]]
@@ -65,50 +66,39 @@ class Preconditioning(NamedTuple):
     largest: int
 
 
-def soap(
-    schedule: Schedule,
-    *,
+def scale_by_soap(
     axes: PyTree,
     betas: tuple[float, float],
     eps: float,
-    weight_decay: PyTree,
-    state_dtype: jnp.dtype,
+    dtype: jnp.dtype,
     preconditioning: Preconditioning,
-    lr_factors: PyTree | None = None,
-    is_cautious: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
-    """Return SOAP as one optax transform.
+    """Return SOAP's direction D as an optax transform.
 
-    With lr = schedule(updates) · lr_scale and t = updates, per matrix p [m, n] (one layer's) with
-    gradient G, and the bases R [m, m] and C [n, n] of the updates before:
+    With t = updates, per matrix [m, n] (one layer's) with gradient G, and the bases R [m, m] and
+    C [n, n] of the updates before:
 
         M ← b1 M + (1 - b1) G,   V ← b2 V + (1 - b2) (Rᵀ G C)²
-        p ← p (1 - lr · weight_decay) - lr / (1 - b1^t) · R [(Rᵀ M C) / (√V / √(1 - b2^t) + eps)] Cᵀ
+        D = R [(Rᵀ M C) / (√V / √(1 - b2^t) + eps)] Cᵀ / (1 - b1^t)
         A ← beta A + (1 - beta) G Gᵀ,   B ← beta B + (1 - beta) Gᵀ G
 
     Every `interval` updates, one power iteration changes the bases: columns of R are sorted by
     diag(Rᵀ A R), rows of V alike, and R ← QR(A R); C and B in the same way. The first update
     (t = 0) only sets A, B and their eigenvectors, as in the authors' code: no step depends on its
     own gradient through a basis. A side with more than `largest` elements keeps R or C = 1. Vectors
-    have no bases, which is AdamW.
+    have no bases, which is Adam.
 
     Args:
-        schedule: learning rate by the number of updates made.
         axes: logical axes of every parameter.
         betas: b1, b2.
         eps: constant added to the denominator.
-        weight_decay: tree of floats, one per parameter.
-        state_dtype: dtype of M and V. Arithmetic, A, B, R and C are float32.
+        dtype: dtype of M and V. Arithmetic, A, B, R and C are float32.
         preconditioning: settings of the bases.
-        lr_factors: as in `adamw`.
-        is_cautious: as in `adamw`.
-
-    `optim.update_rule.transform` documents the arguments of the update function.
     """
     names, (beta, interval, largest) = flatten_dict(axes), preconditioning
 
     def init(params: PyTree) -> SoapState:
-        mu, nu = (init_moments(params, state_dtype)[0] for _ in range(2))
+        mu, nu = (init_moments(params, dtype)[0] for _ in range(2))
         zeros: RowsAndColumns = {}, {}
         for path, p in flatten_dict(params).items():
             if is_matrix(names[path]):
@@ -119,28 +109,26 @@ def soap(
         rows, columns = map(unflatten_dict, zeros)
         return SoapState(jnp.zeros((), jnp.int32), mu, nu, rows, rows, columns, columns)
 
-    def update(step: UpdateStep, grads: PyTree, state: SoapState, params: PyTree) -> tuple:
-        rates = _Rates.of_update(state.updates, step.lr, betas, eps)
+    def update(
+        grads: PyTree, state: SoapState, params: PyTree | None = None, **_: object
+    ) -> tuple[PyTree, SoapState]:
+        rates = _Rates.of_update(state.updates, betas, eps)
         bases: RowsAndColumns = flatten_dict(state.row_basis), flatten_dict(state.column_basis)
         grams: RowsAndColumns = flatten_dict(state.row_gram), flatten_dict(state.column_gram)
 
-        def advance(path: Path, p: Array, g: Array, m: Array, v: Array, *factors: float) -> tuple:
-            decay, factor = factors
+        def advance(path: Path, g: Array, m: Array, v: Array) -> tuple[Array, ...]:
             basis = [by_path.get(path) for by_path in bases]
             matrices = (_as_matrices(x, names[path]) for x in (g, m, v))
             direction, *moments = _adam_in_bases(rates, basis, *matrices)
-            p_step = times(rates.step_size, factor) * direction.reshape(p.shape)
-            change = change_of(p, p_step, rates.lr * decay, is_cautious=is_cautious)
-            return change, *(x.reshape(p.shape).astype(m.dtype) for x in moments)
+            reshaped = (x.reshape(g.shape).astype(m.dtype) for x in moments)
+            return direction.reshape(g.shape), *reshaped
 
-        # 1. Adam's step in the bases of the updates before.
-        factors = jax.tree.map(lambda _: 1.0, params) if lr_factors is None else lr_factors
-        trees = params, grads, state.mu, state.nu, weight_decay, factors
-        flat = [flatten_dict(tree) for tree in trees]
+        # 1. Adam's direction in the bases of the updates before.
+        flat = [flatten_dict(tree) for tree in (grads, state.mu, state.nu)]
         results = {path: advance(path, *(tree[path] for tree in flat)) for path in flat[0]}
-        changes, mu, nu = ({path: r[i] for path, r in results.items()} for i in range(3))
+        directions, mu, nu = ({path: r[i] for path, r in results.items()} for i in range(3))
         # 2. The averages of G Gᵀ and Gᵀ G.
-        gradients = {path: _as_matrices(g, names[path]) for path, g in flat[1].items()}
+        gradients = {path: _as_matrices(g, names[path]) for path, g in flat[0].items()}
         grams = _averaged(grams, gradients, beta)
         # 3. The bases of the next updates.
         change_bases = jnp.where(
@@ -153,40 +141,65 @@ def soap(
         nu = {path: variances[path].reshape(v.shape).astype(v.dtype) for path, v in nu.items()}
         fields = mu, nu, grams[0], bases[0], grams[1], bases[1]
         updates = optax.safe_increment(state.updates)
-        return unflatten_dict(changes), SoapState(updates, *map(unflatten_dict, fields))
+        return unflatten_dict(directions), SoapState(updates, *map(unflatten_dict, fields))
 
-    return transform(schedule, state_dtype, init, update)
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def without_first_update() -> optax.GradientTransformationExtraArgs:
+    """Return a transform that changes no parameter in the first update, not even by its decay."""
+
+    def update(
+        updates: PyTree,
+        state: optax.EmptyState,
+        params: PyTree | None = None,
+        *,
+        updates_made: Int[Array, ""],
+        **_: object,
+    ) -> tuple[PyTree, optax.EmptyState]:
+        is_first = updates_made == 0
+        return jax.tree.map(lambda u: jnp.where(is_first, 0.0, u), updates), state
+
+    return optax.GradientTransformationExtraArgs(optax.init_empty_state, update)
+
+
+@OPTIMIZERS.register("soap")
+def build(parts: Parts) -> Links:
+    """Return SOAP's links of the chain."""
+    settings, betas = parts.optimizer.soap, parts.optimizer.betas
+    beta = betas[1] if settings.shampoo_beta is None else settings.shampoo_beta
+    preconditioning = Preconditioning(
+        beta, settings.precondition_frequency, settings.max_precond_dim
+    )
+    assert isinstance(parts.storage, jnp.dtype)  # `rules` refuses other formats
+    direction = scale_by_soap(parts.axes, betas, parts.eps, parts.storage, preconditioning)
+    return [direction, *parts.scaling(), parts.decay(), without_first_update()]
 
 
 class _Rates(NamedTuple):
-    """Rates of one update, which are those of `soap` except in the first one.
+    """Rates of one update, which are those of `scale_by_soap` except in the first one.
 
     Attributes:
-        lr: learning rate.
-        step_size: lr / (1 - b1^t).
         b1: decay rate of M.
         b2: decay rate of V.
+        correction: 1 - b1^t.
         root_correction2: √(1 - b2^t).
         eps: constant added to the denominator.
     """
 
-    lr: Array
-    step_size: Array
     b1: Array
     b2: Array
+    correction: Array
     root_correction2: Array
     eps: float
 
     @classmethod
-    def of_update(
-        cls, updates: Int[Array, ""], lr: Array, betas: tuple[float, float], eps: float
-    ) -> "_Rates":
-        """Return the rates after a number of updates: the first one changes nothing."""
+    def of_update(cls, updates: Int[Array, ""], betas: tuple[float, float], eps: float) -> "_Rates":
+        """Return the rates after a number of updates: the first one changes no moment."""
         is_first, t = updates == 0, jnp.maximum(updates, 1)
-        lr = jnp.where(is_first, 0.0, lr)
         b1, b2 = (jnp.where(is_first, 1.0, beta) for beta in betas)
         correction, correction2 = (bias_correction(beta, t) for beta in betas)
-        return cls(lr, lr / correction, b1, b2, jnp.sqrt(correction2), eps)
+        return cls(b1, b2, correction, jnp.sqrt(correction2), eps)
 
 
 def _adam_in_bases(
@@ -196,7 +209,7 @@ def _adam_in_bases(
     m = rates.b1 * m + (1 - rates.b1) * g
     v = rates.b2 * v + (1 - rates.b2) * jnp.square(_into(basis, g))
     direction = _into(basis, m) / (jnp.sqrt(v) / rates.root_correction2 + rates.eps)
-    return _out_of(basis, direction), m, v
+    return _out_of(basis, direction) * (1 / rates.correction), m, v
 
 
 def _as_matrices(x: Array, axes: Axes) -> Float[Array, "..."]:

@@ -13,7 +13,7 @@ from jaxforge.config.metrics import EXTRAS
 from jaxforge.config.model import LAYERS
 from jaxforge.errors import UserError
 from jaxforge.model.transformer import Params
-from jaxforge.optim.optimizer import global_norm
+from jaxforge.optim.chain import global_norm
 from jaxforge.parallel.stages import Stack
 
 COLLECTED = ("grads", "update_norms_per_layer", "params_norms_per_layer", *EXTRAS)

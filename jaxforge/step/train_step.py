@@ -18,11 +18,12 @@ from jaxforge.kernels.masking import padding_of
 from jaxforge.model.moe import expert_counts
 from jaxforge.model.qk_clip import check_mixers, clip_logits
 from jaxforge.model.transformer import Model, Params
+from jaxforge.optim.chain import global_norm, updates_made
 from jaxforge.optim.ema import build_average
 from jaxforge.optim.freezing import frozen_paths, keep_frozen
 from jaxforge.optim.moments import is_updated_in_place
-from jaxforge.optim.optimizer import global_norm, learning_rate, updates_made
 from jaxforge.optim.rounding import build_apply
+from jaxforge.optim.schedule import learning_rate
 from jaxforge.optim.trees import join, split
 from jaxforge.parallel.sharding import constrain
 from jaxforge.parallel.stages import Stack

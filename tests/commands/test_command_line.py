@@ -115,7 +115,7 @@ def test_help_explains_a_key(capsys):
     [
         ("jaxforge tr", ["train "]),
         ("jaxforge report --ou", ["--output "]),
-        ("jaxforge train --optimizer.muon_m", ["--optimizer.muon_momentum "]),
+        ("jaxforge train --optimizer.muon.m", ["--optimizer.muon.momentum "]),
         ("jaxforge train --optimizer.name li", ["lion "]),
         ("jaxforge train --optimizer.name=li", ["--optimizer.name=lion "]),
         ("jaxforge convert --to ", ["jaxforge", "dcp", "pt", "hf", "megatron", "peft"]),

@@ -444,7 +444,7 @@ CASES = [
         ["optimizer.name=schedule_free_adamw", "scheduler.name=none"],
         ["optimizer.name=schedule_free_adamw"],
         'optimizer.name = "schedule_free_adamw" requires scheduler.name = "none", not '
-        '"cosine": it warms up by optimizer.schedule_free_warmup_steps and averages weights '
+        '"cosine": it warms up by optimizer.schedule_free_adamw.warmup_steps and averages weights '
         "instead of decaying the rate",
     ),
     (

@@ -27,6 +27,7 @@ from jaxforge.config import (
     TrainingPhase,
 )
 from jaxforge.config.metrics import MetricsWriter
+from jaxforge.config.optimizer import MuonConfig, ScheduleFreeAdamWConfig
 
 MOE = {"num_experts": 4}
 SEQUENCES = {"key": "global_batch_size", "global_batch_size": 8}
@@ -72,9 +73,9 @@ def ramp(*stages, key="grad_accum_steps", **train):
         (OptimizerConfig, {"betas": (0, 0.9)}, {"betas": (0.9, 1)}),
         (OptimizerConfig, {"betas": (0, 0.9)}, {"betas": (0.9,)}),
         (OptimizerConfig, {"eps": 1e-20}, {"eps": 0}),
-        (OptimizerConfig, {"muon_momentum": 0.5}, {"muon_momentum": 1}),
-        (OptimizerConfig, {"muon_ns_steps": 1}, {"muon_ns_steps": 0}),
-        (OptimizerConfig, {"schedule_free_warmup_steps": 0}, {"schedule_free_warmup_steps": -1}),
+        (MuonConfig, {"momentum": 0.5}, {"momentum": 1}),
+        (MuonConfig, {"ns_steps": 1}, {"ns_steps": 0}),
+        (ScheduleFreeAdamWConfig, {"warmup_steps": 0}, {"warmup_steps": -1}),
         (OptimizerConfig, {"name": "muon"}, {"name": "adam"}),
         (SchedulerConfig, {"warmup_steps": 0}, {"warmup_steps": -1}),
         (SchedulerConfig, {"min_lr_ratio": 1}, {"min_lr_ratio": 1.1}),

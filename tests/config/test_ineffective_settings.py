@@ -94,8 +94,8 @@ def test_effective_settings_give_no_warning():
         ),
         ({"lora": {"alpha": 32}}, "lora.alpha = 32.0 has no effect with lora.rank = 0"),
         (
-            {"optimizer": {"muon_ns_steps": 7}},
-            'optimizer.muon_ns_steps = 7 has no effect with optimizer.name = "adamw": remove it, '
+            {"optimizer": {"muon": {"ns_steps": 7}}},
+            'optimizer.muon.ns_steps = 7 has no effect with optimizer.name = "adamw": remove it, '
             'or set optimizer.name to "muon"',
         ),
         (

@@ -16,7 +16,6 @@ RESOLUTION = {"config/resolution.py", "training/resolution.py", "step/execution.
 ON_THE_WAY = ("data", "optim", "program.py", "state", "telemetry", "training")
 """Parts of jaxforge through which the config of a run passes."""
 OTHER_CONFIGS = {  # configs of something else than the run
-    "optim/optimizer.py": "patterns of a subset of the parameters",
     "data/sources.py": "each dataset of a mixture is opened alone",
     "training/callbacks/activations.py": "each group of devices captures one sequence",
 }

@@ -70,7 +70,8 @@ def test_step_keys_accept_durations():
     keys = {key for key, node in all_keys().items() if node.get("duration")}
     assert keys == {
         "train.max_steps", "train.batch_ramp.start", "train.ema_start", "scheduler.warmup_steps",
-        "scheduler.decay_steps", "scheduler.stable_steps", "optimizer.schedule_free_warmup_steps",
+        "scheduler.decay_steps", "scheduler.stable_steps",
+        "optimizer.schedule_free_adamw.warmup_steps",
         "eval.interval", "eval.start_step", "eval.sample_interval", "eval.tasks_interval",
         "eval.datasets.interval", "eval.datasets.start_step",
         "eval.activations_interval", "checkpoint.interval",
@@ -299,13 +300,13 @@ def test_learning_rate_scales_with_batch(rule, n_devices, lr, batch):
     """The batch is 4 times the base batch (linear), or 16 times (sqrt)."""
     settings = [
         "--train.batch_size=10", "--train.grad_accum_steps=4", "--optimizer.lr=5e-4",
-        "--optimizer.muon_adam_lr=1e-4", f"--optimizer.lr_scale_rule={rule}",
+        "--optimizer.muon.adam_lr=1e-4", f"--optimizer.lr_scale_rule={rule}",
         "--optimizer.lr_base_batch=10",
     ]  # fmt: skip
     config = load_unresolved(None, settings).resolve(n_devices)
     optimizer = config.optimizer
     assert optimizer.lr == pytest.approx(lr)
-    assert optimizer.muon_adam_lr == pytest.approx(4e-4)
+    assert optimizer.muon.adam_lr == pytest.approx(4e-4)
     assert (optimizer.lr_scale_rule, optimizer.lr_base_batch) == ("none", batch)
 
 

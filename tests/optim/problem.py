@@ -8,6 +8,8 @@ import ml_dtypes
 import numpy as np
 import optax
 
+from jaxforge.optim.chain import decay_weights, merged, scale_by_rate, with_rate
+
 WEIGHT_DECAY = 0.1
 SHAPES = {
     "square": ((16, 16), ("heads", "embed")),
@@ -50,6 +52,26 @@ def gradients(n):
 def rate(n):
     """Return the rate of a warm-up and a slow decay; 0 in the first update."""
     return 1e-3 * jnp.minimum(n / 10, 1 - n / 400)
+
+
+def rule(direction, *further, schedule=rate, decay=None, factors=None, is_cautious=False):
+    """Return a direction with its rate and weight decay as one transform.
+
+    Args:
+        direction: the direction.
+        *further: links after the weight decay.
+        schedule: learning rate by the number of updates.
+        decay: weight decay of every parameter.
+        factors: factors on the learning rate of every parameter.
+        is_cautious: whether the decay is cautious.
+    """
+    decay = DECAY if decay is None else decay
+    if factors is None:
+        factors = jax.tree.map(lambda _: 1.0, decay)
+    decays = jax.tree.map(lambda d, factor: d * factor, decay, factors)
+    scale = scale_by_rate(lambda tree: {name: factors[name] for name in tree})
+    end = decay_weights(lambda tree: {name: decays[name] for name in tree}, is_cautious=is_cautious)
+    return with_rate(schedule, merged([direction, scale, end, *further]))
 
 
 def run(tx, n, params=None, lr_scale=1.0):

@@ -8,8 +8,8 @@ import numpy as np
 import optax
 import pytest
 
-from jaxforge.optim.adamw import adamw
-from tests.optim.problem import rate
+from jaxforge.optim.adamw import scale_by_adam
+from tests.optim.problem import rate, rule
 
 BETAS, EPS = (0.9, 0.95), 1e-8
 DECAY = {"matrix": 0.1, "norm": 0.0}
@@ -35,7 +35,7 @@ def gradients():
 
 @functools.cache
 def make(schedule=rate, betas=BETAS, dtype=jnp.float32):
-    return adamw(schedule, betas=betas, eps=EPS, weight_decay=DECAY, state_dtype=dtype)
+    return rule(scale_by_adam(betas, EPS, jnp.dtype(dtype)), schedule=schedule, decay=DECAY)
 
 
 def run(tx, n, params=None, **extra):

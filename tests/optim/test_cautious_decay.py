@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 import numpy as np
 
-from jaxforge.optim.adamw import adamw
+from jaxforge.optim.adamw import scale_by_adam
 from tests.optim import problem
 
 BETAS, EPS, DECAY = (0.9, 0.95), 1e-8, 20.0
@@ -20,9 +20,7 @@ def test_only_elements_that_move_towards_zero_decay():
 
     expected, _ = problem.reference(update, 20)
     decays = problem.tree(lambda shape, axes: DECAY if len(set(axes) - {"layers"}) > 1 else 0.0)
-    tx = adamw(
-        problem.rate, betas=BETAS, eps=EPS, weight_decay=decays, state_dtype=jnp.float32,
-        is_cautious=True,
-    )  # fmt: skip
+    direction = scale_by_adam(BETAS, EPS, jnp.dtype("float32"))
+    tx = problem.rule(direction, decay=decays, is_cautious=True)
     params, _ = problem.run(tx, 20)
     problem.assert_params(params, expected, atol=2e-6)

@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxforge.optim.optimizer import build_optimizer, clip_by_global_norm, global_norm
+from jaxforge.optim.chain import clip_by_global_norm, global_norm
+from jaxforge.optim.optimizer import build_optimizer
 from tests.conftest import tiny_config
 
 

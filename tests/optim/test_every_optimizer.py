@@ -1,14 +1,16 @@
 """Guarantees of every `optimizer.name`."""
 
 import functools
+import importlib
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxforge.config.optimizer import OPTIMIZERS
-from jaxforge.optim.optimizer import build_optimizer, updates_made
+from jaxforge.config.optimizer import BUILT_IN, OPTIMIZERS, OptimizerConfig
+from jaxforge.optim.chain import updates_made
+from jaxforge.optim.optimizer import build_optimizer
 from tests.conftest import tiny_config
 from tests.helpers import random_batches, setup
 from tests.optim import problem
@@ -21,7 +23,7 @@ every_optimizer = pytest.mark.parametrize("name", NAMES)
 def config_of(name, **optimizer):
     """Return a config with a warm-up of four updates."""
     averages = name == "schedule_free_adamw"
-    warmup = {"schedule_free_warmup_steps": 4} if averages else {}
+    warmup = {name: {"warmup_steps": 4}} if averages else {}
     return tiny_config(
         optimizer={"name": name, **warmup, **optimizer},
         scheduler={"name": "none"} if averages else {},
@@ -37,6 +39,15 @@ def assert_close(a, b):
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=2e-5, atol=1e-7), a, b)
 
 
+def test_every_setting_of_a_table_is_compared():
+    """A new optimizer is a file, an entry of `BUILT_IN` and a table of its name (CONTRIBUTING)."""
+    for name in BUILT_IN:
+        importlib.import_module(f"jaxforge.optim.{name}")
+        table = OptimizerConfig.model_fields.get(name)
+        settings = () if table is None else table.annotation.model_fields
+        assert {f"{name}.{key}" for key in settings} <= CONSTANTS[name].keys() | INACTIVE
+
+
 @every_optimizer
 def test_lr_scale_multiplies_the_rate(name):
     scaled = problem.run(make(name, lr=LR), 10, lr_scale=2)
@@ -47,7 +58,7 @@ def test_lr_scale_multiplies_the_rate(name):
 
 @every_optimizer
 def test_zero_rate_changes_only_moments_and_count(name):
-    params, (_, state) = problem.run(make(name, lr=LR), 5, lr_scale=0.0)
+    params, (_, state, *_) = problem.run(make(name, lr=LR), 5, lr_scale=0.0)
     jax.tree.map(np.testing.assert_array_equal, params, problem.initial())
     assert state.updates == 5
     moments = [leaf for leaf in jax.tree.leaves(state) if leaf.ndim]
@@ -96,21 +107,28 @@ CONSTANTS = {
     "adamw": ADAM,
     "lion": {"betas": (0.0, 0.5), "weight_decay": 1.0, "cautious_weight_decay": True},
     "muon": {
-        **ADAM, "muon_momentum": 0.5, "muon_ns_steps": 2, "muon_adam_lr": 1e-2,
-        "muon_nesterov": True, "muon_variant": "normuon", "muon_scale": "rms",
+        **ADAM, "muon.momentum": 0.5, "muon.ns_steps": 2, "muon.adam_lr": 1e-2,
+        "muon.nesterov": True, "muon.variant": "normuon", "muon.scale": "rms",
         "cautious_weight_decay": True,
     },
-    "schedule_free_adamw": {**ADAM, "schedule_free_warmup_steps": 2},
+    "schedule_free_adamw": {**ADAM, "schedule_free_adamw.warmup_steps": 2},
     "soap": {
-        **ADAM, "soap_precondition_frequency": 1, "soap_max_precond_dim": 8,
-        "soap_shampoo_beta": 0.5, "cautious_weight_decay": True,
+        **ADAM, "soap.precondition_frequency": 1, "soap.max_precond_dim": 8,
+        "soap.shampoo_beta": 0.5, "cautious_weight_decay": True,
     },
 }  # fmt: skip
 
 
+INACTIVE = {"muon.beta2"}  # without NorMuon
+
+
 @functools.cache
-def three_updates(name, **constant):
+def three_updates(name, key=None):
     """Return a Muon parameter and a decaying AdamW parameter after three updates."""
+    constant = {} if key is None else {key: CONSTANTS[name][key]}
+    if key and "." in key:
+        table, _, setting = key.partition(".")
+        constant = {table: {setting: CONSTANTS[name][key]}}
     axes, params = (
         {k: tree[k] for k in ("square", "longer")} for tree in (problem.AXES, problem.initial())
     )
@@ -119,7 +137,7 @@ def three_updates(name, **constant):
 
 @pytest.mark.parametrize(("name", "key"), [(n, key) for n in NAMES for key in CONSTANTS[n]])
 def test_every_config_constant_changes_updates(name, key):
-    params = three_updates(name, **{key: CONSTANTS[name][key]})
+    params = three_updates(name, key)
     change = jax.tree.map(lambda a, b: np.abs(a - b).max(), params, three_updates(name))
     assert max(jax.tree.leaves(change)) > 1e-5
 

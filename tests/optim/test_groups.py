@@ -61,11 +61,10 @@ def test_decay_patterns_override_dimensions():
 
 
 def test_unmatched_or_invalid_decay_pattern_raises():
-    axes = Model(ModelConfig(**TINY["model"])).axes
-    requested = OptimizerConfig(no_decay_patterns=("norm", "embeding"))
+    config = tiny_config(optimizer={"no_decay_patterns": ("norm", "embeding")})
     message = r'optimizer.no_decay_patterns: "embeding" matches no parameter. Parameters are lay'
     with pytest.raises(UserError, match=message):
-        decay_groups(axes, requested)
+        build_optimizer(config, Model(config.model).axes)
     with pytest.raises(ValueError, match=r'decay_patterns: "\*" is not a regular expression: noth'):
         OptimizerConfig(decay_patterns=("*",))
 

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxforge.optim.lion import lion
+from jaxforge.optim.lion import scale_by_lion
 from tests.optim import problem
 
 BETAS = (0.9, 0.95)
@@ -13,7 +13,7 @@ N = 100
 
 
 def make(schedule=problem.rate, dtype=jnp.float32):
-    return lion(schedule, betas=BETAS, weight_decay=problem.DECAY, state_dtype=dtype)
+    return problem.rule(scale_by_lion(BETAS, jnp.dtype(dtype)), schedule=schedule)
 
 
 def update(p, g, state, k, decay):
@@ -42,8 +42,7 @@ def test_bfloat16_moment_is_updated_in_float32():
 def test_step_size_does_not_depend_on_gradient_size(size):
     params = {"w": np.zeros((2, 2), np.float32)}
     grads = {"w": np.array([[size, -size], [0, size]], np.float32)}
-    tx = lion(
-        lambda n: jnp.float32(0.5), betas=BETAS, weight_decay={"w": 0.1}, state_dtype=jnp.float32
-    )
+    direction = scale_by_lion(BETAS, jnp.dtype("float32"))
+    tx = problem.rule(direction, schedule=lambda n: jnp.float32(0.5), decay={"w": 0.1})
     updates = jax.jit(lambda g, p: tx.update(g, tx.init(p), p)[0])(grads, params)
     np.testing.assert_array_equal(updates["w"], [[-0.5, 0.5], [0, -0.5]])

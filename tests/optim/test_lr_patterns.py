@@ -10,7 +10,8 @@ from jaxforge.config.optimizer import OptimizerConfig
 from jaxforge.config.reading.load import load_config
 from jaxforge.errors import UserError
 from jaxforge.model.transformer import Model
-from jaxforge.optim.optimizer import build_optimizer, global_norm
+from jaxforge.optim.chain import global_norm
+from jaxforge.optim.optimizer import build_optimizer
 from tests.conftest import tiny_config
 from tests.helpers import losses_and_gradients, lowered, random_batches, setup
 

@@ -6,9 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.tree_util import keystr
 
 from jaxforge.model.transformer import Model
-from jaxforge.optim.muon import Variant, muon, orthogonal, rms_scale
+from jaxforge.optim.adamw import scale_by_adam
+from jaxforge.optim.muon import Variant, orthogonal, rms_scale, scale_by_muon
 from jaxforge.optim.optimizer import build_optimizer
 from tests.conftest import tiny_config
 from tests.helpers import random_batches, setup
@@ -20,19 +22,20 @@ N = 50
 FOR_ADAMW = {"longer", "norm", "layers.flat", "layers.norm"}
 
 
-def make(schedule=problem.rate, dtype=jnp.float32, **options):
-    return muon(
-        schedule,
-        lambda n: ADAM_RATIO * schedule(n),
-        axes=problem.AXES,
-        momentum=MOMENTUM,
-        ns_steps=STEPS,
-        betas=BETAS,
-        eps=EPS,
-        weight_decay=problem.DECAY,
-        state_dtype=dtype,
-        **options,
-    )
+FACTORS = jax.tree_util.tree_map_with_path(
+    lambda path, _: ADAM_RATIO if keystr(path, simple=True, separator=".") in FOR_ADAMW else 1.0,
+    problem.DECAY,
+)
+"""Learning rates are factors on Muon's."""
+
+
+def make(dtype=jnp.float32, **options):
+    dtype = jnp.dtype(dtype)
+    direction = scale_by_muon(
+        scale_by_adam(BETAS, EPS, dtype), axes=problem.AXES, momentum=MOMENTUM, ns_steps=STEPS,
+        storage=dtype, **options,
+    )  # fmt: skip
+    return problem.rule(direction, factors=FACTORS)
 
 
 def newton_schulz(g, steps=STEPS):
@@ -145,7 +148,7 @@ def test_muon_selects_same_parameters_as_kempnerforge(model):
     """The selection depends only on shapes, and includes embedding and output head."""
     config = tiny_config(model=model, optimizer={"name": "muon"})
     model = Model(config.model)
-    _, state = jax.eval_shape(build_optimizer(config, model.axes).init, model.abstract)
+    _, state, *_ = jax.eval_shape(build_optimizer(config, model.axes).init, model.abstract)
     by_muon, in_mu, in_nu = (
         set(names(moments)) for moments in (state.momentum, state.mu, state.nu)
     )
@@ -172,7 +175,7 @@ def test_muon_adam_lr_changes_only_the_peak():
         return problem.run(build_optimizer(config, axes), 3, begin)[0]
 
     begin = {name: problem.initial()[name] for name in ("square", "norm")}
-    same_lr, other_lr = final_params(), final_params(muon_adam_lr=1e-3)
+    same_lr, other_lr = final_params(), final_params(muon={"adam_lr": 1e-3})
     np.testing.assert_array_equal(same_lr["square"], other_lr["square"])
     changes = [params["norm"] - begin["norm"] for params in (same_lr, other_lr)]
     np.testing.assert_allclose(changes[1], changes[0] / 10, rtol=1e-3)
@@ -208,7 +211,7 @@ def test_sharded_muon_matches_single_device():
     ):
         np.testing.assert_allclose(leaf, other, atol=2e-4 * max(1e-3, float(np.abs(other).max())))
     assert jax.tree.map(lambda a: a.sharding, sharded) == ours.shardings
-    _, moments = sharded.opt_state
+    moments = sharded.opt_state[1]
     embedding = moments.mu["token_embedding"]["embedding"]["weight"]
     q_proj = moments.momentum["layers"]["attention"]["q_proj"]["weight"]
     assert embedding.sharding.shard_shape(embedding.shape) == (384, 64 // mesh["dp_shard"])

@@ -8,15 +8,10 @@ import pytest
 
 from jaxforge.checkpoint import layout
 from jaxforge.errors import UserError
+from jaxforge.optim.chain import updates_made
 from jaxforge.optim.from_optax import from_optax
-from jaxforge.optim.optimizer import (
-    build_optimizer,
-    decay_groups,
-    learning_rate,
-    register_optimizer,
-    updates_made,
-)
-from jaxforge.optim.schedule import register_scheduler, warmup_then
+from jaxforge.optim.optimizer import build_optimizer, decay_groups, register_optimizer
+from jaxforge.optim.schedule import learning_rate, register_scheduler, warmup_then
 from jaxforge.state.guard_state import GuardState
 from jaxforge.state.progress import Progress
 from jaxforge.state.train_state import Counts, TrainState

@@ -11,8 +11,8 @@ import pytest
 
 from jaxforge.config.batch_ramp import Stage
 from jaxforge.config.scheduler import SchedulerConfig
-from jaxforge.optim.optimizer import build_optimizer, learning_rate
-from jaxforge.optim.schedule import build_schedule
+from jaxforge.optim.optimizer import build_optimizer
+from jaxforge.optim.schedule import build_schedule, learning_rate
 from tests.conftest import tiny_config
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "data" / "golden_small.json").read_text())

@@ -5,9 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxforge.optim.optimizer import learning_rate
-from jaxforge.optim.schedule import schedule_free_warmup
-from jaxforge.optim.schedule_free import schedule_free_adamw
+from jaxforge.optim.schedule import learning_rate, schedule_free_warmup
+from jaxforge.optim.schedule_free_adamw import average_steps, scale_by_root_mean_square
 from tests.conftest import tiny_config
 from tests.optim import problem
 
@@ -20,9 +19,10 @@ def rate(n):
 
 
 def make(schedule=rate, dtype=jnp.float32):
-    return schedule_free_adamw(
-        schedule, betas=BETAS, eps=EPS, weight_decay=problem.DECAY, state_dtype=dtype
-    )
+    direction = scale_by_root_mean_square(BETAS[1], EPS, jnp.dtype(dtype))
+    average = average_steps(BETAS[0], lambda _: problem.DECAY)
+    no_decay = jax.tree.map(lambda _: 0.0, problem.DECAY)  # `average_steps` has the decay
+    return problem.rule(direction, average, schedule=schedule, decay=no_decay)
 
 
 def update(p, g, state, k, decay, warmup_steps=WARMUP):
@@ -109,7 +109,8 @@ def test_schedule_free_starts_at_first_parameters():
 def test_warmup_starts_above_zero_and_is_logged(steps, factors):
     config = tiny_config(
         optimizer={
-            "name": "schedule_free_adamw", "lr": 0.5, "schedule_free_warmup_steps": steps,
+            "name": "schedule_free_adamw", "lr": 0.5,
+            "schedule_free_adamw": {"warmup_steps": steps},
         },
         scheduler={"name": "none"},
     )  # fmt: skip

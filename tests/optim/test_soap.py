@@ -12,9 +12,17 @@ from jax.sharding import PartitionSpec as P
 from jaxforge.config.optimizer import OptimizerConfig
 from jaxforge.config.rules import check
 from jaxforge.errors import UserError
-from jaxforge.optim.soap import Preconditioning, _first_bases, _next_bases, soap
+from jaxforge.optim.chain import merged, scale_by_factors
+from jaxforge.optim.soap import (
+    Preconditioning,
+    _first_bases,
+    _next_bases,
+    scale_by_soap,
+    without_first_update,
+)
 from tests.conftest import tiny_config
 from tests.helpers import random_batches, setup, through_checkpoint
+from tests.optim import problem
 
 BETAS, EPS, BETA, FREQUENCY, LARGEST = (0.9, 0.95), 1e-8, 0.9, 4, 12
 SHAPES = {
@@ -102,12 +110,14 @@ def reference(n):
     return result
 
 
-def ours(n, dtype=jnp.float32, put=lambda tree: tree, **options):
+def ours(n, dtype=jnp.float32, put=lambda tree: tree, factors=None, **options):
     """Return parameters and state after n updates of arrays that `put` places on devices."""
-    tx = soap(
-        rate, axes=AXES, betas=BETAS, eps=EPS, weight_decay=DECAY, state_dtype=dtype,
-        preconditioning=Preconditioning(BETA, FREQUENCY, LARGEST), **options,
-    )  # fmt: skip
+    preconditioning = Preconditioning(BETA, FREQUENCY, LARGEST)
+    direction = scale_by_soap(AXES, BETAS, EPS, jnp.dtype(dtype), preconditioning)
+    if factors is not None:
+        direction = merged([direction, scale_by_factors(lambda _: factors)])
+    last = without_first_update()
+    tx = problem.rule(direction, last, schedule=rate, decay=DECAY, **options)
     update = jax.jit(tx.update)
     params = put(values(0))
     state = jax.jit(tx.init)(params)
@@ -146,7 +156,7 @@ def test_first_update_changes_only_bases():
 
 def test_factors_multiply_steps_but_not_decay():
     factors = {name: 0.25 if name == "square" else 1.0 for name in SHAPES}
-    (scaled, _), (whole, _) = ours(2, lr_factors=factors), ours(2)
+    (scaled, _), (whole, _) = ours(2, factors=factors), ours(2)
     after_decay = values(0)["square"] * (1 - float(rate(1)) * DECAY["square"])
     steps = (params["square"] - after_decay for params in (scaled, whole))
     np.testing.assert_allclose(next(steps), 0.25 * next(steps), atol=1e-6)
@@ -203,7 +213,7 @@ def test_sharded_updates_match_single_device():
 
 def config_of(**sections):
     optimizer = {
-        "name": "soap", "lr": 3e-3, "soap_precondition_frequency": 2, "soap_max_precond_dim": 64
+        "name": "soap", "lr": 3e-3, "soap": {"precondition_frequency": 2, "max_precond_dim": 64},
     }  # fmt: skip
     model = {"vocab_size": 96, "n_layers": 2, "n_kv_heads": 4, "ffn_hidden_dim": 64}
     scheduler = {"name": "constant", "warmup_steps": 0}
@@ -225,7 +235,7 @@ def test_run_on_mesh_shards_bases():
     # Eigenvectors of eigenvalues near 0 are arbitrary: they depend on rounding.
     np.testing.assert_allclose(sharded_metrics["loss"], metrics["loss"], rtol=1e-3)
     assert jax.tree.map(lambda a: a.sharding, sharded) == ours.shardings
-    _, soap_state = sharded.opt_state
+    soap_state = sharded.opt_state[1]
     for tree, name, shard in (
         (soap_state.row_basis, "q_proj", (2, 32, 32)),
         (soap_state.column_gram, "k_proj", (2, 32, 32)),

@@ -80,15 +80,15 @@ def test_run_resumes_with_another_mesh_and_rounding(halfway, tmp_path):
     path, saved, batches, _, losses = halfway
     ours = setup(config_of("stochastic"))
     state = start(path, ours)
-    params, (clip, rule, _) = saved
-    assert_same(bits(state), (params, (clip, rule)))
+    params, (*links, _) = saved
+    assert_same(bits(state), (params, tuple(links)))
     assert jax.tree.map(lambda a: a.sharding, state.opt_state) == ours.shardings.opt_state
     save_checkpoint(ours, state, tmp_path)
     uninterrupted, metrics = ours.run(state, batches)
     np.testing.assert_allclose(metrics["loss"], losses, rtol=2e-3)
     assert_same(bits(uninterrupted), bits(ours.run(start(tmp_path, ours), batches)[0]))
     kahan = start(tmp_path, setup(config_of()))
-    assert not any(np.any(c) for c in jax.tree.leaves(kahan.opt_state[2].compensation))
+    assert not any(np.any(c) for c in jax.tree.leaves(kahan.opt_state[-1].compensation))
 
 
 def staged(pp, dp_shard):

@@ -90,7 +90,7 @@ def test_eight_bit_moments_are_exported_as_float32(tmp_path):
     moments = jax.tree.map(lambda a: jnp.asarray(narrow(a)), state.opt_state)
     config = saved(tmp_path / "a", ours, dataclasses.replace(state, opt_state=moments), steps=0)
     cli(["convert", str(tmp_path / "a"), str(tmp_path / "dcp"), "--to=dcp"])
-    name, (_, adam, _) = "layers.0.mlp.up_proj.weight", moments
+    name, (_, adam, *_) = "layers.0.mlp.up_proj.weight", moments
     result = open_dcp(Directory(tmp_path / "dcp" / "step_0")).tensors
     for field, theirs in {"mu": "exp_avg", "nu": "exp_avg_sq"}.items():
         q, scales = (getattr(adam, key)["layers"]["mlp"]["up_proj"]["weight"][0]

@@ -173,7 +173,10 @@ def test_dataset_takes_precedence_over_random_tokens(tmp_path):
     [
         ({"lr": 3e4}, r"lr = 30000 moves every weight by about 30000 .*; did you mean 0\.0003\?"),
         ({"name": "lion", "lr": 11}, r"lr = 11 moves"),
-        ({"name": "muon", "muon_adam_lr": 3e3}, r"muon_adam_lr = 3000 .*; did you mean 0\.003\?"),
+        (
+            {"name": "muon", "muon": {"adam_lr": 3e3}},
+            r"muon\.adam_lr = 3000 .*; did you mean 0\.003",
+        ),
     ],
 )
 def test_absurd_learning_rate_raises(keys, message):

@@ -117,7 +117,7 @@ def test_epochs_of_small_data_name_the_update_that_rounds_them():
         ),
         (
             {"name": "none"},
-            {"name": "schedule_free_adamw", "schedule_free_warmup_steps": 3},
+            {"name": "schedule_free_adamw", "schedule_free_adamw": {"warmup_steps": 3}},
             {0: "first update", 3: "warm-up ends", 20: "end of the run"},
         ),
     ],

@@ -11,7 +11,7 @@ from jaxforge.checkpoint import restore
 from jaxforge.checkpoint.manager import Checkpoints
 from jaxforge.checkpoint.restore import Saved, starting_state
 from jaxforge.config import load_unresolved
-from jaxforge.optim.optimizer import learning_rate
+from jaxforge.optim.schedule import learning_rate
 from jaxforge.program import Program
 from jaxforge.state.progress import Progress
 from jaxforge.step.train_step import CompiledSteps

@@ -80,8 +80,8 @@ def optimizer_layout(config: JobConfig) -> OptimizerLayout:
             counterpart.
     """
     name = config.optimizer.name
-    if name == "muon" and config.optimizer.muon_variant != "muon":
-        name = config.optimizer.muon_variant
+    if name == "muon":
+        name = config.optimizer.muon.variant
     if name not in LAYOUTS:
         raise UserError(
             f'optimizer.name = "{name}": its counterpart in PyTorch is not known; convert with '
@@ -133,7 +133,7 @@ def schedule_free_updates(weight_sum: float, config: JobConfig) -> int:
         UserError: during a warm-up, weights are smaller, so the number is not determined.
     """
     o = config.optimizer
-    if o.schedule_free_warmup_steps:
+    if o.schedule_free_adamw.warmup_steps:
         raise UserError(
             "schedule-free AdamW does not store its number of updates, and after a warm-up it "
             "does not follow from the sum of weights; import with --weights-only"
@@ -217,7 +217,7 @@ def groups(
     defaults: dict[str, Any] = {
         "betas": tuple(o.betas), "eps": o.eps, "amsgrad": False, "maximize": False,
         "foreach": None, "capturable": False, "differentiable": False, "fused": True,
-        "decoupled_weight_decay": True, "momentum": o.muon_momentum, "ns_steps": o.muon_ns_steps,
+        "decoupled_weight_decay": True, "momentum": o.muon.momentum, "ns_steps": o.muon.ns_steps,
     }  # fmt: skip
     values = {key: defaults[key] for key in optimizer_layout(config).keys}
     return [

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from jaxforge.config.job import JobConfig
+from jaxforge.config.section import Section
 from torch_compat.checkpoint import dcp_state, train_state
 from torch_compat.checkpoint.checkpoints import CheckpointRef
 from torch_compat.checkpoint.dcp_state import ReadOptions
@@ -20,7 +21,7 @@ from torch_compat.formats.lazy import LazyTensor, blocks
 _BLOCKS_IN_MEMORY = 24  # a block of either checkpoint is this fraction of the memory limit
 _RTOL = 1e-6  # of settings: PyTorch's are float64, JAX's schedule is float32
 # Keys of [optimizer] that parameter groups also have.
-_IN_GROUPS = {"lr", "betas", "eps", "weight_decay", "muon_momentum"}
+_IN_GROUPS = {"lr", "betas", "eps", "weight_decay", "muon.momentum"}
 
 Facts = Mapping[str, Any]
 """Facts of a checkpoint other than its tensors: name -> number, text, or a list of them."""
@@ -237,8 +238,11 @@ def _run_facts(checkpoint: CheckpointState, config: JobConfig) -> dict[str, Any]
     facts["schedule.updates"] = updates
     if config.optimizer.name in LAYOUTS:
         facts |= _prefixed(common_settings(groups(config, updates, {})))
-    further = {k: v for k, v in config.optimizer if k not in _IN_GROUPS}
-    facts |= {f"optimizer.{key}": value for key, value in further.items()}
+    further: dict[str, Any] = {}
+    for key, value in config.optimizer:
+        is_table = isinstance(value, Section)
+        further |= {f"{key}.{name}": x for name, x in value} if is_table else {key: value}
+    facts |= _prefixed({key: x for key, x in further.items() if key not in _IN_GROUPS})
     facts |= {f"schedule.{key}": value for key, value in config.scheduler}
     facts |= {f"model.{key}": x for key, x in invisible_values(config.model).items()}
     return {**facts, "schedule.max_steps": config.train.max_steps}

@@ -2,6 +2,8 @@
 
 plugins = ["my_module"]            [plugins] modules = ["my_module"]
 model.head_dim_override = 128      model.head_dim = 128
+optimizer.muon_momentum = 0.9      [optimizer.muon] momentum = 0.9; the same for soap_ and
+                                   schedule_free_, the form in which older runs stored them
 dim = 4096 (no table at all)       [model] dim = 4096, as in KempnerForge's configs/model
 
 `reading.forms` converts the values of the other keys.
@@ -74,6 +76,8 @@ STORED_AS: dict[Path, Path] = {
     ("checkpoint", "dyn_ckpt_window", "strategy"): ("checkpoint", "dyn_ckpt_window"),
 }  # fmt: skip
 """Keys that are read, and the stored key of each; 0 is the index of a table in a list."""
+_TABLES = {"muon_": "muon", "soap_": "soap", "schedule_free_": "schedule_free_adamw"}
+"""Beginning of flat keys of `[optimizer]` -> table."""
 
 
 def rewrite(
@@ -102,6 +106,10 @@ def rewrite(
         values["model"] = _with_head_dim(model, source)
         if ("model", _HEAD_DIM) in lines:
             lines["model", "head_dim"] = lines.pop(("model", _HEAD_DIM))
+    optimizer = values.get("optimizer")
+    if isinstance(optimizer, dict):
+        values["optimizer"] = _with_tables(optimizer, source)
+        lines = {rewrite_path(path): line for path, line in lines.items()}
     return values, lines
 
 
@@ -126,6 +134,40 @@ def drop_ineffective(values: dict[Any, Any]) -> tuple[str, ...]:
         saving["async_mode"] = "async"
         notes.append('checkpoint.async_mode = "async_with_pinned_mem" is the same as "async"')
     return tuple(notes)
+
+
+def rewrite_path(path: Path) -> Path:
+    """Return the path of a setting in jaxforge's form: flat keys of an optimizer in its table."""
+    if len(path) < 2 or path[0] != "optimizer" or path[1] in _TABLES.values():
+        return path
+    key = str(path[1])
+    for start, table in _TABLES.items():
+        if key.startswith(start):
+            return ("optimizer", table, key.removeprefix(start), *path[2:])
+    return path
+
+
+def _with_tables(optimizer: Mapping[str, Any], source: str) -> dict[str, Any]:
+    """Return `[optimizer]` with its flat keys in their tables.
+
+    Raises:
+        UserError: If a flat key and its table have different values.
+    """
+    result: dict[str, Any] = {}
+    for flat, value in optimizer.items():
+        _, table, *key = rewrite_path(("optimizer", flat))
+        settings = {key[0]: value} if key else value
+        previous = result.get(str(table))
+        if isinstance(previous, Mapping) and isinstance(settings, Mapping):
+            for name in previous.keys() & settings.keys():
+                if previous[name] != settings[name]:
+                    raise UserError(
+                        f"{source}: optimizer.{table}.{name} has two values, {previous[name]} and "
+                        f"{settings[name]}: remove the key without a table"
+                    )
+            settings = {**previous, **settings}
+        result[str(table)] = settings
+    return result
 
 
 def _is_model_alone(values: Mapping[Any, Any]) -> bool:

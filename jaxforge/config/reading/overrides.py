@@ -5,7 +5,7 @@ import tomllib
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from jaxforge.config.reading.kempnerforge import STORED_AS
+from jaxforge.config.reading.kempnerforge import STORED_AS, rewrite_path
 from jaxforge.config.reading.schema import Node, Path, expected, is_table, node_at
 from jaxforge.errors import UserError
 
@@ -49,7 +49,7 @@ def _parse(argument: str) -> Setting:
     if not argument.startswith("--"):
         raise UserError(f"{argument}: expected --section.key=value")
     key, equals, text = argument[2:].partition("=")
-    path = tuple(key.split("."))
+    path = rewrite_path(tuple(key.split(".")))
     stored = node_at(STORED_AS[path]) if path in STORED_AS else None
     is_text = stored is not None and stored["type"] == "string"
     node = node_at(path) or (stored if stored and is_text else {})

@@ -278,9 +278,10 @@ def _scaled(config: JobConfig, rows: int | None) -> dict[str, Any]:
     assert base is not None
     batch = rows * config.train.grad_accum_steps
     factor = batch / base if rule == "linear" else math.sqrt(batch / base)
-    rates = {"lr": optimizer.lr, "muon_adam_lr": optimizer.muon_adam_lr}
-    scaled = {key: rate * factor for key, rate in rates.items() if rate is not None}
-    return {**scaled, "lr_scale_rule": "none", "lr_base_batch": batch}
+    scaled = {"lr": optimizer.lr * factor, "lr_scale_rule": "none", "lr_base_batch": batch}
+    if optimizer.muon.adam_lr is not None:
+        scaled["muon"] = {**dict(optimizer.muon), "adam_lr": optimizer.muon.adam_lr * factor}
+    return scaled
 
 
 def _durations(value: Any, path: Path = ()) -> Iterator[tuple[Path, Duration]]:  # noqa: ANN401

@@ -8,7 +8,6 @@ import jax
 from jax.sharding import Mesh
 
 from jaxforge.config.job import JobConfig
-from jaxforge.config.optimizer import UPDATED_BY_ROWS
 from jaxforge.config.train import EIGHT_BIT
 from jaxforge.errors import UserError
 from jaxforge.parallel import device_memory
@@ -116,13 +115,9 @@ def _narrower(config: JobConfig) -> Iterator[str]:
     train = config.train
     if train.mixed_precision == "fp32":
         yield 'train.mixed_precision = "bf16": activations of half the size'
-    if (
-        not train.offload
-        and config.optimizer.name in UPDATED_BY_ROWS
-        and config.distributed.pp == 1
-    ):
+    if not train.offload and config.optimizer.traits.updates_by_rows and config.distributed.pp == 1:
         yield 'train.offload = ["optimizer"]: moments stay in host memory'
     if train.opt_state_dtype == "float32":
         yield 'train.opt_state_dtype = "bfloat16": moments of half the size'
-    if train.opt_state_dtype != EIGHT_BIT and config.optimizer.name in UPDATED_BY_ROWS:
+    if train.opt_state_dtype != EIGHT_BIT and config.optimizer.traits.updates_by_rows:
         yield 'train.opt_state_dtype = "8bit": moments of a quarter of float32\'s size'

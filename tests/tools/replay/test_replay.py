@@ -14,7 +14,7 @@ from jaxforge.config.points import STREAM
 from jaxforge.config.reading.load import load_config
 from jaxforge.errors import UserError
 from jaxforge.model.layer import Capture
-from jaxforge.optim.optimizer import global_norm
+from jaxforge.optim.chain import global_norm
 from jaxforge.runs import run_directory
 from jaxforge.tools.replay import past as the_past
 from jaxforge.tools.replay.account import NORMS, account, rank_documents, replayed
