@@ -29,7 +29,7 @@ from data import VOCABULARY, write_shards
 from jaxforge.config.job import JobConfig
 from jaxforge.data import loader, sources
 from jaxforge.parallel.mesh import make_mesh
-from jaxforge.storage.traffic import traffic
+from jaxforge.storage.requests import traffic
 
 ROWS, SEQ = 16, 4096
 TOKENS = 100_000_000

@@ -12,7 +12,8 @@ import asyncio
 import random
 import re
 import time
-from email.utils import formatdate
+from datetime import UTC, datetime
+from email.utils import format_datetime, formatdate
 from pathlib import Path
 from urllib.parse import parse_qs, unquote, urlsplit
 from xml.sax.saxutils import escape
@@ -20,6 +21,7 @@ from xml.sax.saxutils import escape
 _REASONS = {200: "OK", 206: "Partial Content", 404: "Not Found", 416: "Range Not Satisfiable",
             503: "Slow Down"}  # fmt: skip
 _PART = 1 << 20  # bytes
+_MODIFIED = datetime(2026, 1, 1, tzinfo=UTC)
 
 
 class BucketServer:
@@ -52,7 +54,10 @@ class BucketServer:
                 method, target, _ = head.split(" ", 2)
                 span = re.search(r"(?im)^range: bytes=(\d+)-(\d*)", head)
                 await asyncio.sleep(self._delay)
-                await self._send(writer, self._answer(method, target, span))
+                answer = self._answer(method, target, span)
+                if method == "HEAD":
+                    answer = answer.partition(b"\r\n\r\n")[0] + b"\r\n\r\n"
+                await self._send(writer, answer)
         except (asyncio.IncompleteReadError, ConnectionError):
             writer.close()
 
@@ -96,7 +101,9 @@ class BucketServer:
             for path in self._directory.rglob("*") if path.is_file()
         )  # fmt: skip
         listed = "".join(
-            f"<Contents><Key>{escape(key)}</Key><Size>1</Size></Contents>"
+            f"<Contents><Key>{escape(key)}</Key><ETag>1</ETag>"
+            f"<Size>{(self._directory / key).stat().st_size}</Size>"
+            f"<LastModified>{_MODIFIED.isoformat()}</LastModified></Contents>"
             for key in keys if key.startswith(prefix)
         )  # fmt: skip
         return (f"<ListBucketResult><IsTruncated>false</IsTruncated>{listed}"
@@ -105,7 +112,7 @@ class BucketServer:
 
 def _response(status: int, body: bytes, **headers: str) -> bytes:
     headers = {"Content-Length": str(len(body)), "ETag": '"1"', "Date": formatdate(usegmt=True),
-               **headers}  # fmt: skip
+               "Last-Modified": format_datetime(_MODIFIED, usegmt=True), **headers}  # fmt: skip
     lines = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
     return f"HTTP/1.1 {status} {_REASONS[status]}\r\n{lines}\r\n".encode() + body
 

@@ -12,7 +12,27 @@ from typing import Any
 from orbax.checkpoint._src.path import gcs_utils
 from orbax.checkpoint._src.serialization import tensorstore_utils
 
-from jaxforge.storage import buckets
+from jaxforge.storage.requests import endpoint
+
+_DRIVERS = {"gs": "gcs", "s3": "s3"}
+_RETRIES = {"max_retries": 12, "initial_delay": "100ms", "max_delay": "16s"}  # about 90 seconds
+
+
+def spec(url: str | os.PathLike) -> dict[str, Any]:
+    """Return the tensorstore spec of the objects with the key prefix of a URL."""
+    scheme, _, path = os.fspath(url).partition("://")
+    bucket, _, key = path.partition("/")
+    driver = _DRIVERS[scheme]
+    spec_: dict[str, Any] = {"driver": driver, "bucket": bucket, "path": key}
+    spec_[f"{driver}_request_retries"] = _RETRIES
+    if driver == "s3":
+        region = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
+        spec_ |= {"aws_region": region} if region else {}
+        if "AWS_ACCESS_KEY_ID" in os.environ:
+            spec_["aws_credentials"] = {"type": "environment"}
+        address = endpoint(scheme)
+        spec_ |= {"endpoint": address} if address else {}
+    return spec_
 
 
 def _patch_orbax() -> None:
@@ -29,15 +49,15 @@ def _patch_orbax() -> None:
     gcs_utils.is_hierarchical_namespace_enabled = lambda path: False
 
 
-def _with_clients(spec: Any, scheme: str) -> Any:  # noqa: ANN401
+def _with_clients(part: Any, scheme: str) -> Any:  # noqa: ANN401
     """Return a spec in which every gcs driver is replaced by the client of our settings."""
-    if isinstance(spec, list):
-        return [_with_clients(part, scheme) for part in spec]
-    if not isinstance(spec, dict):
-        return spec
-    if spec.get("driver") == "gcs":
-        return buckets.spec(f"{scheme}://{spec['bucket']}/{spec['path']}")
-    return {key: _with_clients(value, scheme) for key, value in spec.items()}
+    if isinstance(part, list):
+        return [_with_clients(item, scheme) for item in part]
+    if not isinstance(part, dict):
+        return part
+    if part.get("driver") == "gcs":
+        return spec(f"{scheme}://{part['bucket']}/{part['path']}")
+    return {key: _with_clients(value, scheme) for key, value in part.items()}
 
 
 _patch_orbax()

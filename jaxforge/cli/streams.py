@@ -10,10 +10,7 @@ import errno
 import io
 import logging
 import os
-import re
 import sys
-import tempfile
-import threading
 from collections.abc import Iterator
 from typing import IO, Any, NoReturn, TextIO, cast
 
@@ -21,8 +18,6 @@ from jaxforge.errors import StorageError
 
 log = logging.getLogger(__name__)
 
-_NATIVE_LOG = re.compile(rb"[IWE]\d{4} \d\d:\d\d:\d\d\.\d+ +\d+ \S+:\d+\] ")  # of absl in C++
-_redirecting = threading.Lock()
 _MAY_PASS = (errno.ENOSPC, errno.EDQUOT, errno.EAGAIN)
 
 
@@ -131,31 +126,6 @@ def guarded(*, outlives_reader: bool) -> Iterator[None]:
             except (OSError, StorageError, SystemExit):  # already reported, or exiting
                 silence(stream)
         sys.stdout, sys.stderr = before
-
-
-@contextlib.contextmanager
-def without_native_logs() -> Iterator[None]:
-    """Drop log lines of native libraries on standard error within the block.
-
-    All other lines appear at the end of the block. So it must be short.
-    """
-    with _redirecting, contextlib.ExitStack() as stack:
-        try:
-            captured = stack.enter_context(tempfile.TemporaryFile())
-        except OSError:  # no place for temporary files
-            yield
-            return
-        standard_error = os.dup(2)
-        os.dup2(captured.fileno(), 2)
-        try:
-            yield
-        finally:
-            os.dup2(standard_error, 2)
-            os.close(standard_error)
-            captured.seek(0)
-            lines = [line for line in captured if not _NATIVE_LOG.match(line)]
-            with contextlib.suppress(OSError):
-                os.write(2, b"".join(lines))
 
 
 def silence(stream: IO[Any]) -> None:

@@ -228,9 +228,9 @@ def index_of(tokens: Path) -> Path | None:
     path = tokens.with_suffix(SUFFIX)
     try:
         if urls.in_bucket(path):
-            from jaxforge.storage import buckets
+            from jaxforge.storage import files
 
-            is_index = path.exists() and buckets.head(path, len(MAGIC)) == MAGIC
+            is_index = path.exists() and files.head(path, len(MAGIC)) == MAGIC
         else:
             with path.open("rb") as file:
                 is_index = file.read(len(MAGIC)) == MAGIC

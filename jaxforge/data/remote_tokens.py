@@ -22,9 +22,10 @@ import numpy as np
 from jaxtyping import Int
 
 from jaxforge.data.corpus.manifest import BLOCK_BYTES, BlockHashes
-from jaxforge.storage import traffic
+from jaxforge.errors import StorageError
+from jaxforge.storage import files
 from jaxforge.storage.block_cache import KEY_BYTES, BlockCache
-from jaxforge.storage.range_read import RangeRead
+from jaxforge.storage.requests import RefusedError, count
 
 GAP = 2
 """Blocks between two blocks that still share a request: reading them costs less than a request."""
@@ -97,7 +98,7 @@ class RemoteTokens:
                     _in_flight[self._extent(number)] = fetch
                     blocks.setdefault(number, functools.partial(fetch.block, number))
         if self._cache:
-            traffic.count(hits=hits, misses=len(missing))
+            count(hits=hits, misses=len(missing))
         return blocks
 
     def _requested(self, numbers: Sequence[int]) -> dict[int, _Block]:
@@ -117,7 +118,7 @@ class RemoteTokens:
         check = functools.partial(self._check, blocks)
         first, end = self._bytes(blocks.start)[0], self._bytes(blocks.stop - 1)[1]
         store = functools.partial(self._store, blocks) if self._cache else None
-        return _Fetch(RangeRead(self._url, first, end, check), blocks.start, store)
+        return _Fetch(self._url, first, end, check, blocks.start, store)
 
     def _bytes(self, block: int) -> tuple[int, int]:
         """Return the first byte of a block in the file, and the byte after its last."""
@@ -138,16 +139,16 @@ class RemoteTokens:
         first, end = self._bytes(block)
         return data if data is not None and len(data) == end - first else None
 
-    def _store(self, blocks: range, data: bytes, generation: str) -> None:
+    def _store(self, blocks: range, data: bytes, version: str) -> None:
         assert self._cache
-        if not self._hashes and generation != _generation(self._url):
+        if not self._hashes and version != _version(self._url):
             return  # replaced since the run started: not the version of the keys
         for i, block in enumerate(blocks):
             self._cache.put(self._key(block), data[i * BLOCK_BYTES : (i + 1) * BLOCK_BYTES])
 
     def _key(self, block: int) -> bytes:
         """Return the key of a block in the cache, which changes with its content."""
-        version = self._hashes.of_block(block) if self._hashes else _generation(self._url)
+        version = self._hashes.of_block(block) if self._hashes else _version(self._url)
         parts = *self._extent(block), version
         return hashlib.blake2b(repr(parts).encode(), digest_size=KEY_BYTES).digest()
 
@@ -173,24 +174,34 @@ class PendingTokens:
 
 
 class _Fetch:
-    """A request of consecutive blocks.
+    """A request of consecutive blocks, which the constructor starts.
 
     Args:
-        read: the request.
+        url: URL of the file.
+        first_byte: first byte of the range.
+        end_byte: byte after the last.
+        check: raises UserError for damaged bytes.
         first: number of the first block.
-        store: called once with the bytes and the generation of the object; None without a cache.
+        store: called once with the bytes and the version of the object; None without a cache.
     """
 
     def __init__(
-        self, read: RangeRead, first: int, store: Callable[[bytes, str], None] | None
+        self,
+        url: str,
+        first_byte: int,
+        end_byte: int,
+        check: Callable[[bytes], None],
+        first: int,
+        store: Callable[[bytes, str], None] | None,
     ) -> None:
-        self._read, self._first, self._store = read, first, store
+        self._url, self._first, self._store = url, first, store
+        self._read = files.fetch(url, first_byte, end_byte, check)
         self._lock = threading.Lock()
 
     @property
     def has_failed(self) -> bool:
         """True if `block` raises."""
-        return self._read.has_failed
+        return self._read.done() and self._read.exception() is not None
 
     def block(self, number: int) -> memoryview:
         """Wait for the bytes of a block.
@@ -199,11 +210,22 @@ class _Fetch:
             StorageError: they cannot be read.
             UserError: they are damaged.
         """
-        data = self._read.result()
+        try:
+            data, version = self._read.result()
+        except FileNotFoundError as error:
+            raise StorageError(
+                f"{self._url} is gone since the run started. Bring it back, then run the same "
+                "command to resume"
+            ) from error
+        except RefusedError as error:  # the same file was readable when the run started
+            raise StorageError(
+                f"{error}: it was readable when the run started. Check permissions and the file, "
+                "then run the same command to resume"
+            ) from error
         with self._lock:
             store, self._store = self._store, None
         if store:
-            store(data, self._read.generation)
+            store(data, version)
         at = (number - self._first) * BLOCK_BYTES
         return memoryview(data)[at : at + BLOCK_BYTES]
 
@@ -233,8 +255,6 @@ def _runs(blocks: Sequence[int]) -> Iterator[range]:
 
 
 @functools.lru_cache(maxsize=1 << 16)
-def _generation(url: str) -> str:
-    """Return the version of an object, which changes with each write."""
-    read = RangeRead(url, 0, 1)
-    read.result()
-    return read.generation
+def _version(url: str) -> str:
+    """Return the version of an object, which changes with its content."""
+    return files.stat(url).version

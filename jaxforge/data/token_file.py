@@ -246,28 +246,24 @@ def _inspect_bin(path: Path, name: str, manifest: Manifest | None) -> TokenFile:
 def _size(path: Path) -> int:
     if not urls.in_bucket(path):
         return path.stat().st_size
-    from jaxforge.storage import buckets
+    from jaxforge.storage import files
 
-    return buckets.length(path)
+    return files.stat(path).size
 
 
 def _open_head(path: Path) -> IO[bytes]:
     if not urls.in_bucket(path):
         return path.open("rb")
-    from jaxforge.storage import buckets
+    from jaxforge.storage import files
 
-    return io.BytesIO(buckets.head(path, _HEADER))
+    return io.BytesIO(files.head(path, _HEADER))
 
 
 def _check_size(path: Path, expected: int, source: str) -> None:
-    if urls.in_bucket(path):
-        from jaxforge.storage import buckets
-
-        wrong = buckets.other_length(path, expected)
-        problem = wrong and f"{wrong} than the {expected} bytes that {source} says"
-    else:
-        size = path.stat().st_size
-        wrong = "is cut short" if size < expected else "is too long" if size > expected else None
-        problem = wrong and f"{wrong}: it has {size} bytes where {source} says {expected}"
-    if problem:
-        raise UserError(f"{path} {problem}; copy or prepare it again")
+    size = _size(path)
+    if size != expected:
+        problem = "is cut short" if size < expected else "is too long"
+        raise UserError(
+            f"{path} {problem}: it has {size} bytes where {source} says {expected}; copy or "
+            "prepare it again"
+        )

@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from jaxforge.errors import InputChangedError, StorageError, UserError
-from jaxforge.storage import buckets, run_lock
+from jaxforge.errors import InputChangedError, UserError
+from jaxforge.storage import buckets, files, run_lock
 from jaxforge.storage.atomic_directory import (
     JOURNAL,
     PLAN,
@@ -123,7 +123,7 @@ def _open(output: Path, plan: Plan, say: Callable[[str], None]) -> AtomicDirecto
     if is_begun and (reason := restart_reason(state, before, plan, journal)):
         say(f"starting over: {reason}")
     # The order matters: after a kill, no reader may see parts, and no run may resume from them.
-    buckets.write(output / INCOMPLETE, _NOTE)
+    files.write(output / INCOMPLETE, _NOTE)
     for name in (JOURNAL, PLAN):
         (state / name).unlink(missing_ok=True)
     _remove(output)
@@ -134,9 +134,4 @@ def _open(output: Path, plan: Plan, say: Callable[[str], None]) -> AtomicDirecto
 def _remove(directory: Path) -> None:
     """Remove all objects below a directory, except for the marker and the lock."""
     names = set(buckets.keys(str(directory))) - {INCOMPLETE, f"{_STATE}/{run_lock.NAME}"}
-    store = buckets.open_store(str(directory).rstrip("/") + "/")
-    try:
-        for removal in [store.write(name, None) for name in sorted(names)]:
-            removal.result()
-    except ValueError as error:
-        raise StorageError(f"{directory}: {buckets.gist(error)}") from error
+    files.remove(directory, sorted(names))

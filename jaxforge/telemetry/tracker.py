@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxforge.exit_codes import Exit
 from jaxforge.state.progress import Progress
-from jaxforge.storage.traffic import Traffic, traffic
+from jaxforge.storage.requests import Traffic, traffic
 from jaxforge.telemetry.energy import EnergyMeter
 from jaxforge.telemetry.goodput import ActivityClock, goodput_metrics
 from jaxforge.telemetry.measures import (

@@ -1,19 +1,23 @@
 """Local S3 and GCS servers with throttling.
 
-S3 is moto's. The emulator of GCS does not know the range of a listing, nor does it tell the
-generation of what is downloaded; both are added here.
+S3 is moto's. The emulator of GCS serves Orbax, which uses the JSON API. It lacks the range of a
+listing and the generation of a download, which are added here, and most of the XML API, which
+jaxforge uses (`Xml`).
 """
 
 import contextlib
+import email.utils
 import http.server
 import io
 import re
 import threading
 import time
 from collections.abc import Iterable, Iterator
+from datetime import datetime
 from typing import BinaryIO
 from urllib.parse import parse_qs, unquote, urlparse
 from wsgiref.types import StartResponse, WSGIEnvironment
+from xml.sax.saxutils import escape
 
 BUCKET = "bucket"
 
@@ -149,6 +153,9 @@ def gcs() -> Iterator[Server]:
             return True
 
         def do_GET(self) -> None:
+            if self.is_xml():
+                Xml(self, storage).get(is_cut=server.cuts())
+                return
             if self.is_beyond_end():
                 self.send_error(416)
                 return
@@ -189,8 +196,24 @@ def gcs() -> Iterator[Server]:
                 super().do_POST()
 
         def do_DELETE(self) -> None:
+            if self.is_xml():
+                Xml(self, storage).delete()
+                return
             with lock:
                 super().do_DELETE()
+
+        def do_HEAD(self) -> None:
+            Xml(self, storage).get()
+
+        def do_PUT(self) -> None:
+            if self.is_xml():
+                Xml(self, storage).put()
+                return
+            with lock:
+                super().do_PUT()
+
+        def is_xml(self) -> bool:
+            return urlparse(self.path).path.split("/")[1] == BUCKET
 
         def end_headers(self) -> None:
             name = unquote(urlparse(self.path).path.partition("/o/")[2])
@@ -203,11 +226,99 @@ def gcs() -> Iterator[Server]:
     class Listener(http.server.ThreadingHTTPServer):
         request_queue_size = 128  # clients open many connections at once
 
+        def handle_error(self, *_: object) -> None:
+            """Say nothing about clients that gave up."""
+
     httpd = Listener(("127.0.0.1", 0), Handler)
     port = httpd.server_address[1]
     server = Server("gs", {"TENSORSTORE_GCS_HTTP_URL": f"http://127.0.0.1:{port}"})
     with _serving(httpd):
         yield server
+
+
+class Xml:
+    """Requests of the XML API: `/bucket?list-type=2` and `/bucket/key`."""
+
+    def __init__(self, handler: http.server.BaseHTTPRequestHandler, storage) -> None:
+        self._handler, self._storage = handler, storage
+        url = urlparse(handler.path)
+        self._key = unquote(url.path.removeprefix(f"/{BUCKET}").lstrip("/"))
+        self._query = {name: values[0] for name, values in parse_qs(url.query).items()}
+
+    def get(self, *, is_cut: bool = False) -> None:
+        if not self._key:
+            self._answer(200, self._listing().encode(), {}, is_cut=is_cut)
+            return
+        try:
+            about = self._storage.get_file_obj(BUCKET, self._key)
+            data = self._storage.get_file(BUCKET, self._key)
+        except Exception:  # there is no such object
+            self._answer(404, b"", {})
+            return
+        updated = datetime.fromisoformat(about["updated"])
+        headers = {
+            "ETag": f'"{about["etag"]}"',
+            "x-goog-generation": about["generation"],
+            "Last-Modified": email.utils.format_datetime(updated, usegmt=True),
+        }
+        wanted = re.match(r"bytes=(\d+)-(\d*)", self._handler.headers.get("Range", ""))
+        if not wanted:
+            self._answer(200, data, headers, is_cut=is_cut)
+            return
+        first, end = int(wanted[1]), min(int(wanted[2] or len(data)) + 1, len(data))
+        if first >= len(data):
+            self._answer(416, b"", {})
+            return
+        headers["Content-Range"] = f"bytes {first}-{end - 1}/{len(data)}"
+        self._answer(206, data[first:end], headers, is_cut=is_cut)
+
+    def put(self) -> None:
+        from gcp_storage_emulator.handlers.objects import _checksums, _make_object_resource
+
+        data = self._handler.rfile.read(int(self._handler.headers["Content-Length"]))
+        kind, size = "application/octet-stream", str(len(data))
+        about = _checksums(data, _make_object_resource("", BUCKET, self._key, kind, size))
+        self._storage.create_file(BUCKET, self._key, data, about)
+        headers = {"ETag": f'"{about["etag"]}"', "x-goog-generation": about["generation"]}
+        self._answer(200, b"", headers)
+
+    def delete(self) -> None:
+        try:
+            self._storage.delete_file(BUCKET, self._key)
+        except Exception:  # there is no such object
+            self._answer(404, b"", {})
+            return
+        self._answer(204, b"", {})
+
+    def _listing(self) -> str:
+        files, prefixes = self._storage.get_file_list(
+            BUCKET, self._query.get("prefix"), self._query.get("delimiter")
+        )
+        first = self._query.get("start-after", "")
+        objects = "".join(
+            f"<Contents><Key>{escape(file['name'])}</Key><Size>{file['size']}</Size>"
+            f"<LastModified>{file['updated']}</LastModified>"
+            f"<ETag>&quot;{file['etag']}&quot;</ETag></Contents>"
+            for file in files
+            if file["name"] > first
+        )
+        common = "".join(
+            f"<CommonPrefixes><Prefix>{escape(prefix)}</Prefix></CommonPrefixes>"
+            for prefix in prefixes
+        )
+        return f"<ListBucketResult>{objects}{common}</ListBucketResult>"
+
+    def _answer(
+        self, status: int, body: bytes, headers: dict[str, str], *, is_cut: bool = False
+    ) -> None:
+        self._handler.send_response(status)
+        for name, value in (headers | {"Content-Length": str(len(body))}).items():
+            self._handler.send_header(name, value)
+        http.server.BaseHTTPRequestHandler.end_headers(self._handler)
+        if self._handler.command != "HEAD":
+            self._handler.wfile.write(body[: len(body) // 2] if is_cut else body)
+        if is_cut:
+            self._handler.close_connection = True
 
 
 class _CutWriter:

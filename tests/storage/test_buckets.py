@@ -1,7 +1,6 @@
 """Path operations in buckets that Orbax and jaxforge use."""
 
 import gc
-import os
 import socket
 import time
 import zlib
@@ -10,11 +9,10 @@ import numpy as np
 import pytest
 
 from jaxforge.checkpoint.paths import is_durable
-from jaxforge.cli import streams
 from jaxforge.data.corpus.manifest import BlockHashes
 from jaxforge.data.remote_tokens import RemoteTokens
 from jaxforge.errors import StorageError, UserError
-from jaxforge.storage import COMMITTED, buckets, mirror, urls
+from jaxforge.storage import COMMITTED, files, mirror, urls
 
 
 @pytest.fixture
@@ -79,7 +77,7 @@ def test_partially_removed_checkpoint_is_not_committed(server, root):
     for name in ("a", "b", COMMITTED):
         (root / name).write_text(name)
     assert is_durable(root)
-    server.forbid_after(3)  # one or two listings and the first deletion
+    server.forbid_after(2)  # a listing and the first deletion
     with pytest.raises((StorageError, UserError)):
         root.rmtree()
     server.throttle(0)
@@ -96,10 +94,10 @@ def test_refusal_gives_one_message(server, root):
 def test_inaccessible_bucket_is_user_error(server, root):
     server.forbid_after(0)
     if server.scheme == "gs":  # the emulator requires these parameters for listings
-        with pytest.raises(UserError, match=rf"^{root}/a: PERMISSION_DENIED"):
+        with pytest.raises(UserError, match=rf"^{root}/a: 403 Forbidden"):
             (root / "a").read_text()
         return
-    with pytest.raises(UserError, match=rf"^{root}: PERMISSION_DENIED"):
+    with pytest.raises(UserError, match=rf"^{root}: 403 Forbidden"):
         root.is_dir()
     server.throttle(0)
     with pytest.raises(UserError, match="The specified bucket does not exist"):
@@ -107,7 +105,6 @@ def test_inaccessible_bucket_is_user_error(server, root):
 
 
 def test_unreachable_service_is_reported_within_seconds(monkeypatch, capfd):
-    """The client of AWS logs an error for each place in which it looks for credentials."""
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         port = unused.getsockname()[1]
@@ -115,22 +112,17 @@ def test_unreachable_service_is_reported_within_seconds(monkeypatch, capfd):
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.delenv(name, raising=False)
     begun = time.monotonic()
-    with pytest.raises(StorageError, match=rf"^http://127.0.0.1:{port} cannot be reached: .*URL"):
+    with pytest.raises(
+        StorageError, match=rf"^http://127.0.0.1:{port} cannot be reached: Connection"
+    ):
         urls.path("s3://bucket/run").is_dir()
     assert time.monotonic() - begun < 30  # 90 s of retries for a service that has answered
     assert capfd.readouterr().err == ""
 
 
-def test_other_lines_than_native_logs_remain(capfd):
-    with streams.without_native_logs():
-        os.write(2, b"E1128 09:11:02.036 10344 http:2053] id=static: Path is invalid\nmine\n")
-        os.write(2, b"hers\n")
-    assert capfd.readouterr().err == "mine\nhers\n"
-
-
 def test_remote_tokens_are_read_in_place(server, root):
     tokens = np.arange(1000, dtype="<u2")
-    buckets.write(root / "t.bin", b"head" + tokens.tobytes())
+    files.write(root / "t.bin", b"head" + tokens.tobytes())
     remote = RemoteTokens(root / "t.bin", tokens.dtype, 4, 1000)
     server.throttle(3)
     chunks = [remote[start : start + 10] for start in range(0, 1000, 50)]
@@ -139,7 +131,9 @@ def test_remote_tokens_are_read_in_place(server, root):
     server.throttle(0)
     del chunks, chunk  # their block is shared as long as they exist
     longer = RemoteTokens(root / "t.bin", tokens.dtype, 4, 1001)
-    with pytest.raises(StorageError, match=r"t\.bin was whole when the run started"):
+    with pytest.raises(
+        StorageError, match=r"t\.bin: it has only 2,004 bytes: it was readable when"
+    ):
         np.asarray(longer[995:1001])
     (root / "t.bin").unlink()
     with pytest.raises(StorageError, match=r"t\.bin is gone since"):
@@ -153,12 +147,12 @@ def test_remote_tokens_are_compared_with_their_hashes(server, root):
     hashes = np.array([zlib.crc32(block) for block in blocks], np.uint32)
     known = BlockHashes(root / "t.bin", 4, tokens.dtype, hashes)
     remote = RemoteTokens(root / "t.bin", tokens.dtype, 4, len(tokens), known)
-    buckets.write(root / "t.bin", b"head" + data)
+    files.write(root / "t.bin", b"head" + data)
     for start, end in ((0, 10), (32_760, 32_770), (40_000, 99_999), (99_990, 100_000)):
         np.testing.assert_array_equal(remote[start:end], tokens[start:end])
     damaged = bytearray(data)
     damaged[2 * 40_000] ^= 1
-    buckets.write(root / "t.bin", b"head" + damaged)
+    files.write(root / "t.bin", b"head" + damaged)
     np.testing.assert_array_equal(remote[10:20], tokens[10:20])
     with pytest.raises(
         UserError, match=r"t\.bin is damaged: bytes 65,540 to 131,075 \(tokens 32,7"

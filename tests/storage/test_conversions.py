@@ -10,7 +10,7 @@ from run_config import CONFIG
 from jaxforge.checkpoint.paths import is_durable
 from jaxforge.commands import train
 from jaxforge.errors import StorageError, UserError
-from jaxforge.storage import COMMITTED, buckets, urls
+from jaxforge.storage import COMMITTED, buckets, files, urls
 from tests.helpers import cli
 from torch_compat.checkpoint import checkpoints, hf_state, orbax_store
 from torch_compat.convert import upload
@@ -155,12 +155,12 @@ def test_staged_conversion_refuses_several_machines(bucket, exported):
 @contextlib.contextmanager
 def refused(name):
     """Make the bucket refuse objects of a name."""
-    write = buckets.write
+    write = files.write
 
     def refusing(location, data):
         if str(location).endswith(f"/{name}"):
             raise StorageError(f"{location}: no")
         write(location, data)
 
-    with mock.patch.object(buckets, "write", refusing):
+    with mock.patch.object(files, "write", refusing):
         yield

@@ -10,7 +10,7 @@ import pytest
 from conftest import emulator_of
 
 from jaxforge.commands import prepare
-from jaxforge.storage import buckets
+from jaxforge.storage import buckets, files
 from tests.data.corpus.interruptions import snapshot, write_records
 from tests.machine import PATIENCE, wait_until
 
@@ -69,7 +69,7 @@ def test_lost_worker_and_node_leave_the_same_bytes(cluster, corpus, reference, k
     server = emulator_of(kind)
     url = server.url("ray")
     for path in corpus.iterdir():
-        buckets.write(f"{url}/in/{path.name}", path.read_bytes())
+        files.write(f"{url}/in/{path.name}", path.read_bytes())
     before = server.refused
     server.fail(9)
     command = [sys.executable, "-m", "jaxforge.prepare", f"{url}/in", "--output", f"{url}/out",
@@ -85,7 +85,5 @@ def test_lost_worker_and_node_leave_the_same_bytes(cluster, corpus, reference, k
     assert driver.returncode == 0, shown
     assert server.refused - before > 20
     names = [name for name in buckets.keys(f"{url}/out") if name != "train.toml"]
-    content = {
-        name: buckets.open_store(f"{url}/out/{name}").read("").result().value for name in names
-    }
+    content = {name: files.read(f"{url}/out/{name}") for name in names}
     assert content == reference

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from run_config import CONFIG
 
-import jaxforge.storage.range_read as range_read
 from jaxforge.commands import train
 from jaxforge.data import loader, sources
 from jaxforge.data.corpus.manifest import BlockHashes
@@ -18,9 +17,9 @@ from jaxforge.data.corpus.writer import ShardWriter
 from jaxforge.data.remote_tokens import GAP, LONGEST, RemoteTokens
 from jaxforge.errors import StorageError, UserError
 from jaxforge.parallel.mesh import make_mesh
-from jaxforge.storage import buckets, urls
+from jaxforge.storage import files, requests, urls
 from jaxforge.storage.block_cache import SMALLEST, BlockCache
-from jaxforge.storage.traffic import traffic
+from jaxforge.storage.requests import traffic
 from tests.conftest import tiny_config
 from tests.machine import PATIENCE
 
@@ -36,7 +35,7 @@ def tokens():
 @pytest.fixture
 def url(bucket, tokens):
     path = urls.path(bucket) / "t.bin"
-    buckets.write(path, b"head" + tokens.tobytes())
+    files.write(path, b"head" + tokens.tobytes())
     return path
 
 
@@ -49,9 +48,14 @@ def cache(tmp_path):
 
 @pytest.fixture
 def set_deadlines(monkeypatch):
-    """Return a function that sets the deadlines of attempts; pauses between them are short."""
-    monkeypatch.setattr(range_read, "_BACKOFF", 0.01)
-    return lambda *seconds: monkeypatch.setattr(range_read, "DEADLINES", seconds)
+    """Return a function that sets the deadlines of attempts and their sum."""
+
+    def set_both(*seconds):
+        monkeypatch.setattr(requests, "_DELAY_SEC", 0.01)
+        monkeypatch.setattr(requests, "REQUEST_SEC", seconds)
+        monkeypatch.setattr(files, "DATA_PATIENCE_SEC", sum(seconds))
+
+    return set_both
 
 
 def hashes_of(url, tokens):
@@ -90,7 +94,7 @@ def test_near_ranges_share_requests(server, is_hashed):
     tokens = rng.integers(0, 60_000, n).astype("<u2")
     url = urls.path(server.url("long.bin"))
     if not url.exists():
-        buckets.write(url, b"head" + tokens.tobytes())
+        files.write(url, b"head" + tokens.tobytes())
     source = remote(url, tokens, is_hashed=is_hashed)
     for n_ranges in (1, 3, 10, 40):
         starts = rng.integers(0, n - 70_000, n_ranges)
@@ -137,10 +141,10 @@ def test_cached_blocks_need_no_request(server, url, tokens, cache, is_hashed):
 def test_replaced_object_is_not_read_from_cache(url, tokens, cache, is_hashed):
     np.asarray(remote(url, tokens, cache, is_hashed=is_hashed)[0:10])
     other = tokens[::-1].copy()
-    buckets.write(url, b"head" + other.tobytes())
+    files.write(url, b"head" + other.tobytes())
     from jaxforge.data import remote_tokens
 
-    remote_tokens._generation.cache_clear()  # as in another process
+    remote_tokens._version.cache_clear()  # as in another process
     part = np.asarray(remote(url, other, cache, is_hashed=is_hashed)[0:10])
     np.testing.assert_array_equal(part, other[:10])
 
@@ -150,9 +154,9 @@ def test_object_replaced_during_run_is_not_cached(url, tokens, cache):
     source = remote(url, tokens, cache, is_hashed=False)
     np.asarray(source[0:10])
     other = tokens[::-1].copy()
-    buckets.write(url, b"head" + other.tobytes())
+    files.write(url, b"head" + other.tobytes())
     np.testing.assert_array_equal(source[BLOCK : BLOCK + 10], other[BLOCK : BLOCK + 10])
-    buckets.write(url, b"head" + tokens.tobytes())
+    files.write(url, b"head" + tokens.tobytes())
     np.testing.assert_array_equal(source[BLOCK : BLOCK + 10], tokens[BLOCK : BLOCK + 10])
 
 
@@ -190,7 +194,7 @@ def test_endless_stall_is_error_with_bucket_and_object(server, url, tokens, set_
     source = remote(url, tokens)
     pending = source.read([(0, 10), (5, 8)])
     for part in pending:
-        with pytest.raises(StorageError, match=rf"^{url} was whole .* bytes 4 to 65,539 failed, "
+        with pytest.raises(StorageError, match=rf"^{url}: the read of bytes 4 to 65,539 failed, "
                            r"attempts: 3, in \d+ s \(no answer within 0\.1 s\)"):  # fmt: skip
             np.asarray(part)
 
@@ -203,7 +207,7 @@ def test_loader_raises_error_of_stalled_bucket(server, corpus, set_deadlines):
     batches = loader.training_batches(config, make_mesh(config, jax.devices()[:1]), dataset, 0, 99)
     server.stall(1000)
     set_deadlines(0.05)
-    with pytest.raises(StorageError, match=rf"^{in_bucket}/shard_0000\d\.npy was whole"):
+    with pytest.raises(StorageError, match=rf"^{in_bucket}/shard_0000\d\.npy: .* failed"):
         next(batches)
 
 
@@ -211,7 +215,7 @@ def test_forbidden_object_is_not_repeated(server, url, tokens):
     source = remote(url, tokens)
     before = traffic()
     server.forbid_after(0)
-    with pytest.raises(StorageError, match=r"t\.bin .* attempts: 1, .*PERMISSION_DENIED"):
+    with pytest.raises(StorageError, match=r"t\.bin: 403 Forbidden: it was readable"):
         np.asarray(source[0:10])
     assert traffic().requests - before.requests == 1
 
@@ -220,13 +224,13 @@ def test_damaged_object_is_fetched_again_and_refused(url, tokens, cache, set_dea
     good = hashes_of(url, tokens)
     damaged = tokens.copy()
     damaged[7] ^= 1
-    buckets.write(url, b"head" + damaged.tobytes())
+    files.write(url, b"head" + damaged.tobytes())
     before = traffic()
     source = RemoteTokens(url, tokens.dtype, 4, N, good, cache)
     with pytest.raises(UserError, match=r"t\.bin is damaged: bytes 4 to 65,539"):
         np.asarray(source[0:10])
     assert traffic().requests - before.requests == 3
-    buckets.write(url, b"head" + tokens.tobytes())
+    files.write(url, b"head" + tokens.tobytes())
     np.testing.assert_array_equal(source[0:10], tokens[:10])
 
 

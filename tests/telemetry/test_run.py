@@ -7,7 +7,7 @@ import types
 import numpy as np
 import pytest
 
-from jaxforge.storage.traffic import Traffic
+from jaxforge.storage.requests import Traffic
 from jaxforge.telemetry.measures import (
     ROUTER_OUTPUTS,
     StepCost,

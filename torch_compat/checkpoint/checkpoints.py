@@ -296,9 +296,10 @@ class CheckpointRef:
 
     def _stamps(self) -> dict[str, dict[str, str]]:
         if self.format == "jaxforge" and urls.in_bucket(self.directory.path):
-            from jaxforge.storage import buckets  # imports clients: one second
+            from jaxforge.storage import files
 
-            return {self.directory.path: buckets.stamps(self.directory.path)}
+            entries = files.entries(self.directory.path)
+            return {self.directory.path: {entry.name: entry.version for entry in entries}}
         if self.format == "hf":
             stamps = self.directory.stamps().items()
             templates = self.directory / hf_tokenizer.TEMPLATES

@@ -129,15 +129,15 @@ class _Upload:
             (self._target / key).unlink()
 
     def _put(self, paths: Iterable[Path]) -> None:
-        files = sorted(paths)
-        largest = max((path.stat().st_size for path in files), default=0)
+        ordered = sorted(paths)
+        largest = max((path.stat().st_size for path in ordered), default=0)
         n_uploads = max(1, min(_MAX_UPLOADS, _MAX_MEMORY // max(1, largest)))
 
         def put(path: Path) -> None:
             url = self._remote / path.relative_to(self._local).as_posix()
-            buckets.write(url, path.read_bytes())
+            files.write(url, path.read_bytes())
 
-        for_each(put, files, n_uploads)
+        for_each(put, ordered, n_uploads)
 
 
 def _staging_directory(destination: Path) -> Path:

@@ -1,8 +1,7 @@
-"""Reading and writing of file ranges, local or behind a URL (fsspec: s3://, gs://, memory://)."""
+"""Reading and writing of file ranges, local or by URL (`storage.files`)."""
 
 import contextlib
 import errno
-import functools
 import math
 import mmap
 import os
@@ -16,7 +15,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from jaxforge.errors import UserError
-from jaxforge.storage import urls
+from jaxforge.storage import files, urls
 from jaxforge.storage.untrusted_json import DOCUMENT
 from torch_compat.formats.lazy import Index, LazyTensor, index_shape
 from torch_compat.formats.limits import shown
@@ -36,7 +35,7 @@ class Bytes(Protocol):
 
 
 class Directory:
-    """Directory that is local or has a URL that fsspec supports.
+    """Directory that is local or has a URL (`storage.files`).
 
     Args:
         path: a path, or a URL with `://`.
@@ -44,27 +43,17 @@ class Directory:
 
     def __init__(self, path: str | os.PathLike) -> None:
         self.path = os.fspath(path)
-        self._is_remote = False
         if self.path.startswith("file://"):
             self.path = self.path.removeprefix("file://")
         if urls.in_bucket(self.path):
             if "://" not in self.path:
                 urls.path(self.path)  # raises: a slash is missing
-            self._is_remote = True
         else:
             self.path = os.path.abspath(self.path)
 
-    @functools.cached_property
-    def _opened(self) -> tuple[Any, str]:
-        return _filesystem(self.path) if self._is_remote else (None, self.path)
-
     @property
-    def _fs(self) -> Any:  # noqa: ANN401 (fsspec has no types)
-        return self._opened[0]
-
-    @property
-    def _root(self) -> str:
-        return self._opened[1]
+    def _is_remote(self) -> bool:
+        return urls.in_bucket(self.path)
 
     def __str__(self) -> str:
         return self.path
@@ -79,41 +68,29 @@ class Directory:
 
     def names(self) -> list[str]:
         """Return the sorted names in the directory; empty if it is no directory."""
-        if self._fs is None:
-            return sorted(os.listdir(self._root)) if os.path.isdir(self._root) else []
-        if not self._fs.isdir(self._root):
-            return []
-        return sorted(posixpath.basename(p.rstrip("/")) for p in self._fs.ls(self._root, False))
+        if self._is_remote:
+            return files.names(self.path)
+        return sorted(os.listdir(self.path)) if os.path.isdir(self.path) else []
 
     def resolved(self) -> "Directory":
         """Resolve symbolic links such as `latest`."""
-        return Directory(os.path.realpath(self._root)) if self._fs is None else self
+        return self if self._is_remote else Directory(os.path.realpath(self.path))
 
     def stamps(self) -> dict[str, str]:
         """Return file name -> fingerprint (size, time and inode, or the store's metadata)."""
-        if self._fs is None and not os.path.isdir(self._root):
+        if self._is_remote:
+            entries = files.entries(self.path)
+            return {name: f"{size} {version}" for name, size, version in entries if "/" not in name}
+        if not os.path.isdir(self.path):
             return {}
-        if self._fs is None:
-            files = [
-                (entry.name, os.stat(entry))
-                for entry in os.scandir(self._root)
-                if os.path.isfile(entry)
-            ]
-            return {name: f"{s.st_size} {s.st_mtime_ns} {s.st_ino}" for name, s in files}
-        self._fs.invalidate_cache(self._root)
-        if not self._fs.isdir(self._root):
-            return {}
-        entries = self._fs.ls(self._root, detail=True)
-        return {
-            posixpath.basename(entry["name"]): str(sorted(entry.items()))
-            for entry in entries
-            if entry["type"] == "file"
-        }
+        stats = [
+            (entry.name, os.stat(entry)) for entry in os.scandir(self.path) if os.path.isfile(entry)
+        ]
+        return {name: f"{s.st_size} {s.st_mtime_ns} {s.st_ino}" for name, s in stats}
 
     def has(self, name: str) -> bool:
         """Return whether the directory has an entry of this name."""
-        path = posixpath.join(self._root, name)
-        return os.path.exists(path) if self._fs is None else self._fs.exists(path)
+        return name in self.names() if self._is_remote else os.path.exists(f"{self.path}/{name}")
 
     def read(self, name: str, most: int = DOCUMENT) -> bytes:
         """Read a small file as a whole; see `view` for arguments and errors."""
@@ -145,10 +122,10 @@ class Directory:
             raise UserError(
                 f"{self}: the file name {shown(name)!r} leads out of the checkpoint; refused"
             )
-        path = posixpath.join(self._root, inside)
+        path = posixpath.join(self.path, inside)
         try:
-            if self._fs is not None:
-                return _Remote(self._fs, path)
+            if self._is_remote:
+                return _Remote(path)
             real = os.path.realpath(path)
             if not any(real.startswith(root + os.sep) for root in self._real_roots()):
                 raise UserError(f"{self}: {shown(name)!r} is a link out of the checkpoint; refused")
@@ -159,7 +136,7 @@ class Directory:
 
     def _real_roots(self) -> list[str]:
         """Return the targets allowed for links: the directory itself, and Hugging Face's cache."""
-        root = os.path.realpath(self._root)
+        root = os.path.realpath(self.path)
         snapshots = os.path.dirname(root)
         blobs = os.path.join(os.path.dirname(snapshots), "blobs")
         cached = os.path.basename(snapshots) == "snapshots" and os.path.realpath(blobs) == blobs
@@ -218,28 +195,14 @@ def _changed(path: str, what: object) -> UserError:
 
 
 class _Remote:
-    def __init__(self, fs: Any, path: str) -> None:  # noqa: ANN401 (fsspec has no types)
-        self._fs, self._path, self.size = fs, path, fs.size(path)
+    def __init__(self, url: str) -> None:
+        self._url, self.size = url, files.stat(url).size
 
     def __call__(self, start: int, length: int) -> np.ndarray:
         try:
-            read = self._fs.cat_file(self._path, start=start, end=start + length)
-        except OSError as error:
-            raise UserError(f"{self._path} cannot be read ({error})") from error
-        if len(read) != length:
-            raise UserError(f"{self._path}: got {len(read)} bytes instead of {length}")
-        return np.frombuffer(read, np.uint8)
-
-
-def _filesystem(url: str) -> tuple[Any, str]:
-    try:
-        import fsspec
-    except ImportError:
-        raise UserError(f"{url}: reading URLs needs fsspec: pip install fsspec") from None
-    try:
-        return fsspec.core.url_to_fs(url)
-    except (ImportError, ValueError) as error:  # unknown protocol, or its package is missing
-        raise UserError(f"{url}: {error}") from None
+            return np.frombuffer(files.read(self._url, start, start + length), np.uint8)
+        except FileNotFoundError as error:
+            raise _changed(self._url, "it does not exist any more") from error
 
 
 def in_file(

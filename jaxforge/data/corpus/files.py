@@ -57,7 +57,7 @@ class FileState(NamedTuple):
 
     Attributes:
         size: bytes.
-        modified: time of modification, nanoseconds since 1970, or another number that changes with
+        modified: time of modification, nanoseconds since 1970, or a version that changes with
             the content.
         host: machine that read the state; "" for a file by URL.
         inode: device and inode.
@@ -65,7 +65,7 @@ class FileState(NamedTuple):
     """
 
     size: int
-    modified: int
+    modified: int | str
     host: str = ""
     inode: tuple[int, int] = (0, 0)
     status_changed: int = 0
@@ -145,7 +145,7 @@ class File(Input):
         path: path of the file, or its URL.
         name: path relative to the input argument.
         size: bytes on disk.
-        modified: time of modification, nanoseconds since 1970, or another number that changes with
+        modified: time of modification, nanoseconds since 1970, or a version that changes with
             the content.
         content: selects the document of a record.
         max_record_bytes: a larger record is a bad record.
@@ -166,7 +166,7 @@ class File(Input):
     path: Location
     name: str
     size: int
-    modified: int
+    modified: int | str
     content: Content = DEFAULT_FIELD
     max_record_bytes: int = MAX_RECORD_BYTES
     span: Span | None = None

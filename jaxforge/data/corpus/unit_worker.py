@@ -237,12 +237,12 @@ def _complete(corpus: Corpus, number: int) -> Part:
 
 def _upload(part: Part, source: Path, job: Job) -> None:
     """Copy the files of a part to a bucket, one at a time."""
-    from jaxforge.storage import buckets
+    from jaxforge.storage import files
 
     for name, split in part.splits.items():
         for shard in split.shards:
             data = (source / name / shard.file).read_bytes()
-            buckets.write(job.out / name / shard.file, data)
+            files.write(job.out / name / shard.file, data)
     if job.options.conversations:
         for name in job.options.splits:
             path = job.parts.lengths_path(part.unit, name)
