@@ -1,8 +1,25 @@
 """Checkpoints of a run: `<run>/checkpoints/step_<n>/{state,checksums,progress,config,metrics}`.
 
-The directory of a step gets its name only when all its arrays are durable (Orbax writes to a
-temporary name and renames), so the newest name is always a complete checkpoint. In a bucket, where
-renaming is impossible, a checkpoint is complete once it contains `commit_success.txt`.
+A save, in the order in which it happens:
+
+    save       wait for the previous save        memory may not hold copies of two states
+               bring the state into stored form  layers in order, without what is not stored
+               copy arrays in host memory        the next step overwrites them
+               start the hashes                  accelerators: before the arrays may be donated
+    _write     Orbax copies to host memory       returns when the state may be overwritten
+    _finish    Orbax writes in the background    each process its part of `state`, then `checksums`
+               Orbax commits                     once all processes have written: rename to step_<n>
+               Orbax removes old steps           only now: a failed save never costs an old one
+
+Invariants:
+
+- The directory of a step gets its name only when all its items are durable (Orbax writes to a
+  temporary name and renames), so the newest name is always a complete checkpoint. In a bucket,
+  where renaming is impossible, a checkpoint is complete once it contains `commit_success.txt`.
+- A failed save is raised by the next `check`, `wait`, `close` or `save`. `wait` and `save` raise it
+  in all processes of a job at the same point of the loop.
+- Nothing in a complete checkpoint changes, except for `progress` (`amend`), which is replaced
+  atomically and carries its own checksum.
 """
 
 import contextlib
@@ -12,7 +29,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,22 +38,11 @@ import orbax.checkpoint as ocp
 from flax.traverse_util import flatten_dict
 from jax.experimental import multihost_utils
 from jaxtyping import PyTree
-from orbax.checkpoint import checkpoint_managers as policies
 
-from jaxforge.checkpoint import (
-    job_saves,
-    layout,
-    orbax_buckets,  # noqa: F401 (patches Orbax)
-    validation,
-)
-from jaxforge.checkpoint.checksums import (
-    Checksums,
-    ChecksumsHandler,
-    ChecksumsSave,
-    begin,
-    check,
-    is_on_this_host,
-)
+from jaxforge.checkpoint import job_saves, layout, validation
+from jaxforge.checkpoint.checksums import Checksums, ChecksumsSave, begin, check, is_on_this_host
+from jaxforge.checkpoint.failures import naming_damage, naming_failed_save, summary, unwritten
+from jaxforge.checkpoint.orbax_manager import OrbaxManager, handlers, preservation, restore_args
 from jaxforge.checkpoint.paths import (
     EMA,
     PREFIX,
@@ -46,9 +52,7 @@ from jaxforge.checkpoint.paths import (
     is_durable,
     no_average,
 )
-from jaxforge.checkpoint.read_errors import is_storage_failure
 from jaxforge.checkpoint.relayout import by_layer
-from jaxforge.checkpoint.save_policy import milestones
 from jaxforge.checkpoint.sealed_progress import (
     seal_progress,
     stored_config_crc32,
@@ -57,14 +61,14 @@ from jaxforge.checkpoint.sealed_progress import (
 from jaxforge.checkpoint.weights import Weights
 from jaxforge.config.checkpoint import CheckpointConfig
 from jaxforge.config.directions import higher_is_better
-from jaxforge.errors import JobStorageError, PeerLostError, StorageError, UserError
+from jaxforge.errors import JobStorageError, PeerLostError, UserError
 from jaxforge.optim.trees import join, split
 from jaxforge.parallel.multihost import peer_lost_error
 from jaxforge.parallel.stages import Stack
 from jaxforge.state.progress import Progress
 from jaxforge.state.train_state import TrainState, with_counts
 from jaxforge.storage import atomic_directory, urls
-from jaxforge.storage.seals import add_seal, check_seal, crc32
+from jaxforge.storage.seals import add_seal, crc32
 
 log = logging.getLogger(__name__)
 
@@ -119,37 +123,44 @@ class Checkpoints:
         self._took: dict[int, float] = {}
         self._closing = contextlib.ExitStack()
         check_no_torch_checkpoints(self.directory)
-        is_shared = not read_only and jax.process_count() > 1
         if not read_only:
             check_path(self.directory)
-        if is_shared:
-            if jax.process_index() == 0:
-                with self._naming_failure():
-                    self.directory.mkdir(parents=True, exist_ok=True)
-            multihost_utils.sync_global_devices(f"directory {self.directory}")
-            listening = job_saves.watch_failures(self.directory, self._note_failure)
-            self._closing.enter_context(listening)
-        self._manager = _Manager(
-            self.directory,
-            handler_registry=_handlers(arrays),
-            options=ocp.CheckpointManagerOptions(
-                step_prefix=PREFIX,
-                cleanup_tmp_directories=not read_only,
-                create=not read_only and not is_shared,
-                read_only=read_only,
-                save_interval_steps=0 if read_only else 1,
-                preservation_policy=_preservation(config, self._rank),
-                # Unused with a policy, but without it Orbax writes no metrics.
-                best_fn=(lambda metrics: metrics[config.best_metric])
-                if config.keep_best_n
-                else None,
-                enable_async_checkpointing=config.async_mode != "disabled",
-                atomicity_options=_COMMIT_FILE if urls.in_bucket(run) else None,
-                multiprocessing_options=(
-                    job_saves.multiprocessing_options(self.directory)
-                    if is_shared
-                    else ocp.options.MultiprocessingOptions()
-                ),
+        if not read_only and jax.process_count() > 1:
+            self._join_processes()
+        options = self._options(read_only=read_only)
+        self._manager = OrbaxManager(
+            self.directory, handler_registry=handlers(arrays), options=options
+        )
+
+    def _join_processes(self) -> None:
+        """Create the directory for all processes, and listen to Orbax's errors of this one."""
+        if jax.process_index() == 0:
+            with naming_failed_save(self.directory):
+                self.directory.mkdir(parents=True, exist_ok=True)
+        multihost_utils.sync_global_devices(f"directory {self.directory}")
+        listening = job_saves.watch_failures(self.directory, self._note_failure)
+        self._closing.enter_context(listening)
+
+    def _options(self, *, read_only: bool) -> ocp.CheckpointManagerOptions:
+        config = self._config
+        is_shared = not read_only and jax.process_count() > 1
+        return ocp.CheckpointManagerOptions(
+            step_prefix=PREFIX,
+            # Left by killed processes. Readers must not remove what another process is writing.
+            cleanup_tmp_directories=not read_only,
+            create=not read_only and not is_shared,
+            read_only=read_only,
+            save_interval_steps=0 if read_only else 1,
+            preservation_policy=preservation(config, self._rank),
+            # Unused with a policy, but without it Orbax writes no metrics.
+            best_fn=(lambda metrics: metrics[config.best_metric]) if config.keep_best_n else None,
+            enable_async_checkpointing=config.async_mode != "disabled",
+            # Orbax knows by itself that gs:// has no atomic rename, but not that s3:// has none.
+            atomicity_options=_COMMIT_FILE if urls.in_bucket(self.directory) else None,
+            multiprocessing_options=(
+                job_saves.multiprocessing_options(self.directory)
+                if is_shared
+                else ocp.options.MultiprocessingOptions()
             ),
         )
 
@@ -183,15 +194,10 @@ class Checkpoints:
         if step == self.saved_step:
             return None
         self.wait()  # memory may not suffice for copies of two states
-        state = layout.stored_state(state)
-        tree = layout.to_tree(by_layer(state, self._stack) if self._stack else state)
-        is_async = self._config.async_mode != "disabled"
-        # The next step may overwrite the arrays of CPU devices, so these are copied. Arrays of
-        # accelerators are copied to host memory within Orbax's `save`.
-        if is_copied := is_async and is_on_this_host(tree):
-            tree = jax.tree.map(lambda leaf: jax.device_put(leaf, may_alias=False), tree)
+        tree, is_copied = self._stored_tree(state)
         metrics = {k: float(v) for k, v in (evaluation or {}).items() if math.isfinite(v)}
         sealed_metrics = add_seal(metrics) if metrics else None
+        # The hashes begin here, before the caller may donate the arrays.
         write = functools.partial(self._write, step, self._args(tree, progress), sealed_metrics)
         began, written = time.monotonic(), threading.Event()
         background: list[Callable[[], object]] = []
@@ -200,7 +206,7 @@ class Checkpoints:
         elif jax.process_count() > 1:  # only a thread may block on processes that have failed
             background = [write, written.set]
         else:
-            with self._naming_failure():
+            with naming_failed_save(self.directory):
                 write()
         self.saved_step = step
         self._thread = threading.Thread(
@@ -208,8 +214,21 @@ class Checkpoints:
         )
         self._thread.start()
         if jax.process_count() > 1:
+            # The state must not be overwritten before every process has copied its part.
             self._await_all(written.is_set)
         return self.path(step)
+
+    def _stored_tree(self, state: TrainState) -> tuple[layout.Tree, bool]:
+        """Return the tree to write, and whether it is a copy of the state's arrays.
+
+        The next step may overwrite the arrays of CPU devices, so these are copied. Arrays of
+        accelerators are copied to host memory within Orbax's `save`.
+        """
+        state = layout.stored_state(state)
+        tree = layout.to_tree(by_layer(state, self._stack) if self._stack else state)
+        if self._config.async_mode == "disabled" or not is_on_this_host(tree):
+            return tree, False
+        return jax.tree.map(lambda leaf: jax.device_put(leaf, may_alias=False), tree), True
 
     def check(self) -> None:
         """Raise the error of a save in the background, if any; never block.
@@ -217,7 +236,7 @@ class Checkpoints:
         Raises:
             StorageError: a save could not be written.
         """
-        with self._naming_failure():
+        with naming_failed_save(self.directory):
             if self._failure:
                 raise self._failure
 
@@ -253,7 +272,7 @@ class Checkpoints:
         self.wait()
         path = self.path(progress.step) / "progress" / "metadata"
         if jax.process_index() == 0 and path.exists():  # the checkpoint may have been deleted
-            with self._naming_failure():
+            with naming_failed_save(self.directory):
                 config_crc32 = stored_config_crc32(json.loads(path.read_bytes()))
                 atomic_directory.write_json(path, seal_progress(progress, config_crc32))
 
@@ -271,7 +290,7 @@ class Checkpoints:
             restored = self._read(
                 step,
                 progress=ocp.args.JsonRestore(),
-                state=_restore_args(tree, partial=layout.has_extra_leaves(tree, saved)),
+                state=restore_args(tree, partial=layout.has_extra_leaves(tree, saved)),
             )
             self._check_bits(restored.state, saved, step)
             progress = unseal_progress(restored.progress, step)
@@ -328,7 +347,7 @@ class Checkpoints:
                     raise UserError(no_average(self.path(step)))
                 averaged, frozen = split(like.pop(_PARAMS), flatten_dict(saved[EMA]).keys())
                 like |= {EMA: averaged} | ({_PARAMS: frozen} if frozen else {})
-            state = self._read(step, state=_restore_args(like, partial=True)).state
+            state = self._read(step, state=restore_args(like, partial=True)).state
             self._check_bits(state, saved, step)
         params = join(state.pop(_PARAMS, {}), state.pop(EMA, {}))
         return {**state, _PARAMS: params}
@@ -358,7 +377,7 @@ class Checkpoints:
             together: whether all processes of the job call this. Otherwise a save that waits for
                 other processes is abandoned after `_ALONE_SEC`.
         """
-        with self._naming_failure(), self._closing:
+        with naming_failed_save(self.directory), self._closing:
             try:
                 if not self._failure and (together or jax.process_count() == 1):
                     self.wait()
@@ -382,9 +401,9 @@ class Checkpoints:
     def _await_all(self, is_ready: Callable[[], bool]) -> None:
         """Return once all processes are ready; raise in all of them if one has failed."""
         try:
-            job_saves.await_all(is_ready, lambda: _summary(self._failure) if self._failure else "")
+            job_saves.await_all(is_ready, lambda: summary(self._failure) if self._failure else "")
         except JobStorageError as error:
-            self._failure = JobStorageError(self._unwritten(str(error)))
+            self._failure = JobStorageError(unwritten(self.directory, str(error)))
             raise self._failure from None
         except (jax.errors.JaxRuntimeError, ValueError) as error:
             if lost := peer_lost_error(error):
@@ -452,128 +471,8 @@ class Checkpoints:
         saved = flatten_dict(saved_tree, sep=".")
         check(restored, checksums, {name: leaf.dtype for name, leaf in saved.items()})
 
-    @contextlib.contextmanager
-    def _naming_failure(self) -> Iterator[None]:
-        """Rewrite Orbax's errors about failed writes, of any thread, as plain messages."""
-        try:
-            yield
-        except JobStorageError:
-            raise
-        except (OSError, ValueError) as error:
-            raise peer_lost_error(error) or StorageError(
-                self._unwritten(_summary(error))
-            ) from error
+    def _naming_damage(self, step: int) -> contextlib.AbstractContextManager[None]:
+        def earlier() -> int | None:
+            return max((other for other in self.steps() if other < step), default=None)
 
-    def _unwritten(self, why: str) -> str:
-        return (
-            f"a checkpoint could not be written to {self.directory} ({why}); existing checkpoints "
-            "are complete: fix that, then run the same command to resume"
-        )
-
-    @contextlib.contextmanager
-    def _naming_damage(self, step: int) -> Iterator[None]:
-        try:
-            yield
-        except (UserError, StorageError):
-            raise
-        except Exception as error:  # Orbax raises plain `Exception` for an unreadable array
-            if lost := peer_lost_error(error):
-                raise lost from error
-            earlier = max((other for other in self.steps() if other < step), default=None)
-            hint = f"remove it to go on from step {earlier}, or " if earlier is not None else ""
-            why = _summary(error.__cause__ or error)
-            if is_storage_failure(error):
-                raise StorageError(
-                    f"{self.path(step)} could not be read ({why}); nothing was changed: run the "
-                    "same command again once the storage answers"
-                ) from error
-            raise UserError(
-                f"{self.path(step)} is damaged ({why}); {hint}bring it back from a copy"
-            ) from error
-
-
-class _Manager(ocp.CheckpointManager):
-    """Checkpoint manager that verifies metrics and does not query JAX's preemption service.
-
-    The service counts queries, and `training.preemption` makes them. Orbax would query with the
-    saved step, also from its background thread while training continues. One process might then
-    stop at a step that another has passed (docs/upstream.md).
-    """
-
-    def metrics(self, step: int) -> PyTree | None:
-        """Return the metrics of a step, which rank it for `keep_best_n`.
-
-        Orbax reads the metrics of all steps when the manager is created.
-
-        Raises:
-            UserError: the file is damaged.
-        """
-        try:
-            metrics = super().metrics(step)
-            check_seal(metrics or {}, "metrics/metrics")
-        except ValueError as error:
-            path = Path(self.directory) / f"{PREFIX}_{step}"
-            raise UserError(
-                f"{path} is damaged ({_summary(error)}): its rank among the best is unknown. "
-                "Restore metrics/metrics from a copy, or remove that file: then the checkpoint "
-                "counts as never evaluated"
-            ) from error
-        return metrics
-
-    def reached_preemption(self, step: int) -> bool:
-        """Return False: `training.preemption` decides about saves."""
-        return False
-
-
-def _restore_args(tree: PyTree, *, partial: bool) -> ocp.args.PyTreeRestore:
-    restore_args = ocp.checkpoint_utils.construct_restore_args(tree)
-    return ocp.args.PyTreeRestore(tree, restore_args=restore_args, partial_restore=partial)
-
-
-def _handlers(
-    arrays: ocp.PyTreeCheckpointHandler | None,
-) -> ocp.handlers.DefaultCheckpointHandlerRegistry:
-    """Register the handler of each item up front, so that metadata can be read first."""
-    registry = ocp.handlers.DefaultCheckpointHandlerRegistry()
-    # Weights hardly compress (8 % in float32), and zstd would use cores of the training loop.
-    arrays = arrays or ocp.PyTreeCheckpointHandler(use_compression=False)
-    json = ocp.JsonCheckpointHandler()
-    for args in (ocp.args.PyTreeSave, ocp.args.PyTreeRestore):
-        registry.add("state", args, arrays)
-    for args in (ocp.args.JsonSave, ocp.args.JsonRestore):
-        for item in ("progress", "config"):
-            registry.add(item, args, json)
-    checksums = ChecksumsHandler()
-    for args in (ChecksumsSave, ocp.args.JsonRestore):
-        registry.add("checksums", args, checksums)
-    return registry
-
-
-def _preservation(
-    config: CheckpointConfig, rank: Callable[[Mapping[str, float]], float]
-) -> policies.PreservationPolicy:
-    """Return the policy: `keep_last_n` newest (0: all), `keep_best_n`, and those of the window."""
-    if config.keep_last_n <= 0:
-        return policies.LatestN(n=None)
-    permanent = [
-        policies.LatestN(config.keep_last_n),
-        policies.CustomSteps(list(milestones(config.dyn_ckpt_window))),
-    ]
-    if config.keep_best_n:
-        permanent.append(
-            policies.BestN(
-                get_metric_fn=rank,
-                reverse=True,  # Orbax keeps the end of the list: the lowest
-                n=config.keep_best_n,
-                keep_checkpoints_without_metrics=False,
-            )
-        )
-    return policies.AnyPreservationPolicy(permanent)
-
-
-def _summary(error: BaseException) -> str:
-    """Return the message of the system, or else the end of the text, where libraries put causes."""
-    if isinstance(error, OSError) and error.strerror:
-        return error.strerror + (f": {error.filename}" if error.filename else "")
-    text = str(error).split(" [tensorstore_spec=")[0].split(" [os_error_code=")[0]
-    return text if len(text) < 160 else "... " + text[-160:]
+        return naming_damage(self.path(step), earlier)

@@ -15,7 +15,7 @@ def checksum(x: Shaped[Array, "..."]) -> UInt32[Array, ""]:
     probability 2^-32. NaNs are hashed by their bits.
 
     Programs for TPUs compute the hash in one pass without temporary arrays. On CPUs it takes four
-    bytes per element (`checkpoint.host_checksum` does not).
+    bytes per element (`checkpoint.checksums.host_checksum` does not).
     """
     bits = jax.lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}").astype(jnp.uint32)
     return jnp.sum(fmix32(bits + element_indices(x.shape) * jnp.uint32(FACTOR)), dtype=jnp.uint32)

@@ -12,6 +12,8 @@ Credentials are found in the same places as by each cloud's tools. `AWS_ENDPOINT
 
 import asyncio
 import bisect
+import concurrent.futures
+import contextlib
 import functools
 import os
 import posixpath
@@ -24,7 +26,7 @@ from typing import Any, NamedTuple, Protocol
 import obstore
 from obstore.store import GCSStore, S3Store
 
-from jaxforge.errors import UserError
+from jaxforge.errors import StorageError, UserError
 from jaxforge.storage.requests import (
     DATA_PATIENCE_SEC,
     RefusedError,
@@ -39,6 +41,7 @@ BUCKETS = ("gs", "s3")
 
 _DAMAGED_ATTEMPTS = 3  # damage that a third copy still has is that of the object
 _CONCURRENT = int(os.environ.get("JAXFORGE_BUCKET_REQUESTS", "64"))  # range requests at a time
+_LARGE = 600_000_000  # bytes for which a file of unknown size gets time
 _PAGE = 1000  # files per request of a listing, as in S3 and GCS
 
 
@@ -115,7 +118,9 @@ def read(url: str | os.PathLike, start: int = 0, end: int | None = None) -> byte
         RefusedError: it may not be read, or is shorter than the range.
         StorageError: it did not arrive.
     """
-    return wait(attempts(url, _read_request(url, start, end), _extent(start, end))).data
+    size = _LARGE if end is None else end - start
+    request = _read_request(url, start, end)
+    return wait(attempts(url, request, _extent(start, end), size=size)).data
 
 
 def head(url: str | os.PathLike, n: int) -> bytes:
@@ -141,11 +146,12 @@ def fetch(
     Returns:
         The future of the bytes, with the errors of `read`.
     """
-    read_once, damaged = _read_request(url, start, end), 0
+    read_once, damaged, n_requests = _read_request(url, start, end), 0, 0
 
     async def request() -> Content:
-        nonlocal damaged
-        count(requests=1)
+        nonlocal damaged, n_requests
+        n_requests += 1
+        count(requests=int(n_requests > 1))
         content = await read_once()
         try:
             check(content.data)
@@ -157,6 +163,7 @@ def fetch(
         count(bytes_fetched=len(content.data))
         return content
 
+    count(requests=1)  # the first one here, so that the caller's next look at `traffic` has it
     what = _extent(start, end)
     return submit(attempts(url, request, what, DATA_PATIENCE_SEC, _data_requests))
 
@@ -186,10 +193,13 @@ def write(url: str | os.PathLike, data: bytes) -> None:
     """Write a file of a bucket atomically, replacing an existing one.
 
     Raises:
-        RefusedError, StorageError: the file was not written.
+        StorageError: the file was not written.
     """
     service, key = _open_bucket(url)
-    wait(attempts(url, lambda: service.write(key, data), "the upload"))
+    try:
+        wait(attempts(url, lambda: service.write(key, data), "the upload", size=len(data)))
+    except RefusedError as error:  # permissions may change while a run goes on
+        raise StorageError(str(error)) from error
 
 
 def remove(url: str | os.PathLike, names: Iterable[str] = ("",)) -> None:
@@ -201,8 +211,16 @@ def remove(url: str | os.PathLike, names: Iterable[str] = ("",)) -> None:
     """
     service, key = _open_bucket(url)
     keys = [posixpath.join(key, name).rstrip("/") for name in names]
-    if keys:
-        wait(attempts(url, lambda: service.remove(keys), "the removal"))
+    # GCS has no request for several objects. Each request is repeated by itself: of many in one
+    # attempt, a throttled bucket would always refuse some.
+    n = _PAGE if os.fspath(url).startswith("s3:") else 1
+    requests = [functools.partial(service.remove, keys[i : i + n]) for i in range(0, len(keys), n)]
+    futures = [
+        submit(attempts(url, request, "the removal", limit=_data_requests)) for request in requests
+    ]
+    concurrent.futures.wait(futures)  # also after a failure: nothing is removed after the error
+    for future in futures:
+        future.result()
 
 
 class _Service(Protocol):
@@ -226,7 +244,12 @@ class _Bucket:
     def __init__(self, scheme: str, bucket: str, address: str) -> None:
         options: dict[str, Any] = {
             # Timeouts and repetitions are those of `attempts`.
-            "client_options": {"allow_http": True, "timeout": "1 hour", "connect_timeout": "10 s"},
+            "client_options": {
+                "allow_http": True,
+                "timeout": "1 hour",
+                "connect_timeout": "10 s",
+                "read_timeout": "30 s",  # without progress
+            },
             "retry_config": {"max_retries": 0},
             **_credentials(scheme, address),
         }
@@ -267,12 +290,8 @@ class _Bucket:
         await obstore.put_async(self._store, key, data, use_multipart=False)
 
     async def remove(self, keys: list[str]) -> None:
-        try:
+        with contextlib.suppress(FileNotFoundError):  # GCS says so, S3 does not
             await obstore.delete_async(self._store, keys)
-        except FileNotFoundError:
-            if len(keys) > 1:  # GCS stops at a missing object
-                for key in keys:
-                    await self.remove([key])
 
 
 class _Fsspec:

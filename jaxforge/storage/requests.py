@@ -28,6 +28,7 @@ REQUEST_SEC = (30.0, 60.0, 120.0)
 
 _FIRST_PATIENCE_SEC = 20.0  # for a service that has never answered
 _DELAY_SEC, _LARGEST_DELAY_SEC = 0.1, 10.0  # between attempts
+_SLOWEST = 1e6  # bytes per second of a transfer that is still worth waiting for
 _PASSING = (408, 425, 429)  # the only refusals that a repetition may change
 _T = TypeVar("_T")
 
@@ -106,6 +107,7 @@ async def attempts(
     what: str,
     patience: float | None = None,
     limit: Callable[[], contextlib.AbstractAsyncContextManager] = contextlib.nullcontext,
+    size: int = 0,
 ) -> _T:
     """Return the result of a request, which is repeated until it succeeds or patience ends.
 
@@ -115,16 +117,17 @@ async def attempts(
         what: the result, for messages.
         patience: seconds for all attempts; by default `PATIENCE_SEC`.
         limit: limits how many requests run at a time.
+        size: bytes to transfer; a large transfer gets more time.
     """
     url = os.fspath(url)
     patience = PATIENCE_SEC if patience is None else patience
     async with limit():
-        begun, delay, attempt = time.monotonic(), _DELAY_SEC, 0
+        delay, attempt, spent = _DELAY_SEC, 0, 0.0
         while True:
-            seconds = REQUEST_SEC[min(attempt, len(REQUEST_SEC) - 1)]
+            seconds, begun = REQUEST_SEC[min(attempt, len(REQUEST_SEC) - 1)], time.monotonic()
             attempt += 1
             try:
-                result = await asyncio.wait_for(request(), seconds)
+                result = await asyncio.wait_for(request(), seconds + size / _SLOWEST)
             except TimeoutError:
                 reason, status = f"no answer within {seconds:g} s", None
             except FileNotFoundError as error:
@@ -145,11 +148,14 @@ async def attempts(
                 return result
             if status:
                 _answered.add(_host(url))
-            is_known, waited = _host(url) in _answered, time.monotonic() - begun
-            if waited + delay > (patience if is_known else min(patience, _FIRST_PATIENCE_SEC)):
-                raise _failure(url, what, reason, attempt, waited, is_known=is_known)
+            # A long transfer that breaks costs no more patience than a request without an answer.
+            spent += min(time.monotonic() - begun, seconds)
+            is_known = _host(url) in _answered
+            if spent + delay > (patience if is_known else min(patience, _FIRST_PATIENCE_SEC)):
+                raise _failure(url, what, reason, attempt, spent, is_known=is_known)
             count(retries=1)
             await asyncio.sleep(delay * random.uniform(0.5, 1.0))
+            spent += delay
             delay = min(2 * delay, _LARGEST_DELAY_SEC)
 
 

@@ -9,7 +9,7 @@ from jax.sharding import Mesh
 
 import jaxforge
 from jaxforge.checkpoint.layout import split_adapters
-from jaxforge.checkpoint.replica.memory import describe_memory
+from jaxforge.checkpoint.replica.replicas import describe_memory
 from jaxforge.config.job import JobConfig
 from jaxforge.config.model import ModelConfig
 from jaxforge.config.train import TrainConfig

@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxforge.checkpoint import checksums, host_checksum, layout
+from jaxforge.checkpoint import checksums, layout
 from jaxforge.checkpoint.manager import Checkpoints
 from jaxforge.checkpoint.restore import starting_state
 from jaxforge.state.block_checksum import block_checksum
@@ -29,7 +29,7 @@ SPECS = [P(), P("a"), P(None, "a"), P("b", "a"), P(("a", "b")), P(None, None, "b
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int32", "uint8"])
 @pytest.mark.parametrize("small", [0, 1 << 30])
 def test_host_checksum_equals_device_checksum_on_any_mesh(shape, dtype, small, monkeypatch):
-    monkeypatch.setattr(host_checksum, "SMALL", small)  # elements up to which NumPy is used
+    monkeypatch.setattr(checksums, "SMALL", small)  # elements up to which NumPy is used
     mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     x = np.random.default_rng(0).integers(0, 200, shape).astype(jnp.dtype(dtype))
     whole = int(jax.jit(checksum)(x))
@@ -40,7 +40,7 @@ def test_host_checksum_equals_device_checksum_on_any_mesh(shape, dtype, small, m
         except ValueError:  # too few dimensions, or not divisible
             assert spec != P()
             continue
-        assert host_checksum.checksum(array) == whole, spec
+        assert checksums.host_checksum(array) == whole, spec
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int32", "uint8"])
@@ -62,7 +62,7 @@ def test_block_checksum_wraps_positions_at_32_bits():
 
 def test_host_checksum_needs_no_temporaries():
     bits, locations = jax.ShapeDtypeStruct((4096, 4096), "uint32"), jnp.zeros(4096, jnp.uint32)
-    program = host_checksum.mixed_sum.lower(bits, locations, locations).compile()
+    program = checksums.mixed_sum.lower(bits, locations, locations).compile()
     assert program.memory_analysis().temp_size_in_bytes < 1 << 17
 
 
@@ -76,13 +76,13 @@ def test_device_hashes_equal_host_hashes(monkeypatch):
 
 def test_save_hashes_donated_state_in_background(tmp_path, monkeypatch):
     """Hashes are of the saved values even if the next update runs first."""
-    may_hash, compute = threading.Event(), host_checksum.checksum
+    may_hash, compute = threading.Event(), checksums.host_checksum
 
     def hash_later(*args):
         assert may_hash.wait(PATIENCE)
         return compute(*args)
 
-    monkeypatch.setattr(host_checksum, "checksum", hash_later)
+    monkeypatch.setattr(checksums, "host_checksum", hash_later)
     ours = setup(tiny_config())
     state = ours.state()
     tree = layout.to_tree(state)
@@ -110,7 +110,7 @@ def test_failed_hash_fails_save(tmp_path, monkeypatch):
     def fail(*args):
         raise OSError("no memory for it")
 
-    monkeypatch.setattr(host_checksum, "checksum", fail)
+    monkeypatch.setattr(checksums, "host_checksum", fail)
     ours = setup(tiny_config())
     saved = Checkpoints(tmp_path, ours.config.checkpoint, ours.model.axes)
     saved.save(Progress(step=1), ours.state())
@@ -124,4 +124,4 @@ def test_duplicate_shard_counts_once():
     twice = types.SimpleNamespace(
         shape=array.shape, addressable_shards=[*array.addressable_shards] * 2
     )
-    assert host_checksum.checksum(twice) == host_checksum.checksum(array)
+    assert checksums.host_checksum(twice) == checksums.host_checksum(array)

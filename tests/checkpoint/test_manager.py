@@ -18,9 +18,9 @@ import tensorstore as ts
 from jax.experimental import multihost_utils
 
 from jaxforge.checkpoint import layout
+from jaxforge.checkpoint.failures import is_storage_failure
 from jaxforge.checkpoint.manager import Checkpoints
 from jaxforge.checkpoint.paths import find
-from jaxforge.checkpoint.read_errors import is_storage_failure
 from jaxforge.checkpoint.restore import starting_state
 from jaxforge.errors import StorageError, UserError
 from jaxforge.state.progress import Progress

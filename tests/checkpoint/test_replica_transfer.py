@@ -9,10 +9,10 @@ import time
 import numpy as np
 import pytest
 
-from jaxforge.checkpoint.replica import complete_groups, transfer
+from jaxforge.checkpoint.replica import transfer
 from jaxforge.checkpoint.replica.peers import Process, choose_peers, own_address
 from jaxforge.checkpoint.replica.reading import Copy, Reader
-from jaxforge.checkpoint.replica.store import BLOCK, Group, Manifest, Shard, Store
+from jaxforge.checkpoint.replica.store import BLOCK, Group, Manifest, Shard, Store, complete_groups
 from jaxforge.cli import authenticated
 from jaxforge.cli.bounded_threads import CONNECTIONS
 from tests.machine import PATIENCE
@@ -62,14 +62,14 @@ def test_put_copies_both_files(hosts):
     for path in ("data_path", "manifest_path"):
         contents = [getattr(host.store, path)(GROUP, 0).read_bytes() for host in hosts]
         assert contents[0] == contents[1]
-    assert complete_groups.inventory(hosts[1].store) == [("step_7.ab-0", 1, [0])]
+    assert hosts[1].store.inventory() == [("step_7.ab-0", 1, [0])]
 
 
 def test_put_of_changed_data_is_refused(hosts):
     hosts[0].flip_bit(BLOCK)
     with pytest.raises(transfer.RefusedError, match="the data changed in transfer"):
         put(hosts)
-    assert not complete_groups.inventory(hosts[1].store)
+    assert not hosts[1].store.inventory()
 
 
 def test_put_of_unexpected_sender_is_refused(hosts):
@@ -80,7 +80,7 @@ def test_put_of_unexpected_sender_is_refused(hosts):
 def test_request_without_token_is_not_answered(hosts):
     with pytest.raises(ConnectionError):
         put(hosts, token=b"x" * 32)
-    assert not complete_groups.inventory(hosts[1].store)
+    assert not hosts[1].store.inventory()
 
 
 @pytest.mark.parametrize(
@@ -147,7 +147,7 @@ def test_strangers_cannot_exhaust_threads_and_do_not_keep_the_job_out(hosts, mon
                 stranger.sendall(b"n" * 36)
         put(hosts)
         assert threading.active_count() - before <= CONNECTIONS + 1
-    assert complete_groups.inventory(hosts[1].store)
+    assert hosts[1].store.inventory()
 
 
 def test_transfer_is_not_closed_for_strangers(hosts):
@@ -221,7 +221,7 @@ def test_reader_skips_lost_process(hosts):
 def test_group_is_complete_once_hosts_hold_all_senders():
     old, new = Group(3, "aa-0").name, Group(4, "aa-0").name
     inventories = [[(old, 2, [0]), (new, 2, [0])], [(old, 2, [1, 0]), (new, 2, [0])], []]
-    assert complete_groups.complete(inventories) == [(Group(3, "aa-0"), 2, {0: [0, 1], 1: [1]})]
+    assert complete_groups(inventories) == [(Group(3, "aa-0"), 2, {0: [0, 1], 1: [1]})]
 
 
 def test_own_address_is_that_of_the_route_to_process_0():

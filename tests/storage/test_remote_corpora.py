@@ -16,7 +16,7 @@ import pyarrow.parquet
 import pytest
 
 from jaxforge.commands import prepare
-from jaxforge.data.corpus import files, ingest, remote_input
+from jaxforge.data.corpus import ingest, remote_input
 from jaxforge.data.corpus.documents import text_parts
 from jaxforge.data.corpus.inputs import find_inputs
 from jaxforge.data.tokens import TokenShards
@@ -225,7 +225,7 @@ def test_ranged_file_reads_like_a_file(bucket, monkeypatch):
 @pytest.mark.parametrize("moment", ["before", "while"])
 def test_changed_object_raises(bucket, large, moment, monkeypatch):
     """The new object has as many bytes as the old one, and another second of modification."""
-    monkeypatch.setattr(files, "LARGE", large)
+    monkeypatch.setattr("jaxforge.data.corpus.files.LARGE", large)
     url, data = f"{bucket}/in/a.jsonl", b'{"text": "line"}\n' * 100
     files.write(url, data)
     [source] = find_inputs([url])

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from jaxforge.config.reading.load import load_config
 from jaxforge.errors import UserError
-from jaxforge.storage import COMMITTED, buckets, mirror, run_lock, trust
+from jaxforge.storage import COMMITTED, buckets, files, mirror, run_lock, trust
 from torch_compat.checkpoint import hf_config, hf_state, hf_tokenizer, orbax_store
 from torch_compat.convert import conversion
 from torch_compat.convert.conversion import Advance, ConversionPlan, identity

@@ -98,9 +98,9 @@ def _database(store: Path) -> dict[str, Any]:
 def _base(store: Path) -> dict[str, Any]:
     if not urls.in_bucket(store):
         return {"driver": "file", "path": f"{store}/"}
-    from jaxforge.checkpoint import orbax_buckets
+    from jaxforge.checkpoint import orbax_manager
 
-    return orbax_buckets.spec(f"{store}/")
+    return orbax_manager.spec(f"{store}/")
 
 
 def open_with_tensorstore(store: Path, name: str) -> LazyTensor:

@@ -59,9 +59,11 @@ def choose_peers(processes: Sequence[Process]) -> list[int | None]:
     peers: list[int | None] = []
     for index, process in enumerate(processes):
         position = ring.index(process.host)
+        # Half a ring away: the loss of neighbours (a rack) takes one of two copies at most.
         opposite = position + len(ring) // 2
         others = [ring[(opposite + i) % len(ring)] for i in range(len(ring))]
         host = next((host for host in others if hosts[host] != process.domain), None)
+        # The processes of a host spread over those of the peer, so that each serves as many.
         rank = members[process.host].index(index)
         peers.append(None if host is None else members[host][rank % len(members[host])])
     return peers

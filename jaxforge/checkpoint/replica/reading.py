@@ -108,7 +108,7 @@ class Reader:
     ) -> None:
         """Read blocks into a buffer that begins at byte `first` of the data."""
         missing = blocks
-        for copy in self._copies[sender]:
+        for copy in self._copies[sender]:  # each reads only what the copies before it did not have
             runs = runs_of(missing.tolist(), manifest.size)
             view = buffer.data
             parts = [(begin, view[begin - first : end - first]) for begin, end in runs]
@@ -198,6 +198,7 @@ def _read_array(
         for device in holders:
             target = jax.sharding.SingleDeviceSharding(device, memory_kind=sharding.memory_kind)
             arrays.append(jax.device_put(region, target, may_alias=False))
+        # Bounds the host memory to one region for each of `_THREADS`.
         jax.block_until_ready(arrays)  # before the memory of the region is used again
     return jax.make_array_from_single_device_arrays(leaf.shape, sharding, arrays)
 
@@ -212,6 +213,7 @@ def _read_region(
     shape = [end - begin for begin, end in spans]
     region, read = np.empty(shape, dtype), 0
     for sender, shard in shards:
+        # Shards of different senders are disjoint, so equal sizes mean that nothing is missing.
         if common := overlap(shard, start, shape):
             region[common.in_region] = reader.read(sender, shard, common.in_shard, dtype)
             read += common.size

@@ -25,7 +25,7 @@ from flax.traverse_util import flatten_dict
 from jaxforge.checkpoint import layout
 from jaxforge.checkpoint.checksums import Checksums, begin
 from jaxforge.checkpoint.relayout import by_layer
-from jaxforge.checkpoint.replica import complete_groups, transfer
+from jaxforge.checkpoint.replica import transfer
 from jaxforge.checkpoint.replica.peers import (
     DOMAIN,
     Process,
@@ -41,11 +41,12 @@ from jaxforge.checkpoint.replica.shards import (
     locate,
 )
 from jaxforge.checkpoint.replica.source import Replica
-from jaxforge.checkpoint.replica.store import Group, Manifest, Store
+from jaxforge.checkpoint.replica.store import Group, Manifest, Store, complete_groups
 from jaxforge.checkpoint.sealed_progress import seal_progress
 from jaxforge.config.checkpoint import CheckpointConfig
 from jaxforge.errors import UserError
 from jaxforge.parallel import agreement
+from jaxforge.parallel.device_memory import gigabytes
 from jaxforge.parallel.stages import Stack
 from jaxforge.state.progress import Progress
 from jaxforge.state.train_state import TrainState
@@ -116,6 +117,7 @@ class Replicas:
         Raises:
             UserError: the directory cannot be used.
         """
+        # Process 0's: all hosts must agree on the directory, on the names of groups and on the key.
         random = [origin or secrets.token_hex(8), secrets.token_hex(4), secrets.token_hex(32)]
         origin, attempt, secret = gather(random)[0]
         store, token = Store(_directory(config, run, str(origin))), bytes.fromhex(secret)
@@ -134,7 +136,7 @@ class Replicas:
         identity = store.identity()
         domain = os.environ.get(DOMAIN) or identity
         address = server.address if server else ("", 0)
-        records = gather([identity, domain, address, complete_groups.inventory(store)])
+        records = gather([identity, domain, address, store.inventory()])
         processes = [Process(host, name, transfer.Address(*at)) for host, name, at, _ in records]
         replicas = cls(
             store, server, processes, attempt, str(origin), crc32(resolved_config), stack
@@ -143,7 +145,7 @@ class Replicas:
         held = [inventory for _, _, _, inventory in records]
         replicas.sources = [
             Replica(group, senders, holders, store, processes, token)
-            for group, senders, holders in complete_groups.complete(held)
+            for group, senders, holders in complete_groups(held)
         ]
         return replicas
 
@@ -153,6 +155,7 @@ class Replicas:
         peers = choose_peers(self._processes)
         own = jax.process_index()
         self._peer = peers[own]
+        # Nobody else's, so that a confused process cannot fill this host's memory.
         self._server.accept([i for i, peer in enumerate(peers) if peer == own])
         if self._peer is None and own == 0:
             log.warning(
@@ -172,6 +175,8 @@ class Replicas:
         restored = next((replica for replica in self.sources if replica.is_restored), None)
         self.sources = []
         self._complete = restored.group if restored else None
+        # Later steps will be computed again, perhaps with other bits. They must not outlive a crash
+        # before they are replaced.
         self._store.remove(lambda group: group.step > step)
         return restored
 
@@ -191,7 +196,7 @@ class Replicas:
         self._begun = group
         tree = layout.to_tree(by_layer(layout.stored_state(state), self._stack))
         copied = copy_tree(tree)
-        hashes = begin(copied)
+        hashes = begin(copied)  # of whole arrays: a restore on another mesh can verify them
         shards = copy_shards(copied, is_copied=copied is not tree)
         if self._server and all(device.platform == "cpu" for device in jax.local_devices()):
             # Collectives of concurrent programs could mix their messages: hash before the step.
@@ -231,6 +236,7 @@ class Replicas:
         except Exception as error:  # raised by `check`
             self._failure = error
             failure = f"process {jax.process_index()}: {error}"
+        # A group without the files of one process is useless to all, so either all keep it or none.
         failures = _agree(group, failure)
         if failures:
             self._store.remove(lambda other: other == group)
@@ -283,13 +289,34 @@ class Replicas:
             self._thread.join(_END_SEC if together else _ALONE_SEC)
         if self._server:
             self._server.close()
+        # A run that ends early, or on its own, may need its replicas at the next start.
         newest = self._complete.step if self._complete else 0
         if together and durable_step is not None and durable_step >= newest:
             self._store.remove_all()
         self.check()
 
 
+def describe_memory(config: CheckpointConfig, state: TrainState) -> str:
+    """Describe the host memory of replicas; empty without them.
+
+    The newest two steps are kept, each also by a peer, and another one during its copy.
+
+    Args:
+        config: the `[checkpoint]` section.
+        state: the state, or its abstract values.
+    """
+    if not config.replica_interval:
+        return ""
+    leaves = jax.tree.leaves(layout.to_tree(state))  # without the base of adapters
+    size = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
+    return (
+        f"every {config.replica_interval:,} steps, 4 copies of the state (2 in a single process) "
+        f"and 1 more during a save, {gigabytes(size)} each, divided among the hosts"
+    )
+
+
 def _directory(config: CheckpointConfig, run: Path, origin: str) -> Path:
+    # The origin changes when a run starts afresh at the same path: it never meets old replicas.
     memory = Path(config.replica_dir or _MEMORY)
     digest = hashlib.sha256(str(run).encode()).hexdigest()[:16]
     return memory / f"jaxforge_{os.getuid()}" / f"{run.name}-{digest}" / origin

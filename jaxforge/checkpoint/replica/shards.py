@@ -55,8 +55,9 @@ def copy_shards(tree: PyTree, *, is_copied: bool) -> list[HostShard]:
     if is_copied:
         return shards
     if all(device.platform == "cpu" for device in jax.local_devices()):
+        # The runtime orders the next step's writes after these copies, so nobody waits here.
         return [s._replace(data=jax.device_put(s.data, may_alias=False)) for s in shards]
-    for shard in shards:
+    for shard in shards:  # all transfers are under way before the first is awaited
         shard.data.copy_to_host_async()
     return [shard._replace(data=np.asarray(shard.data)) for shard in shards]
 
@@ -66,7 +67,7 @@ def blocks_of(shards: list[HostShard]) -> Iterator[memoryview]:
 
     The list is emptied, so that the memory of each shard is free once it is written.
     """
-    shards.reverse()
+    shards.reverse()  # `pop` frees the end of a list
     while shards:
         array = np.ascontiguousarray(np.asarray(shards.pop().data))
         view = array.reshape(-1).view(np.uint8).data
@@ -124,6 +125,7 @@ def blocks_in(shard: Shard, box: Sequence[slice], itemsize: int) -> np.ndarray:
     first = np.array([sum(axis.start * stride for axis, stride in zip(box, strides, strict=True))])
     for length, stride in zip(lengths[:inner], strides[:inner], strict=True):
         first = (first[:, None] + np.arange(length) * stride).reshape(-1)
+    # Now `first` has the offset of each contiguous run of the box, in elements of the shard.
     run = math.prod(lengths[inner:]) * itemsize
     begins = shard.offset + first * itemsize
     spans = np.stack([begins // BLOCK, (begins + run - 1) // BLOCK], axis=1)

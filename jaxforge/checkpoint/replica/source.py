@@ -117,6 +117,7 @@ class Replica:
         if self._exchanged is None:
             published: dict[int, dict[str, Any]] = {}
             for sender, manifest in self._store.manifests(self.group):
+                # One publisher each: the manifests of a large job together are many megabytes.
                 if min(self._holders.get(sender, ())) == jax.process_index():
                     published[sender] = {"shards": manifest.shards}
                     if sender == 0:
@@ -148,6 +149,7 @@ class Replica:
             tree = read_tree(reader, index, saved, wanted)
         except (OSError, ValueError) as error:
             failure = f"process {jax.process_index()}: {error}"
+        # Every process must reach this point, also after a failure: the others wait for its result.
         results = gather([failure, reader.local_bytes, reader.remote_bytes, reader.damaged])
         damaged = {name: why for result in results for name, why in result[3].items()}
         if damaged:
@@ -155,6 +157,7 @@ class Replica:
                         "; ".join(f"{name} ({why})" for name, why in damaged.items()))  # fmt: skip
         if failures := [failure for failure, *_ in results if failure]:
             raise ReplicaError(f"{self.name} cannot be used ({failures[0]})")
+        # Blocks were compared with their CRC-32. This also finds errors of the copy to the devices.
         dtypes = {name: leaf.dtype for name, leaf in flatten_dict(saved, sep=".").items()}
         try:
             check(tree, self._descriptions()[0]["checksums"], dtypes)

@@ -14,7 +14,7 @@ import os
 import re
 import shutil
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,6 +23,9 @@ from jaxforge.storage.seals import add_seal, remove_seal
 
 BLOCK = 1 << 18
 """Bytes of data per checksum."""
+
+Inventory = list[tuple[str, int, list[int]]]
+"""Name of each group on a host, the number of its senders, and the senders whose files are here."""
 
 _GROUP = re.compile(r"step_(\d+)\.([0-9a-f]+-\d+)")
 _PARTIAL = ".partial"
@@ -147,6 +150,7 @@ class Store:
         parents = [self.directory.parents[1], self.directory.parent, self.directory]
         for path in parents:
             safe_files.private_directory(path)
+        # Memory is scarce, and a run that has replaced this one at its path needs none of these.
         for path in self.directory.parent.iterdir():
             if path != self.directory:
                 shutil.rmtree(path, ignore_errors=True)
@@ -159,6 +163,7 @@ class Store:
             boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         except OSError:
             boot = os.uname().nodename
+        # Containers of one machine share the boot id, but perhaps not the directory.
         status = self.directory.stat()
         return f"{boot}/{status.st_dev}/{status.st_ino}"
 
@@ -173,11 +178,21 @@ class Store:
             try:
                 sender = int(path.stem)
                 manifest = Manifest.decode(path.read_bytes())
+                # The size suffices here: blocks are compared with their sums when they are read.
                 is_whole = self.data_path(group, sender).stat().st_size == manifest.size
             except (OSError, ValueError):
                 continue  # damaged: this copy does not count
             if is_whole:
                 yield sender, manifest
+
+    def inventory(self) -> Inventory:
+        """Return the intact files on this host."""
+        listed: Inventory = []
+        for group in self.groups():
+            senders = {sender: manifest.senders for sender, manifest in self.manifests(group)}
+            if senders:
+                listed.append((group.name, max(senders.values()), sorted(senders)))
+        return listed
 
     def data_path(self, group: Group, sender: int) -> Path:
         """Return the path of a sender's data."""
@@ -214,7 +229,8 @@ class Store:
                 sums.update(block)
                 size += len(block)
             file.flush()
-            content = describe(size, sums.values)  # before the data get their name
+            # Before the data get their name, so that a transfer that is refused leaves no file.
+            content = describe(size, sums.values)
         with safe_files.replacing(self.manifest_path(group, sender)) as file:
             file.write(content)
         return size
@@ -227,3 +243,31 @@ class Store:
     def remove_all(self) -> None:
         """Remove the directory of the run."""
         shutil.rmtree(self.directory.parent, ignore_errors=True)
+
+
+def complete_groups(
+    inventories: Sequence[Inventory],
+) -> list[tuple[Group, int, dict[int, list[int]]]]:
+    """Return the groups with every sender's files on some host of the job, the newest first.
+
+    Args:
+        inventories: inventory of each process.
+
+    Returns:
+        For each group, the number of senders, and the processes whose host has each sender's files.
+    """
+    holders: dict[Group, dict[int, list[int]]] = {}
+    counts: dict[Group, int] = {}
+    for process, inventory in enumerate(inventories):
+        for name, count, senders in inventory:
+            group = Group.parse(name)
+            assert group is not None
+            # From the manifests, not from this job: it may have another number of processes.
+            counts[group] = count
+            for sender in senders:
+                holders.setdefault(group, {}).setdefault(sender, []).append(process)
+    return [
+        (group, counts[group], holders[group])
+        for group in sorted(holders, reverse=True)
+        if holders[group].keys() >= set(range(counts[group]))
+    ]

@@ -123,7 +123,7 @@ class _Connection(socketserver.BaseRequestHandler):
                 self._channel.send(b"")
                 self._channel.send(content)
         except (ConnectionError, TimeoutError):
-            raise
+            raise  # nobody is left to answer
         except (OSError, ValueError) as error:
             log.warning("a request for replicas was refused (%s of process %d): %s",
                         kind, sender, error)  # fmt: skip
@@ -142,6 +142,7 @@ class _Connection(socketserver.BaseRequestHandler):
         owner, channel = self.server.owner, self._channel
         if sender not in owner.accepted:
             raise ValueError(f"the files of process {sender} do not belong here")
+        # Refused before the data are sent: a full tmpfs could end processes of this host.
         free = shutil.disk_usage(owner.store.directory).free
         if not 0 <= size <= free:
             raise OSError(f"{owner.store.directory} has {free:,} bytes free of {size:,}")
@@ -157,6 +158,7 @@ class _Connection(socketserver.BaseRequestHandler):
         def describe(size: int, sums: list[int]) -> bytes:
             content = channel.receive(_MAX_MANIFEST)
             manifest = Manifest.decode(content)
+            # The sender summed what it copied from its devices, this host what has arrived.
             if (manifest.size, manifest.block_crcs) != (size, sums):
                 raise ValueError("the data changed in transfer")
             return content

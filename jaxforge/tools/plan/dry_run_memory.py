@@ -7,7 +7,7 @@ import jax
 from jax.sharding import AbstractMesh, Mesh
 
 from jaxforge.checkpoint.layout import split_adapters
-from jaxforge.checkpoint.replica.memory import describe_memory
+from jaxforge.checkpoint.replica.replicas import describe_memory
 from jaxforge.config.job import JobConfig
 from jaxforge.config.model import ModelConfig
 from jaxforge.config.problems import describe_change
