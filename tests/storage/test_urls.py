@@ -72,7 +72,7 @@ def test_urls_in_tables_are_refused(key):
         ),
         ("--profiling.trace_dir=s3://b/r", "is not local: name a directory in the run"),
         ("--data.dataset_path=hf://b/r", "hf:// is not supported"),
-        ("--checkpoint.export_last=true", "torch_compat export"),
+        ("--checkpoint.export_last=true", "jaxforge convert"),
         ("--data.hf_streaming=true", "stores its position in local files"),
     ],
 )
