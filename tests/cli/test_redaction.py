@@ -17,6 +17,7 @@ from jaxforge.cli.redaction import redacted, redacted_command, redacted_message,
 from jaxforge.cli.running import run_main
 from jaxforge.commands import report as report
 from jaxforge.config.job import JobConfig, short_toml, toml
+from jaxforge.config.metrics import MetricsWriter
 from jaxforge.errors import UserError, printable
 from jaxforge.telemetry.writers import TensorBoardSink, WandbSink
 from tests.conftest import tiny_config
@@ -298,6 +299,10 @@ def test_run_page_contains_no_secrets(config, tmp_path):
 
 
 def test_metric_services_get_no_secrets(config, tmp_path, monkeypatch):
+    writers = ({"name": "tensorboard"}, {"name": "wandb"})
+    config = config.with_values(
+        {"metrics.writers": tuple(MetricsWriter(**writer) for writer in writers)}
+    )
     TensorBoardSink(tmp_path / "tb", 0, config).close(0)
     (events,) = (tmp_path / "tb").iterdir()
     assert not leaks(SECRET.encode(), events.read_bytes())

@@ -220,7 +220,7 @@ def test_interrupted_runs_give_same_shards(files, tokenizer, tmp_path, monkeypat
 
 SCRIPT = """
 import sys, time
-from jaxforge import prepare
+from jaxforge.commands import prepare
 from jaxforge.config import rules
 from jaxforge.config.reading.load import load_config
 from jaxforge.cli.running import run_main

@@ -14,8 +14,9 @@ from jaxforge.data.mixture import GrainMixture
 from jaxforge.data.segments import Segment, draws, parts_of
 from jaxforge.errors import UserError
 from jaxforge.parallel.mesh import make_mesh
+from jaxforge.program import Program
 from jaxforge.state.progress import Progress
-from jaxforge.training.training_data import TrainingData, batch_ramp
+from jaxforge.training.training_data import DataSets, TrainingData
 
 SIZES = {"web": 500, "code": 30, "math": 7}
 SHARES = {"web": 0.5, "code": 0.3, "math": 0.2}
@@ -111,12 +112,10 @@ def open_batches(config, devices=1):
     """Return a function progress -> training data at this position."""
     mesh = make_mesh(config, jax.devices()[:devices])
     dataset = sources.open_training_data(config)
-    ramp = batch_ramp(config, mesh)
+    data_sets = DataSets(dataset, {}, {})
 
     def at(progress):
-        data = TrainingData.of(config, mesh, dataset, ramp)
-        data.open(progress)
-        return data
+        return TrainingData.of(Program(config, mesh), data_sets, progress, has_begun=False)
 
     return at
 

@@ -169,7 +169,7 @@ def test_value_heads_must_be_a_multiple_of_key_heads():
 
 
 def test_settings_without_layers_are_refused():
-    with pytest.raises(ValueError, match=r"no layer has mixer = .gated_delta_net."):
+    with pytest.raises(ValueError, match=r"mixer_pattern has no .gated_delta_net."):
         ModelConfig(gated_delta_net=NET)
 
 

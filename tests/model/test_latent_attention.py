@@ -322,7 +322,7 @@ def test_flops_count_both_widths():
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"head_dim": 8}, 'head_dim = 8 is not possible with mixer = "latent_attention"'),
+        ({"head_dim": 8}, 'head_dim = 8 is not possible with mixer "latent_attention"'),
         ({"n_kv_heads": 2}, "n_kv_heads = 2 is not possible"),
         ({"qk_norm": True}, "qk_norm = true is not possible"),
         ({"attention_sinks": True}, "attention_sinks = true is not possible"),

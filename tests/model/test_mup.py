@@ -154,7 +154,7 @@ def test_coordinates_do_not_grow_with_width():
 
 
 def test_base_head_dim_without_base_width_raises():
-    with pytest.raises(ValidationError, match="set that to the dim of the tuned model"):
+    with pytest.raises(ValidationError, match="has no effect without mup_base_width"):
         ModelConfig(mup_base_head_dim=64)
     with pytest.raises(ValidationError, match="mup_base_width"):
         ModelConfig(mup_base_width=0)

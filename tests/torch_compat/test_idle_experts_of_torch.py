@@ -367,7 +367,7 @@ def test_dry_run_shows_skipping_of_checkpoint(torchs, tmp_path, capsys):
         assert train.main([*command, new, option]) == 0
         out = capsys.readouterr().out
         assert (f"  {key} = true\n" in out) is skips, out
-        assert (f"  {key}: a start sets it to true" in out) is skips
+        assert (f"  {key} = true: as in " in out) is skips
     assert train.main([*command, new, "--checkpoint.load_path=gs://bucket/run"]) == 0
     assert f"{key}: a start takes it from gs://bucket/run" in capsys.readouterr().out
 

@@ -132,7 +132,7 @@ def test_reimported_run_resumes_bit_exactly(run, tmp_path, options):
     assert ours == {
         "model.layers.0.router.bias", "model.layers.1.router.bias", "model.gauge.buffer",
     }, "and no moments"  # fmt: skip
-    again = bring(dcp, tmp_path / "again", config, "--dialect=gauged")
+    again = bring(dcp, tmp_path / "again", config, "--from-dialect=gauged")
     assert_same(values(again), values(run))
     jax.tree.map(np.testing.assert_array_equal, gone_on(again, config), gone_on(run, config))
 
@@ -350,5 +350,15 @@ def test_plugin_registers_model_and_names(run, tmp_path):
     assert "--trust-plugins" in refused.stderr
     compat([*export, "--trust-plugins"])
     modules = "--plugins.modules=gauged_plugin"
-    compat([*tool, "import", str(dcp), str(tmp_path / "again"), f"--config={config}", modules])
+    compat(
+        [
+            *tool,
+            "convert",
+            "--to=jaxforge",
+            str(dcp),
+            str(tmp_path / "again"),
+            f"--config={config}",
+            modules,
+        ]
+    )
     compat([*tool, "verify", str(run), str(tmp_path / "again")])

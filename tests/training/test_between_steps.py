@@ -104,8 +104,7 @@ def test_skipped_iterations_consume_their_batch():
 
 
 def test_early_stop_saves_checkpoint():
-    events, reason, _ = run(steps=9, log=1, sections={"early_stop": {"active": True,
-                                                                     "max_steps": 4}})  # fmt: skip
+    events, reason, _ = run(steps=9, log=1, sections={"early_stop": {"max_steps": 4}})
     assert (reason, saves(events)) == (Exit.EARLY_STOPPED, [4])
 
 

@@ -44,7 +44,7 @@ def shards(tmp_path_factory):
 
 def config(shards, *names, batch=4, pack=False, train=None, evaluation=None, **sections):
     sets = [{"name": name, "dataset_path": str(shards / name)} for name in names]
-    job = {"datasets": sets} if len(sets) > 1 else {"dataset_path": sets[0]["dataset_path"]}
+    job = {"datasets": sets if len(sets) > 1 else {"dataset_path": sets[0]["dataset_path"]}}
     return tiny_config(
         model={"vocab_size": VOCAB, "init_std": 0.3},
         train={"batch_size": batch, **(train or {})},

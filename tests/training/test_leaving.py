@@ -16,7 +16,6 @@ import psutil
 import pytest
 
 from jaxforge.cli import process
-from jaxforge.commands import train
 from jaxforge.config.train import TrainConfig
 from jaxforge.training import launch, preemption
 from jaxforge.training.preemption import Exit, Exits, Signals
@@ -330,5 +329,5 @@ def test_run_in_thread_works_without_signals(tmp_path):
     section = {"max_steps": 2, "batch_size": 1}
     config = tiny_config(train=section, checkpoint={"dir": str(tmp_path)})
     with devices_here(1), concurrent.futures.ThreadPoolExecutor(1) as pool:
-        assert pool.submit(train.run, config).result() is Exit.COMPLETED
+        assert pool.submit(launch.fit, config).result() is Exit.COMPLETED
     assert (tmp_path / "checkpoints" / "step_2").is_dir()

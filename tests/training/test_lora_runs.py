@@ -98,7 +98,12 @@ def test_resume_is_bit_exact(base, whole):
 def averaged(base):
     """A run with an average from the first update on, evaluations and all checkpoints."""
     np.save(base / "tokens.npy", np.arange(2000, dtype=np.uint16) % 250)
-    evaluation = {"enabled": True, "interval": 4, "dataset_path": str(base), "steps": 2}
+    evaluation = {
+        "enabled": True,
+        "interval": 4,
+        "datasets": {"dataset_path": str(base)},
+        "steps": 2,
+    }
     settings = adapted(
         base, "averaged", train={"ema_decay": 0.5, "ema_start": 1}, eval=evaluation,
         checkpoint={"interval": 1, "keep_last_n": 0},

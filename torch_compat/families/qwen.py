@@ -83,6 +83,7 @@ QWEN2_FAMILY = Family(
     read=_read_qwen2,
     write=lambda model: {**common.llama_keys(model), **_window_keys(model)},
     unused=("attention_bias",),
+    is_usual=True,
 )
 
 

@@ -56,7 +56,10 @@ _SHARED: Mapping[str, Check] = {
          "topk_group", "num_experts_per_tok"),
         integer(),
     ),
-    "num_hidden_layers": integer(1, limits.LAYERS),
+    **dict.fromkeys(
+        ("num_hidden_layers", "linear_num_key_heads", "linear_num_value_heads"),
+        integer(1, limits.LAYERS),
+    ),
     **dict.fromkeys(
         ("num_key_value_heads", "head_dim", "original_max_position_embeddings", "q_lora_rank"),
         nullable(integer()),

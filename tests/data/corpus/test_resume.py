@@ -254,7 +254,7 @@ def test_truncated_shard_raises(tmp_path):
 JOURNAL = ".out.partial/parts/000000.journal"
 SCRIPT = """
 import sys
-from jaxforge import prepare
+from jaxforge.commands import prepare
 from jaxforge.cli.running import run_main
 from jaxforge.data.corpus import ingest
 if __name__ == "__main__":

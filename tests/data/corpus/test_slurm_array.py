@@ -148,7 +148,7 @@ def test_recipe_is_what_the_command_writes(tmp_path, monkeypatch):
         "s3://bucket/text --glob *.parquet --output s3://bucket/tokens "
         "--tokenizer meta-llama/Llama-3.1-8B --validation-fraction 0.001 --slurm 100"
     )
-    args = prepare._parse(shlex.split(command))
+    args, _ = prepare._parse(shlex.split(command))
     monkeypatch.setattr("sys.executable", "python")
     written = script(args, "prepare_tokens.sbatch", Path("/path/to/work"))
     assert RECIPE.read_text() == written

@@ -311,7 +311,7 @@ def test_machine_that_does_not_see_the_output_is_refused(tmp_path):
 
 SCRIPT = """
 import sys
-from jaxforge import prepare
+from jaxforge.commands import prepare
 from jaxforge.cli.running import run_main
 from jaxforge.data.corpus import ingest
 if __name__ == "__main__":

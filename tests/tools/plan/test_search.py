@@ -157,7 +157,7 @@ def test_ranking_has_the_best_of_everything_that_compiles():
 
 
 def test_search_prints_and_writes_best_config(node, speeds, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(plan_report.load, "load_unresolved", lambda *_: Resolved())
+    monkeypatch.setattr(plan_report.load, "load_unresolved", lambda *_: config())
     args = command_line.parser().parse_args(
         ["--config=x", "--topology=h100:1x8", "--search=4", "--jobs=1",
          f"--output={tmp_path}/best.toml"]
@@ -169,11 +169,6 @@ def test_search_prints_and_writes_best_config(node, speeds, tmp_path, monkeypatc
     assert dict(written.train) == dict(best.train)
     assert dict(written.distributed) == dict(best.distributed)
     assert f"--train.batch_size={best.train.batch_size}" in capsys.readouterr().out
-
-
-class Resolved:
-    def resolve(self, *_):
-        return config()
 
 
 def test_compiled_candidates_are_cached(monkeypatch, tmp_path):

@@ -124,7 +124,7 @@ def test_slurm_array_has_a_task_per_point(base, capsys, tmp_path):
     text = script.read_text()
     assert "--array=0-2\n" in text
     assert "--gpus-per-node=8\n" in text
-    command = re.search(r"srun jaxforge sweep (.*) --point", text)[1].split()
+    command = re.search(r"srun python -m jaxforge sweep (.*) --point", text)[1].split()
     assert command == [*arguments, "--devices=8"]
     with pytest.raises(UserError, match="--devices N"):
         sweep.main([*arguments, "--slurm"])
