@@ -24,8 +24,7 @@ from jaxforge.checkpoint.layout import (
 from jaxforge.checkpoint.manager import Checkpoints
 from jaxforge.checkpoint.paths import find, find_step, has_run
 from jaxforge.checkpoint.relayout import by_layer, by_stage
-from jaxforge.checkpoint.replica.reading import ReplicaError
-from jaxforge.checkpoint.replica.source import Replica
+from jaxforge.checkpoint.replica.reading import Replica, ReplicaError
 from jaxforge.config.checkpoint import CheckpointConfig
 from jaxforge.config.job import JobConfig
 from jaxforge.errors import UserError

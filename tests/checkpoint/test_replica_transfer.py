@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from jaxforge.checkpoint.replica import transfer
-from jaxforge.checkpoint.replica.peers import Process, choose_peers, own_address
 from jaxforge.checkpoint.replica.reading import Copy, Reader
 from jaxforge.checkpoint.replica.store import BLOCK, Group, Manifest, Shard, Store, complete_groups
+from jaxforge.checkpoint.replica.transfer import Process, choose_peers, own_address
 from jaxforge.cli import authenticated
 from jaxforge.cli.bounded_threads import CONNECTIONS
 from tests.machine import PATIENCE

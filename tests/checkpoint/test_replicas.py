@@ -10,8 +10,7 @@ import pytest
 
 from jaxforge.checkpoint.manager import Checkpoints
 from jaxforge.checkpoint.replica.replicas import Replicas
-from jaxforge.checkpoint.replica.shards import blocks_in, overlap
-from jaxforge.checkpoint.replica.store import BLOCK, Shard
+from jaxforge.checkpoint.replica.store import BLOCK, Shard, blocks_in, overlap
 from jaxforge.checkpoint.restore import starting_state
 from jaxforge.errors import UserError
 from jaxforge.state.progress import Progress

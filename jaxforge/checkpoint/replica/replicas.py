@@ -23,25 +23,21 @@ import orbax.checkpoint as ocp
 from flax.traverse_util import flatten_dict
 
 from jaxforge.checkpoint import layout
-from jaxforge.checkpoint.checksums import Checksums, begin
+from jaxforge.checkpoint.checksums import begin
 from jaxforge.checkpoint.relayout import by_layer
 from jaxforge.checkpoint.replica import transfer
-from jaxforge.checkpoint.replica.peers import (
-    DOMAIN,
-    Process,
-    choose_peers,
-    gather,
-    own_address,
-)
-from jaxforge.checkpoint.replica.shards import (
+from jaxforge.checkpoint.replica.reading import Replica
+from jaxforge.checkpoint.replica.store import (
+    Group,
     HostShard,
+    Manifest,
+    Store,
     blocks_of,
+    complete_groups,
     copy_shards,
     copy_tree,
     locate,
 )
-from jaxforge.checkpoint.replica.source import Replica
-from jaxforge.checkpoint.replica.store import Group, Manifest, Store, complete_groups
 from jaxforge.checkpoint.sealed_progress import seal_progress
 from jaxforge.config.checkpoint import CheckpointConfig
 from jaxforge.errors import UserError
@@ -79,7 +75,7 @@ class Replicas:
         self,
         store: Store,
         server: transfer.Server | None,
-        processes: Sequence[Process],
+        processes: Sequence[transfer.Process],
         attempt: str,
         origin: str,
         config_crc32: int,
@@ -119,7 +115,7 @@ class Replicas:
         """
         # Process 0's: all hosts must agree on the directory, on the names of groups and on the key.
         random = [origin or secrets.token_hex(8), secrets.token_hex(4), secrets.token_hex(32)]
-        origin, attempt, secret = gather(random)[0]
+        origin, attempt, secret = transfer.gather(random)[0]
         store, token = Store(_directory(config, run, str(origin))), bytes.fromhex(secret)
         failure = None
         try:
@@ -132,12 +128,14 @@ class Replicas:
         agreement.raise_on_all(failure)
         server = None
         if jax.process_count() > 1:
-            server = transfer.Server(store, own_address(), token)
+            server = transfer.Server(store, transfer.own_address(), token)
         identity = store.identity()
-        domain = os.environ.get(DOMAIN) or identity
+        domain = os.environ.get(transfer.DOMAIN) or identity
         address = server.address if server else ("", 0)
-        records = gather([identity, domain, address, store.inventory()])
-        processes = [Process(host, name, transfer.Address(*at)) for host, name, at, _ in records]
+        records = transfer.gather([identity, domain, address, store.inventory()])
+        processes = [
+            transfer.Process(host, name, transfer.Address(*at)) for host, name, at, _ in records
+        ]
         replicas = cls(
             store, server, processes, attempt, str(origin), crc32(resolved_config), stack
         )
@@ -152,7 +150,7 @@ class Replicas:
     def _choose_peer(self) -> None:
         if self._server is None:
             return
-        peers = choose_peers(self._processes)
+        peers = transfer.choose_peers(self._processes)
         own = jax.process_index()
         self._peer = peers[own]
         # Nobody else's, so that a confused process cannot fill this host's memory.
@@ -225,11 +223,16 @@ class Replicas:
             # Other work would slow down the copies on CPUs, and the step that waits for them.
             jax.block_until_ready([shard.data for shard in shards])
             self._store.remove(functools.partial(self._is_obsolete, group))
-            describe = functools.partial(_describe, arrays, locate(shards), progress, hashes())
-            own = jax.process_index()
+            locations, checksums, own = locate(shards), hashes(), jax.process_index()
+
+            def describe(size: int, block_crcs: list[int]) -> bytes:
+                return Manifest(
+                    jax.process_count(), arrays, locations, size, block_crcs, progress, checksums
+                ).encode()
+
             size = self._store.write(group, own, blocks_of(shards), describe)
             if self._peer is not None and self._server is not None:
-                address = transfer.Address(*self._processes[self._peer].address)
+                address = self._processes[self._peer].address
                 transfer.put(address, self._server.token, group, own, self._store)
         except (OSError, jax.errors.JaxRuntimeError) as error:
             failure = f"process {jax.process_index()}: {error}"
@@ -320,19 +323,6 @@ def _directory(config: CheckpointConfig, run: Path, origin: str) -> Path:
     memory = Path(config.replica_dir or _MEMORY)
     digest = hashlib.sha256(str(run).encode()).hexdigest()[:16]
     return memory / f"jaxforge_{os.getuid()}" / f"{run.name}-{digest}" / origin
-
-
-def _describe(
-    arrays: dict[str, tuple[tuple[int, ...], str]],
-    shards: list[Any],
-    progress: dict[str, Any],
-    checksums: Checksums,
-    size: int,
-    block_crcs: list[int],
-) -> bytes:
-    return Manifest(
-        jax.process_count(), arrays, shards, size, block_crcs, progress, checksums
-    ).encode()
 
 
 def _agree(group: Group, failure: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""Transfer of replicas between the processes of a job over TCP.
+"""Processes of a job, the peer of each, and the transfer of replicas between them over TCP.
 
     client                     server
     request (JSON)      ──>
@@ -13,26 +13,35 @@ All processes of a job share a random token, which each frame proves (`cli.authe
 are bytes without a frame. A server knows three requests: `put` stores the two files of a sender,
 `get` returns ranges of data, `manifest` returns a manifest. Paths are built from numbers, so no
 other file can be requested. Connections without the token are few, and end within seconds.
+
+A host is a directory of replicas: processes that see the same directory are on the same host. The
+failure domain of a host (a rack, a slice, a power supply) is the environment variable
+`JAXFORGE_FAILURE_DOMAIN`; by default each host is a domain of its own.
 """
 
 import contextlib
 import json
 import logging
+import os
 import shutil
 import socket
 import socketserver
 import threading
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import jax
 
 from jaxforge.checkpoint.replica.store import BLOCK, Group, Manifest, Store
 from jaxforge.cli.authenticated import Channel
 from jaxforge.cli.bounded_threads import PATIENCE_SEC, BoundedThreads
+from jaxforge.parallel import agreement, multihost
 from jaxforge.storage.untrusted_json import load_object
 
 log = logging.getLogger(__name__)
 
+DOMAIN = "JAXFORGE_FAILURE_DOMAIN"
 TIMEOUT_SEC = 60.0
 """Time without progress of a connection after which it fails."""
 
@@ -40,6 +49,7 @@ _CONNECT_SEC = 10.0  # an unreachable peer must not delay training for long
 _POLL_SEC = 0.1  # delay of `Server.close`
 _MAX_REQUEST, _MAX_MANIFEST = 1 << 20, 256 << 20  # bytes
 _MAX_RANGES = 10_000  # per request
+_EXTERNAL = "192.0.2.1"  # reserved for documentation: takes the default route
 
 
 class Address(NamedTuple):
@@ -47,6 +57,20 @@ class Address(NamedTuple):
 
     host: str
     port: int
+
+
+class Process(NamedTuple):
+    """A process of the job.
+
+    Attributes:
+        host: its host (`Store.identity`).
+        domain: the failure domain of the host.
+        address: address of its server.
+    """
+
+    host: str
+    domain: str
+    address: Address
 
 
 class RefusedError(OSError):
@@ -236,3 +260,73 @@ def _check_answer(channel: Channel, address: Address) -> None:
     error = channel.receive(_MAX_REQUEST)
     if error:
         raise RefusedError(f"{address.host}:{address.port}: {error.decode(errors='replace')}")
+
+
+def gather(value: Any) -> list[Any]:  # noqa: ANN401 (any JSON)
+    """Return the JSON value of each process, in order. Every process must call this function."""
+    text = json.dumps(value)
+    texts = agreement.gather(text) if jax.process_count() > 1 else [text]
+    return [json.loads(other) for other in texts]
+
+
+def choose_peers(processes: Sequence[Process]) -> list[int | None]:
+    """Return the process that holds the second copy of each process's files; None without one.
+
+    The peer's host is half the ring of hosts away, where hosts of a domain are neighbours. So each
+    host is the peer of one host, and in another domain, if no domain has more than half the hosts.
+    """
+    domains = list(dict.fromkeys(process.domain for process in processes))
+    hosts = {process.host: process.domain for process in processes}
+    ring = sorted(hosts, key=lambda host: domains.index(hosts[host]))
+    members = {
+        host: [i for i, process in enumerate(processes) if process.host == host] for host in ring
+    }
+    peers: list[int | None] = []
+    for index, process in enumerate(processes):
+        position = ring.index(process.host)
+        # Half a ring away: the loss of neighbours (a rack) takes one of two copies at most.
+        opposite = position + len(ring) // 2
+        others = [ring[(opposite + i) % len(ring)] for i in range(len(ring))]
+        host = next((host for host in others if hosts[host] != process.domain), None)
+        # The processes of a host spread over those of the peer, so that each serves as many.
+        rank = members[process.host].index(index)
+        peers.append(None if host is None else members[host][rank % len(members[host])])
+    return peers
+
+
+def own_address(env: Mapping[str, str] = os.environ) -> str:
+    """Return the address of this host in the network of the job. Every process must call this.
+
+    It is the address from which process 0 is reached. If a scheduler has started the job, it is
+    that of the default route, or else of the host's name.
+    """
+    arguments = multihost.distributed_arguments(env) or {}
+    if "coordinator_address" in arguments:
+        host = arguments["coordinator_address"].rpartition(":")[0].strip("[]")
+    else:
+        host = _EXTERNAL if _is_reachable(_EXTERNAL) else socket.gethostname()
+    addresses = gather(_source_address(host))
+    others = [address for address in addresses if not _is_loopback(address)]
+    address = addresses[jax.process_index()]
+    # The name of a host is often its loopback address on the host itself.
+    return _source_address(others[0]) if others and _is_loopback(address) else address
+
+
+def _source_address(host: str) -> str:
+    """Return the address of this host from which another host is reached; nothing is sent."""
+    family, _, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as connection:
+        connection.connect(address)
+        return connection.getsockname()[0]
+
+
+def _is_reachable(host: str) -> bool:
+    try:
+        _source_address(host)
+    except OSError:
+        return False
+    return True
+
+
+def _is_loopback(address: str) -> bool:
+    return address == "::1" or address.startswith("127.")
