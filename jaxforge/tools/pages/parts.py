@@ -103,7 +103,6 @@ def table(
     rows: Rows,
     *,
     runs: Sequence[int] = (),
-    sorts: bool = False,
     aligns: bool = False,
 ) -> str:
     """Return a table of text.
@@ -112,8 +111,8 @@ def table(
         title: caption; none if empty.
         head: names of the columns.
         rows: cells of each row.
-        runs: index of each row's run, for its colour; implies `sorts`.
-        sorts: a click on a column head sorts the rows.
+        runs: index of each row's run, for its colour; a click on a column head then
+            sorts the rows.
         aligns: align cells that begin with a digit to the right.
     """
     caption = f"<caption>{escape(title)}</caption>" if title else ""
@@ -127,7 +126,7 @@ def table(
         )
         body.append(f'<tr{run}><th scope="row">{escape(first)}</th>{cells}</tr>')
     return (
-        f'<div class="scroll"><table{" class=runs" if runs or sorts else ""}>{caption}'
+        f'<div class="scroll"><table{" class=runs" if runs else ""}>{caption}'
         f"<thead><tr>{columns}</tr></thead><tbody>{''.join(body)}</tbody></table></div>"
     )
 
@@ -137,7 +136,6 @@ def stacked_bar(
     total: float,
     show: Callable[[float], str],
     colours: Mapping[str, str],
-    limit: float = 0,
 ) -> str:
     """Return parts of a whole as a stacked bar.
 
@@ -146,7 +144,6 @@ def stacked_bar(
         total: value of the whole width.
         show: formats a value.
         colours: name of the colour of each part.
-        limit: value at which a mark is drawn.
     """
     segments = "".join(
         f'<i style="--c: var(--{colours[name]}); width: {100 * value / total:.3f}%" '
@@ -154,8 +151,7 @@ def stacked_bar(
         for name, value in values.items()
         if value
     )
-    mark = f'<u style="left: {100 * limit / total:.2f}%"></u>' if limit else ""
-    return f'<div class="stack">{segments}{mark}</div>'
+    return f'<div class="stack">{segments}</div>'
 
 
 def legend(texts: Mapping[str, str], colours: Mapping[str, str]) -> str:
@@ -229,7 +225,6 @@ def chart(
     curves: Sequence[Mapping[str, Any]],
     axis: Mapping[str, Any],
     *,
-    group: str = "",
     wide: bool = False,
 ) -> dict[str, Any]:
     """Return a chart in the format of `charts.js`.
@@ -238,8 +233,7 @@ def chart(
         title: title above the chart.
         unit: unit of the values.
         curves: curves, from `curve`.
-        axis: the horizontal axis: its `label`, `log` for a logarithmic scale, `names` of its ticks.
-        group: heading above charts that belong together.
+        axis: the horizontal axis: its `label`, and `log` for a logarithmic scale.
         wide: the chart takes the width of the page.
     """
-    return {"title": title, "unit": unit, "group": group, "wide": wide, "curves": curves, "x": axis}
+    return {"title": title, "unit": unit, "group": "", "wide": wide, "curves": curves, "x": axis}
