@@ -4,7 +4,6 @@
 """
 
 import argparse
-import datetime
 import functools
 import os
 import shlex
@@ -48,9 +47,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.preset is None and args.depth is None and args.flops is None:
         line.error("--preset NAME, --depth N or --flops C is required; --list shows the presets")
     if args.preset is not None:
-        for option in ("topology", "ratio", "tokens_per_second", "price", "plan"):
+        for option in ("topology", "ratio"):
             if getattr(args, option):
-                line.error(f"--{option.replace('_', '-')} needs --depth or --flops")
+                line.error(f"--{option} needs --depth or --flops")
     if args.flops is not None and "train.max_steps" in " ".join(settings):
         line.error("--flops and --train.max_steps both set the length. Remove one of them")
     prepared = PreparedData.read(args.data) if args.data else None
@@ -103,13 +102,7 @@ def _dial(
         else dial.dial_flops(args.flops, wish)
     )
     run = dial_config.dialled_run(sizes, wish, target, prepared)
-    cost = dial_config.table_of_cost(
-        run,
-        datetime.datetime.now(datetime.UTC),
-        compiled=dial_target.compile_plan(run.config, target) if args.plan else None,
-        tokens_per_second=args.tokens_per_second,
-        price=args.price,
-    )
+    cost = dial_config.table_of_cost(run)
     tables: list[RenderableType] = [dial_config.table_of_choices(run), "", cost, ""]
     return f"d{sizes.depth}", dial_config.file_text(run), tables
 
@@ -160,17 +153,6 @@ def parser() -> CommandParser:
         "--ratio", type=positive_float, metavar="R",
         help=f"tokens per parameter (default: {TOKENS_PER_PARAMETER})",
     )  # fmt: skip
-    parser.add_argument(
-        "--plan", action="store_true",
-        help="compile the step as `jaxforge plan` does, for its memory and time",
-    )  # fmt: skip
-    parser.add_argument(
-        "--tokens-per-second", type=positive_float, metavar="N",
-        help="measured speed of all devices, which replaces the estimate",
-    )  # fmt: skip
-    parser.add_argument(
-        "--price", type=positive_float, metavar="N", help="price per device and hour"
-    )
     parser.add_argument(
         "--output",
         type=Path,
