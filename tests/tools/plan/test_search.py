@@ -91,30 +91,14 @@ def report(tokens):
 @pytest.fixture
 def speeds(monkeypatch):
     """Return compile results: the third candidate is best, the second does not fit."""
-    given = iter([50.0, 100.0, 0.0, 300.0, 200.0, 299.0, 10.0])
-    monkeypatch.setattr(search, "compiled_report", lambda *_: report(next(given)))
+    tokens = iter([50.0, 100.0, 0.0, 300.0, 200.0])
+    monkeypatch.setattr(search, "compiled_report", lambda *_: report(next(tokens)))
 
 
 def test_search_sorts_by_speed(node, speeds):
     match = search.search(config(), NODE, most=4, jobs=1, console=QUIET)
-    assert [item.tokens_per_second for item in match] == [300, 299, 200, 100, 50, 10, 0]
-
-
-def test_search_compiles_best_candidate_with_other_flags(node, monkeypatch):
-    faster = {"optimization_level": "default"}
-    monkeypatch.setattr(
-        search,
-        "compiled_report",
-        lambda item, _: report(2.0 if item.train.xla_flags == faster else 1.0),
-    )
-    best, *others = search.search(config(), NODE, most=1, jobs=1, console=QUIET)
-    assert best.candidate.config.train.xla_flags == faster
-    assert "--train.xla_flags.optimization_level=default" in search.settings(best.candidate)
-    assert load_config_of(best) == best.candidate.config
-    assert len(others) == 3  # given, proposed, and proposed with the other flags
-    own = config().model_copy(update={"train": best.candidate.config.train})
-    of_own = search.Candidate(own, best.candidate.mesh, 1.0)
-    assert len(list(search.flag_variants(of_own, "gpu"))) == 1
+    assert [item.tokens_per_second for item in match] == [300, 200, 100, 50, 0]
+    assert load_config_of(match[0]) == match[0].candidate.config
 
 
 def load_config_of(result):
@@ -157,7 +141,7 @@ def test_ranking_has_the_best_of_everything_that_compiles():
 
 
 def test_search_prints_and_writes_best_config(node, speeds, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(plan_report.load, "load_unresolved", lambda *_: Resolved())
+    monkeypatch.setattr(plan_report.load, "load_unresolved", lambda *_: config())
     args = command_line.parser().parse_args(
         ["--config=x", "--topology=h100:1x8", "--search=4", "--jobs=1",
          f"--output={tmp_path}/best.toml"]
@@ -169,11 +153,6 @@ def test_search_prints_and_writes_best_config(node, speeds, tmp_path, monkeypatc
     assert dict(written.train) == dict(best.train)
     assert dict(written.distributed) == dict(best.distributed)
     assert f"--train.batch_size={best.train.batch_size}" in capsys.readouterr().out
-
-
-class Resolved:
-    def resolve(self, *_):
-        return config()
 
 
 def test_compiled_candidates_are_cached(monkeypatch, tmp_path):
