@@ -5,7 +5,7 @@ Pages are self-contained: style, script and data are inline.
 
 import base64
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from importlib import resources
 from string import Template
@@ -87,11 +87,6 @@ def fact_list(facts: Mapping[str, str]) -> str:
     return f"<dl>{''.join(items)}</dl>"
 
 
-def heading(title: str, note: str = "") -> str:
-    """Return a heading of a section, with a note in small type."""
-    return f"<h2>{escape(title)} <small>{escape(note)}</small></h2>"
-
-
 def details(title: str, body: str) -> str:
     """Return a collapsed HTML section, which a click on its title expands."""
     return f"<details><summary>{escape(title)}</summary>{body}</details>"
@@ -129,38 +124,6 @@ def table(
         f'<div class="scroll"><table{" class=runs" if runs else ""}>{caption}'
         f"<thead><tr>{columns}</tr></thead><tbody>{''.join(body)}</tbody></table></div>"
     )
-
-
-def stacked_bar(
-    values: Mapping[str, float],
-    total: float,
-    show: Callable[[float], str],
-    colours: Mapping[str, str],
-) -> str:
-    """Return parts of a whole as a stacked bar.
-
-    Args:
-        values: value of each part.
-        total: value of the whole width.
-        show: formats a value.
-        colours: name of the colour of each part.
-    """
-    segments = "".join(
-        f'<i style="--c: var(--{colours[name]}); width: {100 * value / total:.3f}%" '
-        f'title="{escape(f"{name}: {show(value)}")}"></i>'
-        for name, value in values.items()
-        if value
-    )
-    return f'<div class="stack">{segments}</div>'
-
-
-def legend(texts: Mapping[str, str], colours: Mapping[str, str]) -> str:
-    """Return the legend of stacked bars: the name of each part with a text."""
-    items = (
-        f'<li><i style="--c: var(--{colours[name]})"></i>{escape(name)}<b>{escape(text)}</b></li>'
-        for name, text in texts.items()
-    )
-    return f'<ul class="key">{"".join(items)}</ul>'
 
 
 def encode_column(values: np.ndarray, kind: str) -> str:

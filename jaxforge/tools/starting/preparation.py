@@ -1,7 +1,7 @@
 """Execution of `jaxforge prepare`: documents to token shards, tokenizer and a config.
 
 inputs (`corpus.inputs`) ─► plan ─► output ─► passes of maps (`corpus.repeats`) ─► tokenizer
-─► units (`corpus.unit_worker`) ─► manifests (`corpus.assembly`) ─► page, train.toml
+─► units (`corpus.unit_worker`) ─► manifests (`corpus.assembly`) ─► train.toml
 """
 
 import argparse
@@ -35,7 +35,7 @@ from jaxforge.data.corpus.writer import token_dtype
 from jaxforge.errors import UserError, file_error
 from jaxforge.storage import atomic_directory, urls
 from jaxforge.storage.atomic_directory import AtomicDirectory, Plan
-from jaxforge.tools.starting import corpus_page, slurm_array
+from jaxforge.tools.starting import slurm_array
 from jaxforge.tools.starting.bpe import trained_bpe
 from jaxforge.tools.starting.config import FILE_NAME as CONFIG
 from jaxforge.tools.starting.config import config_for_data, in_epochs
@@ -283,9 +283,8 @@ def _run(
 
 
 def _write_config(directory: Path, output: Path, machine: Machine) -> Size:
-    """Write page and config into `directory`, the future `output`; return the run's size."""
+    """Write the config into `directory`, the future `output`; return the run's size."""
     prepared = PreparedData.read(directory, output)
-    corpus_page.write(prepared, directory)
     text, size = config_for_data(
         prepared, machine, Path("runs", prepared.directory.name).absolute()
     )
@@ -322,5 +321,5 @@ def _next(output: Path, size: Size, *, needs_model: bool) -> str:
 
 
 def _say(text: str) -> None:
-    # Without markup: in paths, "[name]" is no style.
+    # Without markup: in paths, "[name]" is not a style.
     Console(stderr=True).print(text, highlight=False, soft_wrap=True, markup=False)

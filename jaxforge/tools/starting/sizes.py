@@ -121,8 +121,8 @@ def choose_size(prepared: PreparedData, machine: Machine) -> Size:
     limit = min(lengths, key=lambda name: lengths[name])
     seq_len = _seq_len(prepared, machine)
     per_epoch = max(1, windows(prepared.train, seq_len))
-    wanted = lengths[limit] / seq_len
-    batch, accum = _batch(shape, parameters, machine, seq_len, wanted, per_epoch)
+    target = lengths[limit] / seq_len
+    batch, accum = _batch(shape, parameters, machine, seq_len, target, per_epoch)
     steps = round(lengths[limit] / (batch * seq_len))
     if steps < FEWEST_UPDATES:
         steps, limit = FEWEST_UPDATES, "least"
@@ -157,11 +157,11 @@ def _seq_len(prepared: PreparedData, machine: Machine) -> int:
     """Return a power of two that holds an average document, if the data have such a sequence."""
     mean = prepared.train.tokens / prepared.train.documents
     least, most = (128, 256) if machine.is_cpu else (512, 2048)
-    wanted = min(most, max(least, 2 ** math.ceil(math.log2(mean))))
+    target = min(most, max(least, 2 ** math.ceil(math.log2(mean))))
     available, held_out = longest_sequence(prepared.train), prepared.validation
     if held_out is not None and longest_sequence(held_out) >= _SHORTEST:
         available = min(available, longest_sequence(held_out))
-    return wanted if wanted <= available else power_below(available)
+    return target if target <= available else power_below(available)
 
 
 def _batch(
@@ -171,8 +171,8 @@ def _batch(
     if machine.memory is None:
         return min(8, power_below(per_epoch)), 1
     # About two thousand updates of at most half a million tokens (as GPT-3's small models).
-    wanted = min(2**19 / seq_len, max(2**14 / seq_len, sequences / 2000), per_epoch)
-    per_device = power_below(wanted / machine.devices)
+    target = min(2**19 / seq_len, max(2**14 / seq_len, sequences / 2000), per_epoch)
+    per_device = power_below(target / machine.devices)
     state = (_SPLIT / machine.devices + _WHOLE) * parameters
     saved = _ACTIVATIONS * shape.n_layers * shape.dim * seq_len
     rows = (machine.memory * _USABLE - state) / saved
