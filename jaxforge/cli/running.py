@@ -168,8 +168,8 @@ def leave(code: int, patience: float = 30.0) -> NoReturn:
 
 
 def _leave_behind(code: int) -> None:
-    others = set(threading.enumerate()) - {threading.main_thread()}
-    names = ", ".join(sorted(thread.name for thread in others if not thread.daemon))
+    remaining = set(threading.enumerate()) - {threading.main_thread()}
+    names = ", ".join(sorted(thread.name for thread in remaining if not thread.daemon))
     stderr = streams.tolerant(sys.stderr)  # an error here must not prevent the exit
     print(f"exiting with {code} while threads are running: {names}", file=stderr, flush=True)
     os._exit(code)

@@ -63,9 +63,9 @@ def path_hint(path: str | Path, quote: str = "") -> str:
     if missing.is_symlink():  # to nothing, or to itself
         return ""
     names = _alike(missing.name, _names(missing.parent))
-    others = [missing.parent / name / path.relative_to(missing) for name in names]
-    there = next(filter(Path.exists, others), None)  # prefer a path that exists completely
-    nearest = there or (missing.with_name(names[0]) if names else None)
+    similar = [missing.parent / name / path.relative_to(missing) for name in names]
+    existing = next(filter(Path.exists, similar), None)  # prefer a path that exists completely
+    nearest = existing or (missing.with_name(names[0]) if names else None)
     if not nearest:
         return ""
     is_blank = "".join(str(nearest).split()) == "".join(str(path).split())

@@ -74,9 +74,9 @@ class CommandParser(argparse.ArgumentParser):
             SystemExit: the arguments were `--help` (code 0).
         """
         words = list(sys.argv[1:] if argv is None else argv)
-        settings, others = _split_settings(words)
+        settings, options = _split_settings(words)
         try:
-            args, left = self.parse_known_args(others)
+            args, left = self.parse_known_args(options)
         except UserError:
             for i, word in enumerate(words):  # `--section.key= value`: the value remains
                 if word in settings and (message := typing_slips.spaces(words[i:])):
@@ -241,16 +241,16 @@ class _Help(argparse.Action):
 def _split_settings(argv: Iterable[str]) -> tuple[list[str], list[str]]:
     """Return the settings, each as one word, and all other words."""
     settings: list[str] = []
-    others: list[str] = []
+    options: list[str] = []
     words = list(argv)[::-1]
     while words:
         word = words.pop()
         name, equals, _ = word.partition("=")
         if word == "--":
-            others += [word, *reversed(words)]
+            options += [word, *reversed(words)]
             break
         if not _SETTING.fullmatch(name):
-            others.append(word)
+            options.append(word)
         elif not equals and words and words[-1].startswith("="):
             raise UserError(
                 typing_slips.spaces([word, *reversed(words[-2:])])
@@ -262,7 +262,7 @@ def _split_settings(argv: Iterable[str]) -> tuple[list[str], list[str]]:
             settings.append(f"{word}={words.pop()}")
         else:
             settings.append(word)
-    return settings, others
+    return settings, options
 
 
 def _is_value(word: str, key: str) -> bool:

@@ -13,6 +13,7 @@ from rich.console import Console
 from jaxforge.config.eval import CORE_METRICS, STDERR_SUFFIX, TASKS_PREFIX
 from jaxforge.errors import StorageError, UserError
 from jaxforge.storage.line_file import LineFile
+from jaxforge.telemetry.numbers import finite
 
 Metrics = dict[str, Any]
 """Numbers by name; loads of experts are lists of numbers."""
@@ -131,20 +132,13 @@ SAMPLES = "samples.jsonl"
 
 def as_json(step: int, metrics: Metrics) -> str:
     """Return a JSON object of `step`, `time` (Unix seconds) and metrics; null if not finite."""
-    shown = {name: _finite(value) for name, value in metrics.items()}
-    return json.dumps({"step": step, "time": round(time.time(), 3), **shown})
+    return json.dumps({"step": step, "time": round(time.time(), 3), **finite(metrics)})
 
 
 def sample_as_json(step: int, sample: Sample) -> str:
     """Return a JSON object of `step`, `prompt`, `text` and `time` (Unix seconds)."""
     values = {"step": step, **sample._asdict(), "time": round(time.time(), 3)}
     return json.dumps(values, ensure_ascii=False)
-
-
-def _finite(value: Any) -> Any:  # noqa: ANN401 (a number, or a list of them)
-    if isinstance(value, list):
-        return [_finite(element) for element in value]
-    return value if math.isfinite(value) else None
 
 
 class LineFormat(Protocol):

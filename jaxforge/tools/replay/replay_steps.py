@@ -95,8 +95,8 @@ def _layers(result: Account, top: int) -> Table:
                   title_justify="left")  # fmt: skip
     for name in ("part", "norm of", "value", "ratio to median"):
         table.add_column(name, justify="left" if name in ("part", "norm of") else "right")
-    own = result.norms[result.step.step]
+    layer_norms = result.norms[result.step.step]
     for part, name, ratio in result.odd[:top]:
-        value = own.norms[name][own.parts.index(part)]
+        value = layer_norms.norms[name][layer_norms.parts.index(part)]
         table.add_row(part, name, f"{value:.4g}", f"{ratio:.3g}")
     return table

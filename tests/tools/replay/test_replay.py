@@ -313,7 +313,7 @@ def test_activation_sequences_are_numbered_over_all_sets(run, tmp_path):
         (["--sequences", "0"], "--sequences 0: expected a number .64., a range .10:20. or"),
         (["--sequences", "5:5"], "--sequences 5:5: expected a number"),
         (["--step", "5", "--sequences", "2,8"], "no sequence 8: the step's batch has 0 to 7"),
-        (["--step", "5", "--layers", "2"], "there is no layer 2: the model has 0 to 1"),
+        (["--step", "5", "--layers", "2"], "layer 2 does not exist: the model has 0 to 1"),
         ([], "has no .eval. section. Give --set NAME=DIR"),
     ],
 )

@@ -1,7 +1,7 @@
 """Model "jaxforge" for lm_eval, registered by importing this module.
 
 import lm_eval
-import jaxforge.tools.lm_eval.adapter
+import jaxforge.tools.lm_eval
 
 lm_eval.simple_evaluate("jaxforge", "run=runs/mine,step=4000", tasks=["lambada_openai"])
 """
