@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from jaxforge.cli.redaction import redacted, redacted_command, redacted_value
 from jaxforge.config.job import JobConfig
 from jaxforge.errors import UserError
-from jaxforge.telemetry.sinks import Metrics, Sample, finite_numbers
+from jaxforge.telemetry.sinks import Metrics, Sample, Sink, finite_numbers
 
 if TYPE_CHECKING:
     from tensorboardX.proto.summary_pb2 import Summary
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 _DIRECTORY = "tb_logs"
 
 
-class TensorBoardSink:
+class TensorBoardSink(Sink):
     """A new event file for each start, written in the calling thread.
 
     The `SummaryWriter` of tensorboardX is not used: after a full disk has ended its thread, its
@@ -102,17 +102,6 @@ class TensorBoardSink:
 _UPLOAD_SECONDS = 60.0  # at the end of a run; `wandb sync` sends what remains
 
 
-class _OnlineSink:
-    """Base of sinks that keep every point: a step that a resumed run repeats has several."""
-
-    def rewind(self, step: int) -> None:
-        """Do nothing: W&B retains the first point of a step, MLflow and Trackio plot all in order.
-
-        Args:
-            step: the step from which the run continues.
-        """
-
-
 def _settings(config: JobConfig) -> dict[str, dict[str, Any]]:
     """Return the settings of a run by section, without secrets."""
     return redacted_value(config.model_dump(mode="json"))
@@ -126,7 +115,7 @@ def _rows(samples: Sequence[Sample]) -> list[list[str]]:
     return [list(sample) for sample in samples]
 
 
-class WandbSink(_OnlineSink):
+class WandbSink(Sink):
     """A run in W&B, continued by every restart; the axis is the step.
 
     W&B accepts each step once: steps that a resumed run repeats retain the values logged first.
@@ -190,7 +179,7 @@ _LONGEST = 500  # characters of a parameter that every MLflow store takes
 _PARAMS_AT_ONCE = 100  # MLflow's limit for one request
 
 
-class MlflowSink(_OnlineSink):
+class MlflowSink(Sink):
     """One run in MLflow, continued by every restart; the axis is the step.
 
     Metrics of a list, such as tokens per expert, become one metric for each element. Numbers that
@@ -269,7 +258,7 @@ class MlflowSink(_OnlineSink):
         self._client.set_terminated(self.run_id, "FAILED" if exit_code else "FINISHED")
 
 
-class TrackioSink(_OnlineSink):
+class TrackioSink(Sink):
     """One run in Trackio, continued by every restart; the axis is the step.
 
     Metrics of a list, such as tokens per expert, become one metric for each element. Numbers that
