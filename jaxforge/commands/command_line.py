@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from jaxforge.checkpoint.weights import WEIGHTS
-from jaxforge.cli import suggestions, typing_slips
+from jaxforge.cli import suggestions
 from jaxforge.cli.running import wide_console
 from jaxforge.errors import UserError
 from jaxforge.storage import trust
@@ -79,7 +79,7 @@ class CommandParser(argparse.ArgumentParser):
             args, left = self.parse_known_args(options)
         except UserError:
             for i, word in enumerate(words):  # `--section.key= value`: the value remains
-                if word in settings and (message := typing_slips.spaces(words[i:])):
+                if word in settings and (message := suggestions.spaces(words[i:])):
                     raise UserError(message) from None
             raise
         trust.grant_all(getattr(args, "trust_plugins", False))
@@ -94,7 +94,7 @@ class CommandParser(argparse.ArgumentParser):
         options = list(itertools.takewhile(lambda word: word != "--", args))
         for before, word in zip(["", *options], options, strict=False):
             is_dashed = not before.startswith("-") and not word.startswith("-")
-            if is_dashed and (message := typing_slips.dash(word, self._is_option)):
+            if is_dashed and (message := suggestions.dash(word, self._is_option)):
                 raise UserError(message)
         known, left = super().parse_known_args(args, namespace)
         if left and not self._allows_unknown:
@@ -129,7 +129,7 @@ class CommandParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Raise `UserError` with the message and a suggestion."""
-        slip = typing_slips.slip(
+        slip = suggestions.slip(
             self._words, self._is_option, self._takes_value, self._takes_settings
         )
         if slip:
@@ -253,10 +253,10 @@ def _split_settings(argv: Iterable[str]) -> tuple[list[str], list[str]]:
             options.append(word)
         elif not equals and words and words[-1].startswith("="):
             raise UserError(
-                typing_slips.spaces([word, *reversed(words[-2:])])
+                suggestions.spaces([word, *reversed(words[-2:])])
                 or f"{word} =: the value after = is missing"
             )
-        elif message := typing_slips.quotes(word):
+        elif message := suggestions.quotes(word):
             raise UserError(message)
         elif not equals and words and _is_value(words[-1], name[2:]):
             settings.append(f"{word}={words.pop()}")

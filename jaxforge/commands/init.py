@@ -21,8 +21,7 @@ from jaxforge.errors import UserError
 from jaxforge.tools.plan.topology import FORMS
 from jaxforge.tools.starting.config import tables_of_preset, to_text, values_of, with_settings
 from jaxforge.tools.starting.machine import Machine
-from jaxforge.tools.starting.prepared import PreparedData
-from jaxforge.tools.starting.sizes import PRESETS, TOKENS_PER_PARAMETER
+from jaxforge.tools.starting.sizes import PRESETS, TOKENS_PER_PARAMETER, PreparedData
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -17,7 +17,7 @@ from jaxforge.errors import UserError
 from jaxforge.runs import run_directory
 from jaxforge.storage import urls
 from jaxforge.tasks.lm_eval_model import LmEvalModel
-from jaxforge.tasks.text_model import TextModel, prefix_token
+from jaxforge.tasks.task import TextModel, prefix_token
 
 
 @register_model("jaxforge")

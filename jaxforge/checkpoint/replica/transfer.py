@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 
 from jaxforge.checkpoint.replica.store import BLOCK, Group, Manifest, Store
 from jaxforge.cli.authenticated import Channel
-from jaxforge.cli.bounded_threads import PATIENCE_SEC, BoundedThreads
+from jaxforge.cli.servers import PATIENCE_SEC, BoundedThreads
 from jaxforge.storage.untrusted_json import load_object
 
 log = logging.getLogger(__name__)

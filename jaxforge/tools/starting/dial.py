@@ -26,8 +26,13 @@ from jaxforge.config.reading.overrides import parse_overrides
 from jaxforge.data.corpus.tokenizer import BPE_VOCAB_SIZE
 from jaxforge.errors import UserError
 from jaxforge.model.flops import flops_per_token
-from jaxforge.tools.starting.prepared import PreparedData, longest_sequence
-from jaxforge.tools.starting.sizes import TOKENS_PER_PARAMETER, parameters, power_below
+from jaxforge.tools.starting.sizes import (
+    TOKENS_PER_PARAMETER,
+    PreparedData,
+    longest_sequence,
+    parameters,
+    power_below,
+)
 
 DEEPEST = 256
 """Largest depth."""

@@ -35,8 +35,13 @@ from jaxforge.tools.starting.dial import (
     shape,
 )
 from jaxforge.tools.starting.dial_target import Split, Target
-from jaxforge.tools.starting.prepared import PreparedData, windows
-from jaxforge.tools.starting.sizes import CPU_FLOPS, EPOCHS, TOKENS_PER_PARAMETER
+from jaxforge.tools.starting.sizes import (
+    CPU_FLOPS,
+    EPOCHS,
+    TOKENS_PER_PARAMETER,
+    PreparedData,
+    windows,
+)
 
 _LOG_LINES = 1000
 

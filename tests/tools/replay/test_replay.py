@@ -300,7 +300,9 @@ def test_activation_sequences_are_numbered_over_all_sets(run, tmp_path):
             np.load(output / "tokens.npy"), windows[[n % 48 for n in numbers]]
         )
         assert json.loads((output / "activations.json").read_text())["sequences"] == numbers
-    with pytest.raises(UserError, match="no sequence 96: the evaluation set has 0 to 95"):
+    with pytest.raises(
+        UserError, match="sequence 96 does not exist: the evaluation set has 0 to 95"
+    ):
         evaluate.main([str(run), "--activations", f"{tmp_path}/no", *sets, "--sequences", "90:97"])
 
 
@@ -312,7 +314,10 @@ def test_activation_sequences_are_numbered_over_all_sets(run, tmp_path):
         (["--layers", "x"], "expected numbers of layers"),
         (["--sequences", "0"], "--sequences 0: expected a number .64., a range .10:20. or"),
         (["--sequences", "5:5"], "--sequences 5:5: expected a number"),
-        (["--step", "5", "--sequences", "2,8"], "no sequence 8: the step's batch has 0 to 7"),
+        (
+            ["--step", "5", "--sequences", "2,8"],
+            "sequence 8 does not exist: the step's batch has 0 to 7",
+        ),
         (["--step", "5", "--layers", "2"], "layer 2 does not exist: the model has 0 to 1"),
         ([], "has no .eval. section. Give --set NAME=DIR"),
     ],

@@ -28,7 +28,7 @@ from jaxforge.tools.starting.dial import (
 from jaxforge.tools.starting.dial_config import dialled_run, table_of_cost
 from jaxforge.tools.starting.dial_target import Target, update_seconds
 from jaxforge.tools.starting.machine import Machine
-from jaxforge.tools.starting.prepared import PreparedData
+from jaxforge.tools.starting.sizes import PreparedData
 
 WISH = Wish(vocab_size=32768, seq_len=2048)
 PAGE = (Path(__file__).parents[3] / "docs" / "dial.md").read_text()
