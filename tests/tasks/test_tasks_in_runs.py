@@ -31,7 +31,7 @@ def config(root, name, **evaluation):
         text = np.frombuffer(b"the quick brown fox jumps over the lazy dog. " * 200, np.uint8)
         np.save(data / "a.npy", text.astype(np.uint16))
         core_bundle.write_bundle(bundle, n=4, labels=NAMES)
-    sets = {"dataset_path": str(data), "steps": 2}
+    sets = {"datasets": [{"dataset_path": str(data)}], "steps": 2}
     tasks = {"tasks_core": str(bundle), "tasks_interval": 2, "tasks_batch_size": 16}
     section = {"enabled": True, "interval": 4, **sets, **tasks, **evaluation}
     return tiny_config(
@@ -96,7 +96,7 @@ def test_tasks_are_logged_at_their_interval(whole):
 
 def test_tasks_do_not_change_run(whole):
     root, _ = whole
-    assert launch.fit(config(root, "plain", tasks_core="", dataset_path="", enabled=False)) is (
+    assert launch.fit(config(root, "plain", tasks_core="", datasets=[], enabled=False)) is (
         Exit.COMPLETED
     )
     plain = lines(root, "plain")
@@ -105,7 +105,7 @@ def test_tasks_do_not_change_run(whole):
 
 def test_tasks_need_no_evaluation_set(whole):
     root, _ = whole
-    assert launch.fit(config(root, "alone", dataset_path="")) is Exit.COMPLETED
+    assert launch.fit(config(root, "alone", datasets=[])) is Exit.COMPLETED
     logged = lines(root, "alone")
     assert of_tasks(logged) == of_tasks(lines(root, "whole"))
     assert not [line for line in logged if line[1] == "eval/loss"]
