@@ -17,7 +17,7 @@ from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 
 from jaxforge.commands import prepare, train
-from jaxforge.tools.lm_eval.adapter import JaxforgeLM
+from jaxforge.tools.lm_eval import JaxforgeLM
 from torch_compat.commands import convert
 
 CONFIG = """

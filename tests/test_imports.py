@@ -30,7 +30,7 @@ TOP_FILES = 12  # five of them are entry points
 SUBCLASSES = {  # of classes that an extra brings
     "jaxforge.tasks.lm_eval_model",
     "jaxforge.tasks.lm_eval_tasks",
-    "jaxforge.tools.lm_eval.adapter",
+    "jaxforge.tools.lm_eval",
 }
 
 

@@ -115,7 +115,7 @@ def test_doctor_finds_no_problems(capsys):
 
 def test_doctor_reports_gpus_unknown_to_jax(monkeypatch, capsys):
     monkeypatch.delenv("JAX_PLATFORMS", raising=False)
-    monkeypatch.setattr(doctor, "count_gpus", lambda: 8)
+    monkeypatch.setattr(doctor, "gpu_memories", lambda: [8e10] * 8)
     assert doctor.main([]) == 1
     assert "problem: 8 GPU(s) exist, but JAX finds none: pip install 'jaxforge[cuda]'" in (
         capsys.readouterr().out

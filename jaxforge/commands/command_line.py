@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from jaxforge.checkpoint.weights import WEIGHTS
-from jaxforge.cli import suggestions, typing_slips
+from jaxforge.cli import suggestions
 from jaxforge.cli.running import wide_console
 from jaxforge.errors import UserError
 from jaxforge.storage import trust
@@ -74,12 +74,12 @@ class CommandParser(argparse.ArgumentParser):
             SystemExit: the arguments were `--help` (code 0).
         """
         words = list(sys.argv[1:] if argv is None else argv)
-        settings, others = _split_settings(words)
+        settings, options = _split_settings(words)
         try:
-            args, left = self.parse_known_args(others)
+            args, left = self.parse_known_args(options)
         except UserError:
             for i, word in enumerate(words):  # `--section.key= value`: the value remains
-                if word in settings and (message := typing_slips.spaces(words[i:])):
+                if word in settings and (message := suggestions.spaces(words[i:])):
                     raise UserError(message) from None
             raise
         trust.grant_all(getattr(args, "trust_plugins", False))
@@ -94,7 +94,7 @@ class CommandParser(argparse.ArgumentParser):
         options = list(itertools.takewhile(lambda word: word != "--", args))
         for before, word in zip(["", *options], options, strict=False):
             is_dashed = not before.startswith("-") and not word.startswith("-")
-            if is_dashed and (message := typing_slips.dash(word, self._is_option)):
+            if is_dashed and (message := suggestions.dash(word, self._is_option)):
                 raise UserError(message)
         known, left = super().parse_known_args(args, namespace)
         if left and not self._allows_unknown:
@@ -129,7 +129,7 @@ class CommandParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Raise `UserError` with the message and a suggestion."""
-        slip = typing_slips.slip(
+        slip = suggestions.slip(
             self._words, self._is_option, self._takes_value, self._takes_settings
         )
         if slip:
@@ -241,28 +241,28 @@ class _Help(argparse.Action):
 def _split_settings(argv: Iterable[str]) -> tuple[list[str], list[str]]:
     """Return the settings, each as one word, and all other words."""
     settings: list[str] = []
-    others: list[str] = []
+    options: list[str] = []
     words = list(argv)[::-1]
     while words:
         word = words.pop()
         name, equals, _ = word.partition("=")
         if word == "--":
-            others += [word, *reversed(words)]
+            options += [word, *reversed(words)]
             break
         if not _SETTING.fullmatch(name):
-            others.append(word)
+            options.append(word)
         elif not equals and words and words[-1].startswith("="):
             raise UserError(
-                typing_slips.spaces([word, *reversed(words[-2:])])
+                suggestions.spaces([word, *reversed(words[-2:])])
                 or f"{word} =: the value after = is missing"
             )
-        elif message := typing_slips.quotes(word):
+        elif message := suggestions.quotes(word):
             raise UserError(message)
         elif not equals and words and _is_value(words[-1], name[2:]):
             settings.append(f"{word}={words.pop()}")
         else:
             settings.append(word)
-    return settings, others
+    return settings, options
 
 
 def _is_value(word: str, key: str) -> bool:

@@ -5,7 +5,6 @@ import importlib.util
 import os
 import platform
 import shutil
-import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from importlib import metadata
@@ -19,6 +18,7 @@ from jaxforge.cli.redaction import redacted_message
 from jaxforge.cli.running import run_main, wide_console
 from jaxforge.commands.command_line import CommandParser
 from jaxforge.runs.starts import PACKAGES
+from jaxforge.tools.starting.machine import gpu_memories
 
 _ABOUT = """`jaxforge doctor`: check the installation and the devices.
 
@@ -118,7 +118,7 @@ def _problems(total: str) -> Iterator[str]:
 
     platforms = os.environ.get("JAX_PLATFORMS", "")
     if jax.default_backend() == "cpu" and not platforms:
-        if gpus := count_gpus():
+        if gpus := len(gpu_memories()):
             yield f"{gpus} GPU(s) exist, but JAX finds none: pip install 'jaxforge[cuda]'"
         if Path("/dev/accel0").exists() or Path("/dev/vfio").exists():
             yield "a TPU exists, but JAX finds none: pip install 'jaxforge[tpu]'"
@@ -128,12 +128,4 @@ def _problems(total: str) -> Iterator[str]:
         yield "less than 1 GB is free on this disk: checkpoints will not fit"
 
 
-def count_gpus() -> int:
-    """Return the number of NVIDIA GPUs that the driver lists."""
-    if not shutil.which("nvidia-smi"):
-        return 0
-    result = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False)
-    return result.stdout.count("GPU ") if result.returncode == 0 else 0
-
-
-entry = functools.partial(run_main, main, uses_devices=True)
+entry = functools.partial(run_main, main)

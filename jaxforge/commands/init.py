@@ -4,7 +4,6 @@
 """
 
 import argparse
-import datetime
 import functools
 import os
 import shlex
@@ -22,8 +21,7 @@ from jaxforge.errors import UserError
 from jaxforge.tools.plan.topology import FORMS
 from jaxforge.tools.starting.config import tables_of_preset, to_text, values_of, with_settings
 from jaxforge.tools.starting.machine import Machine
-from jaxforge.tools.starting.prepared import PreparedData
-from jaxforge.tools.starting.sizes import PRESETS, TOKENS_PER_PARAMETER
+from jaxforge.tools.starting.sizes import PRESETS, TOKENS_PER_PARAMETER, PreparedData
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -48,9 +46,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.preset is None and args.depth is None and args.flops is None:
         line.error("--preset NAME, --depth N or --flops C is required; --list shows the presets")
     if args.preset is not None:
-        for option in ("topology", "ratio", "tokens_per_second", "price", "plan"):
+        for option in ("topology", "ratio"):
             if getattr(args, option):
-                line.error(f"--{option.replace('_', '-')} needs --depth or --flops")
+                line.error(f"--{option} needs --depth or --flops")
     if args.flops is not None and "train.max_steps" in " ".join(settings):
         line.error("--flops and --train.max_steps both set the length. Remove one of them")
     prepared = PreparedData.read(args.data) if args.data else None
@@ -103,13 +101,7 @@ def _dial(
         else dial.dial_flops(args.flops, wish)
     )
     run = dial_config.dialled_run(sizes, wish, target, prepared)
-    cost = dial_config.table_of_cost(
-        run,
-        datetime.datetime.now(datetime.UTC),
-        compiled=dial_target.compile_plan(run.config, target) if args.plan else None,
-        tokens_per_second=args.tokens_per_second,
-        price=args.price,
-    )
+    cost = dial_config.table_of_cost(run)
     tables: list[RenderableType] = [dial_config.table_of_choices(run), "", cost, ""]
     return f"d{sizes.depth}", dial_config.file_text(run), tables
 
@@ -160,17 +152,6 @@ def parser() -> CommandParser:
         "--ratio", type=positive_float, metavar="R",
         help=f"tokens per parameter (default: {TOKENS_PER_PARAMETER})",
     )  # fmt: skip
-    parser.add_argument(
-        "--plan", action="store_true",
-        help="compile the step as `jaxforge plan` does, for its memory and time",
-    )  # fmt: skip
-    parser.add_argument(
-        "--tokens-per-second", type=positive_float, metavar="N",
-        help="measured speed of all devices, which replaces the estimate",
-    )  # fmt: skip
-    parser.add_argument(
-        "--price", type=positive_float, metavar="N", help="price per device and hour"
-    )
     parser.add_argument(
         "--output",
         type=Path,

@@ -18,16 +18,16 @@ from jaxforge.cli.running import run_main
 from jaxforge.commands.command_line import CommandParser, add_weights_option
 from jaxforge.errors import UserError
 
-_OURS = ("max_length", "max_gen_toks", "add_bos_token", "prefix_token_id", "seed")
+_ADAPTER = ("max_length", "max_gen_toks", "add_bos_token", "prefix_token_id", "seed")
 """Arguments of the adapter in --model_args."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the tasks, whose results lm_eval prints and writes; return the exit code."""
-    args, others = parser().parse(argv)
+    args, further = parser().parse(argv)
     if importlib.util.find_spec("lm_eval") is None:
         raise UserError("lm_eval is not installed: pip install 'jaxforge[lm-eval]'")
-    _run([*_model(args, others), *_tasks(args), *(x for x in others if not _is_setting(x))])
+    _run([*_model(args, further), *_tasks(args), *(x for x in further if not _is_setting(x))])
     return 0
 
 
@@ -54,26 +54,26 @@ def parser() -> CommandParser:
     add("--batch_size", "--batch-size", type=int, default=32, metavar="N",
         help="sequences per batch, over all devices (default: 32)")  # fmt: skip
     add("--model_args", nargs="+", default=[], metavar="KEY=VALUE",
-        help=f"further arguments of the model: {', '.join(_OURS)}")  # fmt: skip
+        help=f"further arguments of the model: {', '.join(_ADAPTER)}")  # fmt: skip
     return parser
 
 
 def _tasks(args: argparse.Namespace) -> list[str]:
     """Return the options of lm_eval that help shows."""
     paths = {"--include_path": args.include_path, "--output_path": args.output_path}
-    given = [word for name, path in paths.items() if path for word in (name, path)]
-    return ["--tasks", ",".join(args.tasks), *given]
+    words = [word for name, path in paths.items() if path for word in (name, path)]
+    return ["--tasks", ",".join(args.tasks), *words]
 
 
-def _model(args: argparse.Namespace, others: Sequence[str]) -> list[str]:
+def _model(args: argparse.Namespace, further: Sequence[str]) -> list[str]:
     """Return lm_eval's arguments for the model."""
-    own = {"run": args.run} | ({"step": args.step} if args.step is not None else {})
-    own |= {"weights": args.weights} if args.weights != WEIGHTS[0] else {}
-    settings = [argument[2:].partition("=")[::2] for argument in others if _is_setting(argument)]
-    given = [
+    arguments = {"run": args.run} | ({"step": args.step} if args.step is not None else {})
+    arguments |= {"weights": args.weights} if args.weights != WEIGHTS[0] else {}
+    settings = [argument[2:].partition("=")[::2] for argument in further if _is_setting(argument)]
+    words = [
         argument.partition("=")[::2] for part in args.model_args for argument in part.split(",")
     ]
-    arguments = own | dict(given) | dict(settings)
+    arguments |= dict(words) | dict(settings)
     return ["--model", "jaxforge", "--model_args", json.dumps(arguments),
             "--batch_size", str(args.batch_size)]  # fmt: skip
 
@@ -87,7 +87,7 @@ def _run(options: Sequence[str]) -> None:
     """Run lm_eval's command line."""
     from lm_eval.__main__ import cli_evaluate
 
-    import jaxforge.tools.lm_eval.adapter  # noqa: F401  # registers the model
+    import jaxforge.tools.lm_eval  # noqa: F401  # registers the model
     from jaxforge.telemetry.console import begin_command
 
     begin_command()
@@ -107,4 +107,4 @@ def limit_output_to_first_process() -> None:
         os.environ["LOCAL_RANK"] = str(jax.process_index())
 
 
-entry = functools.partial(run_main, main, uses_devices=True, outlives_reader=True)
+entry = functools.partial(run_main, main, outlives_reader=True)

@@ -82,7 +82,6 @@ def parser() -> CommandParser:
         help="concurrent compilations",
     )  # fmt: skip
     parser.add_argument("--output", metavar="FILE", help="file for the best config, as TOML")
-    parser.add_argument("--html", metavar="FILE", help="self-contained HTML page with charts")
     parser.add_argument(
         "--save-executable", metavar="FILE", help="save the compiled step for train.executable"
     )

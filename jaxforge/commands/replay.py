@@ -26,7 +26,7 @@ from jaxforge.errors import UserError
 
 _CAPSULE_SUFFIX = ".zip"
 _OPTIONS = {
-    "step": ("a step", {"step", "around", "top", "json", "html", "check"}),
+    "step": ("a step", {"step", "around", "top", "json", "check"}),
     "steps": ("several steps", {"steps", "check"}),
     "activations": ("--activations", {"step", "activations", "points", "layers", "sequences"}),
     "capsule": ("--capsule", {"capsule"}),
@@ -42,8 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     mode = _mode(args)
     about, names = _OPTIONS[mode]
     line.check_options(args, {*names, "trust_plugins"}, about)
-    for name in ("json", "html"):
-        check_parent_directory(f"--{name}", getattr(args, name))
+    check_parent_directory("--json", args.json)
     if mode == "file":
         if args.steps and not (args.steps.isdecimal() and int(args.steps)):
             raise UserError(f"--steps {args.steps}: must be a number of steps, for a capsule")
@@ -94,7 +93,6 @@ def parser() -> CommandParser:
     add("--top", type=positive_int, default=8, metavar="N",
         help="documents and layers to show (default: 8)")  # fmt: skip
     add("--json", metavar="FILE", type=Path, help='write the result as JSON; "-" for stdout')
-    add("--html", metavar="FILE", type=Path, help="write the report of a step as HTML")
     add("--check", action="store_true", help="exit with 1 unless the step matches the log bitwise")
     add_activation_options(parser, "the batch of --step, before its update")
     add("--capsule", metavar="FILE.zip", type=Path, help="new file for the capsule of the run")
@@ -134,4 +132,4 @@ def _range(text: str) -> tuple[int, int]:
     return int(first), int(last)
 
 
-entry = functools.partial(run_main, main, uses_devices=True)
+entry = functools.partial(run_main, main)

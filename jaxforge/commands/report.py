@@ -73,7 +73,7 @@ def _print_goodput(runs: Sequence[Path], args: argparse.Namespace) -> int:
 def _watch(runs: Sequence[Path], args: argparse.Namespace, port: int) -> int:
     if args.output is not None:
         raise UserError("--watch serves the page without writing it: remove --output")
-    from jaxforge.tools.report.serving import serve
+    from jaxforge.tools.report.run_page import serve
 
     signal.signal(signal.SIGINT, signal.default_int_handler)  # for its final message
     serve(runs, args.x, port)

@@ -75,7 +75,7 @@ def _elastic(args: argparse.Namespace, command: Sequence[str], policy: Policy) -
         raise UserError(
             f"--hosts {args.hosts} has at most {most} hosts, but --peers lists {len(addresses)}"
         )
-    own = _host_index(args.host_index, addresses)
+    index = _host_index(args.host_index, addresses)
     if _arguments_of_train(command) is None:
         raise UserError("--elastic supervises `jaxforge train`: its batches are adapted")
     config = _train_config(command)
@@ -86,7 +86,7 @@ def _elastic(args: argparse.Namespace, command: Sequence[str], policy: Policy) -
     command = [*command, *(f"--distributed.{key}={value}" for key, value in elastic.items())]
     secret = f"{os.environ.get(_SECRET, '')}\n{args.peers}\n{shlex.join(command)}"
     hosts = Hosts(
-        addresses, own, least, args.host_multiple, hashlib.sha256(secret.encode()).hexdigest(),
+        addresses, index, least, args.host_multiple, hashlib.sha256(secret.encode()).hexdigest(),
         timeout, args.join_timeout,
     )  # fmt: skip
     run = urls.path(config.checkpoint.dir, "checkpoint.dir") if config else None
@@ -113,8 +113,12 @@ def _host_index(index: int | None, addresses: Sequence[str]) -> int:
         if index is None and os.environ.get(variable, "").isdigit():
             index = int(os.environ[variable])
     if index is None:
-        own = {socket.gethostname(), socket.gethostname().partition(".")[0], socket.getfqdn()}
-        matching = [i for i, name in enumerate(names) if name in own]
+        local_names = {
+            socket.gethostname(),
+            socket.gethostname().partition(".")[0],
+            socket.getfqdn(),
+        }
+        matching = [i for i, name in enumerate(names) if name in local_names]
         index = matching[0] if len(matching) == 1 else None
     if index is None or not 0 <= index < len(addresses):
         raise UserError(

@@ -73,8 +73,6 @@ class MetricsConfig(Section):
     """Save and end the run when a host or device is slow, so that it can restart elsewhere."""
     collect: tuple[Extra, ...] = ()
     """Optional metrics to compute in every step and to log; see docs/metrics.md."""
-    log_energy: bool = False
-    """Log energy and power of NVIDIA GPUs, read by NVML; needs nvidia-ml-py."""
     max_attention_logit_interval: Every = 0
     """Updates between measurements of the largest attention logit; 0 disables them."""
     prometheus_port: Annotated[int, Flag.SIDE_EFFECT] = Field(default=0, ge=0, le=65535)

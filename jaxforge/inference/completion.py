@@ -30,7 +30,6 @@ from jaxforge.tasks.prompts import (
     continuation,
     encode,
     read_prompts,
-    splits_a_token,
 )
 from jaxforge.telemetry.console import begin_command
 
@@ -58,7 +57,6 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
         encode(tokenizer, prompt, model.max_seq_len, args.max_tokens, vocab_size=model.vocab_size)
         for prompt in prompts
     ]
-    warn_about_spaces(tokenizer, prompts)
     eos_ids = () if args.ignore_eos else tokenizer.eos_ids
     rows = min(args.batch_size, max(1, len(prompts)))
     sampling = Sampling(args.temperature, args.top_k, args.top_p, tokenizer.vocab_size)
@@ -92,17 +90,6 @@ def _prompts(args: argparse.Namespace) -> list[Prompt]:
         return read_prompts(args.prompts)
     empty = [""] if args.output else []
     return [Prompt(text, "--prompt") for text in args.prompt or empty]
-
-
-def warn_about_spaces(tokenizer: Tokenizer, prompts: Sequence[Prompt]) -> None:
-    """Log a warning if prompts end in a space that would begin a token of the continuation."""
-    locations = [prompt.location for prompt in prompts if splits_a_token(tokenizer, prompt.text)]
-    if locations:
-        log.warning(
-            "%s%s: the prompt ends in a space, and tokens of this tokenizer begin with theirs: "
-            "the continuation is better without the space",
-            locations[0], f" and {len(locations) - 1} more" if locations[1:] else "",
-        )  # fmt: skip
 
 
 def _check_terminal() -> None:

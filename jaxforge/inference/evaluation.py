@@ -1,7 +1,6 @@
 """Evaluation of a trained model on text datasets: the command `jaxforge evaluate`."""
 
 import argparse
-import math
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -21,6 +20,7 @@ from jaxforge.program import Program
 from jaxforge.runs import run_directory
 from jaxforge.storage import urls
 from jaxforge.telemetry.console import begin_command
+from jaxforge.telemetry.numbers import finite
 from jaxforge.training.evaluation import Evaluator, SetSums, merge_sums, summary
 from jaxforge.training.foreign import open_foreign
 from jaxforge.training.frozen import open_frozen
@@ -95,7 +95,7 @@ def report(trained: TrainedModel, sums: Mapping[str, SetSums]) -> dict[str, Any]
             "name": name,
             "tokens": sums_of_set.tokens,
             "bytes": sums_of_set.n_bytes,
-            **_finite(sums_of_set.metrics()),
+            **finite(sums_of_set.metrics()),
         }
         for name, sums_of_set in sums.items()
     ]
@@ -105,7 +105,7 @@ def report(trained: TrainedModel, sums: Mapping[str, SetSums]) -> dict[str, Any]
         "step": trained.step,
         "weights": trained.weights,
         "mesh": mesh,
-        "metrics": _finite(summary(sums)),
+        "metrics": finite(summary(sums)),
         "sets": sets,
     }
 
@@ -143,10 +143,6 @@ def _with_objective(config: JobConfig) -> JobConfig:
     if not sources.eval_sets_have_pairs(config):
         return config
     return config.with_values({"train.objective": "dpo"})
-
-
-def _finite(metrics: Mapping[str, float]) -> dict[str, float | None]:
-    return {name: value if math.isfinite(value) else None for name, value in metrics.items()}
 
 
 def _print(trained: TrainedModel, sums: Mapping[str, SetSums], *, to_stderr: bool) -> None:

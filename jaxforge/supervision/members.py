@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from jaxforge.cli.authenticated import Channel
-from jaxforge.cli.bounded_threads import PATIENCE_SEC, BoundedThreads
+from jaxforge.cli.servers import PATIENCE_SEC, BoundedThreads
 from jaxforge.errors import UserError
 from jaxforge.supervision.rosters import Status, View
 

@@ -33,8 +33,7 @@ import yaml
 from jaxforge.cli.suggestions import path_hint
 from jaxforge.errors import UserError
 from jaxforge.model.likelihood import Continuation, Likelihood
-from jaxforge.tasks.task import Directions, Results
-from jaxforge.tasks.text_model import TextModel
+from jaxforge.tasks.task import Directions, Results, TextModel
 
 log = logging.getLogger(__name__)
 

@@ -25,7 +25,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from jaxforge.errors import UserError
 from jaxforge.model.likelihood import Continuation
 from jaxforge.model.sampling import Sampling
-from jaxforge.tasks.text_model import TextModel, first_known
+from jaxforge.tasks.task import TextModel, first_known
 
 if TYPE_CHECKING:
     from jaxforge.data.corpus.chat import IsolatedTemplate

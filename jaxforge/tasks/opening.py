@@ -10,8 +10,7 @@ from jaxforge.data.corpus.tokenizer import Tokenizer
 from jaxforge.errors import UserError
 from jaxforge.model.transformer import Model
 from jaxforge.tasks.core import CORE_TASKS, CoreBundle
-from jaxforge.tasks.task import Aggregate, Task, Tasks
-from jaxforge.tasks.text_model import TextModel, prefix_token
+from jaxforge.tasks.task import Aggregate, Task, Tasks, TextModel, prefix_token
 
 
 def open_tasks(

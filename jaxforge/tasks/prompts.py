@@ -86,18 +86,6 @@ def unknown_token(tokenizer: Tokenizer, ids: Sequence[int], vocab_size: int) -> 
     return f"the token {text!r} has id {first}, and the model has only {vocab_size} tokens"
 
 
-def splits_a_token(tokenizer: Tokenizer, text: str) -> bool:
-    """Return whether a text ends in a space that a token of its continuation would begin with.
-
-    Tokens of most BPEs begin with spaces: "def main" is "def", " main". After "def ", " " the model
-    has to find a word that follows a space of its own, which training texts hardly have.
-    """
-    if not text.endswith(" "):
-        return False
-    ids = tokenizer.encode(text)
-    return any(tokenizer.encode(text + word)[: len(ids)] != ids for word in (*"taisn", "the"))
-
-
 def continuation(tokenizer: Tokenizer, ids: Sequence[int], tokens: Sequence[int]) -> str:
     """Return the text that `tokens` add to the text of a prompt's `ids`."""
     return tokenizer.decode([*ids, *tokens])[len(tokenizer.decode(ids)) :]
@@ -157,7 +145,7 @@ def _from_json(line: str, location: str) -> Prompt:
     try:
         json.dumps(fields, ensure_ascii=False).encode()
     except UnicodeEncodeError:
-        raise UserError(f"{location}: half of a surrogate pair, which is no character") from None
+        raise UserError(f"{location}: half of a surrogate pair, which is not a character") from None
     for name in RESULTS:
         if name in fields:
             raise UserError(f'{location}: "{name}" is a field of the output: rename it')

@@ -24,7 +24,7 @@ from jaxforge.errors import UserError
 from jaxforge.parallel import host_memory, multihost
 from jaxforge.storage import safe_files
 from jaxforge.telemetry.numbers import human
-from jaxforge.telemetry.sinks import Metrics, Sample, format_line, format_sample, is_step
+from jaxforge.telemetry.sinks import Metrics, Sample, Sink, format_line, format_sample, is_step
 
 _FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 _SHORT_FORMAT = "%(levelname)s %(message)s"
@@ -175,7 +175,7 @@ class Activity(NamedTuple):
     seconds: float
 
 
-class LiveLine:
+class LiveLine(Sink):
     """The live line, as a sink of metrics; evaluations stay on the screen.
 
     Args:

@@ -3,7 +3,7 @@
 The lines equal those of the loops byte by byte, without the prefix of their loggers. A segment
 without a known value (memory on CPUs, MFU without a peak) is omitted with its separator.
 
-    kempnerforge  our own format, and that of KempnerForge
+    kempnerforge  the format of jaxforge and of KempnerForge
     megatron      Megatron-LM's and Megatron-Bridge's `training_log`
     torchtitan    its `MetricsProcessor.log` and `log_validation`, without colours
     mindspeed     MindSpeed-LLM's FSDP2 `TrainMonitor`
@@ -11,20 +11,24 @@ without a known value (memory on CPUs, MFU without a peak) is omitted with its s
     json          the objects of metrics.jsonl
 """
 
+import abc
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
+
+from rich.console import Console
 
 from jaxforge.config.model import MTP_LOSS
 from jaxforge.telemetry.measures import StepCost
 from jaxforge.telemetry.sinks import (
-    LineFormat,
     Metrics,
     Sample,
+    Sink,
     as_json,
     format_line,
     format_sample,
+    is_step,
     sample_as_json,
 )
 
@@ -51,8 +55,8 @@ class RunFacts(NamedTuple):
     examples: int | None = None
 
 
-class _Lines:
-    """Base class of the formats: no banner, and samples in our own format."""
+class Lines(abc.ABC):
+    """Base class of the formats: no banner, and samples in the format of jaxforge."""
 
     def __init__(self, run: RunFacts) -> None:
         self._run = run
@@ -61,12 +65,20 @@ class _Lines:
         """Return the empty string."""
         return ""
 
+    @abc.abstractmethod
+    def train(self, step: int, metrics: Metrics) -> str:
+        """Return the line of a logged step."""
+
+    @abc.abstractmethod
+    def evaluation(self, step: int, metrics: Metrics) -> str:
+        """Return the line of an evaluation; may be empty."""
+
     def sample(self, step: int, sample: Sample) -> str:
-        """Return the line of a sample in our own format."""
+        """Return the line of a sample in the format of jaxforge."""
         return format_sample(step, sample)
 
 
-class KempnerForge(_Lines):
+class KempnerForge(Lines):
     """Format `[step 10] loss=5.0213 | lr=3.00e-04 | …`."""
 
     def train(self, step: int, metrics: Metrics) -> str:
@@ -78,7 +90,7 @@ class KempnerForge(_Lines):
         return format_line(step, metrics)
 
 
-class Json(_Lines):
+class Json(Lines):
     """Format `{"step": 10, "time": …, "train/loss": …}`."""
 
     def train(self, step: int, metrics: Metrics) -> str:
@@ -94,7 +106,7 @@ class Json(_Lines):
         return sample_as_json(step, sample)
 
 
-class Textbook(_Lines):
+class Textbook(Lines):
     """Format `step     10  lr 3.00e-04  loss 5.0213  |g| 1.234`, and `  val loss 4.9876`."""
 
     def train(self, step: int, metrics: Metrics) -> str:
@@ -114,7 +126,7 @@ _TEXTBOOK: Segments = {
 }
 
 
-class Torchtitan(_Lines):
+class Torchtitan(Lines):
     """Format `step: 10  loss:  5.02130  grad_norm:  1.2345  memory: 61.20GiB(77.00%)  …`."""
 
     def __init__(self, run: RunFacts) -> None:
@@ -154,7 +166,7 @@ _TORCHTITAN_EVALUATION: Segments = {
 }
 
 
-class Megatron(_Lines):
+class Megatron(Lines):
     """Format ` [time] iteration       10/     500 | consumed samples:         2560 | … |`.
 
     The loss is the mean over applied updates since the last line. Skipped and NaN iterations count
@@ -222,10 +234,6 @@ _MEGATRON: Segments = {
     "skipped samples: {:12d}": ("skipped samples",),
     "elapsed time per iteration (ms): {:.1f}": ("ms",),
     "throughput per GPU (TFLOP/s/GPU): {:.1f}": ("train/tflops_per_device",),
-    "energy per GPU (J/iter/GPU): {:.1f} | power per GPU (W/GPU): {:.1f}": (
-        "gpu/energy_joules",
-        "gpu/power_watts",
-    ),
     "learning rate: {:.6E}": ("train/lr",),
     "global batch size: {:5d}": ("batch",),
     "lm loss: {:.6E}": ("interval/loss",),
@@ -300,7 +308,7 @@ def _fill_segments(segments: Segments, values: Mapping[str, Value]) -> Iterator[
             yield text.format(*(values[name] for name in names))
 
 
-LINE_FORMATS: Mapping[str, Callable[[RunFacts], LineFormat]] = {
+LINE_FORMATS: Mapping[str, Callable[[RunFacts], Lines]] = {
     "kempnerforge": KempnerForge,
     "megatron": Megatron,
     "torchtitan": Torchtitan,
@@ -309,3 +317,30 @@ LINE_FORMATS: Mapping[str, Callable[[RunFacts], LineFormat]] = {
     "json": Json,
 }
 """Values of `metrics.log_format`."""
+
+
+class LineSink(Sink):
+    """Plain lines for each logged step, for output that is not a terminal or that is parsed.
+
+    Args:
+        console: receives the lines verbatim, without wrapping, colours or markup.
+        lines: format of the lines.
+    """
+
+    def __init__(self, console: Console, lines: Lines) -> None:
+        self._console, self._lines = console, lines
+        self._print(lines.banner())
+
+    def write(self, step: int, metrics: Metrics) -> None:
+        """Print a step or an evaluation."""
+        line = self._lines.train if is_step(metrics) else self._lines.evaluation
+        self._print(line(step, metrics))
+
+    def write_samples(self, step: int, samples: Sequence[Sample]) -> None:
+        """Print each sample."""
+        for sample in samples:
+            self._print(self._lines.sample(step, sample))
+
+    def _print(self, text: str) -> None:
+        if text:
+            self._console.print(text, markup=False, highlight=False, emoji=False, soft_wrap=True)

@@ -17,9 +17,9 @@ from jaxforge.errors import StorageError, UserError
 from jaxforge.exit_codes import Exit
 from jaxforge.storage import mirror
 from jaxforge.telemetry.console import LiveLine
-from jaxforge.telemetry.line_formats import LINE_FORMATS, RunFacts
+from jaxforge.telemetry.line_formats import LINE_FORMATS, LineSink, RunFacts
 from jaxforge.telemetry.measures import StepCost
-from jaxforge.telemetry.sinks import JsonlSink, LineSink, Metrics, Sample, Sink
+from jaxforge.telemetry.sinks import JsonlSink, Metrics, Sample, Sink
 from jaxforge.telemetry.writers import MlflowSink, TensorBoardSink, TrackioSink, WandbSink
 
 log = logging.getLogger(__name__)

@@ -1,6 +1,17 @@
-"""Formatting of numbers as text."""
+"""Formatting of numbers as text and in JSON."""
 
 import math
+from collections.abc import Mapping
+from typing import Any
+
+
+def finite(values: Any) -> Any:  # noqa: ANN401
+    """Return plain values in which numbers that are not finite are None, for JSON."""
+    if isinstance(values, Mapping):
+        return {key: finite(value) for key, value in values.items()}
+    if isinstance(values, list | tuple):
+        return [finite(value) for value in values]
+    return None if isinstance(values, float) and not math.isfinite(values) else values
 
 
 def human(number: float) -> str:

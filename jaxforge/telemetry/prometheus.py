@@ -14,16 +14,16 @@ import importlib.util
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from http import HTTPStatus
 from typing import TYPE_CHECKING, NamedTuple
 
 import jaxforge
-from jaxforge.cli.http_server import BoundedServer, QuietHandler
+from jaxforge.cli.servers import BoundedServer, QuietHandler
 from jaxforge.errors import UserError
 from jaxforge.telemetry.console import Activity
 from jaxforge.telemetry.goodput import CATEGORIES, ActivityClock, ratio
-from jaxforge.telemetry.sinks import Metrics, Sample
+from jaxforge.telemetry.sinks import Metrics, Sink
 
 if TYPE_CHECKING:
     from prometheus_client import Metric
@@ -72,7 +72,7 @@ GAUGES = {
 """Logged metric -> gauge with the latest value."""
 
 
-class RunMetrics:
+class RunMetrics(Sink):
     """Latest values of a run, as a sink of logged metrics and a collector of `prometheus_client`.
 
     Args:
@@ -98,15 +98,9 @@ class RunMetrics:
         if "checkpoint/save_sec" in metrics:
             self._durable = time.monotonic()
 
-    def write_samples(self, step: int, samples: Sequence[Sample]) -> None:
-        """Do nothing: samples are text."""
-
     def rewind(self, step: int) -> None:
         """Continue from an earlier step."""
         self._logged_step = step
-
-    def close(self, exit_code: int) -> None:
-        """Do nothing: the last values stay until the process ends."""
 
     def collect(self) -> "Iterator[Metric]":
         """Yield all metrics with their present values."""

@@ -6,13 +6,12 @@ import time
 from collections.abc import Mapping, Sequence
 from numbers import Real
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
-
-from rich.console import Console
+from typing import Any, NamedTuple
 
 from jaxforge.config.eval import CORE_METRICS, STDERR_SUFFIX, TASKS_PREFIX
 from jaxforge.errors import StorageError, UserError
 from jaxforge.storage.line_file import LineFile
+from jaxforge.telemetry.numbers import finite
 
 Metrics = dict[str, Any]
 """Numbers by name; loads of experts are lists of numbers."""
@@ -32,8 +31,8 @@ class Sample(NamedTuple):
     text: str
 
 
-class Sink(Protocol):
-    """Destination of metrics and samples."""
+class Sink:
+    """Destination of metrics and samples; by default nothing but `write` has an effect."""
 
     def write(self, step: int, metrics: Metrics) -> None:
         """Write the metrics of a step or of an evaluation."""
@@ -68,7 +67,7 @@ def has_evaluation(metrics: Mapping[str, Any]) -> bool:
     return any(name.startswith("eval/") for name in metrics)
 
 
-class JsonlSink:
+class JsonlSink(Sink):
     """`metrics.jsonl` and `samples.jsonl`: one JSON object with `step` and `time` per line.
 
     Lines are only appended during a run. A resumed run first drops the lines after its checkpoint,
@@ -131,69 +130,13 @@ SAMPLES = "samples.jsonl"
 
 def as_json(step: int, metrics: Metrics) -> str:
     """Return a JSON object of `step`, `time` (Unix seconds) and metrics; null if not finite."""
-    shown = {name: _finite(value) for name, value in metrics.items()}
-    return json.dumps({"step": step, "time": round(time.time(), 3), **shown})
+    return json.dumps({"step": step, "time": round(time.time(), 3), **finite(metrics)})
 
 
 def sample_as_json(step: int, sample: Sample) -> str:
     """Return a JSON object of `step`, `prompt`, `text` and `time` (Unix seconds)."""
     values = {"step": step, **sample._asdict(), "time": round(time.time(), 3)}
     return json.dumps(values, ensure_ascii=False)
-
-
-def _finite(value: Any) -> Any:  # noqa: ANN401 (a number, or a list of them)
-    if isinstance(value, list):
-        return [_finite(element) for element in value]
-    return value if math.isfinite(value) else None
-
-
-class LineFormat(Protocol):
-    """Format of plain log lines; `telemetry.line_formats` lists all formats."""
-
-    def banner(self) -> str:
-        """Return the text before the first step; may be empty."""
-
-    def train(self, step: int, metrics: Metrics) -> str:
-        """Return the line of a logged step."""
-
-    def evaluation(self, step: int, metrics: Metrics) -> str:
-        """Return the line of an evaluation; may be empty."""
-
-    def sample(self, step: int, sample: Sample) -> str:
-        """Return the text of a sample."""
-
-
-class LineSink:
-    """Plain lines for each logged step, for output that is not a terminal or that is parsed.
-
-    Args:
-        console: receives the lines verbatim, without wrapping, colours or markup.
-        lines: format of the lines.
-    """
-
-    def __init__(self, console: Console, lines: LineFormat) -> None:
-        self._console, self._lines = console, lines
-        self._print(lines.banner())
-
-    def write(self, step: int, metrics: Metrics) -> None:
-        """Print a step or an evaluation."""
-        line = self._lines.train if is_step(metrics) else self._lines.evaluation
-        self._print(line(step, metrics))
-
-    def write_samples(self, step: int, samples: Sequence[Sample]) -> None:
-        """Print each sample."""
-        for sample in samples:
-            self._print(self._lines.sample(step, sample))
-
-    def rewind(self, step: int) -> None:
-        """Do nothing: printed lines stay."""
-
-    def close(self, exit_code: int) -> None:
-        """Do nothing."""
-
-    def _print(self, text: str) -> None:
-        if text:
-            self._console.print(text, markup=False, highlight=False, emoji=False, soft_wrap=True)
 
 
 def is_step(metrics: Metrics) -> bool:

@@ -19,7 +19,6 @@ from jaxtyping import Array, Float, Int
 from jaxforge.exit_codes import Exit
 from jaxforge.state.progress import Progress
 from jaxforge.storage.requests import Traffic, traffic
-from jaxforge.telemetry.energy import EnergyMeter
 from jaxforge.telemetry.goodput import ActivityClock, goodput_metrics
 from jaxforge.telemetry.measures import (
     Smoothed,
@@ -84,7 +83,6 @@ class _Mark(NamedTuple):
         waited: seconds spent waiting for data.
         sums: sums over the steps of the run.
         traffic: data read from buckets.
-        joules: energy of a GPU; 0 if it is not measured.
     """
 
     step: int
@@ -93,7 +91,6 @@ class _Mark(NamedTuple):
     waited: float
     sums: Sums
     traffic: Traffic
-    joules: float = 0.0
 
 
 class Tracker:
@@ -107,7 +104,6 @@ class Tracker:
         datasets: names of the datasets of a mixture.
         extras: `metrics.collect`: additional metrics to log.
         left_out: sequences of each update of `train.iterations_to_skip`, by its number.
-        energy: the energy counter of the GPUs; None if it is not read.
         clock: the clock of this process, from which all times are taken.
     """
 
@@ -120,7 +116,6 @@ class Tracker:
         datasets: Sequence[str] = (),
         extras: Sequence[str] = (),
         left_out: Mapping[int, int] | None = None,
-        energy: EnergyMeter | None = None,
         clock: ActivityClock | None = None,
     ) -> None:
         self._activities = clock or ActivityClock()
@@ -134,7 +129,6 @@ class Tracker:
         self._launched: collections.deque[_Launched] = collections.deque(maxlen=MOST)
         self._has_warned_of_labels = False
         self._smoothed, self._sums = Smoothed(), Sums(skipped=progress.skipped)
-        self._energy, self._paused_joules = energy, 0.0
         self._first_traffic = self._traffic = traffic()
         self._launching = 0.0
         self._begin_interval()
@@ -155,7 +149,6 @@ class Tracker:
             self._activities.waited(),
             self._sums,
             self._traffic,
-            self._joules(),
         )
         self._written = [self._fetched] * len(self._writers)
         self._attention_logit: tuple[int, float] | None = None
@@ -251,10 +244,8 @@ class Tracker:
         self.flush()
         if self._latest is not None:
             jax.block_until_ready(self._latest.metrics)  # this wait is still step time
-        joules = self._joules()
         with self._activities.during("other"):
             yield
-        self._paused_joules += self._joules() - joules
 
     def close(self, exit_code: int = 0) -> bool:
         """Log the latest step if it is due, and close the writers.
@@ -296,8 +287,7 @@ class Tracker:
         self._warn_of_labels(step, labels.count(0))
         samples, since = int(values["counts"].samples), self._fetched
         now = self._fetched = _Mark(
-            step, samples, self._activities.unpaused(), latest.waited, self._sums, traffic(),
-            self._joules(),
+            step, samples, self._activities.unpaused(), latest.waited, self._sums, traffic()
         )  # fmt: skip
         metrics = self._step_metrics(values, losses, since, now)
         if writers:
@@ -402,11 +392,7 @@ class Tracker:
     def _speed(self, since: _Mark, now: _Mark) -> Metrics:
         steps = _steps(since, now)
         seconds = max((now.seconds - since.seconds) / steps, 1e-9)
-        speed = self._cost.speed(seconds, (now.samples - since.samples) / steps)
-        if self._energy is None:
-            return speed
-        joules = (now.joules - since.joules) / steps
-        return speed | {"gpu/energy_joules": joules, "gpu/power_watts": joules / seconds}
+        return self._cost.speed(seconds, (now.samples - since.samples) / steps)
 
     def _by_dataset(self, values: dict[str, Any]) -> Metrics:
         """Return the mean loss and token count of each dataset in the step."""
@@ -417,10 +403,6 @@ class Tracker:
             if tokens:
                 metrics[f"loss/{name}"] = nats / tokens
         return metrics
-
-    def _joules(self) -> float:
-        """Return the energy of a GPU, without pauses."""
-        return self._energy.joules() - self._paused_joules if self._energy else 0.0
 
 
 MOST = 1000  # most steps between two reads from the device

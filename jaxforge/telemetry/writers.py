@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from jaxforge.cli.redaction import redacted, redacted_command, redacted_value
 from jaxforge.config.job import JobConfig
 from jaxforge.errors import UserError
-from jaxforge.telemetry.sinks import Metrics, Sample, finite_numbers
+from jaxforge.telemetry.sinks import Metrics, Sample, Sink, finite_numbers
 
 if TYPE_CHECKING:
     from tensorboardX.proto.summary_pb2 import Summary
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 _DIRECTORY = "tb_logs"
 
 
-class TensorBoardSink:
+class TensorBoardSink(Sink):
     """A new event file for each start, written in the calling thread.
 
     The `SummaryWriter` of tensorboardX is not used: after a full disk has ended its thread, its
@@ -32,7 +32,7 @@ class TensorBoardSink:
         directory: directory of the event files.
         resumed_step: the step from which the run continues; TensorBoard drops later steps of
             earlier files.
-        config: the config of the run, written as text and as hyperparameters; None writes neither.
+        config: the config of the run, written as text; None writes none.
 
     Raises:
         UserError: the directory cannot be written.
@@ -42,10 +42,9 @@ class TensorBoardSink:
         from tensorboardX.event_file_writer import EventsWriter
         from tensorboardX.proto.event_pb2 import Event, SessionLog
         from tensorboardX.proto.summary_pb2 import Summary
-        from tensorboardX.summary import hparams, text
+        from tensorboardX.summary import text
 
         self._event, self._summary, self._text = Event, Summary, text
-        self._ended: Summary | None = None
         try:
             directory.mkdir(parents=True, exist_ok=True)
             # File names contain whole seconds; starts within one second have different process ids.
@@ -59,10 +58,6 @@ class TensorBoardSink:
         self.rewind(resumed_step)
         if config is not None:
             self._write_text("config", redacted(config.to_toml()), resumed_step)
-            compared = dict.fromkeys(_COMPARED_BY, 0.0)
-            experiment, started, self._ended = hparams(hyperparameters(config), compared)
-            self._write_summary(experiment, resumed_step)
-            self._write_summary(started, resumed_step)
 
     @classmethod
     def of_run(cls, run: Path, resumed_step: int, config: JobConfig) -> "TensorBoardSink":
@@ -100,52 +95,11 @@ class TensorBoardSink:
         self._file.flush()
 
     def close(self, exit_code: int) -> None:
-        """Close the file, and mark a successful run as a finished session."""
-        if exit_code == 0 and self._ended is not None:
-            self._write_summary(self._ended, 0)
+        """Close the file."""
         self._file.close()
 
 
-_COMPARED_BY = ("train/loss", "eval/loss")
-_WHOLE_SECTIONS = ("optimizer", "scheduler")
-_HYPERPARAMETERS = {
-    "model": ("dim", "n_layers", "n_heads", "n_kv_heads", "vocab_size", "num_experts"),
-    "train": ("seq_len", "max_steps", "batch_size", "global_batch_size", "grad_accum_steps",
-              "grad_clip_norm", "mixed_precision", "seed"),
-}  # fmt: skip
-"""Hyperparameters in sections of which only some keys are compared."""
-
-
-def hyperparameters(config: JobConfig) -> dict[str, bool | float | str]:
-    """Return the hyperparameters by which runs are compared, without keys that are not set."""
-    keys = {
-        **_HYPERPARAMETERS,
-        **{name: tuple(type(getattr(config, name)).model_fields) for name in _WHOLE_SECTIONS},
-    }
-    values = {
-        f"{section}.{key}": getattr(getattr(config, section), key)
-        for section, names in keys.items()
-        for key in names
-    }
-    return {
-        name: value if isinstance(value, bool | int | float) else redacted(str(value))
-        for name, value in values.items()
-        if value is not None
-    }
-
-
 _UPLOAD_SECONDS = 60.0  # at the end of a run; `wandb sync` sends what remains
-
-
-class _OnlineSink:
-    """Base of sinks that keep every point: a step that a resumed run repeats has several."""
-
-    def rewind(self, step: int) -> None:
-        """Do nothing: W&B retains the first point of a step, MLflow and Trackio plot all in order.
-
-        Args:
-            step: the step from which the run continues.
-        """
 
 
 def _settings(config: JobConfig) -> dict[str, dict[str, Any]]:
@@ -161,7 +115,7 @@ def _rows(samples: Sequence[Sample]) -> list[list[str]]:
     return [list(sample) for sample in samples]
 
 
-class WandbSink(_OnlineSink):
+class WandbSink(Sink):
     """A run in W&B, continued by every restart; the axis is the step.
 
     W&B accepts each step once: steps that a resumed run repeats retain the values logged first.
@@ -225,7 +179,7 @@ _LONGEST = 500  # characters of a parameter that every MLflow store takes
 _PARAMS_AT_ONCE = 100  # MLflow's limit for one request
 
 
-class MlflowSink(_OnlineSink):
+class MlflowSink(Sink):
     """One run in MLflow, continued by every restart; the axis is the step.
 
     Metrics of a list, such as tokens per expert, become one metric for each element. Numbers that
@@ -304,7 +258,7 @@ class MlflowSink(_OnlineSink):
         self._client.set_terminated(self.run_id, "FAILED" if exit_code else "FINISHED")
 
 
-class TrackioSink(_OnlineSink):
+class TrackioSink(Sink):
     """One run in Trackio, continued by every restart; the axis is the step.
 
     Metrics of a list, such as tokens per expert, become one metric for each element. Numbers that

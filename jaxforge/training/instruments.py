@@ -17,7 +17,6 @@ from jaxforge.storage import mirror
 from jaxforge.storage.run_lock import RunLock
 from jaxforge.telemetry import prometheus
 from jaxforge.telemetry.console import LiveLine, banner
-from jaxforge.telemetry.energy import EnergyMeter
 from jaxforge.telemetry.measures import StepCost
 from jaxforge.telemetry.metric_writers import MetricWriter, check_libraries, open_writers
 from jaxforge.telemetry.profiler import Profiler
@@ -149,8 +148,7 @@ def open_tracker(session: Session, program: Program, progress: Progress) -> Trac
     names = [dataset.label for dataset in config.data.datasets]
     extras = config.metrics.collect
     left_out = {n: ramp.sequences(ramp.accum(n - 1)) for n in config.train.iterations_to_skip}
-    energy = EnergyMeter() if config.metrics.log_energy else None
     return Tracker(
-        writers, cost, progress, config.train.max_steps, names, extras, left_out, energy,
+        writers, cost, progress, config.train.max_steps, names, extras, left_out,
         session.watchdog.clock,
     )  # fmt: skip

@@ -14,7 +14,7 @@ from jaxforge.checkpoint.replica.reading import Copy, Reader
 from jaxforge.checkpoint.replica.store import BLOCK, Group, Manifest, Shard, Store, complete_groups
 from jaxforge.checkpoint.replica.transfer import Process, choose_peers, own_address
 from jaxforge.cli import authenticated
-from jaxforge.cli.bounded_threads import CONNECTIONS
+from jaxforge.cli.servers import CONNECTIONS
 from tests.machine import PATIENCE
 
 TOKEN = b"t" * 32

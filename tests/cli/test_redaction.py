@@ -279,7 +279,10 @@ SECRET = "wJalrXUtnFEMI/K7MDENG'bPxRfiCY"
 def config(tmp_path):
     """Return a config whose data URL contains a password."""
     path = f"s3://AKIA:{SECRET}@bucket/data"
-    return tiny_config(data={"dataset_path": path}, checkpoint={"dir": str(tmp_path / "run")})
+    return tiny_config(
+        data={"dataset_path": path}, checkpoint={"dir": str(tmp_path / "run")},
+        metrics={"writers": {"name": "wandb"}},
+    )  # fmt: skip
 
 
 def test_run_page_contains_no_secrets(config, tmp_path):

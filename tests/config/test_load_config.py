@@ -324,7 +324,6 @@ def test_every_key_of_kempnerforge_loads():
                 "log_progress",
                 "collect",
                 "max_attention_logit_interval",
-                "log_energy",
                 "device_speed_interval",
                 "prometheus_port",
                 "prometheus_address",

@@ -19,7 +19,7 @@ from lm_eval.tasks import TaskManager
 from jaxforge.commands import lm_eval as command
 from jaxforge.commands import train
 from jaxforge.errors import UserError
-from jaxforge.tools.lm_eval.adapter import JaxforgeLM
+from jaxforge.tools.lm_eval import JaxforgeLM
 from tests.harness.conftest import SENTENCE, train_command
 from tests.helpers import cli
 

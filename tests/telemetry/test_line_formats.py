@@ -11,10 +11,9 @@ from rich.console import Console
 
 from jaxforge.config.metrics import MetricsConfig
 from jaxforge.telemetry import line_formats
-from jaxforge.telemetry.line_formats import LINE_FORMATS, RunFacts
+from jaxforge.telemetry.line_formats import LINE_FORMATS, LineSink, RunFacts
 from jaxforge.telemetry.measures import StepCost, Sums
 from jaxforge.telemetry.metric_writers import open_writers
-from jaxforge.telemetry.sinks import LineSink
 from tests.conftest import tiny_config
 
 RUN = RunFacts(

@@ -35,7 +35,7 @@ import jax
 
 from jaxforge.checkpoint.replica.store import BLOCK, Group, Manifest, Store
 from jaxforge.cli.authenticated import Channel
-from jaxforge.cli.bounded_threads import PATIENCE_SEC, BoundedThreads
+from jaxforge.cli.servers import PATIENCE_SEC, BoundedThreads
 from jaxforge.parallel import agreement, multihost
 from jaxforge.storage.untrusted_json import load_object
 

@@ -182,7 +182,7 @@ const drawMarks = (curves) => (plot) => inside(plot, (ctx, { top, height }) => {
 const drawChart = (panel) => {
   const { chart } = panel, lines = linesOf(chart), log = state.log.has(chart.title);
   if (!lines.length) return null;
-  const named = (x) => chart.x?.names?.[x] ?? exact(chart.x?.log ? Number((10 ** x).toPrecision(6)) : x);
+  const named = (x) => exact(chart.x?.log ? Number((10 ** x).toPrecision(6)) : x);
   let focused = null;
   const point = ({ cursor: { idx, idxs }, data: [xs, ...ys] }) => {
     panel.where.textContent = idx == null ? "" : `${chart.x?.label ?? unit()} ${named(xs[idx])}`;
@@ -198,7 +198,7 @@ const drawChart = (panel) => {
     label: chart.x.label, labelSize: 20, labelFont: font, labelGap: 0,
     splits: () => [...new Set(lines.filter(({ curve }) => curve.dots).flatMap(({ xs }) => xs))].sort((a, b) => a - b)
       .filter((_, i, { length }) => i % Math.ceil(length / 12) === 0),
-    values: (plot, values) => values.map((x) => chart.x.names?.[x] ?? tick(chart.x.log ? Number((10 ** x).toPrecision(3)) : x)),
+    values: (plot, values) => values.map((x) => tick(chart.x.log ? Number((10 ** x).toPrecision(3)) : x)),
   } : {};
   return new uPlot({
     ...optionsOf(panel, yAxis, xAxis),

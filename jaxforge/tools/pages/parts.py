@@ -5,7 +5,7 @@ Pages are self-contained: style, script and data are inline.
 
 import base64
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from importlib import resources
 from string import Template
@@ -87,11 +87,6 @@ def fact_list(facts: Mapping[str, str]) -> str:
     return f"<dl>{''.join(items)}</dl>"
 
 
-def heading(title: str, note: str = "") -> str:
-    """Return a heading of a section, with a note in small type."""
-    return f"<h2>{escape(title)} <small>{escape(note)}</small></h2>"
-
-
 def details(title: str, body: str) -> str:
     """Return a collapsed HTML section, which a click on its title expands."""
     return f"<details><summary>{escape(title)}</summary>{body}</details>"
@@ -103,7 +98,6 @@ def table(
     rows: Rows,
     *,
     runs: Sequence[int] = (),
-    sorts: bool = False,
     aligns: bool = False,
 ) -> str:
     """Return a table of text.
@@ -112,8 +106,8 @@ def table(
         title: caption; none if empty.
         head: names of the columns.
         rows: cells of each row.
-        runs: index of each row's run, for its colour; implies `sorts`.
-        sorts: a click on a column head sorts the rows.
+        runs: index of each row's run, for its colour; a click on a column head then
+            sorts the rows.
         aligns: align cells that begin with a digit to the right.
     """
     caption = f"<caption>{escape(title)}</caption>" if title else ""
@@ -127,44 +121,9 @@ def table(
         )
         body.append(f'<tr{run}><th scope="row">{escape(first)}</th>{cells}</tr>')
     return (
-        f'<div class="scroll"><table{" class=runs" if runs or sorts else ""}>{caption}'
+        f'<div class="scroll"><table{" class=runs" if runs else ""}>{caption}'
         f"<thead><tr>{columns}</tr></thead><tbody>{''.join(body)}</tbody></table></div>"
     )
-
-
-def stacked_bar(
-    values: Mapping[str, float],
-    total: float,
-    show: Callable[[float], str],
-    colours: Mapping[str, str],
-    limit: float = 0,
-) -> str:
-    """Return parts of a whole as a stacked bar.
-
-    Args:
-        values: value of each part.
-        total: value of the whole width.
-        show: formats a value.
-        colours: name of the colour of each part.
-        limit: value at which a mark is drawn.
-    """
-    segments = "".join(
-        f'<i style="--c: var(--{colours[name]}); width: {100 * value / total:.3f}%" '
-        f'title="{escape(f"{name}: {show(value)}")}"></i>'
-        for name, value in values.items()
-        if value
-    )
-    mark = f'<u style="left: {100 * limit / total:.2f}%"></u>' if limit else ""
-    return f'<div class="stack">{segments}{mark}</div>'
-
-
-def legend(texts: Mapping[str, str], colours: Mapping[str, str]) -> str:
-    """Return the legend of stacked bars: the name of each part with a text."""
-    items = (
-        f'<li><i style="--c: var(--{colours[name]})"></i>{escape(name)}<b>{escape(text)}</b></li>'
-        for name, text in texts.items()
-    )
-    return f'<ul class="key">{"".join(items)}</ul>'
 
 
 def encode_column(values: np.ndarray, kind: str) -> str:
@@ -229,7 +188,6 @@ def chart(
     curves: Sequence[Mapping[str, Any]],
     axis: Mapping[str, Any],
     *,
-    group: str = "",
     wide: bool = False,
 ) -> dict[str, Any]:
     """Return a chart in the format of `charts.js`.
@@ -238,8 +196,7 @@ def chart(
         title: title above the chart.
         unit: unit of the values.
         curves: curves, from `curve`.
-        axis: the horizontal axis: its `label`, `log` for a logarithmic scale, `names` of its ticks.
-        group: heading above charts that belong together.
+        axis: the horizontal axis: its `label`, and `log` for a logarithmic scale.
         wide: the chart takes the width of the page.
     """
-    return {"title": title, "unit": unit, "group": group, "wide": wide, "curves": curves, "x": axis}
+    return {"title": title, "unit": unit, "group": "", "wide": wide, "curves": curves, "x": axis}

@@ -1,7 +1,6 @@
 """Execution and output of `jaxforge plan`."""
 
 import argparse
-import contextlib
 import json
 import sys
 from collections.abc import Iterable, Iterator, Sequence
@@ -12,7 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from jaxforge.cli.running import wide_console
+from jaxforge.cli.running import wide_console, write_text
 from jaxforge.config.reading import load
 from jaxforge.config.reading.unresolved import UnresolvedConfig
 from jaxforge.config.resolution import World, resolve
@@ -25,7 +24,6 @@ from jaxforge.step import executable
 from jaxforge.telemetry.numbers import human
 from jaxforge.tools.plan import search
 from jaxforge.tools.plan.plan import Plan, as_json, bubble, collectives_by_wait, plan
-from jaxforge.tools.plan.plan_page import page
 from jaxforge.tools.plan.topology import Topology
 
 _COLLECTIVES_SHOWN = 8
@@ -62,7 +60,7 @@ def run(args: argparse.Namespace, topology: Topology, overrides: Sequence[str]) 
             console.print(
                 comparison_table(zip((args.config, args.compare), map(as_json, plans), strict=True))
             )
-    _write_files(args, plans[0])
+    _save_executable(args, plans[0])
     return Exit.COMPLETED.code if all(planned.fits for planned in plans) else Exit.USER_ERROR.code
 
 
@@ -98,12 +96,9 @@ def _search(
     if not candidates[0].tokens_per_second:
         return Exit.USER_ERROR.code
     if args.output:
-        _write("--output", args.output, candidates[0].candidate.config.to_toml())
-    if args.html or args.save_executable:
-        saves = args.save_executable is not None
-        best = plan(candidates[0].candidate.config, topology, every_size=saves)
-        named = [(_name(candidate.candidate), candidate.report) for candidate in candidates]
-        _write_files(args, best, named)
+        write_text("--output", Path(args.output), candidates[0].candidate.config.to_toml())
+    if args.save_executable:
+        _save_executable(args, plan(candidates[0].candidate.config, topology, every_size=True))
     return Exit.COMPLETED.code
 
 
@@ -115,30 +110,13 @@ def _name(candidate: search.Candidate) -> str:
     return "; ".join([*parts, *flags])
 
 
-def _write_files(
-    args: argparse.Namespace, planned: Plan, alternatives: Sequence[tuple[str, dict[str, Any]]] = ()
-) -> None:
-    """Write the files that the command line asks for."""
-    if args.html:
-        _write("--html", args.html, page(planned, alternatives))
+def _save_executable(args: argparse.Namespace, planned: Plan) -> None:
     path, step = args.save_executable, planned.step
     if path and step is not None and planned.fits:
-        with reporting_write_errors("--save-executable", path):
+        try:
             executable.write(path, step.executables, step.config, step.mesh)
-
-
-def _write(option: str, path: str, text: str) -> None:
-    with reporting_write_errors(option, path):
-        Path(path).write_text(text, encoding="utf-8")
-
-
-@contextlib.contextmanager
-def reporting_write_errors(option: str, path: str) -> Iterator[None]:
-    """Turn an OSError into a UserError that names the option."""
-    try:
-        yield
-    except OSError as error:
-        raise UserError(f"{option} {path}: {error.strerror}") from error
+        except OSError as error:
+            raise UserError(f"--save-executable {path}: {error.strerror}") from error
 
 
 def _print_json(value: object) -> None:

@@ -13,7 +13,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,7 +25,6 @@ from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn
 import jaxforge
 from jaxforge.config import axes, rules
 from jaxforge.config.job import JobConfig
-from jaxforge.config.section import Table
 from jaxforge.errors import UserError
 from jaxforge.model.runtime import kernel_target
 from jaxforge.model.transformer import Model, build_model
@@ -48,20 +47,6 @@ _MOST_ROWS = 16
 _MOST_TP = 8
 _MOST_STAGES = 8
 _LEAST_TOKENS = 8192  # of a sequence on each device of `cp`
-_FLAGS = {
-    "gpu": (
-        {"xla_gpu_enable_while_loop_unrolling": "WHILE_LOOP_UNROLLING_NO_UNROLL"},
-        {"optimization_level": "default"},
-    ),
-    "tpu": (
-        {"xla_tpu_enable_async_collective_fusion_fuse_all_reduce": "true"},
-        {
-            "xla_tpu_enable_data_parallel_all_reduce_opt": "true",
-            "xla_tpu_data_parallel_opt_different_sized_ops": "true",
-        },
-    ),
-}
-"""Compiler flags to try with the best mesh, over the default flags (docs/xla_flags.md)."""
 _PACKAGES = ("jax", "jaxlib", "libtpu", "jax-cuda13-plugin")
 
 
@@ -101,8 +86,6 @@ def search(
     config: JobConfig, topology: Topology, *, most: int, jobs: int, console: Console
 ) -> list[CompiledCandidate]:
     """Compile the given config and the most promising candidates, and sort them by speed.
-
-    The best candidate is compiled with other compiler flags as well.
 
     Args:
         config: config of the update.
@@ -148,25 +131,8 @@ def search(
             progress.advance(task)
             return result
 
-        ranked = _best_first(pool.map(compile_candidate, chosen))
-        if not ranked[0].tokens_per_second:
-            return ranked
-        variants = list(flag_variants(ranked[0].candidate, CHIPS[topology.chip].platform))
-        progress.update(task, total=len(chosen) + len(variants))
-        return _best_first([*ranked, *pool.map(compile_candidate, variants)])
-
-
-def _best_first(compiled_candidates: Iterable[CompiledCandidate]) -> list[CompiledCandidate]:
-    return sorted(compiled_candidates, key=lambda candidate: -candidate.tokens_per_second)
-
-
-def flag_variants(candidate: Candidate, platform: str) -> Iterator[Candidate]:
-    """Yield the candidate with other compiler flags, except those that the user has set."""
-    chosen = candidate.config.train.xla_flags
-    for flags in _FLAGS[platform]:
-        if not chosen.keys() & flags.keys():
-            both = Table({**chosen, **flags})
-            yield candidate._replace(config=replaced(candidate.config, {"xla_flags": both}, {}))
+        compiled = pool.map(compile_candidate, chosen)
+        return sorted(compiled, key=lambda candidate: -candidate.tokens_per_second)
 
 
 def given_candidate(config: JobConfig, topology: Topology) -> Iterator[Candidate]:
@@ -176,10 +142,10 @@ def given_candidate(config: JobConfig, topology: Topology) -> Iterator[Candidate
     mesh, chip = rules.mesh_shape(config, topology.n_devices), CHIPS[topology.chip]
     dp = axes.data_parallel(mesh)
     rows = config.train.microbatch_size(dp) // dp  # batch_size is ignored with global_batch_size
-    given = replaced(config, {"batch_size": rows}, {})
+    explicit = replaced(config, {"batch_size": rows}, {})
     try:
-        placed = make_mesh(given, devices_of(topology))
-        resolved, _ = with_execution(given, placed, capacity=chip.memory, chip=chip)
+        placed = make_mesh(explicit, devices_of(topology))
+        resolved, _ = with_execution(explicit, placed, capacity=chip.memory, chip=chip)
         model = build_model(resolved, *kernel_target(placed))
     except UserError:
         return

@@ -61,28 +61,6 @@ class Traffic:
     waited: float = 0
 
 
-class Span(NamedTuple):
-    """Box in the picture of a computation.
-
-    Attributes:
-        name: name of the operation.
-        kind: kind of work or of collective.
-        lane: "device", or the axes of a collective.
-        start: seconds since the start of the enclosing computation.
-        seconds: duration; for a loop, of all iterations.
-        times: iterations of a loop.
-        inside: spans of the first iteration of a loop.
-    """
-
-    name: str
-    kind: str
-    lane: str
-    start: float
-    seconds: float
-    times: int = 1
-    inside: tuple["Span", ...] = ()
-
-
 @dataclass
 class Timeline:
     """Timeline of a computation.
@@ -91,13 +69,11 @@ class Timeline:
         seconds: total duration.
         busy: seconds of the device by kind of work.
         traffic: sums of its collectives.
-        spans: boxes of its picture, in order of their start.
     """
 
     seconds: float = 0
     busy: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     traffic: dict[CollectiveKey, Traffic] = field(default_factory=dict)
-    spans: list[Span] = field(default_factory=list)
 
     @property
     def waited(self) -> float:
@@ -105,7 +81,7 @@ class Timeline:
         return sum(traffic.waited for traffic in self.traffic.values())
 
     def add(self, other: "Timeline", times: int = 1) -> None:
-        """Add the sums of a repeated timeline, but not its duration and its spans."""
+        """Add the sums of a repeated timeline, but not its duration."""
         for kind, seconds in other.busy.items():
             self.busy[kind] += seconds * times
         for key, added in other.traffic.items():
@@ -141,19 +117,19 @@ class Simulation:
         clock, within = _Clock(in_loop), self._program.computations[name]
         for operation in within.values():
             if nested := self._nested(operation, name, in_loop=in_loop):
-                clock.nest(operation, *nested)
+                clock.nest(*nested)
             elif done := self._ended_by(operation):
                 clock.end(done)
             elif operation.kind == "async-update":
                 clock.rename(operation.operands[0], operation.name)
             elif begun := self._begun_by(operation, within):
-                clock.begin(operation, *begun)
+                clock.begin(*begun)
             elif operation.collective:
                 collective = self._network.collective(operation, within)
                 if collective.axes:  # otherwise each group has one device
-                    clock.exchange(operation, collective)
+                    clock.exchange(collective)
             else:
-                clock.run(operation, *self._rates.seconds(operation, within))
+                clock.run(*self._rates.seconds(operation, within))
         return clock.stop()
 
     def _nested(
@@ -222,29 +198,23 @@ class _Clock:
             self.end(name)
         return self._line
 
-    def run(self, operation: Operation, kind: str, seconds: float) -> None:
+    def run(self, kind: str, seconds: float) -> None:
         """Append an operation of the device."""
         if seconds:
-            self._draw(operation.name, kind, "device", seconds)
             self._line.busy[kind] += seconds
             self._line.seconds += seconds
 
-    def nest(self, operation: Operation, inner: Timeline, times: int) -> None:
+    def nest(self, inner: Timeline, times: int) -> None:
         """Append a loop with this number of iterations, or a call."""
-        line, seconds = self._line, inner.seconds * times
-        if seconds:
-            span = Span(operation.name, operation.kind, "device", line.seconds, seconds)
-            line.spans.append(span._replace(times=times, inside=tuple(inner.spans)))
-        line.add(inner, times)
-        line.seconds += seconds
+        self._line.add(inner, times)
+        self._line.seconds += inner.seconds * times
 
-    def exchange(self, operation: Operation, collective: Collective) -> None:
+    def exchange(self, collective: Collective) -> None:
         """Append a collective that overlaps with nothing."""
-        self._draw(operation.name, collective.kind, _lane(collective), collective.seconds)
         self._count(collective, overlapped=False).waited += collective.seconds
         self._line.seconds += collective.seconds
 
-    def begin(self, operation: Operation, name: str, collective: Collective) -> None:
+    def begin(self, name: str, collective: Collective) -> None:
         """Start an asynchronous collective, which `end` waits for by this name."""
         start = max(self._line.seconds, self._free.get(collective.axes, 0.0))
         self._free[collective.axes] = end = start + collective.seconds
@@ -252,9 +222,6 @@ class _Clock:
         self._running[name] = (
             end,
             CollectiveKey(collective.kind, collective.axes, self._in_loop, True),
-        )
-        self._line.spans.append(
-            Span(operation.name, collective.kind, _lane(collective), start, collective.seconds)
         )
 
     def rename(self, old: str, new: str) -> None:
@@ -277,13 +244,6 @@ class _Clock:
         traffic.bytes += collective.sent
         traffic.seconds += collective.seconds
         return traffic
-
-    def _draw(self, name: str, kind: str, lane: str, seconds: float) -> None:
-        self._line.spans.append(Span(name, kind, lane, self._line.seconds, seconds))
-
-
-def _lane(collective: Collective) -> str:
-    return " x ".join(collective.axes) or "alone"
 
 
 def _has(inner: Computation, target: str) -> bool:

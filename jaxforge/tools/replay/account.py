@@ -22,6 +22,7 @@ from jaxforge.step.context import spread_sequences
 from jaxforge.step.train_step import Metrics
 from jaxforge.step.update_loss import Batch
 from jaxforge.storage.untrusted_json import Field, is_number, is_step, read_lines
+from jaxforge.telemetry.numbers import finite
 from jaxforge.tools.replay.documents import (
     Document,
     find_documents,
@@ -324,7 +325,7 @@ def _relative(value: float, logged: float) -> float:
 
 def as_json(result: Account) -> dict[str, Any]:
     """Return an account as plain values; numbers that are not finite become null."""
-    return _finite(
+    return finite(
         {
             "step": result.step.as_json(),
             "documents": [_document_json(suspect) for suspect in result.suspects],
@@ -343,11 +344,3 @@ def as_json(result: Account) -> dict[str, Any]:
 def _document_json(suspect: Suspect) -> dict[str, Any]:
     texts = {name: getattr(suspect, name) for name in ("name", "text", "worst_text")}
     return suspect.document._asdict() | texts
-
-
-def _finite(values: Any) -> Any:  # noqa: ANN401
-    if isinstance(values, dict):
-        return {key: _finite(value) for key, value in values.items()}
-    if isinstance(values, Sequence) and not isinstance(values, str):
-        return [_finite(value) for value in values]
-    return None if isinstance(values, float) and not math.isfinite(values) else values

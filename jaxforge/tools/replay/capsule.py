@@ -96,7 +96,7 @@ def capsule_of(run: Path) -> Capsule:
         "checkpoints": sorted(durable_steps(run)),
     }
     files = _files(run, about["packages"])
-    # Names of packages such as google-auth look like keys of secrets; versions are none.
+    # Names of packages such as google-auth look like keys of secrets, but versions are not secret.
     ingredients = redacted_value(about) | {"packages": about["packages"]}
     return Capsule(ingredients, {name: redacted(x) for name, x in files.items()})
 

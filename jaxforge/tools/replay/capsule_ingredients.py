@@ -101,8 +101,8 @@ def _files(source: TokenFiles) -> Iterator[tuple[str, dict[str, Any]]]:
         for file in source.files:
             yield file.path.name, {"bytes": file.offset + file.tokens * file.dtype.itemsize}
         return
-    others = [source.directory / name for name in (FILE_NAME, LENGTHS)]
-    paths = [*(file.path for file in source.files), *filter(Path.is_file, others)]
+    metadata = [source.directory / name for name in (FILE_NAME, LENGTHS)]
+    paths = [*(file.path for file in source.files), *filter(Path.is_file, metadata)]
     with ThreadPoolExecutor() as pool:
         for path, digest in zip(paths, pool.map(_hash_of, paths), strict=True):
             yield path.name, {"bytes": path.stat().st_size, "sha256": digest}

@@ -142,7 +142,7 @@ def from_set(
 def _capture_function(model: Model, mesh: Mesh, selection: Selection) -> Activations:
     last = model.config.n_layers - 1
     if absent := [n for n in selection.layers or () if n > last]:
-        raise UserError(f"--layers: there is no layer {absent[0]}: the model has 0 to {last}")
+        raise UserError(f"--layers: layer {absent[0]} does not exist: the model has 0 to {last}")
     return Activations(model, selection.points, selection.layers, mesh)
 
 
@@ -152,7 +152,7 @@ def _selected(sequences: int | Sequence[int], n: int, source: str) -> Sequence[i
         return range(min(sequences, n))
     if sequences[-1] >= n:
         raise UserError(
-            f"--sequences: there is no sequence {sequences[-1]}: {source} has 0 to {n - 1}"
+            f"--sequences: sequence {sequences[-1]} does not exist: {source} has 0 to {n - 1}"
         )
     return sequences
 

@@ -177,11 +177,13 @@ def _ranges(
 def _document(
     row: int, start: int, end: int, nats: Float[np.ndarray, "s"], counts: Bool[np.ndarray, "s"]
 ) -> Document:
-    own, counted = nats[start:end], counts[start:end]
+    in_document, counted = nats[start:end], counts[start:end]
     width = min(_WINDOW, end - start)
-    sums, numbers = (np.convolve(x, np.ones(width), "valid") for x in (own * counted, counted))
+    sums, numbers = (
+        np.convolve(x, np.ones(width), "valid") for x in (in_document * counted, counted)
+    )
     means = np.where(numbers > 0, sums / np.maximum(numbers, 1), -np.inf)
     at = int(np.argmax(np.where(np.isnan(means), np.inf, means)))
     n = int(counted.sum())
     worst = start + at, start + at + width
-    return Document(row, start, end, n, float(own[counted].mean()), worst, float(means[at]))
+    return Document(row, start, end, n, float(in_document[counted].mean()), worst, float(means[at]))

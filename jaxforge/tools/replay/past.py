@@ -263,12 +263,16 @@ def _same_rows(
 def _same_batch(config: JobConfig, checkpoints: Checkpoints) -> list[str]:
     """Return settings that keep the batch on the local devices; none if their number fits."""
     n_devices, groups = jax.device_count(), _data_parallel_groups(config, checkpoints)
-    others = math.prod(max(1, size) for size in _sizes(config)) // max(1, _data_parallel(config))
-    if groups * others == n_devices:
+    model_devices = math.prod(max(1, size) for size in _sizes(config)) // max(
+        1, _data_parallel(config)
+    )
+    if groups * model_devices == n_devices:
         return []
     rows = config.train.microbatch_size(groups)
     most = max(n for n in range(1, n_devices + 1) if rows % n == 0)
-    log.info("the run had %d devices: replaying on %d of the local devices", groups * others, most)
+    log.info(
+        "the run had %d devices: replaying on %d of the local devices", groups * model_devices, most
+    )
     settings = [f"--distributed.{axis}=1" for axis in axes.AXES if axis != "dp_shard"]
     settings.append(f"--distributed.dp_shard={most}")
     if not config.train.global_batch_size:

@@ -7,12 +7,11 @@ import jax
 from rich.console import Console
 from rich.table import Table
 
-from jaxforge.cli.running import STDOUT, wide_console, write_json, write_text
+from jaxforge.cli.running import STDOUT, wide_console, write_json
 from jaxforge.storage import urls
 from jaxforge.telemetry.console import begin_command
 from jaxforge.tools.replay.account import Account, RepeatedStep, Suspect, account, as_json, replayed
 from jaxforge.tools.replay.past import open_past
-from jaxforge.tools.replay.step_page import page
 
 _SHOWN = 60  # characters of a text in the table
 
@@ -29,8 +28,6 @@ def run(args: argparse.Namespace, overrides: Sequence[str], first: int, last: in
     if jax.process_index() == 0:
         if args.json:
             write_json(args.json, as_json(result))
-        if args.html:
-            write_text("--html", args.html, page(result, run.name))
         if args.json != STDOUT:
             _print(wide_console(), result, args.top)
     is_exact = result.step.difference in (None, 0.0)
@@ -98,8 +95,8 @@ def _layers(result: Account, top: int) -> Table:
                   title_justify="left")  # fmt: skip
     for name in ("part", "norm of", "value", "ratio to median"):
         table.add_column(name, justify="left" if name in ("part", "norm of") else "right")
-    own = result.norms[result.step.step]
+    layer_norms = result.norms[result.step.step]
     for part, name, ratio in result.odd[:top]:
-        value = own.norms[name][own.parts.index(part)]
+        value = layer_norms.norms[name][layer_norms.parts.index(part)]
         table.add_row(part, name, f"{value:.4g}", f"{ratio:.3g}")
     return table

@@ -6,14 +6,15 @@ from html import escape
 from jaxforge.runs.reading import Run
 from jaxforge.telemetry.goodput import CATEGORIES, DESCRIPTIONS, Attempt, Seconds, account, ratio
 from jaxforge.telemetry.numbers import duration
-from jaxforge.tools.pages.parts import details, legend, stacked_bar, table
+from jaxforge.tools.pages.parts import details, table
 
 _LABELS: Mapping[str, str] = {name: name.replace("_", " ") for name in CATEGORIES}
-_COLOURS = {
-    "step": "c2", "rework": "alarm", "data wait": "c5", "evaluation": "c4", "save": "c6",
+_COLOURS: Mapping[str, str] = {
+    "step": "c2", "rework": "alarm", "data_wait": "c5", "evaluation": "c4", "save": "c6",
     "rollback": "c1", "start": "c7", "restore": "c3", "compile": "c0", "other": "soft",
     "down": "ink", "idle": "hair",
 }  # fmt: skip
+"""Names of colours of the style by category."""
 
 
 def bars(runs: Sequence[Run]) -> str:
@@ -26,7 +27,10 @@ def bars(runs: Sequence[Run]) -> str:
         for name, seconds in accounts.items()
     ]
     shown = [name for name in CATEGORIES if any(seconds[name] for seconds in accounts.values())]
-    return "".join(drawn) + legend({_LABELS[name]: "" for name in shown}, _COLOURS)
+    items = "".join(
+        f'<li><i style="--c: var(--{_COLOURS[name]})"></i>{_LABELS[name]}</li>' for name in shown
+    )
+    return f'{"".join(drawn)}<ul class="key">{items}</ul>'
 
 
 def _title(name: str, seconds: Seconds, n_runs: int) -> str:
@@ -36,8 +40,13 @@ def _title(name: str, seconds: Seconds, n_runs: int) -> str:
 
 def _bar(seconds: Seconds) -> str:
     total = sum(seconds.values()) or 1.0
-    labelled = {_LABELS[name]: value for name, value in seconds.items()}
-    return stacked_bar(labelled, total, lambda s: f"{duration(s)} ({s / total:.1%})", _COLOURS)
+    segments = "".join(
+        f'<i style="--c: var(--{_COLOURS[name]}); width: {100 * value / total:.3f}%" '
+        f'title="{_LABELS[name]}: {duration(value)} ({value / total:.1%})"></i>'
+        for name, value in seconds.items()
+        if value
+    )
+    return f'<div class="stack">{segments}</div>'
 
 
 def below(run: Run) -> str:

@@ -95,8 +95,6 @@ NAMES: Mapping[str, Name] = {
     "smoothed/tokens_per_sec": Name("Smoothed throughput", "tokens per second", SPEED, zero=True),
     "smoothed/mfu": Name("Smoothed MFU", "% of peak", SPEED, zero=True, percent=True),
     "smoothed/step_time": Name("Smoothed time of a step", "seconds", SPEED),
-    "gpu/energy_joules": Name("Energy of a step", "J per GPU", SPEED, zero=True),
-    "gpu/power_watts": Name("Power", "W per GPU", SPEED, zero=True),
     "gpu/peak_gb": Name("Peak memory", "GiB", MEMORY, zero=True),
     "gpu/allocated_gb": Name("Memory in arrays", "GiB", MEMORY, zero=True),
     "gpu/reserved_gb": Name("Reserved memory", "GiB", MEMORY, zero=True),

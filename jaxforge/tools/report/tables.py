@@ -184,11 +184,11 @@ def _evaluations(runs: Sequence[Run]) -> Rows:
                 continue
             label = metric_name(name).label
             lowest, step = _best(run, name, is_higher_better=False)
-            others = [name.removesuffix("loss") + kind for kind in ("perplexity", "bits_per_byte")]
+            related = [name.removesuffix("loss") + kind for kind in ("perplexity", "bits_per_byte")]
             yield [
                 label if len(runs) == 1 else f"{run.name}: {label}",
                 exact(run.series[name].last),
-                *(exact(run.series[o].last) if o in run.series else "" for o in others),
+                *(exact(run.series[o].last) if o in run.series else "" for o in related),
                 exact(lowest),
                 f"{step:,}",
             ]

@@ -11,22 +11,20 @@ from typing import Any, NamedTuple
 from jaxforge.config.job import toml
 from jaxforge.config.reading.overrides import parse_overrides
 from jaxforge.tools.starting.machine import Machine
-from jaxforge.tools.starting.prepared import (
-    TOKENIZER,
-    TRAIN,
-    VALIDATION,
-    PreparedData,
-    longest_sequence,
-    windows,
-)
 from jaxforge.tools.starting.sizes import (
     EPOCHS,
     SHAPES,
+    TOKENIZER,
     TOKENS_PER_PARAMETER,
+    TRAIN,
+    VALIDATION,
+    PreparedData,
     Preset,
     Size,
     choose_size,
     learning_rate,
+    longest_sequence,
+    windows,
 )
 
 FILE_NAME = "train.toml"

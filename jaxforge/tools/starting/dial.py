@@ -26,8 +26,13 @@ from jaxforge.config.reading.overrides import parse_overrides
 from jaxforge.data.corpus.tokenizer import BPE_VOCAB_SIZE
 from jaxforge.errors import UserError
 from jaxforge.model.flops import flops_per_token
-from jaxforge.tools.starting.prepared import PreparedData, longest_sequence
-from jaxforge.tools.starting.sizes import TOKENS_PER_PARAMETER, parameters, power_below
+from jaxforge.tools.starting.sizes import (
+    TOKENS_PER_PARAMETER,
+    PreparedData,
+    longest_sequence,
+    parameters,
+    power_below,
+)
 
 DEEPEST = 256
 """Largest depth."""
@@ -82,13 +87,13 @@ class Wish(NamedTuple):
             vocab_size = data.train.vocab_size
             seq_len = min(seq_len, power_below(longest_sequence(data.train)))
         wish = cls(vocab_size, seq_len, ratio or TOKENS_PER_PARAMETER, settings)
-        given = wish.given.get("train.seq_len")
-        if isinstance(given, int) and given > 0:  # other values are refused later
-            return wish._replace(seq_len=given)
+        requested = wish.overrides.get("train.seq_len")
+        if isinstance(requested, int) and requested > 0:  # other values are refused later
+            return wish._replace(seq_len=requested)
         return wish
 
     @property
-    def given(self) -> dict[str, Any]:
+    def overrides(self) -> dict[str, Any]:
         """Values that the user has set, not yet validated, by key such as "train.seq_len"."""
         settings = parse_overrides(self.settings)
         return {".".join(map(str, setting.path)): setting.value for setting in settings}

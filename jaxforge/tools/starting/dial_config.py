@@ -1,6 +1,5 @@
 """Config and table of a dialled run: each value with its reason, and the cost."""
 
-import datetime
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -36,8 +35,13 @@ from jaxforge.tools.starting.dial import (
     shape,
 )
 from jaxforge.tools.starting.dial_target import Split, Target
-from jaxforge.tools.starting.prepared import PreparedData, windows
-from jaxforge.tools.starting.sizes import CPU_FLOPS, EPOCHS, TOKENS_PER_PARAMETER
+from jaxforge.tools.starting.sizes import (
+    CPU_FLOPS,
+    EPOCHS,
+    TOKENS_PER_PARAMETER,
+    PreparedData,
+    windows,
+)
 
 _LOG_LINES = 1000
 
@@ -88,9 +92,9 @@ def dialled_run(dial: Dial, wish: Wish, target: Target, data: PreparedData | Non
     """
     seq_len = dial.config.train.seq_len
     batch = sequences(dial.batch_tokens, seq_len, target.n_devices)
-    given = wish.given.get("train.global_batch_size")
-    if isinstance(given, int) and given > 0:  # other values are refused below
-        batch = given
+    requested = wish.overrides.get("train.global_batch_size")
+    if isinstance(requested, int) and requested > 0:  # other values are refused below
+        batch = requested
     steps = max(1, round(dial.tokens / (batch * seq_len)))
     tables = _tables(dial, wish, target, data, batch, steps)
     config = make_config(values_of(tables), wish.settings)
@@ -120,38 +124,36 @@ def table_of_choices(run: DialledRun) -> Table:
     return table
 
 
-def table_of_cost(
-    run: DialledRun,
-    now: datetime.datetime,
-    *,
-    compiled: dial_target.Compiled | None = None,
-    tokens_per_second: float | None = None,
-    price: float | None = None,
-) -> Table:
-    """Return the table of sizes, cost and end of the run.
-
-    Args:
-        run: the run.
-        now: time of the start.
-        compiled: figures of `jaxforge plan`; by default, those of the shapes.
-        tokens_per_second: measured speed of all devices, which replaces the estimate.
-        price: price of a device hour.
-    """
+def table_of_cost(run: DialledRun) -> Table:
+    """Return the table of sizes, memory and time of the run, estimated from its shapes."""
     table = _table("cost", "", "from")
-    for row in _size_rows(run, compiled):
-        table.add_row(*row)
-    seconds, source = _update_seconds(run, compiled, tokens_per_second)
+    mesh = abstract_mesh(run.config, run.target.n_devices)
+    capacity, n_devices = gigabytes(run.target.device.capacity), run.target.n_devices
+    per_parameter = f"{run.tokens / run.dial.parameters:.3g} for each parameter"
+    per_token = f"{run.dial.flops_per_token:.4g} for each token, attention in full (as train/mfu)"
+    rows = [
+        ("machine", run.target.name, f"mesh: {describe_mesh(mesh.shape)}"),
+        ("parameters", human(run.dial.parameters), "embedding and head included"),
+        ("tokens", human(run.tokens), per_parameter),
+        ("FLOPs", f"{run.flops:.3g}", per_token),
+        ("memory of a device", gigabytes(run.split.memory), f"of {capacity}, by shapes"),
+    ]
+    seconds = dial_target.update_seconds(run.config, run.target)
     if seconds is None:
-        table.add_row("time", "unknown", source)
-        return table
-    total = seconds * run.config.train.max_steps
-    hours = total * run.target.n_devices / 3600
-    table.add_row("time of an update", duration(seconds), source)
-    table.add_row("time of the run", duration(total), "without evaluations and checkpoints")
-    table.add_row("device hours", f"{hours:,.3g}", f"{run.target.n_devices} device(s)")
-    if price is not None:
-        table.add_row("price", f"{hours * price:,.2f}", f"at {price:g} per device hour")
-    table.add_row("end", _end(now, total), "if it starts now")
+        rows.append(("time", "unknown", f"the speed of {run.target.name}"))
+    else:
+        total = seconds * run.config.train.max_steps
+        hours = f"{total * n_devices / 3600:,.3g}"
+        source = f"{dial_target.SHARE_OF_PEAK:.0%} causal MFU, as in published runs"
+        if run.target.is_cpu:
+            source = f"{CPU_FLOPS / 1e9:.0f} GFLOP/s a core; a short run measures it"
+        rows += [
+            ("time of an update", duration(seconds), source),
+            ("time of the run", duration(total), "without evaluations and checkpoints"),
+            ("device hours", hours, f"{n_devices} device(s); jaxforge plan compiles the step"),
+        ]
+    for row in rows:
+        table.add_row(*row)
     return table
 
 
@@ -160,50 +162,6 @@ def _table(*columns: str) -> Table:
     for name, style in zip(columns, ("dim", None, None), strict=True):
         table.add_column(name, style=style, overflow="fold")
     return table
-
-
-def _size_rows(
-    run: DialledRun, compiled: dial_target.Compiled | None
-) -> Iterator[tuple[str, str, str]]:
-    capacity = gigabytes(run.target.device.capacity)
-    memory = compiled.memory if compiled else run.split.memory
-    method = "the compiled step" if compiled else "shapes"
-    mesh = abstract_mesh(run.config, run.target.n_devices)
-    yield "machine", run.target.name, f"mesh: {describe_mesh(mesh.shape)}"
-    yield "parameters", human(run.dial.parameters), "embedding and head included"
-    yield "tokens", human(run.tokens), f"{run.tokens / run.dial.parameters:.3g} for each parameter"
-    yield (
-        "FLOPs",
-        f"{run.flops:.3g}",
-        f"{run.dial.flops_per_token:.4g} for each token, attention in full (as train/mfu)",
-    )
-    yield "memory of a device", gigabytes(memory), f"of {capacity}, by {method}"
-
-
-def _update_seconds(
-    run: DialledRun, compiled: dial_target.Compiled | None, tokens_per_second: float | None
-) -> tuple[float | None, str]:
-    """Return the seconds of an update and their source."""
-    train = run.config.train
-    if tokens_per_second:
-        tokens = (train.global_batch_size or 0) * train.seq_len
-        return tokens / tokens_per_second, f"{tokens_per_second:,.0f} tokens/s, as given"
-    if compiled and compiled.seconds:
-        return compiled.seconds, "the compiled step (jaxforge plan)"
-    seconds = dial_target.update_seconds(run.config, run.target)
-    if seconds is None:
-        return None, f"the speed of {run.target.name}; add --tokens-per-second of a short run"
-    if run.target.is_cpu:
-        return seconds, f"{CPU_FLOPS / 1e9:.0f} GFLOP/s a core; a short run measures it"
-    share = dial_target.SHARE_OF_PEAK
-    return seconds, f"{share:.0%} causal MFU, as in published runs; --plan compiles the step"
-
-
-def _end(now: datetime.datetime, seconds: float) -> str:
-    try:
-        return (now + datetime.timedelta(seconds=seconds)).strftime("%Y-%m-%d %H:%M %Z").strip()
-    except OverflowError:
-        return "after the year 9999"
 
 
 def _tables(

@@ -11,7 +11,7 @@ from jaxforge.parallel.device_memory import gigabytes
 from jaxforge.parallel.mesh import abstract_mesh, data_parallel_size
 from jaxforge.step.execution import RECOMPUTATIONS, USABLE
 from jaxforge.tools.plan.dry_run_memory import Device, Fit, chip_device, fits_by_device
-from jaxforge.tools.plan.search import compiled_report, replaced
+from jaxforge.tools.plan.search import replaced
 from jaxforge.tools.plan.topology import CPU, Topology
 from jaxforge.tools.starting.machine import Machine, gpu_kind
 from jaxforge.tools.starting.sizes import CPU_FLOPS
@@ -33,14 +33,12 @@ class Target(NamedTuple):
         n_devices: number of devices of the job.
         device: kind of device.
         rate: causal model FLOP/s of a run on a device; None if unknown.
-        topology: name for `jaxforge plan`; None for devices that it does not know.
     """
 
     name: str
     n_devices: int
     device: Device
     rate: float | None
-    topology: Topology | None = None
 
     @property
     def is_cpu(self) -> bool:
@@ -54,10 +52,10 @@ class Target(NamedTuple):
         if topology.chip == CPU:
             rate = Machine.parse(CPU).cores * CPU_FLOPS / n
             device = Device(CPU, CPU, device_memory.host_memory() // n)
-            return cls(str(topology), n, device, rate, topology)
+            return cls(str(topology), n, device, rate)
         chip = hardware.CHIPS[topology.chip]
         rate = SHARE_OF_PEAK * chip.peak_flops
-        return cls(str(topology), n, chip_device(topology.chip), rate, topology)
+        return cls(str(topology), n, chip_device(topology.chip), rate)
 
     @classmethod
     def of_machine(cls, machine: Machine) -> "Target":
@@ -183,36 +181,3 @@ def update_seconds(config: JobConfig, target: Target) -> float | None:
     assert train.global_batch_size is not None
     flops = causal_flops_per_token(config.model, train.seq_len)
     return train.global_batch_size * train.seq_len * flops / target.n_devices / target.rate
-
-
-class Compiled(NamedTuple):
-    """Figures of `jaxforge plan`.
-
-    Attributes:
-        memory: bytes of a device at the peak.
-        seconds: seconds of an update; None for devices with unknown rates.
-    """
-
-    memory: int
-    seconds: float | None
-
-
-def compile_plan(config: JobConfig, target: Target) -> Compiled:
-    """Compile the step as `jaxforge plan` does, and return its figures.
-
-    Raises:
-        UserError: the plan does not know the devices or reports errors, or the step does not fit.
-    """
-    if target.topology is None:
-        raise UserError(f"--plan: {target.name} cannot be planned. Name the machine by --topology")
-    report = compiled_report(config, target.topology)
-    if report["errors"]:
-        raise UserError(f"--plan: {report['errors'][0]}")
-    if not report["fits"]:
-        memory = report["memory_per_device"]
-        raise UserError(
-            f"--plan: the compiled step does not fit: {gigabytes(memory['peak_bytes'])} of "
-            f"{gigabytes(memory['capacity_bytes'])} of a device. Change {report['advice'][0]}"
-        )
-    step = report.get("step")
-    return Compiled(report["memory_per_device"]["peak_bytes"], step and step["seconds"])

@@ -1,7 +1,7 @@
 """Execution of `jaxforge prepare`: documents to token shards, tokenizer and a config.
 
 inputs (`corpus.inputs`) ─► plan ─► output ─► passes of maps (`corpus.repeats`) ─► tokenizer
-─► units (`corpus.unit_worker`) ─► manifests (`corpus.assembly`) ─► page, train.toml
+─► units (`corpus.unit_worker`) ─► manifests (`corpus.assembly`) ─► train.toml
 """
 
 import argparse
@@ -19,7 +19,14 @@ from jaxforge.data.corpus import formats
 from jaxforge.data.corpus.assembly import assemble, table
 from jaxforge.data.corpus.conversations import Conversations, Preferences, fingerprint
 from jaxforge.data.corpus.corpus_state import Options, check_split
-from jaxforge.data.corpus.documents import first_bytes, is_split_inside, shuffled, split_of
+from jaxforge.data.corpus.documents import (
+    TextPart,
+    first_bytes,
+    is_split_inside,
+    shuffled,
+    split_of,
+    text_parts,
+)
 from jaxforge.data.corpus.huggingface import HuggingFace, load_dataset
 from jaxforge.data.corpus.inputs import Unit, find_inputs, links_out, plan_units, sliced
 from jaxforge.data.corpus.manifest import ENTRY_DTYPE, FILE_NAME
@@ -27,7 +34,7 @@ from jaxforge.data.corpus.maps import Map, Mapped, load_maps
 from jaxforge.data.corpus.progress import progress_shown
 from jaxforge.data.corpus.records import Content, Input, TextField
 from jaxforge.data.corpus.repeats import find_repeated_records, needs_passes
-from jaxforge.data.corpus.tokenizer import Tokenizer
+from jaxforge.data.corpus.tokenizer import BPE_VOCAB_SIZE, Tokenizer, train_bpe
 from jaxforge.data.corpus.tokenizer_files import load_tokenizer
 from jaxforge.data.corpus.unit_worker import Job, begin_job, has_parts, run_units
 from jaxforge.data.corpus.workers import Engine, Local
@@ -35,13 +42,11 @@ from jaxforge.data.corpus.writer import token_dtype
 from jaxforge.errors import UserError, file_error
 from jaxforge.storage import atomic_directory, urls
 from jaxforge.storage.atomic_directory import AtomicDirectory, Plan
-from jaxforge.tools.starting import corpus_page, slurm_array
-from jaxforge.tools.starting.bpe import trained_bpe
+from jaxforge.tools.starting import slurm_array
 from jaxforge.tools.starting.config import FILE_NAME as CONFIG
 from jaxforge.tools.starting.config import config_for_data, in_epochs
 from jaxforge.tools.starting.machine import Machine
-from jaxforge.tools.starting.prepared import PreparedData
-from jaxforge.tools.starting.sizes import Size
+from jaxforge.tools.starting.sizes import PreparedData, Size
 
 _MANY_EPOCHS = 50  # beyond which a model knows its text by heart
 _PLANNED = ("text_field", "source_field", "map", "tokenizer", "no_bos", "vocab_size", "format",
@@ -283,9 +288,8 @@ def _run(
 
 
 def _write_config(directory: Path, output: Path, machine: Machine) -> Size:
-    """Write page and config into `directory`, the future `output`; return the run's size."""
+    """Write the config into `directory`, the future `output`; return the run's size."""
     prepared = PreparedData.read(directory, output)
-    corpus_page.write(prepared, directory)
     text, size = config_for_data(
         prepared, machine, Path("runs", prepared.directory.name).absolute()
     )
@@ -322,5 +326,67 @@ def _next(output: Path, size: Size, *, needs_model: bool) -> str:
 
 
 def _say(text: str) -> None:
-    # Without markup: in paths, "[name]" is no style.
+    # Without markup: in paths, "[name]" is not a style.
     Console(stderr=True).print(text, highlight=False, soft_wrap=True, markup=False)
+
+
+_BYTES_PER_TOKEN = 500  # minimum bytes of training text per BPE token
+
+
+def trained_bpe(
+    args: argparse.Namespace, inputs: Sequence[Input], say: Callable[[str], None]
+) -> Tokenizer:
+    """Return a BPE of the training documents.
+
+    Args:
+        args: parsed command line.
+        inputs: the inputs, in order.
+        say: receives a message about the vocabulary.
+    """
+    read = functools.partial(
+        text_parts,
+        inputs,
+        validation_fraction=args.validation_fraction,
+        max_bytes=args.max_bytes,
+        skip_bad=args.skip_bad,
+    )
+    vocab_size = args.vocab_size or suggested_vocab_size(_text_size(args, inputs, read))
+    say(f"training the BPE tokenizer: {_why_so_many(args, vocab_size)} …")
+    return train_bpe((part.text for part in read() if part.split == "train"), vocab_size)
+
+
+def _text_size(
+    args: argparse.Namespace, inputs: Sequence[Input], read: Callable[[], Iterable[TextPart]]
+) -> int:
+    """Return the bytes of text, or at least those that the largest vocabulary needs."""
+    sizes = [source.text_size for source in inputs]
+    if None not in sizes:
+        size = sum(filter(None, sizes))
+        return min(size, args.max_bytes or size)
+    size = 0
+    for part in read():
+        size += part.size
+        if size >= _BYTES_PER_TOKEN * BPE_VOCAB_SIZE:
+            break
+    return size
+
+
+def suggested_vocab_size(text_size: int) -> int:
+    """Return the BPE vocabulary size for a number of bytes of text.
+
+    It is the largest power of two with `_BYTES_PER_TOKEN` bytes of text for each token, and at
+    least 512.
+    """
+    fitting = 1 << max(512, text_size // _BYTES_PER_TOKEN).bit_length() - 1
+    return min(BPE_VOCAB_SIZE, fitting)
+
+
+def _why_so_many(args: argparse.Namespace, vocab_size: int) -> str:
+    if args.vocab_size:
+        return f"{vocab_size:,} tokens"
+    if vocab_size == BPE_VOCAB_SIZE:
+        return f"{vocab_size:,} tokens, the default for much text (set by --vocab-size)"
+    return (
+        f"{vocab_size:,} tokens, for at least {_BYTES_PER_TOKEN} bytes of text per token "
+        "(set by --vocab-size)"
+    )

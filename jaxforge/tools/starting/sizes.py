@@ -1,4 +1,4 @@
-"""Sizes of runs: shapes of models, the size for data and a machine, and presets.
+"""Sizes of runs: prepared data, shapes of models, the size for data and a machine, and presets.
 
 docs/configs.md ("A config to start with") documents the rules. A config has the reason for each
 number in a comment.
@@ -6,12 +6,71 @@ number in a comment.
 
 import math
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxforge.config.model import ModelConfig
+from jaxforge.data.corpus.manifest import FILE_NAME, Manifest
+from jaxforge.errors import UserError
 from jaxforge.model.flops import matrix_elements
 from jaxforge.tools.starting.machine import Machine
-from jaxforge.tools.starting.prepared import PreparedData, longest_sequence, windows
+
+TRAIN, VALIDATION, TOKENIZER = "train", "validation", "tokenizer"
+"""Subdirectories of a prepared directory."""
+
+
+class PreparedData(NamedTuple):
+    """A prepared directory.
+
+    Attributes:
+        directory: absolute path, present or future.
+        train: manifest of the training set.
+        validation: manifest of the held-out set; None if there is none.
+    """
+
+    directory: Path
+    train: Manifest
+    validation: Manifest | None = None
+
+    @classmethod
+    def read(cls, directory: Path, path: Path | None = None) -> "PreparedData":
+        """Read the manifests.
+
+        Args:
+            directory: the directory of `prepare --output`.
+            path: future path of the directory, if it will be renamed.
+
+        Raises:
+            UserError: the directory was not made by `prepare`.
+        """
+        train = Manifest.read(directory / TRAIN)
+        if train is None:
+            raise UserError(
+                f"{directory} was not made by `jaxforge prepare`: {directory / TRAIN / FILE_NAME} "
+                "does not exist. Prepare the text first, and give the directory of --output"
+            )
+        validation = Manifest.read(directory / VALIDATION)
+        return cls((path or directory).absolute(), train, validation)
+
+    @property
+    def pattern(self) -> str:
+        """Glob of the shards."""
+        return "*.bin" if self.train.shards[0].file.endswith(".bin") else "*.npy"
+
+    def at(self, name: str) -> str:
+        """Return the path of a subdirectory."""
+        return str(self.directory / name)
+
+
+def windows(manifest: Manifest, seq_len: int) -> int:
+    """Return the sequences of an epoch; each file is split separately into seq_len + 1 tokens."""
+    return sum(shard.tokens // (seq_len + 1) for shard in manifest.shards)
+
+
+def longest_sequence(manifest: Manifest) -> int:
+    """Return the tokens of the longest sequence that a single file can hold."""
+    return max(shard.tokens for shard in manifest.shards) - 1
+
 
 TOKENS_PER_PARAMETER = 20  # Hoffmann et al. (arXiv:2203.15556)
 EPOCHS = 4  # almost as good as new text (Muennighoff et al., arXiv:2305.16264)
@@ -121,8 +180,8 @@ def choose_size(prepared: PreparedData, machine: Machine) -> Size:
     limit = min(lengths, key=lambda name: lengths[name])
     seq_len = _seq_len(prepared, machine)
     per_epoch = max(1, windows(prepared.train, seq_len))
-    wanted = lengths[limit] / seq_len
-    batch, accum = _batch(shape, parameters, machine, seq_len, wanted, per_epoch)
+    target = lengths[limit] / seq_len
+    batch, accum = _batch(shape, parameters, machine, seq_len, target, per_epoch)
     steps = round(lengths[limit] / (batch * seq_len))
     if steps < FEWEST_UPDATES:
         steps, limit = FEWEST_UPDATES, "least"
@@ -157,11 +216,11 @@ def _seq_len(prepared: PreparedData, machine: Machine) -> int:
     """Return a power of two that holds an average document, if the data have such a sequence."""
     mean = prepared.train.tokens / prepared.train.documents
     least, most = (128, 256) if machine.is_cpu else (512, 2048)
-    wanted = min(most, max(least, 2 ** math.ceil(math.log2(mean))))
+    target = min(most, max(least, 2 ** math.ceil(math.log2(mean))))
     available, held_out = longest_sequence(prepared.train), prepared.validation
     if held_out is not None and longest_sequence(held_out) >= _SHORTEST:
         available = min(available, longest_sequence(held_out))
-    return wanted if wanted <= available else power_below(available)
+    return target if target <= available else power_below(available)
 
 
 def _batch(
@@ -171,8 +230,8 @@ def _batch(
     if machine.memory is None:
         return min(8, power_below(per_epoch)), 1
     # About two thousand updates of at most half a million tokens (as GPT-3's small models).
-    wanted = min(2**19 / seq_len, max(2**14 / seq_len, sequences / 2000), per_epoch)
-    per_device = power_below(wanted / machine.devices)
+    target = min(2**19 / seq_len, max(2**14 / seq_len, sequences / 2000), per_epoch)
+    per_device = power_below(target / machine.devices)
     state = (_SPLIT / machine.devices + _WHOLE) * parameters
     saved = _ACTIVATIONS * shape.n_layers * shape.dim * seq_len
     rows = (machine.memory * _USABLE - state) / saved

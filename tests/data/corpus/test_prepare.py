@@ -22,7 +22,7 @@ from jaxforge.data.corpus.tokenizer_files import load_tokenizer
 from jaxforge.data.corpus.writer import token_dtype
 from jaxforge.data.tokens import TokenShards
 from jaxforge.errors import UserError
-from jaxforge.tools.starting import bpe, preparation
+from jaxforge.tools.starting import preparation
 
 TEXTS = {"b.txt": "bee\n", "a.py": "print('ä')\n", "sub/c.md": "# sea\n", "sub/d.rst": "no\n"}
 COMMAND = [sys.executable, "-m", "jaxforge.prepare"]
@@ -314,7 +314,7 @@ def test_empty_text_has_no_parts(tmp_path):
     [(0, 512), (300_000, 512), (7_000_000, 8192), (16_384_000, 32_768), (10**12, 32_768)],
 )  # fmt: skip
 def test_little_text_makes_few_tokens(size, vocabulary):
-    assert bpe.suggested_vocab_size(size) == vocabulary
+    assert preparation.suggested_vocab_size(size) == vocabulary
 
 
 @pytest.mark.parametrize(("n", "options", "vocabulary"), [
@@ -324,9 +324,9 @@ def test_vocabulary_of_records_follows_from_their_text(
     tmp_path, monkeypatch, capsys, n, options, vocabulary
 ):
     sizes = []
-    train = bpe.train_bpe
+    train = preparation.train_bpe
     monkeypatch.setattr(
-        bpe, "train_bpe", lambda texts, size: sizes.append(size) or train(texts, size)
+        preparation, "train_bpe", lambda texts, size: sizes.append(size) or train(texts, size)
     )
     line = "{" + f'"text": "{"some words of a text " * 62}"' + "}\n"  # 1,302 bytes of text
     (tmp_path / "a.jsonl").write_text(line * n)

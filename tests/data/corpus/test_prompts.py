@@ -5,10 +5,8 @@ import sys
 
 import pytest
 
-from jaxforge.data.corpus.tokenizer import ByteTokenizer, train_bpe
 from jaxforge.errors import UserError
-from jaxforge.inference.completion import warn_about_spaces
-from jaxforge.tasks.prompts import STDIN, Prompt, read_prompts
+from jaxforge.tasks.prompts import STDIN, read_prompts
 
 
 @pytest.fixture
@@ -78,19 +76,3 @@ def test_errors_name_location(read, name, content, message):
 def test_missing_file_raises(tmp_path):
     with pytest.raises(UserError, match=r"--prompts .*/none: No such file"):
         read_prompts(tmp_path / "none")
-
-
-def test_prompt_with_trailing_space_warns(caplog):
-    bpe = train_bpe(["the cat sat on the mat\n", "the dog sat on the cat\n"] * 20, 300)
-    assert bpe.encode("the cat") != bpe.encode("the ") + bpe.encode("cat")
-    texts = ["the cat", "the ", "", "sat  ", "sat\n"]
-    prompts = [Prompt(text, f"a.txt:{number}") for number, text in enumerate(texts, 1)]
-    warn_about_spaces(bpe, prompts)
-    assert [record.getMessage() for record in caplog.records] == [
-        "a.txt:2 and 1 more: the prompt ends in a space, and tokens of this tokenizer begin with "
-        "theirs: the continuation is better without the space"
-    ]
-    caplog.clear()
-    warn_about_spaces(bpe, [prompts[0]])
-    warn_about_spaces(ByteTokenizer(), prompts)  # whose tokens are single bytes
-    assert not caplog.records

@@ -5,6 +5,7 @@ import random
 import subprocess
 import sys
 import zipfile
+from types import SimpleNamespace
 
 import jax
 import pytest
@@ -165,8 +166,8 @@ def test_missing_executable_is_named(tmp_path):
 
 def test_unwritable_executable_path_raises_user_error(tmp_path):
     location = tmp_path / "none" / "step.zip"
-    with (
-        pytest.raises(UserError, match=r"--save-executable .*: No such file or directory"),
-        plan_report.reporting_write_errors("--save-executable", str(location)),
-    ):
-        write(location, {}, config(tmp_path), make_mesh(config(tmp_path)))
+    settings = config(tmp_path)
+    step = SimpleNamespace(executables={}, config=settings, mesh=make_mesh(settings))
+    args = SimpleNamespace(save_executable=str(location))
+    with pytest.raises(UserError, match=r"--save-executable .*: No such file or directory"):
+        plan_report._save_executable(args, SimpleNamespace(step=step, fits=True))

@@ -91,30 +91,14 @@ def report(tokens):
 @pytest.fixture
 def speeds(monkeypatch):
     """Return compile results: the third candidate is best, the second does not fit."""
-    given = iter([50.0, 100.0, 0.0, 300.0, 200.0, 299.0, 10.0])
-    monkeypatch.setattr(search, "compiled_report", lambda *_: report(next(given)))
+    tokens = iter([50.0, 100.0, 0.0, 300.0, 200.0])
+    monkeypatch.setattr(search, "compiled_report", lambda *_: report(next(tokens)))
 
 
 def test_search_sorts_by_speed(node, speeds):
     match = search.search(config(), NODE, most=4, jobs=1, console=QUIET)
-    assert [item.tokens_per_second for item in match] == [300, 299, 200, 100, 50, 10, 0]
-
-
-def test_search_compiles_best_candidate_with_other_flags(node, monkeypatch):
-    faster = {"optimization_level": "default"}
-    monkeypatch.setattr(
-        search,
-        "compiled_report",
-        lambda item, _: report(2.0 if item.train.xla_flags == faster else 1.0),
-    )
-    best, *others = search.search(config(), NODE, most=1, jobs=1, console=QUIET)
-    assert best.candidate.config.train.xla_flags == faster
-    assert "--train.xla_flags.optimization_level=default" in search.settings(best.candidate)
-    assert load_config_of(best) == best.candidate.config
-    assert len(others) == 3  # given, proposed, and proposed with the other flags
-    own = config().model_copy(update={"train": best.candidate.config.train})
-    of_own = search.Candidate(own, best.candidate.mesh, 1.0)
-    assert len(list(search.flag_variants(of_own, "gpu"))) == 1
+    assert [item.tokens_per_second for item in match] == [300, 200, 100, 50, 0]
+    assert load_config_of(match[0]) == match[0].candidate.config
 
 
 def load_config_of(result):

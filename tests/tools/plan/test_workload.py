@@ -3,9 +3,8 @@ import pytest
 
 from jaxforge.parallel.hardware import CHIPS
 from jaxforge.parallel.rates import EFFICIENCY
-from jaxforge.tools.plan.cost import Network, Roofline
+from jaxforge.tools.plan.cost import Network, Roofline, Workload
 from jaxforge.tools.plan.hlo import HloProgram
-from jaxforge.tools.plan.workload import Workload
 
 PARAMETERS = """  %x = bf16[64,256]{1,0} parameter(0)
   %w = bf16[512,256]{1,0} parameter(1)

@@ -15,8 +15,7 @@ import pytest
 from jaxforge.commands.report import main
 from jaxforge.errors import UserError
 from jaxforge.runs.metrics_file import MetricsFile
-from jaxforge.tools.report.run_page import LivePage
-from jaxforge.tools.report.serving import ReportHandler, Server
+from jaxforge.tools.report.run_page import LivePage, ReportHandler, Server
 from tests.machine import PATIENCE, wait_until
 from tests.tools.report.pages import line, write_run
 

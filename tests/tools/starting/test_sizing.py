@@ -22,13 +22,13 @@ from jaxforge.step.execution import USABLE, choose_execution
 from jaxforge.step.memory import step_memory
 from jaxforge.tools.starting.config import config_for_data
 from jaxforge.tools.starting.machine import Machine
-from jaxforge.tools.starting.prepared import PreparedData
 from jaxforge.tools.starting.sizes import (
     EPOCHS,
     FEWEST_UPDATES,
     PRESETS,
     SHAPES,
     TOKENS_PER_PARAMETER,
+    PreparedData,
     choose_size,
 )
 

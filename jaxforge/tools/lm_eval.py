@@ -1,7 +1,7 @@
 """Model "jaxforge" for lm_eval, registered by importing this module.
 
 import lm_eval
-import jaxforge.tools.lm_eval.adapter
+import jaxforge.tools.lm_eval
 
 lm_eval.simple_evaluate("jaxforge", "run=runs/mine,step=4000", tasks=["lambada_openai"])
 """
@@ -17,7 +17,7 @@ from jaxforge.errors import UserError
 from jaxforge.runs import run_directory
 from jaxforge.storage import urls
 from jaxforge.tasks.lm_eval_model import LmEvalModel
-from jaxforge.tasks.text_model import TextModel, prefix_token
+from jaxforge.tasks.task import TextModel, prefix_token
 
 
 @register_model("jaxforge")
