@@ -21,12 +21,17 @@ if TYPE_CHECKING:
 STDOUT = Path("-")
 """Path that selects standard output instead of a file."""
 
+_FLAGS_SEC = 60
 
-def run_main(main: Callable[[], int], *, outlives_reader: bool = False) -> int:
+
+def run_main(
+    main: Callable[[], int], *, uses_devices: bool = False, outlives_reader: bool = False
+) -> int:
     """Run `main`, and print expected errors as one message on stderr.
 
     Args:
         main: the command.
+        uses_devices: `main` compiles and runs JAX programs.
         outlives_reader: standard output is not the result, so the command continues when its reader
             closes the pipe. Other commands then end with 0, as with `head`.
 
@@ -35,6 +40,8 @@ def run_main(main: Callable[[], int], *, outlives_reader: bool = False) -> int:
     """
     try:
         with streams.guarded(outlives_reader=outlives_reader):
+            if uses_devices:
+                check_xla_flags()
             return main()
     except (UserError, PeerLostError, OSError) as error:
         code = exit_code_of(error)
@@ -101,6 +108,46 @@ def write_text(option: str, path: Path, text: str) -> None:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
         raise UserError(f"{option} {path}: {error.strerror}") from error
+
+
+def check_xla_flags() -> None:
+    """Check XLA flags in a child process, because XLA ends a process with invalid flags.
+
+    Raises:
+        UserError: the flags are invalid.
+    """
+    flags = os.environ.get("XLA_FLAGS", "")
+    if not flags or not sys.platform.startswith("linux"):  # fork is unsafe elsewhere
+        return
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.dup2(write, sys.__stderr__.fileno() if sys.__stderr__ else 2)
+        signal.alarm(_FLAGS_SEC)
+        _parse_xla_flags()
+    os.close(write)
+    with open(read, errors="replace") as pipe:
+        output = pipe.read()
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    if status in (1, -signal.SIGABRT):
+        raise UserError(f"XLA_FLAGS={flags}: {_xla_message(output)}; correct or unset it")
+
+
+def _parse_xla_flags() -> NoReturn:
+    try:
+        import jax
+
+        # The CPU platform starts quickly and knows the flags of all platforms.
+        jax.config.update("jax_platforms", "cpu")
+        jax.devices()
+    finally:
+        os._exit(0)
+
+
+def _xla_message(output: str) -> str:
+    """Return the first line of XLA's message, without its list of all flags."""
+    first = output.strip().partition("\n")[0]
+    return first.partition("] ")[2].removesuffix(".") or first or "XLA cannot read it"
 
 
 def leave(code: int, patience: float = 30.0) -> NoReturn:

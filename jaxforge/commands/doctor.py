@@ -128,4 +128,4 @@ def _problems(total: str) -> Iterator[str]:
         yield "less than 1 GB is free on this disk: checkpoints will not fit"
 
 
-entry = functools.partial(run_main, main)
+entry = functools.partial(run_main, main, uses_devices=True)

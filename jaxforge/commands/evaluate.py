@@ -75,4 +75,4 @@ def _check(args: argparse.Namespace, line: CommandParser) -> None:
     check_parent_directory("--json", args.json)
 
 
-entry = functools.partial(run_main, main)
+entry = functools.partial(run_main, main, uses_devices=True)

@@ -57,4 +57,4 @@ def parser() -> CommandParser:
     return parser
 
 
-entry = functools.partial(run_main, main)
+entry = functools.partial(run_main, main, uses_devices=True)

@@ -107,4 +107,4 @@ def limit_output_to_first_process() -> None:
         os.environ["LOCAL_RANK"] = str(jax.process_index())
 
 
-entry = functools.partial(run_main, main, outlives_reader=True)
+entry = functools.partial(run_main, main, uses_devices=True, outlives_reader=True)

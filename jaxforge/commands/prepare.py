@@ -20,7 +20,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from jaxforge.cli.running import raise_interrupts, run_main
+from jaxforge.cli.running import check_xla_flags, raise_interrupts, run_main
 from jaxforge.commands.command_line import CommandParser, positive_int
 from jaxforge.data.corpus import formats, remote_input
 from jaxforge.data.corpus.formats.text import parse_separator
@@ -49,6 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     args, overrides = _parse(argv)
     if args.teacher_logits is not None:
+        check_xla_flags()
         trust.use_working_directory()
         from jaxforge.tools import teacher_logits  # JAX takes a second to import
 

@@ -132,4 +132,4 @@ def _range(text: str) -> tuple[int, int]:
     return int(first), int(last)
 
 
-entry = functools.partial(run_main, main)
+entry = functools.partial(run_main, main, uses_devices=True)

@@ -114,4 +114,4 @@ def entry() -> NoReturn:
     """Run the command of this process and exit."""
     os.environ.update(began_env())
     note_process_start()
-    leave(run_main(main, outlives_reader=True))
+    leave(run_main(main, uses_devices=True, outlives_reader=True))

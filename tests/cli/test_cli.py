@@ -209,3 +209,24 @@ def test_interactive_process_is_not_ended(monkeypatch):
     monkeypatch.delattr(sys, "ps1")
     end_now(7, flush=False)
     assert ended == [7]
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--xla_nope=3", "Unknown flag in XLA_FLAGS: --xla_nope=3"),
+        ("--xla_force_host_platform_device_count=x", "Couldn't interpret value x for flag xla_fo"),
+    ],
+)
+def test_invalid_xla_flags_are_user_errors(flags, message):
+    """XLA would end the process with code 1, which leads to a restart."""
+    program = (
+        "from jaxforge.cli.running import run_main; exit(run_main(lambda: 0, uses_devices=True))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], env={**os.environ, "XLA_FLAGS": flags}, cwd=ROOT,
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"error: XLA_FLAGS={flags}: {message}")
+    assert done.stderr.count("\n") == 1
