@@ -6,8 +6,8 @@ from typing import Annotated, Literal, NamedTuple
 
 from pydantic import NonNegativeInt
 
-from jaxforge.config.directions import Mode
 from jaxforge.config.duration import Every, PositiveSteps, Steps
+from jaxforge.config.eval import Mode
 from jaxforge.config.facts import Flag, Interval, Needs, Requires
 from jaxforge.config.section import AnyPath, BucketPath, DiskPath, MemoryPath, Section
 

@@ -6,8 +6,7 @@ from typing import Annotated, Literal
 from pydantic import Field, PositiveInt
 
 from jaxforge.config.facts import Needs
-from jaxforge.config.section import Section
-from jaxforge.config.sizes import MOST_DEVICES, MOST_LAYERS, AxisSize
+from jaxforge.config.section import MOST_DEVICES, MOST_LAYERS, AxisSize, Section
 
 
 class DistributedConfig(Section):

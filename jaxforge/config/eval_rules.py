@@ -4,13 +4,13 @@ from collections.abc import Iterator
 
 from jaxforge.cli.suggestions import choices
 from jaxforge.config.axes import Mesh, Rule
-from jaxforge.config.directions import (
+from jaxforge.config.eval import (
     BEST_METRIC,
     EARLY_STOP_METRIC,
+    TASKS_PREFIX,
     higher_is_better,
     unknown_direction,
 )
-from jaxforge.config.eval import TASKS_PREFIX
 from jaxforge.config.job import JobConfig
 from jaxforge.config.problems import Problem, single_change
 from jaxforge.config.train import CROSS_ENTROPIES

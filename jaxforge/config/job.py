@@ -11,17 +11,14 @@ from jaxforge.cli.redaction import redacted
 from jaxforge.config.checkpoint import CheckpointConfig
 from jaxforge.config.data import DataConfig
 from jaxforge.config.distributed import DistributedConfig
-from jaxforge.config.early_stop import EarlyStopConfig
 from jaxforge.config.eval import EvalConfig
 from jaxforge.config.facts import Flag, Needs
-from jaxforge.config.lora import LoraConfig
-from jaxforge.config.metrics import MetricsConfig
+from jaxforge.config.fine_tuning import DistillationConfig, DpoConfig, LoraConfig
+from jaxforge.config.metrics import MetricsConfig, ProfilingConfig
 from jaxforge.config.model import ModelConfig
-from jaxforge.config.objective import DistillationConfig, DpoConfig
 from jaxforge.config.optimizer import OptimizerConfig
 from jaxforge.config.plugins import PluginsConfig
-from jaxforge.config.profiling import ProfilingConfig
-from jaxforge.config.scheduler import SchedulerConfig
+from jaxforge.config.scheduler import EarlyStopConfig, SchedulerConfig
 from jaxforge.config.section import Section
 from jaxforge.config.train import TrainConfig
 

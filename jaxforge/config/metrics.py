@@ -1,14 +1,14 @@
-"""`[metrics]`: metrics and their destinations."""
+"""`[metrics]` and `[profiling]`: metrics and their destinations, and profiler traces."""
 
 from collections import Counter
 from collections.abc import Iterator
 from typing import Annotated, Literal, get_args
 
-from pydantic import Field, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 from jaxforge.config.duration import Every
-from jaxforge.config.facts import Flag, Interval, Needs
-from jaxforge.config.section import AnyPath, Section
+from jaxforge.config.facts import Flag, Interval, Needs, WithinRun
+from jaxforge.config.section import AnyPath, RunPath, Section
 from jaxforge.storage import urls
 
 Extra = Literal["grad_norms_per_layer", "num_zeros_in_grad", "params_norm", "update_norm"]
@@ -101,3 +101,25 @@ class MetricsConfig(Section):
         writer = self.writer(name)
         assert writer is not None
         return writer
+
+
+class ProfilingConfig(Section):
+    """Selection of the updates to trace."""
+
+    enable: Annotated[bool, Flag.SIDE_EFFECT] = False
+    """Write a profiler trace."""
+    start_step: Annotated[NonNegativeInt, WithinRun()] = 5
+    """First update of the trace."""
+    end_step: NonNegativeInt = 8
+    """Update before which the trace ends."""
+    trace_dir: Annotated[RunPath, Flag.SIDE_EFFECT] = "profiler_traces"
+    """Directory of the trace, relative to the run directory."""
+    hosts: tuple[NonNegativeInt, ...] = (0,)
+    """Indices of the processes that write a trace."""
+    python_tracer: bool = False
+    """Trace Python calls as well, which slows down the host and produces large files."""
+
+    def problems(self) -> Iterator[str]:
+        """Yield the broken rules between the keys of this section."""
+        if self.end_step <= self.start_step:
+            yield f"end_step = {self.end_step} must be greater than start_step = {self.start_step}"

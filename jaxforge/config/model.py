@@ -11,8 +11,7 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 from jaxforge.config.facts import Constant, Needs, Requires, SplitBy, Structure, facts
 from jaxforge.config.mixers import LATENT_ATTENTION, MIXER_TABLES, MixerConfig, MixerTables
 from jaxforge.config.problems import Problem, divisors, multiples, nearest, single_change
-from jaxforge.config.section import Section
-from jaxforge.config.sizes import MOST_LAYERS
+from jaxforge.config.section import MOST_LAYERS, Section
 from jaxforge.registry import Registry
 
 LAYERS = "layers"

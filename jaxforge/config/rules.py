@@ -2,7 +2,7 @@
 
 A rule is a function of the config and the size of each mesh axis. It yields a message for each
 violation, or a `Problem`, whose changes `check` tries before it proposes them. The rules are in
-`section_rules.py`, `eval_rules.py` and `mesh_rules.py`.
+`section_rules.py`, `eval_rules.py` and `axes.py`.
 """
 
 import functools
@@ -10,12 +10,19 @@ import itertools
 import math
 from collections.abc import Iterator, Mapping, Set
 
-from jaxforge.config.axes import Mesh, Rule, declared_sizes
+from pydantic import ValidationError
+
+from jaxforge.config.axes import MESH_RULES, Mesh, Rule, declared_sizes
 from jaxforge.config.eval_rules import EVAL_RULES
-from jaxforge.config.fixes import changed, other_axes
 from jaxforge.config.job import JobConfig
-from jaxforge.config.mesh_rules import MESH_RULES
-from jaxforge.config.problems import Change, Problem, describe_change, problems_by_message
+from jaxforge.config.problems import (
+    Change,
+    Problem,
+    describe_change,
+    divisors,
+    nearest,
+    problems_by_message,
+)
 from jaxforge.config.section_rules import SECTION_RULES
 from jaxforge.errors import UserError
 
@@ -148,3 +155,36 @@ def _mesh_problems(config: JobConfig, n_devices: int) -> Iterator[Problem]:
     yield Problem(
         f"{product} needs {needed} devices, not {n_devices}", other_axes(sizes, n_devices)
     )
+
+
+def other_axes(sizes: dict[str, int], n_devices: int) -> tuple[tuple[Change, ...], ...]:
+    """Return changes of one axis, or of all axes, after which the mesh may match the devices.
+
+    Args:
+        sizes: axis sizes, with 1 for dp_shard if it takes the remaining devices.
+        n_devices: devices of the whole job.
+    """
+    shard = math.prod(sizes.values()) // sizes["dp_shard"]
+    takes_all = {"distributed.dp_shard": -1}
+    above_one = [axis for axis, size in sizes.items() if size > 1 and axis != "dp_shard"]
+    none_else = {f"distributed.{axis}": 1 for axis in above_one} | takes_all
+    if n_devices % shard == 0:
+        return ((takes_all,),)
+    alone = [nearest(f"distributed.{axis}", sizes[axis], divisors(n_devices)) for axis in above_one]
+    return tuple(
+        (*sizes_of, *({**each, **takes_all} for each in sizes_of), none_else) for sizes_of in alone
+    )
+
+
+def changed(config: JobConfig, change: Change) -> JobConfig | None:
+    """Return the config with other values; None if its sections do not accept them."""
+    for key, value in change.items():
+        name, _, field = key.partition(".")
+        section = getattr(config, name)
+        given = {key: getattr(section, key) for key in section.model_fields_set}
+        try:
+            section = type(section).model_validate({**given, field: value})
+        except ValidationError:
+            return None
+        config = config.with_values({name: section})
+    return config

@@ -12,6 +12,7 @@ from pydantic import (
     BaseModel,
     BeforeValidator,
     ConfigDict,
+    Field,
     NonNegativeFloat,
     PlainSerializer,
     ValidationError,
@@ -233,3 +234,12 @@ OptionTable = Annotated[
 def _is_list(annotation: object) -> bool:
     """Return whether a field is a list, so that a bare item may stand for it."""
     return get_origin(annotation) is tuple and get_args(annotation)[-1] is ...
+
+
+MOST_LAYERS = 10_000
+"""Largest number of layers of a model."""
+MOST_DEVICES = 1 << 20
+"""Largest size of a mesh axis."""
+
+AxisSize = Annotated[int, Field(gt=0, le=MOST_DEVICES)]
+"""Type of a key with the size of a mesh axis."""

@@ -9,7 +9,7 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 from jaxforge.config.batch_ramp import BatchRamp, Stage
 from jaxforge.config.duration import Every, PositiveSteps, Steps
 from jaxforge.config.facts import Flag, Interval, Needs, SplitBy
-from jaxforge.config.objective import Objective
+from jaxforge.config.fine_tuning import Objective
 from jaxforge.config.problems import Problem, single_change
 from jaxforge.config.section import (
     AnyPath,
@@ -317,7 +317,7 @@ class TrainConfig(Section):
         """Return the sequences of one microbatch over all data-parallel ranks.
 
         A global batch that does not divide is rounded up. The rules allow this only for a job that
-        has lost processes (`config.elastic`).
+        has lost processes (`config.resolution`).
 
         Args:
             dp: Number of data-parallel ranks, dp_replicate * dp_shard * ep.

@@ -24,8 +24,8 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from jaxforge.aux_outputs import AuxOutputs, LossWeights
+from jaxforge.config.fine_tuning import LoraConfig
 from jaxforge.config.job import JobConfig
-from jaxforge.config.lora import LoraConfig
 from jaxforge.config.model import EXPERTS, LAYERS, MODELS, MTP, ModelConfig
 from jaxforge.kernels.masking import padding_of, positions_in_documents
 from jaxforge.kernels.scoring import soft_cap
@@ -106,7 +106,7 @@ class Model:
         recipe: settings of products in 8 bits; None: there are none.
         adapters: settings of low-rank adapters; None: there are none.
         records_max_logits: whether training records the largest attention logit of each head, as
-            the statistic `config.points.MAX_LOGITS`.
+            the statistic `config.eval.MAX_LOGITS`.
 
     Attributes:
         runtime: execution choices.

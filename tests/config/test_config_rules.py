@@ -3,7 +3,7 @@
 import math
 import random
 import re
-from inspect import isfunction
+from inspect import isgeneratorfunction
 
 import pytest
 
@@ -12,7 +12,6 @@ from jaxforge.config import (
     check,
     eval_rules,
     load_config,
-    mesh_rules,
     mesh_shape,
     rules,
     section_rules,
@@ -569,31 +568,31 @@ def test_all_proposals_are_tested():
     ("rule", "good", "bad", "keys"),
     [
         (
-            mesh_rules.different_stages_exchange_in_groups,
+            axes.different_stages_exchange_in_groups,
             [*DIFFERENT, "distributed.cp_strategy=ulysses"],
             [*DIFFERENT, "distributed.cp_strategy=ring"],
             ("distributed.cp_strategy", "distributed.pp", "distributed.cp"),
         ),
         (
-            mesh_rules.different_stages_exchange_in_groups,
+            axes.different_stages_exchange_in_groups,
             ["model.mixer=mamba2", "distributed.pp=2", "distributed.cp=2"],
             ["model.mixer=mamba2", *DIFFERENT],
             ("distributed.pp", "distributed.cp"),
         ),
         (
-            mesh_rules.ep_has_experts,
+            axes.ep_has_experts,
             ["model.num_experts=4", "distributed.ep=2"],
             ["distributed.ep=2"],
             ("distributed.ep", "model.num_experts"),
         ),
         (
-            mesh_rules.shares_are_equal,
+            axes.shares_are_equal,
             ["model.num_experts=4", "distributed.ep=2"],
             ["model.num_experts=3", "distributed.ep=2"],
             ("model.num_experts", "distributed.ep"),
         ),
         (
-            mesh_rules.shares_are_equal,
+            axes.shares_are_equal,
             ["model.num_experts=4", "model.moe_expert_dim=36", "distributed.tp=2"],
             ["model.num_experts=4", "model.moe_expert_dim=37", "distributed.tp=2"],
             ("model.moe_expert_dim", "distributed.tp"),
@@ -665,7 +664,7 @@ def test_all_proposals_are_tested():
             ("num_layers_at_start_in_bf16 to 0", "num_layers_at_end_in_bf16 to 0", "bf16"),
         ),
         (
-            mesh_rules.fp8_experts_have_no_stages,
+            axes.fp8_experts_have_no_stages,
             ["model.num_experts=4", "train.mixed_precision=fp8", "distributed.pp=2"],
             [
                 "model.num_experts=4",
@@ -678,7 +677,7 @@ def test_all_proposals_are_tested():
             ('"experts"', "train.fp8_exclude", "distributed.pp"),
         ),
         (
-            mesh_rules.pipeline_offloads_nothing,
+            axes.pipeline_offloads_nothing,
             ["distributed.pp=2", "train.activation_checkpointing=full"],
             [
                 "distributed.pp=2",
@@ -688,7 +687,7 @@ def test_all_proposals_are_tested():
             ("train.offload", "distributed.pp"),
         ),
         (
-            mesh_rules.shares_are_equal,
+            axes.shares_are_equal,
             ["distributed.cp=2"],
             ["distributed.cp=2", "train.seq_len=31"],
             ("train.seq_len", "distributed.cp"),
@@ -713,9 +712,9 @@ def test_objective_refuses_a_registered_loss():
         check(config.model_copy(update={"train": train}), 1)
 
 
-@pytest.mark.parametrize("module", [eval_rules, mesh_rules, section_rules])
+@pytest.mark.parametrize("module", [axes, eval_rules, section_rules])
 def test_check_runs_all_rules(module):
-    functions = (value for value in vars(module).values() if isfunction(value))
+    functions = (value for value in vars(module).values() if isgeneratorfunction(value))
     names = {function.__name__ for function in functions if function.__module__ == module.__name__}
     public = {name for name in names if not name.startswith("_")}
     assert public == {rule.__name__ for rule in rules.RULES if rule.__module__ == module.__name__}

@@ -4,8 +4,8 @@ import pytest
 
 from jaxforge.config import load_config
 from jaxforge.config.reading import foreign_names
+from jaxforge.config.reading.kempnerforge import RETIRED
 from jaxforge.config.reading.load import make_config
-from jaxforge.config.reading.retired import RETIRED
 from jaxforge.config.reading.schema import all_keys
 from jaxforge.errors import UserError
 

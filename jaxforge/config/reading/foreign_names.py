@@ -5,9 +5,8 @@ NeMo, torchtitan, nanoGPT and linnaeus. A name with a dot applies in that table 
 and hyphens do not matter.
 """
 
-from jaxforge.config.reading.kempnerforge import NO_EFFECT, STORED_AS
-from jaxforge.config.reading.lines import Path
-from jaxforge.config.reading.retired import RETIRED
+from jaxforge.config.reading.kempnerforge import NO_EFFECT, RETIRED, STORED_AS
+from jaxforge.config.reading.toml import Path
 
 NAMES: dict[str, str] = {
     "model.dim": "hidden_size n_embd d_model hidden_dim embed_dim model_dim",

@@ -12,14 +12,14 @@ from typing import Annotated, Any, Literal, NamedTuple
 from pydantic import Field, PositiveFloat, PositiveInt, TypeAdapter, ValidationError
 
 from jaxforge.config.batch_ramp import SampleRamp
-from jaxforge.config.early_stop import CONDITIONS
 from jaxforge.config.metrics import WRITERS
 from jaxforge.config.model import ATTENTION, ModelConfig, every_nth, scaled_expert, scaled_width
 from jaxforge.config.reading.explain import Sources, explain_value
 from jaxforge.config.reading.kempnerforge import STORED_AS
-from jaxforge.config.reading.lines import Path
 from jaxforge.config.reading.schema import dotted, expected_of
-from jaxforge.config.sizes import MOST_LAYERS
+from jaxforge.config.reading.toml import Path
+from jaxforge.config.scheduler import CONDITIONS
+from jaxforge.config.section import MOST_LAYERS
 from jaxforge.errors import UserError
 
 _MOST_STAGES = 10_000

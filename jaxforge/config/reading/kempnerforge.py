@@ -15,7 +15,7 @@ from typing import Any
 from jaxforge.config.job import JobConfig
 from jaxforge.config.metrics import WRITERS
 from jaxforge.config.model import ModelConfig
-from jaxforge.config.reading.lines import Path
+from jaxforge.config.reading.toml import Path
 from jaxforge.config.scheduler import SchedulerConfig
 from jaxforge.errors import UserError
 
@@ -184,3 +184,24 @@ def _with_head_dim(model: Mapping[str, Any], source: str) -> dict[str, Any]:
             "are two names of one key: remove one"
         )
     return {key: value for key, value in model.items() if key != _HEAD_DIM} | {"head_dim": head_dim}
+
+
+_ALIBI = "retired with ALiBi, BLOOM and MPT: position_embedding is rotary or learned"
+
+RETIRED: dict[str, tuple[Any, str]] = {
+    "model.alibi_max_bias": (8.0, _ALIBI),
+    "model.embedding_norm": (False, "retired with BLOOM: remove it"),
+    "model.head_bias": (False, "retired with GPT-J, Phi-1 and Phi-2: remove it"),
+}
+"""Key -> its default value, and the note of the message about another value."""
+
+
+def without_retired_defaults(values: Mapping[Any, Any]) -> dict[Any, Any]:
+    """Return the tables of a config without retired keys that have their default values."""
+    remaining = dict(values)
+    for name, (default, _) in RETIRED.items():
+        section, key = name.split(".")
+        table = remaining.get(section)
+        if isinstance(table, Mapping) and key in table and table[key] == default:
+            remaining[section] = {k: value for k, value in table.items() if k != key}
+    return remaining

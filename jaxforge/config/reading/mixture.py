@@ -17,9 +17,10 @@ from jaxforge.cli.suggestions import choices, hint
 from jaxforge.config.data import DatasetSource
 from jaxforge.config.duration import TokenCount, parse_duration
 from jaxforge.config.facts import Flag
-from jaxforge.config.reading import toml, yaml_file
+from jaxforge.config.reading import toml
+from jaxforge.config.reading.other_formats import parse_yaml
 from jaxforge.config.reading.schema import dotted
-from jaxforge.config.reading.text import read_text
+from jaxforge.config.reading.toml import read_text
 from jaxforge.config.section import Section, Weights, WeightTable
 from jaxforge.errors import UserError
 from jaxforge.storage import urls
@@ -150,7 +151,7 @@ def read(path: Path) -> MixtureFile:
     """
     text = read_text(path, f"data.{_KEY}")
     is_yaml = path.suffix.lower() in _YAML
-    values = yaml_file.parse(text, path) if is_yaml else toml.parse(text, str(path))
+    values = parse_yaml(text, path) if is_yaml else toml.parse(text, str(path))
     try:
         return MixtureFile.model_validate(values)
     except ValidationError as error:

@@ -11,7 +11,7 @@ from jaxforge.config.eval import EVAL_FUNCTIONS
 from jaxforge.config.job import JobConfig
 from jaxforge.config.model import MIXERS, MODELS
 from jaxforge.config.optimizer import OPTIMIZERS
-from jaxforge.config.reading.lines import Path
+from jaxforge.config.reading.toml import Path
 from jaxforge.config.scheduler import SCHEDULERS
 from jaxforge.config.train import LOSSES
 
