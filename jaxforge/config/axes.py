@@ -10,7 +10,7 @@ from jaxforge.config.facts import SplitBy, facts
 from jaxforge.config.job import JobConfig
 from jaxforge.config.mixers import LATENT_ATTENTION
 from jaxforge.config.model import ATTENTION, NO_MIXER
-from jaxforge.config.problems import Change, Problem, divisors, multiples, nearest, single_change
+from jaxforge.config.problems import Change, Problem, divisors, multiples, nearest
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "ep", "tp")
 """Mesh axes, slowest network first: devices adjacent along tp are adjacent in the machine."""
@@ -73,7 +73,7 @@ def smaller_axis(config: JobConfig, axis: str, size: int) -> tuple[Change, ...]:
     """Return smaller sizes of a mesh axis, largest first; dp_shard takes the freed devices."""
     is_open = config.distributed.dp_shard == -1
     others = {} if is_open or axis == "dp_shard" else {"distributed.dp_shard": -1}
-    return tuple({f"distributed.{axis}": new, **others} for new in list(divisors(size))[-2::-1])
+    return tuple({f"distributed.{axis}": new, **others} for new in divisors(size)[-2::-1])
 
 
 def shares_are_equal(config: JobConfig, mesh: Mesh) -> Iterator[Problem]:
@@ -92,10 +92,8 @@ def shares_are_equal(config: JobConfig, mesh: Mesh) -> Iterator[Problem]:
         product = " * ".join(map(str, axes.values())) + (f" = {size}" if len(axes) > 1 else "")
         yield Problem(
             f"{key} = {value} must be a multiple of distributed.{' * '.join(axes)} = {product}",
-            (
-                multiples(key, value, size),
-                *(smaller_axis(config, axis, n) for axis, n in axes.items()),
-            ),
+            multiples(key, value, size),
+            *(smaller_axis(config, axis, n) for axis, n in axes.items()),
         )
 
 
@@ -111,10 +109,8 @@ def convolutions_fit_parts(config: JobConfig, mesh: Mesh) -> Iterator[Problem]:
             yield Problem(
                 f"train.seq_len = {config.train.seq_len} in {parts} parts is shorter than the "
                 f"{size - 1} earlier tokens that model.{mixer}.conv_size = {size} reaches",
-                (
-                    single_change("train.seq_len", parts * max(size - 1, mesh["tp"])),
-                    smaller_axis(config, "cp", mesh["cp"]),
-                ),
+                {"train.seq_len": parts * max(size - 1, mesh["tp"])},
+                smaller_axis(config, "cp", mesh["cp"]),
             )
 
 
@@ -125,10 +121,8 @@ def heads_divide_by_cp(config: JobConfig, mesh: Mesh) -> Iterator[Problem]:
         yield Problem(
             f'distributed.cp_strategy = "ulysses" splits heads: model.n_heads = {n_heads} must be '
             f"a multiple of distributed.cp * tp = {mesh['cp']} * {mesh['tp']} = {product}",
-            (
-                single_change("distributed.cp_strategy", "ring"),
-                smaller_axis(config, "cp", mesh["cp"]),
-            ),
+            {"distributed.cp_strategy": "ring"},
+            smaller_axis(config, "cp", mesh["cp"]),
         )
 
 
@@ -140,7 +134,8 @@ def seq_len_divides_by_ring_chunks(config: JobConfig, mesh: Mesh) -> Iterator[Pr
         yield Problem(
             f"train.seq_len = {length} must be a multiple of 2 * distributed.cp = {parts} with "
             f'distributed.cp_strategy = "ring"',
-            (multiples("train.seq_len", length, unit), smaller_axis(config, "cp", mesh["cp"])),
+            multiples("train.seq_len", length, unit),
+            smaller_axis(config, "cp", mesh["cp"]),
         )
 
 
@@ -153,10 +148,8 @@ def attention_weights_need_whole_sequences(config: JobConfig, mesh: Mesh) -> Ite
             f"eval.activations_points = {json.dumps(section.activations_points)} includes "
             f"{ATTENTION_WEIGHTS}, but with distributed.cp = {mesh['cp']} no device has all keys "
             "of a query",
-            (
-                smaller_axis(config, "cp", mesh["cp"]),
-                single_change("eval.activations_points", "residual"),
-            ),
+            smaller_axis(config, "cp", mesh["cp"]),
+            {"eval.activations_points": "residual"},
         )
 
 
@@ -174,10 +167,8 @@ def global_batch_divides(config: JobConfig, mesh: Mesh) -> Iterator[Problem]:
         yield Problem(
             f"train.global_batch_size = {batch} must be a multiple of train.grad_accum_steps * "
             f"distributed.{' * '.join(axes)} = {accum} * {sizes} = {accum * dp}",
-            (
-                multiples("train.global_batch_size", batch, accum * dp),
-                nearest("train.grad_accum_steps", accum, fitting),
-            ),
+            multiples("train.global_batch_size", batch, accum * dp),
+            nearest("train.grad_accum_steps", accum, fitting),
         )
 
 
@@ -192,10 +183,8 @@ def batch_sizes_agree(config: JobConfig, mesh: Mesh) -> Iterator[Problem]:
             f"train.global_batch_size = {train.global_batch_size}, but train.batch_size = "
             f"{train.batch_size} on {dp} data-parallel ranks with train.grad_accum_steps = "
             f"{train.grad_accum_steps} makes {total}",
-            (
-                single_change("train.batch_size", share),
-                single_change("train.global_batch_size", total),
-            ),
+            {"train.batch_size": share},
+            {"train.global_batch_size": total},
         )
 
 
@@ -208,7 +197,7 @@ def every_stage_has_layers(config: JobConfig, mesh: Mesh) -> Iterator[Problem]:
             product = f" * pp_chunks = {mesh['pp']} * {chunks} = {mesh['pp'] * chunks}"
         lower = tuple({"distributed.pp_chunks": n} for n in range(chunks - 1, 1, -1))
         what = f"model.n_layers = {layers} is less than distributed.pp{product}"
-        yield Problem(what, (fewer, lower))
+        yield Problem(what, fewer, lower)
 
 
 def microbatches_fill_pipeline(config: JobConfig, mesh: Mesh) -> Iterator[str | Problem]:
@@ -233,7 +222,7 @@ def microbatches_fill_pipeline(config: JobConfig, mesh: Mesh) -> Iterator[str | 
         if is_stage:
             yield f"{what}: set it to {least}"
         else:
-            yield Problem(what, (multiples(key, least, unit),))
+            yield Problem(what, multiples(key, least, unit))
 
 
 def different_stages_exchange_in_groups(config: JobConfig, mesh: Mesh) -> Iterator[Problem]:
@@ -248,12 +237,10 @@ def different_stages_exchange_in_groups(config: JobConfig, mesh: Mesh) -> Iterat
     where = f"with distributed.cp = {cp} in {pp * chunks} pipeline stages of different layers"
     recurrent = sorted({*config.model.mixers} - {ATTENTION, LATENT_ATTENTION, NO_MIXER})
     if recurrent:
-        yield Problem(f"mixers {', '.join(recurrent)} are not supported {where}", fixes)
+        yield Problem(f"mixers {', '.join(recurrent)} are not supported {where}", *fixes)
     elif cp_strategy(config) == "ring":
-        ulysses = single_change("distributed.cp_strategy", "ulysses")
-        yield Problem(
-            f'distributed.cp_strategy = "ring" is not supported {where}', (ulysses, *fixes)
-        )
+        ulysses = {"distributed.cp_strategy": "ulysses"}
+        yield Problem(f'distributed.cp_strategy = "ring" is not supported {where}', ulysses, *fixes)
 
 
 def _stages_are_equal(config: JobConfig, stages: int) -> bool:
@@ -279,10 +266,8 @@ def biased_stages_have_equal_layers(config: JobConfig, mesh: Mesh) -> Iterator[P
         yield Problem(
             f"model.n_layers = {model.n_layers} must be a multiple of {parts} pipeline stages in a "
             f"model with {what}",
-            (
-                multiples("model.n_layers", model.n_layers, parts),
-                smaller_axis(config, "pp", mesh["pp"]),
-            ),
+            multiples("model.n_layers", model.n_layers, parts),
+            smaller_axis(config, "pp", mesh["pp"]),
         )
 
 
@@ -291,10 +276,8 @@ def ep_has_experts(config: JobConfig, mesh: Mesh) -> Iterator[Problem]:
     if mesh["ep"] > 1 and not config.model.is_moe:
         yield Problem(
             f"distributed.ep = {mesh['ep']} requires a model with experts",
-            (
-                smaller_axis(config, "ep", mesh["ep"]),
-                multiples("model.num_experts", mesh["ep"], mesh["ep"]),
-            ),
+            smaller_axis(config, "ep", mesh["ep"]),
+            multiples("model.num_experts", mesh["ep"], mesh["ep"]),
         )
 
 
@@ -307,7 +290,7 @@ def fp8_experts_have_no_stages(config: JobConfig, mesh: Mesh) -> Iterator[Proble
         yield Problem(
             f'train.mixed_precision = "fp8" for experts with distributed.pp = {mesh["pp"]} is not '
             'supported: add "experts" to train.fp8_exclude',
-            (smaller_axis(config, "pp", mesh["pp"]),),
+            smaller_axis(config, "pp", mesh["pp"]),
         )
 
 
@@ -317,7 +300,7 @@ def pipeline_offloads_nothing(config: JobConfig, mesh: Mesh) -> Iterator[Problem
         yield Problem(
             f"train.offload = {json.dumps(config.train.offload)} with distributed.pp = "
             f"{mesh['pp']} is not supported: the arrays of a stage stay on its device",
-            (smaller_axis(config, "pp", mesh["pp"]),),
+            smaller_axis(config, "pp", mesh["pp"]),
         )
 
 

@@ -82,8 +82,7 @@ class EvalDataset(Section):
     steps: PositiveInt | None = None
     """Batches per evaluation of this set; by default eval.steps."""
 
-    def problems(self) -> Iterator[str]:
-        """Yield the broken rules between the keys of this table."""
+    def _problems(self) -> Iterator[str]:
         if not re.fullmatch(r"[A-Za-z0-9_.-]*", self.name):
             yield f'name = "{self.name}" must consist of letters, digits, "_", "." and "-"'
         if not self.dataset_path and not self.hf_dataset_name:
@@ -165,8 +164,7 @@ class EvalConfig(Section):
     activations_set: Annotated[str, Needs("activations_interval")] = ""
     """Name of the captured evaluation set; if empty, the first set."""
 
-    def problems(self) -> Iterator[str]:
-        """Yield the broken rules between the keys of this section."""
+    def _problems(self) -> Iterator[str]:
         if self.sample_interval and not self.sample_prompts:
             yield 'sample_prompts = [] is empty: give prompts, or [""] to begin a document'
         if problem := unknown_point(self.activations_points):

@@ -12,7 +12,6 @@ from jaxforge.config.eval import (
     unknown_direction,
 )
 from jaxforge.config.job import JobConfig
-from jaxforge.config.problems import Problem, single_change
 from jaxforge.config.train import CROSS_ENTROPIES
 
 
@@ -23,21 +22,6 @@ def eval_has_source(config: JobConfig, mesh: Mesh) -> Iterator[str]:
         yield (
             "eval.enabled = true requires data: set eval.datasets or eval.tasks, or "
             "eval.enabled = false"
-        )
-
-
-def evaluated_average_exists(config: JobConfig, mesh: Mesh) -> Iterator[Problem]:
-    """Require an average of the parameters if tasks evaluate it."""
-    section = config.eval
-    if not section.enabled or not section.has_tasks or config.train.averages_weights:
-        return
-    if section.tasks_weights == "ema":
-        yield Problem(
-            'eval.tasks_weights = "ema" requires train.ema_decay, which is 0',
-            (
-                single_change("train.ema_decay", 0.999),
-                single_change("eval.tasks_weights", "raw"),
-            ),
         )
 
 
@@ -125,7 +109,6 @@ _STEP_METRIC_GROUPS = {
 
 EVAL_RULES: tuple[Rule, ...] = (
     eval_has_source,
-    evaluated_average_exists,
     captures_have_source,
     captured_layers_exist,
     best_metric_is_logged,

@@ -89,8 +89,7 @@ class LoraConfig(Section):
         """Return whether adapters are trained and a parameter does not belong to one."""
         return bool(self.rank) and not is_adapter(name)
 
-    def problems(self) -> Iterator[str]:
-        """Yield the broken rules between the keys of this section."""
+    def _problems(self) -> Iterator[str]:
         for pattern in self.targets:
             try:
                 re.compile(pattern)

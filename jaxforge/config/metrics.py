@@ -40,8 +40,7 @@ class MetricsWriter(Section):
     sqlite:///FILE, by default MLFLOW_TRACKING_URI or MLflow's default. trackio: Hugging Face Space
     OWNER/NAME, by default TRACKIO_SPACE_ID or local files."""
 
-    def problems(self) -> Iterator[str]:
-        """Yield the broken rules between the keys of this table."""
+    def _problems(self) -> Iterator[str]:
         if self.location is not None and self.name == "wandb":
             yield "location has no effect with wandb, which WANDB_BASE_URL locates: remove it"
         if self.name == "tensorboard" and urls.in_bucket(self.location or ""):
@@ -86,8 +85,7 @@ class MetricsConfig(Section):
     writers: Annotated[tuple[MetricsWriter, ...], Flag.SIDE_EFFECT] = ()
     """Further destinations of metrics, next to the console and metrics.jsonl."""
 
-    def problems(self) -> Iterator[str]:
-        """Yield the broken rules between the keys of this section."""
+    def _problems(self) -> Iterator[str]:
         names = Counter(writer.name for writer in self.writers)
         for name in (name for name, count in names.items() if count > 1):
             yield f'two tables of writers have the name "{name}": remove one'
@@ -119,7 +117,6 @@ class ProfilingConfig(Section):
     python_tracer: bool = False
     """Trace Python calls as well, which slows down the host and produces large files."""
 
-    def problems(self) -> Iterator[str]:
-        """Yield the broken rules between the keys of this section."""
+    def _problems(self) -> Iterator[str]:
         if self.end_step <= self.start_step:
             yield f"end_step = {self.end_step} must be greater than start_step = {self.start_step}"

@@ -153,7 +153,7 @@ def _mesh_problems(config: JobConfig, n_devices: int) -> Iterator[Problem]:
     product = " * ".join(f"distributed.{axis} = {size}" for axis, size in axes.items())
     needed = f"a multiple of {total}" if is_open else f"{total}"
     yield Problem(
-        f"{product} needs {needed} devices, not {n_devices}", other_axes(sizes, n_devices)
+        f"{product} needs {needed} devices, not {n_devices}", *other_axes(sizes, n_devices)
     )
 
 

@@ -46,7 +46,7 @@ class Section(BaseModel):
         allow_inf_nan=False,
     )
 
-    def problems(self) -> Iterator[str | Problem]:
+    def _problems(self) -> Iterator[str | Problem]:
         """Yield each broken rule between keys of this section, with key names relative to it."""
         yield from ()
 
@@ -87,7 +87,7 @@ class Section(BaseModel):
         return self.model_copy(update=change)._broken().keys() <= known
 
     def _broken(self) -> dict[str, Problem]:
-        return problems_by_message((*self._unmet(), *self.problems()))
+        return problems_by_message((*self._unmet(), *self._problems()))
 
     @field_validator("*", mode="wrap")
     @classmethod

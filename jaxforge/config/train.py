@@ -10,7 +10,7 @@ from jaxforge.config.batch_ramp import BatchRamp, Stage
 from jaxforge.config.duration import Every, PositiveSteps, Steps
 from jaxforge.config.facts import Flag, Interval, Needs, SplitBy
 from jaxforge.config.fine_tuning import Objective
-from jaxforge.config.problems import Problem, single_change
+from jaxforge.config.problems import Problem
 from jaxforge.config.section import (
     AnyPath,
     BucketPath,
@@ -48,8 +48,7 @@ class BatchStage(Section):
     global_batch_size: PositiveInt | None = None
     """Sequences per update, if train.global_batch_size is set."""
 
-    def problems(self) -> Iterator[str]:
-        """Yield the broken rules between the keys of this table."""
+    def _problems(self) -> Iterator[str]:
         if (self.grad_accum_steps is None) == (self.global_batch_size is None):
             yield "a stage requires either grad_accum_steps or global_batch_size"
 
@@ -201,15 +200,14 @@ class TrainConfig(Section):
     train_sync_interval: Every = 0
     """Updates between synchronizations with the devices; 0 synchronizes only to log."""
 
-    def problems(self) -> Iterator[str | Problem]:
-        """Yield the broken rules between the keys of this section."""
+    def _problems(self) -> Iterator[str | Problem]:
         for key in ("seed", "data_seed"):
             seed = getattr(self, key)
             if seed is not None and seed != seed % 2**32:
                 yield Problem(
                     f"{key} = {seed} must be from 0 to {2**32 - 1}, because seeds that differ by "
                     "2^32 make the same random numbers",
-                    (single_change(key, seed % 2**32),),
+                    {key: seed % 2**32},
                 )
         if self.batch_ramp:
             yield from self._ramp_problems()
@@ -224,10 +222,8 @@ class TrainConfig(Section):
             yield Problem(
                 f'param_rounding = "{self.param_rounding}" requires bfloat16 parameters, not '
                 f'param_dtype = "{self.param_dtype}"',
-                (
-                    single_change("param_rounding", "nearest"),
-                    single_change("param_dtype", "bfloat16"),
-                ),
+                {"param_rounding": "nearest"},
+                {"param_dtype": "bfloat16"},
             )
         if "activations" in self.offload and self.activation_checkpointing not in _CAN_OFFLOAD:
             yield (
@@ -240,7 +236,7 @@ class TrainConfig(Section):
             yield Problem(
                 'offload = ["optimizer"] requires moments of a floating-point dtype, not '
                 'opt_state_dtype = "8bit"',
-                (single_change("opt_state_dtype", "bfloat16"),),
+                {"opt_state_dtype": "bfloat16"},
             )
 
     def _loss_scale_problems(self) -> Iterator[str]:

@@ -598,61 +598,61 @@ def test_all_proposals_are_tested():
             ("model.moe_expert_dim", "distributed.tp"),
         ),
         (
-            section_rules.exported_average_exists,
+            section_rules.used_average_exists,
             ["checkpoint.export_weights=ema", "train.ema_decay=0.9"],
             ["checkpoint.export_weights=ema"],
             ("train.ema_decay to 0.999", 'checkpoint.export_weights to "raw"'),
         ),
         (
-            section_rules.adapters_are_supported,
+            section_rules.adapters_have_model,
             ["lora.rank=2", 'checkpoint.exclude_from_loading=["optimizer"]'],
             ["lora.rank=2", 'checkpoint.exclude_from_loading=["model"]'],
             ("lora.rank to 0",),
         ),
         (
-            section_rules.teacher_is_named,
+            section_rules.distillation_has_teacher,
             ["train.objective=distillation", "distillation.teacher=run"],
             ["train.objective=distillation"],
             ("set distillation.teacher",),
         ),
         (
-            section_rules.teacher_is_named,
+            section_rules.distillation_has_teacher,
             ["train.objective=distillation", "distillation.logits=logits"],
             ["train.objective=distillation", "distillation.logits=a", "distillation.teacher=b"],
             ("remove one",),
         ),
         (
-            section_rules.teacher_logits_exist,
+            section_rules.distillation_has_teacher,
             ["train.objective=distillation", "distillation.teacher=run"],
             ["train.objective=distillation", "distillation.teacher=run", "distillation.top_k=300"],
             ("distillation.top_k to 256",),
         ),
         (
-            section_rules.reference_is_named,
+            section_rules.dpo_has_pairs_and_reference,
             [*DPO, "lora.rank=2"],
             [*DPO, "checkpoint.load_path=None"],
             ("checkpoint.load_path", "dpo.reference"),
         ),
         (
-            section_rules.reference_is_named,
+            section_rules.dpo_has_pairs_and_reference,
             [*DPO, "lora.rank=2", "lora.adapter=run", "dpo.reference=merged"],
             [*DPO, "lora.rank=2", "lora.adapter=run"],
             ("dpo.reference",),
         ),
         (
-            section_rules.preferences_are_read,
+            section_rules.dpo_has_pairs_and_reference,
             DPO,
             [*DPO, "data.dataset_path="],
             ("jaxforge prepare --preferences",),
         ),
         (
-            section_rules.preferences_have_one_loss,
+            section_rules.dpo_has_pairs_and_reference,
             DPO,
             [*DPO, "train.z_loss_weight=0.1"],
             ("train.z_loss_weight to 0.0",),
         ),
         (
-            section_rules.preferences_have_one_loss,
+            section_rules.dpo_has_pairs_and_reference,
             DPO,
             [*DPO, "model.mtp_depth=1"],
             ("model.mtp_depth to 0",),
@@ -700,7 +700,7 @@ def test_partial_mesh_rules_report_their_keys(rule, good, bad, keys):
     what = getattr(problem, "what", problem)
     assert any(line.startswith(what) for line in complaints(small(*bad), 8))
     fixes = getattr(problem, "fixes", ())
-    message = Problem(what, fixes).message_with_fix(lambda _: True)
+    message = Problem(what, *fixes).message_with_fix(lambda _: True)
     assert all(key in message for key in keys)
 
 

@@ -43,8 +43,7 @@ class MixturePhase(Section):
     lr_scale: PositiveFloat = 1.0
     """Factor on the learning rate during the phase."""
 
-    def problems(self) -> Iterator[str]:
-        """Yield the broken rules between the keys of this table."""
+    def _problems(self) -> Iterator[str]:
         if self.tokens and (self.length is not None or self.weights):
             yield "tokens give length and weights: remove tokens, or length and weights"
         duration = parse_duration(self.length) if isinstance(self.length, str) else None
@@ -72,8 +71,7 @@ class MixtureFile(Section):
     phases: tuple[MixturePhase, ...] = ()
     """Phases in order; without phases, the weights of datasets hold during the whole run."""
 
-    def problems(self) -> Iterator[str]:
-        """Yield the broken rules between the tables of this file."""
+    def _problems(self) -> Iterator[str]:
         if not self.datasets:
             yield "datasets has no dataset: add a table such as [datasets.web] with a path"
         for name, source in self.datasets.items():
