@@ -11,7 +11,7 @@ from jaxforge.config.facts import Flag, flagged
 from jaxforge.config.job import JobConfig
 from jaxforge.config.reading import forms, kempnerforge, toml
 from jaxforge.config.reading.explain import Setting, Sources
-from jaxforge.config.reading.kempnerforge import STORED_AS, rewrite_path, without_retired_defaults
+from jaxforge.config.reading.kempnerforge import STORED_AS, renamed, without_retired_defaults
 from jaxforge.config.reading.schema import Node, expected, is_table, node_at
 from jaxforge.config.reading.toml import Path as KeyPath
 from jaxforge.config.reading.toml import key_lines, read_text
@@ -169,7 +169,7 @@ def _parse(argument: str) -> Setting:
     if not argument.startswith("--"):
         raise UserError(f"{argument}: expected --section.key=value")
     key, equals, text = argument[2:].partition("=")
-    path = rewrite_path(tuple(key.split(".")))
+    path = renamed(tuple(key.split(".")))
     stored = node_at(STORED_AS[path]) if path in STORED_AS else None
     is_text = stored is not None and stored["type"] == "string"
     node = node_at(path) or (stored if stored and is_text else {})

@@ -8,6 +8,7 @@ from typing import Any
 from jaxforge.cli.suggestions import ALIKE
 from jaxforge.config.data import DATASETS
 from jaxforge.config.eval import EVAL_FUNCTIONS
+from jaxforge.config.facts import Needs, facts
 from jaxforge.config.job import JobConfig
 from jaxforge.config.model import MIXERS, MODELS
 from jaxforge.config.optimizer import OPTIMIZERS
@@ -67,6 +68,19 @@ def without_member(path: Path) -> Path:
 def all_keys() -> dict[str, Node]:
     """Return the schema of each key, by dotted path without list indices."""
     return _all_keys(_registered())
+
+
+def tables() -> dict[str, tuple[str, dict[str, Node]]]:
+    """Return each table as (header with its description, schema by name), by its dotted path."""
+    result: dict[str, tuple[str, dict[str, Node]]] = {}
+    for key, node in all_keys().items():
+        table, _, name = key.rpartition(".")
+        if table:
+            result[table][1][name] = node
+        if has_keys(node):
+            header = f"[[{key}]]" if node["type"] == "array" else f"[{key}]"
+            result[key] = f"{header}  {node['description']}", {}
+    return result
 
 
 def keys_by_name() -> dict[str, list[str]]:
@@ -179,7 +193,10 @@ def _schema(registered: tuple[tuple[str, ...], ...]) -> Node:
 
 @cache
 def _all_keys(registered: tuple[tuple[str, ...], ...]) -> dict[str, Node]:
-    return dict(_walk(_schema(registered), ""))
+    keys = dict(_walk(_schema(registered), ""))
+    for key, needs in facts(JobConfig, Needs):
+        keys[key].setdefault("needs", []).append(needs.describe(key))
+    return keys
 
 
 def _plain(node: Node) -> Node:
