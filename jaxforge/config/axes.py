@@ -50,10 +50,6 @@ def with_equal_shards(config: JobConfig, mesh: Mesh) -> dict[str, int]:
     dp_shard does not divide these, it keeps its largest factor that does, and the remaining factor
     moves to dp_replicate. Parameters are then sharded over the former and replicated over the
     latter. The split of the batch is unchanged.
-
-    Args:
-        config: A config that has passed `check`.
-        mesh: Its axis sizes, from `mesh_shape`.
     """
     width = math.gcd(*config.model.split_widths)
     shards = math.gcd(mesh["dp_shard"], width // (mesh["cp"] * mesh["ep"]))

@@ -235,23 +235,14 @@ class EvalConfig(Section):
         return {dataset.name: dataset for dataset in self.datasets}
 
     def metric_names(self, *, has_average: bool = False) -> tuple[str, ...]:
-        """Return the metrics of an evaluation: over all sets, then for each named set.
-
-        Args:
-            has_average: whether the average of the parameters is evaluated too.
-        """
+        """Return the metrics of an evaluation: over all sets, then for each named set."""
         sets = ["", *(f"{dataset.name}/" for dataset in self.datasets if dataset.name)]
         metrics = [*METRICS, *(AVERAGE_PREFIX + metric for metric in METRICS if has_average)]
         return tuple(f"eval/{name}{metric}" for name in sets for metric in metrics)
 
 
 def higher_is_better(metric: str, mode: Mode = "auto") -> bool | None:
-    """Return whether higher values are better; None if neither mode nor name determine it.
-
-    Args:
-        metric: name of the metric, such as "eval/<set>/ema_loss".
-        mode: direction in the config.
-    """
+    """Return whether higher values are better; None if neither mode nor name determine it."""
     if mode != "auto":
         return mode == "max"
     group, *parts = metric.split("/")
@@ -265,12 +256,7 @@ def higher_is_better(metric: str, mode: Mode = "auto") -> bool | None:
 
 
 def unknown_direction(key: str, metric: str) -> str:
-    """Return the message for a metric whose direction is unknown.
-
-    Args:
-        key: config key of the metric.
-        metric: name of the metric.
-    """
+    """Return the message for a metric whose direction is unknown."""
     return (
         f'{key} = "{metric}": the direction of this metric is unknown. Set {MODE_KEYS[key]} to '
         '"min" if lower values are better, or to "max" if higher values are better'

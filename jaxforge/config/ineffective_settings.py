@@ -17,12 +17,7 @@ from jaxforge.storage import urls
 
 
 def ineffective_settings(config: JobConfig, platform: str) -> list[str]:
-    """Return the warnings about a config.
-
-    Args:
-        config: a config that has passed `rules.check`.
-        platform: JAX's name of the platform: "cpu", "gpu" or "tpu".
-    """
+    """Return the warnings about a config."""
     rates = [f"optimizer.{name}" for name in config.optimizer.large_rates(UNUSUAL_LR)]
     return [
         *rates,
@@ -36,11 +31,7 @@ def ineffective_settings(config: JobConfig, platform: str) -> list[str]:
 
 
 def answers(config: JobConfig) -> list[str]:
-    """Return a line for each key whose default differs from KempnerForge's.
-
-    Args:
-        config: a loaded config, which records the keys set by the user.
-    """
+    """Return a line for each key whose default differs from KempnerForge's."""
     scheduler, usual = config.scheduler, config.usual_warmup(10**9)
     is_ours = not config.is_set("scheduler.warmup_steps") and scheduler.warmup_steps < usual
     if is_ours and scheduler.name != "none":

@@ -86,11 +86,7 @@ class JobConfig(Section):
         return self.lora.freezes(name) or self.optimizer.freezes(name)
 
     def eval_batch_size(self, dp: int) -> int:
-        """Return the sequences of a batch of an evaluation.
-
-        Args:
-            dp: Number of data-parallel ranks, dp_replicate * dp_shard * ep.
-        """
+        """Return the sequences of a batch of an evaluation on `dp` data-parallel ranks."""
         return self.eval.batch_size or self.train.microbatch_size(dp)
 
     def with_values(self, values: Mapping[str, object]) -> Self:
@@ -107,9 +103,6 @@ class JobConfig(Section):
 
         It is KempnerForge's default, but at most a tenth of the run. Configs that request
         KempnerForge's data order get its default unchanged.
-
-        Args:
-            max_steps: updates of the run.
         """
         usual = SchedulerConfig.model_fields["warmup_steps"].default
         return usual if self.data.order == "torch" else min(usual, max_steps // 10)

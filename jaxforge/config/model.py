@@ -116,13 +116,9 @@ def _layer_parts(
     feed_forwards: tuple[FeedForward, ...],
     n_dense: int,
 ) -> tuple[LayerParts, ...]:
-    """Return the parts of each layer; cached, because rules and plans ask for each layer.
+    """Return the parts of each layer, the first `n_dense` without experts.
 
-    Args:
-        n_layers: number of layers.
-        mixers: mixers of consecutive layers, repeated.
-        feed_forwards: feed-forwards of consecutive layers, repeated.
-        n_dense: number of first layers with a dense feed-forward instead of experts.
+    They are cached, because rules and plans ask for each layer.
     """
     repeated = zip(itertools.cycle(mixers), itertools.cycle(feed_forwards), strict=False)
     of_layers = enumerate(itertools.islice(repeated, n_layers))

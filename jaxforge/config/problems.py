@@ -30,11 +30,7 @@ class Problem:
         self.fixes = [(fix,) if isinstance(fix, Mapping) else tuple(fix) for fix in fixes]
 
     def message_with_fix(self, is_mended: Callable[[Change], bool]) -> str:
-        """Return the message with the first effective change of each alternative, if there is one.
-
-        Args:
-            is_mended: returns whether a change fixes this problem without causing another.
-        """
+        """Return the message with the first change of each alternative that `is_mended` accepts."""
         proposals = [describe_change(change) for change in self.effective_changes(is_mended)]
         if not proposals:
             proposals = [next(iter(change)) for change in self.effective_changes(lambda _: True)]
@@ -75,12 +71,7 @@ def not_multiple(
 ) -> Problem:
     """Return the problem of a value that is not a multiple of the value of another key.
 
-    Args:
-        key: the key.
-        value: its value.
-        unit_key: the other key.
-        unit: its value.
-        keeps_key: whether to propose another value of `unit_key` first.
+    With `keeps_key`, the message proposes a value for `unit_key` first.
     """
     fixes = multiples(key, value, unit), nearest(unit_key, unit, divisors(value))
     what = f"{key} = {value} must be a multiple of {unit_key} = {unit}"

@@ -123,11 +123,6 @@ def _with_lengths(
 def full_devices(config: JobConfig, n_devices: int, n_processes: int) -> int:
     """Return the number of devices of the whole job.
 
-    Args:
-        config: a loaded config.
-        n_devices: devices of the processes that have started.
-        n_processes: processes that have started.
-
     Raises:
         UserError: too many or too few processes have started.
     """
@@ -145,11 +140,6 @@ def full_devices(config: JobConfig, n_devices: int, n_processes: int) -> int:
 
 def shrink(config: JobConfig, full: int, n_devices: int) -> JobConfig:
     """Return the config for fewer devices than those of the whole job.
-
-    Args:
-        config: a config that the whole job can run, with lengths in updates.
-        full: devices of the whole job.
-        n_devices: devices of the processes that have started.
 
     Raises:
         UserError: the config cannot run on this number of devices.
@@ -169,10 +159,6 @@ def shrink(config: JobConfig, full: int, n_devices: int) -> JobConfig:
 
 def check_shrinkable(config: JobConfig, n_devices: int) -> None:
     """Check that an elastic job can run with each allowed number of processes.
-
-    Args:
-        config: a config with lengths in updates.
-        n_devices: devices of the whole job.
 
     Raises:
         UserError: the job cannot run with some number of processes.
@@ -239,13 +225,7 @@ def _data_axes(config: JobConfig, mesh: Mesh, full: int, n_devices: int) -> dict
 
 
 def _accumulating(config: JobConfig, before: int, ranks: int) -> TrainConfig:
-    """Return `[train]` with the same sequences per update on fewer ranks.
-
-    Args:
-        config: the config of the whole job.
-        before: data-parallel ranks of the whole job.
-        ranks: data-parallel ranks now.
-    """
+    """Return `[train]` with the same sequences per update on fewer ranks."""
     train = config.train
     rows = train.microbatch_size(before)
     per_rank, sizes = rows // before, [stage.accum * rows for stage in train.stages()]

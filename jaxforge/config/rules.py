@@ -30,11 +30,7 @@ RULES: tuple[Rule, ...] = (*SECTION_RULES, *EVAL_RULES, *MESH_RULES)
 
 
 def check(config: JobConfig, n_devices: int) -> None:
-    """Refuse a configuration that cannot run on this number of devices.
-
-    Args:
-        config: A loaded configuration.
-        n_devices: Devices of the whole job, over all hosts.
+    """Refuse a configuration that cannot run on this number of devices of the whole job.
 
     Raises:
         UserError: If any rule is broken; one line each.
@@ -91,21 +87,12 @@ def _shared_fix(
 
 
 def allows(config: JobConfig, n_devices: int) -> bool:
-    """Return whether `check` accepts the config; faster, because no fixes are sought.
-
-    Args:
-        config: A loaded configuration.
-        n_devices: Devices of the whole job, over all hosts.
-    """
+    """Return whether `check` accepts the config; faster, because no fixes are sought."""
     return _leaves_only(config, frozenset(), n_devices, {})
 
 
 def mesh_shape(config: JobConfig, n_devices: int) -> dict[str, int]:
     """Return the size of each mesh axis, in the order of `AXES`, with dp_shard = -1 resolved.
-
-    Args:
-        config: A loaded configuration.
-        n_devices: Devices of the whole job, over all hosts.
 
     Raises:
         UserError: If the axes do not multiply to `n_devices`.
@@ -158,12 +145,7 @@ def _mesh_problems(config: JobConfig, n_devices: int) -> Iterator[Problem]:
 
 
 def other_axes(sizes: dict[str, int], n_devices: int) -> tuple[tuple[Change, ...], ...]:
-    """Return changes of one axis, or of all axes, after which the mesh may match the devices.
-
-    Args:
-        sizes: axis sizes, with 1 for dp_shard if it takes the remaining devices.
-        n_devices: devices of the whole job.
-    """
+    """Return changes of one axis, or of all axes, after which the mesh may match the devices."""
     shard = math.prod(sizes.values()) // sizes["dp_shard"]
     takes_all = {"distributed.dp_shard": -1}
     above_one = [axis for axis, size in sizes.items() if size > 1 and axis != "dp_shard"]

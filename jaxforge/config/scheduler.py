@@ -39,9 +39,6 @@ class SchedulerConfig(Section):
     def boundaries(self, max_steps: int) -> tuple[int, int, int]:
         """Return the updates at the end of the warm-up, at the start of the decay and at its end.
 
-        Args:
-            max_steps: updates of the run.
-
         Returns:
             Three step counts. The last is not the largest if the run is too short for a decay.
         """

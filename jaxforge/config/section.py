@@ -114,12 +114,7 @@ def as_float32(number: float) -> float:
 
 
 def _check_on_devices(value: object, is_for_host: bool = False) -> None:
-    """Check that devices, which compute in 32 bits, can represent the numbers of a key.
-
-    Args:
-        value: value of the key.
-        is_for_host: whether only the host computes with its integers.
-    """
+    """Check that devices, which compute in 32 bits, can represent the numbers of a key."""
     match value:
         case int() if not (is_for_host or value in _INT32):
             bound = f"most {_INT32[-1]:,}" if value > 0 else f"least {_INT32[0]:,}"
@@ -154,11 +149,7 @@ T = TypeVar("T")
 
 
 class Table(Mapping[str, T], Generic[T]):
-    """Immutable, hashable mapping of names to values.
-
-    Args:
-        items: The values, which are copied.
-    """
+    """Immutable, hashable mapping of names to values."""
 
     def __init__(self, items: Mapping[str, T] | None = None) -> None:
         self._items = dict(items or {})

@@ -299,11 +299,7 @@ class TrainConfig(Section):
         return sequences * self.grad_accum_steps // self.global_batch_size
 
     def ramp(self, dp: int) -> BatchRamp:
-        """Return the batch ramp in sequences.
-
-        Args:
-            dp: Number of data-parallel ranks, dp_replicate * dp_shard * ep.
-        """
+        """Return the batch ramp in sequences, on `dp` data-parallel ranks."""
         rows = self.microbatch_size(dp)
         size = self.update_sequences(self.grad_accum_steps * rows)
         is_padded = size < self.grad_accum_steps * rows
@@ -323,9 +319,5 @@ class TrainConfig(Section):
         return -(-self.global_batch_size // (self.grad_accum_steps * dp)) * dp
 
     def update_sequences(self, rows: int) -> int:
-        """Return the sequences of an update, without padding.
-
-        Args:
-            rows: Rows of all microbatches of the update.
-        """
+        """Return the sequences of an update of `rows` rows, without padding."""
         return rows if self.global_batch_size is None else min(rows, self.global_batch_size)

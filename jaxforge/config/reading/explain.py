@@ -65,12 +65,7 @@ class _Problem(NamedTuple):
 
 
 def explain(error: ValidationError, sources: Sources) -> str:
-    """Return a line per problem: first of the file, in its order, then of the command line.
-
-    Args:
-        error: Validation error of a `JobConfig`.
-        sources: Sources of its values.
-    """
+    """Return a line per problem: first of the file, in its order, then of the command line."""
     every = error.errors()
     if len(every) > _MOST:
         every.sort(key=lambda details: line_of(details["loc"], sources.lines) or 0)
@@ -82,14 +77,7 @@ def explain(error: ValidationError, sources: Sources) -> str:
 
 
 def explain_value(path: Path, value: object, text: str, sources: Sources) -> str:
-    """Return a message about one value, with its location and text.
-
-    Args:
-        path: Path of the value.
-        value: Value as written by the user.
-        text: Problem of the value.
-        sources: Sources of the value.
-    """
+    """Return a message about one value, with its location and text."""
     return _located(_about(path, value, text, sources), path, "", sources).text
 
 

@@ -263,12 +263,7 @@ def note_of(path: Path) -> str | None:
 
 
 def advice(path: Path, prefix: str = "") -> str:
-    """Return the end of a message about a foreign key, or "".
-
-    Args:
-        path: path of the key.
-        prefix: beginning of a key in the message, such as "--".
-    """
+    """Return the end of a message about a foreign key, with `prefix` before its name, or ""."""
     if key := key_of(path):
         return f"; did you mean {prefix}{key}?"
     return f": {note}" if (note := note_of(path)) else ""

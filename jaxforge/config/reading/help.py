@@ -34,9 +34,6 @@ def contents() -> str:
 def topic(name: str) -> Group:
     """Return the help of a section, of a key, of all keys with a name, or with "all" of everything.
 
-    Args:
-        name: such as "optimizer", "optimizer.lr" or "lr".
-
     Raises:
         UserError: no section or key has this name.
     """

@@ -99,11 +99,6 @@ def rewrite(
 ) -> tuple[dict[Any, Any], dict[Path, int]]:
     """Return the tables of a file and the lines of its keys, in jaxforge's form.
 
-    Args:
-        values: Section -> key -> value, as the file gives them.
-        lines: Path of each key -> line.
-        source: Source of the tables, for messages.
-
     Raises:
         UserError: If the file gives a key different values by two names.
     """
@@ -123,9 +118,6 @@ def drop_ineffective(values: dict[Any, Any]) -> tuple[str, ...]:
     """Remove the keys that have an effect only in PyTorch, and return a line about each.
 
     A file with such a key was written for KempnerForge, and gets its default warm-up.
-
-    Args:
-        values: Section -> key -> value, of the file and the command line.
     """
     notes = []
     for (section, key), answer in NO_EFFECT.items():

@@ -48,12 +48,7 @@ def load_unresolved(
 def load_config(
     path: str | Path | None, overrides: Sequence[str] = (), trusts: Decision = trust.own
 ) -> JobConfig:
-    """Load a config and resolve its durations without devices and data.
-
-    Args:
-        path: A TOML file, or None for the defaults.
-        overrides: Settings such as "--train.lr=3e-4"; the last setting of a key applies.
-        trusts: Decides whether plugins of the file are imported. Plugins in `overrides` always are.
+    """Load a config as `load_unresolved`, and resolve its durations without devices and data.
 
     Raises:
         UserError: As `load_unresolved`, and if a duration depends on devices or data.
@@ -67,11 +62,6 @@ def load_config_of_run(path: Path, run: Path, overrides: Sequence[str] = ()) -> 
     The file may be untrusted: its author decides the computation, but never which files are written
     or which compiled code is loaded (`Flag.SIDE_EFFECT`). Plugins are imported only if the run is
     trusted.
-
-    Args:
-        path: The TOML file.
-        run: The run directory.
-        overrides: The user's settings, which override the file.
 
     Raises:
         UserError: As `load_config`.
@@ -90,13 +80,6 @@ def make_config(
     trusts: Decision = trust.own,
 ) -> JobConfig:
     """Combine defaults, tables and settings, and validate the result.
-
-    Args:
-        values: Section -> key -> value, as a TOML file would give them.
-        overrides: Settings such as "--train.lr=3e-4"; the last setting of a key applies.
-        source: Source of the tables, for messages.
-        trusts: Decides whether plugins of the tables are imported. Plugins in `overrides` always
-            are.
 
     Raises:
         UserError: If a value is invalid.
@@ -146,9 +129,6 @@ def parse_overrides(arguments: Sequence[str]) -> list[Setting]:
 
     A value is a Python literal, a TOML table or array, or else text. `--section.flag` alone means
     true. A table value sets only the keys that it contains; an empty table means its defaults.
-
-    Args:
-        arguments: Such as "--train.lr=3e-4", "--data.datasets=[{'path': 'a'}]".
 
     Raises:
         UserError: If arguments are not settings; the message lists all of them.

@@ -124,10 +124,6 @@ def _written(start: Fraction, unit: str) -> int | str:
 def tables(file: str, temperature: object) -> dict[str, Any]:
     """Return `datasets` and `phases` of `[data]` from a mixture file.
 
-    Args:
-        file: the value of `data.mixture_file`.
-        temperature: the value of `data.mix_temperature`.
-
     Raises:
         UserError: the file cannot be read, or is invalid.
     """

@@ -18,12 +18,7 @@ _MOST = 60  # settings in a message
 
 
 def refusal(path: Path, text: str) -> UserError:
-    """Return the error for a config that is not TOML, with its settings in TOML.
-
-    Args:
-        path: the file.
-        text: its content.
-    """
+    """Return the error for a config that is not TOML, with its settings in TOML."""
     try:
         document = parse_yaml(text, path)
     except UserError:
@@ -94,10 +89,6 @@ class _Loader(yaml.SafeLoader):
 
 def parse_yaml(text: str, path: Path) -> Any:  # noqa: ANN401 (validated by the caller)
     """Parse a document.
-
-    Args:
-        text: the document.
-        path: its file, for messages.
 
     Raises:
         UserError: the document is not valid YAML, or exceeds a limit.

@@ -112,12 +112,7 @@ def nearest_keys(path: Path) -> list[str]:
 
 
 def is_misspelt_table(path: Path, names: Iterable[object]) -> bool:
-    """Return whether an unknown table has a name similar to that of a table with some of its keys.
-
-    Args:
-        path: path of the unknown table.
-        names: names of its keys.
-    """
+    """Return whether an unknown table is named almost like a table that has some of its keys."""
     near = get_close_matches(str(path[-1]), JobConfig.model_fields, n=1, cutoff=_ALIKE_ELSEWHERE)
     return any(f"{table}.{name}" in all_keys() for table in near for name in names)
 

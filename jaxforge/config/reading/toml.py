@@ -26,10 +26,6 @@ _LINE_COLUMN = re.compile(r" \(at line (\d+), column (\d+)\)$")
 def parse(text: str, where: str) -> dict[str, Any]:
     """Parse a document.
 
-    Args:
-        text: the document.
-        where: its file, for messages.
-
     Raises:
         UserError: the document is not valid TOML, or exceeds a limit.
     """
@@ -98,9 +94,6 @@ def key_lines(text: str) -> dict[Path, int]:
 
     Keys of inline tables have no entry; `line_of` returns the line of the table. The items of
     `[[a.b]]` are numbered: ("a", "b", 0).
-
-    Args:
-        text: A valid TOML document.
     """
     lines: dict[Path, int] = {}
     items: Counter[Path] = Counter()  # number of [[tables]] by name so far
