@@ -51,7 +51,9 @@ def with_equal_shards(config: JobConfig, mesh: Mesh) -> dict[str, int]:
     moves to dp_replicate. Parameters are then sharded over the former and replicated over the
     latter. The split of the batch is unchanged.
     """
-    width = math.gcd(*config.model.split_widths)
+    latents = config.model.latent_attention
+    ranks = (latents.q_rank or 0, latents.kv_rank) if config.model.has_latent_attention else ()
+    width = math.gcd(config.model.dim, *ranks)
     shards = math.gcd(mesh["dp_shard"], width // (mesh["cp"] * mesh["ep"]))
     copies = mesh["dp_shard"] // shards
     return {**mesh, "dp_replicate": mesh["dp_replicate"] * copies, "dp_shard": shards}
@@ -93,23 +95,6 @@ def shares_are_equal(config: JobConfig, mesh: Mesh) -> Iterator[Problem]:
         )
 
 
-def convolutions_fit_parts(config: JobConfig, mesh: Mesh) -> Iterator[Problem]:
-    """Require parts of sequences that are as long as the reach of the mixers' convolutions."""
-    parts = mesh["cp"]
-    if parts == 1:
-        return
-    parts *= 2 if cp_strategy(config) == "ring" else 1
-    for mixer, table in config.model.mixer_tables.items():
-        size = getattr(table, "conv_size", 1)  # some mixers have no convolution
-        if config.train.seq_len // parts < size - 1:
-            yield Problem(
-                f"train.seq_len = {config.train.seq_len} in {parts} parts is shorter than the "
-                f"{size - 1} earlier tokens that model.{mixer}.conv_size = {size} reaches",
-                {"train.seq_len": parts * max(size - 1, mesh["tp"])},
-                smaller_axis(config, "cp", mesh["cp"]),
-            )
-
-
 def heads_divide_by_cp(config: JobConfig, mesh: Mesh) -> Iterator[Problem]:
     """Require for "ulysses" that the heads of a tensor-parallel rank divide over cp."""
     n_heads, product = config.model.n_heads, mesh["cp"] * mesh["tp"]
@@ -133,6 +118,23 @@ def seq_len_divides_by_ring_chunks(config: JobConfig, mesh: Mesh) -> Iterator[Pr
             multiples("train.seq_len", length, unit),
             smaller_axis(config, "cp", mesh["cp"]),
         )
+
+
+def convolutions_fit_parts(config: JobConfig, mesh: Mesh) -> Iterator[Problem]:
+    """Require parts of sequences that are as long as the reach of the mixers' convolutions."""
+    parts = mesh["cp"]
+    if parts == 1:
+        return
+    parts *= 2 if cp_strategy(config) == "ring" else 1
+    for mixer, table in config.model.mixer_tables.items():
+        size = getattr(table, "conv_size", 1)  # some mixers have no convolution
+        if config.train.seq_len // parts < size - 1:
+            yield Problem(
+                f"train.seq_len = {config.train.seq_len} in {parts} parts is shorter than the "
+                f"{size - 1} earlier tokens that model.{mixer}.conv_size = {size} reaches",
+                {"train.seq_len": parts * max(size - 1, mesh["tp"])},
+                smaller_axis(config, "cp", mesh["cp"]),
+            )
 
 
 def attention_weights_need_whole_sequences(config: JobConfig, mesh: Mesh) -> Iterator[Problem]:
@@ -298,21 +300,3 @@ def pipeline_offloads_nothing(config: JobConfig, mesh: Mesh) -> Iterator[Problem
             f"{mesh['pp']} is not supported: the arrays of a stage stay on its device",
             smaller_axis(config, "pp", mesh["pp"]),
         )
-
-
-MESH_RULES: tuple[Rule, ...] = (
-    shares_are_equal,
-    heads_divide_by_cp,
-    seq_len_divides_by_ring_chunks,
-    convolutions_fit_parts,
-    attention_weights_need_whole_sequences,
-    global_batch_divides,
-    batch_sizes_agree,
-    every_stage_has_layers,
-    microbatches_fill_pipeline,
-    different_stages_exchange_in_groups,
-    biased_stages_have_equal_layers,
-    ep_has_experts,
-    fp8_experts_have_no_stages,
-    pipeline_offloads_nothing,
-)

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from jaxforge.cli.suggestions import choices
-from jaxforge.config.axes import Mesh, Rule
+from jaxforge.config.axes import Mesh
 from jaxforge.config.eval import (
     BEST_METRIC,
     EARLY_STOP_METRIC,
@@ -105,15 +105,6 @@ _STEP_METRIC_GROUPS = {
     "attention", "gpu", "goodput",
 }  # fmt: skip
 """First parts of the names of metrics that a logged step may have."""
-
-
-EVAL_RULES: tuple[Rule, ...] = (
-    eval_has_source,
-    captures_have_source,
-    captured_layers_exist,
-    best_metric_is_logged,
-    early_stop_metric_is_logged,
-)
 
 
 def _tasks_are_named(key: str, config: JobConfig) -> Iterator[str]:

@@ -92,7 +92,11 @@ def _unused(config: JobConfig) -> Iterator[str]:
 
     Values equal to the default do not count, because the config of a run contains all keys.
     """
-    changed = {key: value for key, value in config.changed_settings.items() if value is not False}
+    defaults = JobConfig().settings
+    changed = {
+        key: value for key, value in config.settings.items()
+        if value is not False and value != defaults[key]
+    }  # fmt: skip
     unused: dict[tuple[str, Needs], list[str]] = {}
     for key, needed, needs in _unmet(config):
         unused.setdefault((needed, needs), []).extend(

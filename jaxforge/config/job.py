@@ -117,12 +117,6 @@ class JobConfig(Section):
         """All settings by dotted key, as "optimizer.muon.momentum", in the order of the file."""
         return dict(_by_key(self))
 
-    @property
-    def changed_settings(self) -> dict[str, Any]:
-        """The settings that differ from their default, by dotted key."""
-        defaults = type(self)().settings
-        return {key: value for key, value in self.settings.items() if value != defaults[key]}
-
     def to_toml(self) -> str:
         """Return the resolved config as TOML that loads back to an equal config.
 

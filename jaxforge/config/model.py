@@ -399,13 +399,6 @@ class ModelConfig(MixerTables):
         return LATENT_ATTENTION in self.mixer_pattern
 
     @property
-    def split_widths(self) -> tuple[int, ...]:
-        """Widths of matrices along which devices store shards of them."""
-        ranks = (self.latent_attention.q_rank, self.latent_attention.kv_rank)
-        latents = [rank for rank in ranks if rank] if self.has_latent_attention else []
-        return (self.dim, *latents)
-
-    @property
     def ffn_dim(self) -> int:
         """Width of the dense feed-forward: `ffn_hidden_dim`, or Llama's rule rounded up to 256."""
         return scaled_width(self.dim) if self.ffn_hidden_dim is None else self.ffn_hidden_dim
@@ -507,11 +500,6 @@ class ModelConfig(MixerTables):
         """Names of the stacks of layers with experts."""
         has_experts = self.has_experts
         return tuple(name for name, layers in self.stacks.items() if has_experts[layers[0]])
-
-    @property
-    def has_router_state(self) -> bool:
-        """True if routers have non-trainable state."""
-        return self.is_moe and self.bias_update != "none"
 
     @property
     def expert_dim(self) -> int:

@@ -6,14 +6,15 @@ violation, or a `Problem`, whose changes `check` tries before it proposes them. 
 """
 
 import functools
+import inspect
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Set
 
 from pydantic import ValidationError
 
-from jaxforge.config.axes import MESH_RULES, Mesh, Rule, declared_sizes
-from jaxforge.config.eval_rules import EVAL_RULES
+from jaxforge.config import axes, eval_rules, section_rules
+from jaxforge.config.axes import Mesh, Rule, declared_sizes
 from jaxforge.config.job import JobConfig
 from jaxforge.config.problems import (
     Change,
@@ -23,10 +24,15 @@ from jaxforge.config.problems import (
     nearest,
     problems_by_message,
 )
-from jaxforge.config.section_rules import SECTION_RULES
 from jaxforge.errors import UserError
 
-RULES: tuple[Rule, ...] = (*SECTION_RULES, *EVAL_RULES, *MESH_RULES)
+RULES: tuple[Rule, ...] = tuple(
+    rule
+    for module in (section_rules, eval_rules, axes)
+    for name, rule in vars(module).items()
+    if inspect.isgeneratorfunction(rule) and rule.__module__ == module.__name__ and name[0] != "_"
+)
+"""The public generator functions of these modules, in their order."""
 
 
 def check(config: JobConfig, n_devices: int) -> None:

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator
 
 from jaxforge.cli.suggestions import choices
-from jaxforge.config.axes import Mesh, Rule, data_parallel
+from jaxforge.config.axes import Mesh, data_parallel
 from jaxforge.config.facts import Location, facts
 from jaxforge.config.job import JobConfig, short_toml
 from jaxforge.config.optimizer import BUILT_IN
@@ -14,6 +14,76 @@ from jaxforge.storage import urls
 
 _TRIED = 256  # shorter sequences
 _REPORT_SEC = 20  # after train.hang_timeout: all processes report a hang, process 0 ends last
+
+
+def adapters_have_model(config: JobConfig, mesh: Mesh) -> Iterator[Problem]:
+    """Require that adapters load the model that they adapt."""
+    if config.lora.rank and "model" in config.checkpoint.exclude_from_loading:
+        yield Problem(
+            f"lora.rank = {config.lora.rank} adapts the model of checkpoint.load_path, and "
+            '"model" in checkpoint.exclude_from_loading leaves it out',
+            {"lora.rank": 0},
+        )
+
+
+def objective_has_one_loss(config: JobConfig, mesh: Mesh) -> Iterator[Problem]:
+    """Refuse a registered loss with an objective that defines its own."""
+    train = config.train
+    if train.objective != "next_token" and train.loss_fn not in CROSS_ENTROPIES:
+        yield Problem(
+            f'train.objective = "{train.objective}" defines the loss, and train.loss_fn = '
+            f'"{train.loss_fn}" defines another one',
+            {"train.loss_fn": CROSS_ENTROPIES[0]},
+        )
+
+
+def distillation_has_teacher(config: JobConfig, mesh: Mesh) -> Iterator[str | Problem]:
+    """Require the teacher of a distillation or its logits, at most one per entry of the vocabulary."""
+    section, entries = config.distillation, config.model.vocab_size
+    if config.train.objective != "distillation":
+        return
+    if section.teacher is None and section.logits is None:
+        yield (
+            'train.objective = "distillation" requires a teacher: set distillation.teacher to its '
+            "checkpoint, or distillation.logits to its saved logits"
+        )
+    if section.teacher is not None and section.logits is not None:
+        yield "distillation.teacher and distillation.logits are both set: remove one of them"
+    if section.top_k > entries:
+        yield Problem(
+            f"distillation.top_k = {section.top_k} exceeds model.vocab_size = {entries}",
+            {"distillation.top_k": entries},
+        )
+
+
+def dpo_has_pairs_and_reference(config: JobConfig, mesh: Mesh) -> Iterator[str | Problem]:
+    """Require data and a reference for DPO, without terms of the cross-entropy, which it lacks."""
+    data, dpo = config.data, 'train.objective = "dpo"'
+    if config.train.objective != "dpo":
+        return
+    if config.dpo.reference is None and config.checkpoint.load_path is None:
+        yield (
+            f"{dpo} requires a trained model: set checkpoint.load_path to it, and dpo.reference if "
+            "the reference is another model"
+        )
+    elif config.dpo.reference is None and config.lora.adapter is not None:
+        yield (
+            f"{dpo} with lora.adapter starts from an adapted model: set dpo.reference to a run "
+            "with its merged weights, or to the base model"
+        )
+    if not (data.dataset_path or data.datasets):
+        yield (
+            f"{dpo} requires pairs of answers: set data.dataset_path to the output of jaxforge "
+            "prepare --preferences"
+        )
+    if weight := config.train.z_loss_weight:
+        what = f"{dpo} has no z-loss: train.z_loss_weight = {weight:g}"
+        yield Problem(what, {"train.z_loss_weight": 0.0})
+    if depth := config.model.mtp_depth:
+        yield Problem(
+            f"{dpo} does not train modules of multi-token prediction: model.mtp_depth = {depth}",
+            {"model.mtp_depth": 0},
+        )
 
 
 def seq_len_fits_model(config: JobConfig, mesh: Mesh) -> Iterator[Problem]:
@@ -215,76 +285,6 @@ def hang_is_reported_before_the_end(config: JobConfig, mesh: Mesh) -> Iterator[P
     )
 
 
-def adapters_have_model(config: JobConfig, mesh: Mesh) -> Iterator[Problem]:
-    """Require that adapters load the model that they adapt."""
-    if config.lora.rank and "model" in config.checkpoint.exclude_from_loading:
-        yield Problem(
-            f"lora.rank = {config.lora.rank} adapts the model of checkpoint.load_path, and "
-            '"model" in checkpoint.exclude_from_loading leaves it out',
-            {"lora.rank": 0},
-        )
-
-
-def objective_has_one_loss(config: JobConfig, mesh: Mesh) -> Iterator[Problem]:
-    """Refuse a registered loss with an objective that defines its own."""
-    train = config.train
-    if train.objective != "next_token" and train.loss_fn not in CROSS_ENTROPIES:
-        yield Problem(
-            f'train.objective = "{train.objective}" defines the loss, and train.loss_fn = '
-            f'"{train.loss_fn}" defines another one',
-            {"train.loss_fn": CROSS_ENTROPIES[0]},
-        )
-
-
-def distillation_has_teacher(config: JobConfig, mesh: Mesh) -> Iterator[str | Problem]:
-    """Require either the teacher of a distillation or its logits, of which there are top_k."""
-    section, entries = config.distillation, config.model.vocab_size
-    if config.train.objective != "distillation":
-        return
-    if section.teacher is None and section.logits is None:
-        yield (
-            'train.objective = "distillation" requires a teacher: set distillation.teacher to its '
-            "checkpoint, or distillation.logits to its saved logits"
-        )
-    if section.teacher is not None and section.logits is not None:
-        yield "distillation.teacher and distillation.logits are both set: remove one of them"
-    if section.top_k > entries:
-        yield Problem(
-            f"distillation.top_k = {section.top_k} exceeds model.vocab_size = {entries}",
-            {"distillation.top_k": entries},
-        )
-
-
-def dpo_has_pairs_and_reference(config: JobConfig, mesh: Mesh) -> Iterator[str | Problem]:
-    """Require data and a reference for DPO, without terms of the cross-entropy, which it lacks."""
-    data, dpo = config.data, 'train.objective = "dpo"'
-    if config.train.objective != "dpo":
-        return
-    if config.dpo.reference is None and config.checkpoint.load_path is None:
-        yield (
-            f"{dpo} requires a trained model: set checkpoint.load_path to it, and dpo.reference if "
-            "the reference is another model"
-        )
-    elif config.dpo.reference is None and config.lora.adapter is not None:
-        yield (
-            f"{dpo} with lora.adapter starts from an adapted model: set dpo.reference to a run "
-            "with its merged weights, or to the base model"
-        )
-    if not (data.dataset_path or data.datasets):
-        yield (
-            f"{dpo} requires pairs of answers: set data.dataset_path to the output of jaxforge "
-            "prepare --preferences"
-        )
-    if weight := config.train.z_loss_weight:
-        what = f"{dpo} has no z-loss: train.z_loss_weight = {weight:g}"
-        yield Problem(what, {"train.z_loss_weight": 0.0})
-    if depth := config.model.mtp_depth:
-        yield Problem(
-            f"{dpo} does not train modules of multi-token prediction: model.mtp_depth = {depth}",
-            {"model.mtp_depth": 0},
-        )
-
-
 def locations_are_supported(config: JobConfig, mesh: Mesh) -> Iterator[str]:
     """Refuse URLs that are malformed, or that a key does not accept (`facts.Location`).
 
@@ -313,29 +313,6 @@ def runs_with_files_are_local(config: JobConfig, mesh: Mesh) -> Iterator[str]:
             f"checkpoint.export_interval and export_last write local files: not with {run}; "
             "convert its checkpoints with `jaxforge convert`"
         )
-
-
-SECTION_RULES: tuple[Rule, ...] = (
-    adapters_have_model,
-    objective_has_one_loss,
-    distillation_has_teacher,
-    dpo_has_pairs_and_reference,
-    seq_len_fits_model,
-    tokens_of_an_update_fit_int32,
-    text_datasets_have_tokenizer,
-    eos_is_in_vocabulary,
-    streaming_has_dataset,
-    phase_weights_name_sources,
-    torch_ranks_share_a_microbatch,
-    used_average_exists,
-    fp8_has_layers,
-    schedule_free_has_no_schedule,
-    moment_storage_is_supported,
-    logits_can_be_clipped,
-    hang_is_reported_before_the_end,
-    locations_are_supported,
-    runs_with_files_are_local,
-)
 
 
 def _no_source(name: str, names: list[str]) -> str:

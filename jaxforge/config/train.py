@@ -283,20 +283,12 @@ class TrainConfig(Section):
 
     def stages(self) -> tuple[Stage, ...]:
         """Return the stages of the batch size; a single stage without a ramp."""
-        return tuple(Stage(stage.start, self._accum_of(stage)) for stage in self.batch_ramp) or (
-            Stage(0, self.grad_accum_steps),
-        )
-
-    def _accum_of(self, stage: BatchStage) -> int:
-        if stage.grad_accum_steps is not None:
-            return stage.grad_accum_steps
-        assert stage.global_batch_size
-        return self._microbatches(stage.global_batch_size)
-
-    def _microbatches(self, sequences: int) -> int:
-        """Return the microbatches of an update with this many sequences."""
-        assert self.global_batch_size
-        return sequences * self.grad_accum_steps // self.global_batch_size
+        whole = self.global_batch_size or 0
+        sizes = ((x.start, x.grad_accum_steps, x.global_batch_size) for x in self.batch_ramp)
+        return tuple(
+            Stage(start, accum or (batch or 0) * self.grad_accum_steps // whole)
+            for start, accum, batch in sizes
+        ) or (Stage(0, self.grad_accum_steps),)
 
     def ramp(self, dp: int) -> BatchRamp:
         """Return the batch ramp in sequences, on `dp` data-parallel ranks."""

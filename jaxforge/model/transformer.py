@@ -245,7 +245,8 @@ class Model:
                 those of modules of multi-token prediction under MTP, by depth.
             progress: completed fraction of the run's steps.
         """
-        if self.config.has_router_state and self.adapters is None:  # else routers are frozen
+        has_state = self.config.is_moe and self.config.bias_update != "none"
+        if has_state and self.adapters is None:  # else routers are frozen
             state = moe.next_state(self.config, state, stats, self.stack, progress)
         if self.recipe is not None and self.recipe.scaling == "delayed":
             state = fp8_layers.next_histories(self.config, state, stats[LAYERS]["amax"], self.stack)

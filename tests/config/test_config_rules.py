@@ -3,14 +3,12 @@
 import math
 import random
 import re
-from inspect import isgeneratorfunction
 
 import pytest
 
 from jaxforge.config import (
     axes,
     check,
-    eval_rules,
     load_config,
     mesh_shape,
     rules,
@@ -710,14 +708,6 @@ def test_objective_refuses_a_registered_loss():
     train = config.train.model_copy(update={"loss_fn": "smoothed"})
     with pytest.raises(UserError, match=r'change train.loss_fn to "cross_entropy"'):
         check(config.model_copy(update={"train": train}), 1)
-
-
-@pytest.mark.parametrize("module", [axes, eval_rules, section_rules])
-def test_check_runs_all_rules(module):
-    functions = (value for value in vars(module).values() if isgeneratorfunction(value))
-    names = {function.__name__ for function in functions if function.__module__ == module.__name__}
-    public = {name for name in names if not name.startswith("_")}
-    assert public == {rule.__name__ for rule in rules.RULES if rule.__module__ == module.__name__}
 
 
 def test_mesh_shape_resolves_dp_shard():

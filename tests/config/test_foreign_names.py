@@ -76,7 +76,7 @@ def test_tables_of_other_frameworks_are_explained_by_key(tmp_path):
 
 def test_suggested_keys_exist_and_names_are_unique():
     keys = all_keys()
-    names = [name for group in foreign_names.NAMES.values() for name in group.split()]
+    names = [name for group in foreign_names.NAMES.values() for name in group]
     names += [name for group in foreign_names.NOTES for name in group.split()]
     assert set(foreign_names.NAMES) <= keys.keys()
     assert len(names) == len(set(names))

@@ -78,6 +78,10 @@ STORED_AS: dict[Path, Path] = {
 }  # fmt: skip
 """Keys that are read, and the stored key of each; 0 is the index of a table in a list."""
 
+_NAMES: dict[Path, Path] = {
+    ("model", _HEAD_DIM): ("model", "head_dim"),
+    ("plugins", "hooks"): ("plugins", "callbacks"),  # in configs of runs before November 2026
+}
 _TABLES = {"muon_": "muon", "soap_": "soap", "schedule_free_": "schedule_free_adamw"}
 """Beginning of flat keys of `[optimizer]` -> table."""
 
@@ -136,8 +140,8 @@ def drop_ineffective(values: dict[Any, Any]) -> tuple[str, ...]:
 
 def renamed(path: Path) -> Path:
     """Return the path of a setting by its name in jaxforge."""
-    if path[:2] == ("model", _HEAD_DIM):
-        return ("model", "head_dim", *path[2:])
+    if path[:2] in _NAMES:
+        return (*_NAMES[path[:2]], *path[2:])
     key = str(path[1]) if path[0] == "optimizer" and len(path) > 1 else ""
     for start, table in _TABLES.items():
         if key.startswith(start) and key not in _TABLES.values():
