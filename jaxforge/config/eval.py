@@ -183,12 +183,11 @@ class EvalConfig(Section):
 
     def schedules(self) -> dict[str, EvalSchedule]:
         """Return the schedule of each set by name; a single set may have the name ""."""
-        own = EvalSchedule(self.interval, self.start_step, self.steps)
-        schedules = dict.fromkeys(self.sources(), own)
+        usual, schedules = EvalSchedule(self.interval, self.start_step, self.steps), {}
         for dataset in self.datasets:
-            given = {key: getattr(dataset, key) for key in EvalSchedule._fields}
-            given = {key: value for key, value in given.items() if value is not None}
-            schedules[dataset.name] = own._replace(**given)
+            values = {key: getattr(dataset, key) for key in EvalSchedule._fields}
+            changes = {key: value for key, value in values.items() if value is not None}
+            schedules[dataset.name] = usual._replace(**changes)
         return schedules
 
     def due_sets(self, step: int) -> list[str]:

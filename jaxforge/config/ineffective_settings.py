@@ -184,7 +184,7 @@ def _evaluation(config: JobConfig) -> Iterator[str]:
                 + describe_change({"eval.enabled": True})
             )
         return
-    messages = []
+    messages: list[str] = []
     for i, schedule in enumerate(section.schedules().values()):
         dataset, table = section.datasets[i], f"eval.datasets[{i}]"
         interval_key = "eval.interval" if dataset.interval is None else f"{table}.interval"

@@ -38,7 +38,7 @@ def objective_has_one_loss(config: JobConfig, mesh: Mesh) -> Iterator[Problem]:
 
 
 def distillation_has_teacher(config: JobConfig, mesh: Mesh) -> Iterator[str | Problem]:
-    """Require the teacher of a distillation or its logits, at most one per entry of the vocabulary."""
+    """Require the teacher of a distillation or its logits, at most as many as tokens exist."""
     section, entries = config.distillation, config.model.vocab_size
     if config.train.objective != "distillation":
         return
