@@ -23,8 +23,8 @@ from jaxtyping import Array, Float, Int
 from pictures import picture, power_of_two
 from results import ELSEWHERE, arguments, write_json
 
+from jaxforge.config.eval import STREAM
 from jaxforge.config.job import JobConfig
-from jaxforge.config.points import STREAM
 from jaxforge.config.reading.load import make_config
 from jaxforge.model.layer import Capture
 from jaxforge.model.transformer import Model, Params, build_model

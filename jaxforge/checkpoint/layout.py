@@ -30,7 +30,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from jaxtyping import PyTree
 
 from jaxforge.checkpoint.paths import EMA, is_optional, is_precision_specific
-from jaxforge.config.lora import ADAPTER
+from jaxforge.config.fine_tuning import ADAPTER
 from jaxforge.config.model import EXPERTS, LAYERS
 from jaxforge.config.optimizer import EXPERT_FIELD
 from jaxforge.model.transformer import Params, join

@@ -60,7 +60,7 @@ from jaxforge.checkpoint.sealed_progress import (
 )
 from jaxforge.checkpoint.weights import Weights
 from jaxforge.config.checkpoint import CheckpointConfig
-from jaxforge.config.directions import higher_is_better
+from jaxforge.config.eval import higher_is_better
 from jaxforge.errors import JobStorageError, PeerLostError, UserError
 from jaxforge.optim.trees import join, split
 from jaxforge.parallel.multihost import peer_lost_error

@@ -8,7 +8,7 @@ from jaxtyping import PyTree
 
 from jaxforge.checkpoint import layout
 from jaxforge.checkpoint.paths import is_precision_specific
-from jaxforge.config.lora import is_adapter
+from jaxforge.config.fine_tuning import is_adapter
 from jaxforge.config.model import MTP
 from jaxforge.errors import UserError
 

@@ -182,7 +182,7 @@ class CommandParser(argparse.ArgumentParser):
 
 def add_activation_options(parser: argparse.ArgumentParser, inputs: str) -> None:
     """Add `--activations`, and the choice of points, layers and sequences of `inputs`."""
-    from jaxforge.config.points import POINTS  # imports the config, which is slow
+    from jaxforge.config.eval import POINTS  # imports the config, which is slow
 
     add = parser.add_argument
     add("--activations", metavar="DIR", type=Path,

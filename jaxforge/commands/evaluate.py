@@ -3,7 +3,7 @@
 RUN is a run directory, or one of its checkpoints (`RUN/checkpoints/step_100`). The evaluation sets
 are those of the run's `[eval]`, or of `--set`. Settings such as `--distributed.tp=2` define the
 device mesh; by default all devices are used (`dp_shard`). `--activations DIR` saves the activations
-of sequences of the sets instead: for each point (`config/points.py`) a NumPy file
+of sequences of the sets instead: for each point (`config/eval.py`) a NumPy file
 (`training/activation_files.py`). DIR appears when it is complete.
 """
 

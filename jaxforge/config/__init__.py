@@ -10,21 +10,18 @@ from jaxforge.config.axes import AXES
 from jaxforge.config.checkpoint import CheckpointConfig, DynCkptWindow
 from jaxforge.config.data import DataConfig, DatasetSource, TrainingPhase
 from jaxforge.config.distributed import DistributedConfig
-from jaxforge.config.early_stop import EarlyStopConfig
 from jaxforge.config.eval import EvalConfig, EvalDataset
+from jaxforge.config.fine_tuning import DistillationConfig, DpoConfig, LoraConfig
 from jaxforge.config.ineffective_settings import answers
 from jaxforge.config.job import JobConfig
-from jaxforge.config.lora import LoraConfig
-from jaxforge.config.metrics import MetricsConfig
+from jaxforge.config.metrics import MetricsConfig, ProfilingConfig
 from jaxforge.config.model import ModelConfig, RopeScaling
-from jaxforge.config.objective import DistillationConfig, DpoConfig
 from jaxforge.config.optimizer import OptimizerConfig
 from jaxforge.config.plugins import PluginsConfig
-from jaxforge.config.profiling import ProfilingConfig
 from jaxforge.config.reading.load import load_config, load_unresolved
 from jaxforge.config.reading.unresolved import UnresolvedConfig
 from jaxforge.config.rules import check, mesh_shape
-from jaxforge.config.scheduler import SchedulerConfig
+from jaxforge.config.scheduler import EarlyStopConfig, SchedulerConfig
 from jaxforge.config.train import BatchStage, TrainConfig
 
 __all__ = [

@@ -6,8 +6,8 @@ from typing import Annotated, Literal, NamedTuple
 
 from pydantic import NonNegativeInt
 
-from jaxforge.config.directions import Mode
 from jaxforge.config.duration import Every, PositiveSteps, Steps
+from jaxforge.config.eval import Mode
 from jaxforge.config.facts import Flag, Interval, Needs, Requires
 from jaxforge.config.section import AnyPath, BucketPath, DiskPath, MemoryPath, Section
 
@@ -23,8 +23,7 @@ class DynCkptWindow(Section):
     stop: Steps = 512
     """Last step of the window."""
 
-    def problems(self) -> Iterator[str]:
-        """Yield the broken rules between the keys of this table."""
+    def _problems(self) -> Iterator[str]:
         if self.stop < self.start:
             yield f"stop = {self.stop} must be at least start = {self.start}"
 
@@ -103,8 +102,7 @@ class CheckpointConfig(Section):
     exclude_from_loading: tuple[Literal["model", "optimizer", "progress"], ...] = ()
     """Parts of load_path that are not loaded. Without "model", weights are new."""
 
-    def problems(self) -> Iterator[str]:
-        """Yield the broken rules between the keys of this section."""
+    def _problems(self) -> Iterator[str]:
         if self.branch_from is not None:
             yield from self._branch_problems(self.branch_from)
 

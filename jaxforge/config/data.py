@@ -45,8 +45,7 @@ class DatasetSource(Section):
         """Name of the source in metrics and phases."""
         return self.name or self.path or self.hf_name
 
-    def problems(self) -> Iterator[str]:
-        """Yield the broken rules between the keys of this table."""
+    def _problems(self) -> Iterator[str]:
         if not self.path and not self.hf_name:
             yield "a source requires path or hf_name"
 
@@ -125,8 +124,7 @@ class DataConfig(Section):
     phase_lr_lag: Annotated[bool, Needs("phases")] = False
     """Apply lr_scale from the second update of a phase, as KempnerForge does."""
 
-    def problems(self) -> Iterator[str]:
-        """Yield the broken rules between the keys of this section."""
+    def _problems(self) -> Iterator[str]:
         starts = [phase.start_step for phase in self.phases]
         if any(later <= earlier for earlier, later in pairwise(starts)):
             yield f"start_step of phases must increase: {starts}"

@@ -6,8 +6,7 @@ from typing import Annotated, Literal
 from pydantic import Field, PositiveInt
 
 from jaxforge.config.facts import Needs
-from jaxforge.config.section import Section
-from jaxforge.config.sizes import MOST_DEVICES, MOST_LAYERS, AxisSize
+from jaxforge.config.section import MOST_DEVICES, MOST_LAYERS, AxisSize, Section
 
 
 class DistributedConfig(Section):
@@ -52,8 +51,7 @@ class DistributedConfig(Section):
         """Virtual stages (groups of consecutive blocks) per stage."""
         return self.pp_chunks if self.pp > 1 and self.pp_schedule == "interleaved_1f1b" else 1
 
-    def problems(self) -> Iterator[str]:
-        """Yield the broken rules between the keys of this section."""
+    def _problems(self) -> Iterator[str]:
         if self.dp_shard == 0:
             yield "dp_shard = 0 must be at least 1, or -1 for all remaining devices"
         if self.elastic_processes and self.elastic_min_processes > self.elastic_processes:

@@ -1,13 +1,14 @@
-"""`[eval]`: evaluation during training."""
+"""`[eval]`: evaluation during training, and the names and directions of metrics that it logs."""
 
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from fnmatch import fnmatchcase
 from typing import Annotated, Literal, NamedTuple
 
 from pydantic import NonNegativeFloat, NonNegativeInt, PositiveInt
 
-from jaxforge.config import points
+from jaxforge.cli.suggestions import choices
 from jaxforge.config.duration import PositiveSteps, Steps
 from jaxforge.config.facts import Interval, Needs
 from jaxforge.config.section import BucketPath, LocalPath, Section
@@ -32,6 +33,33 @@ EVAL_FUNCTIONS = Registry("eval.functions", "accuracy")
 """Registered evaluation functions (`training.eval_functions`)."""
 
 
+Mode = Literal["auto", "min", "max"]
+"""Direction in a config: "min" if lower values are better, "max" if higher values are better."""
+
+_LOSS_GROUPS = ("loss", "terms")  # first parts of the names of losses
+_LOWER = ("loss", "perplexity", "bits_per_byte", "kl")  # endings of names
+_LOWER_NAMES = ("grad_norm", "step_time", "step_time_sec", "data_wait_sec")
+_HIGHER_NAMES = (
+    "acc", "acc_norm", "accuracy", "centered_acc", "core", "exact_match", "f1", "margin", "mcc",
+    "mfu", "mfu_causal", "tflops_per_device", "tokens_per_sec",
+)  # fmt: skip
+
+BEST_METRIC, EARLY_STOP_METRIC = "checkpoint.best_metric", "early_stop.metric"
+MODE_KEYS = {BEST_METRIC: "checkpoint.best_mode", EARLY_STOP_METRIC: "early_stop.mode"}
+"""Keys of metrics that a run compares, and of their modes."""
+
+STREAM = ("attention", "mlp", "residual")
+"""Points of each layer: both contributions to the residual stream, and the stream itself."""
+
+ATTENTION_WEIGHTS = "attention_weights"
+LOGITS = "logits"
+MAX_LOGITS = "max_logits"
+"""The largest attention logits: a value of layers, but not a point that `[eval]` can name."""
+
+POINTS = (*STREAM, ATTENTION_WEIGHTS, LOGITS)
+"""Names of all points."""
+
+
 class EvalDataset(Section):
     """`[[eval.datasets]]`: an evaluation set."""
 
@@ -54,8 +82,7 @@ class EvalDataset(Section):
     steps: PositiveInt | None = None
     """Batches per evaluation of this set; by default eval.steps."""
 
-    def problems(self) -> Iterator[str]:
-        """Yield the broken rules between the keys of this table."""
+    def _problems(self) -> Iterator[str]:
         if not re.fullmatch(r"[A-Za-z0-9_.-]*", self.name):
             yield f'name = "{self.name}" must consist of letters, digits, "_", "." and "-"'
         if not self.dataset_path and not self.hf_dataset_name:
@@ -137,11 +164,10 @@ class EvalConfig(Section):
     activations_set: Annotated[str, Needs("activations_interval")] = ""
     """Name of the captured evaluation set; if empty, the first set."""
 
-    def problems(self) -> Iterator[str]:
-        """Yield the broken rules between the keys of this section."""
+    def _problems(self) -> Iterator[str]:
         if self.sample_interval and not self.sample_prompts:
             yield 'sample_prompts = [] is empty: give prompts, or [""] to begin a document'
-        if problem := points.unknown(self.activations_points):
+        if problem := unknown_point(self.activations_points):
             yield f"activations_points: {problem}"
         if self.activations_interval and not self.activations_points:
             yield 'activations_points = [] is empty: give names of points, such as ["residual"]'
@@ -157,12 +183,11 @@ class EvalConfig(Section):
 
     def schedules(self) -> dict[str, EvalSchedule]:
         """Return the schedule of each set by name; a single set may have the name ""."""
-        own = EvalSchedule(self.interval, self.start_step, self.steps)
-        schedules = dict.fromkeys(self.sources(), own)
+        usual, schedules = EvalSchedule(self.interval, self.start_step, self.steps), {}
         for dataset in self.datasets:
-            given = {key: getattr(dataset, key) for key in EvalSchedule._fields}
-            given = {key: value for key, value in given.items() if value is not None}
-            schedules[dataset.name] = own._replace(**given)
+            values = {key: getattr(dataset, key) for key in EvalSchedule._fields}
+            changes = {key: value for key, value in values.items() if value is not None}
+            schedules[dataset.name] = usual._replace(**changes)
         return schedules
 
     def due_sets(self, step: int) -> list[str]:
@@ -193,7 +218,7 @@ class EvalConfig(Section):
     @property
     def captured_points(self) -> tuple[str, ...]:
         """Names of the captured points."""
-        return points.matching(self.activations_points)
+        return matching_points(self.activations_points)
 
     @property
     def reads_data(self) -> bool:
@@ -209,11 +234,43 @@ class EvalConfig(Section):
         return {dataset.name: dataset for dataset in self.datasets}
 
     def metric_names(self, *, has_average: bool = False) -> tuple[str, ...]:
-        """Return the metrics of an evaluation: over all sets, then for each named set.
-
-        Args:
-            has_average: whether the average of the parameters is evaluated too.
-        """
+        """Return the metrics of an evaluation: over all sets, then for each named set."""
         sets = ["", *(f"{dataset.name}/" for dataset in self.datasets if dataset.name)]
         metrics = [*METRICS, *(AVERAGE_PREFIX + metric for metric in METRICS if has_average)]
         return tuple(f"eval/{name}{metric}" for name in sets for metric in metrics)
+
+
+def higher_is_better(metric: str, mode: Mode = "auto") -> bool | None:
+    """Return whether higher values are better; None if neither mode nor name determine it."""
+    if mode != "auto":
+        return mode == "max"
+    group, *parts = metric.split("/")
+    names = [part for part in parts if not part.startswith(("layers.", "depths."))]
+    name = names[-1].removeprefix(AVERAGE_PREFIX) if names else group
+    if name in _HIGHER_NAMES:
+        return True
+    if group in _LOSS_GROUPS or name in _LOWER_NAMES or name.endswith(_LOWER):
+        return False
+    return None
+
+
+def unknown_direction(key: str, metric: str) -> str:
+    """Return the message for a metric whose direction is unknown."""
+    return (
+        f'{key} = "{metric}": the direction of this metric is unknown. Set {MODE_KEYS[key]} to '
+        '"min" if lower values are better, or to "max" if higher values are better'
+    )
+
+
+def matching_points(patterns: Iterable[str]) -> tuple[str, ...]:
+    """Return the points that match a pattern, such as "att*", in the order of `POINTS`."""
+    patterns = tuple(patterns)
+    return tuple(name for name in POINTS if any(fnmatchcase(name, pattern) for pattern in patterns))
+
+
+def unknown_point(patterns: Iterable[str]) -> str | None:
+    """Return a message about the first pattern that matches no name, or None."""
+    for pattern in patterns:
+        if not matching_points([pattern]):
+            return f'unknown point "{pattern}"{choices(pattern, POINTS)}'
+    return None

@@ -3,16 +3,15 @@
 from collections.abc import Iterator
 
 from jaxforge.cli.suggestions import choices
-from jaxforge.config.axes import Mesh, Rule
-from jaxforge.config.directions import (
+from jaxforge.config.axes import Mesh
+from jaxforge.config.eval import (
     BEST_METRIC,
     EARLY_STOP_METRIC,
+    TASKS_PREFIX,
     higher_is_better,
     unknown_direction,
 )
-from jaxforge.config.eval import TASKS_PREFIX
 from jaxforge.config.job import JobConfig
-from jaxforge.config.problems import Problem, single_change
 from jaxforge.config.train import CROSS_ENTROPIES
 
 
@@ -23,21 +22,6 @@ def eval_has_source(config: JobConfig, mesh: Mesh) -> Iterator[str]:
         yield (
             "eval.enabled = true requires data: set eval.datasets or eval.tasks, or "
             "eval.enabled = false"
-        )
-
-
-def evaluated_average_exists(config: JobConfig, mesh: Mesh) -> Iterator[Problem]:
-    """Require an average of the parameters if tasks evaluate it."""
-    section = config.eval
-    if not section.enabled or not section.has_tasks or config.train.averages_weights:
-        return
-    if section.tasks_weights == "ema":
-        yield Problem(
-            'eval.tasks_weights = "ema" requires train.ema_decay, which is 0',
-            (
-                single_change("train.ema_decay", 0.999),
-                single_change("eval.tasks_weights", "raw"),
-            ),
         )
 
 
@@ -121,16 +105,6 @@ _STEP_METRIC_GROUPS = {
     "attention", "gpu", "goodput",
 }  # fmt: skip
 """First parts of the names of metrics that a logged step may have."""
-
-
-EVAL_RULES: tuple[Rule, ...] = (
-    eval_has_source,
-    evaluated_average_exists,
-    captures_have_source,
-    captured_layers_exist,
-    best_metric_is_logged,
-    early_stop_metric_is_logged,
-)
 
 
 def _tasks_are_named(key: str, config: JobConfig) -> Iterator[str]:

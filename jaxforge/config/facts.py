@@ -46,13 +46,7 @@ class Needs:
         return self.absolute(key) + value
 
     def message(self, settings: Sequence[str], needed: str, value: object) -> str:
-        """Return the message about settings without effect.
-
-        Args:
-            settings: the settings, such as "train.ema_start = 10".
-            needed: the needed key, as the message names it.
-            value: its value.
-        """
+        """Return the message about settings without effect."""
         verb, them = ("have", "them") if len(settings) > 1 else ("has", "it")
         without = f"without {needed}" if value is None else f"with {needed} = {json.dumps(value)}"
         remedy = needed if self.value is None else f"{needed} to {json.dumps(self.value)}"
@@ -138,12 +132,7 @@ F = TypeVar("F")
 
 
 def facts(table: type[BaseModel], kind: type[F]) -> tuple[tuple[str, F], ...]:
-    """Return the facts of a kind with the dotted names of their keys, such as "datasets.path".
-
-    Args:
-        table: a section, a table of one, or the whole config.
-        kind: class of the facts.
-    """
+    """Return the facts of a kind with the dotted names of their keys, such as "datasets.path"."""
     return _facts(table, cast("Any", kind))  # mypy: a type is hashable
 
 

@@ -17,12 +17,7 @@ from jaxforge.storage import urls
 
 
 def ineffective_settings(config: JobConfig, platform: str) -> list[str]:
-    """Return the warnings about a config.
-
-    Args:
-        config: a config that has passed `rules.check`.
-        platform: JAX's name of the platform: "cpu", "gpu" or "tpu".
-    """
+    """Return the warnings about a config."""
     rates = [f"optimizer.{name}" for name in config.optimizer.large_rates(UNUSUAL_LR)]
     return [
         *rates,
@@ -36,11 +31,7 @@ def ineffective_settings(config: JobConfig, platform: str) -> list[str]:
 
 
 def answers(config: JobConfig) -> list[str]:
-    """Return a line for each key whose default differs from KempnerForge's.
-
-    Args:
-        config: a loaded config, which records the keys set by the user.
-    """
+    """Return a line for each key whose default differs from KempnerForge's."""
     scheduler, usual = config.scheduler, config.usual_warmup(10**9)
     is_ours = not config.is_set("scheduler.warmup_steps") and scheduler.warmup_steps < usual
     if is_ours and scheduler.name != "none":
@@ -101,7 +92,11 @@ def _unused(config: JobConfig) -> Iterator[str]:
 
     Values equal to the default do not count, because the config of a run contains all keys.
     """
-    changed = {key: value for key, value in config.changed_settings.items() if value is not False}
+    defaults = JobConfig().settings
+    changed = {
+        key: value for key, value in config.settings.items()
+        if value is not False and value != defaults[key]
+    }  # fmt: skip
     unused: dict[tuple[str, Needs], list[str]] = {}
     for key, needed, needs in _unmet(config):
         unused.setdefault((needed, needs), []).extend(
@@ -169,7 +164,7 @@ def schedule(config: JobConfig) -> Iterator[str]:
             + describe_change({"scheduler.stable_steps": max(0, last * 9 // 10 - warmup)})
         )
     yield from _phases(config)
-    yield from _evaluation(config, tenth)
+    yield from _evaluation(config)
     if config.checkpoint.interval > last and not config.checkpoint.epoch_interval:
         yield (
             f"checkpoint.interval = {config.checkpoint.interval:,} exceeds train.max_steps = "
@@ -178,7 +173,7 @@ def schedule(config: JobConfig) -> Iterator[str]:
         )
 
 
-def _evaluation(config: JobConfig, tenth: int) -> Iterator[str]:
+def _evaluation(config: JobConfig) -> Iterator[str]:
     """Yield evaluation sets that are never evaluated, and metrics that are never logged."""
     section, last = config.eval, config.train.max_steps
     if not section.enabled:
@@ -189,44 +184,35 @@ def _evaluation(config: JobConfig, tenth: int) -> Iterator[str]:
                 + describe_change({"eval.enabled": True})
             )
         return
-    messages = []
+    messages: list[str] = []
     for i, schedule in enumerate(section.schedules().values()):
         dataset, table = section.datasets[i], f"eval.datasets[{i}]"
         interval_key = "eval.interval" if dataset.interval is None else f"{table}.interval"
         start_key = "eval.start_step" if dataset.start_step is None else f"{table}.start_step"
-        if schedule.interval > last:
-            messages.append(
-                f"{interval_key} = {schedule.interval:,} exceeds train.max_steps = {last:,}, so "
-                f"evaluation never runs: change {describe_change({interval_key: tenth})}"
-            )
-        elif not schedule.due_steps(last):
-            messages.append(
-                f"{start_key} = {schedule.start_step:,} leaves no multiple of {interval_key} = "
-                f"{schedule.interval:,} up to train.max_steps = {last:,}, so evaluation never "
-                f"runs: change {describe_change({start_key: 0})}"
-            )
+        messages += _never_due(schedule, interval_key, start_key, last, "evaluation never runs")
     if section.has_tasks:
-        messages += _tasks_never_run(config, tenth)
+        key = "eval.interval" if section.tasks_interval is None else "eval.tasks_interval"
+        schedule = section.tasks_schedule()
+        messages += _never_due(schedule, key, "eval.start_step", last, "tasks are never evaluated")
     if not messages and section.sources():
         messages += _metrics_of_all_sets(config)
     yield from dict.fromkeys(messages)
 
 
-def _tasks_never_run(config: JobConfig, tenth: int) -> Iterator[str]:
-    """Yield the key whose value prevents every evaluation on tasks."""
-    section, last = config.eval, config.train.max_steps
-    schedule = section.tasks_schedule()
-    key = "eval.interval" if section.tasks_interval is None else "eval.tasks_interval"
+def _never_due(
+    schedule: EvalSchedule, interval_key: str, start_key: str, last: int, what: str
+) -> Iterator[str]:
+    """Yield the key whose value prevents all evaluations of a run of `last` updates."""
     if schedule.interval > last:
         yield (
-            f"{key} = {schedule.interval:,} exceeds train.max_steps = {last:,}, so tasks are never "
-            f"evaluated: change {describe_change({key: tenth})}"
+            f"{interval_key} = {schedule.interval:,} exceeds train.max_steps = {last:,}, so "
+            f"{what}: change {describe_change({interval_key: max(1, last // 10)})}"
         )
     elif not schedule.due_steps(last):
         yield (
-            f"eval.start_step = {schedule.start_step:,} leaves no multiple of {key} = "
-            f"{schedule.interval:,} up to train.max_steps = {last:,}, so tasks are never "
-            f"evaluated: change {describe_change({'eval.start_step': 0})}"
+            f"{start_key} = {schedule.start_step:,} leaves no multiple of {interval_key} = "
+            f"{schedule.interval:,} up to train.max_steps = {last:,}, so {what}: "
+            f"change {describe_change({start_key: 0})}"
         )
 
 

@@ -11,17 +11,14 @@ from jaxforge.cli.redaction import redacted
 from jaxforge.config.checkpoint import CheckpointConfig
 from jaxforge.config.data import DataConfig
 from jaxforge.config.distributed import DistributedConfig
-from jaxforge.config.early_stop import EarlyStopConfig
 from jaxforge.config.eval import EvalConfig
 from jaxforge.config.facts import Flag, Needs
-from jaxforge.config.lora import LoraConfig
-from jaxforge.config.metrics import MetricsConfig
+from jaxforge.config.fine_tuning import DistillationConfig, DpoConfig, LoraConfig
+from jaxforge.config.metrics import MetricsConfig, ProfilingConfig
 from jaxforge.config.model import ModelConfig
-from jaxforge.config.objective import DistillationConfig, DpoConfig
 from jaxforge.config.optimizer import OptimizerConfig
 from jaxforge.config.plugins import PluginsConfig
-from jaxforge.config.profiling import ProfilingConfig
-from jaxforge.config.scheduler import SchedulerConfig
+from jaxforge.config.scheduler import EarlyStopConfig, SchedulerConfig
 from jaxforge.config.section import Section
 from jaxforge.config.train import TrainConfig
 
@@ -89,11 +86,7 @@ class JobConfig(Section):
         return self.lora.freezes(name) or self.optimizer.freezes(name)
 
     def eval_batch_size(self, dp: int) -> int:
-        """Return the sequences of a batch of an evaluation.
-
-        Args:
-            dp: Number of data-parallel ranks, dp_replicate * dp_shard * ep.
-        """
+        """Return the sequences of a batch of an evaluation on `dp` data-parallel ranks."""
         return self.eval.batch_size or self.train.microbatch_size(dp)
 
     def with_values(self, values: Mapping[str, object]) -> Self:
@@ -110,9 +103,6 @@ class JobConfig(Section):
 
         It is KempnerForge's default, but at most a tenth of the run. Configs that request
         KempnerForge's data order get its default unchanged.
-
-        Args:
-            max_steps: updates of the run.
         """
         usual = SchedulerConfig.model_fields["warmup_steps"].default
         return usual if self.data.order == "torch" else min(usual, max_steps // 10)
@@ -126,12 +116,6 @@ class JobConfig(Section):
     def settings(self) -> dict[str, Any]:
         """All settings by dotted key, as "optimizer.muon.momentum", in the order of the file."""
         return dict(_by_key(self))
-
-    @property
-    def changed_settings(self) -> dict[str, Any]:
-        """The settings that differ from their default, by dotted key."""
-        defaults = type(self)().settings
-        return {key: value for key, value in self.settings.items() if value != defaults[key]}
 
     def to_toml(self) -> str:
         """Return the resolved config as TOML that loads back to an equal config.

@@ -1,14 +1,14 @@
-"""`[metrics]`: metrics and their destinations."""
+"""`[metrics]` and `[profiling]`: metrics and their destinations, and profiler traces."""
 
 from collections import Counter
 from collections.abc import Iterator
 from typing import Annotated, Literal, get_args
 
-from pydantic import Field, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 from jaxforge.config.duration import Every
-from jaxforge.config.facts import Flag, Interval, Needs
-from jaxforge.config.section import AnyPath, Section
+from jaxforge.config.facts import Flag, Interval, Needs, WithinRun
+from jaxforge.config.section import AnyPath, RunPath, Section
 from jaxforge.storage import urls
 
 Extra = Literal["grad_norms_per_layer", "num_zeros_in_grad", "params_norm", "update_norm"]
@@ -40,8 +40,7 @@ class MetricsWriter(Section):
     sqlite:///FILE, by default MLFLOW_TRACKING_URI or MLflow's default. trackio: Hugging Face Space
     OWNER/NAME, by default TRACKIO_SPACE_ID or local files."""
 
-    def problems(self) -> Iterator[str]:
-        """Yield the broken rules between the keys of this table."""
+    def _problems(self) -> Iterator[str]:
         if self.location is not None and self.name == "wandb":
             yield "location has no effect with wandb, which WANDB_BASE_URL locates: remove it"
         if self.name == "tensorboard" and urls.in_bucket(self.location or ""):
@@ -84,8 +83,7 @@ class MetricsConfig(Section):
     writers: Annotated[tuple[MetricsWriter, ...], Flag.SIDE_EFFECT] = ()
     """Further destinations of metrics, next to the console and metrics.jsonl."""
 
-    def problems(self) -> Iterator[str]:
-        """Yield the broken rules between the keys of this section."""
+    def _problems(self) -> Iterator[str]:
         names = Counter(writer.name for writer in self.writers)
         for name in (name for name, count in names.items() if count > 1):
             yield f'two tables of writers have the name "{name}": remove one'
@@ -99,3 +97,24 @@ class MetricsConfig(Section):
         writer = self.writer(name)
         assert writer is not None
         return writer
+
+
+class ProfilingConfig(Section):
+    """Selection of the updates to trace."""
+
+    enable: Annotated[bool, Flag.SIDE_EFFECT] = False
+    """Write a profiler trace."""
+    start_step: Annotated[NonNegativeInt, WithinRun()] = 5
+    """First update of the trace."""
+    end_step: NonNegativeInt = 8
+    """Update before which the trace ends."""
+    trace_dir: Annotated[RunPath, Flag.SIDE_EFFECT] = "profiler_traces"
+    """Directory of the trace, relative to the run directory."""
+    hosts: tuple[NonNegativeInt, ...] = (0,)
+    """Indices of the processes that write a trace."""
+    python_tracer: bool = False
+    """Trace Python calls as well, which slows down the host and produces large files."""
+
+    def _problems(self) -> Iterator[str]:
+        if self.end_step <= self.start_step:
+            yield f"end_step = {self.end_step} must be greater than start_step = {self.start_step}"

@@ -10,7 +10,7 @@ from typing import Annotated, ClassVar
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
 from jaxforge.config.facts import Constant, SplitBy, Structure
-from jaxforge.config.problems import Problem, divisors, multiples, nearest
+from jaxforge.config.problems import Problem, not_multiple
 from jaxforge.config.section import Section
 
 
@@ -49,16 +49,10 @@ class GatedDeltaNetConfig(MixerConfig):
         """Channels of all value heads."""
         return self.value_heads * self.value_head_dim
 
-    def problems(self) -> Iterator[str | Problem]:
-        """Yield the broken rules between the keys of this table."""
+    def _problems(self) -> Iterator[str | Problem]:
         if self.value_heads % self.key_heads:
-            yield Problem(
-                f"value_heads = {self.value_heads} must be a multiple of "
-                f"key_heads = {self.key_heads}",
-                (
-                    nearest("key_heads", self.key_heads, divisors(self.value_heads)),
-                    multiples("value_heads", self.value_heads, self.key_heads),
-                ),
+            yield not_multiple(
+                "value_heads", self.value_heads, "key_heads", self.key_heads, keeps_key=True
             )
 
 
@@ -118,16 +112,9 @@ class Mamba2Config(MixerConfig):
         largest = self.time_step_max
         return self.time_step_min, float("inf") if largest is None else largest
 
-    def problems(self) -> Iterator[str | Problem]:
-        """Yield the broken rules between the keys of this table."""
+    def _problems(self) -> Iterator[str | Problem]:
         if self.heads % self.groups:
-            yield Problem(
-                f"heads = {self.heads} must be a multiple of groups = {self.groups}",
-                (
-                    multiples("heads", self.heads, self.groups),
-                    nearest("groups", self.groups, divisors(self.heads)),
-                ),
-            )
+            yield not_multiple("heads", self.heads, "groups", self.groups)
         for first, last in (
             ("time_step_min", "time_step_max"),
             ("init_time_step_min", "init_time_step_max"),
@@ -170,8 +157,7 @@ class LatentAttentionConfig(MixerConfig):
         """Values of a token that decoding keeps in each layer: its latent and its rotary key."""
         return self.kv_rank + self.rope_head_dim
 
-    def problems(self) -> Iterator[str]:
-        """Yield the broken rules between the keys of this table."""
+    def _problems(self) -> Iterator[str]:
         if self.rope_head_dim % 2:
             yield (
                 f"rope_head_dim = {self.rope_head_dim} must be even: rotary embeddings pair the "

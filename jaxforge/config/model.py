@@ -10,9 +10,8 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 
 from jaxforge.config.facts import Constant, Needs, Requires, SplitBy, Structure, facts
 from jaxforge.config.mixers import LATENT_ATTENTION, MIXER_TABLES, MixerConfig, MixerTables
-from jaxforge.config.problems import Problem, divisors, multiples, nearest, single_change
-from jaxforge.config.section import Section
-from jaxforge.config.sizes import MOST_LAYERS
+from jaxforge.config.problems import Problem, multiples, not_multiple
+from jaxforge.config.section import MOST_LAYERS, Section
 from jaxforge.registry import Registry
 
 LAYERS = "layers"
@@ -85,8 +84,7 @@ class RopeScaling(Section):
         """Return YaRN's factor of queries and keys (arXiv:2309.00071, section 3.4)."""
         return 0.1 * mscale * math.log(max(1.0, self.factor)) + 1.0
 
-    def problems(self) -> Iterator[str]:
-        """Yield the broken rules between the keys of this table."""
+    def _problems(self) -> Iterator[str]:
         if self.rope_type == "yarn" and self.beta_slow >= self.beta_fast:
             yield f"beta_slow = {self.beta_slow} must be less than beta_fast = {self.beta_fast}"
         if self.rope_type == "llama3" and self.low_freq_factor >= self.high_freq_factor:
@@ -118,13 +116,9 @@ def _layer_parts(
     feed_forwards: tuple[FeedForward, ...],
     n_dense: int,
 ) -> tuple[LayerParts, ...]:
-    """Return the parts of each layer; cached, because rules and plans ask for each layer.
+    """Return the parts of each layer, the first `n_dense` without experts.
 
-    Args:
-        n_layers: number of layers.
-        mixers: mixers of consecutive layers, repeated.
-        feed_forwards: feed-forwards of consecutive layers, repeated.
-        n_dense: number of first layers with a dense feed-forward instead of experts.
+    They are cached, because rules and plans ask for each layer.
     """
     repeated = zip(itertools.cycle(mixers), itertools.cycle(feed_forwards), strict=False)
     of_layers = enumerate(itertools.islice(repeated, n_layers))
@@ -405,13 +399,6 @@ class ModelConfig(MixerTables):
         return LATENT_ATTENTION in self.mixer_pattern
 
     @property
-    def split_widths(self) -> tuple[int, ...]:
-        """Widths of matrices along which devices store shards of them."""
-        ranks = (self.latent_attention.q_rank, self.latent_attention.kv_rank)
-        latents = [rank for rank in ranks if rank] if self.has_latent_attention else []
-        return (self.dim, *latents)
-
-    @property
     def ffn_dim(self) -> int:
         """Width of the dense feed-forward: `ffn_hidden_dim`, or Llama's rule rounded up to 256."""
         return scaled_width(self.dim) if self.ffn_hidden_dim is None else self.ffn_hidden_dim
@@ -515,11 +502,6 @@ class ModelConfig(MixerTables):
         return tuple(name for name, layers in self.stacks.items() if has_experts[layers[0]])
 
     @property
-    def has_router_state(self) -> bool:
-        """True if routers have non-trainable state."""
-        return self.is_moe and self.bias_update != "none"
-
-    @property
     def expert_dim(self) -> int:
         """Width of an expert: `moe_expert_dim`, or `ffn_dim` rounded to 16."""
         return scaled_expert(self.ffn_dim) if self.moe_expert_dim is None else self.moe_expert_dim
@@ -536,27 +518,15 @@ class ModelConfig(MixerTables):
             return "kempnerforge" if self.moe_router == "sigmoid_topk" else "none"
         return self.moe_bias_update
 
-    def problems(self) -> Iterator[str | Problem]:
-        """Yield the broken rules between the keys of this section."""
+    def _problems(self) -> Iterator[str | Problem]:
         if self.head_dim is None and self.dim % self.n_heads and not self.has_latent_attention:
-            yield Problem(
-                f"dim = {self.dim} must be a multiple of n_heads = {self.n_heads}",
-                (
-                    multiples("dim", self.dim, self.n_heads),
-                    nearest("n_heads", self.n_heads, divisors(self.dim)),
-                    multiples("head_dim", self.dim // self.n_heads, 2),
-                ),
-            )
+            problem = not_multiple("dim", self.dim, "n_heads", self.n_heads)
+            widths = multiples("head_dim", self.dim // self.n_heads, 2)
+            yield Problem(problem.what, *problem.fixes, widths)
         elif self.position_embedding == "rotary":
             yield from self._rotary_problems()
         if self.n_heads % self.kv_heads:
-            yield Problem(
-                f"n_heads = {self.n_heads} must be a multiple of n_kv_heads = {self.kv_heads}",
-                (
-                    nearest("n_kv_heads", self.kv_heads, divisors(self.n_heads)),
-                    multiples("n_heads", self.n_heads, self.kv_heads),
-                ),
-            )
+            yield not_multiple("n_heads", self.n_heads, "n_kv_heads", self.kv_heads, keeps_key=True)
         if self.activation == "swiglu_oai" and not self.is_gated:
             yield 'activation = "swiglu_oai" is always gated: remove gated_mlp'
         if self.swiglu_limit is not None and not self.is_gated:
@@ -667,10 +637,8 @@ class ModelConfig(MixerTables):
         if not 0 < self.moe_top_k <= experts:
             yield Problem(
                 f"moe_top_k = {self.moe_top_k} must be from 1 to num_experts = {experts}",
-                (
-                    single_change("moe_top_k", min(experts, max(1, self.moe_top_k))),
-                    single_change("num_experts", max(experts, self.moe_top_k)),
-                ),
+                {"moe_top_k": min(experts, max(1, self.moe_top_k))},
+                {"num_experts": max(experts, self.moe_top_k)},
             )
             return
         if not self.is_moe and "experts" in (self.feed_forward_pattern or ("experts",)):
@@ -681,13 +649,7 @@ class ModelConfig(MixerTables):
                 "num_experts = 0"
             )
         if experts % groups:
-            yield Problem(
-                f"num_experts = {experts} must be a multiple of moe_groups = {groups}",
-                (
-                    multiples("num_experts", experts, groups),
-                    nearest("moe_groups", groups, divisors(experts)),
-                ),
-            )
+            yield not_multiple("num_experts", experts, "moe_groups", groups)
         elif not self.moe_top_k_groups <= groups:
             yield (
                 f"moe_top_k_groups = {self.moe_top_k_groups} must be at most moe_groups = {groups}"

@@ -8,7 +8,7 @@ from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
 from jaxforge.config.duration import Steps
 from jaxforge.config.facts import Needs
-from jaxforge.config.problems import Problem, single_change
+from jaxforge.config.problems import Problem
 from jaxforge.config.section import Options, OptionTable, Section, Weights, WeightTable
 from jaxforge.errors import UserError
 from jaxforge.registry import Registry
@@ -172,13 +172,12 @@ class OptimizerConfig(Section):
                         + ", ".join(names)
                     )
 
-    def problems(self) -> Iterator[str | Problem]:
-        """Yield the broken rules between the keys of this section."""
+    def _problems(self) -> Iterator[str | Problem]:
         if self.lr_scale_rule != "none" and self.lr_base_batch is None:
             yield Problem(
                 f'lr_scale_rule = "{self.lr_scale_rule}" requires lr_base_batch, the sequences per '
                 "update for which lr was chosen",
-                (single_change("lr_scale_rule", "none"),),
+                {"lr_scale_rule": "none"},
             )
         if self.options and not self.name.startswith(OPTIMIZERS.family):
             yield (
@@ -189,13 +188,13 @@ class OptimizerConfig(Section):
             yield Problem(
                 f'skip_idle_experts = true does not support name = "{self.name}", which changes '
                 "all experts at once",
-                (single_change("skip_idle_experts", False),),
+                {"skip_idle_experts": False},
             )
         if self.cautious_weight_decay and not self.traits.decays_cautiously:
             names = ", ".join(n for n, traits in BUILT_IN.items() if traits.decays_cautiously)
             yield Problem(
                 f'cautious_weight_decay does not support name = "{self.name}", only {names}',
-                (single_change("cautious_weight_decay", False),),
+                {"cautious_weight_decay": False},
             )
         yield from self.large_rates(LARGEST_LR)
         for key in _PATTERNS:

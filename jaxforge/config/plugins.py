@@ -3,7 +3,7 @@
 import importlib
 import sys
 from collections.abc import Iterator
-from typing import Any, Self
+from typing import Self
 
 from pydantic import ValidationInfo, model_validator
 
@@ -27,15 +27,6 @@ class PluginsConfig(Section):
     def names(self) -> trust.PluginNames:
         """Names of all plugins, for trust decisions."""
         return trust.PluginNames(self.modules, self.callbacks)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _read_former_key(cls, values: Any) -> Any:  # noqa: ANN401
-        """Read the configs of runs before November 2026, which have `hooks`."""
-        if isinstance(values, dict) and "hooks" in values and "callbacks" not in values:
-            values = {"callbacks": values["hooks"], **values}
-            del values["hooks"]
-        return values
 
     @model_validator(mode="after")
     def _import(self, info: ValidationInfo) -> Self:

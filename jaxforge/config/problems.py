@@ -4,11 +4,9 @@ Each change is tried before a message proposes it.
 """
 
 import functools
-import itertools
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Mapping
 
 Value = float | str
 """A value that a message may propose."""
@@ -19,42 +17,20 @@ Change = Mapping[str, Value]
 _TRIED = 64  # number of larger, and of smaller, multiples to try
 
 
-class Changes(Iterable[Change]):
-    """Lazily computed changes of one key, because most problems are never reported.
-
-    Args:
-        key: the key.
-        values: returns its new values, best first.
-    """
-
-    def __init__(self, key: str, values: Callable[[], Iterable[Value]]) -> None:
-        self._key, self._values = key, values
-
-    def __iter__(self) -> Iterator[Change]:
-        return iter(self._as_changes)
-
-    @functools.cached_property
-    def _as_changes(self) -> tuple[Change, ...]:
-        return tuple({self._key: new} for new in self._values())
-
-
-class Problem(NamedTuple):
+class Problem:
     """A broken rule and its possible fixes.
 
-    Attributes:
+    Args:
         what: message that states what is wrong.
-        fixes: alternatives; each has candidate changes of the same key, best first.
+        fixes: alternatives; each a change, or candidates for it, best first.
     """
 
-    what: str
-    fixes: tuple[Iterable[Change], ...] = ()
+    def __init__(self, what: str, *fixes: Change | Iterable[Change]) -> None:
+        self.what = what
+        self.fixes = [(fix,) if isinstance(fix, Mapping) else tuple(fix) for fix in fixes]
 
     def message_with_fix(self, is_mended: Callable[[Change], bool]) -> str:
-        """Return the message with the first effective change of each alternative, if there is one.
-
-        Args:
-            is_mended: returns whether a change fixes this problem without causing another.
-        """
+        """Return the message with the first change of each alternative that `is_mended` accepts."""
         proposals = [describe_change(change) for change in self.effective_changes(is_mended)]
         if not proposals:
             proposals = [next(iter(change)) for change in self.effective_changes(lambda _: True)]
@@ -77,26 +53,33 @@ def problems_by_message(problems: Iterable[str | Problem]) -> dict[str, Problem]
     return {problem.what: problem for problem in every}
 
 
-def single_change(key: str, value: Value) -> tuple[Change, ...]:
-    """Return the only candidate change of a key."""
-    return ({key: value},)
-
-
-def multiples(key: str, value: int, unit: int) -> Changes:
+def multiples(key: str, value: int, unit: int) -> list[Change]:
     """Return multiples of `unit` near a key's value: first those above it, then those below."""
     above = -(-value // unit) * unit
     up = range(above, above + _TRIED * unit, unit)
     down = range(above - unit, max(0, above - (_TRIED + 1) * unit), -unit)
-    return Changes(key, lambda: itertools.chain(up, down))
+    return [{key: new} for new in (*up, *down)]
 
 
-def nearest(key: str, value: int, others: Iterable[int]) -> Changes:
+def nearest(key: str, value: int, candidates: Iterable[int]) -> list[Change]:
     """Return other values for a key, nearest first."""
-    return Changes(key, lambda: sorted(others, key=lambda new: abs(new - value)))
+    return [{key: new} for new in sorted(candidates, key=lambda new: abs(new - value))]
 
 
-def divisors(n: int) -> Iterator[int]:
-    """Yield the divisors of `n` in ascending order."""
+def not_multiple(
+    key: str, value: int, unit_key: str, unit: int, *, keeps_key: bool = False
+) -> Problem:
+    """Return the problem of a value that is not a multiple of the value of another key.
+
+    With `keeps_key`, the message proposes a value for `unit_key` first.
+    """
+    fixes = multiples(key, value, unit), nearest(unit_key, unit, divisors(value))
+    what = f"{key} = {value} must be a multiple of {unit_key} = {unit}"
+    return Problem(what, *(fixes[::-1] if keeps_key else fixes))
+
+
+@functools.cache
+def divisors(n: int) -> tuple[int, ...]:
+    """Return the divisors of `n` in ascending order."""
     small = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
-    yield from small
-    yield from (n // d for d in reversed(small) if d * d != n)
+    return (*small, *(n // d for d in reversed(small) if d * d != n))

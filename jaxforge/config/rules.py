@@ -2,32 +2,41 @@
 
 A rule is a function of the config and the size of each mesh axis. It yields a message for each
 violation, or a `Problem`, whose changes `check` tries before it proposes them. The rules are in
-`section_rules.py`, `eval_rules.py` and `mesh_rules.py`.
+`section_rules.py`, `eval_rules.py` and `axes.py`.
 """
 
 import functools
+import inspect
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Set
 
+from pydantic import ValidationError
+
+from jaxforge.config import axes, eval_rules, section_rules
 from jaxforge.config.axes import Mesh, Rule, declared_sizes
-from jaxforge.config.eval_rules import EVAL_RULES
-from jaxforge.config.fixes import changed, other_axes
 from jaxforge.config.job import JobConfig
-from jaxforge.config.mesh_rules import MESH_RULES
-from jaxforge.config.problems import Change, Problem, describe_change, problems_by_message
-from jaxforge.config.section_rules import SECTION_RULES
+from jaxforge.config.problems import (
+    Change,
+    Problem,
+    describe_change,
+    divisors,
+    nearest,
+    problems_by_message,
+)
 from jaxforge.errors import UserError
 
-RULES: tuple[Rule, ...] = (*SECTION_RULES, *EVAL_RULES, *MESH_RULES)
+RULES: tuple[Rule, ...] = tuple(
+    rule
+    for module in (section_rules, eval_rules, axes)
+    for name, rule in vars(module).items()
+    if inspect.isgeneratorfunction(rule) and rule.__module__ == module.__name__ and name[0] != "_"
+)
+"""The public generator functions of these modules, in their order."""
 
 
 def check(config: JobConfig, n_devices: int) -> None:
-    """Refuse a configuration that cannot run on this number of devices.
-
-    Args:
-        config: A loaded configuration.
-        n_devices: Devices of the whole job, over all hosts.
+    """Refuse a configuration that cannot run on this number of devices of the whole job.
 
     Raises:
         UserError: If any rule is broken; one line each.
@@ -84,21 +93,12 @@ def _shared_fix(
 
 
 def allows(config: JobConfig, n_devices: int) -> bool:
-    """Return whether `check` accepts the config; faster, because no fixes are sought.
-
-    Args:
-        config: A loaded configuration.
-        n_devices: Devices of the whole job, over all hosts.
-    """
+    """Return whether `check` accepts the config; faster, because no fixes are sought."""
     return _leaves_only(config, frozenset(), n_devices, {})
 
 
 def mesh_shape(config: JobConfig, n_devices: int) -> dict[str, int]:
     """Return the size of each mesh axis, in the order of `AXES`, with dp_shard = -1 resolved.
-
-    Args:
-        config: A loaded configuration.
-        n_devices: Devices of the whole job, over all hosts.
 
     Raises:
         UserError: If the axes do not multiply to `n_devices`.
@@ -146,5 +146,33 @@ def _mesh_problems(config: JobConfig, n_devices: int) -> Iterator[Problem]:
     product = " * ".join(f"distributed.{axis} = {size}" for axis, size in axes.items())
     needed = f"a multiple of {total}" if is_open else f"{total}"
     yield Problem(
-        f"{product} needs {needed} devices, not {n_devices}", other_axes(sizes, n_devices)
+        f"{product} needs {needed} devices, not {n_devices}", *other_axes(sizes, n_devices)
     )
+
+
+def other_axes(sizes: dict[str, int], n_devices: int) -> tuple[tuple[Change, ...], ...]:
+    """Return changes of one axis, or of all axes, after which the mesh may match the devices."""
+    shard = math.prod(sizes.values()) // sizes["dp_shard"]
+    takes_all = {"distributed.dp_shard": -1}
+    above_one = [axis for axis, size in sizes.items() if size > 1 and axis != "dp_shard"]
+    none_else = {f"distributed.{axis}": 1 for axis in above_one} | takes_all
+    if n_devices % shard == 0:
+        return ((takes_all,),)
+    alone = [nearest(f"distributed.{axis}", sizes[axis], divisors(n_devices)) for axis in above_one]
+    return tuple(
+        (*sizes_of, *({**each, **takes_all} for each in sizes_of), none_else) for sizes_of in alone
+    )
+
+
+def changed(config: JobConfig, change: Change) -> JobConfig | None:
+    """Return the config with other values; None if its sections do not accept them."""
+    for key, value in change.items():
+        name, _, field = key.partition(".")
+        section = getattr(config, name)
+        given = {key: getattr(section, key) for key in section.model_fields_set}
+        try:
+            section = type(section).model_validate({**given, field: value})
+        except ValidationError:
+            return None
+        config = config.with_values({name: section})
+    return config

@@ -1,11 +1,12 @@
-"""`[scheduler]`: learning-rate schedule."""
+"""`[scheduler]` and `[early_stop]`: learning-rate schedule, and conditions that end a run early."""
 
 from typing import Annotated, Literal
 
-from pydantic import Field, PositiveFloat
+from pydantic import Field, NonNegativeFloat, PositiveFloat
 
-from jaxforge.config.duration import Steps
-from jaxforge.config.facts import Needs
+from jaxforge.config.duration import PositiveSteps, Steps
+from jaxforge.config.eval import Mode
+from jaxforge.config.facts import Interval, Needs
 from jaxforge.config.section import Section
 from jaxforge.registry import Registry
 
@@ -38,9 +39,6 @@ class SchedulerConfig(Section):
     def boundaries(self, max_steps: int) -> tuple[int, int, int]:
         """Return the updates at the end of the warm-up, at the start of the decay and at its end.
 
-        Args:
-            max_steps: updates of the run.
-
         Returns:
             Three step counts. The last is not the largest if the run is too short for a decay.
         """
@@ -50,3 +48,44 @@ class SchedulerConfig(Section):
         if self.name == "rex":
             end = max(end, begin + 1)
         return self.warmup_steps, begin, end
+
+
+CONDITIONS = ("patience_steps", "target", "max_steps", "max_loss", "min_lr", "max_grad_norm")
+"""Keys that are conditions."""
+
+
+class EarlyStopConfig(Section):
+    """Conditions that end a run before train.max_steps, checked in the order of the keys.
+
+    Without a condition, a run does not end early.
+    """
+
+    metric: str = "eval/loss"
+    """Metric that must improve, such as eval/loss, train/loss or eval/tasks/<task>/acc."""
+    mode: Mode = "auto"
+    """Direction of metric: lower ("min") or higher ("max") is better; by default from its name."""
+    patience_steps: Annotated[PositiveSteps | None, Interval()] = None
+    """End after this many updates without improvement, checked whenever the metric is logged."""
+    min_delta: NonNegativeFloat = 0.0
+    """Smallest change of the metric that counts as an improvement."""
+    target: float | None = None
+    """End once the metric is at least as good as this value: the run measures the time to it."""
+    max_steps: PositiveSteps | None = None
+    """End after this many updates; the schedule still follows train.max_steps."""
+    max_loss: PositiveFloat | None = None
+    """End when train/loss exceeds this value."""
+    min_lr: PositiveFloat | None = None
+    """End when train/lr falls below this value."""
+    max_grad_norm: PositiveFloat | None = None
+    """End when train/grad_norm, before clipping, exceeds this value."""
+
+    @property
+    def uses_metric(self) -> bool:
+        """True if a condition depends on `metric`."""
+        return self.patience_steps is not None or self.target is not None
+
+    @property
+    def conditions(self) -> dict[str, float]:
+        """The conditions that are set, by key."""
+        values = {key: getattr(self, key) for key in CONDITIONS}
+        return {key: value for key, value in values.items() if value is not None}

@@ -12,6 +12,7 @@ from pydantic import (
     BaseModel,
     BeforeValidator,
     ConfigDict,
+    Field,
     NonNegativeFloat,
     PlainSerializer,
     ValidationError,
@@ -45,7 +46,7 @@ class Section(BaseModel):
         allow_inf_nan=False,
     )
 
-    def problems(self) -> Iterator[str | Problem]:
+    def _problems(self) -> Iterator[str | Problem]:
         """Yield each broken rule between keys of this section, with key names relative to it."""
         yield from ()
 
@@ -86,7 +87,7 @@ class Section(BaseModel):
         return self.model_copy(update=change)._broken().keys() <= known
 
     def _broken(self) -> dict[str, Problem]:
-        return problems_by_message((*self._unmet(), *self.problems()))
+        return problems_by_message((*self._unmet(), *self._problems()))
 
     @field_validator("*", mode="wrap")
     @classmethod
@@ -113,12 +114,7 @@ def as_float32(number: float) -> float:
 
 
 def _check_on_devices(value: object, is_for_host: bool = False) -> None:
-    """Check that devices, which compute in 32 bits, can represent the numbers of a key.
-
-    Args:
-        value: value of the key.
-        is_for_host: whether only the host computes with its integers.
-    """
+    """Check that devices, which compute in 32 bits, can represent the numbers of a key."""
     match value:
         case int() if not (is_for_host or value in _INT32):
             bound = f"most {_INT32[-1]:,}" if value > 0 else f"least {_INT32[0]:,}"
@@ -153,11 +149,7 @@ T = TypeVar("T")
 
 
 class Table(Mapping[str, T], Generic[T]):
-    """Immutable, hashable mapping of names to values.
-
-    Args:
-        items: The values, which are copied.
-    """
+    """Immutable, hashable mapping of names to values."""
 
     def __init__(self, items: Mapping[str, T] | None = None) -> None:
         self._items = dict(items or {})
@@ -233,3 +225,12 @@ OptionTable = Annotated[
 def _is_list(annotation: object) -> bool:
     """Return whether a field is a list, so that a bare item may stand for it."""
     return get_origin(annotation) is tuple and get_args(annotation)[-1] is ...
+
+
+MOST_LAYERS = 10_000
+"""Largest number of layers of a model."""
+MOST_DEVICES = 1 << 20
+"""Largest size of a mesh axis."""
+
+AxisSize = Annotated[int, Field(gt=0, le=MOST_DEVICES)]
+"""Type of a key with the size of a mesh axis."""

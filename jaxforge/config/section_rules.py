@@ -4,16 +4,86 @@ import math
 from collections.abc import Iterator
 
 from jaxforge.cli.suggestions import choices
-from jaxforge.config.axes import Mesh, Rule, data_parallel
+from jaxforge.config.axes import Mesh, data_parallel
 from jaxforge.config.facts import Location, facts
 from jaxforge.config.job import JobConfig, short_toml
 from jaxforge.config.optimizer import BUILT_IN
-from jaxforge.config.problems import Problem, nearest, single_change
+from jaxforge.config.problems import Problem, nearest
 from jaxforge.config.train import CROSS_ENTROPIES, EIGHT_BIT, SHORTEST_HANG_TIMEOUT
 from jaxforge.storage import urls
 
 _TRIED = 256  # shorter sequences
 _REPORT_SEC = 20  # after train.hang_timeout: all processes report a hang, process 0 ends last
+
+
+def adapters_have_model(config: JobConfig, mesh: Mesh) -> Iterator[Problem]:
+    """Require that adapters load the model that they adapt."""
+    if config.lora.rank and "model" in config.checkpoint.exclude_from_loading:
+        yield Problem(
+            f"lora.rank = {config.lora.rank} adapts the model of checkpoint.load_path, and "
+            '"model" in checkpoint.exclude_from_loading leaves it out',
+            {"lora.rank": 0},
+        )
+
+
+def objective_has_one_loss(config: JobConfig, mesh: Mesh) -> Iterator[Problem]:
+    """Refuse a registered loss with an objective that defines its own."""
+    train = config.train
+    if train.objective != "next_token" and train.loss_fn not in CROSS_ENTROPIES:
+        yield Problem(
+            f'train.objective = "{train.objective}" defines the loss, and train.loss_fn = '
+            f'"{train.loss_fn}" defines another one',
+            {"train.loss_fn": CROSS_ENTROPIES[0]},
+        )
+
+
+def distillation_has_teacher(config: JobConfig, mesh: Mesh) -> Iterator[str | Problem]:
+    """Require the teacher of a distillation or its logits, at most as many as tokens exist."""
+    section, entries = config.distillation, config.model.vocab_size
+    if config.train.objective != "distillation":
+        return
+    if section.teacher is None and section.logits is None:
+        yield (
+            'train.objective = "distillation" requires a teacher: set distillation.teacher to its '
+            "checkpoint, or distillation.logits to its saved logits"
+        )
+    if section.teacher is not None and section.logits is not None:
+        yield "distillation.teacher and distillation.logits are both set: remove one of them"
+    if section.top_k > entries:
+        yield Problem(
+            f"distillation.top_k = {section.top_k} exceeds model.vocab_size = {entries}",
+            {"distillation.top_k": entries},
+        )
+
+
+def dpo_has_pairs_and_reference(config: JobConfig, mesh: Mesh) -> Iterator[str | Problem]:
+    """Require data and a reference for DPO, without terms of the cross-entropy, which it lacks."""
+    data, dpo = config.data, 'train.objective = "dpo"'
+    if config.train.objective != "dpo":
+        return
+    if config.dpo.reference is None and config.checkpoint.load_path is None:
+        yield (
+            f"{dpo} requires a trained model: set checkpoint.load_path to it, and dpo.reference if "
+            "the reference is another model"
+        )
+    elif config.dpo.reference is None and config.lora.adapter is not None:
+        yield (
+            f"{dpo} with lora.adapter starts from an adapted model: set dpo.reference to a run "
+            "with its merged weights, or to the base model"
+        )
+    if not (data.dataset_path or data.datasets):
+        yield (
+            f"{dpo} requires pairs of answers: set data.dataset_path to the output of jaxforge "
+            "prepare --preferences"
+        )
+    if weight := config.train.z_loss_weight:
+        what = f"{dpo} has no z-loss: train.z_loss_weight = {weight:g}"
+        yield Problem(what, {"train.z_loss_weight": 0.0})
+    if depth := config.model.mtp_depth:
+        yield Problem(
+            f"{dpo} does not train modules of multi-token prediction: model.mtp_depth = {depth}",
+            {"model.mtp_depth": 0},
+        )
 
 
 def seq_len_fits_model(config: JobConfig, mesh: Mesh) -> Iterator[Problem]:
@@ -22,10 +92,8 @@ def seq_len_fits_model(config: JobConfig, mesh: Mesh) -> Iterator[Problem]:
     if seq_len > longest:
         yield Problem(
             f"train.seq_len = {seq_len} exceeds model.max_seq_len = {longest}",
-            (
-                nearest("train.seq_len", longest, range(max(1, longest - _TRIED), longest + 1)),
-                single_change("model.max_seq_len", seq_len),
-            ),
+            nearest("train.seq_len", longest, range(max(1, longest - _TRIED), longest + 1)),
+            {"model.max_seq_len": seq_len},
         )
 
 
@@ -44,8 +112,8 @@ def tokens_of_an_update_fit_int32(config: JobConfig, mesh: Mesh) -> Iterator[Pro
     yield Problem(
         f"an update of {sequences:,} sequences of train.seq_len = {train.seq_len:,} has "
         f"{sequences * train.seq_len:,} tokens, which must be less than 2^31",
-        tuple(
-            single_change(f"train.{key}", new)
+        *(
+            {f"train.{key}": new}
             for key, new in (smaller, ("grad_accum_steps", longest // rows))
             if new
         ),
@@ -70,7 +138,7 @@ def eos_is_in_vocabulary(config: JobConfig, mesh: Mesh) -> Iterator[Problem]:
     if eos is not None and eos >= vocab_size:
         yield Problem(
             f"data.eos_token_id = {eos} must be less than model.vocab_size = {vocab_size}",
-            (single_change("model.vocab_size", eos + 1),),
+            {"model.vocab_size": eos + 1},
         )
 
 
@@ -126,16 +194,13 @@ def torch_ranks_share_a_microbatch(config: JobConfig, mesh: Mesh) -> Iterator[st
         )
 
 
-def exported_average_exists(config: JobConfig, mesh: Mesh) -> Iterator[Problem]:
-    """Require an average of the parameters if it is to be exported."""
-    if config.checkpoint.export_weights == "ema" and not config.train.averages_weights:
-        yield Problem(
-            'checkpoint.export_weights = "ema" requires train.ema_decay, which is 0',
-            (
-                single_change("train.ema_decay", 0.999),
-                single_change("checkpoint.export_weights", "raw"),
-            ),
-        )
+def used_average_exists(config: JobConfig, mesh: Mesh) -> Iterator[Problem]:
+    """Require an average of the parameters if it is to be exported or evaluated."""
+    has_tasks = config.eval.enabled and config.eval.has_tasks
+    for key in ("checkpoint.export_weights", *(("eval.tasks_weights",) if has_tasks else ())):
+        if config.settings[key] == "ema" and not config.train.averages_weights:
+            what = f'{key} = "ema" requires train.ema_decay, which is 0'
+            yield Problem(what, {"train.ema_decay": 0.999}, {key: "raw"})
 
 
 def fp8_has_layers(config: JobConfig, mesh: Mesh) -> Iterator[Problem]:
@@ -146,10 +211,8 @@ def fp8_has_layers(config: JobConfig, mesh: Mesh) -> Iterator[Problem]:
         yield Problem(
             f"train.num_layers_at_start_in_bf16 + num_layers_at_end_in_bf16 = {start} + {end} "
             f'leave none of model.n_layers = {layers} for train.mixed_precision = "fp8"',
-            (
-                ({"train.num_layers_at_start_in_bf16": 0, "train.num_layers_at_end_in_bf16": 0},),
-                single_change("train.mixed_precision", "bf16"),
-            ),
+            {"train.num_layers_at_start_in_bf16": 0, "train.num_layers_at_end_in_bf16": 0},
+            {"train.mixed_precision": "bf16"},
         )
 
 
@@ -182,7 +245,7 @@ def moment_storage_is_supported(config: JobConfig, mesh: Mesh) -> Iterator[Probl
         yield Problem(
             f'train.opt_state_dtype = "8bit" does not support optimizer.name = "{name}", only '
             f"{names}",
-            (single_change("train.opt_state_dtype", "float32"),),
+            {"train.opt_state_dtype": "float32"},
         )
 
 
@@ -217,103 +280,9 @@ def hang_is_reported_before_the_end(config: JobConfig, mesh: Mesh) -> Iterator[P
         f"train.hang_timeout = {timeout:g} requires distributed.heartbeat_timeout_sec of at least "
         f"{math.ceil(timeout) + _REPORT_SEC}, not {heartbeat}, so that processes report a hang "
         "before JAX ends them",
-        (
-            single_change("train.hang_timeout", fitting),
-            single_change("distributed.heartbeat_timeout_sec", math.ceil(timeout) + _REPORT_SEC),
-        ),
+        {"train.hang_timeout": fitting},
+        {"distributed.heartbeat_timeout_sec": math.ceil(timeout) + _REPORT_SEC},
     )
-
-
-def adapters_are_supported(config: JobConfig, mesh: Mesh) -> Iterator[Problem]:
-    """Refuse settings that need the whole model in the run's own checkpoints."""
-    if not config.lora.rank:
-        return
-    rank = f"lora.rank = {config.lora.rank}"
-    if "model" in config.checkpoint.exclude_from_loading:
-        yield Problem(
-            f'{rank} adapts the model of checkpoint.load_path, and "model" in '
-            "checkpoint.exclude_from_loading leaves it out",
-            (single_change("lora.rank", 0),),
-        )
-
-
-def objective_has_one_loss(config: JobConfig, mesh: Mesh) -> Iterator[Problem]:
-    """Refuse a registered loss with an objective that defines its own."""
-    train = config.train
-    if train.objective != "next_token" and train.loss_fn not in CROSS_ENTROPIES:
-        yield Problem(
-            f'train.objective = "{train.objective}" defines the loss, and train.loss_fn = '
-            f'"{train.loss_fn}" defines another one',
-            (single_change("train.loss_fn", CROSS_ENTROPIES[0]),),
-        )
-
-
-def teacher_is_named(config: JobConfig, mesh: Mesh) -> Iterator[str]:
-    """Require either the teacher of a distillation or its saved logits."""
-    section = config.distillation
-    if config.train.objective != "distillation":
-        return
-    if section.teacher is None and section.logits is None:
-        yield (
-            'train.objective = "distillation" requires a teacher: set distillation.teacher to its '
-            "checkpoint, or distillation.logits to its saved logits"
-        )
-    if section.teacher is not None and section.logits is not None:
-        yield "distillation.teacher and distillation.logits are both set: remove one of them"
-
-
-def teacher_logits_exist(config: JobConfig, mesh: Mesh) -> Iterator[Problem]:
-    """Require at most as many logits of the teacher as the vocabulary has entries."""
-    top_k, entries = config.distillation.top_k, config.model.vocab_size
-    if config.train.objective == "distillation" and top_k > entries:
-        yield Problem(
-            f"distillation.top_k = {top_k} exceeds model.vocab_size = {entries}",
-            (single_change("distillation.top_k", entries),),
-        )
-
-
-def reference_is_named(config: JobConfig, mesh: Mesh) -> Iterator[str]:
-    """Require the reference of DPO."""
-    if config.train.objective != "dpo" or config.dpo.reference is not None:
-        return
-    if config.checkpoint.load_path is None:
-        yield (
-            'train.objective = "dpo" requires a trained model: set checkpoint.load_path to it, and '
-            "dpo.reference if the reference is another model"
-        )
-    elif config.lora.adapter is not None:
-        yield (
-            'train.objective = "dpo" with lora.adapter starts from an adapted model: set '
-            "dpo.reference to a run with its merged weights, or to the base model"
-        )
-
-
-def preferences_are_read(config: JobConfig, mesh: Mesh) -> Iterator[str]:
-    """Require prepared pairs of answers for DPO."""
-    data = config.data
-    if config.train.objective == "dpo" and not (data.dataset_path or data.datasets):
-        yield (
-            'train.objective = "dpo" requires pairs of answers: set data.dataset_path to the '
-            "output of jaxforge prepare --preferences"
-        )
-
-
-def preferences_have_one_loss(config: JobConfig, mesh: Mesh) -> Iterator[Problem]:
-    """Refuse terms of the cross-entropy, which DPO has not."""
-    if config.train.objective != "dpo":
-        return
-    if config.train.z_loss_weight:
-        yield Problem(
-            f'train.objective = "dpo" has no z-loss: train.z_loss_weight = '
-            f"{config.train.z_loss_weight:g}",
-            (single_change("train.z_loss_weight", 0.0),),
-        )
-    if config.model.mtp_depth:
-        yield Problem(
-            f'train.objective = "dpo" does not train modules of multi-token prediction: '
-            f"model.mtp_depth = {config.model.mtp_depth}",
-            (single_change("model.mtp_depth", 0),),
-        )
 
 
 def locations_are_supported(config: JobConfig, mesh: Mesh) -> Iterator[str]:
@@ -344,32 +313,6 @@ def runs_with_files_are_local(config: JobConfig, mesh: Mesh) -> Iterator[str]:
             f"checkpoint.export_interval and export_last write local files: not with {run}; "
             "convert its checkpoints with `jaxforge convert`"
         )
-
-
-SECTION_RULES: tuple[Rule, ...] = (
-    adapters_are_supported,
-    objective_has_one_loss,
-    teacher_is_named,
-    teacher_logits_exist,
-    reference_is_named,
-    preferences_are_read,
-    preferences_have_one_loss,
-    seq_len_fits_model,
-    tokens_of_an_update_fit_int32,
-    text_datasets_have_tokenizer,
-    eos_is_in_vocabulary,
-    streaming_has_dataset,
-    phase_weights_name_sources,
-    torch_ranks_share_a_microbatch,
-    exported_average_exists,
-    fp8_has_layers,
-    schedule_free_has_no_schedule,
-    moment_storage_is_supported,
-    logits_can_be_clipped,
-    hang_is_reported_before_the_end,
-    locations_are_supported,
-    runs_with_files_are_local,
-)
 
 
 def _no_source(name: str, names: list[str]) -> str:

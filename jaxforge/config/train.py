@@ -9,8 +9,8 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 from jaxforge.config.batch_ramp import BatchRamp, Stage
 from jaxforge.config.duration import Every, PositiveSteps, Steps
 from jaxforge.config.facts import Flag, Interval, Needs, SplitBy
-from jaxforge.config.objective import Objective
-from jaxforge.config.problems import Problem, single_change
+from jaxforge.config.fine_tuning import Objective
+from jaxforge.config.problems import Problem
 from jaxforge.config.section import (
     AnyPath,
     BucketPath,
@@ -48,8 +48,7 @@ class BatchStage(Section):
     global_batch_size: PositiveInt | None = None
     """Sequences per update, if train.global_batch_size is set."""
 
-    def problems(self) -> Iterator[str]:
-        """Yield the broken rules between the keys of this table."""
+    def _problems(self) -> Iterator[str]:
         if (self.grad_accum_steps is None) == (self.global_batch_size is None):
             yield "a stage requires either grad_accum_steps or global_batch_size"
 
@@ -201,15 +200,14 @@ class TrainConfig(Section):
     train_sync_interval: Every = 0
     """Updates between synchronizations with the devices; 0 synchronizes only to log."""
 
-    def problems(self) -> Iterator[str | Problem]:
-        """Yield the broken rules between the keys of this section."""
+    def _problems(self) -> Iterator[str | Problem]:
         for key in ("seed", "data_seed"):
             seed = getattr(self, key)
             if seed is not None and seed != seed % 2**32:
                 yield Problem(
                     f"{key} = {seed} must be from 0 to {2**32 - 1}, because seeds that differ by "
                     "2^32 make the same random numbers",
-                    (single_change(key, seed % 2**32),),
+                    {key: seed % 2**32},
                 )
         if self.batch_ramp:
             yield from self._ramp_problems()
@@ -224,10 +222,8 @@ class TrainConfig(Section):
             yield Problem(
                 f'param_rounding = "{self.param_rounding}" requires bfloat16 parameters, not '
                 f'param_dtype = "{self.param_dtype}"',
-                (
-                    single_change("param_rounding", "nearest"),
-                    single_change("param_dtype", "bfloat16"),
-                ),
+                {"param_rounding": "nearest"},
+                {"param_dtype": "bfloat16"},
             )
         if "activations" in self.offload and self.activation_checkpointing not in _CAN_OFFLOAD:
             yield (
@@ -240,7 +236,7 @@ class TrainConfig(Section):
             yield Problem(
                 'offload = ["optimizer"] requires moments of a floating-point dtype, not '
                 'opt_state_dtype = "8bit"',
-                (single_change("opt_state_dtype", "bfloat16"),),
+                {"opt_state_dtype": "bfloat16"},
             )
 
     def _loss_scale_problems(self) -> Iterator[str]:
@@ -287,27 +283,15 @@ class TrainConfig(Section):
 
     def stages(self) -> tuple[Stage, ...]:
         """Return the stages of the batch size; a single stage without a ramp."""
-        return tuple(Stage(stage.start, self._accum_of(stage)) for stage in self.batch_ramp) or (
-            Stage(0, self.grad_accum_steps),
-        )
-
-    def _accum_of(self, stage: BatchStage) -> int:
-        if stage.grad_accum_steps is not None:
-            return stage.grad_accum_steps
-        assert stage.global_batch_size
-        return self._microbatches(stage.global_batch_size)
-
-    def _microbatches(self, sequences: int) -> int:
-        """Return the microbatches of an update with this many sequences."""
-        assert self.global_batch_size
-        return sequences * self.grad_accum_steps // self.global_batch_size
+        whole = self.global_batch_size or 0
+        sizes = ((x.start, x.grad_accum_steps, x.global_batch_size) for x in self.batch_ramp)
+        return tuple(
+            Stage(start, accum or (batch or 0) * self.grad_accum_steps // whole)
+            for start, accum, batch in sizes
+        ) or (Stage(0, self.grad_accum_steps),)
 
     def ramp(self, dp: int) -> BatchRamp:
-        """Return the batch ramp in sequences.
-
-        Args:
-            dp: Number of data-parallel ranks, dp_replicate * dp_shard * ep.
-        """
+        """Return the batch ramp in sequences, on `dp` data-parallel ranks."""
         rows = self.microbatch_size(dp)
         size = self.update_sequences(self.grad_accum_steps * rows)
         is_padded = size < self.grad_accum_steps * rows
@@ -317,7 +301,7 @@ class TrainConfig(Section):
         """Return the sequences of one microbatch over all data-parallel ranks.
 
         A global batch that does not divide is rounded up. The rules allow this only for a job that
-        has lost processes (`config.elastic`).
+        has lost processes (`config.resolution`).
 
         Args:
             dp: Number of data-parallel ranks, dp_replicate * dp_shard * ep.
@@ -327,9 +311,5 @@ class TrainConfig(Section):
         return -(-self.global_batch_size // (self.grad_accum_steps * dp)) * dp
 
     def update_sequences(self, rows: int) -> int:
-        """Return the sequences of an update, without padding.
-
-        Args:
-            rows: Rows of all microbatches of the update.
-        """
+        """Return the sequences of an update of `rows` rows, without padding."""
         return rows if self.global_batch_size is None else min(rows, self.global_batch_size)

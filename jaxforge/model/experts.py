@@ -166,7 +166,7 @@ class Experts(nnx.Module):
         """
         names = [name for name in ("gate_proj", "up_proj", "down_proj") if hasattr(self, name)]
         if not isinstance(in_8_bits, bool):
-            assert not self.up_proj.in_8_bits, "refused (`mesh_rules`)"
+            assert not self.up_proj.in_8_bits, "refused (`config.axes`)"
             in_8_bits = False
         linears = {name: getattr(self, name).gathered(x_BSD.dtype, in_8_bits) for name in names}
         specs = {name: getattr(self, name).specs(x_BSD.dtype, in_8_bits) for name in names}

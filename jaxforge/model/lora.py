@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, UInt32
 
-from jaxforge.config.lora import LoraConfig
+from jaxforge.config.fine_tuning import LoraConfig
 from jaxforge.config.model import ModelConfig
 from jaxforge.errors import UserError
 from jaxforge.model.dropout import Dropout

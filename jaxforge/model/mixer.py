@@ -119,7 +119,7 @@ class Mixer(nnx.Module):
     ) -> dict[str, Any]:
         """Return parameters of stacked layers that multiply the logits of each head by a factor.
 
-        For `optimizer.qk_clip`. The mixer must also capture `config.points.MAX_LOGITS`.
+        For `optimizer.qk_clip`. The mixer must also capture `config.eval.MAX_LOGITS`.
 
         Args:
             config: the model.

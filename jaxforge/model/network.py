@@ -9,8 +9,8 @@ from flax import nnx
 from jaxtyping import Array, Float, Int, PyTree
 
 from jaxforge.aux_outputs import AuxOutputs, Max
+from jaxforge.config.eval import ATTENTION_WEIGHTS, MAX_LOGITS
 from jaxforge.config.model import NO_MIXER, FeedForward, LayerParts, ModelConfig
-from jaxforge.config.points import ATTENTION_WEIGHTS, MAX_LOGITS
 from jaxforge.kernels.fp8 import LayerPrecision
 from jaxforge.model import remat
 from jaxforge.model.layer import Capture, Context, LayerOut, LayerSettings

@@ -1,6 +1,6 @@
 """QK-Clip of Kimi K2 (arXiv:2507.20534): a limit on attention logits, enforced by the weights.
 
-The forward pass of an update records the largest logit of each head, S (`points.MAX_LOGITS`). After
+The forward pass of an update records the largest logit of each head, S (`eval.MAX_LOGITS`). After
 the optimizer's step, the query and key weights of heads with S > t are scaled such that the same
 tokens would have logits smaller by t / S. Heads below the limit do not change.
 """

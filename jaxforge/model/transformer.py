@@ -24,8 +24,8 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from jaxforge.aux_outputs import AuxOutputs, LossWeights
+from jaxforge.config.fine_tuning import LoraConfig
 from jaxforge.config.job import JobConfig
-from jaxforge.config.lora import LoraConfig
 from jaxforge.config.model import EXPERTS, LAYERS, MODELS, MTP, ModelConfig
 from jaxforge.kernels.masking import padding_of, positions_in_documents
 from jaxforge.kernels.scoring import soft_cap
@@ -106,7 +106,7 @@ class Model:
         recipe: settings of products in 8 bits; None: there are none.
         adapters: settings of low-rank adapters; None: there are none.
         records_max_logits: whether training records the largest attention logit of each head, as
-            the statistic `config.points.MAX_LOGITS`.
+            the statistic `config.eval.MAX_LOGITS`.
 
     Attributes:
         runtime: execution choices.
@@ -245,7 +245,8 @@ class Model:
                 those of modules of multi-token prediction under MTP, by depth.
             progress: completed fraction of the run's steps.
         """
-        if self.config.has_router_state and self.adapters is None:  # else routers are frozen
+        has_state = self.config.is_moe and self.config.bias_update != "none"
+        if has_state and self.adapters is None:  # else routers are frozen
             state = moe.next_state(self.config, state, stats, self.stack, progress)
         if self.recipe is not None and self.recipe.scaling == "delayed":
             state = fp8_layers.next_histories(self.config, state, stats[LAYERS]["amax"], self.stack)

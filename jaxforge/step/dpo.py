@@ -21,8 +21,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxforge.aux_outputs import AuxOutputs, LossWeights, Mean, Metric
+from jaxforge.config.fine_tuning import DpoConfig
 from jaxforge.config.job import JobConfig
-from jaxforge.config.objective import DpoConfig
 from jaxforge.data.packing import IGNORE
 from jaxforge.kernels.masking import padding_of
 from jaxforge.model.transformer import Batch, Model, Params

@@ -9,7 +9,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from jaxforge.config.points import ATTENTION_WEIGHTS, LOGITS, STREAM
+from jaxforge.config.eval import ATTENTION_WEIGHTS, LOGITS, STREAM
 from jaxforge.errors import UserError
 from jaxforge.kernels.context_parallel import context_size, to_sequence_order
 from jaxforge.model.layer import Capture

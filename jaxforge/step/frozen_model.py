@@ -7,8 +7,8 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Array, Float
 
+from jaxforge.config.fine_tuning import LoraConfig
 from jaxforge.config.job import JobConfig
-from jaxforge.config.lora import LoraConfig
 from jaxforge.config.model import MODELS, ModelConfig
 from jaxforge.data.packing import IGNORE
 from jaxforge.data.teacher_logits import TEACHER_IDS, TEACHER_LOGITS

@@ -10,9 +10,9 @@ import optax
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from jaxforge.aux_outputs import metric_value
+from jaxforge.config.eval import MAX_LOGITS
 from jaxforge.config.job import JobConfig
 from jaxforge.config.model import LAYERS
-from jaxforge.config.points import MAX_LOGITS
 from jaxforge.config.train import EIGHT_BIT, TrainConfig
 from jaxforge.kernels.masking import padding_of
 from jaxforge.model.moe import expert_counts

@@ -12,9 +12,9 @@ import jax
 import numpy as np
 from jaxtyping import Float
 
+from jaxforge.config.fine_tuning import METRIC_PREFIXES
 from jaxforge.config.job import JobConfig
 from jaxforge.config.model import MTP_LOSS
-from jaxforge.config.objective import METRIC_PREFIXES
 from jaxforge.model import flops
 from jaxforge.parallel import hardware
 from jaxforge.telemetry.sinks import Metrics

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import jax
 
-from jaxforge.config.profiling import ProfilingConfig
+from jaxforge.config.metrics import ProfilingConfig
 from jaxforge.errors import UserError
 
 log = logging.getLogger(__name__)

@@ -4,7 +4,7 @@ import functools
 
 import jax
 
-from jaxforge.config.directions import BEST_METRIC, EARLY_STOP_METRIC
+from jaxforge.config.eval import BEST_METRIC, EARLY_STOP_METRIC
 from jaxforge.config.resolution import ResolvedRun
 from jaxforge.program import Program
 from jaxforge.tasks.opening import check_task_names

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from jaxforge.cli.suggestions import choices
-from jaxforge.config.directions import higher_is_better
-from jaxforge.config.early_stop import EarlyStopConfig
+from jaxforge.config.eval import higher_is_better
+from jaxforge.config.scheduler import EarlyStopConfig
 from jaxforge.errors import UserError
 from jaxforge.exit_codes import Exit
 from jaxforge.state.progress import Progress

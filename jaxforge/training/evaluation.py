@@ -26,8 +26,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from jaxforge.aux_outputs import AuxOutputs, Mean
-from jaxforge.config.directions import BEST_METRIC, higher_is_better
-from jaxforge.config.eval import AVERAGE_PREFIX
+from jaxforge.config.eval import AVERAGE_PREFIX, BEST_METRIC, higher_is_better
 from jaxforge.config.job import JobConfig
 from jaxforge.config.train import CROSS_ENTROPIES, TrainConfig
 from jaxforge.data.corpus.tokenizer import Tokenizer

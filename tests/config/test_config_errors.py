@@ -6,7 +6,7 @@ from pydantic import ValidationError
 from jaxforge.config import JobConfig, check, load_config
 from jaxforge.config.problems import divisors
 from jaxforge.config.reading.explain import Sources, explain
-from jaxforge.config.reading.overrides import Setting
+from jaxforge.config.reading.load import Setting
 from jaxforge.errors import UserError
 
 

@@ -1,11 +1,21 @@
 """Key reference printed by `--help`."""
 
+from io import StringIO
+
 import pytest
 from rich.console import Console
 
-from jaxforge.config.reading.help import contents, help_text, topic
+from jaxforge.config.reading.help import contents, topic
 from jaxforge.config.reading.schema import all_keys, expected, node_at, short_type
 from jaxforge.errors import UserError
+
+
+def help_text(width):
+    """Return the reference of all keys as plain text."""
+    console = Console(file=StringIO(), width=width, color_system=None)
+    with console.capture() as text:
+        console.print(topic("all"))
+    return "\n".join(line.rstrip() for line in text.get().splitlines())
 
 
 def test_help_lists_keys_under_their_table():

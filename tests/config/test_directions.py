@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxforge.config.directions import higher_is_better
+from jaxforge.config.eval import higher_is_better
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,8 @@ import pytest
 
 from jaxforge.config import load_config
 from jaxforge.config.reading import foreign_names
+from jaxforge.config.reading.kempnerforge import RETIRED
 from jaxforge.config.reading.load import make_config
-from jaxforge.config.reading.retired import RETIRED
 from jaxforge.config.reading.schema import all_keys
 from jaxforge.errors import UserError
 
@@ -76,7 +76,7 @@ def test_tables_of_other_frameworks_are_explained_by_key(tmp_path):
 
 def test_suggested_keys_exist_and_names_are_unique():
     keys = all_keys()
-    names = [name for group in foreign_names.NAMES.values() for name in group.split()]
+    names = [name for group in foreign_names.NAMES.values() for name in group]
     names += [name for group in foreign_names.NOTES for name in group.split()]
     assert set(foreign_names.NAMES) <= keys.keys()
     assert len(names) == len(set(names))

@@ -57,7 +57,7 @@ def test_number_of_reported_problems_is_limited():
 
 def _load(text):
     from jaxforge.config.reading.explain import Sources
-    from jaxforge.config.reading.lines import key_lines
+    from jaxforge.config.reading.toml import key_lines
     from jaxforge.config.reading.unresolved import UnresolvedConfig
 
     text = f"[model]\n{text}\n"

@@ -4,7 +4,7 @@ import tomllib
 
 import pytest
 
-from jaxforge.config.reading.lines import key_lines, line_of
+from jaxforge.config.reading.toml import key_lines, line_of
 
 DOCUMENT = r'''# [comment]
 top = 1            # top = 2

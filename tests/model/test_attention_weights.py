@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxforge.config.points import ATTENTION_WEIGHTS, STREAM
+from jaxforge.config.eval import ATTENTION_WEIGHTS, STREAM
 from jaxforge.kernels.context_parallel import to_device_order
 from jaxforge.kernels.masking import Mask
 from jaxforge.kernels.scoring import Scoring

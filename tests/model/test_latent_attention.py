@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from jaxforge.config.eval import ATTENTION_WEIGHTS, MAX_LOGITS
 from jaxforge.config.mixers import LatentAttentionConfig
 from jaxforge.config.model import ModelConfig
-from jaxforge.config.points import ATTENTION_WEIGHTS, MAX_LOGITS
 from jaxforge.model.decoding import Decoder
 from jaxforge.model.flops import causal_flops_per_token, matrix_elements
 from jaxforge.model.layer import NO_CAPTURE, Capture, Context, LayerSettings

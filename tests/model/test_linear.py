@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxforge.config.lora import LoraConfig
+from jaxforge.config.fine_tuning import LoraConfig
 from jaxforge.config.model import ModelConfig
 from jaxforge.model import linear
 from jaxforge.model.linear import Backward, Matrix

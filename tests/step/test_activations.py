@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxforge.config.points import ATTENTION_WEIGHTS, POINTS
+from jaxforge.config.eval import ATTENTION_WEIGHTS, POINTS
 from jaxforge.errors import UserError
 from jaxforge.step.forward_values import Activations
 from tests.conftest import tiny_config

@@ -8,7 +8,7 @@ import pytest
 
 from jaxforge.checkpoint.manager import Checkpoints
 from jaxforge.checkpoint.restore import starting_state
-from jaxforge.config import elastic, rules
+from jaxforge.config import resolution, rules
 from jaxforge.config.axes import data_parallel
 from jaxforge.data import loader, sources
 from jaxforge.errors import UserError
@@ -69,7 +69,7 @@ def updates(config, n_updates=3, first=0):
 def test_updates_on_fewer_devices_equal_those_of_the_whole_job(tokens, devices, sections):
     whole = whole_job(tokens, **sections)
     expected, expected_state = updates(whole)
-    results, state = updates(elastic.shrink(whole, FULL, devices))
+    results, state = updates(resolution.shrink(whole, FULL, devices))
     for name in ("loss", "grad_norm", "valid_tokens"):
         np.testing.assert_allclose(
             [result[name] for result in results], [result[name] for result in expected], rtol=1e-6
@@ -84,7 +84,7 @@ def test_updates_on_fewer_devices_equal_those_of_the_whole_job(tokens, devices, 
 
 def test_average_survives_loss_and_return_of_devices(tokens, tmp_path):
     whole = whole_job(tokens)
-    jobs = [whole, elastic.shrink(whole, FULL, 3), whole]
+    jobs = [whole, resolution.shrink(whole, FULL, 3), whole]
     expected = state = underway(new_setup(whole), 2)
     for i, (job, other) in enumerate(itertools.pairwise(jobs)):
         state = jax.device_get(restored(tmp_path / str(i), job, other, state))
@@ -103,7 +103,7 @@ def restored(path, job, other, state):
 
 
 def test_padding_rows_are_read_as_padding(tokens):
-    config = elastic.shrink(whole_job(tokens, data={"shuffle": False}), FULL, 3)
+    config = resolution.shrink(whole_job(tokens, data={"shuffle": False}), FULL, 3)
     mesh = new_setup(config).mesh
     batches = loader.training_batches(config, mesh, sources.open_training_data(config), BATCH, 2)
     first, second = ({name: np.asarray(x) for name, x in batch.items()} for batch in batches)
@@ -136,7 +136,7 @@ def test_shrink_keeps_sequences_and_model_parallelism(tokens, axes, accum, full,
         train={"batch_size": 4, "grad_accum_steps": accum},
     )  # fmt: skip
     dp = data_parallel(rules.mesh_shape(config, full))
-    shrunk = elastic.shrink(config, full, now)
+    shrunk = resolution.shrink(config, full, now)
     rules.check(shrunk, now)
     left = data_parallel(rules.mesh_shape(shrunk, now))
     section, train = shrunk.distributed, shrunk.train
@@ -150,7 +150,7 @@ def test_shrink_keeps_sequences_and_model_parallelism(tokens, axes, accum, full,
 def test_ramp_keeps_sequences_of_each_stage(tokens):
     ramp = [{"start": 0, "grad_accum_steps": 1}, {"start": 10, "grad_accum_steps": 3}]
     config = whole_job(tokens, train={"batch_ramp": ramp, "grad_accum_steps": 3, "batch_size": 6})
-    shrunk = elastic.shrink(config, FULL, 3)
+    shrunk = resolution.shrink(config, FULL, 3)
     rules.check(shrunk, 3)
     stages = [(start, accum * shrunk.train.microbatch_size(3)) for start, accum in
               shrunk.train.stages()]  # fmt: skip
@@ -170,20 +170,20 @@ def test_ramp_keeps_sequences_of_each_stage(tokens):
 def test_job_that_cannot_shrink_is_refused_before_it_starts(tokens, sections, named):
     config = whole_job(tokens, **sections)
     with pytest.raises(UserError, match=f"cannot shrink to 3 processes.*{named}"):
-        elastic.check_shrinkable(config, FULL)
+        resolution.check_shrinkable(config, FULL)
 
 
 def test_incomplete_groups_are_refused(tokens):
     config = tiny_config(distributed={"dp_shard": 4, "tp": 2, "elastic_processes": 8})
-    elastic.check_shrinkable(config, 8)  # tp of two processes: they leave together
+    resolution.check_shrinkable(config, 8)  # tp of two processes: they leave together
     with pytest.raises(UserError, match=r"5 of 8 devices .* distributed.tp = 2"):
-        elastic.shrink(config, 8, 5)
+        resolution.shrink(config, 8, 5)
 
 
 def test_number_of_processes_is_checked(tokens):
     config = whole_job(tokens, distributed={"elastic_min_processes": 2})
-    assert elastic.full_devices(config, 6, 3) == 8
+    assert resolution.full_devices(config, 6, 3) == 8
     assert batch_ramp(config, new_setup(config).mesh).rows == BATCH
     for count in (1, 5):
         with pytest.raises(UserError, match="do not allow this number"):
-            elastic.full_devices(config, count, count)
+            resolution.full_devices(config, count, count)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from flax.traverse_util import flatten_dict, unflatten_dict
 
-from jaxforge.config.lora import LoraConfig, is_adapter
+from jaxforge.config.fine_tuning import LoraConfig, is_adapter
 from jaxforge.config.model import ModelConfig
 from jaxforge.errors import UserError
 from jaxforge.model.transformer import Model

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxforge.config.profiling import ProfilingConfig
+from jaxforge.config.metrics import ProfilingConfig
 from jaxforge.errors import UserError
 from jaxforge.telemetry.profiler import Profiler
 from tests.telemetry.traces import steps_in

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jaxforge.config.lora import LoraConfig
+from jaxforge.config.fine_tuning import LoraConfig
 from jaxforge.config.model import ModelConfig
 from jaxforge.errors import UserError
 from torch_compat.checkpoint import adapters, checkpoints

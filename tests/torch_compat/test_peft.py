@@ -12,7 +12,7 @@ from flax.traverse_util import flatten_dict
 
 from jaxforge.checkpoint.manager import Checkpoints
 from jaxforge.checkpoint.restore import starting_state
-from jaxforge.config.lora import is_adapter
+from jaxforge.config.fine_tuning import is_adapter
 from jaxforge.errors import UserError
 from jaxforge.model.dropout import Dropout, layer_keys
 from jaxforge.optim.random_bits import draw_key, random_words

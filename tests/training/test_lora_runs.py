@@ -8,7 +8,7 @@ import pytest
 from flax.traverse_util import flatten_dict
 
 import jaxforge as jf
-from jaxforge.config.lora import is_adapter
+from jaxforge.config.fine_tuning import is_adapter
 from jaxforge.errors import UserError
 from jaxforge.exit_codes import Exit
 from jaxforge.inference.trained import open_run

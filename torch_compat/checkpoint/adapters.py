@@ -17,8 +17,8 @@ from typing import Any, TypeGuard
 
 import numpy as np
 
+from jaxforge.config.fine_tuning import ADAPTER, LoraConfig, is_adapter
 from jaxforge.config.job import JobConfig
-from jaxforge.config.lora import ADAPTER, LoraConfig, is_adapter
 from jaxforge.config.model import ModelConfig
 from jaxforge.errors import UserError
 from jaxforge.state.block_checksum import block_checksum

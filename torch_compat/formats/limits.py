@@ -4,7 +4,7 @@ Each limit is far beyond real checkpoints. Together they bound the cost of any s
 and 300 MB. The cost of a large file is at most proportional to its size.
 """
 
-from jaxforge.config.sizes import MOST_LAYERS as LAYERS
+from jaxforge.config.section import MOST_LAYERS as LAYERS
 from jaxforge.errors import UserError
 from jaxforge.storage.untrusted_json import excerpt as shown
 

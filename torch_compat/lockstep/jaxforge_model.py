@@ -12,9 +12,9 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from jaxtyping import Array, PyTree
 
 from jaxforge.aux_outputs import LossWeights
+from jaxforge.config.eval import STREAM
 from jaxforge.config.job import JobConfig
 from jaxforge.config.model import LAYERS
-from jaxforge.config.points import STREAM
 from jaxforge.model.layer import Capture
 from jaxforge.model.transformer import Model, Params, join
 from jaxforge.parallel.mesh import make_mesh

@@ -5,7 +5,7 @@ import re
 from collections.abc import Mapping, Sequence
 from itertools import islice
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
@@ -13,8 +13,6 @@ from pydantic_core import ErrorDetails
 from jaxforge.cli.suggestions import hint
 from jaxforge.config.job import short_toml
 from jaxforge.config.reading.foreign_names import advice, key_of, note_of
-from jaxforge.config.reading.lines import line_of
-from jaxforge.config.reading.overrides import Setting
 from jaxforge.config.reading.schema import (
     Path,
     alternatives,
@@ -25,6 +23,7 @@ from jaxforge.config.reading.schema import (
     node_at,
     without_member,
 )
+from jaxforge.config.reading.toml import line_of
 from jaxforge.config.section import OUT_OF_RANGE
 from jaxforge.errors import shortened
 
@@ -34,6 +33,17 @@ VISION_SECTIONS = ("vision_encoder", "adapter", "vlm", "video", "model.vlm")
 _MOST = 30  # explained problems per file
 _OF_YOURS = "; to use a registered name, import its module: --plugins.modules=MODULE"
 _LONG = 200  # characters; every valid key is shorter
+
+
+class Setting(NamedTuple):
+    """A setting on the command line."""
+
+    flag: str
+    """Argument as typed."""
+    path: Path
+    """Path of the key."""
+    value: Any
+    """New value, not yet validated."""
 
 
 class Sources(NamedTuple):
@@ -55,12 +65,7 @@ class _Problem(NamedTuple):
 
 
 def explain(error: ValidationError, sources: Sources) -> str:
-    """Return a line per problem: first of the file, in its order, then of the command line.
-
-    Args:
-        error: Validation error of a `JobConfig`.
-        sources: Sources of its values.
-    """
+    """Return a line per problem: first of the file, in its order, then of the command line."""
     every = error.errors()
     if len(every) > _MOST:
         every.sort(key=lambda details: line_of(details["loc"], sources.lines) or 0)
@@ -72,14 +77,7 @@ def explain(error: ValidationError, sources: Sources) -> str:
 
 
 def explain_value(path: Path, value: object, text: str, sources: Sources) -> str:
-    """Return a message about one value, with its location and text.
-
-    Args:
-        path: Path of the value.
-        value: Value as written by the user.
-        text: Problem of the value.
-        sources: Sources of the value.
-    """
+    """Return a message about one value, with its location and text."""
     return _located(_about(path, value, text, sources), path, "", sources).text
 
 

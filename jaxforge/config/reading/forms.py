@@ -12,14 +12,14 @@ from typing import Annotated, Any, Literal, NamedTuple
 from pydantic import Field, PositiveFloat, PositiveInt, TypeAdapter, ValidationError
 
 from jaxforge.config.batch_ramp import SampleRamp
-from jaxforge.config.early_stop import CONDITIONS
 from jaxforge.config.metrics import WRITERS
 from jaxforge.config.model import ATTENTION, ModelConfig, every_nth, scaled_expert, scaled_width
 from jaxforge.config.reading.explain import Sources, explain_value
 from jaxforge.config.reading.kempnerforge import STORED_AS
-from jaxforge.config.reading.lines import Path
 from jaxforge.config.reading.schema import dotted, expected_of
-from jaxforge.config.sizes import MOST_LAYERS
+from jaxforge.config.reading.toml import Path
+from jaxforge.config.scheduler import CONDITIONS
+from jaxforge.config.section import MOST_LAYERS
 from jaxforge.errors import UserError
 
 _MOST_STAGES = 10_000
@@ -27,12 +27,7 @@ _MOST_STAGES = 10_000
 
 
 class Reading:
-    """Values of a config while they are rewritten, with the place of each.
-
-    Args:
-        values: Section -> key -> value, of the file and the command line; they are changed.
-        sources: Sources of the values.
-    """
+    """Values of a config while they are rewritten, with the place of each."""
 
     def __init__(self, values: dict[Any, Any], sources: Sources) -> None:
         self.values = values
@@ -63,13 +58,7 @@ class Reading:
         return table.pop(name, None) if isinstance(table, dict) else None
 
     def put(self, path: Path, value: object, read: Path) -> None:
-        """Store a value.
-
-        Args:
-            path: Path of the stored key.
-            value: The value.
-            read: Path of the key that was read, for messages.
-        """
+        """Store a value that was read from the key `read`."""
         table: Any = self.values
         for part in path[:-1]:
             table = table[part] if isinstance(part, int) else table.setdefault(part, {})

@@ -9,13 +9,14 @@ dim = 4096 (no table at all)       [model] dim = 4096, as in KempnerForge's conf
 `reading.forms` converts the values of the other keys.
 """
 
+import copy
 from collections.abc import Mapping
 from typing import Any
 
 from jaxforge.config.job import JobConfig
 from jaxforge.config.metrics import WRITERS
 from jaxforge.config.model import ModelConfig
-from jaxforge.config.reading.lines import Path
+from jaxforge.config.reading.toml import Path
 from jaxforge.config.scheduler import SchedulerConfig
 from jaxforge.errors import UserError
 
@@ -76,8 +77,25 @@ STORED_AS: dict[Path, Path] = {
     ("checkpoint", "dyn_ckpt_window", "strategy"): ("checkpoint", "dyn_ckpt_window"),
 }  # fmt: skip
 """Keys that are read, and the stored key of each; 0 is the index of a table in a list."""
+
+_NAMES: dict[Path, Path] = {
+    ("model", _HEAD_DIM): ("model", "head_dim"),
+    ("plugins", "hooks"): ("plugins", "callbacks"),  # in configs of runs before November 2026
+}
 _TABLES = {"muon_": "muon", "soap_": "soap", "schedule_free_": "schedule_free_adamw"}
 """Beginning of flat keys of `[optimizer]` -> table."""
+
+_ALIBI = "retired with ALiBi, BLOOM and MPT: position_embedding is rotary or learned"
+
+RETIRED: dict[str, tuple[Any, str]] = {
+    "model.alibi_max_bias": (8.0, _ALIBI),
+    "model.embedding_norm": (False, "retired with BLOOM: remove it"),
+    "model.head_bias": (False, "retired with GPT-J, Phi-1 and Phi-2: remove it"),
+}
+"""Retired key -> its default value, and the note of the message about another value.
+
+Configs that earlier runs stored name every key. A retired key with its default value is ignored.
+"""
 
 
 def rewrite(
@@ -85,13 +103,8 @@ def rewrite(
 ) -> tuple[dict[Any, Any], dict[Path, int]]:
     """Return the tables of a file and the lines of its keys, in jaxforge's form.
 
-    Args:
-        values: Section -> key -> value, as the file gives them.
-        lines: Path of each key -> line.
-        source: Source of the tables, for messages.
-
     Raises:
-        UserError: If the file sets head_dim and head_dim_override to different values.
+        UserError: If the file gives a key different values by two names.
     """
     values, lines = dict(values), dict(lines)
     if _is_model_alone(values):
@@ -101,25 +114,14 @@ def rewrite(
         values["plugins"] = {"modules": values["plugins"]}
         if ("plugins",) in lines:
             lines["plugins", "modules"] = lines["plugins",]
-    model = values.get("model")
-    if isinstance(model, dict) and _HEAD_DIM in model:
-        values["model"] = _with_head_dim(model, source)
-        if ("model", _HEAD_DIM) in lines:
-            lines["model", "head_dim"] = lines.pop(("model", _HEAD_DIM))
-    optimizer = values.get("optimizer")
-    if isinstance(optimizer, dict):
-        values["optimizer"] = _with_tables(optimizer, source)
-        lines = {rewrite_path(path): line for path, line in lines.items()}
-    return values, lines
+    lines = {renamed(path): line for path, line in lines.items()}
+    return {name: _with_new_names(name, values[name], source) for name in values}, lines
 
 
 def drop_ineffective(values: dict[Any, Any]) -> tuple[str, ...]:
     """Remove the keys that have an effect only in PyTorch, and return a line about each.
 
     A file with such a key was written for KempnerForge, and gets its default warm-up.
-
-    Args:
-        values: Section -> key -> value, of the file and the command line.
     """
     notes = []
     for (section, key), answer in NO_EFFECT.items():
@@ -136,37 +138,34 @@ def drop_ineffective(values: dict[Any, Any]) -> tuple[str, ...]:
     return tuple(notes)
 
 
-def rewrite_path(path: Path) -> Path:
-    """Return the path of a setting in jaxforge's form: flat keys of an optimizer in its table."""
-    if len(path) < 2 or path[0] != "optimizer" or path[1] in _TABLES.values():
-        return path
-    key = str(path[1])
+def renamed(path: Path) -> Path:
+    """Return the path of a setting by its name in jaxforge."""
+    if path[:2] in _NAMES:
+        return (*_NAMES[path[:2]], *path[2:])
+    key = str(path[1]) if path[0] == "optimizer" and len(path) > 1 else ""
     for start, table in _TABLES.items():
-        if key.startswith(start):
+        if key.startswith(start) and key not in _TABLES.values():
             return ("optimizer", table, key.removeprefix(start), *path[2:])
     return path
 
 
-def _with_tables(optimizer: Mapping[str, Any], source: str) -> dict[str, Any]:
-    """Return `[optimizer]` with its flat keys in their tables.
-
-    Raises:
-        UserError: If a flat key and its table have different values.
-    """
-    result: dict[str, Any] = {}
-    for flat, value in optimizer.items():
-        _, table, *key = rewrite_path(("optimizer", flat))
-        settings = {key[0]: value} if key else value
-        previous = result.get(str(table))
-        if isinstance(previous, Mapping) and isinstance(settings, Mapping):
-            for name in previous.keys() & settings.keys():
-                if previous[name] != settings[name]:
-                    raise UserError(
-                        f"{source}: optimizer.{table}.{name} has two values, {previous[name]} and "
-                        f"{settings[name]}: remove the key without a table"
-                    )
-            settings = {**previous, **settings}
-        result[str(table)] = settings
+def _with_new_names(section: str, table: object, source: str) -> object:
+    """Return a section with the keys that have another name in jaxforge renamed."""
+    if not isinstance(table, dict):
+        return table
+    paths = {name: renamed((section, name)) for name in table}
+    result = {name: copy.copy(table[name]) for name in table if paths[name] == (section, name)}
+    for name, value in table.items():
+        *parents, key = paths[name][1:]
+        owner = result.setdefault(parents[0], {}) if parents else result
+        if name in result or not isinstance(owner, dict):
+            continue
+        if owner.get(key, value) != value:
+            raise UserError(
+                f"{source}: {'.'.join(map(str, paths[name]))} = {owner[key]} and "
+                f"{section}.{name} = {value} are two names of one key: remove one"
+            )
+        owner[key] = value
     return result
 
 
@@ -176,11 +175,12 @@ def _is_model_alone(values: Mapping[Any, Any]) -> bool:
     return bool(values) and values.keys() <= keys and not values.keys() & JobConfig.model_fields
 
 
-def _with_head_dim(model: Mapping[str, Any], source: str) -> dict[str, Any]:
-    head_dim = model[_HEAD_DIM]
-    if model.get("head_dim", head_dim) != head_dim:
-        raise UserError(
-            f"{source}: model.head_dim = {model['head_dim']} and model.{_HEAD_DIM} = {head_dim} "
-            "are two names of one key: remove one"
-        )
-    return {key: value for key, value in model.items() if key != _HEAD_DIM} | {"head_dim": head_dim}
+def without_retired_defaults(values: Mapping[Any, Any]) -> dict[Any, Any]:
+    """Return the tables of a config without retired keys that have their default values."""
+    remaining = dict(values)
+    for name, (default, _) in RETIRED.items():
+        section, key = name.split(".")
+        table = remaining.get(section)
+        if isinstance(table, Mapping) and key in table and table[key] == default:
+            remaining[section] = {k: value for k, value in table.items() if k != key}
+    return remaining

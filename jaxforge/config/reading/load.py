@@ -1,20 +1,22 @@
 """Loading of a config from defaults, a TOML file and the command line, in this order."""
 
+import ast
 import copy
-from collections.abc import Mapping, Sequence
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from jaxforge.config.facts import Flag, flagged
 from jaxforge.config.job import JobConfig
 from jaxforge.config.reading import forms, kempnerforge, toml
-from jaxforge.config.reading.explain import Sources
-from jaxforge.config.reading.lines import Path as KeyPath
-from jaxforge.config.reading.lines import key_lines
-from jaxforge.config.reading.overrides import parse_overrides
-from jaxforge.config.reading.retired import without_retired_defaults
-from jaxforge.config.reading.text import read_text
+from jaxforge.config.reading.explain import Setting, Sources
+from jaxforge.config.reading.kempnerforge import STORED_AS, renamed, without_retired_defaults
+from jaxforge.config.reading.schema import Node, expected, is_table, node_at
+from jaxforge.config.reading.toml import Path as KeyPath
+from jaxforge.config.reading.toml import key_lines, read_text
 from jaxforge.config.reading.unresolved import UnresolvedConfig
+from jaxforge.errors import UserError
 from jaxforge.storage import trust, urls
 from jaxforge.storage.trust import Decision
 
@@ -46,12 +48,7 @@ def load_unresolved(
 def load_config(
     path: str | Path | None, overrides: Sequence[str] = (), trusts: Decision = trust.own
 ) -> JobConfig:
-    """Load a config and resolve its durations without devices and data.
-
-    Args:
-        path: A TOML file, or None for the defaults.
-        overrides: Settings such as "--train.lr=3e-4"; the last setting of a key applies.
-        trusts: Decides whether plugins of the file are imported. Plugins in `overrides` always are.
+    """Load a config as `load_unresolved`, and resolve its durations without devices and data.
 
     Raises:
         UserError: As `load_unresolved`, and if a duration depends on devices or data.
@@ -65,11 +62,6 @@ def load_config_of_run(path: Path, run: Path, overrides: Sequence[str] = ()) -> 
     The file may be untrusted: its author decides the computation, but never which files are written
     or which compiled code is loaded (`Flag.SIDE_EFFECT`). Plugins are imported only if the run is
     trusted.
-
-    Args:
-        path: The TOML file.
-        run: The run directory.
-        overrides: The user's settings, which override the file.
 
     Raises:
         UserError: As `load_config`.
@@ -88,13 +80,6 @@ def make_config(
     trusts: Decision = trust.own,
 ) -> JobConfig:
     """Combine defaults, tables and settings, and validate the result.
-
-    Args:
-        values: Section -> key -> value, as a TOML file would give them.
-        overrides: Settings such as "--train.lr=3e-4"; the last setting of a key applies.
-        source: Source of the tables, for messages.
-        trusts: Decides whether plugins of the tables are imported. Plugins in `overrides` always
-            are.
 
     Raises:
         UserError: If a value is invalid.
@@ -137,3 +122,68 @@ def _assign(values: dict[Any, Any], path: KeyPath, value: object) -> None:
             values[table] = {}
         values = values[table]
     values[name] = value
+
+
+def parse_overrides(arguments: Sequence[str]) -> list[Setting]:
+    """Parse command-line settings in their order.
+
+    A value is a Python literal, a TOML table or array, or else text. `--section.flag` alone means
+    true. A table value sets only the keys that it contains; an empty table means its defaults.
+
+    Raises:
+        UserError: If arguments are not settings; the message lists all of them.
+    """
+    problems: list[str] = []
+    settings: list[Setting] = []
+    for argument in arguments:
+        try:
+            settings += _leaves(_parse(argument))
+        except UserError as error:
+            problems.append(str(error))
+    if problems:
+        raise UserError("\n".join(problems))
+    return settings
+
+
+def _parse(argument: str) -> Setting:
+    if not argument.startswith("--"):
+        raise UserError(f"{argument}: expected --section.key=value")
+    key, equals, text = argument[2:].partition("=")
+    path = renamed(tuple(key.split(".")))
+    stored = node_at(STORED_AS[path]) if path in STORED_AS else None
+    is_text = stored is not None and stored["type"] == "string"
+    node = node_at(path) or (stored if stored and is_text else {})
+    if equals:
+        return Setting(argument, path, _value(text, node))
+    if node.get("type", "boolean") != "boolean":
+        raise UserError(f"{argument} needs a value: {expected(node)}")
+    return Setting(argument, path, True)
+
+
+def _value(text: str, node: Node) -> object:
+    try:
+        value = ast.literal_eval(text)
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+        value = _toml(text) if text.lstrip().startswith(("[", "{")) else text
+    # The name 1e3 must not become 1000.0.
+    is_text = node.get("type") == "string" and not isinstance(value, str | None)
+    return text if is_text else value
+
+
+def _toml(text: str) -> object:
+    """Parse a TOML table or array; return other text unchanged."""
+    try:
+        (value,) = tomllib.loads(f"value = {text}").values()
+    except (ValueError, RecursionError):  # also for more than one value
+        return text
+    return value
+
+
+def _leaves(setting: Setting) -> Iterator[Setting]:
+    """Split a table value into its keys, so that other keys keep their values."""
+    node = node_at(setting.path)
+    if not (node and is_table(node) and setting.value and isinstance(setting.value, dict)):
+        yield setting
+        return
+    for name, value in setting.value.items():
+        yield from _leaves(Setting(setting.flag, (*setting.path, name), value))

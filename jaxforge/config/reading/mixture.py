@@ -17,9 +17,10 @@ from jaxforge.cli.suggestions import choices, hint
 from jaxforge.config.data import DatasetSource
 from jaxforge.config.duration import TokenCount, parse_duration
 from jaxforge.config.facts import Flag
-from jaxforge.config.reading import toml, yaml_file
+from jaxforge.config.reading import toml
+from jaxforge.config.reading.other_formats import parse_yaml
 from jaxforge.config.reading.schema import dotted
-from jaxforge.config.reading.text import read_text
+from jaxforge.config.reading.toml import read_text
 from jaxforge.config.section import Section, Weights, WeightTable
 from jaxforge.errors import UserError
 from jaxforge.storage import urls
@@ -42,8 +43,7 @@ class MixturePhase(Section):
     lr_scale: PositiveFloat = 1.0
     """Factor on the learning rate during the phase."""
 
-    def problems(self) -> Iterator[str]:
-        """Yield the broken rules between the keys of this table."""
+    def _problems(self) -> Iterator[str]:
         if self.tokens and (self.length is not None or self.weights):
             yield "tokens give length and weights: remove tokens, or length and weights"
         duration = parse_duration(self.length) if isinstance(self.length, str) else None
@@ -71,8 +71,7 @@ class MixtureFile(Section):
     phases: tuple[MixturePhase, ...] = ()
     """Phases in order; without phases, the weights of datasets hold during the whole run."""
 
-    def problems(self) -> Iterator[str]:
-        """Yield the broken rules between the tables of this file."""
+    def _problems(self) -> Iterator[str]:
         if not self.datasets:
             yield "datasets has no dataset: add a table such as [datasets.web] with a path"
         for name, source in self.datasets.items():
@@ -125,10 +124,6 @@ def _written(start: Fraction, unit: str) -> int | str:
 def tables(file: str, temperature: object) -> dict[str, Any]:
     """Return `datasets` and `phases` of `[data]` from a mixture file.
 
-    Args:
-        file: the value of `data.mixture_file`.
-        temperature: the value of `data.mix_temperature`.
-
     Raises:
         UserError: the file cannot be read, or is invalid.
     """
@@ -150,7 +145,7 @@ def read(path: Path) -> MixtureFile:
     """
     text = read_text(path, f"data.{_KEY}")
     is_yaml = path.suffix.lower() in _YAML
-    values = yaml_file.parse(text, path) if is_yaml else toml.parse(text, str(path))
+    values = parse_yaml(text, path) if is_yaml else toml.parse(text, str(path))
     try:
         return MixtureFile.model_validate(values)
     except ValidationError as error:

@@ -1,28 +1,26 @@
 """Configs in YAML and JSON, which are refused with their settings in TOML."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from itertools import islice
 from pathlib import Path
+from typing import Any
+
+import yaml
 
 from jaxforge.config.job import short_toml
-from jaxforge.config.reading import yaml_file
+from jaxforge.config.reading import toml
 from jaxforge.config.reading.foreign_names import advice, key_of, note_of
-from jaxforge.config.reading.lines import Path as KeyPath
 from jaxforge.config.reading.schema import all_keys, dotted, has_keys, nearest_keys
+from jaxforge.config.reading.toml import Path as KeyPath
 from jaxforge.errors import UserError
 
 _MOST = 60  # settings in a message
 
 
 def refusal(path: Path, text: str) -> UserError:
-    """Return the error for a config that is not TOML, with its settings in TOML.
-
-    Args:
-        path: the file.
-        text: its content.
-    """
+    """Return the error for a config that is not TOML, with its settings in TOML."""
     try:
-        document = yaml_file.parse(text, path)
+        document = parse_yaml(text, path)
     except UserError:
         document = None
     tables: dict[str, dict[str, str]] = {}
@@ -69,3 +67,38 @@ def _number(value: object) -> object:
         return float(value) if isinstance(value, str) else value
     except ValueError:
         return value
+
+
+class _Loader(yaml.SafeLoader):
+    """Loader of plain YAML: no anchors, which multiply, and no key twice."""
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:  # noqa: ANN401
+        if self.check_event(yaml.AliasEvent):
+            problem = "anchors and aliases are not supported"
+            raise yaml.MarkedYAMLError(problem=problem, problem_mark=self.peek_event().start_mark)
+        return super().compose_node(parent, index)
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        names = [key.value for key, _ in node.value]
+        for number, name in enumerate(names):
+            if name in names[:number]:
+                mark = node.value[number][0].start_mark
+                raise yaml.MarkedYAMLError(problem=f"{name} occurs twice", problem_mark=mark)
+        return super().construct_mapping(node, deep)
+
+
+def parse_yaml(text: str, path: Path) -> Any:  # noqa: ANN401 (validated by the caller)
+    """Parse a document.
+
+    Raises:
+        UserError: the document is not valid YAML, or exceeds a limit.
+    """
+    if len(text) > toml.SIZE:
+        raise UserError(f"{path}: {len(text):,} characters; a config has at most {toml.SIZE:,}")
+    try:
+        return yaml.load(text, _Loader)
+    except yaml.MarkedYAMLError as error:
+        line = f":{error.problem_mark.line + 1}" if error.problem_mark else ""
+        raise UserError(f"{path}{line}: not valid YAML: {error.problem}") from None
+    except (yaml.YAMLError, RecursionError, ValueError) as error:
+        raise UserError(f"{path}: not valid YAML: {str(error) or 'nested too deep'}") from None

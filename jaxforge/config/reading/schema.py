@@ -8,10 +8,11 @@ from typing import Any
 from jaxforge.cli.suggestions import ALIKE
 from jaxforge.config.data import DATASETS
 from jaxforge.config.eval import EVAL_FUNCTIONS
+from jaxforge.config.facts import Needs, facts
 from jaxforge.config.job import JobConfig
 from jaxforge.config.model import MIXERS, MODELS
 from jaxforge.config.optimizer import OPTIMIZERS
-from jaxforge.config.reading.lines import Path
+from jaxforge.config.reading.toml import Path
 from jaxforge.config.scheduler import SCHEDULERS
 from jaxforge.config.train import LOSSES
 
@@ -69,6 +70,19 @@ def all_keys() -> dict[str, Node]:
     return _all_keys(_registered())
 
 
+def tables() -> dict[str, tuple[str, dict[str, Node]]]:
+    """Return each table as (header with its description, schema by name), by its dotted path."""
+    result: dict[str, tuple[str, dict[str, Node]]] = {}
+    for key, node in all_keys().items():
+        table, _, name = key.rpartition(".")
+        if table:
+            result[table][1][name] = node
+        if has_keys(node):
+            header = f"[[{key}]]" if node["type"] == "array" else f"[{key}]"
+            result[key] = f"{header}  {node['description']}", {}
+    return result
+
+
 def keys_by_name() -> dict[str, list[str]]:
     """Return the dotted paths of keys by the name after the last dot."""
     by_name: dict[str, list[str]] = {}
@@ -98,12 +112,7 @@ def nearest_keys(path: Path) -> list[str]:
 
 
 def is_misspelt_table(path: Path, names: Iterable[object]) -> bool:
-    """Return whether an unknown table has a name similar to that of a table with some of its keys.
-
-    Args:
-        path: path of the unknown table.
-        names: names of its keys.
-    """
+    """Return whether an unknown table is named almost like a table that has some of its keys."""
     near = get_close_matches(str(path[-1]), JobConfig.model_fields, n=1, cutoff=_ALIKE_ELSEWHERE)
     return any(f"{table}.{name}" in all_keys() for table in near for name in names)
 
@@ -179,7 +188,10 @@ def _schema(registered: tuple[tuple[str, ...], ...]) -> Node:
 
 @cache
 def _all_keys(registered: tuple[tuple[str, ...], ...]) -> dict[str, Node]:
-    return dict(_walk(_schema(registered), ""))
+    keys = dict(_walk(_schema(registered), ""))
+    for key, needs in facts(JobConfig, Needs):
+        keys[key].setdefault("needs", []).append(needs.describe(key))
+    return keys
 
 
 def _plain(node: Node) -> Node:

@@ -28,8 +28,8 @@ from jaxforge.config.duration import Duration, parse_duration
 from jaxforge.config.facts import Interval, facts
 from jaxforge.config.job import JobConfig
 from jaxforge.config.reading.explain import Sources, explain, explain_value
-from jaxforge.config.reading.lines import Path
 from jaxforge.config.reading.schema import node_at
+from jaxforge.config.reading.toml import Path
 from jaxforge.config.rules import mesh_shape
 from jaxforge.errors import UserError
 from jaxforge.storage import trust

@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxforge.config.eval import ATTENTION_WEIGHTS, MAX_LOGITS
 from jaxforge.config.model import ATTENTION, ModelConfig
-from jaxforge.config.points import ATTENTION_WEIGHTS, MAX_LOGITS
 from jaxforge.kernels.attention_backends import attend_with_masks
 from jaxforge.kernels.context_parallel import attend_across_devices, context_size
 from jaxforge.kernels.dot_product_attention import cached_attention

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
+from jaxforge.config.eval import STREAM
 from jaxforge.config.model import LAYERS
-from jaxforge.config.points import STREAM
 from jaxforge.errors import printable
 from jaxforge.model.layer import Capture
 from jaxforge.model.transformer import Model, Params

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from jaxforge import inference
 from jaxforge.checkpoint.weights import Weights
-from jaxforge.config import points
+from jaxforge.config.eval import matching_points, unknown_point
 from jaxforge.data import sources
 from jaxforge.errors import UserError
 from jaxforge.inference.evaluation import set_overrides
@@ -67,10 +67,10 @@ def save_of_sets(args: argparse.Namespace, overrides: Sequence[str]) -> int:
 def _begin(args: argparse.Namespace) -> Selection:
     """Return the selection of a command line, and set up the process."""
     patterns = args.points.split(",")
-    if problem := points.unknown(patterns):
+    if problem := unknown_point(patterns):
         raise UserError(f"--points: {problem}")
     sequences = _sequences(args.sequences)
-    selection = Selection(points.matching(patterns), _layers(args.layers), sequences)
+    selection = Selection(matching_points(patterns), _layers(args.layers), sequences)
     if args.activations.exists():
         raise UserError(f"--activations {args.activations}: already exists. Name a new directory")
     setup_logging(Console(stderr=True))

@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 
 from jaxforge.cli.redaction import redacted, redacted_line
-from jaxforge.config.directions import higher_is_better
-from jaxforge.config.eval import AVERAGE_PREFIX, STDERR_SUFFIX, TASKS_PREFIX
+from jaxforge.config.eval import AVERAGE_PREFIX, STDERR_SUFFIX, TASKS_PREFIX, higher_is_better
 from jaxforge.config.job import short_toml
 from jaxforge.runs.reading import Run
 from jaxforge.telemetry.numbers import duration, exact, human

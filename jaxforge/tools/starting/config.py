@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxforge.config.job import toml
-from jaxforge.config.reading.overrides import parse_overrides
+from jaxforge.config.reading.load import parse_overrides
 from jaxforge.tools.starting.machine import Machine
 from jaxforge.tools.starting.sizes import (
     EPOCHS,

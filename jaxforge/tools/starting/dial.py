@@ -21,8 +21,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from jaxforge.config.job import JobConfig
-from jaxforge.config.reading.load import make_config
-from jaxforge.config.reading.overrides import parse_overrides
+from jaxforge.config.reading.load import make_config, parse_overrides
 from jaxforge.data.corpus.tokenizer import BPE_VOCAB_SIZE
 from jaxforge.errors import UserError
 from jaxforge.model.flops import flops_per_token

@@ -9,13 +9,14 @@ A task that was stopped begins again, and is logged once.
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from jaxforge.cli.suggestions import choices
-from jaxforge.config.directions import (
+from jaxforge.config.eval import (
+    AVERAGE_PREFIX,
     BEST_METRIC,
     EARLY_STOP_METRIC,
+    TASKS_PREFIX,
     higher_is_better,
     unknown_direction,
 )
-from jaxforge.config.eval import AVERAGE_PREFIX, TASKS_PREFIX
 from jaxforge.config.job import JobConfig
 from jaxforge.config.train import TrainConfig
 from jaxforge.errors import UserError

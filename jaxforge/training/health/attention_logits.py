@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 
-from jaxforge.config.points import MAX_LOGITS
+from jaxforge.config.eval import MAX_LOGITS
 from jaxforge.errors import UserError
 from jaxforge.model.layer import Capture
 from jaxforge.model.transformer import Model, Params

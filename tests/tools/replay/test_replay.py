@@ -10,7 +10,7 @@ import pytest
 from jaxforge.commands import evaluate
 from jaxforge.commands import replay as command
 from jaxforge.config import rules
-from jaxforge.config.points import STREAM
+from jaxforge.config.eval import STREAM
 from jaxforge.config.reading.load import load_config
 from jaxforge.errors import UserError
 from jaxforge.model.layer import Capture
