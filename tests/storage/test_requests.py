@@ -9,6 +9,7 @@ import pytest
 
 from jaxforge.errors import StorageError, UserError
 from jaxforge.storage import files, requests
+from tests.machine import PATIENCE
 
 _PENDING = """
 import sys
@@ -71,7 +72,9 @@ def test_process_ends_while_requests_are_pending(bucket, server):
     files.write(f"{bucket}/a", b"12345")
     server.stall(100)
     arguments = [sys.executable, "-c", _PENDING, f"{bucket}/a"]
-    done = subprocess.run(arguments, env=os.environ, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        arguments, env=os.environ, capture_output=True, text=True, timeout=PATIENCE
+    )
     server.throttle(0)
     assert (done.returncode, done.stdout, done.stderr) == (0, "pending\n", "")
 
