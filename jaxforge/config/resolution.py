@@ -1,10 +1,9 @@
 """Resolution of a config: what a run uses, and why that differs from what was written.
 
-UnresolvedConfig   as written: lengths in epochs or tokens, a rate per batch size, "auto"
-  │  resolve(config, world)      lengths in updates, the rate, the devices of an elastic job
-  │  training.resolution         facts of the checkpoint to start from, the fastest execution
-  ▼
-ResolvedRun        config and reasons; nothing changes the config of a run afterwards
+    UnresolvedConfig    as written: lengths in epochs or tokens, a rate per batch size, "auto"
+    resolve             lengths in updates, the rate, the devices of an elastic job
+    resolve_run         facts of the checkpoint to start from, the fastest execution (`training`)
+    ResolvedRun         config and reasons; nothing changes the config of a run afterwards
 
 A job of `distributed.elastic_processes` processes may start with fewer of them, because hosts were
 lost. Its pipeline, tensor, context and expert parallelism stay the same, since they determine how a
