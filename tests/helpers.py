@@ -395,6 +395,13 @@ def change_stored_config(run, section, **keys):
     return stored
 
 
+def convert_to_run(source, run, config, *options):
+    """Convert a checkpoint to a run by the command; return the run's directory."""
+    arguments = ["convert", "--to=jaxforge", str(source), str(run), f"--config={config}"]
+    assert cli([*arguments, *options]) == 0
+    return run
+
+
 def each(values):
     """Return a decorator that calls a test for each value, as one item of the report.
 

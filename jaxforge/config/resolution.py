@@ -96,8 +96,7 @@ def resolve(
         full = full_devices(known, world.devices, world.processes)
     run = ResolvedRun(known)
     if isinstance(config, UnresolvedConfig):
-        run = ResolvedRun(known, notes=config.notes)
-        run = _with_lengths(run, config, full, epoch_length)
+        run = _with_lengths(ResolvedRun(known, notes=config.notes), config, full, epoch_length)
     check_shrinkable(run.config, full)
     reason = f"{world.devices} of the {full} devices of the whole job have started"
     run = run.after(shrink(run.config, full, world.devices), reason)

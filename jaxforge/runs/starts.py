@@ -20,6 +20,7 @@ from jaxforge.cli.redaction import redacted_command
 from jaxforge.config.facts import Flag, flagged
 from jaxforge.config.job import JobConfig
 from jaxforge.config.reading.unresolved import UnresolvedConfig
+from jaxforge.config.resolution import known_config
 from jaxforge.errors import UserError, file_error
 from jaxforge.storage import safe_files
 from jaxforge.storage.line_file import keep_sound_lines
@@ -131,7 +132,7 @@ _PER_HOST_ENVIRONMENT = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "NPROC")
 
 def facts_of_start(config: JobConfig | UnresolvedConfig) -> dict[str, Any]:
     """Return the values in which all processes must agree, as name -> JSON."""
-    known = config.known if isinstance(config, UnresolvedConfig) else config
+    known = known_config(config)
     per_host = flagged(JobConfig, Flag.PER_HOST)
     values = {
         f"{section}.{key}": value

@@ -23,7 +23,7 @@ from jaxforge.errors import UserError
 from jaxforge.optim.eight_bit import Packed, unpack
 from jaxforge.state.progress import Progress
 from tests.conftest import tiny_config
-from tests.helpers import change_stored_config, cli, random_batches, setup, underway
+from tests.helpers import change_stored_config, cli, convert_to_run, random_batches, setup, underway
 from tests.machine import PATIENCE
 from tests.processes.conftest import ROOT, environment
 from tests.torch_compat.runs import assert_same, saved, trained, values
@@ -69,15 +69,7 @@ def test_all_optimizers_roundtrip_through_torch(tmp_path, name, layout):
     scheduler = {"name": "none"} if name.startswith("schedule_free") else {}
     config = trained(tmp_path / "a", optimizer={"name": name}, scheduler=scheduler)
     cli(["convert", str(tmp_path / "a"), str(tmp_path / "dcp"), "--to=dcp", f"--layout={layout}"])
-    cli(
-        [
-            "convert",
-            "--to=jaxforge",
-            str(tmp_path / "dcp"),
-            str(tmp_path / "b"),
-            f"--config={config}",
-        ]
-    )
+    convert_to_run(tmp_path / "dcp", tmp_path / "b", config)
     assert_same(values(tmp_path / "a"), values(tmp_path / "b"))
 
 
@@ -101,15 +93,7 @@ def test_eight_bit_moments_are_exported_as_float32(tmp_path):
         np.testing.assert_array_equal(tensor.read(rows), tensor.all()[rows])
     assert cli(["verify", str(tmp_path / "a"), str(tmp_path / "dcp"), f"--config={config}"]) == 0
     with pytest.raises(UserError, match=r"train.opt_state_dtype = .8bit.*--weights-only"):
-        cli(
-            [
-                "convert",
-                "--to=jaxforge",
-                str(tmp_path / "dcp"),
-                str(tmp_path / "b"),
-                f"--config={config}",
-            ]
-        )
+        convert_to_run(tmp_path / "dcp", tmp_path / "b", config)
     again = ["convert", str(tmp_path / "a"), str(tmp_path / "b"), "--to=jaxforge"]
     with pytest.raises(UserError, match=r"train.opt_state_dtype = .8bit"):
         cli(again)
@@ -125,15 +109,7 @@ def test_all_dialects_roundtrip_bit_exactly(tmp_path, dialect, dtype):
     cli(["convert", str(tmp_path / "a"), str(tmp_path / "dcp"), *arguments])
     reference = checkpoints.find(tmp_path / "dcp")
     assert reference.dcp().tensors  # complete checkpoint
-    cli(
-        [
-            "convert",
-            "--to=jaxforge",
-            str(tmp_path / "dcp"),
-            str(tmp_path / "b"),
-            f"--config={config}",
-        ]
-    )
+    convert_to_run(tmp_path / "dcp", tmp_path / "b", config)
     assert_same(values(tmp_path / "a"), values(tmp_path / "b"))
     step = orbax_store.open_orbax(tmp_path / "b")[0].progress
     assert (step.step, step.tokens) == (2, 512)
@@ -525,30 +501,14 @@ def test_partial_conversion_of_other_source_is_discarded(tmp_path):
     (partial / "marks").mkdir(parents=True)
     (partial / "marks" / "plan.json").write_text('{"fingerprint": "another"}')
     (partial / "marks" / "params.norm.weight-0.json").write_text("null")
-    cli(
-        [
-            "convert",
-            "--to=jaxforge",
-            str(tmp_path / "dcp"),
-            str(tmp_path / "b"),
-            f"--config={config}",
-        ]
-    )
+    convert_to_run(tmp_path / "dcp", tmp_path / "b", config)
     assert_same(values(tmp_path / "a"), values(tmp_path / "b"))
 
 
 def test_imported_run_resumes_bit_exactly(tmp_path):
     config_path = trained(tmp_path / "a")
     cli(["convert", str(tmp_path / "a"), str(tmp_path / "dcp"), "--to=dcp"])
-    cli(
-        [
-            "convert",
-            "--to=jaxforge",
-            str(tmp_path / "dcp"),
-            str(tmp_path / "b"),
-            f"--config={config_path}",
-        ]
-    )
+    convert_to_run(tmp_path / "dcp", tmp_path / "b", config_path)
     ours = setup(load_config(config_path))
     like = ours.abstract_state()
     batches = random_batches(ours.config, 3, seed=1)
@@ -566,15 +526,7 @@ def test_imported_run_resumes_bit_exactly(tmp_path):
 def test_bit_flip_in_imported_run_raises_and_names_the_array(tmp_path):
     config_path = trained(tmp_path / "a")
     cli(["convert", str(tmp_path / "a"), str(tmp_path / "dcp"), "--to=dcp"])
-    cli(
-        [
-            "convert",
-            "--to=jaxforge",
-            str(tmp_path / "dcp"),
-            str(tmp_path / "b"),
-            f"--config={config_path}",
-        ]
-    )
+    convert_to_run(tmp_path / "dcp", tmp_path / "b", config_path)
     assert checksums_of(tmp_path / "b") == checksums_of(tmp_path / "a")
     ours = setup(load_config(config_path))
     like = ours.abstract_state()

@@ -11,7 +11,7 @@ from jaxforge.config.reading.load import load_config
 from jaxforge.errors import UserError
 from jaxforge.model.transformer import Model
 from tests.conftest import tiny_config
-from tests.helpers import change_stored_config, cli, setup
+from tests.helpers import change_stored_config, cli, convert_to_run, setup
 from tests.torch_compat.gauged import gone_on, restored
 from tests.torch_compat.runs import (
     assert_same,
@@ -44,23 +44,6 @@ def export(run, destination, *options):
     return destination
 
 
-def bring(source, destination, config, *options):
-    assert (
-        cli(
-            [
-                "convert",
-                "--to=jaxforge",
-                str(source),
-                str(destination),
-                f"--config={config}",
-                *options,
-            ]
-        )
-        == 0
-    )
-    return destination
-
-
 def marked(names, slow):
     """Return names as parameters; those that another name covers are slow."""
     return [pytest.param(n, marks=pytest.mark.slow if n in slow else ()) for n in names]
@@ -72,7 +55,7 @@ def marked(names, slow):
 def test_dcp_round_trip_is_bit_exact(tmp_path, name):
     config = trained(tmp_path / "run", model=MODELS[name])
     dcp = export(tmp_path / "run", tmp_path / "dcp")
-    again = bring(dcp, tmp_path / "again", config)
+    again = convert_to_run(dcp, tmp_path / "again", config)
     assert_same(values(again), values(tmp_path / "run"))
     ours = setup(load_config(config))
     of_both = (jax.device_get(restored(ours, run)) for run in (again, tmp_path / "run"))
@@ -92,7 +75,7 @@ def test_dcp_round_trip_is_bit_exact(tmp_path, name):
 def test_dcp_layouts_round_trip(tmp_path, optimizer, options):
     config = trained(tmp_path / "run", model={**SIGMOID, **SOME}, optimizer={"name": optimizer})
     dcp = export(tmp_path / "run", tmp_path / "dcp", *options)
-    again = bring(dcp, tmp_path / "again", config, "--max-memory=1MB")
+    again = convert_to_run(dcp, tmp_path / "again", config, "--max-memory=1MB")
     assert_same(values(again), values(tmp_path / "run"))
 
 
@@ -167,7 +150,7 @@ def kempnerforge(tmp_path_factory):
 
 def test_other_router_imports_bias_without_its_state(kempnerforge, tmp_path, capsys):
     directory, dcp, config = kempnerforge
-    again = bring(dcp, tmp_path / "run", config, "--model.moe_bias_update=sign")
+    again = convert_to_run(dcp, tmp_path / "run", config, "--model.moe_bias_update=sign")
     said = " ".join(capsys.readouterr().err.split())
     assert "left out: the moments of layers.0.mlp.router.expert_bias" in said
     assert "left out: layers.0.mlp.router.expert_ema" in said
@@ -193,7 +176,7 @@ def test_other_router_imports_bias_without_its_state(kempnerforge, tmp_path, cap
 def test_mismatched_experts_are_refused(kempnerforge, tmp_path, setting, message):
     _, dcp, config = kempnerforge
     with pytest.raises(UserError, match=message):
-        bring(dcp, tmp_path / "run", config, setting)
+        convert_to_run(dcp, tmp_path / "run", config, setting)
 
 
 def test_export_overrides_must_fit_weights(kempnerforge, tmp_path, capsys):
@@ -279,7 +262,7 @@ def test_bfloat16_torch_checkpoint_is_imported(tmp_path, packed):
             if tensor.ndim == 1:
                 tensor.uniform_(0.5, 1.5)
     dcp.save({"model": network.state_dict()}, checkpoint_id=tmp_path / "dcp", no_dist=True)
-    run = bring(tmp_path / "dcp", tmp_path / "run", tmp_path / "run.toml")
+    run = convert_to_run(tmp_path / "dcp", tmp_path / "run", tmp_path / "run.toml")
     tokens = np.random.default_rng(0).integers(0, 256, (2, 24))
     with torch.no_grad():
         theirs = network.float()(torch.from_numpy(tokens)).numpy()
@@ -306,7 +289,7 @@ def test_overwritten_expert_shards_are_refused(tmp_path, packed):
     state |= {key: tensor for key, tensor in whole.items() if ".router." in key}
     dcp.save({"model": state}, checkpoint_id=tmp_path / "dcp", no_dist=True)
     with pytest.raises(UserError, match=r"only 2 of 4 experts .* distributed\.ep = 2") as caught:
-        bring(tmp_path / "dcp", tmp_path / "run", tmp_path / "run.toml")
+        convert_to_run(tmp_path / "dcp", tmp_path / "run", tmp_path / "run.toml")
     assert str(caught.value).count("\n") == 1, "other problems are listed"
 
 
@@ -362,7 +345,7 @@ def test_written_blocks_are_at_most_one_expert(tmp_path):
     """This bounds chunks on disk and the memory of an import."""
     config = trained(tmp_path / "run", model={**SIGMOID, **SOME})
     dcp = export(tmp_path / "run", tmp_path / "dcp", "--max-memory=48KB")
-    again = bring(dcp, tmp_path / "again", config, "--max-memory=48KB")
+    again = convert_to_run(dcp, tmp_path / "again", config, "--max-memory=48KB")
     leaf = from_array(np.zeros((2, 4, 64, 32), np.float32))
     sizes = [leaf.read(index).nbytes for index in orbax_store.split_blocks(leaf, 2048)]
     assert (max(sizes), sum(sizes)) == (2048, leaf.nbytes)

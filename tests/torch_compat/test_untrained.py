@@ -18,7 +18,7 @@ from jaxforge.config.reading.load import load_config
 from jaxforge.errors import UserError
 from jaxforge.model.transformer import register_model
 from tests.conftest import tiny_config
-from tests.helpers import change_stored_config, cli, setup
+from tests.helpers import change_stored_config, cli, convert_to_run, setup
 from tests.processes.conftest import ROOT, environment
 from tests.step import aux_model
 from tests.torch_compat.gauged import gone_on, restored
@@ -102,23 +102,6 @@ def export(run, destination, *options):
     return destination
 
 
-def bring(source, destination, config, *options):
-    assert (
-        cli(
-            [
-                "convert",
-                "--to=jaxforge",
-                str(source),
-                str(destination),
-                f"--config={config}",
-                *options,
-            ]
-        )
-        == 0
-    )
-    return destination
-
-
 def state_of(run):
     return {n: v for n, v in values(run).items() if n.startswith("model_state.")}
 
@@ -132,7 +115,7 @@ def test_reimported_run_resumes_bit_exactly(run, tmp_path, options):
     assert ours == {
         "model.layers.0.router.bias", "model.layers.1.router.bias", "model.gauge.buffer",
     }, "and no moments"  # fmt: skip
-    again = bring(dcp, tmp_path / "again", config, "--from-dialect=gauged")
+    again = convert_to_run(dcp, tmp_path / "again", config, "--from-dialect=gauged")
     assert_same(values(again), values(run))
     jax.tree.map(np.testing.assert_array_equal, gone_on(again, config), gone_on(run, config))
 
@@ -162,7 +145,7 @@ def test_safetensors_store_untrained_state_in_float32(run, tmp_path, dtype):
     assert result["model.norm.weight"].dtype.name == (dtype or "float32")
     about = json.loads((hf / "config.json").read_text())
     assert (about["model_type"], about["dtype"]) == ("gauged", dtype or "float32")
-    again = bring(hf, tmp_path / "again", config)
+    again = convert_to_run(hf, tmp_path / "again", config)
     assert_same(state_of(again), state_of(run))
     if dtype is None:
         assert cli(["verify", str(run), str(hf)]) == 0
@@ -197,7 +180,7 @@ def test_resume_without_untrained_state_raises(without, tmp_path):
 
 def test_weights_only_import_uses_initial_state(without, tmp_path, capsys):
     dcp, path = without
-    run = bring(dcp, tmp_path / "run", path, "--weights-only")
+    run = convert_to_run(dcp, tmp_path / "run", path, "--weights-only")
     said = "non-trainable state is missing"
     assert said in capsys.readouterr().err
     assert not state_of(run)
