@@ -113,7 +113,7 @@ def test_every_check_is_a_script_that_is_there_and_has_its_options(platform, mon
     assert names[0] == "device_train"
 
 
-@pytest.mark.parametrize("platform", ["gpu", "tpu"])
+@pytest.mark.parametrize("platform", ["gpu", pytest.param("tpu", marks=pytest.mark.slow)])
 def test_missing_device_is_reported(platform):
     done = subprocess.run(
         [sys.executable, str(BENCHMARKS / f"{platform}.py")],

@@ -128,6 +128,7 @@ def test_signal_to_the_script_reaches_the_tasks_and_queues_it_again(path, sig, c
     assert arguments[-3:] == ["--config", "my run.toml", "--train.seed=1"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", SBATCH, ids=lambda path: path.name)
 def test_signal_before_the_script_knows_its_step_is_not_lost(path, cluster, tmp_path):
     """On a busy machine the step may be at work before the script has its number."""

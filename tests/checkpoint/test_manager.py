@@ -60,7 +60,8 @@ def start(saved, ours):
     [
         pytest.param({}, {"dp_shard": 2, "tp": 2}, marks=pytest.mark.slow),
         ({"dp_replicate": 2, "dp_shard": 2, "tp": 2}, {"dp_shard": 4}),
-        ({"dp_shard": 6}, {"dp_shard": 4}),  # 6 does not divide the width
+        # 6 does not divide the width.
+        pytest.param({"dp_shard": 6}, {"dp_shard": 4}, marks=pytest.mark.slow),
         pytest.param({"dp_shard": 4}, {"dp_shard": 3, "tp": 2}, marks=pytest.mark.slow),
         ({"dp_shard": 2, "cp": 2}, {"cp": 4, "cp_strategy": "ring"}),
     ],
@@ -82,6 +83,7 @@ def test_restore_onto_another_mesh_is_bit_exact(tmp_path, source, target):
     assert jax.tree.map(lambda a: a.sharding, want) == jax.tree.map(lambda a: a.sharding, restored)
 
 
+@pytest.mark.slow
 def test_checkpoint_is_independent_of_pipeline_stages(tmp_path):
     """Saving on unequal stages and on chunks of stages does not change the state."""
 

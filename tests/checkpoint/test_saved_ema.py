@@ -115,6 +115,7 @@ def test_average_restores_from_replica(tmp_path):
     assert_equal(restored(tmp_path, theirs, again.sources).ema, jax.device_get(state.ema))
 
 
+@pytest.mark.slow
 def test_average_starts_from_parameters_of_checkpoint_without_one(tmp_path, messages):
     messages.set_level(logging.INFO, "jaxforge")
     state = saved(tmp_path, setup(config(LAYERS, ema_decay=0.0)))

@@ -42,6 +42,7 @@ def logged(run):
     return next(line for line in lines if "eval/loss" in line)
 
 
+@pytest.mark.slow
 def test_evaluate_command_has_metrics_of_training(run, tmp_path, capsys):
     for weights, name in (("raw", "loss"), ("ema", "ema_loss")):
         file = tmp_path / f"{weights}.json"

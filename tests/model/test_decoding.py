@@ -283,6 +283,7 @@ def test_batch_ends_when_all_rows_have_enough(monkeypatch):
     assert output == [Completion(result[0][:1], "stop")]
 
 
+@pytest.mark.slow
 def test_pipeline_stages_decode_like_single_device():
     """Stages keep their shares of the cache, with two chunks each, and rows over two devices.
 

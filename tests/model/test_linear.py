@@ -60,7 +60,11 @@ MODELS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("adapters", [None, LoraConfig(rank=2)], ids=["plain", "adapters"])
+@pytest.mark.parametrize(
+    "adapters",
+    [pytest.param(None, marks=pytest.mark.slow), LoraConfig(rank=2)],
+    ids=["plain", "adapters"],
+)
 @pytest.mark.parametrize("options", MODELS.values(), ids=MODELS)
 def test_model_of_tpus_equals_that_of_flat_products(options, adapters):
     """On TPUs, heads are a dimension of products and never of a split result."""

@@ -170,11 +170,11 @@ INTERLEAVED = {"pp": 2, "pp_schedule": "interleaved_1f1b", "pp_chunks": 2}
 @pytest.mark.parametrize(
     ("layers", "axes"),
     [
-        (6, {"pp": 2, "dp_shard": 2, "tp": 2}),
+        (6, {"dp_shard": 2, "tp": 2, "ep": 2}),
         *(
             pytest.param(*case, marks=pytest.mark.slow)
             for case in (
-                (6, {"dp_shard": 2, "tp": 2, "ep": 2}),
+                (6, {"pp": 2, "dp_shard": 2, "tp": 2}),
                 (6, {"pp": 2, "ep": 2}),
                 (12, INTERLEAVED),
                 (4, {"pp": 2}),  # stages of different layers

@@ -181,7 +181,13 @@ def test_load_scales_outputs_only_in_training():
     assert np.abs(logits - scaled.detach().numpy()).max() > 0.1
 
 
-@pytest.mark.parametrize("name", ["kempnerforge, in groups and warming up", "deepseek"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("kempnerforge, in groups and warming up", marks=pytest.mark.slow),
+        "deepseek",
+    ],
+)
 def test_bad_update_leaves_expert_bias(name):
     config = config_of(CASES[name], **MESHES.get(name, {}))
     ours, state, _ = initial(config)

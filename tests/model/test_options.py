@@ -75,6 +75,7 @@ def test_cache_rows_may_have_different_positions(name):
         np.testing.assert_allclose(out, there, rtol=0, atol=2e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["every option", "learned"])
 def test_generation_does_not_depend_on_mesh(name):
     model, params, _, _ = toy(name)

@@ -101,9 +101,8 @@ def test_8_bit_products_do_not_depend_on_the_mesh(mixer):
     np.testing.assert_allclose(results[1]["grad_norm"], results[0]["grad_norm"], rtol=3e-2)
 
 
-@pytest.mark.parametrize(
-    "mixer", [pytest.param("gated_delta_net", marks=pytest.mark.slow), "mamba2"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("mixer", ["gated_delta_net", "mamba2"])
 def test_run_in_8_bits_resumes_bit_exactly(mixer, tmp_path):
     """Products and moments have 8 bits, and experts are spread over devices."""
     train = {**FP8, "opt_state_dtype": "8bit"}

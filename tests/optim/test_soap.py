@@ -229,6 +229,7 @@ def on_mesh(**distributed):
     return ours, *ours.run(ours.state(), random_batches(ours.config, 6))
 
 
+@pytest.mark.slow
 def test_run_on_mesh_shards_bases():
     _, _, metrics = on_mesh()
     ours, sharded, sharded_metrics = on_mesh(dp_shard=2, tp=2)

@@ -82,6 +82,7 @@ def lines(text):
     return [json.loads(line) for line in text.splitlines()]
 
 
+@pytest.mark.slow
 def test_file_of_prompts_on_a_mesh(run, here, tmp_path):
     prompts, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     texts = ["the quick brown fox", "jumps", "", "over the", "lazy dog. the quick brown"]
@@ -112,6 +113,7 @@ def test_generation_stops_at_any_eos_id(run, here, monkeypatch):
     assert ours.generate("the quick brown fox", max_tokens=12, temperature=0) == " ju"
 
 
+@pytest.mark.slow
 def test_completion_stops_at_the_end_of_text(run, tmp_path, here):
     (tmp_path / "p.txt").write_text("lazy dog. \n" * 3)
     arguments = [run.directory, "--prompts", tmp_path / "p.txt", "--top-k", "5",
@@ -224,6 +226,7 @@ def test_directory_without_a_checkpoint(tmp_path):
         generate.main([str(tmp_path)])
 
 
+@pytest.mark.slow
 def test_run_in_python_is_what_the_commands_say(run, here, tmp_path):
     ours = jaxforge.Run(run.directory, step=60)
     prompts = ["the quick", "jumps over"]

@@ -54,6 +54,7 @@ def start_job(count):
     ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_suspended_process_is_named_and_ends_the_job():
     job = start_job(2)
     try:

@@ -91,6 +91,7 @@ def test_results_do_not_depend_on_the_mesh(groups, axes, train):
     jax.tree.map(close, result[1:], expected[1:])
 
 
+@pytest.mark.slow
 def test_state_is_saved_and_restored_on_another_mesh(tmp_path):
     job = config(1, {**MICROBATCH, **FULL}, pp=4)
     ours = setup(job)

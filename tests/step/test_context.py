@@ -43,13 +43,17 @@ UPDATE, MICROBATCH = {"grad_sync": "update"}, {"grad_sync": "microbatch"}
 CHUNKED = {"loss_fn": "chunked_cross_entropy", "ce_vocab_chunk": 24}
 
 CASES = [  # each strategy with each model, both reductions and losses; the reference has no chunks
-    (GROUPS, {"dp_shard": 2, "cp": 4, **ULYSSES}, MICROBATCH),
+    pytest.param(
+        GROUPS, {"dp_shard": 2, "cp": 4, **ULYSSES}, MICROBATCH, marks=pytest.mark.slow
+    ),
     (GROUPS, {"dp_shard": 2, "cp": 4, **RING}, {**MICROBATCH, **CHUNKED}),
     pytest.param(
         EVERY_OPTION, {"dp_shard": 2, "cp": 2, "tp": 2, **ULYSSES}, {**MICROBATCH, **CHUNKED},
         marks=pytest.mark.slow,
     ),
-    (EVERY_OPTION, {"dp_shard": 2, "cp": 2, "tp": 2, **RING}, UPDATE),
+    pytest.param(
+        EVERY_OPTION, {"dp_shard": 2, "cp": 2, "tp": 2, **RING}, UPDATE, marks=pytest.mark.slow
+    ),
     (KINDS, {"pp": 2, "cp": 2, "dp_replicate": 2, **RING}, MICROBATCH),
     pytest.param(KINDS, {"pp": 2, "cp": 2, **ULYSSES}, UPDATE, marks=pytest.mark.slow),
     (EXPERTS, {"cp": 2, "ep": 2, **RING}, UPDATE),

@@ -59,8 +59,10 @@ def updates(config, n_updates=3, first=0):
 @pytest.mark.parametrize(
     ("devices", "sections"),
     [
-        (3, {}),
-        (2, {"data": {"pack_sequences": True, "eos_token_id": 4}}),
+        pytest.param(3, {}, marks=pytest.mark.slow),
+        pytest.param(
+            2, {"data": {"pack_sequences": True, "eos_token_id": 4}}, marks=pytest.mark.slow
+        ),
         pytest.param(1, {"train": {"grad_sync": "microbatch"}}, marks=pytest.mark.slow),
         pytest.param(3, {"model": EXPERTS}, id="3-experts"),
     ],

@@ -99,13 +99,13 @@ def test_average_has_trained_parameters_alone():
 
 
 MESHES = [
-    pytest.param(SMALL, {"dp_shard": 2, "dp_replicate": 2, "tp": 2}, {}, id="fsdp-tp"),
     pytest.param(
         {**SMALL, "n_layers": 5}, {"pp": 2, "dp_shard": 2}, {}, id="uneven-stages"
     ),
     *(
         pytest.param(*values, marks=pytest.mark.slow, id=name)
         for name, *values in [
+            ("fsdp-tp", SMALL, {"dp_shard": 2, "dp_replicate": 2, "tp": 2}, {}),
             ("fsdp", SMALL, {"dp_shard": 4}, {"grad_sync": "microbatch"}),
             ("cp", SMALL, {"cp": 2, "dp_shard": 2}, {}),
             ("interleaved", {**SMALL, "n_layers": 4},

@@ -65,10 +65,10 @@ CASES = {
     ("name", "mode"),
     [
         ("tp, chunked loss", "microbatch"),
-        ("1f1b", "update"),
         *(
             pytest.param(name, mode, marks=pytest.mark.slow)
             for name, mode in (
+                ("1f1b", "update"),
                 ("accumulated", "microbatch"),
                 ("accumulated", "update"),
                 ("1f1b", "microbatch"),
@@ -175,7 +175,7 @@ def no_cache():
 
 
 @pytest.mark.usefixtures("no_cache")
-@pytest.mark.parametrize("mode", ["update", "microbatch"])
+@pytest.mark.parametrize("mode", ["update", pytest.param("microbatch", marks=pytest.mark.slow)])
 def test_gradients_are_reduced_in_float32(tmp_path, mode):
     """One layer has experts, the other layer is dense."""
 

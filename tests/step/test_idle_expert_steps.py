@@ -69,11 +69,12 @@ def test_idle_experts_do_not_change():
     np.testing.assert_array_equal(states[-1][1]["expert_updates"], (~idle).sum(axis=0))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("train", "axes"),
     [
         ({"grad_sync": "microbatch"}, {"dp_shard": 2, "ep": 2, "tp": 2}),
-        pytest.param(*STAGES, marks=pytest.mark.slow),
+        STAGES,
     ],
     ids=str,
 )

@@ -144,6 +144,7 @@ def test_experts_are_frozen_on_expert_parallel_devices():
     np.testing.assert_allclose(*losses, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_modules_of_multi_token_prediction_are_frozen():
     ours = setup(config(model={"mtp_depth": 1, "n_layers": 1}))
     before = {name: np.array(x) for name, x in flat(ours.state().params).items()}

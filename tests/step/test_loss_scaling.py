@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from jaxforge.checkpoint.manager import Checkpoints
 from jaxforge.config.train import TrainConfig
@@ -78,6 +79,7 @@ def save(ours, path, state):
     checkpoints.close()
 
 
+@pytest.mark.slow
 def test_fp16_run_resumes_bit_exactly(tmp_path):
     """The initial scale makes gradients overflow; the scale decreases, and a restart is exact."""
     ours = fp16(initial_loss_scale=2.0**26)

@@ -47,9 +47,10 @@ def results_of(ours, batches):
     return metrics, jax.device_get(state)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("grad_sync", "sizes"),
-    [pytest.param("update", (1, 2, 5, 8), marks=pytest.mark.slow), ("microbatch", (1, 3))],
+    [("update", (1, 2, 5, 8)), ("microbatch", (1, 3))],
 )
 def test_sharded_ramp_is_bit_equal_to_a_program_per_size(grad_sync, sizes):
     """All metrics and the whole state after a ramp on fsdp 4 x tp 2."""
@@ -141,6 +142,7 @@ def test_resume_within_ramp_is_bit_exact(run):
     assert logged(resumed) == logged(run[0])
 
 
+@pytest.mark.slow
 def test_replay_and_capsule_of_ramp_match_log_bit_exactly(run):
     with devices_here(1):
         assert [(x.step, x.difference) for x in replayed(run[0], 4, 7)] == [

@@ -53,7 +53,7 @@ CASES = [
         marks=pytest.mark.slow,
     ),
     pytest.param("kempnerforge", {"grad_sync": "update"}, {"dp_shard": 2}, marks=pytest.mark.slow),
-    ("dense with z-loss", Z_LOSS, {}),
+    pytest.param("dense with z-loss", Z_LOSS, {}, marks=pytest.mark.slow),
     (
         "dense with z-loss",
         {**Z_LOSS, "loss_fn": "chunked_cross_entropy", "ce_vocab_chunk": 32},

@@ -41,6 +41,7 @@ def logits_of_first_layer(params, tokens):
     return np.max(np.where(visible, scores, -np.inf), axis=(0, 1, 3, 4))
 
 
+@pytest.mark.slow
 def test_heads_above_the_limit_are_scaled_to_it():
     """The update itself is that of a run without a clip; both microbatches count."""
     sections = {"model": {"n_layers": 1, "qkv_bias": True}, "train": {"grad_accum_steps": 2}}
@@ -134,7 +135,7 @@ def batches_of_all_meshes(n):
     "distributed",
     [
         {"dp_shard": 2, "tp": 2},
-        {"dp_shard": 2, "cp": 2, "cp_strategy": "ring"},
+        pytest.param({"dp_shard": 2, "cp": 2, "cp_strategy": "ring"}, marks=pytest.mark.slow),
         pytest.param({"tp": 2, "cp": 2, "cp_strategy": "ulysses"}, marks=pytest.mark.slow),
         pytest.param({"pp": 2, "tp": 2}, marks=pytest.mark.slow),
         pytest.param({"pp": 2, "cp": 2}, marks=pytest.mark.slow),

@@ -54,6 +54,7 @@ def halfway(tmp_path_factory):
     return path, saved, batches[2:], bits(state), metrics["loss"]
 
 
+@pytest.mark.slow
 def test_restart_is_bit_exact(halfway):
     path, saved, batches, after, _ = halfway
     ours = setup(config_of(**SPLIT))

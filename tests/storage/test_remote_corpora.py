@@ -338,6 +338,7 @@ def test_changed_file_of_the_hub_raises(hub, path):
         list(parts)
 
 
+@pytest.mark.slow
 def test_hub_to_local_disk_matches(hub, reference, tmp_path):
     run("hf://datasets/me/data/data", tmp_path / "out", "--workers", "1")
     assert hub.requests > 15

@@ -276,6 +276,7 @@ def test_batches_equal_those_of_disk(server, corpus, tmp_path):
             assert all((batch[name] == other[name]).all() for name in batch)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("server", ["s3"], indirect=True)
 def test_run_logs_requests_and_cache_hits(server, corpus, tmp_path):
     _, in_bucket = corpus

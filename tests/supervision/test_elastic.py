@@ -154,6 +154,7 @@ def test_job_shrinks_twice_grows_again_and_completes(new_job):
     assert [json.loads(line)["hosts"] for line in lines][:3] == [[0, 1, 2, 3], [0, 1, 3], [1, 3]]
 
 
+@pytest.mark.slow
 def test_stopped_host_is_left_out_and_ends_its_own_processes_when_it_returns(new_job):
     job = new_job(3, silent_after=1.5)
     job.start(0, 1, 2)
@@ -178,6 +179,7 @@ def test_host_without_majority_waits(new_job):
     job.await_roster(1)
 
 
+@pytest.mark.slow
 def test_failed_process_restarts_all_hosts_until_the_limit(new_job):
     job = new_job(2)
     job.start(0, 1)

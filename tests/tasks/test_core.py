@@ -74,7 +74,7 @@ def reference(bundle):
 
 
 MESHES = [
-    {},
+    pytest.param({}, marks=pytest.mark.slow),
     {"dp_replicate": 2, "dp_shard": 2, "tp": 2},
     pytest.param({"pp": 2, "dp_shard": 2}, marks=pytest.mark.slow),
     pytest.param({"cp": 2, "ep": 2, "dp_shard": 2}, marks=pytest.mark.slow),

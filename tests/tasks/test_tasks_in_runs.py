@@ -111,7 +111,8 @@ def test_tasks_need_no_evaluation_set(whole):
     assert not [line for line in logged if line[1] == "eval/loss"]
 
 
-@pytest.mark.parametrize("at", [1, 3])  # within the first task, and between the others
+# Within the first task, and between the next two.
+@pytest.mark.parametrize("at", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_signal_within_tasks_resumes_there(whole, monkeypatch, at):
     root, _ = whole
     name, evaluate, count = f"stopped{at}", CoreTask.evaluate, 0
@@ -153,6 +154,7 @@ def test_killed_evaluation_is_repeated_once(whole, monkeypatch):
     assert lines(root, "killed") == lines(root, "whole")
 
 
+@pytest.mark.slow
 def test_average_is_evaluated_on_tasks(whole):
     root, _ = whole
     job = config(root, "ema", tasks_weights="ema", tasks_interval=6, interval=6)
@@ -167,6 +169,7 @@ def with_keys(job, section, **keys):
     return job.model_copy(update={section: getattr(job, section).model_copy(update=keys)})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("mode", "exit_reason"), [("auto", Exit.EARLY_STOPPED),
                                                    ("min", Exit.COMPLETED)])  # fmt: skip
 def test_metric_of_task_stops_run_at_target(whole, mode, exit_reason):

@@ -102,6 +102,7 @@ def test_unreachable_server_delays_no_step(store, monkeypatch):
     assert writer.close()
 
 
+@pytest.mark.slow
 def test_training_logs_to_trackio(store, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "x.toml").touch()

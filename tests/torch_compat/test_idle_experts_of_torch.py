@@ -352,6 +352,7 @@ def test_direct_start_skips_like_checkpoint(torchs, tmp_path):
     assert started(dir=directory) is True
 
 
+@pytest.mark.slow
 def test_dry_run_shows_skipping_of_checkpoint(torchs, tmp_path, capsys):
     command = ["--config", str(torchs.directory / "run.toml"), "--dry-run", "--devices=1"]
     key, new = "optimizer.skip_idle_experts", f"--checkpoint.dir={tmp_path / 'new'}"

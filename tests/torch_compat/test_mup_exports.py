@@ -115,6 +115,7 @@ def built_as_llama(config):
     ))  # fmt: skip
 
 
+@pytest.mark.slow
 def test_lockstep_compares_folded_weights(tmp_path):
     of = config(mup_base_head_dim=4)
     run = save_run(tmp_path / "run", of)

@@ -362,7 +362,8 @@ WRAPPERS = [
 ]
 
 
-@each([(*case, prefix) for case in CASES for prefix in PREFIXES])
+# Every name map, and every prefix with twelve of them.
+@each([(*case, PREFIXES[i % len(PREFIXES)]) for i, case in enumerate(CASES)])
 def test_dialect_is_detected_from_keys(dialect, features, prefix):
     keys = keys_of(dialect, features)
     llamas = ("hf-mistral", "hf-gemma", "hf-smollm3", "hf-granite", "hf-ernie4-5")

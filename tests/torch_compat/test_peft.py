@@ -90,7 +90,7 @@ def our_logits(run, weights="raw"):
         return np.asarray(trained.model.logits(params, trained.model.hidden(params, tokens())))
 
 
-@pytest.mark.parametrize("dropout", [0.0, 0.25])
+@pytest.mark.parametrize("dropout", [pytest.param(0.0, marks=pytest.mark.slow), 0.25])
 def test_updates_equal_those_of_peft(base, dropout):
     """Ten updates of AdamW, of the same adapters on the same batches, with the same masks."""
     config = config_of(base, "none", lora={"dropout": dropout})
@@ -309,6 +309,7 @@ def fused(request, tmp_path):
 FAMILIES = ["gpt2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gpt_neox", "phi3"))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fused", FAMILIES, indirect=True)
 def test_peft_loads_the_export_of_a_family_with_fused_tensors(fused):
     path, _ = fused

@@ -48,6 +48,7 @@ def imported(tmp_path_factory):
     return path, network
 
 
+@pytest.mark.slow
 def test_greedy_tokens_equal_transformers(imported):
     """The prompts have different lengths: padding must not enter the states."""
     path, network = imported

@@ -97,6 +97,7 @@ def test_branch_killed_before_its_first_save_begins_again(parent, tmp_path):
     assert sorted(branch.losses()) == list(range(9, 17))
 
 
+@pytest.mark.slow
 def test_lost_checkpoints_of_branch_are_not_begun_anew(parent, tmp_path):
     branch = Run(tmp_path, "branch")
     command = [*COMMON, *CONSTANT, "--train.max_steps=10", f"--branch-from={parent.directory}@8"]
@@ -128,6 +129,7 @@ def test_branch_that_cannot_be_loaded_is_refused(parent, tmp_path, settings, mes
     assert digest(parent.directory) == before
 
 
+@pytest.mark.slow
 def test_branch_with_changed_data_is_refused_unless_allowed(tmp_path):
     """The position of a branch is one in the data of its parent."""
     file, rng = tmp_path / "data" / "tokens.npy", np.random.default_rng(0)
@@ -152,6 +154,7 @@ def test_branch_of_weights_alone_is_refused(parent, tmp_path):
         Run(tmp_path, "branch").finish_here(*COMMON, f"--branch-from={tmp_path / 'weights'}@0")
 
 
+@pytest.mark.slow
 def test_directory_of_another_run_is_refused(parent, tmp_path):
     branch = Run(tmp_path, "branch")
     branch.finish_here(*COMMON, *CONSTANT, f"--branch-from={parent.directory}@4")

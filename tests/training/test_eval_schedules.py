@@ -150,6 +150,7 @@ def logged(root, name):
     }
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("one_device")
 def test_killed_evaluation_is_repeated_from_save_before_it(tmp_path):
     whole, plain, first, second = Log(), Log(), Log(at=("a", 1, 4)), Log()

@@ -205,7 +205,7 @@ def test_metric_that_needs_bytes_raises_without_bytes(shards):
         Evaluator(job, mesh, model, sets, None).direction("eval/bits_per_byte")
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])
 def test_run_evaluates_average_of_parameters(shards, tmp_path, capsys, dtype):
     job = config(
         shards, "a", "b", train={"ema_decay": 0.5, "ema_dtype": dtype, "max_steps": 3},

@@ -78,6 +78,7 @@ def test_opened_run_joins_adapters_and_base(base, whole):
     assert all(np.abs(after[name]).max() > 0 for name in adapters)  # B began at zero
 
 
+@pytest.mark.slow
 def test_relative_path_of_the_base_is_opened_from_another_directory(base, tmp_path, monkeypatch):
     monkeypatch.chdir(base)
     settings = adapted(base, "relative", checkpoint={"load_path": "base"}, train={"max_steps": 1})
@@ -112,6 +113,7 @@ def averaged(base):
     return base / "averaged"
 
 
+@pytest.mark.slow
 def test_average_is_that_of_the_adapters(base, averaged):
     names = stored(averaged, 4)
     params, ema = (
@@ -138,6 +140,7 @@ def test_average_of_adapters_is_evaluated_with_the_base(averaged):
     assert logged["eval/loss"] != logged["eval/ema_loss"]
 
 
+@pytest.mark.slow
 def test_resume_with_average_is_bit_exact(base, averaged):
     keys = {"ema_decay": 0.5, "ema_start": 1}
     assert launch.fit(adapted(base, "halves", train={**keys, "exit_interval": 2})) is Exit.INTERVAL

@@ -66,6 +66,7 @@ def test_damaged_metrics_are_renamed(tmp_path):
     assert (tmp_path / "metrics.before_1.jsonl").read_text() == text
 
 
+@pytest.mark.slow
 def test_metrics_before_first_checkpoint_are_renamed(run, capsys):
     shutil.rmtree(run / "checkpoints")
     (run / "starts.jsonl").unlink()
@@ -134,6 +135,7 @@ def trained_on_data(tmp_path_factory):
     return run
 
 
+@pytest.mark.slow
 def test_new_model_may_train_on_random_tokens(tmp_path, capsys):
     assert launch.fit(config(tmp_path, 1, data={"dataset_type": "auto"})) is Exit.COMPLETED
     assert "no data are set, so tokens are random" in "".join(capsys.readouterr())

@@ -120,6 +120,7 @@ print(jf.fit(config, callbacks=[LivePlot()]))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_stop_ends_run_and_keeps_kernel(tmp_path):
     settings = [f"--{section}.{key}={value}"

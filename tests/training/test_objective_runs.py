@@ -73,6 +73,7 @@ def test_changed_reference_is_refused(runs, whole, other):
         launch.fit(dpo(runs, "whole", **settings))
 
 
+@pytest.mark.slow
 def test_run_that_starts_from_dpo_has_a_reference_of_its_own(runs, whole):
     start = {"load_path": str(whole), "exclude_from_loading": []}
     assert (
@@ -81,6 +82,7 @@ def test_run_that_starts_from_dpo_has_a_reference_of_its_own(runs, whole):
     assert progress(runs / "second", 5)["frozen"] != progress(whole, 4)["frozen"]
 
 
+@pytest.mark.slow
 def test_adapters_have_their_base_as_reference(runs):
     lora, steps = {"rank": 2}, {"max_steps": 2}
     assert launch.fit(dpo(runs, "adapted", lora=lora, train=steps)) is Exit.COMPLETED
@@ -101,6 +103,7 @@ def test_evaluate_reports_metrics_of_pairs(runs, whole):
     assert "dpo/loss" not in sums["text"].metrics()
 
 
+@pytest.mark.slow
 def test_replay_repeats_a_step_with_its_reference(whole):
     with open_past(whole, 3) as past:
         again = past.walk(3).advance()
@@ -121,6 +124,7 @@ def test_student_learns_from_a_larger_teacher(runs, other):
         launch.fit(changed)
 
 
+@pytest.mark.slow
 def test_hugging_face_teacher_equals_the_run_that_it_was_exported_from(runs):
     """The student has another shape, so that the teacher's comes from its `config.json`."""
     export(checkpoints.find(runs / "base"), runs / "base_hf")

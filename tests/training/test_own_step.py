@@ -20,6 +20,7 @@ def doubled(program):
     return jax.jit(update, donate_argnums=0)
 
 
+@pytest.mark.slow
 def test_make_step_replaces_usual_update(tmp_path):
     usual, own = Run(tmp_path, "usual"), Run(tmp_path, "own")
     settings = ["--train.max_steps=3"]

@@ -118,6 +118,7 @@ def test_resume_after_rollback_equals_uninterrupted_run(whole, tmp_path):
     assert second.seconds["restore"] > 0
 
 
+@pytest.mark.slow
 def test_average_of_parameters_rolls_back(tmp_path, poisonous):
     """The average covers the parameters of all checkpoints, and no step that was undone."""
     decay = 0.7
@@ -136,6 +137,7 @@ def test_average_of_parameters_rolls_back(tmp_path, poisonous):
         np.testing.assert_allclose(average, mean, rtol=1e-6, atol=1e-7)
 
 
+@pytest.mark.slow
 def test_repeated_trouble_rolls_back_further_up_to_limit(tmp_path, poisonous, capsys):
     limits = {"nan_consecutive_max": 2, "max_rollbacks": 3}
     assert launch.fit(config(tmp_path, range(12, 90), 5, train=limits)) is Exit.NON_FINITE

@@ -148,6 +148,7 @@ def test_replica_in_memory_is_used_after_failure(tmp_path, whole):
     assert lines(tmp_path, "run") == whole
 
 
+@pytest.mark.slow
 def test_new_run_in_emptied_directory_ignores_old_replicas(tmp_path):
     replica = {"replica_interval": 2, "replica_dir": str(tmp_path / "memory")}
     with pytest.raises(ZeroDivisionError):
@@ -159,6 +160,7 @@ def test_new_run_in_emptied_directory_ignores_old_replicas(tmp_path):
     assert log.events == ["save 1", "Exit.INTERVAL 1"]
 
 
+@pytest.mark.slow
 def test_local_checkpoint_is_used_while_it_exists(tmp_path, whole):
     local = {"non_persistent_interval": 3, "non_persistent_dir": str(tmp_path / "local")}
     with pytest.raises(ZeroDivisionError):

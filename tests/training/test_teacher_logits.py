@@ -99,6 +99,7 @@ def test_float16_rounds_logits(runs):
     assert sizes[0] < sizes[1]
 
 
+@pytest.mark.slow
 def test_mixture_reads_the_logits_of_each_dataset(runs):
     for name in ("a", "b"):
         text = "\n".join(f"{name} {i} of {name * (i % 5)}" for i in range(120))
@@ -146,6 +147,7 @@ def test_other_data_are_refused(runs):
         launch.fit(config.model_copy(update={"data": data}))
 
 
+@pytest.mark.slow
 def test_another_teacher_is_refused_at_a_resume(runs):
     shutil.copytree(runs / "saved", runs / "exchanged")
     manifest = json.loads((runs / "exchanged" / FILE_NAME).read_text())
@@ -239,6 +241,7 @@ def complete_files(directory, n):
     return [directory / f"0_{i:05d}.npy" for i in range(n)]
 
 
+@pytest.mark.slow
 def test_full_disk_is_one_message(runs):
     limit = 30_000  # bytes of a file, less than a file of records needs
     process = command(student(runs, "any"), runs / "full", "--sequences-per-file=20")

@@ -43,6 +43,7 @@ def executed(monkeypatch):
     return recorded
 
 
+@pytest.mark.slow
 def test_verified_run_equals_run_without_verification(tmp_path, executed):
     usual, verified = Run(tmp_path, "usual"), Run(tmp_path, "verified")
     usual.finish_here(*SETTINGS)
@@ -70,7 +71,9 @@ def flip(leaf):
     return jax.lax.bitcast_convert_type(flipped, jnp.float32)
 
 
-@pytest.mark.parametrize("fault", [flip, lambda leaf: leaf * jnp.nan])
+@pytest.mark.parametrize(
+    "fault", [flip, pytest.param(lambda leaf: leaf * jnp.nan, marks=pytest.mark.slow)]
+)
 def test_wrong_bit_ends_run_unsaved_and_names_device(tmp_path, monkeypatch, capsys, fault):
     """The second execution of step 4 computes with a damaged weight."""
     lookup = CompiledSteps.__getitem__

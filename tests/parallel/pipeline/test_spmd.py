@@ -118,9 +118,16 @@ CASES = [  # each schedule, reduction, recomputation and axis in several combina
         KINDS,
         marks=pytest.mark.slow,
     ),
-    (3, 5, {"pp": 2, "dp_shard": 2, "pp_schedule": "gpipe"}, {**MICROBATCH, **FULL}, TIED),
+    pytest.param(
+        3,
+        5,
+        {"pp": 2, "dp_shard": 2, "pp_schedule": "gpipe"},
+        {**MICROBATCH, **FULL},
+        TIED,
+        marks=pytest.mark.slow,
+    ),
     (5, 4, {"pp": 2, "tp": 2, **INTERLEAVED}, MICROBATCH, TIED),
-    (3, 2, {"pp": 2}, {}, PARTS),
+    pytest.param(3, 2, {"pp": 2}, {}, PARTS, marks=pytest.mark.slow),
     pytest.param(
         7,
         4,

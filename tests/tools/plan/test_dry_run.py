@@ -147,8 +147,10 @@ def test_dry_run_warns_if_named_machine_is_small(dry, tmp_path):
 
 @pytest.mark.parametrize(
     "setting",
-    ["--train.opt_state_dtype=8bit --model.dim=1024", "--train.offload=optimizer",
-     "--distributed.pp=2", "--distributed.tp=2", "--model.num_experts=8 --distributed.ep=4"],
+    ["--train.opt_state_dtype=8bit --model.dim=1024", "--distributed.pp=2",
+     *(pytest.param(setting, marks=pytest.mark.slow) for setting in (
+         "--train.offload=optimizer", "--distributed.tp=2",
+         "--model.num_experts=8 --distributed.ep=4"))],
 )  # fmt: skip
 def test_dry_run_supports_every_mesh_and_state(dry, setting):
     settings = ("--model.n_layers=4", "--model.max_seq_len=64", *setting.split())

@@ -87,6 +87,7 @@ def test_saved_executable_is_not_recompiled_and_exact(train_keys, sizes, tmp_pat
     assert len(losses(tmp_path / "loaded")) == train_keys.get("max_steps", 4)  # with all sizes
 
 
+@pytest.mark.slow
 def test_executable_of_another_config_is_refused_with_difference(saved, tmp_path):
     other = config(tmp_path / "run", executable=str(saved), grad_clip_norm=0.5)
     with pytest.raises(UserError, match=r"train\.grad_clip_norm was 1\.0 and is 0\.5") as refused:

@@ -142,6 +142,7 @@ def command_line(*arguments):
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_command_sets_compiler_environment():
     done = command_line("--config=configs/debug.toml", "--topology=cpu:4", "--json")
     assert done.returncode == 0, done.stderr

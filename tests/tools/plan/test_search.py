@@ -60,6 +60,7 @@ def test_given_candidate_has_batch_size(node):
     rules.check(item.config, 8)
 
 
+@pytest.mark.slow
 def test_candidates_are_sorted_by_estimated_time(node):
     result = list(search.fitting_candidates(config(), NODE))
     assert [item.seconds for item in result] == sorted(item.seconds for item in result)
@@ -95,6 +96,7 @@ def speeds(monkeypatch):
     monkeypatch.setattr(search, "compiled_report", lambda *_: report(next(tokens)))
 
 
+@pytest.mark.slow
 def test_search_sorts_by_speed(node, speeds):
     match = search.search(config(), NODE, most=4, jobs=1, console=QUIET)
     assert [item.tokens_per_second for item in match] == [300, 200, 100, 50, 0]

@@ -420,6 +420,7 @@ LARGE = merged(
 )
 
 
+@pytest.mark.slow
 def test_advice_for_oversized_step_makes_it_fit(monkeypatch):
     values, of = LARGE, on_cpus(2)
     peak = of(values).step.memory.peak
@@ -437,6 +438,7 @@ def test_advice_for_oversized_step_makes_it_fit(monkeypatch):
     assert config.train.ramp(2).rows * config.train.grad_accum_steps == 64  # the same update
 
 
+@pytest.mark.slow
 def test_advice_for_oversized_state_names_needed_devices(monkeypatch):
     small, wide = {"batch_size": 1, "seq_len": 8}, {"ffn_hidden_dim": 2048, "n_layers": 2}
     values = merged({"train": small, "model": wide})

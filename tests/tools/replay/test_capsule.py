@@ -67,6 +67,7 @@ def test_verify_from_start_is_bit_exact(capsule, tmp_path, capsys):
     assert result == [(1, 0.0, 0.0), (2, 0.0, 0.0)]
 
 
+@pytest.mark.slow
 def test_verify_from_checkpoint_holds(run, capsule):
     result = verify(capsule, 2, run)
     assert [step.step for step in result.steps] == [5, 6]
@@ -96,6 +97,7 @@ def test_bit_flip_in_curve_fails_verification(capsule, tmp_path, capsys):
     assert "step      1" not in said
 
 
+@pytest.mark.slow
 def test_other_ingredients_are_named_and_allow_rounding(capsule):
     about = capsule.about
     packages = {**about["packages"], "jaxlib": "0.9.0", "rich": "1.0"}

@@ -94,6 +94,7 @@ def test_open_past_uses_config_of_the_step(run):
         assert past.config.optimizer.lr == 1e-2
 
 
+@pytest.mark.slow
 def test_replay_on_another_mesh_differs_by_rounding(run):
     mesh = ("--distributed.dp_shard=1", "--distributed.tp=2", "--train.batch_size=8")
     assert all(0 <= difference < 1e-6 for difference in differences(run, 13, 14, *mesh).values())
@@ -120,6 +121,7 @@ def last_step_with(run, sequence):
     raise AssertionError("no step of the epoch read the sequence")
 
 
+@pytest.mark.slow
 def test_account_ranks_noise_document_first(run, capsys, monkeypatch):
     step, row = last_step_with(run, POISON)
     with open_past(run, step) as past:

@@ -146,6 +146,7 @@ def test_dry_run_accepts_written_config(tmp_path, monkeypatch, capsys):
     assert printed == used
 
 
+@pytest.mark.slow
 def test_dialled_run_trains_and_costs_the_printed_flops(tmp_path, monkeypatch, capsys):
     (tmp_path / "text.txt").write_text("all work and no play\n" * 2000)
     monkeypatch.chdir(tmp_path)

@@ -2,9 +2,12 @@
 
 import json
 
+import pytest
+
 from jaxforge.commands import prepare, train
 
 
+@pytest.mark.slow
 def test_prepared_config_trains_from_any_directory(tmp_path, monkeypatch):
     (tmp_path / "text.txt").write_text("all work and no play\n" * 2000)
     monkeypatch.chdir(tmp_path)
