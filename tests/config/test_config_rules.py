@@ -529,6 +529,7 @@ def broken(config, n_devices):
     return wrong | {getattr(problem, "what", problem) for problem in problems}
 
 
+@pytest.mark.slow
 def test_proposals_break_no_other_rule():
     """Proposals are valid also if other rules are broken."""
     rng, tried = random.Random(0), 0

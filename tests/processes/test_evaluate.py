@@ -77,6 +77,7 @@ def test_json_has_stdout_to_itself(run):
     assert "bits/byte" in result.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("devices", "overrides"),
     [

@@ -48,6 +48,7 @@ def test_activations_belong_to_the_requested_sequences(single_device):
         assert {values[name].dtype for name in POINTS} == {np.dtype(np.float32)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("distributed", "points"),
     [

@@ -60,6 +60,7 @@ def three_updates():
     return result
 
 
+@pytest.mark.slow
 def test_offload_does_not_change_losses_or_state(three_updates):
     (_, plain, plain_metrics), (_, offloaded, metrics) = three_updates
     assert_near(offloaded.params, plain.params)

@@ -134,6 +134,7 @@ def test_published_files_are_read(published, imported):
     assert np.abs(np.asarray(ours) - theirs).max() < 1e-5 * np.abs(theirs).max()
 
 
+@pytest.mark.slow
 def test_64_greedy_tokens_match_transformers(imported):
     _, _, network, (model, params) = imported
     prompts = tokens_of(7)

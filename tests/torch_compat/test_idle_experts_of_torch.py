@@ -276,6 +276,7 @@ def test_different_counts_of_packed_experts_raise(torchs, tmp_path):
         cli(["convert", str(directory), str(tmp_path / "packed"), *options])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["schedule_free_adamw", "lion", "muon"])
 def test_other_optimizers_roundtrip_with_counts(tmp_path, name):
     """Schedule-free AdamW has a sum of weights per parameter; Lion and Muon have no counts."""

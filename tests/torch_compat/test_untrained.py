@@ -106,6 +106,7 @@ def state_of(run):
     return {n: v for n, v in values(run).items() if n.startswith("model_state.")}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [[], ["--layout=flat"], ["--stages=2"]], ids=str)
 def test_reimported_run_resumes_bit_exactly(run, tmp_path, options):
     run, config = run

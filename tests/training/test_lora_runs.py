@@ -148,6 +148,7 @@ def test_resume_with_average_is_bit_exact(base, averaged):
     assert stored(base / "halves", 4) == stored(averaged, 4)
 
 
+@pytest.mark.slow
 def test_run_begins_with_the_adapter_of_another_run(base, whole):
     lora, optimizer = {"adapter": str(whole)}, {"lr": 1e-9}
     settings = adapted(base, "further", lora=lora, optimizer=optimizer, train={"max_steps": 1})

@@ -202,6 +202,7 @@ def test_documents_are_ranked_by_outlier_score():
     assert (first.row, first.start) == (2, 0)
 
 
+@pytest.mark.slow
 def test_measure_does_not_change_the_state(run):
     with open_past(run, AFTER_SAVE) as past:
         walk = past.walk(AFTER_SAVE)

@@ -97,6 +97,7 @@ def test_state_copies_are_the_first_remedy():
     assert "times as much" not in text
 
 
+@pytest.mark.slow
 def test_inference_explains_out_of_memory(tmp_path):
     launch.fit(config_in(tmp_path))
     trained = inference.open_run(tmp_path)
