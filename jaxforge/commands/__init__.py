@@ -51,7 +51,6 @@ REPLACEMENTS = {
     "export": "jaxforge convert RUN DIR --to FORMAT",
     "import": "jaxforge convert CHECKPOINT RUN --to jaxforge",
     "lockstep": "jaxforge verify CHECKPOINT --torch MODULE:FACTORY",
-    "pipeline": "jaxforge plan --schedule NAME",
     "teacher_logits": "jaxforge prepare --teacher-logits FILE",
 }
 """Commands that have become options of other commands, for messages."""

@@ -90,7 +90,7 @@ class StageFunctions(NamedTuple):
     saves_residuals: bool
 
 
-# Ticks of 4 stages with 6 microbatches under 1F1B, as `jaxforge plan --schedule` prints them:
+# Ticks of 4 stages with 6 microbatches under 1F1B:
 #
 # tick        0  1  2 |  3  4  5  6  7  8 |  9 10 11
 # stage 0 F   0  1  2 |  3  4  5  .  .  . |  .  .  .     F: forward of a microbatch
