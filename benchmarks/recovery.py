@@ -33,7 +33,6 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from jaxtyping import PyTree
 
 from jaxforge.checkpoint import layout
-from jaxforge.checkpoint.checksums import check
 from jaxforge.checkpoint.manager import Checkpoints
 from jaxforge.checkpoint.replica import transfer
 from jaxforge.checkpoint.replica.reading import Copy, Reader, read_tree
@@ -103,9 +102,7 @@ def restore_replica(store: Store, like: PyTree, source: transfer.Address | None)
         {name: jax.ShapeDtypeStruct(shape, dtypes[name])
          for name, (shape, _) in manifest.arrays.items()}, sep=".",
     )  # fmt: skip
-    tree = read_tree(reader, index, saved, like)
-    check(tree, manifest.checksums, dtypes)
-    return tree
+    return read_tree(reader, index, saved, like)
 
 
 @contextlib.contextmanager

@@ -5,6 +5,7 @@ import os
 import socket
 import threading
 import time
+import zlib
 
 import numpy as np
 import pytest
@@ -20,11 +21,8 @@ from tests.machine import PATIENCE
 TOKEN = b"t" * 32
 GROUP = Group(7, "ab-0")
 DATA = np.random.default_rng(0).integers(0, 256, 3 * BLOCK + 5, np.uint8)
-SHARD = Shard("x", (0,), DATA.shape, 0)
-
-
-def describe(size, sums):
-    return Manifest(1, {"x": (DATA.shape, "uint8")}, [SHARD], size, sums, {}, {}).encode()
+SHARD = Shard("x", (0,), DATA.shape, 0, DATA.size, zlib.crc32(DATA))
+MANIFEST = Manifest(1, {"x": (DATA.shape, "uint8")}, [SHARD], {})
 
 
 class Host:
@@ -34,7 +32,7 @@ class Host:
         self.server = transfer.Server(self.store, "127.0.0.1", TOKEN)
 
     def write(self):
-        self.store.write(GROUP, 0, [DATA.data[:100], DATA.data[100:]], describe)
+        self.store.write(GROUP, 0, [DATA.data[:100], DATA.data[100:]], MANIFEST.encode)
 
     def flip_bit(self, position):
         path = self.store.data_path(GROUP, 0)
@@ -90,13 +88,14 @@ def test_request_without_token_is_not_answered(hosts):
         ({"sender": "../x"}, "the connection ended early"),
         ({"kind": "remove"}, "the connection ended early"),
         ({"sender": 3}, "No such file"),
-        ({"ranges": [[0, DATA.size + 1]]}, "has no such range"),
-        ({"ranges": [[-1, 1]]}, "has no such range"),
+        ({"size": DATA.size + 1}, "has no such range"),
+        ({"begin": -1}, "has no such range"),
+        ({"size": -1}, "has no such range"),
     ],
     ids=str,
 )
 def test_other_requests_return_nothing(hosts, changes, message):
-    sound = {"kind": "get", "group": GROUP.name, "sender": 0, "ranges": [[0, 1]]}
+    sound = {"kind": "get", "group": GROUP.name, "sender": 0, "begin": 0, "size": 1}
     with transfer._request(hosts[0].server.address, TOKEN, **sound):
         pass
     with (
@@ -104,11 +103,6 @@ def test_other_requests_return_nothing(hosts, changes, message):
         transfer._request(hosts[0].server.address, TOKEN, **sound | changes),
     ):
         pass
-
-
-def test_manifest_is_transferred(hosts):
-    manifest = transfer.get_manifest(hosts[0].server.address, TOKEN, GROUP, 0)
-    assert manifest.encode() == hosts[0].store.manifest_path(GROUP, 0).read_bytes()
 
 
 def connect(address):
@@ -133,8 +127,9 @@ def test_answer_without_token_is_not_accepted(hosts):
             connection.recv(1 << 16)
 
         threading.Thread(target=answer, daemon=True).start()
+        address = transfer.Address(*stranger.getsockname())
         with pytest.raises(ConnectionError, match="does not know the secret"):
-            transfer.get_manifest(transfer.Address(*stranger.getsockname()), TOKEN, GROUP, 0)
+            transfer.get(address, TOKEN, GROUP, 0, 0, memoryview(bytearray(1)))
 
 
 def test_strangers_cannot_exhaust_threads_and_do_not_keep_the_job_out(hosts, monkeypatch):
@@ -151,7 +146,7 @@ def test_strangers_cannot_exhaust_threads_and_do_not_keep_the_job_out(hosts, mon
 
 
 def test_transfer_is_not_closed_for_strangers(hosts):
-    sound = {"kind": "get", "group": GROUP.name, "sender": 0, "ranges": [[0, DATA.size]]}
+    sound = {"kind": "get", "group": GROUP.name, "sender": 0, "begin": 0, "size": DATA.size}
     address = hosts[0].server.address
     hosts[0].server._listener.patience_sec = 0.0
     with transfer._request(address, TOKEN, **sound) as channel, contextlib.ExitStack() as stack:
@@ -173,49 +168,48 @@ def test_slow_stranger_is_closed(hosts, monkeypatch):
             trickle()
 
 
-def test_reader_replaces_damaged_blocks_by_those_of_other_copies(hosts):
+def reader(hosts, processes):
+    """Return a reader on host 0 that tries the copies of some processes, in order."""
+    addresses = [None, hosts[1].server.address]
+    copies = {0: [Copy(process, addresses[process]) for process in processes]}
+    return Reader(GROUP, hosts[0].store, TOKEN, copies)
+
+
+def test_reader_replaces_damaged_part_by_other_copy(hosts):
     put(hosts)
     hosts[0].flip_bit(5)
-    hosts[1].flip_bit(2 * BLOCK)
-    copies = {0: [Copy(0, None), Copy(1, hosts[1].server.address)]}
-    reader = Reader(GROUP, hosts[0].store, TOKEN, copies)
-    np.testing.assert_array_equal(
-        reader.read(0, SHARD, (slice(3, DATA.size),), DATA.dtype), DATA[3:]
-    )
-    assert reader.damaged == {
-        "files of process 0 on the host of process 0": "1 of 4 blocks are damaged"
+    result = reader(hosts, [0, 1])
+    np.testing.assert_array_equal(result.read(0, SHARD), DATA)
+    assert result.damaged == {
+        "files of process 0 on the host of process 0": "a part of x is damaged"
     }
-    assert (reader.local_bytes, reader.remote_bytes) == (DATA.size, BLOCK)
+    assert (result.local_bytes, result.remote_bytes) == (DATA.size, DATA.size)
 
 
-@pytest.mark.parametrize("removed", ["data_path", "manifest_path"])
-def test_reader_uses_other_host_without_own_file(hosts, removed):
+def test_reader_returns_empty_part(hosts):
     put(hosts)
-    copies = {0: [Copy(0, None), Copy(1, hosts[1].server.address)]}
-    os.remove(getattr(hosts[0].store, removed)(GROUP, 0))
-    reader = Reader(GROUP, hosts[0].store, TOKEN, copies)
-    box = (slice(BLOCK, BLOCK + 2),)
-    np.testing.assert_array_equal(reader.read(0, SHARD, box, DATA.dtype), DATA[box])
+    empty = Shard("y", (0,), (0,), DATA.size, 0, 0)
+    assert reader(hosts, [1]).read(0, empty).size == 0
+
+
+def test_reader_uses_other_host_without_own_file(hosts):
+    put(hosts)
+    os.remove(hosts[0].store.data_path(GROUP, 0))
+    np.testing.assert_array_equal(reader(hosts, [0, 1]).read(0, SHARD), DATA)
 
 
 def test_reader_raises_when_all_copies_are_damaged(hosts):
     put(hosts)
     for host in hosts:
         host.flip_bit(5)
-    reader = Reader(
-        GROUP, hosts[0].store, TOKEN, {0: [Copy(0, None), Copy(1, hosts[1].server.address)]}
-    )
     with pytest.raises(ValueError, match="no copy of the files of process 0 is intact"):
-        reader.read(0, SHARD, (slice(0, 9),), DATA.dtype)
+        reader(hosts, [0, 1]).read(0, SHARD)
 
 
 def test_reader_skips_lost_process(hosts):
     put(hosts)
     hosts[1].server.close()
-    copies = {0: [Copy(1, hosts[1].server.address), Copy(0, None)]}
-    reader = Reader(GROUP, hosts[0].store, TOKEN, copies)
-    box = (slice(0, 9),)
-    np.testing.assert_array_equal(reader.read(0, SHARD, box, DATA.dtype), DATA[box])
+    np.testing.assert_array_equal(reader(hosts, [1, 0]).read(0, SHARD), DATA)
 
 
 def test_group_is_complete_once_hosts_hold_all_senders():

@@ -10,6 +10,7 @@ import json
 import socket
 import tempfile
 import threading
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,8 @@ from jaxforge.supervision.rosters import Roster, Status, View, is_running, next_
 
 SECRET = b"secret of the job"
 GROUP = Group(7, "ab-0")
+DATA = bytes(range(64))
+SHARD = Shard("x", (0,), (64,), 0, 64, zlib.crc32(DATA))
 SUPERVISOR, REPLICAS = "supervisor", "replicas"
 STATUS = Status(1, "one", "running", Roster(2, (0, 1), "127.0.0.1:7"), 2, None, False, 0, 40)
 _SEC = 0.3  # for a message
@@ -35,9 +38,8 @@ def write_ports(directory: Path) -> None:
     directory = directory / "ports"
     directory.mkdir(parents=True)
     requests: list[dict[str, Any]] = [
-        {"kind": "get", "group": GROUP.name, "sender": 0, "ranges": [[0, 5], [7, 9]]},
-        {"kind": "manifest", "group": GROUP.name, "sender": 0},
-        {"kind": "put", "group": GROUP.name, "sender": 1, "size": 64},
+        {"kind": "get", "group": GROUP.name, "sender": 0, "begin": 7, "size": 9},
+        {"kind": "put", "group": GROUP.name, "sender": 1},
     ]
     lines = {SUPERVISOR: [json.loads(STATUS.to_json())] * 3, REPLICAS: requests}
     for kind, messages in lines.items():
@@ -54,7 +56,8 @@ class _Services:
         self.directory = Path(tempfile.mkdtemp(prefix="ports"))
         self.store = Store(self.directory / "user" / "run" / "origin")
         self.store.open()
-        self.store.write(GROUP, 0, [memoryview(bytes(range(64)))], _describe)
+        manifest = Manifest(1, {"x": ((64,), "uint8")}, [SHARD], {})
+        self.store.write(GROUP, 0, [memoryview(DATA)], manifest.encode)
         self.replicas = transfer.Server(self.store, "127.0.0.1", SECRET)
         self.replicas.accept([1])
         address = f"127.0.0.1:{free_port('127.0.0.1')}"
@@ -72,11 +75,6 @@ class _Services:
         import traceback
 
         self.failures.append(traceback.format_exc()[-1500:])
-
-
-def _describe(size: int, sums: list[int]) -> bytes:
-    return Manifest(1, {"x": ((64,), "uint8")}, [Shard("x", (0,), (64,), 0)], size, sums, {}, {}
-                    ).encode()  # fmt: skip
 
 
 @functools.cache
@@ -104,11 +102,12 @@ def read_ports(directory: Path) -> dict[str, str]:
         known = services.members.view().remote.get(1)
         if known == STATUS:
             break
-    manifest = transfer.get_manifest(services.replicas.address, SECRET, GROUP, 0)
+    target = bytearray(64)
+    transfer.get(services.replicas.address, SECRET, GROUP, 0, 0, memoryview(target))
     held = sorted(p.name for p in services.directory.rglob("*.*") if p.is_file())
     if services.failures:
         raise RuntimeError("; ".join(services.failures))
-    return {"services": f"{known} {manifest.size} {held}"}
+    return {"services": f"{known} {target == DATA} {held}"}
 
 
 def _decide(view: View) -> None:

@@ -1,6 +1,6 @@
 """Start from a complete replica: arrays with any sharding, from the hosts that hold them.
 
-Every byte is compared with its checksum. A damaged copy is replaced by that of another host.
+Every shard is compared with its checksum. A damaged copy is replaced by that of another host.
 """
 
 import concurrent.futures
@@ -18,18 +18,8 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from jaxtyping import PyTree
 
 from jaxforge.checkpoint import layout, validation
-from jaxforge.checkpoint.checksums import check
 from jaxforge.checkpoint.replica import transfer
-from jaxforge.checkpoint.replica.store import (
-    BLOCK,
-    Group,
-    Manifest,
-    Shard,
-    Store,
-    blocks_in,
-    overlap,
-    runs_of,
-)
+from jaxforge.checkpoint.replica.store import Bounds, Group, Shard, Store, overlap
 from jaxforge.checkpoint.replica.transfer import Process, gather
 from jaxforge.checkpoint.sealed_progress import unseal_progress
 from jaxforge.state.progress import Progress
@@ -38,8 +28,6 @@ from jaxforge.state.train_state import TrainState, with_counts
 log = logging.getLogger(__name__)
 
 _THREADS = 4  # arrays that are read at a time
-
-Region = tuple[slice, ...]
 
 
 class ReplicaError(RuntimeError):
@@ -77,100 +65,49 @@ class Reader:
         self, group: Group, store: Store, token: bytes, copies: Mapping[int, Sequence[Copy]]
     ) -> None:
         self._group, self._store, self._token, self._copies = group, store, token, copies
-        self._manifests: dict[int, Manifest] = {}
         self._lock = threading.Lock()
         self.local_bytes = self.remote_bytes = 0
         self.damaged: dict[str, str] = {}
 
-    def read(self, sender: int, shard: Shard, box: Region, dtype: np.dtype) -> np.ndarray:
-        """Return a box of a shard.
+    def read(self, sender: int, shard: Shard) -> np.ndarray:
+        """Return the bytes of a shard.
 
         Raises:
             ValueError: no copy is intact.
         """
-        manifest = self._manifest(sender)
-        blocks = blocks_in(shard, box, dtype.itemsize)
-        first, last = int(blocks[0]) * BLOCK, min((int(blocks[-1]) + 1) * BLOCK, manifest.size)
-        buffer = np.empty(last - first, np.uint8)  # pages of blocks that are not read stay unused
-        self._fill(buffer, first, sender, manifest, blocks)
-        # The buffer begins at a block, and may begin or end within the shard.
-        size = int(np.prod(shard.shape)) * dtype.itemsize
-        begin, end = max(first, shard.offset), min(last, shard.offset + size)
-        if (begin, end) == (shard.offset, shard.offset + size):
-            content = buffer[begin - first : end - first]
-        else:
-            content = np.empty(size, np.uint8)
-            content[begin - shard.offset : end - shard.offset] = buffer[begin - first : end - first]
-        return content.view(dtype).reshape(shard.shape)[box]
-
-    def _manifest(self, sender: int) -> Manifest:
-        with self._lock:
-            if sender in self._manifests:
-                return self._manifests[sender]
+        content = np.empty(shard.nbytes, np.uint8)
         for copy in self._copies[sender]:
             try:
-                if copy.address is None:
-                    path = self._store.manifest_path(self._group, sender)
-                    manifest = Manifest.decode(path.read_bytes())
-                else:
-                    manifest = transfer.get_manifest(copy.address, self._token, self._group, sender)
-            except (OSError, ValueError) as error:
-                self._note_damage(sender, copy, error)
-                continue
-            with self._lock:
-                return self._manifests.setdefault(sender, manifest)
-        raise ValueError(f"no copy of the files of process {sender} can be read")
-
-    def _fill(
-        self, buffer: np.ndarray, first: int, sender: int, manifest: Manifest, blocks: np.ndarray
-    ) -> None:
-        """Read blocks into a buffer that begins at byte `first` of the data."""
-        missing = blocks
-        for copy in self._copies[sender]:  # each reads only what the copies before it did not have
-            runs = runs_of(missing.tolist(), manifest.size)
-            view = buffer.data
-            parts = [(begin, view[begin - first : end - first]) for begin, end in runs]
-            try:
-                self._read_parts(copy, sender, parts)
+                self._read_copy(copy, sender, shard, content.data)
             except OSError as error:
-                self._note_damage(sender, copy, error)
+                self._note_damage(sender, copy, str(error))
                 continue
-            total, before = sum(end - begin for begin, end in runs), missing
-            missing = np.array([b for b in missing if not _is_intact(view, first, b, manifest)])
             with self._lock:
                 if copy.address is None:
-                    self.local_bytes += total
+                    self.local_bytes += shard.nbytes
                 else:
-                    self.remote_bytes += total
-            if not missing.size:
-                return
-            self._note_damage(
-                sender, copy, ValueError(f"{missing.size} of {before.size} blocks are damaged")
-            )
+                    self.remote_bytes += shard.nbytes
+            if zlib.crc32(content.data) == shard.crc:
+                return content
+            self._note_damage(sender, copy, f"a part of {shard.array} is damaged")
         raise ValueError(f"no copy of the files of process {sender} is intact")
 
-    def _read_parts(self, copy: Copy, sender: int, parts: Sequence[tuple[int, memoryview]]) -> None:
+    def _read_copy(self, copy: Copy, sender: int, shard: Shard, target: memoryview) -> None:
         if copy.address is not None:
-            transfer.get(copy.address, self._token, self._group, sender, parts)
+            transfer.get(copy.address, self._token, self._group, sender, shard.offset, target)
             return
-        with Path(self._store.data_path(self._group, sender)).open("rb", buffering=0) as file:
-            for begin, target in parts:
-                file.seek(begin)
-                while target:
-                    size = file.readinto(target)
-                    if not size:
-                        raise OSError(f"{file.name} is shorter than its manifest says")
-                    target = target[size:]
+        with self._store.data_path(self._group, sender).open("rb", buffering=0) as file:
+            file.seek(shard.offset)
+            while target:
+                size = file.readinto(target)
+                if not size:
+                    raise OSError(f"{file.name} is shorter than its manifest says")
+                target = target[size:]
 
-    def _note_damage(self, sender: int, copy: Copy, error: Exception) -> None:
+    def _note_damage(self, sender: int, copy: Copy, reason: str) -> None:
         name = f"files of process {sender} on the host of process {copy.process}"
         with self._lock:
-            self.damaged.setdefault(name, str(error))
-
-
-def _is_intact(view: memoryview, first: int, block: int, manifest: Manifest) -> bool:
-    begin = block * BLOCK - first
-    return zlib.crc32(view[begin : begin + BLOCK]) == manifest.block_crcs[block]
+            self.damaged.setdefault(name, reason)
 
 
 Index = Mapping[str, Sequence[tuple[int, Shard]]]
@@ -204,40 +141,35 @@ def read_tree(reader: Reader, index: Index, saved: PyTree, wanted: PyTree) -> Py
 def _read_array(
     reader: Reader, shards: Sequence[tuple[int, Shard]], dtype: np.dtype, leaf: jax.ShapeDtypeStruct
 ) -> jax.Array:
-    """Return an array; each distinct region of this process is read once."""
-    devices: dict[tuple[tuple[int, int], ...], list[jax.Device]] = {}
+    """Return an array; each shard that this process needs is read once."""
+    devices: dict[Bounds, list[jax.Device]] = {}
     sharding = leaf.sharding
     for device, index in sharding.addressable_devices_indices_map(leaf.shape).items():
         spans = [axis.indices(length) for axis, length in zip(index, leaf.shape, strict=True)]
         devices.setdefault(tuple((begin, end) for begin, end, _ in spans), []).append(device)
+    regions = {bounds: np.empty([end - begin for begin, end in bounds], dtype)
+               for bounds in devices}  # fmt: skip
+    missing = {bounds: region.size for bounds, region in regions.items()}
+    for sender, shard in shards:
+        parts = [(bounds, part) for bounds in devices if (part := overlap(shard, bounds))]
+        if not parts:
+            continue
+        content = reader.read(sender, shard).view(dtype).reshape(shard.shape)
+        for bounds, part in parts:
+            regions[bounds][part.in_region] = content[part.in_shard]
+            missing[bounds] -= part.size
+    # Shards of different senders are disjoint, so equal sizes mean that nothing is missing.
+    if any(missing.values()):
+        raise ValueError("a part of an array is in no copy")
     arrays = []
     for bounds, holders in devices.items():
-        region = _read_region(reader, shards, dtype, bounds).astype(leaf.dtype, copy=False)
+        region = regions.pop(bounds).astype(leaf.dtype, copy=False)
         for device in holders:
             target = jax.sharding.SingleDeviceSharding(device, memory_kind=sharding.memory_kind)
             arrays.append(jax.device_put(region, target, may_alias=False))
-        # Bounds the host memory to one region for each of `_THREADS`.
-        jax.block_until_ready(arrays)  # before the memory of the region is used again
+    # Bounds the host memory to the arrays of `_THREADS`: their regions are free only now.
+    jax.block_until_ready(arrays)
     return jax.make_array_from_single_device_arrays(leaf.shape, sharding, arrays)
-
-
-def _read_region(
-    reader: Reader,
-    shards: Sequence[tuple[int, Shard]],
-    dtype: np.dtype,
-    spans: Sequence[tuple[int, int]],
-) -> np.ndarray:
-    start = [begin for begin, _ in spans]
-    shape = [end - begin for begin, end in spans]
-    region, read = np.empty(shape, dtype), 0
-    for sender, shard in shards:
-        # Shards of different senders are disjoint, so equal sizes mean that nothing is missing.
-        if common := overlap(shard, start, shape):
-            region[common.in_region] = reader.read(sender, shard, common.in_shard, dtype)
-            read += common.size
-    if read != region.size:
-        raise ValueError("a part of an array is in no copy")
-    return region
 
 
 class Replica:
@@ -327,7 +259,7 @@ class Replica:
         return self._read(saved, like)
 
     def _descriptions(self) -> list[dict[str, Any]]:
-        """Return what the manifest of each sender says, without checksums of blocks.
+        """Return what the manifest of each sender says.
 
         A sender's manifest is published by the first process that has it.
         """
@@ -339,9 +271,9 @@ class Replica:
                     published[sender] = {"shards": manifest.shards}
                     if sender == 0:
                         published[sender] |= {
-                            "arrays": manifest.arrays, "progress": manifest.progress,
-                            "checksums": manifest.checksums,
-                        }  # fmt: skip
+                            "arrays": manifest.arrays,
+                            "progress": manifest.progress,
+                        }
             merged = {int(k): value for part in gather(published) for k, value in part.items()}
             self._exchanged = [merged[sender] for sender in range(self._senders)]
         return self._exchanged
@@ -358,8 +290,8 @@ class Replica:
         reader = Reader(self.group, self._store, self._token, self._copies())
         index: dict[str, list[tuple[int, Shard]]] = {}
         for sender, description in enumerate(self._descriptions()):
-            for name, start, shape, offset in description["shards"]:
-                shard = Shard(name, tuple(start), tuple(shape), offset)
+            for name, start, shape, *numbers in description["shards"]:
+                shard = Shard(name, tuple(start), tuple(shape), *numbers)
                 index.setdefault(name, []).append((sender, shard))
         tree, failure = None, ""
         try:
@@ -374,12 +306,6 @@ class Replica:
                         "; ".join(f"{name} ({why})" for name, why in damaged.items()))  # fmt: skip
         if failures := [failure for failure, *_ in results if failure]:
             raise ReplicaError(f"{self.name} cannot be used ({failures[0]})")
-        # Blocks were compared with their CRC-32. This also finds errors of the copy to the devices.
-        dtypes = {name: leaf.dtype for name, leaf in flatten_dict(saved, sep=".").items()}
-        try:
-            check(tree, self._descriptions()[0]["checksums"], dtypes)
-        except ValueError as error:
-            raise ReplicaError(f"{self.name} is damaged ({error})") from error
         log.info(
             "restored step %d from memory: %.1f MB from the processes' own hosts, %.1f MB from "
             "other hosts", self.step, *(sum(result[i] for result in results) / 1e6 for i in (1, 2)),

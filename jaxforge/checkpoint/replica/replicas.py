@@ -23,7 +23,6 @@ import orbax.checkpoint as ocp
 from flax.traverse_util import flatten_dict
 
 from jaxforge.checkpoint import layout
-from jaxforge.checkpoint.checksums import begin
 from jaxforge.checkpoint.relayout import by_layer
 from jaxforge.checkpoint.replica import transfer
 from jaxforge.checkpoint.replica.reading import Replica
@@ -31,12 +30,11 @@ from jaxforge.checkpoint.replica.store import (
     Group,
     HostShard,
     Manifest,
+    Shard,
     Store,
     blocks_of,
     complete_groups,
     copy_shards,
-    copy_tree,
-    locate,
 )
 from jaxforge.checkpoint.sealed_progress import seal_progress
 from jaxforge.config.checkpoint import CheckpointConfig
@@ -193,19 +191,14 @@ class Replicas:
         self.wait()  # memory may not suffice for copies of two states
         self._begun = group
         tree = layout.to_tree(by_layer(layout.stored_state(state), self._stack))
-        copied = copy_tree(tree)
-        hashes = begin(copied)  # of whole arrays: a restore on another mesh can verify them
-        shards = copy_shards(copied, is_copied=copied is not tree)
-        if self._server and all(device.platform == "cpu" for device in jax.local_devices()):
-            # Collectives of concurrent programs could mix their messages: hash before the step.
-            jax.block_until_ready(jax.live_arrays())
+        shards = copy_shards(tree)
         arrays = {
             name: (tuple(leaf.shape), str(leaf.dtype))
             for name, leaf in flatten_dict(tree, sep=".").items()
         }
         sealed = seal_progress(progress, self._config_crc32)
         self._thread = threading.Thread(
-            target=self._replicate, args=(group, shards, hashes, arrays, sealed), daemon=True
+            target=self._replicate, args=(group, shards, arrays, sealed), daemon=True
         )
         self._thread.start()
 
@@ -213,7 +206,6 @@ class Replicas:
         self,
         group: Group,
         shards: list[HostShard],
-        hashes: Any,  # noqa: ANN401
         arrays: dict[str, tuple[tuple[int, ...], str]],
         progress: dict[str, Any],
     ) -> None:
@@ -223,17 +215,15 @@ class Replicas:
             # Other work would slow down the copies on CPUs, and the step that waits for them.
             jax.block_until_ready([shard.data for shard in shards])
             self._store.remove(functools.partial(self._is_obsolete, group))
-            locations, checksums, own = locate(shards), hashes(), jax.process_index()
-
-            def describe(size: int, block_crcs: list[int]) -> bytes:
-                return Manifest(
-                    jax.process_count(), arrays, locations, size, block_crcs, progress, checksums
-                ).encode()
-
-            size = self._store.write(group, own, blocks_of(shards), describe)
+            # `blocks_of` fills the list while the data are written; the manifest is encoded last.
+            process, written = jax.process_index(), list[Shard]()
+            manifest = Manifest(jax.process_count(), arrays, written, progress)
+            blocks = blocks_of(shards, written)
+            self._store.write(group, process, blocks, manifest.encode)
+            size = manifest.size
             if self._peer is not None and self._server is not None:
                 address = self._processes[self._peer].address
-                transfer.put(address, self._server.token, group, own, self._store)
+                transfer.put(address, self._server.token, group, process, self._store)
         except (OSError, jax.errors.JaxRuntimeError) as error:
             failure = f"process {jax.process_index()}: {error}"
         except Exception as error:  # raised by `check`

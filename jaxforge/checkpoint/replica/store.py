@@ -5,11 +5,10 @@
 
 A sender is a process that saved. Its data are one file, and the manifest says where each shard is.
 The host of the sender and its peer hold the same two files. Each file gets its name when it is
-complete, the manifest last. A manifest holds the CRC-32 of every block of the data, and its own.
+complete, the manifest last. A manifest holds the CRC-32 of every shard, and its own.
 """
 
 import dataclasses
-import itertools
 import json
 import math
 import os
@@ -25,12 +24,11 @@ import numpy as np
 from flax.traverse_util import flatten_dict
 from jaxtyping import PyTree
 
-from jaxforge.checkpoint.checksums import is_on_this_host
 from jaxforge.storage import safe_files
 from jaxforge.storage.seals import add_seal, remove_seal
 
 BLOCK = 1 << 18
-"""Bytes of data per checksum."""
+"""Bytes written and summed at a time: they stay in a core's cache."""
 
 Inventory = list[tuple[str, int, list[int]]]
 """Name of each group on a host, the number of its senders, and the senders whose files are here."""
@@ -64,19 +62,23 @@ class Group(NamedTuple):
 
 
 class Shard(NamedTuple):
-    """Location of a part of an array in the data of its sender.
+    """Part of an array in the data of its sender.
 
     Attributes:
         array: name of the array.
         start: index of the first element in the array.
         shape: shape of the part.
         offset: first byte in the data.
+        nbytes: number of bytes.
+        crc: CRC-32 of the bytes.
     """
 
     array: str
     start: tuple[int, ...]
     shape: tuple[int, ...]
     offset: int
+    nbytes: int
+    crc: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,20 +88,19 @@ class Manifest:
     Attributes:
         senders: number of processes that saved.
         arrays: shape and dtype of each array of the state.
-        shards: the sender's parts of the arrays.
-        size: bytes of the data.
-        block_crcs: CRC-32 of each block of the data.
+        shards: the sender's parts of the arrays, in the order of their bytes.
         progress: sealed progress (`sealed_progress.seal_progress`).
-        checksums: hash of each array (`checksums.begin`).
     """
 
     senders: int
     arrays: dict[str, tuple[tuple[int, ...], str]]
     shards: list[Shard]
-    size: int
-    block_crcs: list[int]
     progress: dict[str, Any]
-    checksums: dict[str, int]
+
+    @property
+    def size(self) -> int:
+        """Bytes of the data."""
+        return sum(shard.nbytes for shard in self.shards)
 
     def encode(self) -> bytes:
         """Return the content of the file."""
@@ -114,29 +115,9 @@ class Manifest:
         """
         values = remove_seal(json.loads(content), "a manifest of a replica")
         arrays = {name: (tuple(shape), dtype) for name, (shape, dtype) in values["arrays"].items()}
-        shards = [Shard(name, tuple(at), tuple(shape), offset)
-                  for name, at, shape, offset in values["shards"]]  # fmt: skip
+        shards = [Shard(name, tuple(at), tuple(shape), *numbers)
+                  for name, at, shape, *numbers in values["shards"]]  # fmt: skip
         return cls(**{**values, "arrays": arrays, "shards": shards})
-
-
-class BlockSums:
-    """CRC-32 of each block of a stream of bytes."""
-
-    def __init__(self) -> None:
-        self.values: list[int] = []
-        self._size = 0
-
-    def update(self, data: memoryview) -> None:
-        """Add bytes to the stream."""
-        while data:
-            filled = self._size % BLOCK
-            part = data[: BLOCK - filled]
-            if filled:
-                self.values[-1] = zlib.crc32(part, self.values[-1])
-            else:
-                self.values.append(zlib.crc32(part))
-            self._size += len(part)
-            data = data[len(part) :]
 
 
 class Store:
@@ -186,7 +167,7 @@ class Store:
             try:
                 sender = int(path.stem)
                 manifest = Manifest.decode(path.read_bytes())
-                # The size suffices here: blocks are compared with their sums when they are read.
+                # The size suffices here: shards are compared with their sums when they are read.
                 is_whole = self.data_path(group, sender).stat().st_size == manifest.size
             except (OSError, ValueError):
                 continue  # damaged: this copy does not count
@@ -211,37 +192,27 @@ class Store:
         return self.directory / group.name / f"{sender}.json"
 
     def write(
-        self, group: Group, sender: int, blocks: Iterable[memoryview],
-        describe: Callable[[int, list[int]], bytes],
-    ) -> int:  # fmt: skip
+        self, group: Group, sender: int, blocks: Iterable[memoryview], describe: Callable[[], bytes]
+    ) -> None:
         """Write the two files of a sender.
 
         Args:
             group: the save.
             sender: the process that saved.
             blocks: the data, in order.
-            describe: returns the content of the manifest, given size and checksums of the data.
-
-        Returns:
-            The size of the data.
+            describe: returns the content of the manifest; called after the last block.
 
         Raises:
             OSError: a file cannot be written; no partial file remains.
-            ValueError: raised by `describe`.
+            ValueError: raised by `blocks`.
         """
-        path, sums, size = self.data_path(group, sender), BlockSums(), 0
+        path = self.data_path(group, sender)
         path.parent.mkdir(mode=0o700, exist_ok=True)
         with safe_files.replacing(path) as file:
-            for block in blocks:
-                file.write(block)
-                sums.update(block)
-                size += len(block)
-            file.flush()
-            # Before the data get their name, so that a transfer that is refused leaves no file.
-            content = describe(size, sums.values)
+            file.writelines(blocks)
+        # After the data: a manifest without data would count as a copy.
         with safe_files.replacing(self.manifest_path(group, sender)) as file:
-            file.write(content)
-        return size
+            file.write(describe())
 
     def remove(self, is_obsolete: Callable[[Group], bool]) -> None:
         """Remove groups; another process of the host may remove the same ones."""
@@ -295,23 +266,12 @@ class HostShard(NamedTuple):
     data: Any
 
 
-def copy_tree(tree: PyTree) -> PyTree:
-    """Return a tree whose arrays in memory of this process are copied, others as they are."""
-    if not is_on_this_host(tree):
-        return tree
-    return jax.tree.map(lambda leaf: jax.device_put(leaf, may_alias=False), tree)
-
-
-def copy_shards(tree: PyTree, *, is_copied: bool) -> list[HostShard]:
+def copy_shards(tree: PyTree) -> list[HostShard]:
     """Copy the shards that this process saves to host memory.
 
     Each element of an array is saved by exactly one process. Copies of accelerators are complete on
     return, copies on CPUs are only requested: the next step waits for them before it overwrites
     the state.
-
-    Args:
-        tree: the state.
-        is_copied: True if the next step does not overwrite the arrays.
     """
     shards = [
         HostShard(name, tuple(axis.start or 0 for axis in shard.index), shard.data)
@@ -319,8 +279,6 @@ def copy_shards(tree: PyTree, *, is_copied: bool) -> list[HostShard]:
         for shard in leaf.addressable_shards
         if shard.replica_id == 0
     ]
-    if is_copied:
-        return shards
     if all(device.platform == "cpu" for device in jax.local_devices()):
         # The runtime orders the next step's writes after these copies, so nobody waits here.
         return [s._replace(data=jax.device_put(s.data, may_alias=False)) for s in shards]
@@ -329,27 +287,31 @@ def copy_shards(tree: PyTree, *, is_copied: bool) -> list[HostShard]:
     return [shard._replace(data=np.asarray(shard.data)) for shard in shards]
 
 
-def blocks_of(shards: list[HostShard]) -> Iterator[memoryview]:
+def blocks_of(shards: list[HostShard], written: list[Shard]) -> Iterator[memoryview]:
     """Yield the bytes of shards in order, in blocks of at most `BLOCK` bytes.
 
-    The list is emptied, so that the memory of each shard is free once it is written.
+    Args:
+        shards: the shards. The list is emptied, so that the memory of each is free once written.
+        written: receives the location and checksum of each shard.
     """
     shards.reverse()  # `pop` frees the end of a list
+    offset = 0
     while shards:
-        array = np.ascontiguousarray(np.asarray(shards.pop().data))
+        shard = shards.pop()
+        array, crc = np.ascontiguousarray(np.asarray(shard.data)), 0
         view = array.reshape(-1).view(np.uint8).data
         for start in range(0, len(view), BLOCK):
-            yield view[start : start + BLOCK]
+            block = view[start : start + BLOCK]
+            crc = zlib.crc32(block, crc)
+            yield block
+        written.append(
+            Shard(shard.array, shard.start, tuple(shard.data.shape), offset, len(view), crc)
+        )
+        offset += len(view)
 
 
-def locate(shards: Sequence[HostShard]) -> list[Shard]:
-    """Return the locations of shards whose bytes follow one another."""
-    sizes = [shard.data.nbytes for shard in shards]
-    offsets = itertools.accumulate(sizes, initial=0)
-    return [
-        Shard(shard.array, shard.start, tuple(shard.data.shape), offset)
-        for shard, offset in zip(shards, offsets, strict=False)
-    ]
+Bounds = tuple[tuple[int, int], ...]
+"""First index and end of a region of an array, for each axis."""
 
 
 class Overlap(NamedTuple):
@@ -366,11 +328,12 @@ class Overlap(NamedTuple):
     size: int
 
 
-def overlap(shard: Shard, start: Sequence[int], shape: Sequence[int]) -> Overlap | None:
+def overlap(shard: Shard, region: Bounds) -> Overlap | None:
     """Return the part of a shard within a region of its array; None if there is none."""
-    first = [max(a, b) for a, b in zip(shard.start, start, strict=True)]
-    ends = zip(shard.start, shard.shape, start, shape, strict=True)
-    stop = [min(a + length, b + width) for a, length, b, width in ends]
+    start = [begin for begin, _ in region]
+    first = [max(pair) for pair in zip(shard.start, start, strict=True)]
+    ends = zip(shard.start, shard.shape, region, strict=True)
+    stop = [min(begin + length, end) for begin, length, (_, end) in ends]
     sizes = [last - begin for begin, last in zip(first, stop, strict=True)]
     if any(size <= 0 for size in sizes):
         return None
@@ -379,38 +342,3 @@ def overlap(shard: Shard, start: Sequence[int], shape: Sequence[int]) -> Overlap
         return tuple(slice(a - o, b - o) for a, b, o in zip(first, stop, origin, strict=True))
 
     return Overlap(relative(shard.start), relative(start), math.prod(sizes))
-
-
-def blocks_in(shard: Shard, box: Sequence[slice], itemsize: int) -> np.ndarray:
-    """Return the sorted numbers of the blocks of data that hold a box of a shard."""
-    lengths = [axis.stop - axis.start for axis in box]
-    # Elements of the axes from `inner` on are contiguous: only the first of them is cut.
-    inner = len(lengths)
-    while inner > 0 and math.prod(lengths[inner:]) == math.prod(shard.shape[inner:]):
-        inner -= 1
-    strides = [math.prod(shard.shape[axis + 1 :]) for axis in range(len(lengths))]
-    first = np.array([sum(axis.start * stride for axis, stride in zip(box, strides, strict=True))])
-    for length, stride in zip(lengths[:inner], strides[:inner], strict=True):
-        first = (first[:, None] + np.arange(length) * stride).reshape(-1)
-    # Now `first` has the offset of each contiguous run of the box, in elements of the shard.
-    run = math.prod(lengths[inner:]) * itemsize
-    begins = shard.offset + first * itemsize
-    spans = np.stack([begins // BLOCK, (begins + run - 1) // BLOCK], axis=1)
-    return np.unique(np.concatenate([np.arange(a, b + 1) for a, b in np.unique(spans, axis=0)]))
-
-
-def runs_of(blocks: Sequence[int], size: int) -> list[tuple[int, int]]:
-    """Return the byte ranges of sorted blocks, with neighbours joined.
-
-    Args:
-        blocks: numbers of blocks.
-        size: bytes of the data, whose last block may be shorter.
-    """
-    runs: list[tuple[int, int]] = []
-    for block in map(int, blocks):
-        begin, end = block * BLOCK, min((block + 1) * BLOCK, size)
-        if runs and runs[-1][1] == begin:
-            runs[-1] = runs[-1][0], end
-        else:
-            runs.append((begin, end))
-    return runs

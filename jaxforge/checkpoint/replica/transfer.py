@@ -3,16 +3,15 @@
     client                     server
     request (JSON)      ──>
                         <──    answer: error, or ""
-    put: data           ──>
-         manifest       ──>
+    put: manifest       ──>
+         data           ──>
                         <──    answer
     get:                <──    data
-    manifest:           <──    manifest
 
 All processes of a job share a random token, which each frame proves (`cli.authenticated`); data
-are bytes without a frame. A server knows three requests: `put` stores the two files of a sender,
-`get` returns ranges of data, `manifest` returns a manifest. Paths are built from numbers, so no
-other file can be requested. Connections without the token are few, and end within seconds.
+are bytes without a frame. A server knows two requests: `put` stores the two files of a sender, and
+`get` returns a range of data. Paths are built from numbers, so no other file can be requested.
+Connections without the token are few, and end within seconds.
 
 A host is a directory of replicas: processes that see the same directory are on the same host. The
 failure domain of a host (a rack, a slice, a power supply) is the environment variable
@@ -27,6 +26,7 @@ import shutil
 import socket
 import socketserver
 import threading
+import zlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -48,7 +48,6 @@ TIMEOUT_SEC = 60.0
 _CONNECT_SEC = 10.0  # an unreachable peer must not delay training for long
 _POLL_SEC = 0.1  # delay of `Server.close`
 _MAX_REQUEST, _MAX_MANIFEST = 1 << 20, 256 << 20  # bytes
-_MAX_RANGES = 10_000  # per request
 _EXTERNAL = "192.0.2.1"  # reserved for documentation: takes the default route
 
 
@@ -138,14 +137,11 @@ class _Connection(socketserver.BaseRequestHandler):
         sender, kind = int(request["sender"]), request["kind"]
         try:
             if kind == "put":
-                self._put(group, sender, int(request["size"]))
+                self._put(group, sender)
                 self._channel.send(b"")
             elif kind == "get":
-                self._get(self.server.owner.store.data_path(group, sender), request["ranges"])
-            elif kind == "manifest":
-                content = self.server.owner.store.manifest_path(group, sender).read_bytes()
-                self._channel.send(b"")
-                self._channel.send(content)
+                path = self.server.owner.store.data_path(group, sender)
+                self._get(path, request["begin"], request["size"])
         except (ConnectionError, TimeoutError):
             raise  # nobody is left to answer
         except (OSError, ValueError) as error:
@@ -153,41 +149,41 @@ class _Connection(socketserver.BaseRequestHandler):
                         kind, sender, error)  # fmt: skip
             self._channel.send(str(error).encode() or b"failed")
 
-    def _get(self, path: Path, ranges: Sequence[tuple[int, int]]) -> None:
+    def _get(self, path: Path, begin: int, size: int) -> None:
         with path.open("rb") as file:
-            size = path.stat().st_size
-            if any(not 0 <= begin < end <= size for begin, end in ranges):
+            if not 0 <= begin <= begin + size <= path.stat().st_size:
                 raise ValueError(f"{path.name} has no such range")
             self._channel.send(b"")
-            for begin, end in ranges:
-                self.request.sendfile(file, begin, end - begin)
+            if size:  # `sendfile` takes 0 as everything
+                self.request.sendfile(file, begin, size)
 
-    def _put(self, group: Group, sender: int, size: int) -> None:
+    def _put(self, group: Group, sender: int) -> None:
         owner, channel = self.server.owner, self._channel
         if sender not in owner.accepted:
             raise ValueError(f"the files of process {sender} do not belong here")
+        channel.send(b"")
+        content = channel.receive(_MAX_MANIFEST)
+        manifest = Manifest.decode(content)
         # Refused before the data are sent: a full tmpfs could end processes of this host.
         free = shutil.disk_usage(owner.store.directory).free
-        if not 0 <= size <= free:
-            raise OSError(f"{owner.store.directory} has {free:,} bytes free of {size:,}")
+        if manifest.size > free:
+            raise OSError(f"{owner.store.directory} has {free:,} bytes free of {manifest.size:,}")
         channel.send(b"")
 
         def blocks() -> Iterator[memoryview]:
             buffer = memoryview(bytearray(BLOCK))
-            for begin in range(0, size, BLOCK):
-                block = buffer[: min(BLOCK, size - begin)]
-                channel.read_into(block)
-                yield block
+            for shard in manifest.shards:
+                crc = 0
+                for begin in range(0, shard.nbytes, BLOCK):
+                    block = buffer[: min(BLOCK, shard.nbytes - begin)]
+                    channel.read_into(block)
+                    crc = zlib.crc32(block, crc)
+                    yield block
+                # The sender summed what it copied from its devices, this host what has arrived.
+                if crc != shard.crc:
+                    raise ValueError("the data changed in transfer")
 
-        def describe(size: int, sums: list[int]) -> bytes:
-            content = channel.receive(_MAX_MANIFEST)
-            manifest = Manifest.decode(content)
-            # The sender summed what it copied from its devices, this host what has arrived.
-            if (manifest.size, manifest.block_crcs) != (size, sums):
-                raise ValueError("the data changed in transfer")
-            return content
-
-        owner.store.write(group, sender, blocks(), describe)
+        owner.store.write(group, sender, blocks(), lambda: content)
 
 
 def put(address: Address, token: bytes, group: Group, sender: int, store: Store) -> None:
@@ -196,53 +192,33 @@ def put(address: Address, token: bytes, group: Group, sender: int, store: Store)
     Raises:
         OSError: the server refused, or the connection failed.
     """
-    path = store.data_path(group, sender)
-    size = path.stat().st_size
-    with _request(address, token, kind="put", group=group.name, sender=sender, size=size) as to:
-        with path.open("rb") as file:
-            to.connection.sendfile(file)
-        to.send(store.manifest_path(group, sender).read_bytes())
-        _check_answer(to, address)
+    with _request(address, token, kind="put", group=group.name, sender=sender) as channel:
+        channel.send(store.manifest_path(group, sender).read_bytes())
+        _check_answer(channel, address)
+        with store.data_path(group, sender).open("rb") as file:
+            channel.connection.sendfile(file)
+        _check_answer(channel, address)
 
 
 def get(
-    address: Address,
-    token: bytes,
-    group: Group,
-    sender: int,
-    parts: Sequence[tuple[int, memoryview]],
+    address: Address, token: bytes, group: Group, sender: int, begin: int, target: memoryview
 ) -> None:
-    """Read ranges of a sender's data from another process.
+    """Read a range of a sender's data from another process.
 
     Args:
         address: the process.
         token: secret of the job.
         group: the save.
         sender: the process that saved.
-        parts: first byte and target of each range.
+        begin: first byte of the range.
+        target: memory for the bytes of the range.
 
     Raises:
         OSError: the server refused, or the connection failed.
     """
-    for i in range(0, len(parts), _MAX_RANGES):
-        some = parts[i : i + _MAX_RANGES]
-        ranges = [(begin, begin + len(target)) for begin, target in some]
-        with _request(
-            address, token, kind="get", group=group.name, sender=sender, ranges=ranges
-        ) as channel:
-            for _, target in some:
-                channel.read_into(target)
-
-
-def get_manifest(address: Address, token: bytes, group: Group, sender: int) -> Manifest:
-    """Read a manifest from another process.
-
-    Raises:
-        OSError: the server refused, or the connection failed.
-        ValueError: the manifest is damaged.
-    """
-    with _request(address, token, kind="manifest", group=group.name, sender=sender) as channel:
-        return Manifest.decode(channel.receive(_MAX_MANIFEST))
+    request = {"group": group.name, "sender": sender, "begin": begin, "size": len(target)}
+    with _request(address, token, kind="get", **request) as channel:
+        channel.read_into(target)
 
 
 @contextlib.contextmanager
