@@ -6,9 +6,10 @@ it is restored. The hash depends on positions in the whole array, so it is indep
 """
 
 import dataclasses
+import itertools
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import jax
@@ -16,19 +17,13 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 from flax.traverse_util import flatten_dict
-from jaxtyping import Array, PyTree, Shaped, UInt, UInt32
+from jaxtyping import Array, PyTree, Shaped
 
-from jaxforge.kernels.hashing import FACTOR, fmix32
+from jaxforge.kernels.hashing import block_checksum
 from jaxforge.state.checksum import checksum
 
 Checksums = dict[str, int]
 """Array name -> hash."""
-
-_WIDTH = 4096
-"""Smallest number of elements per row, if the array has as many."""
-
-SMALL = 1 << 16
-"""Number of elements up to which NumPy with temporaries is faster than compiling a program."""
 
 _hash = jax.jit(lambda tree: jax.tree.map(checksum, tree))
 
@@ -103,10 +98,9 @@ def is_on_this_host(tree: PyTree) -> bool:
 
 
 def host_checksum(array: Shaped[Array, "..."]) -> int:
-    """Return `state.checksum` of an array on CPUs of this process, in one pass without temporaries.
+    """Return `state.checksum` of an array on CPUs of this process, without large temporaries.
 
     XLA:CPU does not fuse the mixing of bits into the sum and would store four bytes per element.
-    Rows are therefore accumulated into one sum per column, which stays in the cache of a core.
     """
     # Keyed by region and not by `replica_id`, so that each region counts once.
     regions = {
@@ -114,51 +108,22 @@ def host_checksum(array: Shaped[Array, "..."]) -> int:
     }
     return (
         sum(
-            _shard_checksum(np.asarray(shard.data), start, array.shape)
+            block_checksum(run, first)
             for start, shard in regions.items()
+            for first, run in _runs(np.asarray(shard.data), start, array.shape)
         )
         % 2**32
     )
 
 
-def _shard_checksum(part: np.ndarray, start: Sequence[int], shape: Sequence[int]) -> int:
-    """Return the contribution of a shard to the sum."""
-    # The flat index of an element in the whole array is a sum over axes of (index * stride). With
-    # the axes split into two groups, it is a row term plus a column term: [row] + [column].
-    axes = range(part.ndim)
-    steps = [
-        (np.arange(part.shape[i]) + start[i]).astype(np.uint32)
-        * np.uint32(math.prod(shape[i + 1 :]) % 2**32)
-        for i in axes
-    ]
-    split = max((i for i in axes if math.prod(part.shape[i:]) >= _WIDTH), default=0)
-    rows, columns = _sums(steps[:split]), _sums(steps[split:])
-    bits = part.reshape(rows.size, columns.size).view(f"uint{8 * part.itemsize}")
-    if part.size <= SMALL:
-        position = rows[:, None] + columns
-        return int(
-            fmix32(bits.astype(np.uint32) + position * np.uint32(FACTOR)).sum(dtype=np.uint32)
-        )
-    return int(mixed_sum(bits, rows, columns))
-
-
-def _sums(steps: Sequence[UInt32[np.ndarray, " size"]]) -> UInt32[np.ndarray, " product"]:
-    """Return the sums of one step per axis for all combinations, in row-major order."""
-    sums = np.zeros(1, np.uint32)
-    for axis_steps in steps:
-        sums = (sums[:, None] + axis_steps).reshape(-1)
-    return sums
-
-
-@jax.jit
-def mixed_sum(
-    bits: UInt[Array, "row column"], rows: UInt32[Array, " row"], columns: UInt32[Array, " column"]
-) -> UInt32[Array, ""]:
-    """Return the sum of mixed bits; the index of an element is its row term plus column term."""
-
-    def add(i: UInt32[Array, ""], sums: UInt32[Array, " column"]) -> UInt32[Array, " column"]:
-        position = rows[i] + columns
-        return sums + fmix32(bits[i].astype(jnp.uint32) + position * jnp.uint32(FACTOR))
-
-    sums = jax.lax.fori_loop(0, len(rows), add, jnp.zeros_like(columns))
-    return jnp.sum(sums, dtype=jnp.uint32)
+def _runs(
+    part: np.ndarray, start: Sequence[int], shape: Sequence[int]
+) -> Iterator[tuple[int, np.ndarray]]:
+    """Yield the pieces of a part that are consecutive in its array, with their first index."""
+    inner = part.ndim  # axes from here on are whole, except for the first of them
+    while inner > 0 and part.shape[inner:] == tuple(shape[inner:]):
+        inner -= 1
+    strides = [math.prod(shape[axis + 1 :]) for axis in range(part.ndim)]
+    for index in np.ndindex(part.shape[:inner]):
+        at = (i + first for i, first in itertools.zip_longest(index, start, fillvalue=0))
+        yield sum(i * stride for i, stride in zip(at, strides, strict=True)), part[index]

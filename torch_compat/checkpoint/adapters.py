@@ -21,7 +21,7 @@ from jaxforge.config.fine_tuning import ADAPTER, LoraConfig, is_adapter
 from jaxforge.config.job import JobConfig
 from jaxforge.config.model import ModelConfig
 from jaxforge.errors import UserError
-from jaxforge.state.block_checksum import block_checksum
+from jaxforge.kernels.hashing import block_checksum
 from jaxforge.storage.untrusted_json import load_object
 from torch_compat.checkpoint.fused_adapters import Adapter, fuse, split
 from torch_compat.checkpoint.orbax_store import split_blocks

@@ -23,7 +23,7 @@ from jaxforge.checkpoint.sealed_progress import check_config, unseal_progress
 from jaxforge.config.job import JobConfig
 from jaxforge.config.reading.load import make_config
 from jaxforge.errors import StorageError, UserError
-from jaxforge.state.block_checksum import block_checksum
+from jaxforge.kernels.hashing import block_checksum
 from jaxforge.storage import urls
 from jaxforge.storage.atomic_directory import partial_of
 from jaxforge.storage.trust import Decision, never
