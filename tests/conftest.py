@@ -19,7 +19,7 @@ if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ["XLA_FLAGS"] = xla_flags(devices=8)
-os.environ.setdefault("NPROC", "32")  # as `parallel.virtual_devices` has it
+os.environ.setdefault("NPROC", "32")  # as `parallel.multihost` has it
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # each process of a test would compile everything
 # Threads of PyTorch and BLAS would wait for each other, and for the workers next to them, at every
 # product of small matrices: that took longer than the products.

@@ -17,7 +17,6 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import NamedSharding, SingleDeviceSharding
 
 from jaxforge.checkpoint.manager import Checkpoints
-from jaxforge.checkpoint.sealed_progress import seal_progress
 from jaxforge.commands import COMMANDS
 from jaxforge.config.job import JobConfig
 from jaxforge.config.model import RopeScaling
@@ -26,9 +25,8 @@ from jaxforge.model.transformer import Model, Params
 from jaxforge.parallel.mesh import make_mesh
 from jaxforge.parallel.sharding import batch_shardings
 from jaxforge.program import Program
-from jaxforge.state.guard_state import GuardState
-from jaxforge.state.progress import Progress
-from jaxforge.state.train_state import Counts, TrainState
+from jaxforge.state.progress import Progress, seal_progress
+from jaxforge.state.train_state import Counts, GuardState, TrainState
 from jaxforge.step.context import spread_sequences
 from jaxforge.step.train_step import Controls
 from jaxforge.storage.seals import crc32

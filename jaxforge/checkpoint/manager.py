@@ -39,7 +39,7 @@ from flax.traverse_util import flatten_dict
 from jax.experimental import multihost_utils
 from jaxtyping import PyTree
 
-from jaxforge.checkpoint import job_saves, layout, validation
+from jaxforge.checkpoint import failures, layout
 from jaxforge.checkpoint.checksums import Checksums, ChecksumsSave, begin, check, is_on_this_host
 from jaxforge.checkpoint.failures import naming_damage, naming_failed_save, summary, unwritten
 from jaxforge.checkpoint.orbax_manager import OrbaxManager, handlers, preservation, restore_args
@@ -47,25 +47,25 @@ from jaxforge.checkpoint.paths import (
     EMA,
     PREFIX,
     SUBDIRECTORY,
+    Weights,
     check_no_torch_checkpoints,
     check_path,
     is_durable,
     no_average,
 )
 from jaxforge.checkpoint.relayout import by_layer
-from jaxforge.checkpoint.sealed_progress import (
-    seal_progress,
-    stored_config_crc32,
-    unseal_progress,
-)
-from jaxforge.checkpoint.weights import Weights
 from jaxforge.config.checkpoint import CheckpointConfig
 from jaxforge.config.eval import higher_is_better
 from jaxforge.errors import JobStorageError, PeerLostError, UserError
 from jaxforge.optim.trees import join, split
 from jaxforge.parallel.multihost import peer_lost_error
 from jaxforge.parallel.stages import Stack
-from jaxforge.state.progress import Progress
+from jaxforge.state.progress import (
+    Progress,
+    seal_progress,
+    stored_config_crc32,
+    unseal_progress,
+)
 from jaxforge.state.train_state import TrainState, with_counts
 from jaxforge.storage import atomic_directory, urls
 from jaxforge.storage.seals import add_seal, crc32
@@ -138,7 +138,7 @@ class Checkpoints:
             with naming_failed_save(self.directory):
                 self.directory.mkdir(parents=True, exist_ok=True)
         multihost_utils.sync_global_devices(f"directory {self.directory}")
-        listening = job_saves.watch_failures(self.directory, self._note_failure)
+        listening = failures.watch_failures(self.directory, self._note_failure)
         self._closing.enter_context(listening)
 
     def _options(self, *, read_only: bool) -> ocp.CheckpointManagerOptions:
@@ -158,7 +158,7 @@ class Checkpoints:
             # Orbax knows by itself that gs:// has no atomic rename, but not that s3:// has none.
             atomicity_options=_COMMIT_FILE if urls.in_bucket(self.directory) else None,
             multiprocessing_options=(
-                job_saves.multiprocessing_options(self.directory)
+                failures.multiprocessing_options(self.directory)
                 if is_shared
                 else ocp.options.MultiprocessingOptions()
             ),
@@ -341,7 +341,7 @@ class Checkpoints:
             like = {name: part for name, part in like.items() if name in saved}
             like = layout.drop_unsaved(like, saved)
             part = {name: saved[name] for name in like}
-            validation.check_model(like, part, self.path(step))
+            layout.check_model(like, part, self.path(step))
             if weights == "ema":
                 if EMA not in saved:
                     raise UserError(no_average(self.path(step)))
@@ -401,7 +401,7 @@ class Checkpoints:
     def _await_all(self, is_ready: Callable[[], bool]) -> None:
         """Return once all processes are ready; raise in all of them if one has failed."""
         try:
-            job_saves.await_all(is_ready, lambda: summary(self._failure) if self._failure else "")
+            failures.await_all(is_ready, lambda: summary(self._failure) if self._failure else "")
         except JobStorageError as error:
             self._failure = JobStorageError(unwritten(self.directory, str(error)))
             raise self._failure from None
@@ -459,8 +459,8 @@ class Checkpoints:
         """
         saved = self._saved_tree(step)
         tree = layout.drop_unsaved(layout.to_tree(like), saved)
-        validation.check_model(tree, saved, self.path(step))
-        validation.check_optimizer(tree["optimizer"], saved["optimizer"], self.path(step))
+        layout.check_model(tree, saved, self.path(step))
+        layout.check_optimizer(tree["optimizer"], saved["optimizer"], self.path(step))
         return tree, saved
 
     def _check_bits(self, restored: PyTree, saved_tree: PyTree, step: int) -> None:

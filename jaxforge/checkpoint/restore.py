@@ -31,9 +31,8 @@ from jaxforge.errors import UserError
 from jaxforge.model.transformer import Params, join
 from jaxforge.parallel.sharding import param_shardings
 from jaxforge.program import Program
-from jaxforge.state.guard_state import GuardState
 from jaxforge.state.progress import Progress
-from jaxforge.state.train_state import TrainState, with_counts
+from jaxforge.state.train_state import GuardState, TrainState, with_counts
 from jaxforge.storage import urls
 
 log = logging.getLogger(__name__)

@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,6 @@ from jaxforge.cli import streams
 from jaxforge.cli.process import end_now
 from jaxforge.errors import JobStorageError, PeerLostError, UserError, exit_code_of
 from jaxforge.exit_codes import Exit
-from jaxforge.parallel import virtual_devices
 
 log = logging.getLogger(__name__)
 
@@ -43,6 +42,8 @@ _BROKEN_CONNECTION = re.compile(r"Gloo .*gloo/transport/\S+ (.*)")
 
 _AGENT_JOB_PORTS = range(20_000, 30_000)
 CONNECT_SEC = 10.0  # timeout of one attempt to reach process 0
+
+_THREADS = 4  # of XLA's pool for each virtual device of a CPU
 
 _SHUTDOWN_SEC = 86_400
 """Time in seconds that finished processes wait for the others: process 0 may still be exporting.
@@ -63,7 +64,7 @@ def initialize(heartbeat_timeout_sec: int = 100, env: Mapping[str, str] = os.env
     Raises:
         UserError: there is no device, or process 0 cannot be reached.
     """
-    virtual_devices.enlarge_thread_pool()
+    enlarge_thread_pool()
     arguments = distributed_arguments(env)
     if arguments is not None:
         _join(arguments, heartbeat_timeout_sec)
@@ -341,3 +342,19 @@ def on_tpu_vm() -> bool:
     """Return whether this machine has TPU chips and the library that drives them."""
     has_chips = any(Path("/dev").glob("accel[0-9]*")) or any(Path("/dev/vfio").glob("[0-9]*"))
     return has_chips and importlib.util.find_spec("libtpu") is not None
+
+
+def enlarge_thread_pool(env: MutableMapping[str, str] = os.environ) -> None:
+    """Give XLA:CPU more threads than can wait for each other at the same time.
+
+    By default, its pool has one thread for each device. A device may be in several collectives at
+    once, and each blocks a thread. Programs with independent collectives, such as pipelines,
+    deadlocked (docs/upstream.md). Must be called before JAX opens its devices.
+
+    Args:
+        env: environment variables with XLA's flags. `NPROC`, the size of the pool, is set unless it
+            exists.
+    """
+    counted = re.findall(r"xla_force_host_platform_device_count=(\d+)", env.get("XLA_FLAGS", ""))
+    if counted and int(counted[-1]) > 1:
+        env.setdefault("NPROC", str(_THREADS * int(counted[-1])))

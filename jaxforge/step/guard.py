@@ -34,7 +34,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from jaxforge.config.train import TrainConfig
-from jaxforge.state.guard_state import WINDOW, GuardState
+from jaxforge.state.train_state import WINDOW, GuardState
 
 T = TypeVar("T")
 

@@ -18,8 +18,7 @@ from jaxforge.model.plan import LayerKind
 from jaxforge.model.transformer import Model, Params, join
 from jaxforge.parallel import collectives
 from jaxforge.parallel.pipeline import spmd
-from jaxforge.parallel.pipeline.schedule import SCHEDULES
-from jaxforge.parallel.pipeline.tick_arrays import tick_arrays
+from jaxforge.parallel.pipeline.schedule import SCHEDULES, tick_arrays
 from jaxforge.parallel.stages import split_layers
 from jaxforge.step.update_loss import Batch, Loss, TokenWeights, build_training_loss, join_weights
 

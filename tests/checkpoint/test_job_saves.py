@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxforge.checkpoint import job_saves
+from jaxforge.checkpoint import failures
 from jaxforge.checkpoint.manager import Checkpoints
 from jaxforge.errors import JobStorageError, PeerLostError
 from tests.conftest import tiny_config
@@ -28,8 +28,8 @@ def others(monkeypatch):
         mine.append(np.array(array))
         return np.stack([array, answers.pop(0)])
 
-    monkeypatch.setattr(job_saves.multihost_utils, "process_allgather", process_allgather)
-    monkeypatch.setattr(job_saves.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(failures.multihost_utils, "process_allgather", process_allgather)
+    monkeypatch.setattr(failures.time, "sleep", lambda seconds: None)
     return answers, mine
 
 
@@ -37,7 +37,7 @@ def test_await_all_waits_for_every_process(others):
     answers, mine = others
     answers += map(np.int32, [READY, WAITS, READY])
     ready = iter([False, True, True])
-    job_saves.await_all(lambda: next(ready), lambda: "")
+    failures.await_all(lambda: next(ready), lambda: "")
     assert [int(state) for state in mine] == [WAITS, READY, READY]
     assert not answers
 
@@ -59,14 +59,14 @@ def test_await_all_raises_messages_of_failed_processes(others, own, other, messa
     answers += [np.array([len(other)], np.int32), np.frombuffer(padded.encode(), np.uint8)]
     own_failures = iter(["", own])
     with pytest.raises(JobStorageError) as failure:
-        job_saves.await_all(lambda: True, lambda: next(own_failures))
+        failures.await_all(lambda: True, lambda: next(own_failures))
     assert str(failure.value) == message
 
 
 def test_watch_failures_reports_errors_logged_by_orbax(tmp_path):
     noted, log = [], logging.getLogger("absl")
     full = OSError(errno.ENOSPC, "No space left on device")
-    with job_saves.watch_failures(tmp_path / "a", noted.append):
+    with failures.watch_failures(tmp_path / "a", noted.append):
         for where, error in (("b", OSError()), ("aa", OSError()), ("a", full)):
             try:
                 raise error
@@ -82,7 +82,7 @@ def test_watch_failures_reports_errors_logged_by_orbax(tmp_path):
 @pytest.mark.parametrize("count", [1, 2])
 def test_multiprocessing_options_separate_directories(tmp_path, monkeypatch, count):
     monkeypatch.setattr(jax, "process_count", lambda: count)
-    options = job_saves.multiprocessing_options(tmp_path)
+    options = failures.multiprocessing_options(tmp_path)
     assert options.active_processes == (None if count == 1 else {0, 1})
     assert options.barrier_sync_key_prefix == (None if count == 1 else str(tmp_path))
 
@@ -100,7 +100,7 @@ def test_save_with_lost_process_raises_peer_lost(tmp_path, monkeypatch, error):
     thread.start()
     saved._thread = thread
     monkeypatch.setattr(jax, "process_count", lambda: 2)
-    monkeypatch.setattr(job_saves.multihost_utils, "process_allgather", lose)
+    monkeypatch.setattr(failures.multihost_utils, "process_allgather", lose)
     try:
         with pytest.raises(PeerLostError, match="process 1 of the job is gone"):
             saved.wait()

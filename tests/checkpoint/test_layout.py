@@ -13,9 +13,8 @@ from jaxforge.checkpoint import layout
 from jaxforge.checkpoint.manager import Checkpoints
 from jaxforge.checkpoint.restore import starting_state
 from jaxforge.optim.optimizer import build_optimizer
-from jaxforge.state.guard_state import GuardState
 from jaxforge.state.progress import Progress
-from jaxforge.state.train_state import Counts, TrainState
+from jaxforge.state.train_state import Counts, GuardState, TrainState
 from tests.conftest import tiny_config
 from tests.helpers import open_checkpoints, progress_of, random_batches, setup
 from torch_compat.formats import ocdbt

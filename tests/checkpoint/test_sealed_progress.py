@@ -5,9 +5,8 @@ import shutil
 
 import pytest
 
-from jaxforge.checkpoint.sealed_progress import seal_progress, unseal_progress
 from jaxforge.errors import UserError
-from jaxforge.state.progress import Progress, Validation
+from jaxforge.state.progress import Progress, Validation, seal_progress, unseal_progress
 from jaxforge.storage.seals import crc32
 from tests.conftest import tiny_config
 from tests.helpers import open_checkpoints, setup

@@ -12,9 +12,8 @@ from jaxforge.optim.chain import updates_made
 from jaxforge.optim.from_optax import from_optax
 from jaxforge.optim.optimizer import build_optimizer, decay_groups, register_optimizer
 from jaxforge.optim.schedule import learning_rate, register_scheduler, warmup_then
-from jaxforge.state.guard_state import GuardState
 from jaxforge.state.progress import Progress
-from jaxforge.state.train_state import Counts, TrainState
+from jaxforge.state.train_state import Counts, GuardState, TrainState
 from jaxforge.step.train_step import Controls
 from tests.conftest import tiny_config
 from tests.helpers import random_batches, setup

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from jaxforge.parallel.virtual_devices import enlarge_thread_pool
+from jaxforge.parallel.multihost import enlarge_thread_pool
 
 PROGRAM = """
 from pathlib import Path

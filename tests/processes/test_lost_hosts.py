@@ -128,7 +128,7 @@ def test_three_of_four_hosts_continue_as_from_a_checkpoint(job, new_run):
     outputs = finish_both(job.start([0, 1, 3], *last))
     taken = rf"restored step {step} from memory: .* own hosts, ([\d.]+) MB from other hosts"
     assert float(re.search(taken, outputs[0])[1]) > 0, outputs[0]
-    assert "files of process 1 on the host of process 1 (1 of" in outputs[0]
+    assert "files of process 1 on the host of process 1 (a part of" in outputs[0]
     assert final_checksums(job.run, step + 2) == final_checksums(copy, step + 2)
 
 

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxforge.state.wide_count import WideCount
+from jaxforge.state.train_state import WideCount
 
 
 @pytest.mark.parametrize("start", [0, 2**30 - 1, 2**31 - 5, 2**32, 15 * 10**12, 2**60])

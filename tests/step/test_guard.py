@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 
 from jaxforge.config.train import TrainConfig
-from jaxforge.state.guard_state import WINDOW, GuardState
 from jaxforge.state.progress import Progress
-from jaxforge.state.train_state import Counts
+from jaxforge.state.train_state import WINDOW, Counts, GuardState
 from jaxforge.step.guard import Guard
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from jaxforge.checkpoint.manager import Checkpoints
 from jaxforge.config.train import TrainConfig
-from jaxforge.state.guard_state import GuardState
+from jaxforge.state.train_state import GuardState
 from jaxforge.step.guard import Guard
 from tests.conftest import tiny_config
 from tests.helpers import progress_of, random_batches, setup, underway

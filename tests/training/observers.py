@@ -9,9 +9,8 @@ import numpy as np
 
 from jaxforge.checkpoint.save_policy import SavePolicy
 from jaxforge.exit_codes import Exit
-from jaxforge.state.guard_state import GuardState
 from jaxforge.state.progress import Progress
-from jaxforge.state.train_state import Counts, TrainState
+from jaxforge.state.train_state import Counts, GuardState, TrainState
 from jaxforge.step.train_step import CompiledSteps
 from jaxforge.telemetry.measures import StepCost
 from jaxforge.telemetry.metric_writers import MetricWriter

@@ -16,8 +16,8 @@ from jaxforge.checkpoint.manager import Checkpoints
 from jaxforge.checkpoint.paths import EMA
 from jaxforge.config.checkpoint import CheckpointConfig
 from jaxforge.config.job import JobConfig
-from jaxforge.state.guard_state import GuardState
 from jaxforge.state.progress import Progress
+from jaxforge.state.train_state import GuardState
 from torch_compat.checkpoint.state import CheckpointState
 from torch_compat.checkpoint.training_state import program_of
 from torch_compat.formats.files import link, sync

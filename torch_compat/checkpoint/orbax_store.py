@@ -19,11 +19,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxforge.checkpoint.paths import EMA, find, is_precision_specific
-from jaxforge.checkpoint.sealed_progress import check_config, unseal_progress
 from jaxforge.config.job import JobConfig
 from jaxforge.config.reading.load import make_config
 from jaxforge.errors import StorageError, UserError
 from jaxforge.kernels.hashing import block_checksum
+from jaxforge.state.progress import check_config, unseal_progress
 from jaxforge.storage import urls
 from jaxforge.storage.atomic_directory import partial_of
 from jaxforge.storage.trust import Decision, never

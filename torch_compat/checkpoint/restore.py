@@ -15,12 +15,11 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from jaxtyping import PyTree
 
 from jaxforge.checkpoint import layout, paths
-from jaxforge.checkpoint.validation import check_adapters
+from jaxforge.checkpoint.layout import check_adapters
 from jaxforge.config.job import JobConfig
 from jaxforge.errors import UserError
-from jaxforge.state.guard_state import GuardState
 from jaxforge.state.progress import Progress
-from jaxforge.state.train_state import TrainState, with_counts
+from jaxforge.state.train_state import GuardState, TrainState, with_counts
 from jaxforge.storage import urls
 from torch_compat.checkpoint import adapters, checkpoints, hf_state, train_state
 from torch_compat.checkpoint.dcp_state import ReadOptions

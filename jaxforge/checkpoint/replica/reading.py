@@ -17,12 +17,11 @@ import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jaxtyping import PyTree
 
-from jaxforge.checkpoint import layout, validation
+from jaxforge.checkpoint import layout
 from jaxforge.checkpoint.replica import transfer
 from jaxforge.checkpoint.replica.store import Bounds, Group, Shard, Store, overlap
 from jaxforge.checkpoint.replica.transfer import Process, gather
-from jaxforge.checkpoint.sealed_progress import unseal_progress
-from jaxforge.state.progress import Progress
+from jaxforge.state.progress import Progress, unseal_progress
 from jaxforge.state.train_state import TrainState, with_counts
 
 log = logging.getLogger(__name__)
@@ -240,8 +239,8 @@ class Replica:
         """
         progress, saved = self.progress(), self._saved_tree()
         wanted = layout.drop_unsaved(layout.to_tree(like), saved)
-        validation.check_model(wanted, saved, self.path)
-        validation.check_optimizer(wanted["optimizer"], saved["optimizer"], self.path)
+        layout.check_model(wanted, saved, self.path)
+        layout.check_optimizer(wanted["optimizer"], saved["optimizer"], self.path)
         layout.log_average_changes(like, saved, self.path)
         state = layout.from_tree(self._read(saved, wanted), like)
         return with_counts(state, progress), progress
@@ -255,7 +254,7 @@ class Replica:
         """
         saved = self._saved_tree()
         like = layout.drop_unsaved({k: part for k, part in like.items() if k in saved}, saved)
-        validation.check_model(like, {name: saved[name] for name in like}, self.path)
+        layout.check_model(like, {name: saved[name] for name in like}, self.path)
         return self._read(saved, like)
 
     def _descriptions(self) -> list[dict[str, Any]]:

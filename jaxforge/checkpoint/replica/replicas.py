@@ -36,13 +36,12 @@ from jaxforge.checkpoint.replica.store import (
     complete_groups,
     copy_shards,
 )
-from jaxforge.checkpoint.sealed_progress import seal_progress
 from jaxforge.config.checkpoint import CheckpointConfig
 from jaxforge.errors import UserError
 from jaxforge.parallel import agreement
 from jaxforge.parallel.device_memory import gigabytes
 from jaxforge.parallel.stages import Stack
-from jaxforge.state.progress import Progress
+from jaxforge.state.progress import Progress, seal_progress
 from jaxforge.state.train_state import TrainState
 from jaxforge.storage.seals import crc32
 

@@ -89,7 +89,7 @@ class Manifest:
         senders: number of processes that saved.
         arrays: shape and dtype of each array of the state.
         shards: the sender's parts of the arrays, in the order of their bytes.
-        progress: sealed progress (`sealed_progress.seal_progress`).
+        progress: sealed progress (`progress.seal_progress`).
     """
 
     senders: int

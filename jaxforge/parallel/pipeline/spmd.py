@@ -35,8 +35,7 @@ from jaxforge.config.model import LAYERS
 from jaxforge.parallel import collectives
 from jaxforge.parallel.layer_switch import LayerResult, change_if, own_arrays, run_layer
 from jaxforge.parallel.mesh import STAGES
-from jaxforge.parallel.pipeline.schedule import Phase, Schedule
-from jaxforge.parallel.pipeline.tick_arrays import Actions, Column, TickArrays
+from jaxforge.parallel.pipeline.schedule import Actions, Column, Phase, Schedule, TickArrays
 from jaxforge.parallel.sharding import constrain
 from jaxforge.parallel.stages import Locations, only_rows, split_layers
 

@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 from rich.console import Console
 
 from jaxforge import inference
-from jaxforge.checkpoint.weights import Weights
+from jaxforge.checkpoint.paths import Weights
 from jaxforge.config.eval import matching_points, unknown_point
 from jaxforge.data import sources
 from jaxforge.errors import UserError
