@@ -104,7 +104,7 @@ class TokenFiles(ABC):
         self._cache = cache
         self.directory = urls.path(directory, keys[0])
         if urls.in_bucket(self.directory):
-            from jaxforge.storage.bucket_directory import check_complete
+            from jaxforge.storage.atomic_directory import check_complete
 
             check_complete(self.directory)
         is_readable = urls.in_bucket(self.directory) or self.directory.is_dir()

@@ -14,6 +14,14 @@ States after a kill -9, in the order of writing. The lock ends with the process 
     after a commit                old      all                  resumes at journal.json
     between the two renames       none     all                  resumes, then renames
     after the second rename       new      without out/         DIR exists; overwrite starts over
+
+Objects of a bucket cannot be renamed, so an unfinished directory is visible there, and readers
+refuse it (`check_complete`):
+
+DIR/INCOMPLETE             exists until everything is written; its removal completes DIR
+DIR/.prepare/plan.json     as above, and journal.json
+DIR/.prepare/run.lock      held by the process that writes (`run_lock`)
+DIR/...                    objects under their final names
 """
 
 import json
@@ -25,10 +33,13 @@ from pathlib import Path
 from typing import Any
 
 from jaxforge.errors import InputChangedError, StorageError, UserError, file_error
-from jaxforge.storage import locks, safe_files, urls
+from jaxforge.storage import locks, run_lock, safe_files, urls
 from jaxforge.storage.seals import add_seal, remove_seal
 
 PLAN, JOURNAL = "plan.json", "journal.json"
+INCOMPLETE = "INCOMPLETE"
+_STATE = ".prepare"
+_NOTE = b"jaxforge prepare has not finished this directory. The same command resumes it.\n"
 
 _FILE = "file"  # key of the name of a sealed file
 _MOST_BYTES = 1 << 30  # 10 million inputs
@@ -76,12 +87,13 @@ def atomic_directory(
     from them.
 
     Args:
-        output: the directory to create.
+        output: the directory to create, on a disk or in a bucket.
         plan: everything that determines its content.
         marker: a file below `output` that identifies directories created by this program.
-        overwrite: replace an existing `output` that was created by this program.
+        overwrite: replace an existing `output` that was created by this program. In a bucket, its
+            objects are removed at the start.
         shared: several processes need `output`. One creates it while the others wait. If it exists,
-            None is yielded.
+            None is yielded. Only for disks.
         say: receives messages about resuming and starting over.
 
     Raises:
@@ -89,6 +101,12 @@ def atomic_directory(
             another process.
         StorageError: the disk is full or fails, or an input does not arrive from a bucket.
     """
+    plan = json.loads(json.dumps(plan))  # comparable with the file: tuples become lists
+    if urls.in_bucket(output):
+        assert not shared
+        with _in_bucket(output, plan, marker, say, overwrite=overwrite) as directory:
+            yield directory
+        return
     output = output.absolute()
     partial, old = partial_of(output), output.with_name(f".{output.name}.old")
     try:
@@ -98,35 +116,50 @@ def atomic_directory(
             output.parent.mkdir(parents=True, exist_ok=True)
         with locks.hold(output.with_name(f".{output.name}.lock"), wait=shared) as is_held:
             if not is_held:
-                raise UserError(f"another process is writing {output}; wait for it, or stop it")
+                raise UserError(_IN_USE.format(output))
             if shared and output.exists():  # another process has finished while this one waited
                 yield None
                 return
             partial.mkdir(exist_ok=True)
             directory = _open(partial, plan, say)
-            try:
+            with _cleaned_up(directory, partial, lambda: _remove(partial), say):
                 yield directory
-            except BaseException as error:
-                if directory.journal is None or isinstance(error, InputChangedError):
-                    # nothing to resume from
-                    shutil.rmtree(partial, ignore_errors=True)
-                else:
-                    say(f"finished parts stay in {partial}: the same command resumes from there")
-                raise
             if not directory.is_complete:
                 return
             # A directory cannot be replaced by one rename, so DIR is missing between these two. The
             # old content is removed last: at any time, a complete version is on the disk.
-            shutil.rmtree(old, ignore_errors=True)
+            _remove(old)
             if output.exists():
                 output.rename(old)
             directory.out.rename(output)
-            for leftover in (old, partial):
-                shutil.rmtree(leftover, ignore_errors=True)
+            _remove(old)
+            _remove(partial)
     except StorageError:
         raise
     except OSError as error:
         raise file_error(f"cannot write {error.filename or output}", error) from error
+
+
+_IN_USE = "another process is writing {}; wait for it, or stop it"
+
+
+@contextmanager
+def _cleaned_up(
+    directory: AtomicDirectory, where: Path, remove: Callable[[], None], say: Callable[[str], None]
+) -> Iterator[None]:
+    """Remove a directory after a failure from which nothing can resume."""
+    try:
+        yield
+    except BaseException as error:
+        if directory.journal is None or isinstance(error, InputChangedError):
+            remove()
+        else:
+            say(f"finished parts stay in {where}: the same command resumes from there")
+        raise
+
+
+def _remove(path: Path) -> None:
+    shutil.rmtree(path, ignore_errors=True)
 
 
 def check_output(output: Path, marker: str, overwrite: bool) -> None:
@@ -141,33 +174,122 @@ def check_output(output: Path, marker: str, overwrite: bool) -> None:
         raise UserError(f"{output} was not made by this command; remove it yourself")
 
 
-def _open(partial: Path, plan: Plan, say: Callable[[str], None]) -> AtomicDirectory:
-    plan = json.loads(json.dumps(plan))  # comparable with the file: tuples become lists
-    before, journal = read_sealed(partial / PLAN), read_sealed(partial / JOURNAL)
-    # A kill after the final rename leaves a journal without out/, from which nothing can resume.
-    if before == plan and journal is not None and (partial / "out").is_dir():
-        say(f"resuming from {partial}")
-        return AtomicDirectory(partial / "out", journal, partial)
-    if reason := restart_reason(partial, before, plan, journal):
+def _resumed(
+    out: Path, state: Path, plan: Plan, say: Callable[[str], None], *, is_begun: bool
+) -> AtomicDirectory | None:
+    """Return the directory of an earlier run with the same plan, or say why there is none."""
+    before, journal = read_sealed(state / PLAN), read_sealed(state / JOURNAL)
+    if is_begun and before == plan and journal is not None:
+        return AtomicDirectory(out, journal, state)
+    if is_begun and (reason := _restart_reason(state, before, plan, journal)):
         say(f"starting over: {reason}")
+    return None
+
+
+def _open(partial: Path, plan: Plan, say: Callable[[str], None]) -> AtomicDirectory:
+    out = partial / "out"
+    # A kill after the final rename leaves a journal without out/, from which nothing can resume.
+    if directory := _resumed(out, partial, plan, say, is_begun=out.is_dir()):
+        say(f"resuming from {partial}")
+        return directory
     # The journal goes first: after a kill in this loop, nothing must resume from parts of out/.
     (partial / JOURNAL).unlink(missing_ok=True)
     for path in partial.iterdir():
         shutil.rmtree(path) if path.is_dir() else path.unlink()
-    (partial / "out").mkdir()
+    out.mkdir()
     write_sealed(partial / PLAN, plan)
-    return AtomicDirectory(partial / "out", None, partial)
+    return AtomicDirectory(out, None, partial)
+
+
+@contextmanager
+def _in_bucket(
+    output: Path, plan: Plan, marker: str, say: Callable[[str], None], *, overwrite: bool
+) -> Iterator[AtomicDirectory]:
+    state = output / _STATE
+    with run_lock.RunLock(state) as lock:
+        try:
+            lock.take()
+        except UserError as error:
+            if run_lock.holder(state) is None:
+                raise
+            raise UserError(_IN_USE.format(output)) from error
+        is_begun = (output / INCOMPLETE).exists()
+        if not is_begun and any(not name.startswith(_STATE) for name in _objects(output)):
+            check_output(output, marker, overwrite)
+        directory = _resumed(output, state, plan, say, is_begun=is_begun)
+        if directory:
+            say(f"resuming from {output}")
+        else:
+            # The order matters: after a kill, no reader may see parts, and no run may resume from
+            # them.
+            write_bytes(output / INCOMPLETE, _NOTE)
+            for name in (JOURNAL, PLAN):
+                (state / name).unlink(missing_ok=True)
+            _remove_objects(output)
+            write_sealed(state / PLAN, plan)
+            directory = AtomicDirectory(output, None, state)
+
+        def remove() -> None:
+            _remove_objects(output)
+            (output / INCOMPLETE).unlink()
+
+        with _cleaned_up(directory, output, remove, say):
+            yield directory
+        if directory.is_complete:
+            (output / INCOMPLETE).unlink()
+            _remove_objects(state)
+
+
+def _objects(directory: Path) -> list[str]:
+    """Return the objects below a directory, except for the marker and the lock."""
+    from jaxforge.storage import buckets  # the clients take a second to import
+
+    lock = run_lock.NAME if directory.name == _STATE else f"{_STATE}/{run_lock.NAME}"
+    return sorted({*buckets.keys(str(directory))} - {INCOMPLETE, lock})
+
+
+def _remove_objects(directory: Path) -> None:
+    from jaxforge.storage import files
+
+    files.remove(directory, _objects(directory))
+
+
+def check_complete(directory: Path) -> None:
+    """Check that `prepare` has finished a directory of a bucket, or the directory above it.
+
+    Raises:
+        UserError: it has not.
+    """
+    for path in (directory, directory.parent):
+        if (path / INCOMPLETE).exists():
+            raise UserError(
+                f"{path} is incomplete: `jaxforge prepare` is writing it, or was interrupted. "
+                "Wait for it, or repeat its command, which resumes"
+            )
 
 
 def attach(output: Path, plan: Plan) -> AtomicDirectory:
     """Return the unfinished directory of another process, to help it.
 
     Raises:
-        UserError: that process has another plan.
+        UserError: there is no plan, or that process has another one.
     """
-    partial = partial_of(output.absolute())
-    check_plan(read_sealed(partial / PLAN), plan, output)
-    return AtomicDirectory(partial / "out", read_sealed(partial / JOURNAL), partial)
+    if urls.in_bucket(output):
+        out, state = output, output / _STATE
+    else:
+        state = partial_of(output.absolute())
+        out = state / "out"
+    before = read_sealed(state / PLAN)
+    if before is None:
+        raise UserError(
+            f"nothing is planned for {output}, or it is complete: plan it with --slurm N first"
+        )
+    plan = json.loads(json.dumps(plan))
+    if before != plan:
+        raise UserError(
+            f"{output} was planned otherwise: {difference(before, plan)}. Plan it again"
+        )
+    return AtomicDirectory(out, read_sealed(state / JOURNAL), state)
 
 
 def discard(state: Path, source: str) -> None:
@@ -183,24 +305,7 @@ def discard(state: Path, source: str) -> None:
         write_sealed(state / PLAN, {**plan, "inputs": items})
 
 
-def check_plan(before: Plan | None, plan: Plan, output: Path) -> None:
-    """Check that a process which helps to write `output` has the plan of the others.
-
-    Raises:
-        UserError: there is no plan, or another.
-    """
-    if before is None:
-        raise UserError(
-            f"nothing is planned for {output}, or it is complete: plan it with --slurm N first"
-        )
-    plan = json.loads(json.dumps(plan))
-    if before != plan:
-        raise UserError(
-            f"{output} was planned otherwise: {difference(before, plan)}. Plan it again"
-        )
-
-
-def restart_reason(state: Path, before: Plan | None, plan: Plan, journal: object) -> str:
+def _restart_reason(state: Path, before: Plan | None, plan: Plan, journal: object) -> str:
     """Return why nothing can resume from a state; "" if there is nothing to resume from.
 
     Args:

@@ -146,7 +146,7 @@ def test_existing_output_needs_overwrite(uploaded, reference):
     files.write(f"{output}/train/mine.txt", b"mine")
     with pytest.raises(UserError, match=f"{output} exists; choose another --output"):
         run(f"{uploaded}/in", output)
-    with pytest.raises(UserError, match=r"was not made by jaxforge\.prepare; remove it yourself"):
+    with pytest.raises(UserError, match=r"was not made by this command; remove it yourself"):
         run(f"{uploaded}/in", output, "--overwrite")
     files.write(f"{output}/train/manifest.json", b"{}")
     run(f"{uploaded}/in", output, "--overwrite", "--workers", "1")

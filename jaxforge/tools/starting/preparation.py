@@ -10,7 +10,7 @@ import os
 import shlex
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 
 from rich.console import Console
@@ -211,14 +211,10 @@ def _open_output(args: argparse.Namespace, plan: Plan) -> Iterator[AtomicDirecto
     Raises:
         UserError: see `atomic_directory`; or tasks of a Slurm array are writing the output.
     """
-    function: Callable[..., AbstractContextManager[AtomicDirectory | None]]
-    function = atomic_directory.atomic_directory
-    if urls.in_bucket(args.output):
-        from jaxforge.storage.bucket_directory import bucket_directory
-
-        function = bucket_directory
     marker = f"train/{FILE_NAME}"
-    with function(args.output, plan, marker=marker, overwrite=args.overwrite, say=_say) as opened:
+    with atomic_directory.atomic_directory(
+        args.output, plan, marker=marker, overwrite=args.overwrite, say=_say
+    ) as opened:
         assert opened is not None
         slurm_array.check_shares(opened)
         yield opened

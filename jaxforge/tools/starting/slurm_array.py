@@ -131,7 +131,7 @@ def run_share(
         UserError: nothing is planned, or something else; or a unit fails.
     """
     share, n = args.share
-    destination = _attach(args, plan)
+    destination = atomic_directory.attach(args.output, plan)
     tokenizer = load_tokenizer(destination.out / "tokenizer", is_checked=True)
     job = begin_job(destination, len(units), tokenizer, options_for(tokenizer.vocab_size))
     chosen = units[share::n]
@@ -146,14 +146,6 @@ def run_share(
             raise
     print(f"share {share} of {n}: {len(chosen):,} of {len(units):,} units are finished")
     return 0
-
-
-def _attach(args: argparse.Namespace, plan: Plan) -> AtomicDirectory:
-    if not urls.in_bucket(args.output):
-        return atomic_directory.attach(args.output, plan)
-    from jaxforge.storage import bucket_directory
-
-    return bucket_directory.attach(args.output, plan)
 
 
 @contextmanager
