@@ -8,20 +8,19 @@ that the others never reach. All processes compare their settings, and either al
 import hashlib
 import json
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from jaxforge.errors import UserError
+from jaxforge.errors import StorageError, UserError
 
 Facts = Mapping[str, Any]
 """JSON values by name, which must be equal in all processes of a job."""
 
-_MAX_FACTS, _MAX_PROCESSES = 10, 4
-"""Number of differing facts, and of processes with the same value, that a message lists."""
+_MAX_FACTS, _MAX_PROCESSES = 10, 4  # that a message lists
 
 
 def check(facts: Facts) -> None:
@@ -48,22 +47,39 @@ def check(facts: Facts) -> None:
     raise UserError(message)
 
 
-def raise_on_all(failure: UserError | None) -> None:
+def raise_on_all(failure: UserError | StorageError | None) -> None:
     """Raise the error of any process on all processes. Every process must call this function.
 
     Args:
         failure: error of this process; None: no error.
 
     Raises:
-        UserError: some process has an error. Processes without one raise the first process's.
+        UserError, StorageError: some process has an error. Processes without one raise the first
+            process's.
     """
-    texts = [str(failure or "")]
+    texts = ["" if failure is None else f"{type(failure).__name__} {failure}"]
     if jax.process_count() > 1:
         texts = gather(texts[0])
         if any(texts):
             jax.distributed.shutdown()
     if text := next(filter(None, texts), ""):
-        raise failure or UserError(text)
+        kind, _, message = text.partition(" ")
+        raise failure or (StorageError if kind == StorageError.__name__ else UserError)(message)
+
+
+def call_on_first(function: Callable[[], object]) -> None:
+    """Call a function on process 0. Every process must call this, and raises its error.
+
+    Raises:
+        UserError, StorageError: raised by the function.
+    """
+    failure = None
+    if jax.process_index() == 0:
+        try:
+            function()
+        except (UserError, StorageError) as error:
+            failure = error
+    raise_on_all(failure)
 
 
 def differences(processes: Sequence[tuple[str, Facts]]) -> str:

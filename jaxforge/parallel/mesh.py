@@ -27,7 +27,6 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from jaxforge.config.axes import AXES, data_parallel, token_parallel, with_equal_shards
 from jaxforge.config.job import JobConfig
-from jaxforge.config.problems import describe_change
 from jaxforge.config.rules import mesh_shape
 from jaxforge.errors import UserError
 
@@ -167,16 +166,10 @@ def _over_slices(shape: Mapping[str, int], slices: int, per_slice: int) -> dict[
     if remaining > 1:
         within = {axis: shape[axis] for axis in AXES if axis not in _OUTER and shape[axis] > 1}
         product = " * ".join(f"distributed.{axis} = {size}" for axis, size in within.items())
-        fix = f"Lower {' or '.join(f'distributed.{axis}' for axis in within)}"
-        if len(within) == 1:
-            ((axis, size),) = within.items()
-            key = f"distributed.{axis}"
-            change = {key: math.gcd(per_slice, size), "distributed.dp_shard": -1}
-            fix = f"Change {describe_change(change)}"
         raise UserError(
             f"{product} must divide the {per_slice} devices of each of the {slices} slices: these "
             "axes communicate in every layer, which is too slow for the network between slices. "
-            f"{fix}"
+            f"Lower {' or '.join(f'distributed.{axis}' for axis in within)}"
         )
     if outer["dp_shard"] > 1:
         log.warning(
@@ -213,19 +206,11 @@ def _warn_of_axes_across_nodes(arranged: np.ndarray) -> None:
 
 
 def _describe_copies(dim: int, asked: Mapping[str, int], shape: Mapping[str, int]) -> str:
-    """Describe the cost of a dp_shard that does not divide, and the nearest sizes that do."""
+    """Describe the cost of a dp_shard that does not divide."""
     copies, width = shape["dp_replicate"] // asked["dp_replicate"], dim // asked["ep"]
-    divisors = [size for size in range(1, width + 1) if width % size == 0]
-    nearest = {
-        max(size for size in divisors if size <= asked["dp_shard"]),
-        min((size for size in divisors if size >= asked["dp_shard"]), default=width),
-    }
-    layout = f"split over {shape['dp_shard']} devices and copied {copies} times"
-    if shape["dp_shard"] == 1:
-        layout = f"not split by it: there are {copies} copies"
     per_ep = f" / ep = {width}" if asked["ep"] > 1 else ""
     return (
         f"distributed.dp_shard = {asked['dp_shard']} does not divide model.dim = {dim}{per_ep}: "
-        f"parameters and optimizer state are {layout}, {copies} times the memory; dp_shard = "
-        f"{' or '.join(map(str, sorted(nearest)))} would split them all the way"
+        f"parameters and optimizer state are split over {shape['dp_shard']} devices and copied "
+        f"{copies} times, {copies} times the memory. A divisor splits them all the way"
     )

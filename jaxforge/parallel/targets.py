@@ -107,16 +107,10 @@ def tpus(topology: str, slices: int = 1) -> Sequence[jax.Device]:
             chips_per_host_bounds=bounds,
         ).devices
     except (jax.errors.JaxRuntimeError, ValueError) as error:
-        suggestion = _power_of_two_sides(topology)
-        hint = f'. Did you mean "{suggestion}"?' if suggestion != topology else ""
-        raise UserError(f'there is no TPU slice "{topology}": {error}{hint}') from error
-
-
-def _power_of_two_sides(topology: str) -> str:
-    """Return the next larger slice whose sides are powers of two, which exists for all TPUs."""
-    kind, _, lengths = topology.partition(":")
-    powers = (1 << (int(length) - 1).bit_length() for length in lengths.split("x"))
-    return f"{kind}:{'x'.join(map(str, powers))}"
+        raise UserError(
+            f'there is no TPU slice "{topology}": {error}. All TPUs have slices whose sides are '
+            "powers of two"
+        ) from error
 
 
 def _is_installed(module: str) -> bool:

@@ -39,8 +39,6 @@ import uuid
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from jaxforge.cli.process import ROSTER_VARIABLE
 from jaxforge.errors import StorageError, UserError, file_error
 from jaxforge.storage import safe_files, urls
@@ -53,7 +51,6 @@ PATIENCE_SEC = 20.0  # four beats
 POLL_SEC = 0.5
 # A process that found the same stale lock may write just after us. Wait for it before reading back.
 SETTLE_SEC = 0.2
-_MESSAGE_BYTES = 2048
 
 
 class RunLock:
@@ -85,25 +82,6 @@ class RunLock:
             if _read(self._path) == self._text:
                 self._path.unlink()
 
-    def acquire(self) -> None:
-        """Acquire the lock for the job; called by all processes, which get the same result.
-
-        Raises:
-            UserError: another job holds the lock, or the directory cannot be written.
-            StorageError: the disk is full or fails.
-        """
-        import jax  # imported here because conversions do not need it
-
-        problem = ""
-        if jax.process_index() == 0:
-            try:
-                self.take()
-            except (UserError, StorageError) as error:
-                problem = f"{type(error).__name__} {error}"
-        kind, _, message = _broadcast_text(problem).partition(" ")
-        if kind:
-            raise (StorageError if kind == StorageError.__name__ else UserError)(message)
-
     def check(self) -> None:
         """Check that the directory still exists and that this job still holds its lock.
 
@@ -126,10 +104,11 @@ class RunLock:
             )
 
     def take(self) -> None:
-        """Acquire the lock for this process alone.
+        """Acquire the lock.
 
         Raises:
-            UserError, StorageError: as `acquire`.
+            UserError: another job holds the lock, or the directory cannot be written.
+            StorageError: the disk is full or fails.
         """
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -341,18 +320,3 @@ def _describe_holder(text: str) -> str:
     if not {"process", "host", "since"} <= holder.keys():
         return "an unknown process (not named in the file)"
     return f"process {holder['process']} on {holder['host']}, since {holder['since']}"
-
-
-def _broadcast_text(text: str) -> str:
-    """Return the text of process 0 on every process."""
-    import jax
-    from jax.experimental import multihost_utils
-
-    if jax.process_count() == 1:
-        return text
-    # The broadcast needs equal shapes on all processes, so the text is padded to a fixed size.
-    padded = np.zeros(_MESSAGE_BYTES, np.uint8)
-    encoded = np.frombuffer(text.encode()[:_MESSAGE_BYTES], np.uint8)
-    padded[: len(encoded)] = encoded
-    received = np.asarray(multihost_utils.broadcast_one_to_all(padded))
-    return received.tobytes().rstrip(b"\0").decode(errors="ignore")

@@ -6,6 +6,7 @@ import jax
 
 from jaxforge.config.eval import BEST_METRIC, EARLY_STOP_METRIC
 from jaxforge.config.resolution import ResolvedRun
+from jaxforge.parallel import agreement
 from jaxforge.program import Program
 from jaxforge.tasks.opening import check_task_names
 from jaxforge.training.bad_steps import BadSteps
@@ -45,7 +46,7 @@ def build_trainer(run: ResolvedRun, program: Program, session: Session) -> Train
         data_sets = open_data(config)
         check_task_names(config.eval)
     compiler = StepCompiler.of(program)
-    session.lock.acquire()
+    agreement.call_on_first(session.lock.take)
     files = RunFiles.open(run, program.model, watchdog, session.attempt)
     with watchdog.naming("restoring a checkpoint" if files.has_begun else "initializing"):
         state, progress = files.saver.start(program, open_foreign)

@@ -204,7 +204,8 @@ def _checkpoints(config: JobConfig) -> Iterator[str]:
         yield f"steps {window.start:,} to {window.stop:,}: a window of its own, kept for good"
     due = SavePolicy(config)
     at_the_end = [] if due(last) else [last]
-    yield _listed(itertools.chain(due.steps(last), at_the_end), due.count(last) + len(at_the_end))
+    count = sum(1 for _ in due.steps(last)) + len(at_the_end)
+    yield _listed(itertools.chain(due.steps(last), at_the_end), count)
 
 
 def _early_stop(config: JobConfig) -> Iterator[str]:

@@ -5,6 +5,8 @@ import re
 import pytest
 
 from jaxforge.config.reading.load import load_unresolved
+from jaxforge.errors import StorageError, UserError
+from jaxforge.parallel import agreement
 from jaxforge.parallel.agreement import check, differences
 from jaxforge.runs import starts
 
@@ -94,3 +96,22 @@ def test_differences_abbreviate_many_facts():
 def test_check_passes_for_single_process(monkeypatch):
     monkeypatch.setattr("jax.experimental.multihost_utils.process_allgather", pytest.fail)
     check({"x": 1})
+
+
+@pytest.mark.parametrize("process", [0, 1])
+@pytest.mark.parametrize("error", [UserError("in üse"), StorageError("full")])
+def test_error_of_process_0_is_raised_on_all(monkeypatch, process, error):
+    monkeypatch.setattr("jax.process_count", lambda: 2)
+    monkeypatch.setattr("jax.process_index", lambda: process)
+    monkeypatch.setattr("jax.distributed.shutdown", lambda: None)
+    report = f"{type(error).__name__} {error}"
+    monkeypatch.setattr(agreement, "gather", lambda text: [report, ""])
+    calls = []
+
+    def fail():
+        calls.append(process)
+        raise error
+
+    with pytest.raises(type(error), match=str(error)):
+        agreement.call_on_first(fail)
+    assert calls == [0] * (process == 0)

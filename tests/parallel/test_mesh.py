@@ -122,8 +122,8 @@ def test_single_slice_follows_its_torus(described):
         (
             2,
             {"tp": 16},
-            r"distributed\.tp = 16 must divide the 8 devices of each of the 2 slices.*\. Change "
-            r"distributed\.tp to 8 and distributed\.dp_shard to -1",
+            r"distributed\.tp = 16 must divide the 8 devices of each of the 2 slices.*\. Lower "
+            r"distributed\.tp",
         ),
         (
             3,

@@ -221,7 +221,7 @@ def test_import_into_training_run_raises(runs, tmp_path):
     cli(["convert", str(runs[0]), str(tmp_path / "hf"), "--to=hf"])
     arguments = ["convert", "--to=jaxforge", str(tmp_path / "hf"), str(tmp_path / "run")]
     with RunLock(tmp_path / "run") as job:
-        job.acquire()
+        job.take()
         with pytest.raises(UserError, match="is in use by process"):
             cli(arguments)
     assert cli(arguments) == 0

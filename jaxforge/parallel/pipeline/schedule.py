@@ -102,11 +102,6 @@ class Schedule:
         useful = self.microbatches * self.chunks * sum(COSTS.values())
         return 1 - useful / duration
 
-    def check(self) -> None:
-        """Raise ValueError if actions are missing or badly timed, or if stored inputs are lost."""
-        for problem in _problems(self):
-            raise ValueError(f"{self.name}: {problem}")
-
 
 def one_f_one_b(stages: int, microbatches: int, chunks: int = 1) -> Schedule:
     """Return the 1F1B schedule, interleaved if there are several chunks.
@@ -203,56 +198,6 @@ def _with_slots(
         actions.forward.append(None if ahead is None else Action(*ahead, free))
         actions.backward.append(None if back is None else Action(*back, slot_of.pop(back)))
     return actions._replace(slots=slots)
-
-
-def _problems(schedule: Schedule) -> Iterator[str]:
-    n, v, m = schedule.stages, schedule.chunks, schedule.microbatches
-    forward = _ticks_of_actions(schedule, [tick.forward for tick in schedule.ticks])
-    backward = _ticks_of_actions(schedule, [tick.backward for tick in schedule.ticks])
-    expected = {(i, k) for i in range(m) for k in range(n * v)}
-    for direction, ticks in (("forward", forward), ("backward", backward)):
-        if ticks.keys() != expected or any(len(found_in) != 1 for found_in in ticks.values()):
-            yield f"a {direction} is missing or repeated"
-            return
-    for i, k in sorted(expected):
-        (ahead,), (back,) = forward[i, k], backward[i, k]
-        if k and forward[i, k - 1] != [ahead - 1]:
-            yield f"virtual stage {k} forwards microbatch {i}, which did not arrive one tick before"
-        if k < n * v - 1 and backward[i, k + 1] != [back - 1]:
-            yield (
-                f"virtual stage {k} runs the backward of microbatch {i}, whose gradient did not "
-                "arrive one tick before"
-            )
-        if back < ahead:
-            yield f"virtual stage {k} runs the backward of microbatch {i} before its forward"
-    yield from _slot_problems(schedule)
-
-
-def _ticks_of_actions(
-    schedule: Schedule, actions: list[tuple[Action | None, ...]]
-) -> dict[tuple[int, int], list[int]]:
-    """Return the ticks in which each (microbatch, virtual stage) occurs."""
-    ticks: dict[tuple[int, int], list[int]] = {}
-    for t, stage_actions in enumerate(actions):
-        for stage, action in enumerate(stage_actions):
-            if action is not None:
-                key = (action.microbatch, action.chunk * schedule.stages + stage)
-                ticks.setdefault(key, []).append(t)
-    return ticks
-
-
-def _slot_problems(schedule: Schedule) -> Iterator[str]:
-    for stage in range(schedule.stages):
-        slots: dict[int, tuple[int, int]] = {}
-        for t, tick in enumerate(schedule.ticks):
-            ahead, back = tick.forward[stage], tick.backward[stage]
-            slot = schedule.idle_slots[t][stage] if ahead is None else ahead.slot
-            if slot in slots or not 0 <= slot < schedule.slots:
-                yield f"tick {t} overwrites a slot in use on stage {stage}"
-            if ahead is not None:
-                slots[slot] = (ahead.microbatch, ahead.chunk)
-            if back is not None and slots.pop(back.slot, None) != (back.microbatch, back.chunk):
-                yield f"the slot of the backward of stage {stage} in tick {t} holds another forward"
 
 
 Column = Any
