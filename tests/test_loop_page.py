@@ -1,4 +1,4 @@
-"""docs/behaviours.md answers each behaviour once, and what it names is there."""
+"""docs/behaviours.md answers each behaviour once. Names in it and in tables of invariants exist."""
 
 import re
 from pathlib import Path
@@ -10,7 +10,9 @@ from tests.helpers import each
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "behaviours.md").read_text()
 ROWS = re.findall(r"^\| ([KBTLM])-(\d\d)( !)? \| (.*) \|$", PAGE, re.MULTILINE)
-TESTS = sorted(set(re.findall(r"([\w/]+\.py)::(\w+)", PAGE)))
+INVARIANTS = sorted((ROOT / "jaxforge").glob("*/README.md"))
+TABLES = "".join(path.read_text() for path in INVARIANTS)
+TESTS = sorted(set(re.findall(r"([\w/]+\.py)::(\w+)", PAGE + TABLES)))
 BEHAVIOURS = {"K": 53, "B": 47, "T": 33, "L": 27, "M": 46}
 
 
@@ -37,6 +39,20 @@ def test_named_tests_exist(file, name):
 def test_named_modules_exist():
     for path in set(re.findall(r"`((?:\w+/)*\w+\.py)`", PAGE)):
         assert (ROOT / "jaxforge" / path).is_file() or (ROOT / path).is_file(), path
+
+
+@each(INVARIANTS)
+def test_table_of_invariants_names_files_and_tests(page):
+    rows = re.findall(
+        r"^\| (?!invariant)([^-].*) \| (.*) \| (.*) \|$", page.read_text(), re.MULTILINE
+    )
+    assert 0 < len(rows) <= 15
+    for invariant, _, test in rows:
+        assert re.fullmatch(r"`[\w/]+\.py::\w+`", test), test
+        files = re.findall(r"`((?:\w+/)*\w+\.py)`", invariant)
+        assert files, invariant
+        for path in files:
+            assert (page.parent / path).is_file() or (ROOT / "jaxforge" / path).is_file(), path
 
 
 def test_named_keys_exist():
