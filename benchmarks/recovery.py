@@ -61,7 +61,7 @@ def open_replicas(memory: Path, run: Path, state: TrainState) -> Replicas:
     """Return the replicas of a single process."""
     config = CheckpointConfig(replica_interval=1, replica_dir=str(memory))
     layers = len(jax.tree.leaves(state.params["layers"])[0])
-    return Replicas.open(config, run, None, {}, Stack(layers))
+    return Replicas(config, run, None, {}, Stack(layers))
 
 
 def save_times(savers: dict[str, Saver], state: TrainState, rounds: int) -> dict[str, list[float]]:

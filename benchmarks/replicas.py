@@ -67,7 +67,7 @@ class Ours:
         run = Path(task["disk"]) / "run"
         self.checkpoints = Checkpoints(run, config, program.model.axes, stack=stack)
         section = config.with_values({"replica_interval": 1, "replica_dir": task["memory"]})
-        self.replicas = Replicas.open(section, run, "benchmark", {}, stack)
+        self.replicas = Replicas(section, run, "benchmark", {}, stack)
 
     def save(self, step: int, state: TrainState, *, is_permanent: bool) -> None:
         """Start to save a permanent checkpoint or a copy."""

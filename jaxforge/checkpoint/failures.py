@@ -18,7 +18,6 @@ from pathlib import Path
 
 import jax
 import numpy as np
-import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 
 from jaxforge.errors import FAILING_STORAGE, JobStorageError, StorageError, UserError
@@ -120,19 +119,6 @@ _LONGEST_PAUSE_SEC = 0.5
 _PENDING, _READY, _FAILED = range(3)
 
 _ORBAX_LOG = logging.getLogger("absl")
-
-
-def multiprocessing_options(directory: Path) -> ocp.options.MultiprocessingOptions:
-    """Return options for barriers that any thread may use, separate for each directory.
-
-    By default, Orbax uses device collectives, which would have to keep the order of the training
-    loop's collectives.
-    """
-    if jax.process_count() == 1:
-        return ocp.options.MultiprocessingOptions()
-    return ocp.options.MultiprocessingOptions(
-        active_processes=set(range(jax.process_count())), barrier_sync_key_prefix=str(directory)
-    )
 
 
 @contextlib.contextmanager

@@ -42,7 +42,7 @@ from jaxtyping import PyTree
 from jaxforge.checkpoint import failures, layout
 from jaxforge.checkpoint.checksums import Checksums, ChecksumsSave, begin, check, is_on_this_host
 from jaxforge.checkpoint.failures import naming_damage, naming_failed_save, summary, unwritten
-from jaxforge.checkpoint.orbax_manager import OrbaxManager, handlers, preservation, restore_args
+from jaxforge.checkpoint.orbax_manager import OrbaxManager, handlers, manager_options, restore_args
 from jaxforge.checkpoint.paths import (
     EMA,
     PREFIX,
@@ -79,7 +79,6 @@ would receive its signals."""
 _ALONE_SEC = 60.0  # time for a save to end in a process that exits on its own
 
 _PARAMS = "params"
-_COMMIT_FILE = ocp.options.AtomicityOptions(mode=ocp.options.AtomicityMode.COMMIT_FILE)
 
 
 class Checkpoints:
@@ -127,9 +126,10 @@ class Checkpoints:
             check_path(self.directory)
         if not read_only and jax.process_count() > 1:
             self._join_processes()
-        options = self._options(read_only=read_only)
         self._manager = OrbaxManager(
-            self.directory, handler_registry=handlers(arrays), options=options
+            self.directory,
+            handler_registry=handlers(arrays),
+            options=manager_options(self.directory, config, self._rank, read_only=read_only),
         )
 
     def _join_processes(self) -> None:
@@ -140,29 +140,6 @@ class Checkpoints:
         multihost_utils.sync_global_devices(f"directory {self.directory}")
         listening = failures.watch_failures(self.directory, self._note_failure)
         self._closing.enter_context(listening)
-
-    def _options(self, *, read_only: bool) -> ocp.CheckpointManagerOptions:
-        config = self._config
-        is_shared = not read_only and jax.process_count() > 1
-        return ocp.CheckpointManagerOptions(
-            step_prefix=PREFIX,
-            # Left by killed processes. Readers must not remove what another process is writing.
-            cleanup_tmp_directories=not read_only,
-            create=not read_only and not is_shared,
-            read_only=read_only,
-            save_interval_steps=0 if read_only else 1,
-            preservation_policy=preservation(config, self._rank),
-            # Unused with a policy, but without it Orbax writes no metrics.
-            best_fn=(lambda metrics: metrics[config.best_metric]) if config.keep_best_n else None,
-            enable_async_checkpointing=config.async_mode != "disabled",
-            # Orbax knows by itself that gs:// has no atomic rename, but not that s3:// has none.
-            atomicity_options=_COMMIT_FILE if urls.in_bucket(self.directory) else None,
-            multiprocessing_options=(
-                failures.multiprocessing_options(self.directory)
-                if is_shared
-                else ocp.options.MultiprocessingOptions()
-            ),
-        )
 
     def _rank(self, metrics: Mapping[str, float]) -> float:
         """Return the rank of a checkpoint by its metrics: the lowest is the best.

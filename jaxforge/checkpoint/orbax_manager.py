@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import jax
 import orbax.checkpoint as ocp
 from jaxtyping import PyTree
 from orbax.checkpoint import checkpoint_managers as policies
@@ -24,9 +25,11 @@ from jaxforge.checkpoint.paths import PREFIX
 from jaxforge.checkpoint.save_policy import milestones
 from jaxforge.config.checkpoint import CheckpointConfig
 from jaxforge.errors import UserError
+from jaxforge.storage import urls
 from jaxforge.storage.requests import endpoint
 from jaxforge.storage.seals import check_seal
 
+_COMMIT_FILE = ocp.options.AtomicityOptions(mode=ocp.options.AtomicityMode.COMMIT_FILE)
 _DRIVERS = {"gs": "gcs", "s3": "s3"}
 _RETRIES = {"max_retries": 12, "initial_delay": "100ms", "max_delay": "16s"}  # about 90 seconds
 
@@ -89,7 +92,45 @@ def handlers(
     return registry
 
 
-def preservation(
+def manager_options(
+    directory: Path,
+    config: CheckpointConfig,
+    rank: Callable[[Mapping[str, float]], float],
+    *,
+    read_only: bool,
+) -> ocp.CheckpointManagerOptions:
+    """Return the options of Orbax's manager of a directory.
+
+    Args:
+        directory: the checkpoints.
+        config: the `[checkpoint]` section.
+        rank: returns the rank of a checkpoint by its metrics; the lowest is the best.
+        read_only: do not create, change or delete files.
+    """
+    is_shared = not read_only and jax.process_count() > 1
+    return ocp.CheckpointManagerOptions(
+        step_prefix=PREFIX,
+        # Left by killed processes. Readers must not remove what another process is writing.
+        cleanup_tmp_directories=not read_only,
+        create=not read_only and not is_shared,
+        read_only=read_only,
+        save_interval_steps=0 if read_only else 1,
+        preservation_policy=_preservation(config, rank),
+        # Unused with a policy, but without it Orbax writes no metrics.
+        best_fn=(lambda metrics: metrics[config.best_metric]) if config.keep_best_n else None,
+        enable_async_checkpointing=config.async_mode != "disabled",
+        # Orbax knows by itself that gs:// has no atomic rename, but not that s3:// has none.
+        atomicity_options=_COMMIT_FILE if urls.in_bucket(directory) else None,
+        # By default, Orbax uses device collectives, which would have to keep the order of the
+        # training loop's collectives. Any thread may use these barriers, one set per directory.
+        multiprocessing_options=ocp.options.MultiprocessingOptions(
+            active_processes=set(range(jax.process_count())) if is_shared else None,
+            barrier_sync_key_prefix=str(directory) if is_shared else None,
+        ),
+    )
+
+
+def _preservation(
     config: CheckpointConfig, rank: Callable[[Mapping[str, float]], float]
 ) -> policies.PreservationPolicy:
     """Return the policy: `keep_last_n` newest (0: all), `keep_best_n`, and those of the window."""

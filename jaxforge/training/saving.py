@@ -105,7 +105,7 @@ class Saver:
         replicas = None
         if section.replica_interval:
             run, origin = run_directory.root(config), _origin(config)
-            replicas = Replicas.open(section, run, origin, resolved, model.stack)
+            replicas = Replicas(section, run, origin, resolved, model.stack)
         saver = cls(section, SavePolicy(config), permanent, local, mirror, replicas)
         saver.loaded = saver.newest()
         if saver.loaded is None and section.start_path:

@@ -11,6 +11,8 @@ import pytest
 
 from jaxforge.checkpoint import failures
 from jaxforge.checkpoint.manager import Checkpoints
+from jaxforge.checkpoint.orbax_manager import manager_options
+from jaxforge.config.checkpoint import CheckpointConfig
 from jaxforge.errors import JobStorageError, PeerLostError
 from tests.conftest import tiny_config
 from tests.helpers import setup
@@ -80,9 +82,11 @@ def test_watch_failures_reports_errors_logged_by_orbax(tmp_path):
 
 
 @pytest.mark.parametrize("count", [1, 2])
-def test_multiprocessing_options_separate_directories(tmp_path, monkeypatch, count):
+def test_each_directory_has_its_own_barriers(tmp_path, monkeypatch, count):
     monkeypatch.setattr(jax, "process_count", lambda: count)
-    options = failures.multiprocessing_options(tmp_path)
+    section = CheckpointConfig()
+    every = manager_options(tmp_path, section, lambda metrics: 0.0, read_only=False)
+    options = every.multiprocessing_options
     assert options.active_processes == (None if count == 1 else {0, 1})
     assert options.barrier_sync_key_prefix == (None if count == 1 else str(tmp_path))
 

@@ -24,7 +24,7 @@ def open_replicas(path, ours, origin=None):
         update={"replica_interval": 1, "replica_dir": str(path / "memory")}
     )
     resolved = ours.config.model_dump(mode="json")
-    return Replicas.open(section, path / "run", origin, resolved, ours.model.stack)
+    return Replicas(section, path / "run", origin, resolved, ours.model.stack)
 
 
 def initial(**distributed):

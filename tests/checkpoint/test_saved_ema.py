@@ -107,11 +107,11 @@ def test_average_restores_from_replica(tmp_path):
         update={"replica_interval": 1, "replica_dir": str(tmp_path / "memory")}
     )
     resolved = ours.config.model_dump(mode="json")
-    replicas = Replicas.open(section, tmp_path, None, resolved, ours.model.stack)
+    replicas = Replicas(section, tmp_path, None, resolved, ours.model.stack)
     replicas.save(progress_of(state), state)
     replicas.wait()
     theirs = setup(config(distributed={"dp_shard": 3}))
-    again = Replicas.open(section, tmp_path, replicas.origin, resolved, theirs.model.stack)
+    again = Replicas(section, tmp_path, replicas.origin, resolved, theirs.model.stack)
     assert_equal(restored(tmp_path, theirs, again.sources).ema, jax.device_get(state.ema))
 
 

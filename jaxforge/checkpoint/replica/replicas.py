@@ -14,7 +14,6 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,110 +52,80 @@ _END_SEC, _ALONE_SEC = 60.0, 1.0  # time for a replica to finish in a job, or a 
 
 
 class Replicas:
-    """Replicas of a run on the hosts of the job.
+    """Replicas of a run on the hosts of the job. All processes open them together.
 
     Args:
-        store: the replicas of this host.
-        server: serves them to other processes; None for a single process.
-        processes: the processes of the job.
-        attempt: identifies this start of the job.
-        origin: identifies the run; recorded in the run directory.
-        config_crc32: checksum of the resolved config.
-        stack: order of layers in saved states.
+        config: the `[checkpoint]` section.
+        run: the run directory.
+        origin: the recorded origin of the run, on process 0; None for a new run.
+        resolved_config: the config, whose checksum is stored.
+        stack: order of layers in states.
 
     Attributes:
+        origin: identifies the run; recorded in the run directory.
         sources: the complete replicas of earlier processes, the newest first.
+
+    Raises:
+        UserError: the directory cannot be used.
     """
 
     def __init__(
         self,
-        store: Store,
-        server: transfer.Server | None,
-        processes: Sequence[transfer.Process],
-        attempt: str,
-        origin: str,
-        config_crc32: int,
-        stack: Stack,
-    ) -> None:
-        self._store, self._server, self._processes = store, server, processes
-        self._attempt, self.origin = attempt, origin
-        self._config_crc32, self._stack = config_crc32, stack
-        self.sources: list[Replica] = []
-        self._peer: int | None = None
-        self._begun: Group | None = None
-        self._complete: Group | None = None
-        self._thread: threading.Thread | None = None
-        self._failure: Exception | None = None
-        self._took: dict[int, tuple[float, int]] = {}
-
-    @classmethod
-    def open(
-        cls,
         config: CheckpointConfig,
         run: Path,
         origin: str | None,
         resolved_config: dict[str, Any],
         stack: Stack,
-    ) -> "Replicas":
-        """Open the replicas of this host, and exchange with other processes what each host holds.
-
-        Args:
-            config: the `[checkpoint]` section.
-            run: the run directory.
-            origin: the recorded origin of the run, on process 0; None for a new run.
-            resolved_config: the config, whose checksum is stored.
-            stack: order of layers in states.
-
-        Raises:
-            UserError: the directory cannot be used.
-        """
+    ) -> None:
         # Process 0's: all hosts must agree on the directory, on the names of groups and on the key.
         random = [origin or secrets.token_hex(8), secrets.token_hex(4), secrets.token_hex(32)]
-        origin, attempt, secret = transfer.gather(random)[0]
-        store, token = Store(_directory(config, run, str(origin))), bytes.fromhex(secret)
+        self.origin, self._attempt, secret = map(str, transfer.gather(random)[0])
+        self._store, token = Store(_directory(config, run, self.origin)), bytes.fromhex(secret)
+        self._config_crc32, self._stack = crc32(resolved_config), stack
+        self._begun: Group | None = None
+        self._complete: Group | None = None
+        self._thread: threading.Thread | None = None
+        self._failure: Exception | None = None
+        self._took: dict[int, tuple[float, int]] = {}
         failure = None
         try:
-            store.open()
+            self._store.open()
         except OSError as error:
             failure = UserError(
                 f"checkpoint.replica_dir: {error.filename}: {error.strerror}. Set "
                 "checkpoint.replica_dir to a directory in memory (tmpfs)"
             )
         agreement.raise_on_all(failure)
-        server = None
+        self._server: transfer.Server | None = None
         if jax.process_count() > 1:
-            server = transfer.Server(store, transfer.own_address(), token)
-        identity = store.identity()
+            self._server = transfer.Server(self._store, transfer.own_address(), token)
+        identity = self._store.identity()
         domain = os.environ.get(transfer.DOMAIN) or identity
-        address = server.address if server else ("", 0)
-        records = transfer.gather([identity, domain, address, store.inventory()])
-        processes = [
+        address = self._server.address if self._server else ("", 0)
+        records = transfer.gather([identity, domain, address, self._store.inventory()])
+        self._processes = [
             transfer.Process(host, name, transfer.Address(*at)) for host, name, at, _ in records
         ]
-        replicas = cls(
-            store, server, processes, attempt, str(origin), crc32(resolved_config), stack
-        )
-        replicas._choose_peer()
+        self._peer = self._choose_peer()
         held = [inventory for _, _, _, inventory in records]
-        replicas.sources = [
-            Replica(group, senders, holders, store, processes, token)
+        self.sources = [
+            Replica(group, senders, holders, self._store, self._processes, token)
             for group, senders, holders in complete_groups(held)
         ]
-        return replicas
 
-    def _choose_peer(self) -> None:
+    def _choose_peer(self) -> int | None:
+        """Return the process that holds the second copy of this process's files."""
         if self._server is None:
-            return
-        peers = transfer.choose_peers(self._processes)
-        own = jax.process_index()
-        self._peer = peers[own]
-        # Nobody else's, so that a confused process cannot fill this host's memory.
-        self._server.accept([i for i, peer in enumerate(peers) if peer == own])
-        if self._peer is None and own == 0:
+            return None
+        peers, process = transfer.choose_peers(self._processes), jax.process_index()
+        # Of nobody else, so that a confused process cannot fill this host's memory.
+        self._server.accept([i for i, peer in enumerate(peers) if peer == process])
+        if peers[process] is None and process == 0:
             log.warning(
                 "replicas are only in the memory of this host: there is no host in another failure "
-                "domain (%s)", self._processes[own].domain,
+                "domain (%s)", self._processes[process].domain,
             )  # fmt: skip
+        return peers[process]
 
     def note_start(self, step: int) -> Replica | None:
         """Remove replicas that are newer than the state from which this start continues.
