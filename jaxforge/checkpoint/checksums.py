@@ -60,8 +60,8 @@ def check(tree: PyTree, saved: Mapping[str, int], dtypes: Mapping[str, object]) 
         if leaves[name].dtype == dtypes[name] and value != saved.get(name)
     ]
     if changed:
-        others = f" and {len(changed) - 1} more arrays" if changed[1:] else ""
-        raise ValueError(f"not what was saved: {changed[0]}{others}")
+        more = f" and {len(changed) - 1} more arrays" if changed[1:] else ""
+        raise ValueError(f"not what was saved: {changed[0]}{more}")
 
 
 class ChecksumsHandler(ocp.JsonCheckpointHandler):

@@ -162,8 +162,8 @@ def await_all(is_ready: Callable[[], bool], failure: Callable[[], str]) -> None:
         states = multihost_utils.process_allgather(np.array(state, np.int32))
         if (states == _FAILED).any():
             host = socket.gethostname()
-            own = f"process {jax.process_index()} on {host}: {message}" if message else ""
-            raise JobStorageError("; ".join(filter(None, gather(own))))
+            report = f"process {jax.process_index()} on {host}: {message}" if message else ""
+            raise JobStorageError("; ".join(filter(None, gather(report))))
         if (states == _READY).all():
             return
         time.sleep(pause)

@@ -84,30 +84,30 @@ def stored_state(state: TrainState) -> TrainState:
     return dataclasses.replace(state, params=stored_params(state.params))
 
 
-def drop_unsaved(wanted: Tree, saved: Tree) -> Tree:
-    """Return the wanted tree without optional arrays that were not saved."""
-    saved_names, flat = flatten_dict(saved, sep=".").keys(), flatten_dict(wanted, sep=".")
-    wanted_leaves = {k: leaf for k, leaf in flat.items() if k in saved_names or not is_optional(k)}
-    return wanted if len(wanted_leaves) == len(flat) else unflatten_dict(wanted_leaves, sep=".")
+def drop_unsaved(requested: Tree, saved: Tree) -> Tree:
+    """Return the requested tree without optional arrays that were not saved."""
+    saved_names, flat = flatten_dict(saved, sep=".").keys(), flatten_dict(requested, sep=".")
+    leaves = {k: leaf for k, leaf in flat.items() if k in saved_names or not is_optional(k)}
+    return requested if len(leaves) == len(flat) else unflatten_dict(leaves, sep=".")
 
 
-def has_extra_leaves(wanted: Tree, saved: Tree) -> bool:
-    """Return whether optional arrays were saved that the wanted tree lacks."""
-    spare = flatten_dict(saved, sep=".").keys() - flatten_dict(wanted, sep=".").keys()
+def has_extra_leaves(requested: Tree, saved: Tree) -> bool:
+    """Return whether optional arrays were saved that the requested tree lacks."""
+    spare = flatten_dict(saved, sep=".").keys() - flatten_dict(requested, sep=".").keys()
     return any(map(is_optional, spare))
 
 
-def log_average_changes(wanted: TrainState, saved: Tree, path: Path) -> None:
+def log_average_changes(requested: TrainState, saved: Tree, path: Path) -> None:
     """Log whether a restore starts the average of the parameters anew, or drops it.
 
     Args:
-        wanted: the state that the config asks for.
+        requested: the state that the config asks for.
         saved: the saved tree.
         path: the checkpoint.
     """
-    if wanted.ema and EMA not in saved:
+    if requested.ema and EMA not in saved:
         log.info("%s has no average of the parameters: train.ema_decay starts it from them", path)
-    elif EMA in saved and not wanted.ema:
+    elif EMA in saved and not requested.ema:
         log.info("the average of the parameters in %s is dropped: train.ema_decay = 0", path)
 
 
@@ -129,12 +129,12 @@ def differing_key(first: Iterable[str], other: Iterable[str]) -> str:
     return "optimizer.skip_idle_experts" if is_per_expert else "optimizer.name"
 
 
-def fill_missing(tree: Tree, wanted: Tree) -> Tree:
-    """Return a tree with zeros for wanted precision-specific arrays that it lacks."""
+def fill_missing(tree: Tree, requested: Tree) -> Tree:
+    """Return a tree with zeros for requested precision-specific arrays that it lacks."""
     flat = flatten_dict(tree, sep=".")
     zeros = {
         name: jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding)
-        for name, leaf in flatten_dict(wanted, sep=".").items()
+        for name, leaf in flatten_dict(requested, sep=".").items()
         if is_precision_specific(name) and name not in flat
     }
     return unflatten_dict({**flat, **zeros}, sep=".") if zeros else tree
@@ -212,18 +212,18 @@ def _fields(opt_state: PyTree) -> Tree:
     return fields
 
 
-def check_model(wanted: PyTree, saved: PyTree, path: Path) -> None:
+def check_model(requested: PyTree, saved: PyTree, path: Path) -> None:
     """Compare the shapes of the model's arrays.
 
     Args:
-        wanted: the tree that the config asks for, at least its model's part.
+        requested: the tree that the config asks for, at least its model's part.
         saved: the same part of the saved tree.
         path: the checkpoint, for the message.
 
     Raises:
         UserError: an array differs; the message names the first one.
     """
-    actual_shapes, shapes = (_shapes(variables(tree)) for tree in (saved, wanted))
+    actual_shapes, shapes = (_shapes(variables(tree)) for tree in (saved, requested))
     _check_adapters(shapes, actual_shapes, path)
     stored, depth = _modules(actual_shapes), _modules(shapes)
     if stored != depth:
@@ -241,9 +241,9 @@ def check_model(wanted: PyTree, saved: PyTree, path: Path) -> None:
             )
 
 
-def _check_adapters(wanted: Iterable[str], saved: Iterable[str], path: Path) -> None:
+def _check_adapters(requested: Iterable[str], saved: Iterable[str], path: Path) -> None:
     """Check that both or neither of two models are adapters without their base."""
-    has_adapters = [any(map(is_adapter, names)) for names in (wanted, saved)]
+    has_adapters = [any(map(is_adapter, names)) for names in (requested, saved)]
     if has_adapters == [False, True]:
         raise UserError(
             f"{path} holds adapters without the model they belong to. Set [lora] as in its run, or "
@@ -256,45 +256,45 @@ def _check_adapters(wanted: Iterable[str], saved: Iterable[str], path: Path) -> 
         )
 
 
-def check_adapters(wanted: PyTree, saved: PyTree, source: str) -> None:
+def check_adapters(requested: PyTree, saved: PyTree, source: str) -> None:
     """Compare the shapes of adapters.
 
     Args:
-        wanted: the adapters that `[lora]` asks for.
+        requested: the adapters that `[lora]` asks for.
         saved: those of the source.
         source: name of the source, for the message.
 
     Raises:
         UserError: an adapter differs; the message names the first one.
     """
-    expected, actual = _shapes(wanted), _shapes(saved)
-    for name in sorted(expected.keys() | actual.keys()):
-        ours, theirs = expected.get(name, "absent"), actual.get(name, "absent")
-        if ours != theirs:
+    expected_shapes, actual_shapes = _shapes(requested), _shapes(saved)
+    for name in sorted(expected_shapes.keys() | actual_shapes.keys()):
+        expected, actual = expected_shapes.get(name, "absent"), actual_shapes.get(name, "absent")
+        if expected != actual:
             raise UserError(
-                f"{source} does not fit [lora]: {name} is {theirs} in the adapter and {ours} in "
-                "the config. Set lora.rank and lora.targets as the adapter was trained"
+                f"{source} does not fit [lora]: {name} is {actual} in the adapter and {expected} "
+                "in the config. Set lora.rank and lora.targets as the adapter was trained"
             )
 
 
-def check_optimizer(wanted: PyTree, saved: PyTree, path: Path) -> None:
+def check_optimizer(requested: PyTree, saved: PyTree, path: Path) -> None:
     """Compare the shapes of the optimizer's state.
 
     Args:
-        wanted: the fields that the config asks for.
+        requested: the fields that the config asks for.
         saved: the saved fields.
         path: the checkpoint, for the message.
 
     Raises:
         UserError: the checkpoint has the state of another optimizer.
     """
-    saved, wanted = (drop_precision_specific(fields) for fields in (saved, wanted))
-    if _shapes(saved) != _shapes(wanted):
-        ours, theirs = sorted(wanted), sorted(saved)
+    saved, requested = (drop_precision_specific(fields) for fields in (saved, requested))
+    if _shapes(saved) != _shapes(requested):
+        expected, actual = sorted(requested), sorted(saved)
         raise UserError(
             f"{path} has the state of another optimizer than "
-            f"{differing_key(ours, theirs)} asks for: it holds {', '.join(theirs)}, "
-            f"where {', '.join(ours)} are expected; bring it back, or start a new run from it "
+            f"{differing_key(expected, actual)} asks for: it holds {', '.join(actual)}, "
+            f"where {', '.join(expected)} are expected; bring it back, or start a new run from it "
             'with checkpoint.load_path and checkpoint.exclude_from_loading = ["optimizer"]'
         )
 

@@ -28,10 +28,10 @@ def by_layer(tree: PyTree, stack: Stack) -> PyTree:
     """
     if stack.is_checkpoint_order:
         return tree
-    wanted = _map_stacked(lambda name, leaf: _abstract_by_layer(leaf, stack.of(name)), tree)
+    ordered = _map_stacked(lambda name, leaf: _abstract_by_layer(leaf, stack.of(name)), tree)
     if isinstance(jax.tree.leaves(tree)[0], jax.ShapeDtypeStruct):
-        return wanted
-    at = _shardings(wanted)
+        return ordered
+    at = _shardings(ordered)
     return _rearranged(tree, lambda name, leaf: stack.of(name).unstack(leaf), at, at)
 
 
@@ -85,9 +85,9 @@ def _shardings(tree: PyTree) -> PyTree:
 def _map_stacked(function: Callable[..., Leaf], tree: PyTree, *more: PyTree) -> PyTree:
     """Apply a function of (name of the stack, leaf, leaves of `more`) to stacked parameters."""
 
-    def map_leaf(path: jax.tree_util.KeyPath, leaf: Leaf, *others: Any) -> Leaf:  # noqa: ANN401
+    def map_leaf(path: jax.tree_util.KeyPath, leaf: Leaf, *leaves: Any) -> Leaf:  # noqa: ANN401
         names = [key.key for key in path if is_stack(getattr(key, "key", ""))]
-        return function(names[0], leaf, *others) if names else leaf
+        return function(names[0], leaf, *leaves) if names else leaf
 
     return jax.tree_util.tree_map_with_path(map_leaf, tree, *more)
 

@@ -120,11 +120,11 @@ def starting_state(
     Args:
         program: program of the run.
         checkpoints: checkpoints of the run.
-        open_foreign: opens a `load_path` that is no jaxforge run. None: `load_path` must be one.
+        open_foreign: opens a `load_path` that is not a jaxforge run. None: `load_path` must be one.
         local: local checkpoints of the run (`checkpoint.local`).
         replicas: complete replicas of the run in memory (`checkpoint.replica`).
     """
-    own: list[Saved | Replica] = [
+    candidates: list[Saved | Replica] = [
         *replicas,
         *(
             Saved(source, step)
@@ -132,7 +132,8 @@ def starting_state(
             if source and (step := source.latest()) is not None
         ),
     ]
-    for newest in sorted(own, key=lambda saved: saved.step, reverse=True):  # stable: replicas first
+    # The sort is stable: of the same step, replicas come first.
+    for newest in sorted(candidates, key=lambda saved: saved.step, reverse=True):
         try:
             return start_from(newest, program, open_foreign=open_foreign)
         except ReplicaError as error:
@@ -170,7 +171,7 @@ def find_start(section: CheckpointConfig) -> tuple[Path, int]:
     """Return the run and step from which a new run starts.
 
     Raises:
-        UserError: the checkpoint does not exist, or is no checkpoint of jaxforge.
+        UserError: the checkpoint does not exist, or is not a checkpoint of jaxforge.
     """
     if section.branch:
         run, step = section.branch
@@ -212,13 +213,13 @@ def start_from(
         source: the checkpoint.
         program: program of the run.
         excluded: see `starting_state`.
-        open_foreign: opens the model that adapters belong to, if it is no jaxforge run.
+        open_foreign: opens the model that adapters belong to, if it is not a jaxforge run.
 
     Raises:
         UserError: the checkpoint holds weights only, and "model" is excluded.
     """
     like, stack = stored_state(program.abstract_state()), program.model.stack
-    wanted = by_layer(like, stack)
+    by_layers = by_layer(like, stack)
     has_optimizer = source.has_optimizer and "optimizer" not in excluded
     if "model" in excluded and not source.has_optimizer:
         raise UserError(
@@ -227,7 +228,7 @@ def start_from(
         )
     if has_optimizer:
         log.info("resuming from %s", source.name)
-        state, progress = source.restore(wanted)
+        state, progress = source.restore(by_layers)
         state = by_stage(state, stack, like)
         if "model" in excluded:
             new = stored_state(program.init())
@@ -239,7 +240,7 @@ def start_from(
         state = _with_progress(program.init(), progress)
     else:
         log.info("starting with the weights of %s", source.name)
-        restored = source.restore_model(model_tree(wanted.params, wanted.model_state))
+        restored = source.restore_model(model_tree(by_layers.params, by_layers.model_state))
         like_model = model_tree(like.params, like.model_state)
         restored = by_stage(restored, stack, drop_unsaved(like_model, restored))
         if "model_state" in restored:
@@ -278,7 +279,7 @@ def load_base(
 
     Args:
         program: program of the run.
-        open_foreign: opens a model that is no jaxforge run.
+        open_foreign: opens a model that is not a jaxforge run.
         recorded: `Progress.base` of the checkpoint with the adapters.
 
     Raises:

@@ -36,7 +36,7 @@ class PluginsConfig(Section):
         sections may contain unregistered names (`Registry`).
         """
         context = {} if info.context is None else info.context
-        trusts = context.get("trusts", trust.own)
+        trusts = context.get("trusts", trust.always)
         named = _KEYS if trusts(self.names) else context.get("on_command_line", ())
         left_out = [key for key in _KEYS if key not in named and getattr(self, key)]
         context["may_be_unknown"] = trusts is trust.never or bool(left_out)

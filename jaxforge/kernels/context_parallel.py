@@ -222,7 +222,7 @@ def _attend_around_ring(
     sinks: Sinks,
 ) -> PartialResult:
     """Attend with this device's queries to the keys of all devices, and to sinks."""
-    queries, own = QueryPart(q, at), KeyPart(k, v, at)
+    queries, keys = QueryPart(q, at), KeyPart(k, v, at)
     name, scoring = settings
 
     def attend(keys: KeyPart) -> PartialResult:
@@ -241,7 +241,7 @@ def _attend_around_ring(
     # turn      0          1              2         ...     N - 1
     # attend    own        keys of i-1    i-2               i+1
     # send      own        keys of i-1    i-2               (nothing)
-    carry = attend(own), _ring_shift(own)
+    carry = attend(keys), _ring_shift(keys)
     (part, last), _ = jax.lax.scan(turn, carry, length=collectives.axis_size(_AXIS) - 2)
     part = part.merged(attend(last))
     if sinks is None:
@@ -288,8 +288,8 @@ def _ring_backward(settings: _RingSettings, saved: tuple[Any, ...], d_o: Array) 
         d_keys = jax.tree.map(jnp.add, d_arriving, (grads.k, grads.v))
         return (d_q + grads.q, d_keys, arriving), None
 
-    grads, own = part_gradients(KeyPart(k, v, at)), KeyPart(k, v, at)
-    carry = grads.q, (grads.k, grads.v), _ring_shift(own)
+    grads, keys = part_gradients(KeyPart(k, v, at)), KeyPart(k, v, at)
+    carry = grads.q, (grads.k, grads.v), _ring_shift(keys)
     length = collectives.axis_size(_AXIS) - 1
     (d_q, d_keys, _), _ = jax.lax.scan(turn, carry, length=length)
     d_k, d_v = _ring_shift(d_keys)  # the last shift returns them to the device of their keys

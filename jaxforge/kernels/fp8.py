@@ -210,8 +210,8 @@ def _quantize_weight(fp8: Fp8, weight: Array, amaxes: Amaxes | None) -> Operand:
         )
     # Quantize first, gather second: one byte per weight is transferred. All devices use the same
     # scale, because amax is the maximum of the whole tensor.
-    own = quantize_tensor(weight, E4M3, amaxes.weight if amaxes else None)
-    return own._replace(values=collectives.all_gather_weight(own.values, fp8.axes))
+    quantized = quantize_tensor(weight, E4M3, amaxes.weight if amaxes else None)
+    return quantized._replace(values=collectives.all_gather_weight(quantized.values, fp8.axes))
 
 
 def _forward(

@@ -417,7 +417,7 @@ def _product(a: Array, b: Array) -> Array:
 
 
 def _invert_backward(inverse: Array, gradient: Array) -> tuple[Array]:
-    """Return -T⁻ᵀ dT T⁻ᵀ for the inverse T; callers mask elements that are no variables."""
+    """Return -T⁻ᵀ dT T⁻ᵀ for the inverse T; callers mask elements that are not variables."""
     transposed = inverse.swapaxes(-1, -2)
     return (-_product(transposed, _product(gradient, transposed)),)
 

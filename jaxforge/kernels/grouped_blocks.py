@@ -70,14 +70,14 @@ class Block(NamedTuple):
             rows, self.start, self.size, allow_negative_indices=False
         )
 
-    def own(self, rows: Rows) -> Float[Array, "size i"]:
+    def masked(self, rows: Rows) -> Float[Array, "size i"]:
         """Return the rows of the block, with zeros for rows that it does not own."""
         bits = _bits(self.read(rows))
-        return _floats(jnp.where(self._is_own, bits, jnp.zeros_like(bits)), rows.dtype)
+        return _floats(jnp.where(self._is_owned, bits, jnp.zeros_like(bits)), rows.dtype)
 
     def write(self, rows: Rows, new: Float[Array, "size i"]) -> Rows:
         """Replace the rows that the block owns; both arguments are results of `_bits`."""
-        return _update(rows, jnp.where(self._is_own, new, self.read(rows)), self.start)
+        return _update(rows, jnp.where(self._is_owned, new, self.read(rows)), self.start)
 
     def weight(self, w_GOI: Weights) -> Float[Array, "o i"]:
         """Return the weights of the block's group."""
@@ -91,7 +91,7 @@ class Block(NamedTuple):
         return _update(sums_GOI, total_OI[None], self.group)
 
     @property
-    def _is_own(self) -> Array:
+    def _is_owned(self) -> Array:
         row = self.start + jnp.arange(self.size, dtype=jnp.int32)
         return ((row >= self.first) & (row < self.end))[:, None]
 
@@ -196,7 +196,7 @@ def gradient_of_weights(x_MI: Rows, dy_MO: Array, sizes_G: Sizes) -> Float[Array
     """Sum dy xᵀ over the rows of each group, in float32."""
 
     def body(block: Block, dw_GOI: Array) -> Array:
-        return block.add(dw_GOI, product("bo,bi->oi", block.own(dy_MO), block.own(x_MI)))
+        return block.add(dw_GOI, product("bo,bi->oi", block.masked(dy_MO), block.masked(x_MI)))
 
     shape = (sizes_G.shape[0], dy_MO.shape[1], x_MI.shape[1])
     return loop_over_blocks(sizes_G, x_MI.shape[0], body, zeros(shape, jnp.float32, x_MI))

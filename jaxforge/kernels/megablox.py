@@ -66,8 +66,8 @@ def tile(size: int, limit: int) -> int:
 def choose_row_tile(rows: int, groups: int) -> int:
     """Return the rows of a tile: a sixteenth of a group's fair share, within `_ROWS`."""
     least, most = _ROWS
-    wanted = min(most, max(least, rows // (16 * groups)))
-    return 1 << (wanted.bit_length() - 1)
+    rows_per_tile = min(most, max(least, rows // (16 * groups)))
+    return 1 << (rows_per_tile.bit_length() - 1)
 
 
 def _padded(rows: Rows, multiple: int) -> Rows:

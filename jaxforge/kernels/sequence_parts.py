@@ -95,7 +95,7 @@ def combine_before(
         return first
     devices, parts = jax.lax.axis_size(names), parts_per_device(strategy)
     order = part_order(strategy, devices)  # position of each device's parts in the sequence
-    own = jnp.asarray(order.reshape(devices, parts))[jax.lax.axis_index(names)]
+    indices = jnp.asarray(order.reshape(devices, parts))[jax.lax.axis_index(names)]
 
     def in_sequence_order(x: Array) -> Array:
         gathered = jax.lax.all_gather(x.reshape(-1, parts, *x.shape[1:]), names)  # [N, b, parts, …]
@@ -109,7 +109,7 @@ def combine_before(
 
     _, before = jax.lax.scan(step, first, ordered)  # [N parts, b, ...]
 
-    def of_own_parts(x: Array) -> Array:
-        return jnp.moveaxis(x[own], 0, 1).reshape(-1, *x.shape[2:])
+    def at_device_parts(x: Array) -> Array:
+        return jnp.moveaxis(x[indices], 0, 1).reshape(-1, *x.shape[2:])
 
-    return jax.tree.map(of_own_parts, before)
+    return jax.tree.map(at_device_parts, before)

@@ -63,8 +63,8 @@ def splash_attention(
     kernel = _kernel(length, heads, splash_mask(length, window, chunk), scoring.softcap)
     scaled = q_BSHh * jnp.asarray(scoring.scale_of(h), q_BSHh.dtype)
     if segment_ids is None:
-        own = jax.vmap(lambda q, k, v: _result(kernel(q, k, v, sinks=sinks)))
-        return own(*(x.swapaxes(1, 2) for x in (scaled, k_BSKh, v_BSKh))).swapaxes(1, 2)
+        attend_batch = jax.vmap(lambda q, k, v: _result(kernel(q, k, v, sinks=sinks)))
+        return attend_batch(*(x.swapaxes(1, 2) for x in (scaled, k_BSKh, v_BSKh))).swapaxes(1, 2)
 
     def of_rows(
         rows: tuple[Array, Array, Array, Int[Array, "b s"]],

@@ -92,11 +92,11 @@ def _earlier_on_other_devices(
     """
     is_chosen = expert_PTK[:, :, None] == jnp.arange(n_experts)[:, None]  # [p, t, e, k]
     counts = jnp.sum(is_chosen, axis=1, dtype=jnp.int32).reshape(len(expert_PTK), -1)
-    own_of_row = jnp.sum(counts.reshape(rows, -1, counts.shape[1]), axis=1)
-    of_row = collectives.psum(own_of_row, "context")
+    local_of_row = jnp.sum(counts.reshape(rows, -1, counts.shape[1]), axis=1)
+    of_row = collectives.psum(local_of_row, "context")
     before_row = _exclusive_cumsum(of_row)
     before_row += collectives.exclusive_cumsum(jnp.sum(of_row, axis=0), "batch")
-    before = combine_before(jnp.add, counts, jnp.zeros_like(own_of_row), strategy)
+    before = combine_before(jnp.add, counts, jnp.zeros_like(local_of_row), strategy)
     before += jnp.repeat(before_row, len(counts) // rows, axis=0)
     return before - _exclusive_cumsum(counts)
 

@@ -46,8 +46,8 @@ class Dropout(NamedTuple):
             keys: layer key of each token.
         """
         channels = jax.lax.broadcasted_iota(jnp.uint32, x.shape, x.ndim - 1)
-        own = fmix32(keys ^ jnp.uint32(self.salt))[..., None]
-        bits = fmix32(own ^ (channels * jnp.uint32(FACTOR)))
+        salted = fmix32(keys ^ jnp.uint32(self.salt))[..., None]
+        bits = fmix32(salted ^ (channels * jnp.uint32(FACTOR)))
         is_kept = bits >= jnp.uint32(int(self.rate * 2**32))
         return jnp.where(is_kept, x, jnp.zeros((), x.dtype))
 

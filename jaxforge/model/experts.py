@@ -111,12 +111,12 @@ class ExpertLinear(nnx.Module):
 
     def _gathered_in_8_bits(self, weight: Array, dtype: jnp.dtype) -> GatheredLinear[Array]:
         # Quantized before they are gathered, so that values travel as one byte each.
-        own = quantize_experts(jax.lax.stop_gradient(weight.astype(dtype)))
-        values = collectives.all_gather_weight(own.values, self.axes)
+        quantized = quantize_experts(jax.lax.stop_gradient(weight.astype(dtype)))
+        values = collectives.all_gather_weight(quantized.values, self.axes)
         sums = jnp.promote_types(self.reduce_dtype, dtype)
         gradient = collectives.gradient_receiver(weight, self.axes, sums)
         bias = self.bias[...].astype(sums) if self.has_bias else None
-        return GatheredLinear(own._replace(values=values), bias, gradient)
+        return GatheredLinear(quantized._replace(values=values), bias, gradient)
 
     def specs(self, dtype: jnp.dtype, in_8_bits: bool) -> GatheredLinear[P]:
         """Return the partition specs of the arrays of `gathered`."""

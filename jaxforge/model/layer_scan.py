@@ -12,7 +12,7 @@ from jaxtyping import Array, PyTree
 from jaxforge.model.layer import LayerOut
 from jaxforge.model.plan import LayerKind, LayerPlan
 from jaxforge.parallel import collectives
-from jaxforge.parallel.layer_switch import LayerResult, change_if, own_arrays, run_layer
+from jaxforge.parallel.layer_switch import LayerResult, arrays_of_layer, change_if, run_layer
 from jaxforge.parallel.stages import Locations
 
 Layer = Callable[[Array, PyTree], tuple[Array, PyTree]]
@@ -160,7 +160,7 @@ def run_rows(
         x_BSD, (shared, out) = run_layer(location.stack, layers, x_BSD, varying)
         for i, name in enumerate(names if states is not None else ()):
             like, structure = jax.tree.flatten(_row(states[name], location.row))
-            new = jax.tree.unflatten(structure, own_arrays(shared, like))
+            new = jax.tree.unflatten(structure, arrays_of_layer(shared, like))
             set_row = functools.partial(_with_row, row=location.row, new=new)
             states = {**states, name: change_if(location.stack == i, set_row, states[name])}
         return (x_BSD, states), out
@@ -191,9 +191,9 @@ def stack_outputs(stacks: Sequence[str], outs: Sequence[LayerOut]) -> LayerOut:
     states: dict[str, list[PyTree]] = {}
     for stack, out in zip(stacks, outs, strict=True):
         states.setdefault(stack, []).append(out.cache)
-    others = [out._replace(cache=None) for out in outs]
+    without_caches = [out._replace(cache=None) for out in outs]
     cache = {stack: _stacked(rows) for stack, rows in states.items()}
-    return _stacked(others)._replace(cache=cache)
+    return _stacked(without_caches)._replace(cache=cache)
 
 
 def _stacked(trees: Sequence[PyTree]) -> Any:  # noqa: ANN401  # the type of the trees

@@ -272,8 +272,8 @@ def _rematerialized(
     """Run a mixer that records amax in `jax.checkpoint`, which values leave only as outputs."""
 
     def record(*inputs: PyTree) -> tuple[MixerOut, dict[str, Max]]:
-        own = dataclasses.replace(precision, amax={})
-        return mix(*inputs, precision=own), own.amax
+        recorded = dataclasses.replace(precision, amax={})
+        return mix(*inputs, precision=recorded), recorded.amax
 
     mixed, amax = remat.attention("selective", record)(*inputs)
     precision.amax.update(amax)

@@ -92,6 +92,6 @@ def build_qk_norm(config: ModelConfig, heads: int, declare: Declare) -> RMSNorm 
     c, options = config, {"unit_offset": config.norm_unit_offset}
     if c.qk_norm_type == "layernorm":
         options["bias"] = False
-    own = {"heads": heads} if c.qk_norm_scope == "each_head" else {}
+    per_head = {"heads": heads} if c.qk_norm_scope == "each_head" else {}
     size = c.head_size if c.qk_norm_scope == "head" else heads * c.head_size
-    return NORMS[c.qk_norm_type](size, c.qk_norm_eps, declare, **options, **own)
+    return NORMS[c.qk_norm_type](size, c.qk_norm_eps, declare, **options, **per_head)

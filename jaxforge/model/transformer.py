@@ -489,10 +489,10 @@ class Model:
         run_block = self._layer(context, NO_CAPTURE, self.plan.layers[-1], MTP, False)
         x_BSD = times(hidden_BSD, 1 / self._head_scale)
         for depth in range(self.config.mtp_depth):
-            own = params[MTP][str(depth)]
-            module = self.module(MTP, own)
+            depth_params = params[MTP][str(depth)]
+            module = self.module(MTP, depth_params)
             embedding_BSD = self.embed_tokens(params, batch[FURTHER_TOKENS][..., depth])
-            x_BSD, out = run_block(module.merge(embedding_BSD, x_BSD), (own, None))
+            x_BSD, out = run_block(module.merge(embedding_BSD, x_BSD), (depth_params, None))
             head_input_BSD = times(module.output_norm(x_BSD), self._head_scale)
             yield gather_sequence(head_input_BSD), out.aux._replace(metrics={})
 
@@ -540,8 +540,8 @@ class Model:
     def unstacked(self, params: Params) -> Params:
         """Return parameters with a list of layers in place of the stacks, for decoding."""
         stacks = {name: params[name] for name in self.config.stacks}
-        others = {name: params[name] for name in params if name not in stacks}
-        return {**others, LAYERS: unstack(self.plan, stacks)}
+        unstacked = {name: params[name] for name in params if name not in stacks}
+        return {**unstacked, LAYERS: unstack(self.plan, stacks)}
 
     def empty_cache(self, batch: int, length: int) -> Cache:
         """Return the decoding state of `batch` sequences of up to `length` tokens, by stack."""

@@ -120,11 +120,11 @@ def named_optax(
     """
     factory = _factory(name)
     takes = inspect.signature(factory).parameters
-    own = {"learning_rate", "weight_decay", *_MASKS}
+    reserved = {"learning_rate", "weight_decay", *_MASKS}
     for key in options:
-        if key not in takes.keys() - own:
-            known = sorted(takes.keys() - own)
-            keys = "; set optimizer.lr and optimizer.weight_decay" if key in own else ""
+        if key not in takes.keys() - reserved:
+            known = sorted(takes.keys() - reserved)
+            keys = "; set optimizer.lr and optimizer.weight_decay" if key in reserved else ""
             raise UserError(
                 f'optimizer.options: {name} takes {", ".join(known)}, not "{key}"'
                 f"{hint(key, known)}{keys}"

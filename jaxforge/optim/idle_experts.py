@@ -57,7 +57,7 @@ def skip_idle_experts(
     flat = flatten_dict(axes)
     paths = frozenset(path for path, names in flat.items() if names[:2] == (LAYERS, EXPERTS))
     whole = merged(build(rate, axes))
-    others = merged(build(rate, split(axes, paths)[1]))
+    dense = merged(build(rate, split(axes, paths)[1]))
 
     def init(params: PyTree) -> State:
         state, flat = whole.init(params), flatten_dict(params)
@@ -77,17 +77,19 @@ def skip_idle_experts(
     ) -> tuple[PyTree, State]:
         kind = type(jax.eval_shape(whole.init, params))
         rule_state = kind(*(getattr(state, name) for name in kind._fields))
-        updates, new = others.update(
+        updates, new = dense.update(
             *_select((grads, rule_state, params), lambda tree: split(tree, paths)[1]), **extra
         )
         counts: dict[str, dict[Path, Array]] = {name: {} for name in _scalars(rule_state)}
         for path in sorted(paths):
             select = functools.partial(_select_path, path)
             rule = merged(build(rate.fixed_at(state.updates), select(axes)))
-            own = {n: flatten_dict(getattr(state, EXPERT_FIELD + n))[path] for n in counts}
-            arrays = _select((grads, rule_state._replace(**own), params), select)
-            own_reached = None if reached is None else reached[path[0]]
-            change, after = _update_experts(rule, arrays, own_reached, extra)
+            counts_of_experts = {
+                n: flatten_dict(getattr(state, EXPERT_FIELD + n))[path] for n in counts
+            }
+            arrays = _select((grads, rule_state._replace(**counts_of_experts), params), select)
+            is_reached = None if reached is None else reached[path[0]]
+            change, after = _update_experts(rule, arrays, is_reached, extra)
             updates, new = join(updates, change), _join_states(new, after)
             for name, counts_by_path in counts.items():
                 counts_by_path[path] = getattr(after, name)

@@ -146,8 +146,8 @@ def scale_by_muon(
 
     def init(params: PyTree) -> MuonState:
         paths = paths_of(params)
-        matrices, others = split(params, paths)
-        fields = {**buffers.init(matrices)._asdict(), **adam.init(others)._asdict()}
+        matrices, of_adam = split(params, paths)
+        fields = {**buffers.init(matrices)._asdict(), **adam.init(of_adam)._asdict()}
         if variant.beta2 is not None:
             zeros = lambda p, names: jnp.zeros(rows_shape(p.shape, names))  # noqa: E731
             fields["row_nu"] = jax.tree.map(zeros, matrices, split(axes, paths)[0])
@@ -160,10 +160,10 @@ def scale_by_muon(
         **extra: Any,  # noqa: ANN401
     ) -> tuple[PyTree, MuonState]:
         paths = paths_of(grads)
-        of_muon, others = split(grads, paths)
+        of_muon, of_adam = split(grads, paths)
         momenta, new = buffers.update(of_muon, state, **extra)
-        directions, of_adam = adam.update(others, state, **extra)
-        fields = {**new._asdict(), **of_adam._asdict()}
+        directions, adam_state = adam.update(of_adam, state, **extra)
+        fields = {**new._asdict(), **adam_state._asdict()}
         row_nu = () if state.row_nu is None else (state.row_nu,)
         leaves = jax.tree.map(orthogonalize, momenta, split(axes, paths)[0], *row_nu)
         orthogonalized, *new_row_nu = unzip(1 + len(row_nu), leaves, momenta)

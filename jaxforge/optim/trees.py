@@ -22,8 +22,8 @@ def split(tree: PyTree, paths: Set[Path]) -> tuple[dict[str, Any], dict[str, Any
     """Split a tree into the leaves at `paths` and the others; either may be an empty dict."""
     flat = flatten_dict(tree)
     chosen = {path: leaf for path, leaf in flat.items() if path in paths}
-    others = {path: leaf for path, leaf in flat.items() if path not in paths}
-    return unflatten_dict(chosen), unflatten_dict(others)
+    remaining = {path: leaf for path, leaf in flat.items() if path not in paths}
+    return unflatten_dict(chosen), unflatten_dict(remaining)
 
 
 def join(first: PyTree, other: PyTree) -> dict[str, Any]:

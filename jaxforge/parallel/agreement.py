@@ -119,10 +119,10 @@ def index_on_host() -> int:
 
 def gather(text: str) -> list[str]:
     """Return the text of each process, in order. Every process must call this function."""
-    own = text.encode()
-    sizes = multihost_utils.process_allgather(np.array([len(own)], np.int32)).reshape(-1)
+    encoded = text.encode()
+    sizes = multihost_utils.process_allgather(np.array([len(encoded)], np.int32)).reshape(-1)
     # Texts are padded to equal lengths. The additional byte avoids an array of size 0.
-    padded = _bytes(own.ljust(int(sizes.max()) + 1, b"\0"))
+    padded = _bytes(encoded.ljust(int(sizes.max()) + 1, b"\0"))
     rows = multihost_utils.process_allgather(padded).reshape(len(sizes), -1)
     return [row[:size].tobytes().decode() for row, size in zip(rows, sizes, strict=True)]
 

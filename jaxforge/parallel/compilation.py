@@ -79,11 +79,11 @@ def accepted_flags(config: JobConfig, unroll: int = 1) -> dict[str, Option]:
         UserError: XLA rejects a flag of `train.xla_flags`, or its value.
     """
     device = jax.devices()[0]
-    own = config.train.xla_flags
-    flags = compiler_options(device, own, has=traits(config, unroll))
+    user_flags = config.train.xla_flags
+    flags = compiler_options(device, user_flags, has=traits(config, unroll))
     while flags and (name := _first_refused_flag(flags)) is not None:
-        if name in own:
-            raise UserError(flag_error_message(name, own[name], jax.default_backend()))
+        if name in user_flags:
+            raise UserError(flag_error_message(name, user_flags[name], jax.default_backend()))
         # Flags change with the version of XLA. A run must not fail because of our defaults.
         log.warning("XLA does not accept %s=%s: the flag is ignored", name, flags.pop(name))
     if flags:

@@ -70,10 +70,10 @@ def smallest_capacity(mesh: Mesh | AbstractMesh) -> int:
         if known is None:
             raise UserError(_UNKNOWN.format(device.device_kind))
         return known
-    own = capacity_per_device()
+    capacity_here = capacity_per_device()
     if jax.process_count() == 1:
-        return own
-    megabytes = np.array(own >> 20, np.int32)  # collectives have no 64-bit integers
+        return capacity_here
+    megabytes = np.array(capacity_here >> 20, np.int32)  # collectives have no 64-bit integers
     return int(np.min(multihost_utils.process_allgather(megabytes))) << 20
 
 

@@ -43,8 +43,8 @@ def share_heaps() -> bool:
 
 def _set(settings: dict[int, int]) -> bool:
     prefixes = ("MALLOC_", "GLIBC_TUNABLES", "LD_PRELOAD")
-    has_own_settings = any(name.startswith(prefixes) for name in os.environ)
-    if has_own_settings or not sys.platform.startswith("linux"):
+    is_configured = any(name.startswith(prefixes) for name in os.environ)
+    if is_configured or not sys.platform.startswith("linux"):
         return False
     libc = ctypes.CDLL(None)
     if not hasattr(libc, "gnu_get_libc_version"):

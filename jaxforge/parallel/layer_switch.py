@@ -36,19 +36,19 @@ def run_layer(
         axes: manual mesh axes over which results vary.
 
     Returns:
-        The result of the layer, in which arrays contain the layer's own ones (`own_arrays`).
+        The result of the layer, in which arrays contain the layer's own ones (`arrays_of_layer`).
         Without a layer, the arrays and outputs are zeros.
     """
     abstract = [jax.eval_shape(layer) for layer in layers]
-    shapes = _shared_shapes(own for _, (own, _) in abstract)
+    shapes = _shared_shapes(arrays for _, (arrays, _) in abstract)
 
     def vary(tree: Tree) -> Tree:
         return jax.tree.map(lambda leaf: collectives.varying(leaf, axes), tree)
 
     def run(layer: Callable[[], LayerResult[Outputs]]) -> LayerResult[Outputs]:
-        y, (own, outputs) = layer()
+        y, (arrays, outputs) = layer()
         shared = [jnp.zeros(*shape) for shape in shapes]
-        for i, array in zip(_indices(shapes, own), own, strict=True):
+        for i, array in zip(_indices(shapes, arrays), arrays, strict=True):
             shared[i] = array
         return vary((y, (shared, outputs)))
 
@@ -61,7 +61,7 @@ def run_layer(
     return jax.lax.switch(index, [*branches, run_nothing])
 
 
-def own_arrays(shared: Sequence[Array], like: Sequence[Array]) -> list[Array]:
+def arrays_of_layer(shared: Sequence[Array], like: Sequence[Array]) -> list[Array]:
     """Return a layer's own arrays from those that `run_layer` returned.
 
     Args:

@@ -76,7 +76,7 @@ def initialize(heartbeat_timeout_sec: int = 100, env: Mapping[str, str] = os.env
 
 
 @dataclasses.dataclass(frozen=True)
-class Job:
+class JoinedJob:
     """A job of several processes, as this process sees it.
 
     Attributes:
@@ -92,14 +92,14 @@ class Job:
     client: Any
 
 
-def joined_job() -> Job | None:
+def joined_job() -> JoinedJob | None:
     """Return the job that this process has joined; None for a single process."""
     # JAX has no public name for the client of the service, which is JAX's only key-value store.
     state = multihost_utils.distributed.global_state
     if state.client is None or state.num_processes == 1:
         return None
     address = state.coordinator_address or "an unknown address"
-    return Job(state.process_id, state.num_processes, address, state.client)
+    return JoinedJob(state.process_id, state.num_processes, address, state.client)
 
 
 def _join(arguments: dict[str, Any], heartbeat_timeout_sec: int) -> None:
@@ -136,8 +136,8 @@ def _describe_awaited(arguments: dict[str, Any]) -> str:
         return "the other processes of the job"  # JAX gets their address from the scheduler
     address, count = arguments["coordinator_address"], arguments["num_processes"]
     if arguments["process_id"] == 0:
-        others = "process 1" if count == 2 else f"processes 1 to {count - 1}"
-        return f"{others} to come to process 0 at {address}"
+        awaited = "process 1" if count == 2 else f"processes 1 to {count - 1}"
+        return f"{awaited} to come to process 0 at {address}"
     return f"process 0 of {count} at {address}"
 
 
@@ -243,8 +243,8 @@ def peer_lost_error(error: BaseException) -> PeerLostError | None:
     broken = _BROKEN_CONNECTION.search(str(error)) if is_from_jax else None
     if not broken:
         return None
-    others = [i for i in range(jax.process_count()) if i != jax.process_index()]
-    peer = f"process {others[0]}" if len(others) == 1 else "another process"
+    peers = [i for i in range(jax.process_count()) if i != jax.process_index()]
+    peer = f"process {peers[0]}" if len(peers) == 1 else "another process"
     return PeerLostError(
         f"{peer} of the job is gone, or cut off ({broken[1].strip()}). The cause is at the end of "
         "the log that ends first (logs/process_<i>.log), or a signal ended the process. Start all "

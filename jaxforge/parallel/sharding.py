@@ -194,8 +194,8 @@ def data_axes(axis: str | None) -> tuple[str, ...]:
 
 def group_axes(axes: Axes) -> tuple[str, ...]:
     """Return the mesh axes along which devices use the same weight for different tokens."""
-    own = {name for axis in compute_axes(axes) for name in data_axes(axis)}
-    return tuple(name for name in DATA_AXES if name not in own)
+    splitting = {name for axis in compute_axes(axes) for name in data_axes(axis)}
+    return tuple(name for name in DATA_AXES if name not in splitting)
 
 
 def axes_size(names: Iterable[str]) -> int:

@@ -237,16 +237,16 @@ def forward_pipeline(
         chunks = []  # (cache, auxiliary outputs) of each chunk
         for chunk in range(stack.chunks):
             take_rows = functools.partial(rows_of_chunk, chunk, stack.chunks)
-            own_x, own_cache, outputs = arriving, take_rows(cache), None
+            stage_x, stage_cache, outputs = arriving, take_rows(cache), None
             for turn in range(stack.stages):
-                own_x = jnp.where(stage == turn, arriving, own_x)
-                y, new_cache, outputs = run(take_rows(layers), own_x, positions, own_cache)
+                stage_x = jnp.where(stage == turn, arriving, stage_x)
+                y, new_cache, outputs = run(take_rows(layers), stage_x, positions, stage_cache)
                 if is_recurrent:
                     keep = functools.partial(jnp.where, stage == turn)
-                    new_cache = jax.tree.map(keep, new_cache, own_cache)
-                own_cache = new_cache
+                    new_cache = jax.tree.map(keep, new_cache, stage_cache)
+                stage_cache = new_cache
                 arriving = jax.lax.ppermute(y, STAGES, ring)
-            chunks.append((own_cache, outputs))
+            chunks.append((stage_cache, outputs))
         result = collectives.psum(jnp.where(stage == last, y, 0), LAYERS)
         return result, *jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *chunks)
 

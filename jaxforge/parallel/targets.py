@@ -17,7 +17,7 @@ from jaxforge.parallel import hardware
 def target_config(chip: hardware.Chip) -> str:
     """Return XLA's `GpuTargetConfigProto` as text. Literal values are common to all these GPUs."""
     target = chip.target
-    assert target is not None, f"{chip.name} is no GPU"
+    assert target is not None, f"{chip.name} is not a GPU"
     major, minor = target.capability
     return f"""
             platform_name: "CUDA"

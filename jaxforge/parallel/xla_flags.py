@@ -155,7 +155,7 @@ flag, and compare docs/xla_flags.md with the table."""
 
 def compiler_options(
     device: jax.Device,
-    own: Mapping[str, str],
+    user_flags: Mapping[str, str],
     env: Mapping[str, str] = os.environ,
     *,
     has: Collection[str] = (),
@@ -164,7 +164,7 @@ def compiler_options(
 
     Args:
         device: any device of the mesh.
-        own: value of `train.xla_flags`.
+        user_flags: value of `train.xla_flags`.
         env: environment variables. Flags in `XLA_FLAGS` and `LIBTPU_INIT_ARGS` are not returned.
         has: `traits` of the step.
 
@@ -176,7 +176,7 @@ def compiler_options(
     named = _flags_in_environment(env)
     return {
         name: _typed(name, value)
-        for name, value in {**table, **own}.items()
+        for name, value in {**table, **user_flags}.items()
         if value != DEFAULT and name not in named
     }
 

@@ -205,8 +205,8 @@ def state_shardings(
     in_memory = jax.tree.unflatten(jax.tree.structure(shapes), spaces)
     opt_state = jax.tree.map(_in_memory, opt_state, in_memory)
     fresh = functools.partial(GuardState.fresh, scales_loss=model.scales_loss)
-    others = jax.eval_shape(lambda: (fresh(), Counts.of(Progress())))
-    guard, counts = jax.tree.map(lambda _: replicated, others)
+    counters = jax.eval_shape(lambda: (fresh(), Counts.of(Progress())))
+    guard, counts = jax.tree.map(lambda _: replicated, counters)
     model_state = param_shardings(*model.state, mesh)
     return TrainState(replicated, params, opt_state, guard, counts, model_state)
 

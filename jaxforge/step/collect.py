@@ -70,14 +70,14 @@ def collect_metrics(names: Iterable[str], step: StepOutputs) -> dict[str, Any]:
 
 def _norms_per_layer(step: StepOutputs, tree: Params) -> dict[str, Float[Array, "..."]]:
     # Gradients and updates lack frozen parameters, whose norms are 0.
-    others = {name: tree.get(name, {}) for name in step.params if name not in step.stacks}
+    unstacked = {name: tree.get(name, {}) for name in step.params if name not in step.stacks}
     norms = [
         _norms_of_rows(tree[name], step.stack.of(name)) if name in tree else jnp.zeros(len(layers))
         for name, layers in step.stacks.items()
     ]
     order = np.argsort([layer for layers in step.stacks.values() for layer in layers])
     by_layer = norms[0] if len(norms) == 1 else jnp.concatenate(norms)[order]
-    return {LAYERS: by_layer, **{name: global_norm(part) for name, part in others.items()}}
+    return {LAYERS: by_layer, **{name: global_norm(part) for name, part in unstacked.items()}}
 
 
 def _norms_of_rows(stacked: PyTree, stack: Stack) -> Float[Array, "rows"]:

@@ -174,8 +174,8 @@ def choose_execution(
         return least.execution._replace(
             why=f"{least} needs the least memory; {gigabytes(capacity)} per device"
         )
-    best, *others = sorted(fitting, key=lambda option: option.seconds)
-    return best.execution._replace(why=_reason(best, others, options, capacity))
+    best, *alternatives = sorted(fitting, key=lambda option: option.seconds)
+    return best.execution._replace(why=_reason(best, alternatives, options, capacity))
 
 
 def executions(config: JobConfig, mesh: Mesh | AbstractMesh) -> list[Execution]:
@@ -189,10 +189,12 @@ def executions(config: JobConfig, mesh: Mesh | AbstractMesh) -> list[Execution]:
     return [Execution(sync, save) for save, sync in itertools.product(saves, syncs)]
 
 
-def _reason(best: _Option, others: list[_Option], options: list[_Option], capacity: int) -> str:
+def _reason(
+    best: _Option, alternatives: list[_Option], options: list[_Option], capacity: int
+) -> str:
     """Return estimates: of the choice, of a faster one that is too large, of the next best."""
     faster = min(options, key=lambda option: option.seconds)
     text = f"{best} of {gigabytes(capacity)} is estimated to be the fastest that fits"
     if faster.seconds < best.seconds:
         text += f"; too large: {faster}"
-    return text + (f"; next: {others[0]}" if others else "")
+    return text + (f"; next: {alternatives[0]}" if alternatives else "")

@@ -109,12 +109,12 @@ class FrozenModel:
         mesh: Mesh,
         platform: tuple[str, str | None],
     ) -> None:
-        ours, theirs = objective.model.vocab_size, config.model.vocab_size
-        if ours != theirs:
+        student_size, teacher_size = objective.model.vocab_size, config.model.vocab_size
+        if student_size != teacher_size:
             raise UserError(
-                f"model.vocab_size = {ours} differs from the {theirs} of distillation.teacher: "
-                "their logits cannot be compared. Train on data of the teacher's tokenizer, with "
-                "its vocab_size"
+                f"model.vocab_size = {student_size} differs from the {teacher_size} of "
+                "distillation.teacher: their logits cannot be compared. Train on data of the "
+                "teacher's tokenizer, with its vocab_size"
             )
         self.config, self.model, self._mesh = config, build_model(config, *platform), mesh
         self._objective = objective

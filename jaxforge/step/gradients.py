@@ -94,8 +94,8 @@ def make_gradients(model: Model, config: JobConfig, mesh: Mesh) -> Gradients:
     ) -> tuple[Params, Loss]:
         if numbers and MASK_KEYS not in batch:
             raise ValueError("lora.dropout needs the keys of step.mask_keys in the batch")
-        idle, others = split(params, constant)
-        grads, loss = gradients(others, join(join(idle, state), numbers), batch, scale)
+        idle, varied = split(params, constant)
+        grads, loss = gradients(varied, join(join(idle, state), numbers), batch, scale)
         return split(grads, frozen)[1], loss
 
     return gradients_of_trained
@@ -126,8 +126,8 @@ def _gradients_of_all(model: Model, config: JobConfig, mesh: Mesh) -> Gradients:
     def gradients(
         params: Params, state: Params, batch: Batch, scale: Array | None = None
     ) -> tuple[Params, Loss]:
-        tokens, others = split_weights(update_loss_weights(batch, train, scale))
-        grads, loss = add_up(params, state, batch, tokens, others)
+        tokens, sum_weights = split_weights(update_loss_weights(batch, train, scale))
+        grads, loss = add_up(params, state, batch, tokens, sum_weights)
         # Sharded like the parameters and the optimizer state, which they update.
         return jax.lax.with_sharding_constraint(grads, shardings), loss
 
@@ -222,8 +222,8 @@ def _merge_losses(losses: Loss) -> Loss:
     # A scan instead of `jnp.sum`: maxima and sums are mixed, and the order of sums is that of the
     # microbatches on every mesh.
     first = jax.tree.map(lambda x: x[0], losses)
-    others = jax.tree.map(lambda x: x[1:], losses)
-    return jax.lax.scan(lambda total, part: (merge(total, part), None), first, others)[0]
+    later = jax.tree.map(lambda x: x[1:], losses)
+    return jax.lax.scan(lambda total, part: (merge(total, part), None), first, later)[0]
 
 
 def _can_check_vma(model: Model, mesh: Mesh) -> bool:
@@ -279,10 +279,10 @@ def _reduce_per_update(
     def gradients(
         params: Params, state: Params, batch: Batch, scale: Array | None = None
     ) -> tuple[Params, Loss]:
-        tokens, others = split_weights(update_loss_weights(batch, config, scale))
+        tokens, sum_weights = split_weights(update_loss_weights(batch, config, scale))
 
         def in_group(*inputs: Any) -> tuple[Params, Loss]:  # noqa: ANN401
-            sums = add_up(*_vary_over_groups(model, *inputs), others)
+            sums = add_up(*_vary_over_groups(model, *inputs), sum_weights)
             return jax.tree.map(lambda x: x[None], sums)  # an entry per group
 
         groups = jax.shard_map(

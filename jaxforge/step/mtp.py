@@ -48,12 +48,12 @@ def with_further_tokens(batch: dict[str, Array], config: ModelConfig) -> dict[st
     inputs, labels, segment_ids = batch["input_ids"], batch["labels"], batch.get("segment_ids")
     tokens, further_labels = [], []
     for depth in range(1, config.mtp_depth + 1):
-        own_labels = _shifted(labels, depth, IGNORE)
+        depth_labels = _shifted(labels, depth, IGNORE)
         if segment_ids is not None:
             is_same = segment_ids == _shifted(segment_ids, depth, -1)
-            own_labels = jnp.where(is_same, own_labels, IGNORE)
+            depth_labels = jnp.where(is_same, depth_labels, IGNORE)
         tokens.append(_shifted(inputs, depth, 0))
-        further_labels.append(own_labels)
+        further_labels.append(depth_labels)
     fields = {FURTHER_TOKENS: tokens, FURTHER_LABELS: further_labels}
     return {**batch, **{name: jnp.stack(x, axis=-1) for name, x in fields.items()}}
 
@@ -109,12 +109,12 @@ def with_mtp_loss(config: TrainConfig, model: Model, loss: MicrobatchLoss) -> Mi
             head = model.head(params)
             tiles = tiles_of(config, batch["labels"], head, model)
             token = config.mtp_loss_weight / depths * loss_weights.further[depth]
-            own_labels = labels[..., depth]
+            depth_labels = labels[..., depth]
             weighted = weighted_loss(
-                tiles, head_input, head, own_labels, LossWeights(token), None, padding
+                tiles, head_input, head, depth_labels, LossWeights(token), None, padding
             )
             terms.append(weighted.cross_entropy)
-            means.append(Mean(weighted.cross_entropy, token * valid_tokens(own_labels)))
+            means.append(Mean(weighted.cross_entropy, token * valid_tokens(depth_labels)))
             statistics[str(depth)] = of_block.statistics
             aux = _with_terms(aux, of_block.loss_terms)
         return AuxOutputs(

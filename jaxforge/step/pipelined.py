@@ -157,10 +157,10 @@ def _axes_by_period(axes: Params, period: Sequence[str]) -> Params:
     """Return the logical axes of parameters after `split_periods`."""
     if len(period) < 2:
         return axes
-    stacks, others = split_layers(axes)
+    stacks, unstacked = split_layers(axes)
     split = jax.tree.map(
         lambda names: (names[0], None, *names[1:]),
         stacks,
         is_leaf=lambda node: isinstance(node, tuple),
     )
-    return {**others, **split}
+    return {**unstacked, **split}

@@ -276,9 +276,9 @@ def _aux_metrics(loss: Loss, stack: Stack) -> Metrics:
     Metrics of layers are arrays [layers].
     """
     by_layer = {name: stack.unstack(metric_value(m)) for name, m in loss.layers.metrics.items()}
-    others = {name: metric_value(m) for name, m in loss.aux.metrics.items() if name != DATASET_NLL}
+    scalars = {name: metric_value(m) for name, m in loss.aux.metrics.items() if name != DATASET_NLL}
     aux = {
-        name: constrain(value, *[None] * value.ndim) for name, value in (others | by_layer).items()
+        name: constrain(value, *[None] * value.ndim) for name, value in (scalars | by_layer).items()
     }
     losses = loss.aux.loss_terms if len(loss.aux.loss_terms) > 1 else {}
     return {name: group for name, group in (("losses", losses), ("side", aux)) if group}

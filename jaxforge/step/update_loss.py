@@ -59,8 +59,8 @@ def with_dataset_mask(batch: Batch, n_datasets: int) -> Batch:
     """Replace `dataset_idx` of a batch by `dataset_mask` [m, b, datasets], one-hot."""
     if not n_datasets:
         return batch
-    others = {name: leaf for name, leaf in batch.items() if name != "dataset_idx"}
-    return {**others, "dataset_mask": batch["dataset_idx"][..., None] == jnp.arange(n_datasets)}
+    fields = {name: leaf for name, leaf in batch.items() if name != "dataset_idx"}
+    return {**fields, "dataset_mask": batch["dataset_idx"][..., None] == jnp.arange(n_datasets)}
 
 
 def update_loss_weights(
@@ -96,9 +96,9 @@ def split_weights(weights: LossWeights) -> tuple[TokenWeights, tuple[Array | flo
     return (weights.token, weights.further), (weights.position, weights.sequence)
 
 
-def join_weights(tokens: TokenWeights, others: Sequence[Array | float]) -> LossWeights:
+def join_weights(tokens: TokenWeights, sums: Sequence[Array | float]) -> LossWeights:
     """Undo `split_weights` for a microbatch."""
-    (token, further), (position, sequence) = tokens, others
+    (token, further), (position, sequence) = tokens, sums
     return LossWeights(token, position, sequence, further)
 
 

@@ -22,7 +22,7 @@ Invariants, also after kill -9 and between hosts:
 
 In a bucket, a beat rewrites the object with or without a trailing space.
 
-`filelock` is no replacement: its `FileLock` uses file-system locks. Its `SoftFileLease` does not
+`filelock` is not a replacement: its `FileLock` uses file-system locks. Its `SoftFileLease` does not
 support buckets, expires an incomplete lock after two seconds and does not detect a moved directory.
 
 Readers of a run need no lock.
@@ -154,7 +154,7 @@ class RunLock:
             # The next beat retries after an error. Saves report persistent errors.
             with contextlib.suppress(OSError):
                 content = _read(self._path)
-                # A missing file is no other owner: `check` reports a removed directory.
+                # A missing file is not another owner: `check` reports a removed directory.
                 self._is_lost = content is not None and content != self._text
                 if self._is_lost:
                     return
@@ -262,12 +262,12 @@ def _is_alive(path: Path, text: str) -> bool:
     return is_renewed(path)
 
 
-def _is_superseded(text: str, own: str) -> bool:
+def _is_superseded(text: str, text_of_job: str) -> bool:
     """Return whether the lock belongs to an earlier roster of the elastic job that `own` names."""
-    holder, ours = _parse_holder(text), _parse_holder(own)
+    holder, job = _parse_holder(text), _parse_holder(text_of_job)
     roster = holder.get("roster")
-    is_same_job = "job" in ours and holder.get("job") == ours["job"]
-    return is_same_job and isinstance(roster, int) and roster < ours["roster"]
+    is_same_job = "job" in job and holder.get("job") == job["job"]
+    return is_same_job and isinstance(roster, int) and roster < job["roster"]
 
 
 def is_renewed(path: Path) -> bool:

@@ -17,7 +17,7 @@ from typing import BinaryIO
 from jaxforge.storage import urls
 
 _LINK = "this is a link or not a regular file, which is never written to; remove it"
-_NOT_OURS = "this is not a private directory of this user; remove it"
+_NOT_PRIVATE = "this is not a private directory of this user; remove it"
 
 
 @contextlib.contextmanager
@@ -136,11 +136,11 @@ def private_directory(path: Path) -> None:
         path.mkdir(mode=0o700)
     except FileExistsError:
         status = os.lstat(path)
-        is_ours = stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid()
-        if is_ours and not status.st_mode & 0o022:
+        is_of_user = stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid()
+        if is_of_user and not status.st_mode & 0o022:
             os.chmod(path, 0o700)
     if not is_private(path):
-        raise OSError(errno.EPERM, _NOT_OURS, str(path))
+        raise OSError(errno.EPERM, _NOT_PRIVATE, str(path))
 
 
 def is_private(path: Path) -> bool:
@@ -149,5 +149,5 @@ def is_private(path: Path) -> bool:
         status = os.lstat(path)
     except OSError:
         return False
-    is_ours = status.st_uid == os.getuid() and not status.st_mode & 0o077
-    return stat.S_ISDIR(status.st_mode) and is_ours
+    is_of_user = status.st_uid == os.getuid() and not status.st_mode & 0o077
+    return stat.S_ISDIR(status.st_mode) and is_of_user

@@ -40,7 +40,7 @@ _ALL = "*"
 _granted: set[str] = set()
 
 
-def own(names: PluginNames) -> bool:
+def always(names: PluginNames) -> bool:
     """Return True: the decision for configs of the user, whose plugins are imported."""
     return True
 

@@ -114,7 +114,7 @@ class Omissions:
     """
 
     def __init__(self, path: Path) -> None:
-        self._path, self._first, self._others = path, list[str](), 0
+        self._path, self._first, self._n_more = path, list[str](), 0
 
     def add(self, line: int, reason: str, count: int = 1) -> None:
         """Add skipped lines.
@@ -127,7 +127,7 @@ class Omissions:
         named = int(len(self._first) < _FIRST_OMISSIONS)
         if named:
             self._first.append(f"{self._path}:{line}: {reason}; the line is left out")
-        self._others += count - named
+        self._n_more += count - named
 
     def note(self, what: str) -> None:
         """Add a skipped part of the file, once.
@@ -141,8 +141,8 @@ class Omissions:
 
     def messages(self) -> list[str]:
         """Return a message for each of the first skipped lines, and a count of the others."""
-        others = f"{self._path}: {self._others:,} more damaged lines are left out"
-        return self._first + [others] * bool(self._others)
+        more = f"{self._path}: {self._n_more:,} more damaged lines are left out"
+        return self._first + [more] * bool(self._n_more)
 
 
 def read_lines(path: Path, fields: Mapping[str, Field]) -> tuple[list[dict[str, Any]], list[str]]:

@@ -56,14 +56,14 @@ def fault(text: str | os.PathLike) -> str | None:
     if match is None:
         return None
     scheme, slashes, tail = match.groups()
-    given = os.fspath(text)
+    url = os.fspath(text)
     if scheme not in SCHEMES:
         return (
-            f"{given}: {scheme}:// is not supported; use a gs:// or s3:// URL, or mount it and "
+            f"{url}: {scheme}:// is not supported; use a gs:// or s3:// URL, or mount it and "
             "use a local directory"
         )
     if slashes != "//":
-        return f"{given}: a URL has two slashes; write {scheme}://{tail}"
+        return f"{url}: a URL has two slashes; write {scheme}://{tail}"
     if not all(tail.partition("/")[::2]):
-        return f"{given} has no directory in the bucket; write {scheme}://bucket/directory"
+        return f"{url} has no directory in the bucket; write {scheme}://bucket/directory"
     return None

@@ -59,8 +59,8 @@ def test_block_checksum_wraps_positions_at_32_bits():
 
 
 def test_device_hashes_equal_host_hashes(monkeypatch):
-    ours = setup(tiny_config(distributed={"dp_shard": 2, "tp": 2}))
-    tree = layout.to_tree(ours.state())
+    program = setup(tiny_config(distributed={"dp_shard": 2, "tp": 2}))
+    tree = layout.to_tree(program.state())
     of_host = checksums.begin(tree)()
     monkeypatch.setattr(checksums, "is_on_this_host", lambda leaf: False)
     assert checksums.begin(tree)() == of_host
@@ -75,22 +75,22 @@ def test_save_hashes_donated_state_in_background(tmp_path, monkeypatch):
         return compute(*args)
 
     monkeypatch.setattr(checksums, "host_checksum", hash_later)
-    ours = setup(tiny_config())
-    state = ours.state()
+    program = setup(tiny_config())
+    state = program.state()
     tree = layout.to_tree(state)
     want = {
         jax.tree_util.keystr(path, simple=True, separator="."): int(checksum(leaf))
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
     }
-    saved = Checkpoints(tmp_path, ours.config.checkpoint, ours.model.axes)
+    saved = Checkpoints(tmp_path, program.config.checkpoint, program.model.axes)
     path = saved.save(Progress(step=0), state)
     jax.block_until_ready(jax.jit(_changed, donate_argnums=0)(state))
     assert not path.exists()
     may_hash.set()
     saved.wait()
     assert json.loads((path / "checksums" / "metadata").read_text()) == want
-    with jax.set_mesh(ours.mesh):
-        starting_state(ours, saved)
+    with jax.set_mesh(program.mesh):
+        starting_state(program, saved)
     saved.close()
 
 
@@ -103,9 +103,9 @@ def test_failed_hash_fails_save(tmp_path, monkeypatch):
         raise OSError("no memory for it")
 
     monkeypatch.setattr(checksums, "host_checksum", fail)
-    ours = setup(tiny_config())
-    saved = Checkpoints(tmp_path, ours.config.checkpoint, ours.model.axes)
-    saved.save(Progress(step=1), ours.state())
+    program = setup(tiny_config())
+    saved = Checkpoints(tmp_path, program.config.checkpoint, program.model.axes)
+    saved.save(Progress(step=1), program.state())
     with pytest.raises(Exception, match="no memory for it"):
         saved.wait()
     assert saved.latest() is None

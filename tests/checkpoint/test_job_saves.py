@@ -98,8 +98,8 @@ def test_save_with_lost_process_raises_peer_lost(tmp_path, monkeypatch, error):
     def lose(_):
         raise error(BROKEN)
 
-    ours = setup(tiny_config())
-    saved = Checkpoints(tmp_path, ours.config.checkpoint, ours.model.axes)
+    program = setup(tiny_config())
+    saved = Checkpoints(tmp_path, program.config.checkpoint, program.model.axes)
     thread, may_end = threading.Thread(target=lambda: may_end.wait()), threading.Event()
     thread.start()
     saved._thread = thread
@@ -120,8 +120,8 @@ def test_restore_with_lost_process_raises_peer_lost(tmp_path, monkeypatch, error
     def lose(*_, **__):
         raise error(BROKEN)
 
-    ours = setup(tiny_config())
-    saved = Checkpoints(tmp_path, ours.config.checkpoint, ours.model.axes)
+    program = setup(tiny_config())
+    saved = Checkpoints(tmp_path, program.config.checkpoint, program.model.axes)
     monkeypatch.setattr(saved._manager, "restore", lose)
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     with pytest.raises(PeerLostError, match="process 1 of the job is gone"):

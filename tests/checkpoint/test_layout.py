@@ -39,41 +39,41 @@ def config_of(name, **distributed):
 @functools.cache
 def trained(name):
     """Return a run, its state after 2 steps, the parameters after 4 steps and the batches."""
-    ours = setup(config_of(name))
-    batches = random_batches(ours.config, 4)
-    state, _ = ours.run(ours.state(), batches[:2])
+    program = setup(config_of(name))
+    batches = random_batches(program.config, 4)
+    state, _ = program.run(program.state(), batches[:2])
     copy = jax.device_get(state)
-    state, _ = ours.run(state, batches[2:])
-    return ours, copy, jax.device_get(state.params), batches
+    state, _ = program.run(state, batches[2:])
+    return program, copy, jax.device_get(state.params), batches
 
 
-def on_device(ours, state):
-    with jax.set_mesh(ours.mesh):
-        return jax.device_put(state, jax.tree.map(lambda a: a.sharding, ours.state()))
+def on_device(program, state):
+    with jax.set_mesh(program.mesh):
+        return jax.device_put(state, jax.tree.map(lambda a: a.sharding, program.state()))
 
 
 @pytest.mark.parametrize("name", ["lion", "muon", "schedule_free_adamw"])
 def test_run_resumes_bit_exactly(tmp_path, name):
-    ours, state, final, batches = trained(name)
-    saved = open_checkpoints(tmp_path, ours)
-    saved.save(progress_of(state), on_device(ours, state))
+    program, state, final, batches = trained(name)
+    saved = open_checkpoints(tmp_path, program)
+    saved.save(progress_of(state), on_device(program, state))
     saved.close()
-    restored = restore(tmp_path, ours)
+    restored = restore(tmp_path, program)
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(restored), state)
     assert jax.tree.structure(restored) == jax.tree.structure(state)
-    restored, _ = ours.run(restored, batches[2:])
+    restored, _ = program.run(restored, batches[2:])
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(restored.params), final)
 
 
 def test_partial_moments_restore_onto_another_mesh(tmp_path):
-    ours, state, final, batches = trained("muon")
-    saved = open_checkpoints(tmp_path, ours)
-    saved.save(progress_of(state), on_device(ours, state))
+    program, state, final, batches = trained("muon")
+    saved = open_checkpoints(tmp_path, program)
+    saved.save(progress_of(state), on_device(program, state))
     saved.close()
-    theirs = setup(config_of("muon", dp_shard=2, tp=2))
-    restored = restore(tmp_path, theirs)
+    target = setup(config_of("muon", dp_shard=2, tp=2))
+    restored = restore(tmp_path, target)
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(restored), state)
-    restored, _ = theirs.run(restored, batches[2:])
+    restored, _ = target.run(restored, batches[2:])
     close = functools.partial(np.testing.assert_allclose, atol=2e-4)
     jax.tree.map(close, jax.device_get(restored.params), final)
 
@@ -105,10 +105,10 @@ def test_optimizer_with_empty_moments_restores(tmp_path, rows):
 
 @pytest.mark.parametrize("name", FIELDS)
 def test_optimizer_fields_are_named_and_chunked_by_layer(name):
-    ours = setup(config_of(name))
-    tree = layout.to_tree(ours.abstract_state())
+    program = setup(config_of(name))
+    tree = layout.to_tree(program.abstract_state())
     assert tree["optimizer"].keys() == FIELDS[name]
-    args = layout.save_args(tree, ours.model.axes)
+    args = layout.save_args(tree, program.model.axes)
     assert jax.tree.structure(args) == jax.tree.structure(tree)
     for path, arg in jax.tree_util.tree_leaves_with_path(args):
         keys = [key.key for key in path]
@@ -117,9 +117,9 @@ def test_optimizer_fields_are_named_and_chunked_by_layer(name):
 
 def test_experts_are_stored_as_chunks(tmp_path):
     experts = {"num_experts": 4, "moe_top_k": 2, "n_layers": 2}
-    ours = setup(tiny_config(model=experts, distributed={"ep": 2, "dp_shard": 1}))
-    saved = open_checkpoints(tmp_path, ours)
-    saved.save(Progress(), ours.state())
+    program = setup(tiny_config(model=experts, distributed={"ep": 2, "dp_shard": 1}))
+    saved = open_checkpoints(tmp_path, program)
+    saved.save(Progress(), program.state())
     saved.close()
     store = tmp_path / "checkpoints" / "step_0" / "state"
     weight = ts.open(ocdbt.spec(store, "params.layers.mlp.experts.up_proj.weight")).result()
@@ -127,10 +127,10 @@ def test_experts_are_stored_as_chunks(tmp_path):
     assert weight.chunk_layout.write_chunk.shape == (1, 1, *weight.shape[2:])
 
 
-def restore(path, ours):
-    saved = open_checkpoints(path, ours)
-    with jax.set_mesh(ours.mesh):
-        state, progress = starting_state(ours, saved)
+def restore(path, program):
+    saved = open_checkpoints(path, program)
+    with jax.set_mesh(program.mesh):
+        state, progress = starting_state(program, saved)
     saved.close()
     assert progress == dataclasses.replace(progress_of(state), run_id=progress.run_id)
     return state

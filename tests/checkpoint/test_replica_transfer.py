@@ -13,7 +13,7 @@ import pytest
 from jaxforge.checkpoint.replica import transfer
 from jaxforge.checkpoint.replica.reading import Copy, Reader
 from jaxforge.checkpoint.replica.store import BLOCK, Group, Manifest, Shard, Store, complete_groups
-from jaxforge.checkpoint.replica.transfer import Process, choose_peers, own_address
+from jaxforge.checkpoint.replica.transfer import Process, address_in_job, choose_peers
 from jaxforge.cli import authenticated
 from jaxforge.cli.servers import CONNECTIONS
 from tests.machine import PATIENCE
@@ -224,9 +224,9 @@ def test_own_address_is_that_of_the_route_to_process_0():
         "JAX_NUM_PROCESSES": "2",
         "JAX_PROCESS_ID": "1",
     }
-    assert own_address(job) == "127.0.0.1"
+    assert address_in_job(job) == "127.0.0.1"
     with socket.socket() as listener:
-        listener.bind((own_address({}), 0))  # an address of this machine
+        listener.bind((address_in_job({}), 0))  # an address of this machine
 
 
 def job(hosts, domains):

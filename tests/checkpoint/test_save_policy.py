@@ -36,8 +36,8 @@ def test_window_of_one_step_saves_it(start, stop):
 
 
 def test_milestones_are_window_steps():
-    ours = due(interval=4, start=0, stop=8)
-    assert [step for step in range(30) if ours.is_milestone(step)] == [0, 1, 2, 4, 8]
+    policy = due(interval=4, start=0, stop=8)
+    assert [step for step in range(30) if policy.is_milestone(step)] == [0, 1, 2, 4, 8]
     assert not any(due().is_milestone(step) for step in range(30))
 
 
@@ -49,9 +49,9 @@ def test_checkpoint_is_due_before_batch_grows():
 @pytest.mark.parametrize("last", [0, 4, 9, 26, 100])
 @pytest.mark.parametrize("window", [{}, {"start": 10, "stop": 30}, {"start": 0, "stop": 5}])
 def test_steps_match_policy(window, last):
-    ours = due(interval=5, **window)
-    expected = [step for step in range(last + 1) if ours(step)]
-    assert list(ours.steps(last)) == expected
+    policy = due(interval=5, **window)
+    expected = [step for step in range(last + 1) if policy(step)]
+    assert list(policy.steps(last)) == expected
 
 
 def test_orbax_retains_milestones():

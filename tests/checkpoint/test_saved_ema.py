@@ -75,11 +75,11 @@ EXPERTS = {**LAYERS, "num_experts": 4, "moe_top_k": 2}
 )
 def test_average_restores_onto_another_mesh(tmp_path, model, source, target):
     state = saved(tmp_path, setup(config(model, source)))
-    theirs = setup(config(model, target))
-    result = restored(tmp_path, theirs)
-    of_layer = by_layer(theirs, result.ema)
+    other_program = setup(config(model, target))
+    result = restored(tmp_path, other_program)
+    of_layer = by_layer(other_program, result.ema)
     assert_equal(of_layer, by_layer(setup(config(model, source)), state.ema))
-    assert shardings(result.ema) == shardings(theirs.abstract_state().ema)
+    assert shardings(result.ema) == shardings(other_program.abstract_state().ema)
 
 
 def by_layer(ours, params):
@@ -110,9 +110,9 @@ def test_average_restores_from_replica(tmp_path):
     replicas = Replicas(section, tmp_path, None, resolved, ours.model.stack)
     replicas.save(progress_of(state), state)
     replicas.wait()
-    theirs = setup(config(distributed={"dp_shard": 3}))
-    again = Replicas(section, tmp_path, replicas.origin, resolved, theirs.model.stack)
-    assert_equal(restored(tmp_path, theirs, again.sources).ema, jax.device_get(state.ema))
+    other_program = setup(config(distributed={"dp_shard": 3}))
+    again = Replicas(section, tmp_path, replicas.origin, resolved, other_program.model.stack)
+    assert_equal(restored(tmp_path, other_program, again.sources).ema, jax.device_get(state.ema))
 
 
 @pytest.mark.slow
@@ -153,8 +153,8 @@ def test_new_parameters_start_a_new_average(tmp_path):
     saved(tmp_path / "old", ours)
     keys = {"load_path": str(tmp_path / "old"), "exclude_from_loading": ("model",)}
     section = ours.config.checkpoint.model_copy(update=keys)
-    theirs = setup(ours.config.model_copy(update={"checkpoint": section}))
-    result = restored(tmp_path / "new", theirs)
+    other_program = setup(ours.config.model_copy(update={"checkpoint": section}))
+    result = restored(tmp_path / "new", other_program)
     assert_equal(result.ema, jax.device_get(result.params))
 
 

@@ -48,11 +48,11 @@ def test_progress_without_seal_is_read():
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
     """A program, and a run directory with its checkpoint of step 0."""
-    ours, run = setup(tiny_config()), tmp_path_factory.mktemp("run")
-    checkpoints = open_checkpoints(run, ours)
-    checkpoints.save(Progress(samples=8, run_id="abc"), ours.state())
+    program, run = setup(tiny_config()), tmp_path_factory.mktemp("run")
+    checkpoints = open_checkpoints(run, program)
+    checkpoints.save(Progress(samples=8, run_id="abc"), program.state())
     checkpoints.close()
-    return ours, run
+    return program, run
 
 
 def change(path, old: str, new: str) -> None:
@@ -70,11 +70,11 @@ def change(path, old: str, new: str) -> None:
     ],
 )
 def test_damaged_json_raises_on_restore(saved, tmp_path, file, old, new, message):
-    ours, run = saved
+    program, run = saved
     shutil.copytree(run, tmp_path / "run")
     change(tmp_path / "run" / "checkpoints" / "step_0" / file / "metadata", old, new)
-    damaged = open_checkpoints(tmp_path / "run", ours)
-    like = ours.abstract_state()
+    damaged = open_checkpoints(tmp_path / "run", program)
+    like = program.abstract_state()
     with pytest.raises(UserError, match=f"step_0 is damaged .*{message}"):
         damaged.restore(like, 0)
     if file == "progress":
@@ -86,12 +86,12 @@ def test_damaged_json_raises_on_restore(saved, tmp_path, file, old, new, message
 
 
 def test_renamed_checkpoint_raises(saved, tmp_path):
-    ours, run = saved
+    program, run = saved
     shutil.copytree(run, tmp_path / "run")
     steps = tmp_path / "run" / "checkpoints"
     (steps / "step_0").rename(steps / "step_30")
     with pytest.raises(UserError, match=r"step_30 is damaged .*is of step 0, not of step 30"):
-        open_checkpoints(tmp_path / "run", ours).progress(30)
+        open_checkpoints(tmp_path / "run", program).progress(30)
 
 
 def test_damaged_config_raises_on_conversion(saved, tmp_path):

@@ -62,11 +62,11 @@ def values_and_gradients(attend, q, k, v, sinks=None, **options):
 )
 def test_flash_attention_matches_reference(heads, h, length, packed, window, options):
     qkv, ids = random_heads(length, heads, h), random_documents(length) if packed else None
-    ours, reference = (
+    computed, reference = (
         values_and_gradients(attend, *qkv, segment_ids=ids, window=window, **options)
         for attend in (flash.flash_attention, reference_attention)
     )
-    jax.tree.map(CLOSE, ours, reference)
+    jax.tree.map(CLOSE, computed, reference)
 
 
 @pytest.mark.parametrize("programs", [0, 10**6])
@@ -76,11 +76,11 @@ def test_head_gradients_are_summed_in_or_after_kernel(monkeypatch, programs):
     loss = lambda *qkv: jnp.sum(flash.flash_attention(*qkv, None))  # noqa: E731
     is_summed_after = "2,64,2,3,16]" in str(jax.make_jaxpr(jax.grad(loss))(*qkv))
     assert is_summed_after == (programs > 0)
-    ours, reference = (
+    computed, reference = (
         values_and_gradients(attend, *qkv, segment_ids=random_documents(64))
         for attend in (flash.flash_attention, reference_attention)
     )
-    jax.tree.map(CLOSE, ours, reference)
+    jax.tree.map(CLOSE, computed, reference)
 
 
 def chunks(x, size):
@@ -120,8 +120,8 @@ def test_merged_key_parts_match_reference():
     gradients = [BACKWARD(q, k, v, queries, t, lse, delta, d_y, window, scoring) for k, v, t in kv]
     dq = gradients[0][0] + gradients[1][0]
     dk, dv = (np.concatenate([item[i] for item in gradients], axis=1) for i in (1, 2))
-    for ours, theirs in zip((y, dq, dk, dv), expected, strict=True):
-        CLOSE(ours, theirs)
+    for computed, reference_result in zip((y, dq, dk, dv), expected, strict=True):
+        CLOSE(computed, reference_result)
 
 
 def test_blind_queries_return_zeros():

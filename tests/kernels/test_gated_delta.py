@@ -100,9 +100,11 @@ def test_chunks_match_recurrence(length, is_packed):
 
     expected = run(recurrence)
     result = run(functools.partial(gated_delta_rule, chunk=16))
-    for ours, theirs in zip(jax.tree.leaves(result), jax.tree.leaves(expected), strict=True):
-        assert ours.dtype == np.float64
-        np.testing.assert_allclose(ours, theirs, rtol=TOLERANCE, atol=TOLERANCE)
+    for computed, reference_result in zip(
+        jax.tree.leaves(result), jax.tree.leaves(expected), strict=True
+    ):
+        assert computed.dtype == np.float64
+        np.testing.assert_allclose(computed, reference_result, rtol=TOLERANCE, atol=TOLERANCE)
 
 
 def test_gradients_in_float32_do_not_depend_on_other_documents():
@@ -120,18 +122,20 @@ def test_gradients_in_float32_do_not_depend_on_other_documents():
 
     expected = gradients(recurrence, np.float64)
     result = gradients(gated_delta_rule, np.float32)
-    for ours, theirs in zip(result, expected, strict=True):
-        assert ours.dtype == np.float32
-        assert not np.asarray(ours)[is_last].any()
-        np.testing.assert_allclose(ours, theirs, atol=1e-5 * np.abs(theirs).max())
+    for computed, reference_result in zip(result, expected, strict=True):
+        assert computed.dtype == np.float32
+        assert not np.asarray(computed)[is_last].any()
+        np.testing.assert_allclose(
+            computed, reference_result, atol=1e-5 * np.abs(reference_result).max()
+        )
 
 
 def test_large_chunks_match_recurrence():
     tokens, state = drawn(100)
     expected = compiled_recurrence(tokens, packed(100), state)
     result = jax.jit(gated_delta_rule)(tokens, packed(100), state)
-    for ours, theirs in zip(result, expected, strict=True):
-        np.testing.assert_allclose(ours, theirs, rtol=TOLERANCE, atol=TOLERANCE)
+    for computed, reference_result in zip(result, expected, strict=True):
+        np.testing.assert_allclose(computed, reference_result, rtol=TOLERANCE, atol=TOLERANCE)
 
 
 def test_steps_match_recurrence():
@@ -203,6 +207,6 @@ def test_devices_that_share_sequences_compute_same_rule(strategy):
     with jax.set_mesh(jax.make_mesh((4,), ("cp",), (AxisType.Auto,))):
         run = jax.shard_map(on_device, in_specs=spec, out_specs=spec, check_vma=False)
         result = jax.jit(run)(*laid_out)
-    for ours, theirs in zip(jax.tree.leaves(result), [y, *gradients], strict=True):
-        restored = in_order(to_sequence_order, ours)
-        np.testing.assert_allclose(restored, theirs, rtol=TOLERANCE, atol=TOLERANCE)
+    for computed, reference_result in zip(jax.tree.leaves(result), [y, *gradients], strict=True):
+        restored = in_order(to_sequence_order, computed)
+        np.testing.assert_allclose(restored, reference_result, rtol=TOLERANCE, atol=TOLERANCE)

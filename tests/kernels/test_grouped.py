@@ -62,8 +62,8 @@ compiled = jax.jit(functools.partial(value_and_gradients, blocks))
 reference = jax.jit(functools.partial(value_and_gradients, one_hot_matmul))
 
 
-def assert_close(ours, theirs, tolerance):
-    for a, b in zip(ours, theirs, strict=True):
+def assert_close(computed, reference_result, tolerance):
+    for a, b in zip(computed, reference_result, strict=True):
         assert a.dtype == b.dtype
         a, b = (np.asarray(array, np.float32) for array in (a, b))
         np.testing.assert_allclose(a, b, rtol=0, atol=tolerance * max(1, np.abs(b).max()))
@@ -82,9 +82,9 @@ def test_bfloat16_products_are_summed_in_float32():
     sizes = np.array([10, 0, 50, 40], np.int32)
     assert_close(compiled(x, w, dy, sizes), reference(x, w, dy, sizes), 2**-8)
     # The gradient of float32 weights is float32.
-    ours = compiled(x, w.astype(jnp.float32), dy, sizes)
-    assert ours[0].dtype == jnp.bfloat16
-    assert_close(ours[2:], reference(x, w.astype(jnp.float32), dy, sizes)[2:], 1e-6)
+    computed = compiled(x, w.astype(jnp.float32), dy, sizes)
+    assert computed[0].dtype == jnp.bfloat16
+    assert_close(computed[2:], reference(x, w.astype(jnp.float32), dy, sizes)[2:], 1e-6)
 
 
 def with_fill(x, end, value):
@@ -96,8 +96,8 @@ def test_rows_beyond_groups_do_not_contribute():
     x, w, dy = random(100)
     sizes = np.array([10, 0, 50, 20], np.int32)
     expected = compiled(x, w, dy, sizes)
-    ours = compiled(with_fill(x, 80, np.nan), w, with_fill(dy, 80, np.inf), sizes)
-    for a, b in zip(ours, expected, strict=True):
+    computed = compiled(with_fill(x, 80, np.nan), w, with_fill(dy, 80, np.inf), sizes)
+    for a, b in zip(computed, expected, strict=True):
         np.testing.assert_array_equal(a, b)
 
 
@@ -153,11 +153,11 @@ def test_grouped_matmul_inside_shard_map(weights):
         parts = zip(jnp.split(x, 4), own, sizes, strict=True)
         return jnp.concatenate([one_hot_matmul(*part) for part in parts])
 
-    ours, expected = (
+    computed, expected = (
         jax.jit(functools.partial(value_and_gradients, matmul))(x, w, dy, sizes)
         for matmul in (spread, device_by_device)
     )
-    assert_close(ours, expected, 1e-6)
+    assert_close(computed, expected, 1e-6)
 
 
 def test_multiplied_rows_are_at_most_ten_percent_padding():
@@ -199,13 +199,15 @@ def test_interpreted_megablox_matches_reference(monkeypatch, rows, sizes, dtype)
     x, w, dy = random(rows, dtype=dtype, inp=64, out=136)
     total, sizes = sum(sizes), np.asarray(sizes, np.int32)
     matmul = functools.partial(grouped_matmul, backend="megablox")
-    ours = jax.jit(functools.partial(value_and_gradients, matmul))
+    computed = jax.jit(functools.partial(value_and_gradients, matmul))
     result = [
         run(with_fill(x, total, fill), w, with_fill(dy, total, fill), sizes)
-        for run, fill in ((ours, np.nan), (reference, 0))
+        for run, fill in ((computed, np.nan), (reference, 0))
     ]
-    ours, expected = ((np.asarray(y)[:total], np.asarray(dx)[:total], dw) for y, dx, dw in result)
-    assert_close(ours, expected, 1e-6 if dtype == jnp.float32 else 2**-8)
+    computed, expected = (
+        (np.asarray(y)[:total], np.asarray(dx)[:total], dw) for y, dx, dw in result
+    )
+    assert_close(computed, expected, 1e-6 if dtype == jnp.float32 else 2**-8)
 
 
 def test_megablox_tiles_pad_at_most_ten_percent():

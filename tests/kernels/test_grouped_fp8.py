@@ -45,9 +45,9 @@ def test_grouped_fp8_products_match_rounded_operands():
     for expert, size in enumerate(SIZES):
         rows = slice(begin, begin + size)
         begin += size
-        for ours, expected in (
+        for result, expected in (
             (y[rows], x_8[rows] @ w_8[expert].T),
             (dx[rows], dy_8[rows] @ w_8[expert]),
         ):
-            np.testing.assert_allclose(ours.astype(np.float32), expected, rtol=2**-7, atol=1e-6)
+            np.testing.assert_allclose(result.astype(np.float32), expected, rtol=2**-7, atol=1e-6)
         np.testing.assert_allclose(dw[expert], dy_8[rows].T @ x_8[rows], rtol=1e-5, atol=1e-5)

@@ -82,8 +82,8 @@ def test_static_mask_matches_pairwise_visibility(backend, layout, which):
             backend, MASKS, which, *qkv, *LAYOUTS[layout], Scoring(softcap=1e6)
         )
 
-    ours = on_four_devices(attend, which)
-    np.testing.assert_allclose(ours, expected(which, layout), rtol=0, atol=1e-5)
+    program = on_four_devices(attend, which)
+    np.testing.assert_allclose(program, expected(which, layout), rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize(("backend", "layout"), KERNELS_AND_LAYOUTS)
@@ -93,8 +93,8 @@ def test_traced_mask_matches_pairwise_visibility(backend, layout):
         return attend_with_masks(backend, MASKS, which, *qkv, *LAYOUTS[layout])
 
     for which in range(len(MASKS)):
-        ours = on_four_devices(attend, np.int32(which))
-        np.testing.assert_allclose(ours, expected(which, layout), rtol=0, atol=1e-5)
+        program = on_four_devices(attend, np.int32(which))
+        np.testing.assert_allclose(program, expected(which, layout), rtol=0, atol=1e-5)
 
 
 def test_blockwise_skips_keys_of_other_chunks():
@@ -121,15 +121,15 @@ def test_chunks_match_transformers():
     config._attn_implementation = "eager"
     padding = np.array([0, 5])
     real = np.arange(LENGTH) >= padding[:, None]
-    theirs = masks.create_chunked_causal_mask(
+    reference = masks.create_chunked_causal_mask(
         config, torch.zeros(2, LENGTH, 1), torch.tensor(real), past_key_values=None
     )
     positions = np.maximum(np.arange(LENGTH) - padding[:, None], 0)
     visible = jax.jit(functools.partial(masking.visible, chunk=16))
-    ours = np.asarray(visible(positions[:, :, None], positions[:, None]))
+    program = np.asarray(visible(positions[:, :, None], positions[:, None]))
     for row, first in enumerate(padding):
-        allowed = theirs[row, 0].numpy() == 0
-        np.testing.assert_array_equal(ours[row, first:, first:], allowed[first:, first:])
+        allowed = reference[row, 0].numpy() == 0
+        np.testing.assert_array_equal(program[row, first:, first:], allowed[first:, first:])
         ids = np.asarray(masking.chunk_ids(1, LENGTH - first, 16, None))
         alone = (ids[0, :, None] == ids[0]) & np.tri(LENGTH - first, dtype=bool)
         np.testing.assert_array_equal(alone, allowed[first:, first:])
@@ -156,34 +156,34 @@ def tokens_of(length=24):
 
 def test_packed_document_matches_document_alone():
     """Chunks are counted from the start of the document, at any position in the row."""
-    ours, tokens = toy(), tokens_of()
+    program, tokens = toy(), tokens_of()
     segment_ids = np.array([[0] * 7 + [1] * 10 + [2] * 7, [0] * 3 + [1] + [2] * 20])
-    packed = np.asarray(ours.hidden(ours.params, tokens, segment_ids))
+    packed = np.asarray(program.hidden(program.params, tokens, segment_ids))
     for row, document in np.ndindex(2, 3):
         location = segment_ids[row] == document
         alone = np.zeros((2, 24), int)
         alone[0, : location.sum()] = tokens[row, location]
-        expected = np.asarray(ours.hidden(ours.params, alone))[0, : location.sum()]
+        expected = np.asarray(program.hidden(program.params, alone))[0, : location.sum()]
         np.testing.assert_allclose(packed[row, location], expected, rtol=0, atol=2e-5)
 
 
 def test_chunks_follow_given_positions():
-    ours, tokens = toy(), tokens_of()
-    whole = np.asarray(ours.hidden(ours.params, tokens))
+    program, tokens = toy(), tokens_of()
+    whole = np.asarray(program.hidden(program.params, tokens))
     counted = np.broadcast_to(np.arange(24), (2, 24))
     for positions, same in ((counted, True), (counted + 4, True), (counted + 2, False)):
-        result = ours.forward(ours.params, {"input_ids": tokens, "positions": positions})
+        result = program.forward(program.params, {"input_ids": tokens, "positions": positions})
         assert np.allclose(result, whole, rtol=0, atol=2e-5) == same
 
 
 def test_cache_rows_have_independent_chunks():
-    ours, tokens = toy(), tokens_of()
-    expected = np.asarray(ours.logits(ours.params, ours.hidden(ours.params, tokens)))
-    cache = ours.model.empty_cache(2, 24)
+    program, tokens = toy(), tokens_of()
+    expected = np.asarray(program.logits(program.params, program.hidden(program.params, tokens)))
+    cache = program.model.empty_cache(2, 24)
     for begins in ([0, 0], [7, 3], [13, 9]):
         at = np.array(begins)[:, None] + np.arange(7)
         rows = np.take_along_axis(tokens, at, 1)
-        out, cache = ours.extend(ours.params, rows, at, cache)
+        out, cache = program.extend(program.params, rows, at, cache)
         np.testing.assert_allclose(
             out, np.take_along_axis(expected, at[..., None], 1), rtol=0, atol=2e-5
         )

@@ -108,11 +108,11 @@ def exact_gradients_of_documents():
 def test_gradients_in_float32_do_not_depend_on_other_documents(chunk):
     """No output depends on the last token of a document if its own has no gradient."""
     result = gradients_of_documents(functools.partial(by_chunks, chunk_size=chunk), np.float32)
-    for ours, theirs in zip(result, exact_gradients_of_documents(), strict=True):
-        assert ours.dtype == np.float32
-        if ours.ndim > 1:
-            assert not np.asarray(ours)[IS_LAST].any()
-        np.testing.assert_allclose(ours, theirs, atol=1e-5 * np.abs(theirs).max())
+    for computed, reference in zip(result, exact_gradients_of_documents(), strict=True):
+        assert computed.dtype == np.float32
+        if computed.ndim > 1:
+            assert not np.asarray(computed)[IS_LAST].any()
+        np.testing.assert_allclose(computed, reference, atol=1e-5 * np.abs(reference).max())
 
 
 def test_steps_and_chunks_continue_from_a_state():

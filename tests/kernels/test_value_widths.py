@@ -78,13 +78,13 @@ def test_kernel_supports_values_of_other_width(name, head, value, scoring, sinks
     attend = functools.partial(BACKENDS[name].attend, segment_ids=ids, scoring=scoring)
     if sinks is not None:
         attend = functools.partial(attend, sinks=sinks)
-    ours = jax.jit(functools.partial(values_and_gradients, attend))(*arrays)
+    computed = jax.jit(functools.partial(values_and_gradients, attend))(*arrays)
     wanted = functools.partial(
         softmax_attention, ids=ids, scale=scoring.scale_of(head), softcap=scoring.softcap,
         sinks=sinks,
     )  # fmt: skip
-    theirs = jax.jit(functools.partial(values_and_gradients, wanted))(*arrays)
-    for result, right in zip(ours, theirs, strict=True):
+    expected = jax.jit(functools.partial(values_and_gradients, wanted))(*arrays)
+    for result, right in zip(computed, expected, strict=True):
         assert result.shape == right.shape
         np.testing.assert_allclose(result, right, rtol=0, atol=1e-4 if name == "splash" else 2e-5)
 
@@ -111,8 +111,8 @@ def test_parts_support_values_of_other_width(name, widths):
 
     arrays = drawn(*widths)
     wanted = functools.partial(softmax_attention, ids=ids, scale=widths[0] ** -0.5)
-    theirs = jax.jit(functools.partial(values_and_gradients, wanted))(*arrays)
-    for result, right in zip(in_parts(*arrays), theirs, strict=True):
+    expected = jax.jit(functools.partial(values_and_gradients, wanted))(*arrays)
+    for result, right in zip(in_parts(*arrays), expected, strict=True):
         np.testing.assert_allclose(result, right, rtol=0, atol=2e-5)
 
 

@@ -82,9 +82,9 @@ LENGTHS = (1, LENGTH, 81)  # one block, one block, three blocks, the last one pa
 def test_backends_compute_softmax_over_visible_keys(backend, length, kv_heads, packed, seen):
     segment_ids = random_documents(length) if packed else None
     q, k, v = random_heads(length, kv_heads)
-    ours = attended(backend, q, k, v, segment_ids, **seen)
+    computed = attended(backend, q, k, v, segment_ids, **seen)
     naive = naive_attention(q, k, v, allowed_keys(length, segment_ids, **seen))
-    np.testing.assert_allclose(ours, naive, rtol=0, atol=1e-5)
+    np.testing.assert_allclose(computed, naive, rtol=0, atol=1e-5)
 
 
 masked = jax.jit(masked_attention, static_argnames="scoring")
@@ -94,20 +94,20 @@ def test_masked_attention_sees_only_masked_in_keys():
     positions = np.array([[4, 5, 6], [17, 18, 19]])
     mask = np.arange(LENGTH) <= positions[..., None]
     q, k, v = random_heads(LENGTH, 2, n_queries=3)
-    ours = masked(q, k, v, mask[:, None])
-    np.testing.assert_allclose(ours, naive_attention(q, k, v, mask), rtol=0, atol=1e-5)
+    computed = masked(q, k, v, mask[:, None])
+    np.testing.assert_allclose(computed, naive_attention(q, k, v, mask), rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("backend", XLA_BACKENDS)
 def test_scores_of_bfloat16_heads_are_float32(backend):
     """Scores reach 30, where bfloat16 has steps of 1/8: e^(1/8) changes a weight by 13 %."""
     q, k, v = random_heads(LENGTH, 2, scale=4.0, dtype=jnp.bfloat16)
-    ours = attended(backend, q, k, v, None)
+    computed = attended(backend, q, k, v, None)
     naive = naive_attention(q, k, v, allowed_keys(LENGTH))
-    assert ours.dtype == jnp.bfloat16
+    assert computed.dtype == jnp.bfloat16
     # One rounding of the weights and one of the result, each half a unit in the last place.
     bound = 2 * 2**-8 * float(np.abs(v).max())
-    np.testing.assert_allclose(np.asarray(ours, np.float64), naive, rtol=0, atol=bound)
+    np.testing.assert_allclose(np.asarray(computed, np.float64), naive, rtol=0, atol=bound)
 
 
 def values_and_gradients(
@@ -133,17 +133,17 @@ def values_and_gradients(
      (81, 6, False), (81, 2, True), (81, 1, False)],
 )  # fmt: skip
 def test_blockwise_gradients_match_reference(length, kv_heads, packed):
-    ours = values_and_gradients("blockwise", length, kv_heads, packed)
+    computed = values_and_gradients("blockwise", length, kv_heads, packed)
     reference = values_and_gradients("reference", length, kv_heads, packed)
-    jax.tree.map(functools.partial(np.testing.assert_allclose, atol=2e-5), ours, reference)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, atol=2e-5), computed, reference)
 
 
 @pytest.mark.parametrize("window", [1, 7, 40])
 @PACKED
 def test_blockwise_window_gradients_match_reference(packed, window):
-    ours = values_and_gradients("blockwise", 81, 2, packed, window)
+    computed = values_and_gradients("blockwise", 81, 2, packed, window)
     reference = values_and_gradients("reference", 81, 2, packed, window)
-    jax.tree.map(functools.partial(np.testing.assert_allclose, atol=2e-5), ours, reference)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, atol=2e-5), computed, reference)
 
 
 @pytest.mark.parametrize(
@@ -156,11 +156,11 @@ def test_blockwise_window_gradients_match_reference(packed, window):
     ids=str,
 )
 def test_blockwise_chunk_gradients_match_reference(packed, chunk, scoring):
-    ours, reference = (
+    computed, reference = (
         values_and_gradients(backend, 81, 2, packed, chunk=chunk, scoring=scoring)
         for backend in ("blockwise", "reference")
     )
-    jax.tree.map(functools.partial(np.testing.assert_allclose, atol=2e-5), ours, reference)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, atol=2e-5), computed, reference)
 
 
 SCALED, CAPPED = Scoring(scale=0.7), Scoring(scale=0.7, softcap=2.0)
@@ -177,17 +177,17 @@ def test_scores_are_scaled_and_capped(packed, window, scoring):
     allowed = allowed_keys(LENGTH, segment_ids, window)
     naive = naive_attention(q, k, v, allowed, scoring)
     for backend in XLA_BACKENDS:
-        ours = attended(backend, q, k, v, segment_ids, scoring, window=window)
-        np.testing.assert_allclose(ours, naive, rtol=0, atol=1e-5)
+        computed = attended(backend, q, k, v, segment_ids, scoring, window=window)
+        np.testing.assert_allclose(computed, naive, rtol=0, atol=1e-5)
     decoded = masked(q, k, v, allowed[:, None], scoring=scoring)
     np.testing.assert_allclose(decoded, naive, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize(("window", "scoring"), [(None, CAPPED), (7, CAPPED), (7, SCALED)], ids=str)
 def test_blockwise_capped_gradients_match_reference(window, scoring):
-    ours = values_and_gradients("blockwise", 81, 2, True, window, scoring=scoring)
+    computed = values_and_gradients("blockwise", 81, 2, True, window, scoring=scoring)
     reference = values_and_gradients("reference", 81, 2, True, window, scoring=scoring)
-    jax.tree.map(functools.partial(np.testing.assert_allclose, atol=2e-5), ours, reference)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, atol=2e-5), computed, reference)
 
 
 @pytest.mark.parametrize(
@@ -207,9 +207,9 @@ def test_splash_matches_reference(monkeypatch, kv_heads, packed, window, chunk, 
     monkeypatch.setattr(splash, "BLOCK", 128)  # two blocks
     monkeypatch.setattr(splash, "_MOST_STEPS", steps)
     options = {"h": 128, "scoring": scoring, "chunk": chunk}
-    ours = values_and_gradients("splash", 256, kv_heads, packed, window, **options)
+    computed = values_and_gradients("splash", 256, kv_heads, packed, window, **options)
     reference = values_and_gradients("reference", 256, kv_heads, packed, window, **options)
-    jax.tree.map(functools.partial(np.testing.assert_allclose, atol=2e-4), ours, reference)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, atol=2e-4), computed, reference)
 
 
 @pytest.mark.parametrize("window", [None, 300])
@@ -278,10 +278,10 @@ def test_splash_mask_tiles_match_visibility(window, chunk):
 @PACKED
 def test_gpu_kernels_match_reference(kernel, kv_heads, packed, window, h):
     heads = {"h": h, "dtype": jnp.bfloat16, "scoring": Scoring(scale=0.2)}
-    ours = values_and_gradients(kernel, 256, kv_heads, packed, window, **heads)
+    computed = values_and_gradients(kernel, 256, kv_heads, packed, window, **heads)
     reference = values_and_gradients("reference", 256, kv_heads, packed, window, **heads)
     jax.tree.map(
-        functools.partial(np.testing.assert_allclose, rtol=0.02, atol=0.05), ours, reference
+        functools.partial(np.testing.assert_allclose, rtol=0.02, atol=0.05), computed, reference
     )
 
 

@@ -59,9 +59,9 @@ def results_of(attend, *inputs):
     return jax.jit(functools.partial(with_gradients, attend))(*inputs)
 
 
-def assert_all_close(ours, expected, atol=2e-5):
+def assert_all_close(program, expected, atol=2e-5):
     jax.tree.map(
-        functools.partial(np.testing.assert_allclose, atol=atol, rtol=1e-5), ours, expected
+        functools.partial(np.testing.assert_allclose, atol=atol, rtol=1e-5), program, expected
     )
 
 
@@ -121,9 +121,9 @@ def test_splash_sinks_and_gradients_match_formula(monkeypatch, kv_heads, seen, p
 def test_masked_attention_applies_sinks():
     mask = np.arange(LENGTH) <= np.array([[4, 5, 6], [17, 18, 19]])[..., None]
     q, k, v = random_heads(LENGTH, 2, n_queries=3)
-    ours = jax.jit(masked_attention)(q, k, v, mask[:, None], sinks=SINKS)
+    program = jax.jit(masked_attention)(q, k, v, mask[:, None], sinks=SINKS)
     expected = jax.jit(formula)(q, k, v, SINKS, mask)
-    np.testing.assert_allclose(ours, expected, rtol=0, atol=1e-5)
+    np.testing.assert_allclose(program, expected, rtol=0, atol=1e-5)
 
 
 MASKS = (FULL, Mask(window=9))
@@ -156,8 +156,8 @@ def test_devices_apply_sinks_of_their_heads(monkeypatch, backend, is_known, pack
     for which, mask in enumerate(MASKS):
         allowed = allowed_keys(LENGTH, segment_ids, mask.window)
         with jax.set_mesh(mesh):
-            ours = gradients_of(which if is_known else np.int32(which), *inputs)
-        assert_all_close(ours, expected_of(*inputs, allowed=allowed))
+            program = gradients_of(which if is_known else np.int32(which), *inputs)
+        assert_all_close(program, expected_of(*inputs, allowed=allowed))
 
 
 SHAPE = {"dim": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "vocab_size": 64,
@@ -165,12 +165,12 @@ SHAPE = {"dim": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "vocab_size": 
 
 
 def test_model_declares_sink_per_head_if_configured():
-    ours = Model(ModelConfig(**SHAPE, attention_sinks=True))
+    program = Model(ModelConfig(**SHAPE, attention_sinks=True))
     plain = Model(ModelConfig(**SHAPE))
-    added = ours.abstract["layers"]["attention"].pop("sinks")
+    added = program.abstract["layers"]["attention"].pop("sinks")
     assert added.shape == (2, 4)
-    assert ours.axes["layers"]["attention"].pop("sinks") == ("layers", "heads")
-    assert ours.abstract == plain.abstract
+    assert program.axes["layers"]["attention"].pop("sinks") == ("layers", "heads")
+    assert program.abstract == plain.abstract
 
 
 @pytest.mark.parametrize("backend", ["reference", "blockwise"])

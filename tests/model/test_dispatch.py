@@ -64,12 +64,12 @@ def total(f, x, weights, keys, dy):
 def test_dispatch_and_combination_match_direct_sum(full):
     x, keys, weights, dy = drawn()
     keys = keys % KEYS if full else keys
-    ours, expected = (
+    result, expected = (
         jax.jit(jax.value_and_grad(functools.partial(total, f), (0, 1)))(x, weights, keys, dy)
         for f in (dispatched, direct_sum)
     )
     jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), ours, expected
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), result, expected
     )
 
 

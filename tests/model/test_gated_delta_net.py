@@ -92,8 +92,8 @@ def test_training_step_has_no_array_of_length_squared():
         model={**SHAPE, "mixer_pattern": ["gated_delta_net"], "max_seq_len": 192},
         train={"batch_size": 2, "seq_len": 192},
     )
-    ours = setup(config)
-    text = lowered(ours, *random_batches(ours.config, 1)).as_text()
+    program = setup(config)
+    text = lowered(program, *random_batches(program.config, 1)).as_text()
     shapes = [re.findall(r"\d+", shape) for shape in re.findall(r"tensor<([\dx]+)xf32>", text)]
     assert any("192" in shape for shape in shapes)
     assert not [shape for shape in shapes if shape.count("192") > 1]
@@ -141,10 +141,10 @@ def values_on(model, mesh, grad_sync="update"):
         train={"batch_size": 4 // data_parallel, "seq_len": 48, "grad_sync": grad_sync},
         distributed={"dp_shard": 1, **mesh},
     )
-    ours, rng = setup(config), np.random.default_rng(1)
+    program, rng = setup(config), np.random.default_rng(1)
     (batch,) = random_batches(config, 1)
     ids = np.sort(rng.integers(0, 4, batch["labels"].shape), axis=-1)
-    losses, gradients = losses_and_gradients(ours, [{**batch, "segment_ids": ids}])
+    losses, gradients = losses_and_gradients(program, [{**batch, "segment_ids": ids}])
     # Stages hold layers in separate rows.
     flat = jax.tree.map(lambda x: x.reshape(-1), gradients)
     return losses, ravel_pytree(flat)[0]

@@ -108,11 +108,11 @@ def test_initial_values_do_not_depend_on_mesh(axes):
         state = many.init()
     weight = state.params["layers"]["mlp"]["up_proj"]["weight"]
     assert len(weight.sharding.device_set) == many.mesh.size
-    ours = many.state()
-    assert jax.tree.map(lambda x: (x.sharding, x.aval), ours) == jax.tree.map(
+    computed = many.state()
+    assert jax.tree.map(lambda x: (x.sharding, x.aval), computed) == jax.tree.map(
         lambda x: (x.sharding, x.aval), state
     )
-    jax.tree.map(np.testing.assert_array_equal, *jax.device_get((ours, state)))
+    jax.tree.map(np.testing.assert_array_equal, *jax.device_get((computed, state)))
 
 
 def test_parameters_are_stored_in_param_dtype():

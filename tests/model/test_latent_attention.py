@@ -134,8 +134,12 @@ def test_result_equals_sums_of_the_paper(keys):
         for segment_ids in (None, ids):
             out = run(mixer, x, segment_ids=segment_ids, capture=Capture(CAPTURED))
             results = out.y, *(out.captured[name] for name in CAPTURED)
-            for ours, theirs in zip(results, expected(mixer, x, segment_ids), strict=True):
-                np.testing.assert_allclose(ours, theirs, rtol=0, atol=4e-6 * np.abs(theirs).max())
+            for program, reference_result in zip(
+                results, expected(mixer, x, segment_ids), strict=True
+            ):
+                np.testing.assert_allclose(
+                    program, reference_result, rtol=0, atol=4e-6 * np.abs(reference_result).max()
+                )
 
 
 @pytest.mark.parametrize("q_rank", [7, None])
@@ -217,8 +221,8 @@ def of_mesh(grad_sync="update", experts=False, strategy="auto", **distributed):
 
 @functools.cache
 def of_one_device(experts):
-    ours = setup(of_mesh(experts=experts))
-    return ours.run(ours.state(), packed_batches(ours.config))
+    program = setup(of_mesh(experts=experts))
+    return program.run(program.state(), packed_batches(program.config))
 
 
 def packed_batches(config):
@@ -245,8 +249,8 @@ def packed_batches(config):
     ids=str,
 )  # fmt: skip
 def test_losses_do_not_depend_on_the_mesh(keys):
-    ours = setup(of_mesh(**keys))
-    state, metrics = ours.run(ours.state(), packed_batches(ours.config))
+    program = setup(of_mesh(**keys))
+    state, metrics = program.run(program.state(), packed_batches(program.config))
     reference_state, reference = of_one_device(keys.get("experts", False))
     np.testing.assert_allclose(metrics["loss"], reference["loss"], rtol=1e-5)
     np.testing.assert_allclose(metrics["grad_norm"], reference["grad_norm"], rtol=1e-4)

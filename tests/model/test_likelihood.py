@@ -97,8 +97,8 @@ def test_likelihoods_do_not_depend_on_mesh(mesh):
 
 
 def scored(config, params, rows, continuations=CONTINUATIONS):
-    ours = setup(config)
-    mesh, model = ours.mesh, ours.model
+    program = setup(config)
+    mesh, model = program.mesh, program.model
     with jax.set_mesh(mesh):
         placed = jax.device_put(params, param_shardings(model.abstract, model.axes, mesh))
         return Scorer(model, placed, MAX_LENGTH, mesh, rows=rows).score(continuations)

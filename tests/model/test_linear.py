@@ -80,5 +80,5 @@ def test_model_of_tpus_equals_that_of_flat_products(options, adapters):
         program = jax.make_jaxpr(loss)(params)
         assert (re.search(r"f32\[24,4,\d+\] = dot_general", str(program)) is not None) == heads
         results.append(jax.jit(jax.value_and_grad(loss))(params))
-    for ours, flat in zip(*map(jax.tree.leaves, results), strict=True):
-        np.testing.assert_allclose(ours, flat, rtol=1e-4, atol=1e-5)
+    for computed, flat in zip(*map(jax.tree.leaves, results), strict=True):
+        np.testing.assert_allclose(computed, flat, rtol=1e-4, atol=1e-5)

@@ -66,9 +66,9 @@ def packed_batch(config):
 
 def run(config):
     """Return the loss and all gradients of a packed batch, with the layers in their order."""
-    ours = setup(config)
-    losses, grads = losses_and_gradients(ours, [packed_batch(config)])
-    order = np.argsort(ours.model.stack.rows())  # of the layers in the rows of all stages
+    program = setup(config)
+    losses, grads = losses_and_gradients(program, [packed_batch(config)])
+    order = np.argsort(program.model.stack.rows())  # of the layers in the rows of all stages
     if "layers" in grads:
         grads["layers"] = jax.tree.map(lambda x: x.reshape(len(order), -1)[order], grads["layers"])
     return losses, ravel_pytree(grads)[0]
@@ -134,10 +134,10 @@ def test_step_has_no_pairs_of_all_tokens():
     """Neither the forward nor the backward pass has an array of tokens x tokens."""
     tokens = 96  # no other dimension is as long
     c = config({**PURE, "max_seq_len": tokens}, train={"seq_len": tokens})
-    ours = setup(c)
-    text = jax.jit(ours.gradients).lower(
+    program = setup(c)
+    text = jax.jit(program.gradients).lower(
         *jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (
-            ours.abstract_state().params, ours.abstract_state().model_state, packed_batch(c)
+            program.abstract_state().params, program.abstract_state().model_state, packed_batch(c)
         ))
     ).as_text()  # fmt: skip
     shapes = {tuple(dims.split("x")[:-1]) for dims in re.findall(r"tensor<([\dx]+x\w+)>", text)}

@@ -154,9 +154,9 @@ def trained(n_layers, save="none", **axes):
     data = axes.get("dp_shard", 1) * axes.get("ep", 1)  # rows of each device
     train = {"batch_size": 8 // data, "grad_accum_steps": 4, "activation_checkpointing": save}
     model = {**SHAPE, **PERIODS, "n_layers": n_layers}
-    ours = helpers.new_setup(tiny_config(model=model, distributed=axes, train=train))
-    state, metrics = ours.run(ours.state(), random_batches(ours.config, 3))
-    stacks, stack = ours.model.config.stacks, ours.model.stack
+    program = helpers.new_setup(tiny_config(model=model, distributed=axes, train=train))
+    state, metrics = program.run(program.state(), random_batches(program.config, 3))
+    stacks, stack = program.model.config.stacks, program.model.stack
     arrays = {
         name: jax.tree.map(stack.of(name).unstack, part) if name in stacks else part
         for name, part in join(*jax.device_get((state.params, state.model_state))).items()

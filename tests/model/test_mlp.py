@@ -65,8 +65,8 @@ def by_torch(mlp, activation, x):
 def test_mlp_matches_torch(activation):
     mlp = make(activation)
     x = np.random.default_rng(0).standard_normal((2, 5, DIM)).astype(np.float32)
-    ours = jax.jit(lambda x: mlp(x))(x)
-    np.testing.assert_allclose(ours, by_torch(mlp, activation, x), rtol=0, atol=1e-5)
+    result = jax.jit(lambda x: mlp(x))(x)
+    np.testing.assert_allclose(result, by_torch(mlp, activation, x), rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
@@ -74,9 +74,9 @@ def test_activations_match_torch(activation):
     """`gelu` is exact: its tanh approximation differs by up to 5e-4."""
     torch = pytest.importorskip("torch")
     x = np.linspace(-8, 8, 1001, dtype=np.float32)
-    theirs = torch_activation(activation)(torch.from_numpy(x)).numpy()
-    ours = jax.jit(ACTIVATIONS[activation])(x)
-    np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-6)
+    reference = torch_activation(activation)(torch.from_numpy(x)).numpy()
+    result = jax.jit(ACTIVATIONS[activation])(x)
+    np.testing.assert_allclose(result, reference, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
@@ -110,18 +110,18 @@ def test_clamped_gates_and_gradients_match_torch(activation, dtype):
     torch = pytest.importorskip("torch")
     at = np.array([-9, -7, -6.5, -1, 0, 0.5, 6.5, 7, 9], np.float32)
     x, y = (each.ravel() for each in np.meshgrid(at, at))
-    theirs = [torch.tensor(v).to(getattr(torch, dtype)).requires_grad_() for v in (x, y)]
-    gate, up = theirs[0].clamp(max=7.0), theirs[1].clamp(-7.0, 7.0)
+    reference = [torch.tensor(v).to(getattr(torch, dtype)).requires_grad_() for v in (x, y)]
+    gate, up = reference[0].clamp(max=7.0), reference[1].clamp(-7.0, 7.0)
     out = torch_activation(activation)(gate) * (up + 1 if activation == "swiglu_oai" else up)
     out.sum().backward()
     config = ModelConfig(activation=activation, swiglu_limit=7.0)
-    ours, slopes = value_and_slopes(
+    result, slopes = value_and_slopes(
         lambda gate, up: gated(gate, up, config), x.astype(dtype), y.astype(dtype)
     )
     tolerance = (
         {"rtol": 1e-5, "atol": 1e-6} if dtype == "float32" else {"rtol": 2**-5, "atol": 2**-6}
     )
-    for a, b in ((ours, out), *zip(slopes, (t.grad for t in theirs), strict=True)):
+    for a, b in ((result, out), *zip(slopes, (t.grad for t in reference), strict=True)):
         assert a.dtype == jnp.dtype(dtype)
         np.testing.assert_allclose(a.astype(np.float32), b.detach().float(), **tolerance)
 
@@ -142,15 +142,15 @@ def test_conflicting_gate_settings_raise(keys, message):
 def test_gelu_and_gradient_match_torch(dtype):
     torch = pytest.importorskip("torch")
     x = np.linspace(-6, 6, 1001, dtype=np.float32)
-    theirs = torch.tensor(x).to(getattr(torch, dtype)).requires_grad_()
-    y = torch.nn.functional.gelu(theirs)
+    reference = torch.tensor(x).to(getattr(torch, dtype)).requires_grad_()
+    y = torch.nn.functional.gelu(reference)
     y.sum().backward()
-    ours, (slope,) = value_and_slopes(ACTIVATIONS["gelu"], x.astype(dtype))
+    result, (slope,) = value_and_slopes(ACTIVATIONS["gelu"], x.astype(dtype))
     tolerance = (
         {"rtol": 1e-5, "atol": 1e-6} if dtype == "float32" else {"rtol": 2**-7, "atol": 1e-6}
     )
-    assert ours.dtype == slope.dtype == jnp.dtype(dtype)
-    for a, b in ((ours, y), (slope, theirs.grad)):
+    assert result.dtype == slope.dtype == jnp.dtype(dtype)
+    for a, b in ((result, y), (slope, reference.grad)):
         np.testing.assert_allclose(a.astype(np.float32), b.detach().float(), **tolerance)
 
 
@@ -159,7 +159,7 @@ def test_recomputed_activation_saves_only_its_inputs():
     up, gate = np.random.default_rng(0).standard_normal((2, 5, HIDDEN)).astype(np.float32)
     scale = np.arange(5, dtype=np.float32)
 
-    def ours(up, gate, scale):
+    def result(up, gate, scale):
         return activated(up, gate, config, scale)
 
     def plain(up, gate, scale):
@@ -171,11 +171,11 @@ def test_recomputed_activation_saves_only_its_inputs():
 
     inputs = up, gate, scale
     (y, gradients), (expected, plain_gradients) = (
-        jax.jit(functools.partial(with_gradients, f))(*inputs) for f in (ours, plain)
+        jax.jit(functools.partial(with_gradients, f))(*inputs) for f in (result, plain)
     )
     np.testing.assert_allclose(y, expected, rtol=1e-6)
     for ours_gradient, plain_gradient in zip(gradients, plain_gradients, strict=True):
         np.testing.assert_allclose(ours_gradient, plain_gradient, rtol=1e-5, atol=1e-5)
-    _, back = jax.eval_shape(functools.partial(jax.vjp, ours), *inputs)
+    _, back = jax.eval_shape(functools.partial(jax.vjp, result), *inputs)
     saved = sum(leaf.size for leaf in jax.tree.leaves(back))
     assert saved == sum(each.size for each in inputs)

@@ -89,27 +89,31 @@ def config_of(model, **distributed):
 
 def initial(config):
     """Return our step, a state with random biases, and the reference in the same state."""
-    ours = setup(config, collect=("grads",))
-    params = with_random_biases(ours.state().params)
+    program = setup(config, collect=("grads",))
+    params = with_random_biases(program.state().params)
     named = torch_names.to_torch(params, config.model)
-    model_state_named = torch_names.to_torch(jax.device_get(ours.state().model_state), config.model)
+    model_state_named = torch_names.to_torch(
+        jax.device_get(program.state().model_state), config.model
+    )
     rng = np.random.default_rng(1)
     for name in named | model_state_named:
         if name.endswith("expert_bias"):  # multiples of 1/16, whose sums are exact
             arrays = named if name in named else model_state_named
             arrays[name] = rng.integers(-8, 9, arrays[name].shape).astype(np.float32) / 16
     state = with_model_state(
-        ours, ours.state(torch_names.from_torch(named, params, config.model)), model_state_named
+        program,
+        program.state(torch_names.from_torch(named, params, config.model)),
+        model_state_named,
     )
     double = (
         {n: torch.tensor(x).double() for n, x in part.items()}
         for part in (named, model_state_named)
     )
-    return ours, state, moe_torch.Training(config, *double)
+    return program, state, moe_torch.Training(config, *double)
 
 
-def with_model_state(ours, state, model_state_named):
-    tree = torch_names.from_torch(model_state_named, state.model_state, ours.config.model)
+def with_model_state(program, state, model_state_named):
+    tree = torch_names.from_torch(model_state_named, state.model_state, program.config.model)
     like = jax.tree.map(lambda leaf: leaf.sharding, state.model_state)
     return dataclasses.replace(state, model_state=jax.tree.map(placed, tree, like))
 
@@ -124,17 +128,21 @@ def by_name(tree, config):
 
 def assert_close(named, reference, rtol=RTOL):
     assert named.keys() == reference.keys()
-    for name, theirs in reference.items():
-        theirs = theirs.detach().numpy()
-        worst = np.abs(named[name] - theirs).max()
-        assert worst <= rtol * np.abs(theirs).max(), (name, worst, np.abs(theirs).max())
+    for name, reference_result in reference.items():
+        reference_result = reference_result.detach().numpy()
+        worst = np.abs(named[name] - reference_result).max()
+        assert worst <= rtol * np.abs(reference_result).max(), (
+            name,
+            worst,
+            np.abs(reference_result).max(),
+        )
 
 
 def follow(config):
     """Compare several updates with the reference."""
-    ours, state, reference = initial(config)
+    program, state, reference = initial(config)
     for batch in random_batches(config, UPDATES, dp=4 // config.train.batch_size):
-        state, metrics = ours.run(state, [batch])
+        state, metrics = program.run(state, [batch])
         loss, grads, counts = reference.update(*tensors(batch))
         np.testing.assert_allclose(metrics["loss"], loss, rtol=RTOL)
         assert_close(by_name(jax.tree.map(lambda g: g[0], metrics["grads"]), config), grads)
@@ -171,9 +179,9 @@ def test_updates_match_torch_reference(name):
 
 def test_load_scales_outputs_only_in_training():
     config = config_of(CASES["kempnerforge, in groups and warming up"])
-    ours, state, reference = initial(config)
+    program, state, reference = initial(config)
     tokens = random_batches(config, 1)[0]["input_ids"][0]
-    model = ours.model
+    model = program.model
     logits = jax.jit(lambda v: model.logits(v, model.hidden(v, tokens)))(state.variables)
     args = config.model, reference.params, reference.state, torch.from_numpy(tokens)
     (plain, *_), (scaled, *_) = (moe_torch.forward(*args, training=t) for t in (False, True))
@@ -190,13 +198,13 @@ def test_load_scales_outputs_only_in_training():
 )
 def test_bad_update_leaves_expert_bias(name):
     config = config_of(CASES[name], **MESHES.get(name, {}))
-    ours, state, _ = initial(config)
+    program, state, _ = initial(config)
     good, bad = random_batches(config, 2)
-    state, _ = ours.run(state, [good])
+    state, _ = program.run(state, [good])
     head = state.params["output_head"]["proj"]
     head["weight"] = head["weight"].at[0, 0].set(np.nan)
     before = by_name(state.params, config) | by_name(state.model_state, config)
-    state, metrics = ours.run(state, [bad])
+    state, metrics = program.run(state, [bad])
     assert not metrics["applied"].any()
     assert metrics["side"]["expert_counts"].sum()  # which would move the bias
     after = by_name(state.params, config) | by_name(state.model_state, config)
@@ -223,24 +231,26 @@ def test_router_matches_torch_choice_and_weights(router, groups):
         dim=8, n_heads=1, num_experts=12, moe_top_k=3, init_std=0.5, moe_norm_topk=False,
         moe_groups=groups[0], moe_top_k_groups=groups[1], **router,
     )  # fmt: skip
-    ours, rng = Router(c, Declare(nnx.Rngs(params=0), jnp.float32)), np.random.default_rng(0)
-    named = {"router.gate.weight": ours.gate.weight}
+    program, rng = Router(c, Declare(nnx.Rngs(params=0), jnp.float32)), np.random.default_rng(0)
+    named = {"router.gate.weight": program.gate.weight}
     if c.moe_router_bias:
-        named["router.gate.bias"] = ours.gate.bias
+        named["router.gate.bias"] = program.gate.bias
     if c.bias_update != "none":
-        named["router.expert_bias"] = ours.expert_bias
+        named["router.expert_bias"] = program.expert_bias
     for variable in named.values():
         variable[...] = rng.uniform(-1, 1, variable.shape).astype(np.float32)
     if c.bias_update != "none":
-        ours.expert_bias[...] -= 1.0  # negative scores still outrank -inf of other groups
+        program.expert_bias[...] -= 1.0  # negative scores still outrank -inf of other groups
     double = {name: torch.tensor(np.array(item[...])).double() for name, item in named.items()}
     x = rng.standard_normal((4, 64, 8), np.float32)
 
-    routing = jax.device_get(jax.jit(lambda x: ours(x, None)[0])(x))
-    theirs = moe_torch.route(c, double, double, "router", torch.tensor(x).double().flatten(0, 1))
-    np.testing.assert_array_equal(routing.experts.reshape(-1, 3), theirs.chosen)
-    np.testing.assert_allclose(routing.weights.reshape(-1, 3), theirs.weights, rtol=RTOL)
-    np.testing.assert_array_equal(routing.counts, theirs.counts())
+    routing = jax.device_get(jax.jit(lambda x: program(x, None)[0])(x))
+    reference_result = moe_torch.route(
+        c, double, double, "router", torch.tensor(x).double().flatten(0, 1)
+    )
+    np.testing.assert_array_equal(routing.experts.reshape(-1, 3), reference_result.chosen)
+    np.testing.assert_allclose(routing.weights.reshape(-1, 3), reference_result.weights, rtol=RTOL)
+    np.testing.assert_array_equal(routing.counts, reference_result.counts())
     assert routing.counts.sum() == 4 * 64 * 3
     groups_of_experts = routing.experts // (12 // groups[0])
     assert all(

@@ -50,11 +50,11 @@ def program_of(**keys):
 
 def steps(**keys):
     """Return the metrics of three steps."""
-    ours = program_of(**keys)
+    program = program_of(**keys)
     batches = random_batches(tiny_config(train={"batch_size": 8}), 3)
     if "pp" in dict(keys.get("axes", ())):
         batches = [{k: v.reshape(4, 2, -1) for k, v in b.items()} for b in batches]
-    _, metrics = ours.run(ours.state(), batches)
+    _, metrics = program.run(program.state(), batches)
     return metrics
 
 

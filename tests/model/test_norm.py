@@ -53,12 +53,12 @@ def in_float64(norm, kind, x):
 @pytest.mark.parametrize("kind", NORMS)
 def test_bfloat16_norm_is_rounded_once(kind, weights):
     norm, x = make(kind, 1e-5, weights), jnp.asarray(random_input(), jnp.bfloat16)
-    ours = norm(x)
-    assert ours.dtype == jnp.bfloat16
+    result = norm(x)
+    assert result.dtype == jnp.bfloat16
     exact = in_float64(norm, kind, x)
     half_unit = 2.0 ** (np.floor(np.log2(np.abs(exact))) - 8)
     # float32 itself may lose 2^-24 of terms up to 4, for any size of the sum.
-    error = np.abs(np.asarray(ours, np.float64) - exact)
+    error = np.abs(np.asarray(result, np.float64) - exact)
     assert (error <= half_unit + 4 * 2**-20).all()
 
 

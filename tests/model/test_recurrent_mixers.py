@@ -50,10 +50,10 @@ def packed_batches(job, n):
 
 def values(job):
     """Return the loss and all gradients of a packed batch, with the layers in their order."""
-    ours = setup(job)
-    losses, grads = losses_and_gradients(ours, packed_batches(job, 1))
+    program = setup(job)
+    losses, grads = losses_and_gradients(program, packed_batches(job, 1))
     grads["layers"] = jax.tree.map(
-        lambda x: np.asarray(ours.model.stack.unstack(x[0])), grads["layers"]
+        lambda x: np.asarray(program.model.stack.unstack(x[0])), grads["layers"]
     )
     return losses, ravel_pytree(grads)[0]
 
@@ -95,8 +95,8 @@ def test_8_bit_products_do_not_depend_on_the_mesh(mixer):
     """Rounding of bf16 sums moves some values to the next of 8 bits."""
     results = []
     for mesh in ({}, {"dp_shard": 2, "tp": 2}):
-        ours = setup(config(mixer, train=FP8, **mesh))
-        results.append(ours.run(ours.state(), packed_batches(ours.config, 2))[1])
+        program = setup(config(mixer, train=FP8, **mesh))
+        results.append(program.run(program.state(), packed_batches(program.config, 2))[1])
     np.testing.assert_allclose(results[1]["loss"], results[0]["loss"], rtol=1e-3)
     np.testing.assert_allclose(results[1]["grad_norm"], results[0]["grad_norm"], rtol=3e-2)
 
@@ -106,15 +106,15 @@ def test_8_bit_products_do_not_depend_on_the_mesh(mixer):
 def test_run_in_8_bits_resumes_bit_exactly(mixer, tmp_path):
     """Products and moments have 8 bits, and experts are spread over devices."""
     train = {**FP8, "opt_state_dtype": "8bit"}
-    ours = setup(config(mixer, {**EXPERTS, "dim": 64}, train, ep=2))  # whole blocks of moments
-    batches = packed_batches(ours.config, 3)
-    state, _ = ours.run(ours.state(), batches[:2])
-    restored = through_checkpoint(ours, state, tmp_path)
-    expected = jax.device_get(ours.run(state, batches[2:])[0])
+    program = setup(config(mixer, {**EXPERTS, "dim": 64}, train, ep=2))  # whole blocks of moments
+    batches = packed_batches(program.config, 3)
+    state, _ = program.run(program.state(), batches[:2])
+    restored = through_checkpoint(program, state, tmp_path)
+    expected = jax.device_get(program.run(state, batches[2:])[0])
     assert {"int8", "uint8"} <= {leaf.dtype.name for leaf in jax.tree.leaves(expected.opt_state)}
     recorded = expected.model_state["layers"][mixer]
     projections = {name for name in expected.params["layers"][mixer] if name.endswith("_proj")}
     assert recorded.keys() == projections
     assert all(np.all(history > 0) for history in jax.tree.leaves(recorded))
-    resumed = jax.device_get(ours.run(restored, batches[2:])[0])
+    resumed = jax.device_get(program.run(restored, batches[2:])[0])
     jax.tree.map(np.testing.assert_array_equal, resumed, expected)

@@ -37,12 +37,12 @@ def test_build_model_builds_registered_model():
 
     model = build_model(tiny_config(model={"model_type": "doubled"}))
     assert isinstance(model, Doubled)
-    ours = build_model(tiny_config())
-    assert model.axes == ours.axes
+    result = build_model(tiny_config())
+    assert model.axes == result.axes
     params = drawn(tiny_config())
     zeros = jax.tree.map(np.zeros_like, params["layers"])
     params = {**params, "layers": zeros}  # blocks that add nothing
-    embedded = jax.jit(ours.embed_tokens)(params, TOKENS)
+    embedded = jax.jit(result.embed_tokens)(params, TOKENS)
     np.testing.assert_allclose(jax.jit(model.hidden)(params, TOKENS), 4 * embedded, rtol=1e-6)
 
 

@@ -45,9 +45,9 @@ def random_heads(n, seed=0):
 def test_rope_as_matmul_matches_concatenation(dtype):
     x = random_heads(6).astype(dtype).reshape(2, 3, 2, HEAD)
     positions = np.array([[0, 1, 50], [7, 8, 9]])
-    ours, other = (turned(rope(), x, positions, method) for method in (True, False))
-    assert ours.dtype == dtype
-    np.testing.assert_allclose(ours, other, rtol=1e-6 if dtype == jnp.float32 else 0)
+    computed, other = (turned(rope(), x, positions, method) for method in (True, False))
+    assert computed.dtype == dtype
+    np.testing.assert_allclose(computed, other, rtol=1e-6 if dtype == jnp.float32 else 0)
 
 
 @pytest.mark.parametrize("scaling", ["dynamic", "longrope"])
@@ -106,10 +106,10 @@ def test_scores_depend_only_on_distance(scaling):
 
 def test_bfloat16_heads_are_rotated_in_float32():
     positions, x = np.arange(20), random_heads(20).astype(jnp.bfloat16)
-    ours = rotated(x, positions)
-    assert ours.dtype == jnp.bfloat16
+    computed = rotated(x, positions)
+    assert computed.dtype == jnp.bfloat16
     exact = rotated(np.asarray(x, np.float32), positions)
-    np.testing.assert_array_equal(ours, exact.astype(jnp.bfloat16))  # rounded once, at the end
+    np.testing.assert_array_equal(computed, exact.astype(jnp.bfloat16))  # rounded once, at the end
 
 
 def scaled_frequency(frequency, scaling):
@@ -131,11 +131,11 @@ SCALINGS = [RopeScaling(), RopeScaling(factor=32.0, low_freq_factor=2.0, high_fr
 @pytest.mark.parametrize("scaling", SCALINGS, ids=str)
 def test_llama3_scaling_matches_reference(scaling):
     plain = inverse_frequencies(Rope(500000.0, None), 128)
-    ours = inverse_frequencies(Rope(500000.0, scaling), 128)
-    assert ours.dtype == np.float32
+    computed = inverse_frequencies(Rope(500000.0, scaling), 128)
+    assert computed.dtype == np.float32
     expected = [scaled_frequency(float(f), scaling) for f in plain]
-    np.testing.assert_allclose(ours, expected, rtol=1e-6)
-    unscaled, scaled = ours == plain, np.isclose(ours * scaling.factor, plain, rtol=1e-6)
+    np.testing.assert_allclose(computed, expected, rtol=1e-6)
+    unscaled, scaled = computed == plain, np.isclose(computed * scaling.factor, plain, rtol=1e-6)
     assert unscaled.any()
     assert scaled.any()
     assert (~unscaled & ~scaled).any()  # the ramp between them

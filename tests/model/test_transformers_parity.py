@@ -56,20 +56,20 @@ CASES = {
 
 
 def our_name(name):
-    for theirs, ours in RENAMED.items():
-        name = name.replace(theirs, ours)
+    for expected, result in RENAMED.items():
+        name = name.replace(expected, result)
     return name
 
 
 def logits_of_both(config, network, n_tokens):
     tokens = np.random.default_rng(1).integers(0, config.vocab_size, (2, n_tokens))
     with torch.no_grad():
-        theirs = network(torch.from_numpy(tokens)).logits.numpy()
+        expected = network(torch.from_numpy(tokens)).logits.numpy()
     model = Model(config)
     named = {our_name(name): t.numpy() for name, t in network.state_dict().items()}
     params = from_torch(named, model.abstract)
-    ours = jax.jit(lambda p, t: model.logits(p, model.hidden(p, t)))(params, tokens)
-    return np.asarray(ours), theirs
+    result = jax.jit(lambda p, t: model.logits(p, model.hidden(p, t)))(params, tokens)
+    return np.asarray(result), expected
 
 
 @pytest.mark.parametrize(
@@ -79,9 +79,9 @@ def test_logits_match_transformers(family, case):
     config = ModelConfig(**{**SHAPE, **OF_FAMILY[family], **CASES[family][case]})
     # Longer than both original lengths of the scaled rotary positions.
     n_tokens = 160 if "rope" in case else 24
-    ours, theirs = logits_of_both(config, hugging_face(family, config), n_tokens)
-    assert theirs.std() > 0.1
-    np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-5)
+    result, expected = logits_of_both(config, hugging_face(family, config), n_tokens)
+    assert expected.std() > 0.1
+    np.testing.assert_allclose(result, expected, rtol=0, atol=1e-5)
 
 
 def test_qk_norm_eps_is_independent_of_norm_eps():
@@ -91,6 +91,6 @@ def test_qk_norm_eps_is_independent_of_norm_eps():
     for layer in network.model.layers:
         layer.self_attn.q_norm.variance_epsilon = 1e-5
         layer.self_attn.k_norm.variance_epsilon = 1e-5
-    ours, theirs = logits_of_both(config, network, 24)
-    assert theirs.std() > 0.1
-    np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-5)
+    result, expected = logits_of_both(config, network, 24)
+    assert expected.std() > 0.1
+    np.testing.assert_allclose(result, expected, rtol=0, atol=1e-5)

@@ -88,24 +88,24 @@ def max_difference(a, b):
 )
 def test_adamw_matches_torch_closer_than_optax(betas):
     lr = 1e-3
-    theirs, _ = by_torch(lr, betas)
-    ours, _ = run(make(lambda n: jnp.float32(lr), betas), N)
+    reference, _ = by_torch(lr, betas)
+    result, _ = run(make(lambda n: jnp.float32(lr), betas), N)
     mask = {name: decay > 0 for name, decay in DECAY.items()}
     optaxs, _ = run(optax.adamw(lr, *betas, EPS, weight_decay=0.1, mask=mask), N)
-    assert max_difference(theirs, initial()) > 0.02  # parameters have changed
-    assert max_difference(ours, theirs) <= 5e-7
-    assert max_difference(ours, theirs) < max_difference(optaxs, theirs)
+    assert max_difference(reference, initial()) > 0.02  # parameters have changed
+    assert max_difference(result, reference) <= 5e-7
+    assert max_difference(result, reference) < max_difference(optaxs, reference)
 
 
 def test_moments_match_torch():
-    _, theirs = by_torch(1e-3, BETAS)
-    _, ours = run(make(), N)
+    _, reference = by_torch(1e-3, BETAS)
+    _, result = run(make(), N)
     for name in DECAY:
-        m, v = (theirs[name][key].numpy() for key in ("exp_avg", "exp_avg_sq"))
+        m, v = (reference[name][key].numpy() for key in ("exp_avg", "exp_avg_sq"))
         # Gradients of both signs cancel in m: its precision is relative to their size, sqrt(v).
-        assert (np.abs(ours.mu[name] - m) <= 1e-6 * np.sqrt(v)).all()
-        np.testing.assert_allclose(ours.nu[name], v, rtol=1e-5)
-    assert ours.updates == int(theirs["norm"]["step"]) == N
+        assert (np.abs(result.mu[name] - m) <= 1e-6 * np.sqrt(v)).all()
+        np.testing.assert_allclose(result.nu[name], v, rtol=1e-5)
+    assert result.updates == int(reference["norm"]["step"]) == N
 
 
 def test_only_parameters_with_decay_shrink():

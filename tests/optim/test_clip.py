@@ -42,10 +42,10 @@ def by_torch(grads, max_norm):
 )
 def test_clipping_matches_torch(norm, max_norm):
     grads = gradients(norm)
-    theirs, their_norm = by_torch(grads, max_norm)
+    reference, their_norm = by_torch(grads, max_norm)
     np.testing.assert_allclose(norm_of(grads), their_norm, rtol=1e-6)
-    for ours, expected in zip(jax.tree.leaves(clipped(grads, max_norm)), theirs, strict=True):
-        np.testing.assert_allclose(ours, expected, rtol=1e-6)
+    for result, expected in zip(jax.tree.leaves(clipped(grads, max_norm)), reference, strict=True):
+        np.testing.assert_allclose(result, expected, rtol=1e-6)
 
 
 def test_small_gradients_are_not_clipped():

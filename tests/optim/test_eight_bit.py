@@ -108,10 +108,10 @@ def bias(n):
 def test_training_with_8bit_moments_stays_close_to_float32(name):
     """Changes of parameters differ by a few per cent from those with float32 moments."""
     start = drawn(0, normal)
-    (wide, _), (ours, _) = (run(name, retained, bias) for retained in ("float32", "8bit"))
+    (wide, _), (computed, _) = (run(name, retained, bias) for retained in ("float32", "8bit"))
     method, off = (
         np.concatenate([(a - b).ravel() for a, b in zip(*map(jax.tree.leaves, pair), strict=True)])
-        for pair in ((wide, start), (ours, wide))
+        for pair in ((wide, start), (computed, wide))
     )
     assert 0 < np.linalg.norm(off) < 0.1 * np.linalg.norm(method)
 

@@ -149,20 +149,20 @@ def model_with(name):
 
 @every_optimizer
 def test_model_overfits_a_batch(name):
-    ours = model_with(name)
-    _, metrics = ours.run(ours.state(), random_batches(ours.config, 1) * 15)
+    program = model_with(name)
+    _, metrics = program.run(program.state(), random_batches(program.config, 1) * 15)
     assert metrics["loss"][-1] < metrics["loss"][0] - 0.5
 
 
 @every_optimizer
 def test_nonfinite_step_changes_only_counts(name):
-    ours = model_with(name)
-    batches = random_batches(ours.config, 3)
-    state, _ = ours.run(ours.state(), batches[:2])
+    program = model_with(name)
+    batches = random_batches(program.config, 3)
+    state, _ = program.run(program.state(), batches[:2])
     weight = state.params["output_head"]["proj"]["weight"]
     state.params["output_head"]["proj"]["weight"] = weight.at[0, 0].set(jnp.nan)
     before = jax.device_get((state.params, state.opt_state))
-    state, metrics = ours.run(state, batches[2:])
+    state, metrics = program.run(state, batches[2:])
     assert np.isnan(metrics["loss"][0])
     assert int(state.guard.total) == 1
     after = jax.device_get((state.params, state.opt_state))

@@ -87,21 +87,21 @@ def test_adamw_with_patterns_equals_parameter_groups_of_torch():
         decay = 0.3 if dimensions > 1 else 0.0
         lr = 0.01 * o.lr_factor(name)
         groups.append({"params": [parameter], "lr": lr, "weight_decay": decay})
-    theirs = torch.optim.AdamW(
+    reference = torch.optim.AdamW(
         [g for g in groups if g["params"][0].requires_grad], betas=o.betas, eps=o.eps
     )
-    ours = build_optimizer(settings, model.axes)
-    state = ours.init(params)
+    program = build_optimizer(settings, model.axes)
+    state = program.init(params)
     for seed in (1, 2, 3):
         grads = flat(random_like(params, seed))
         trained = {name: p for name, p in named.items() if p.requires_grad}
         for name, parameter in trained.items():
             parameter.grad = torch.from_numpy(np.array(grads[name]))
         torch.nn.utils.clip_grad_norm_(trained.values(), settings.train.grad_clip_norm)
-        theirs.step()
+        reference.step()
         for name in named.keys() - trained.keys():  # a step never hands gradients of these on
             grads[name] = np.zeros_like(grads[name])
-        updates, state = jax.jit(ours.update)(unflatten_dict(grads, sep="."), state, params)
+        updates, state = jax.jit(program.update)(unflatten_dict(grads, sep="."), state, params)
         params = jax.tree.map(jnp.add, params, updates)
     for name, value in flat(params).items():
         np.testing.assert_allclose(value, named[name].detach().numpy(), rtol=3e-6, atol=3e-7)
@@ -127,12 +127,12 @@ def test_adamw_with_patterns_equals_parameter_groups_of_torch():
 )
 def test_frozen_parameters_are_bit_identical_and_have_no_moments(settings):
     optimizer = {"lr": 0.1, "freeze_patterns": FROZEN, **settings.get("optimizer", {})}
-    ours = setup(tiny_config(**{**settings, "optimizer": optimizer}))
-    params = jax.tree.map(np.array, jax.device_get(ours.state().params))
+    program = setup(tiny_config(**{**settings, "optimizer": optimizer}))
+    params = jax.tree.map(np.array, jax.device_get(program.state().params))
     for leaf in jax.tree.leaves(params):
         leaf[(0,) * leaf.ndim] = -0.0  # which the addition of zero would change
     before = {name: value.copy() for name, value in flat(params).items()}
-    state, metrics = ours.run(ours.state(params), random_batches(ours.config, 2))
+    state, metrics = program.run(program.state(params), random_batches(program.config, 2))
     after = flat(state.params)
     frozen = {name for name in before if any(pattern in name for pattern in FROZEN)}
     assert len(frozen) == 2
@@ -153,20 +153,20 @@ def is_dict(leaf):
 def test_gradient_norm_leaves_frozen_parameters_out():
     norms = {}
     for patterns in ([], FROZEN):
-        ours = setup(tiny_config(optimizer={"freeze_patterns": patterns}))
-        batches = random_batches(ours.config, 1)
-        _, grads = losses_and_gradients(ours, batches)
+        program = setup(tiny_config(optimizer={"freeze_patterns": patterns}))
+        batches = random_batches(program.config, 1)
+        _, grads = losses_and_gradients(program, batches)
         parts = {n: g[0] for n, g in flat(grads).items() if not any(p in n for p in patterns)}
         norms[len(patterns)] = float(global_norm(parts))
-        _, metrics = ours.run(ours.state(), batches)
+        _, metrics = program.run(program.state(), batches)
         assert metrics["grad_norm"][0] == pytest.approx(norms[len(patterns)], rel=1e-5)
     assert norms[2] < norms[0]
 
 
 def test_products_of_frozen_gradients_are_not_computed():
     def flops(patterns):
-        ours = setup(tiny_config(optimizer={"freeze_patterns": patterns}))
-        return lowered(ours).compile().cost_analysis()["flops"]
+        program = setup(tiny_config(optimizer={"freeze_patterns": patterns}))
+        return lowered(program).compile().cost_analysis()["flops"]
 
     assert flops([r"mlp\."]) < 0.9 * flops([])
 
@@ -177,8 +177,8 @@ def test_frozen_layers_have_no_gradients_on_any_mesh(distributed):
     optimizer, losses = {"freeze_patterns": ["^layers"]}, []
     batches = random_batches(tiny_config(distributed=distributed), 1)
     for mesh in ({}, distributed):
-        ours = setup(tiny_config(distributed=mesh, optimizer=optimizer))
-        loss, grads = losses_and_gradients(ours, batches)
+        program = setup(tiny_config(distributed=mesh, optimizer=optimizer))
+        loss, grads = losses_and_gradients(program, batches)
         assert set(grads) == {"token_embedding", "norm", "output_head"}
         losses.append(loss)
     np.testing.assert_allclose(losses[1], losses[0], rtol=1e-5)

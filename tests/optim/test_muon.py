@@ -116,10 +116,10 @@ orthogonal_of = jax.jit(orthogonal, static_argnums=1)
 def test_matrices_are_orthogonalized_separately(shape):
     rng = np.random.default_rng(0)
     g = rng.standard_normal((3, *shape)) * np.array([1e-6, 1.0, 1e4])[:, None, None]
-    ours = np.asarray(orthogonal_of(g.astype(np.float32), STEPS))
-    for layer, matrix in zip(ours, g, strict=True):
+    program = np.asarray(orthogonal_of(g.astype(np.float32), STEPS))
+    for layer, matrix in zip(program, g, strict=True):
         np.testing.assert_allclose(layer, newton_schulz(matrix), atol=1e-5)
-    values = np.linalg.svd(ours[1], compute_uv=False)
+    values = np.linalg.svd(program[1], compute_uv=False)
     assert values.min() > 0.6
     assert values.max() < 1.25
 
@@ -128,8 +128,8 @@ def test_number_of_newton_schulz_iterations():
     g = np.random.default_rng(0).standard_normal((1, 8, 8), np.float32)
     for steps in (1, 3):
         expected = newton_schulz(g[0].astype(np.float64), steps)
-        ours = np.asarray(orthogonal_of(g, steps))
-        np.testing.assert_allclose(ours[0], expected, atol=1e-6)
+        program = np.asarray(orthogonal_of(g, steps))
+        np.testing.assert_allclose(program[0], expected, atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -186,7 +186,7 @@ def test_muon_adam_lr_changes_only_the_peak():
 @functools.cache
 def on_mesh(**distributed):
     dp = distributed.get("dp_shard", 1) * distributed.get("dp_replicate", 1)
-    ours = setup(
+    program = setup(
         tiny_config(
             model={"vocab_size": 768, "n_layers": 1},  # AdamW updates the embedding
             optimizer={"name": "muon"},
@@ -194,14 +194,14 @@ def on_mesh(**distributed):
             distributed={"dp_shard": 1, **distributed},
         )
     )
-    return ours, *ours.run(ours.state(), random_batches(ours.config, 6))
+    return program, *program.run(program.state(), random_batches(program.config, 6))
 
 
 def test_sharded_muon_matches_single_device():
     """Newton-Schulz iterations on each shard would give entirely different directions."""
     mesh = {"dp_replicate": 2, "dp_shard": 2, "tp": 2}
     _, state, metrics = on_mesh()
-    ours, sharded, sharded_metrics = on_mesh(**mesh)
+    program, sharded, sharded_metrics = on_mesh(**mesh)
     np.testing.assert_allclose(sharded_metrics["loss"], metrics["loss"], rtol=1e-5)
     np.testing.assert_allclose(sharded_metrics["grad_norm"], metrics["grad_norm"], rtol=1e-4)
     for leaf, other in zip(
@@ -210,7 +210,7 @@ def test_sharded_muon_matches_single_device():
         strict=True,
     ):
         np.testing.assert_allclose(leaf, other, atol=2e-4 * max(1e-3, float(np.abs(other).max())))
-    assert jax.tree.map(lambda a: a.sharding, sharded) == ours.shardings
+    assert jax.tree.map(lambda a: a.sharding, sharded) == program.shardings
     moments = sharded.opt_state[1]
     embedding = moments.mu["token_embedding"]["embedding"]["weight"]
     q_proj = moments.momentum["layers"]["attention"]["q_proj"]["weight"]

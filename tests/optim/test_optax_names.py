@@ -131,12 +131,12 @@ def test_options_need_an_optimizer_of_optax():
 def test_run_is_sharded_and_resumes(name, tmp_path):
     """State with other shapes than parameters, or of some of them, on two devices."""
     job = config_of(name, distributed={"dp_shard": 2})
-    ours = setup(job)
+    program = setup(job)
     batches = random_batches(job, 2)
-    state, metrics = ours.run(ours.state(), batches[:1])
+    state, metrics = program.run(program.state(), batches[:1])
     alone = setup(config_of(name))
     _, expected = alone.run(alone.state(), batches[:1])
     np.testing.assert_allclose(metrics["loss"], expected["loss"], rtol=1e-6)
-    restored = through_checkpoint(ours, state, tmp_path)
-    after = [jax.device_get(ours.run(s, batches[1:])[0]) for s in (state, restored)]
+    restored = through_checkpoint(program, state, tmp_path)
+    after = [jax.device_get(program.run(s, batches[1:])[0]) for s in (state, restored)]
     jax.tree.map(np.testing.assert_array_equal, *after)

@@ -42,9 +42,11 @@ def config_of(**sections):
 @pytest.mark.usefixtures("adam_of_optax")
 def test_optax_adamw_matches_builtin_adamw():
     """AdamW of optax and the built-in one differ only by rounding."""
-    theirs, _ = problem.run(build_optimizer(config_of(), problem.AXES), 5)
-    ours, _ = problem.run(build_optimizer(tiny_config(), problem.AXES), 5)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), theirs, ours)
+    expected, _ = problem.run(build_optimizer(config_of(), problem.AXES), 5)
+    program, _ = problem.run(build_optimizer(tiny_config(), problem.AXES), 5)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), expected, program
+    )
 
 
 @pytest.mark.usefixtures("adam_of_optax")
@@ -70,13 +72,13 @@ def test_lr_scale_multiplies_optax_updates():
 
 @pytest.mark.usefixtures("adam_of_optax")
 def test_optax_moments_are_sharded_like_parameters():
-    ours = setup(config_of(train={"batch_size": 4}, distributed={"dp_shard": 2}))
-    shardings = ours.shardings
+    program = setup(config_of(train={"batch_size": 4}, distributed={"dp_shard": 2}))
+    shardings = program.shardings
     assert shardings.opt_state[1].mu == shardings.params
-    state = ours.abstract_state()
-    with jax.set_mesh(ours.mesh):
-        (batch,) = random_batches(ours.config, 1)
-        after, _ = jax.eval_shape(ours.step, state, ours.put(batch), Controls())
+    state = program.abstract_state()
+    with jax.set_mesh(program.mesh):
+        (batch,) = random_batches(program.config, 1)
+        after, _ = jax.eval_shape(program.step, state, program.put(batch), Controls())
     assert jax.tree.structure(after) == jax.tree.structure(state)
 
 

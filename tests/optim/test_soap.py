@@ -110,7 +110,7 @@ def reference(n):
     return result
 
 
-def ours(n, dtype=jnp.float32, put=lambda tree: tree, factors=None, **options):
+def program(n, dtype=jnp.float32, put=lambda tree: tree, factors=None, **options):
     """Return parameters and state after n updates of arrays that `put` places on devices."""
     preconditioning = Preconditioning(BETA, FREQUENCY, LARGEST)
     direction = scale_by_soap(AXES, BETAS, EPS, jnp.dtype(dtype), preconditioning)
@@ -129,7 +129,7 @@ def ours(n, dtype=jnp.float32, put=lambda tree: tree, factors=None, **options):
 
 def test_updates_match_the_algorithm_of_the_paper():
     n = 25
-    params, state = ours(n)
+    params, state = program(n)
     assert state.updates == n
     for name, expected in reference(n).items():
         result = matrices(name, params[name])
@@ -144,7 +144,7 @@ def test_updates_match_the_algorithm_of_the_paper():
 
 
 def test_first_update_changes_only_bases():
-    params, state = ours(1)
+    params, state = program(1)
     jax.tree.map(np.testing.assert_array_equal, params, values(0))
     assert not any(leaf.any() for leaf in jax.tree.leaves((state.mu, state.nu)))
     g = values(1)["square"].astype(np.float64)
@@ -156,7 +156,7 @@ def test_first_update_changes_only_bases():
 
 def test_factors_multiply_steps_but_not_decay():
     factors = {name: 0.25 if name == "square" else 1.0 for name in SHAPES}
-    (scaled, _), (whole, _) = ours(2, factors=factors), ours(2)
+    (scaled, _), (whole, _) = program(2, factors=factors), program(2)
     after_decay = values(0)["square"] * (1 - float(rate(1)) * DECAY["square"])
     steps = (params["square"] - after_decay for params in (scaled, whole))
     np.testing.assert_allclose(next(steps), 0.25 * next(steps), atol=1e-6)
@@ -164,7 +164,7 @@ def test_factors_multiply_steps_but_not_decay():
 
 
 def test_cautious_decay_leaves_out_elements_that_move_away_from_zero():
-    (cautious, _), (whole, _) = ours(2, is_cautious=True), ours(2)
+    (cautious, _), (whole, _) = program(2, is_cautious=True), program(2)
     begin = values(0)["square"]
     after_decay = begin * (1 - float(rate(1)) * DECAY["square"])
     agrees = (after_decay - whole["square"]) * begin >= 0
@@ -187,12 +187,12 @@ def test_decompositions_depend_on_those_before():
 
 
 def test_bfloat16_moments_have_float32_bases():
-    params, state = ours(3, jnp.bfloat16)
+    params, state = program(3, jnp.bfloat16)
     assert {leaf.dtype for leaf in jax.tree.leaves((state.mu, state.nu))} == {
         np.dtype(jnp.bfloat16)
     }
     assert state.row_gram["square"].dtype == state.row_basis["square"].dtype == np.float32
-    exact, _ = ours(3)
+    exact, _ = program(3)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-3), params, exact)
 
 
@@ -207,7 +207,7 @@ def test_sharded_updates_match_single_device():
 
         return {name: jax.device_put(x, sharding(name, x.shape)) for name, x in tree.items()}
 
-    sharded, whole = ours(9, put=put), ours(9)
+    sharded, whole = program(9, put=put), program(9)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), sharded[0], whole[0])
 
 
@@ -223,19 +223,19 @@ def config_of(**sections):
 @functools.cache
 def on_mesh(**distributed):
     dp = distributed.get("dp_shard", 1)
-    ours = setup(
+    program = setup(
         config_of(train={"batch_size": 8 // dp}, distributed={"dp_shard": 1, **distributed})
     )
-    return ours, *ours.run(ours.state(), random_batches(ours.config, 6))
+    return program, *program.run(program.state(), random_batches(program.config, 6))
 
 
 @pytest.mark.slow
 def test_run_on_mesh_shards_bases():
     _, _, metrics = on_mesh()
-    ours, sharded, sharded_metrics = on_mesh(dp_shard=2, tp=2)
+    program, sharded, sharded_metrics = on_mesh(dp_shard=2, tp=2)
     # Eigenvectors of eigenvalues near 0 are arbitrary: they depend on rounding.
     np.testing.assert_allclose(sharded_metrics["loss"], metrics["loss"], rtol=1e-3)
-    assert jax.tree.map(lambda a: a.sharding, sharded) == ours.shardings
+    assert jax.tree.map(lambda a: a.sharding, sharded) == program.shardings
     soap_state = sharded.opt_state[1]
     for tree, name, shard in (
         (soap_state.row_basis, "q_proj", (2, 32, 32)),
@@ -249,10 +249,10 @@ def test_run_on_mesh_shards_bases():
 
 def test_run_resumes_bit_exactly(tmp_path):
     """The checkpoint is between the first bases and their first change."""
-    ours, batches = setup(config_of()), random_batches(config_of(), 4)
-    state, _ = ours.run(ours.state(), batches[:2])
-    restored = through_checkpoint(ours, state, tmp_path)
-    after = [jax.device_get(ours.run(s, batches[2:])[0]) for s in (state, restored)]
+    program, batches = setup(config_of()), random_batches(config_of(), 4)
+    state, _ = program.run(program.state(), batches[:2])
+    restored = through_checkpoint(program, state, tmp_path)
+    after = [jax.device_get(program.run(s, batches[2:])[0]) for s in (state, restored)]
     jax.tree.map(np.testing.assert_array_equal, *after)
 
 

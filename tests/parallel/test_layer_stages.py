@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import AxisType
 
 from jaxforge.checkpoint.relayout import by_layer, by_stage
-from jaxforge.parallel.layer_switch import change_if, own_arrays, run_layer
+from jaxforge.parallel.layer_switch import arrays_of_layer, change_if, run_layer
 from jaxforge.parallel.mesh import make_mesh
 from jaxforge.parallel.stages import Stack
 from tests.conftest import tiny_config
@@ -76,7 +76,7 @@ def test_devices_run_different_layers():
         layers = [functools.partial(double, x), functools.partial(shift, x)]
         y, (shared, out) = run_layer(index, layers, x, frozenset({"pp", "tp"}))
         assert [array.shape for array in shared] == [(2, 3), (2,), (2,)]
-        first, second = own_arrays(shared, [narrow, narrow])
+        first, second = arrays_of_layer(shared, [narrow, narrow])
         total = change_if(index == 1, lambda total: total + first + 10 * second, total)
         return y, total, out[None]
 

@@ -120,15 +120,15 @@ def follow_torch(ours, batches, torch_loss):
 
 def check_equal(results, expected):
     """Compare metrics and parameters of two runs."""
-    for ours, theirs in zip(results[0], expected[0], strict=True):
-        assert ours["side"].keys() == theirs["side"].keys()
+    for ours, reference in zip(results[0], expected[0], strict=True):
+        assert ours["side"].keys() == reference["side"].keys()
         for name in ("loss", "grad_norm", "losses", "side"):
-            if name in theirs:
+            if name in reference:
                 jax.tree.map(
                     lambda x, y, name=name: np.testing.assert_allclose(
                         x, y, rtol=1e-4, atol=1e-5, err_msg=name
                     ),
-                    ours[name], theirs[name],
+                    ours[name], reference[name],
                 )  # fmt: skip
     jax.tree.map(
         lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=5e-4), results[1], expected[1]

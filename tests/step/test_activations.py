@@ -18,7 +18,7 @@ INTERLEAVED = {"pp_schedule": "interleaved_1f1b", "pp_chunks": 2}
 def capture(points, layers, rows, distributed):
     accum = distributed.get("pp", 1)
     share = ROWS // (distributed.get("dp_shard", 1) * distributed.get("ep", 1))
-    ours = setup(
+    program = setup(
         tiny_config(
             model=MODEL,
             train={"batch_size": share, "grad_accum_steps": accum},
@@ -26,10 +26,10 @@ def capture(points, layers, rows, distributed):
         )
     )
     [batch] = random_batches(tiny_config(train={"batch_size": ROWS}), 1)
-    compute = Activations(ours.model, points, layers, ours.mesh)
-    with jax.set_mesh(ours.mesh):
-        params = ours.state().variables
-        result = jax.device_get(list(compute(params, ours.put(batch), rows)))
+    compute = Activations(program.model, points, layers, program.mesh)
+    with jax.set_mesh(program.mesh):
+        params = program.state().variables
+        result = jax.device_get(list(compute(params, program.put(batch), rows)))
     return batch, result
 
 

@@ -42,12 +42,12 @@ def config(groups=1, train=None, **distributed):
 
 def run(job):
     """Return metrics of three updates, and parameters and model state by layer."""
-    ours = setup(job)
+    program = setup(job)
     batches = random_batches(job, 3)
     for batch in batches:
         batch["labels"][0, :, :8] = -100
-    state, metrics = ours.run(ours.state(), batches)
-    unstack = functools.partial(jax.tree.map, lambda x: np.asarray(ours.model.stack.unstack(x)))
+    state, metrics = program.run(program.state(), batches)
+    unstack = functools.partial(jax.tree.map, lambda x: np.asarray(program.model.stack.unstack(x)))
     return metrics, unstack(jax.device_get(state.params["layers"])), unstack(state.model_state)
 
 
@@ -94,23 +94,23 @@ def test_results_do_not_depend_on_the_mesh(groups, axes, train):
 @pytest.mark.slow
 def test_state_is_saved_and_restored_on_another_mesh(tmp_path):
     job = config(1, {**MICROBATCH, **FULL}, pp=4)
-    ours = setup(job)
+    program = setup(job)
     batch = random_batches(job, 1)
-    state, _ = ours.run(ours.state(), batch)
-    save_checkpoint(ours, state, tmp_path)
+    state, _ = program.run(program.state(), batch)
+    save_checkpoint(program, state, tmp_path)
     restored = restore_checkpoint(setup(config()), tmp_path, 1)
-    drift = ours.model.stack.unstack(state.model_state["layers"]["drift"])
+    drift = program.model.stack.unstack(state.model_state["layers"]["drift"])
     assert np.abs(drift).max() > 0
     np.testing.assert_array_equal(restored.model_state["layers"]["drift"], drift)
 
 
 def test_bad_step_does_not_change_model_state():
     job = config()
-    ours = setup(job)
+    program = setup(job)
     batches = random_batches(job, 2)
-    state, _ = ours.run(ours.state(), batches[:1])
+    state, _ = program.run(program.state(), batches[:1])
     before = jax.device_get(state.model_state)
-    state, metrics = ours.run(state, batches[1:], apply=False)
+    state, metrics = program.run(state, batches[1:], apply=False)
     assert not metrics["applied"].any()
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(state.model_state), before)
 
@@ -168,10 +168,10 @@ def test_run_logs_evaluates_and_stops_by_custom_terms():
 
 @pytest.mark.slow
 def test_logs_do_not_depend_on_pipeline_stages():
-    for ours, theirs in zip(
+    for program, reference in zip(
         logged(("dp_shard", 2), ("pp", 2), ("tp", 2)), logged(("dp_shard", 8)), strict=True
     ):
-        for a, b in zip(ours, theirs, strict=True) if isinstance(ours, list) else ():
+        for a, b in zip(program, reference, strict=True) if isinstance(program, list) else ():
             names = [key for key in a if key.split("/")[0] in ("terms", "model", "eval")]
             assert names
             assert {n: a[n] for n in names} == pytest.approx({n: b[n] for n in names}, rel=1e-4)

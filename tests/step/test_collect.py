@@ -22,15 +22,15 @@ def norm(tree):
 @pytest.fixture(scope="module")
 def steps():
     """Return (parameters, metrics) after an applied, an excluded and a bad step."""
-    ours = setup(tiny_config(scheduler={"warmup_steps": 0}), collect=COLLECTED)
-    state, results = ours.state(), []
+    program = setup(tiny_config(scheduler={"warmup_steps": 0}), collect=COLLECTED)
+    state, results = program.state(), []
     results.append((jax.device_get(state.params), None))
-    for batch in random_batches(ours.config, 3):
+    for batch in random_batches(program.config, 3):
         if len(results) == 3:
             state.params["norm"]["weight"] = state.params["norm"]["weight"].at[0].set(jnp.nan)
-        with jax.set_mesh(ours.mesh):
+        with jax.set_mesh(program.mesh):
             controls = Controls(apply=len(results) != 2)
-            state, metrics = ours.step(state, ours.put(batch), controls)
+            state, metrics = program.step(state, program.put(batch), controls)
         results.append(jax.device_get((state.params, metrics)))
     return results
 

@@ -107,12 +107,12 @@ def test_losses_and_gradients_match_single_device(model, mesh, train):
 @functools.cache
 def evaluated(**mesh):
     """Return sums of an evaluation over a microbatch."""
-    ours = setup(config({}, mesh))
-    (batch,) = packed_batches(ours.config, 1)
+    program = setup(config({}, mesh))
+    (batch,) = packed_batches(program.config, 1)
     first = {name: leaf[:1] for name, leaf in batch.items()}
-    step = make_eval_step(ours.model, ours.config.train, ours.mesh)
-    with jax.set_mesh(ours.mesh):
-        result = step(ours.state().params, ours.put(first), np.ones(256, np.int32))
+    step = make_eval_step(program.model, program.config.train, program.mesh)
+    with jax.set_mesh(program.mesh):
+        result = step(program.state().params, program.put(first), np.ones(256, np.int32))
     return [float(item) for item in result[:3]]
 
 
@@ -126,8 +126,8 @@ def test_evaluation_sums_do_not_depend_on_cp(strategy):
 )
 def test_devices_exchange_heads_or_keys_and_gather_no_activations(case, kind):
     """Collected gradients add no gathers either."""
-    ours = setup(config(*case), collect=("grads",))
-    text = lowered(ours, *packed_batches(ours.config, 1)).compile().as_text()
+    program = setup(config(*case), collect=("grads",))
+    text = lowered(program, *packed_batches(program.config, 1)).compile().as_text()
     assert f" {kind}(" in text
     gathered = re.findall(r"= f32\[([\d,]+)\]\S* all-gather\(", text)
     assert gathered  # weights

@@ -48,16 +48,16 @@ def plain_loss(hidden, head, labels, softcap=None):
 def test_gradients_match_formula(tiles):
     hidden, head, labels = inputs()
 
-    def ours(h, w):
+    def computed(h, w):
         return 3.0 * weighted_loss(tiles, h, w, labels, SCALES).value
 
     def plain(h, w):
         return 3.0 * plain_loss(h, w, labels, tiles.softcap)
 
-    ours, plain = (
-        jax.jit(jax.value_and_grad(loss, (0, 1)))(hidden, head) for loss in (ours, plain)
+    computed, plain = (
+        jax.jit(jax.value_and_grad(loss, (0, 1)))(hidden, head) for loss in (computed, plain)
     )
-    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(plain), strict=True):
+    for a, b in zip(jax.tree.leaves(computed), jax.tree.leaves(plain), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
 
 

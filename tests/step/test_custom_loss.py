@@ -39,12 +39,12 @@ MIXTURE = {"datasets": [{"path": "a"}, {"path": "b"}]}
 @functools.cache
 def builtin_results():
     """Return (batches, metrics) of a single device; the first microbatches differ in weight."""
-    ours = setup(tiny_config(data=MIXTURE, train={**TRAIN, "batch_size": 4}))
-    batches = random_batches(ours.config, 3)
+    program = setup(tiny_config(data=MIXTURE, train={**TRAIN, "batch_size": 4}))
+    batches = random_batches(program.config, 3)
     batches[0]["labels"][0, :, 4:] = IGNORE
     for batch in batches:
         batch["dataset_idx"] = np.array([[0, 1, 1, 0], [1, 1, 1, 0]])
-    return batches, ours.run(ours.state(), batches)[1]
+    return batches, program.run(program.state(), batches)[1]
 
 
 def test_custom_loss_is_differentiated_on_a_mesh():
@@ -83,9 +83,9 @@ CAPPED = {"final_logit_softcap": 0.05}  # initial logits reach about 0.5
 def builtin_capped_results():
     """Return (batches, metrics) of a single device with the custom gradient."""
     train = {"z_loss_weight": 1e-3, "grad_accum_steps": 4, "batch_size": 4}
-    ours = setup(tiny_config(model=CAPPED, train=train))
-    batches = random_batches(ours.config, 3)
-    return batches, ours.run(ours.state(), batches)[1]
+    program = setup(tiny_config(model=CAPPED, train=train))
+    batches = random_batches(program.config, 3)
+    return batches, program.run(program.state(), batches)[1]
 
 
 @pytest.mark.parametrize(

@@ -76,8 +76,8 @@ def torch_loss(section, p, reference, batch):
 
 
 def check_updates(section, updates):
-    ours, batches = FrozenSetup(job("dpo", dpo=section)), [pairs(seed) for seed in range(updates)]
-    follow_torch(ours, batches, functools.partial(torch_loss, section))
+    result, batches = FrozenSetup(job("dpo", dpo=section)), [pairs(seed) for seed in range(updates)]
+    follow_torch(result, batches, functools.partial(torch_loss, section))
 
 
 def test_ten_updates_equal_torch():

@@ -44,14 +44,14 @@ def whole_job(tokens, **sections):
 
 def updates(config, n_updates=3, first=0):
     """Return the results of updates from the initial state, and the state after them."""
-    ours = new_setup(config)
-    state, metrics = ours.state(), []
+    program = new_setup(config)
+    state, metrics = program.state(), []
     batches = loader.training_batches(
-        config, ours.mesh, sources.open_training_data(config), first, n_updates
+        config, program.mesh, sources.open_training_data(config), first, n_updates
     )
-    with jax.set_mesh(ours.mesh):
+    with jax.set_mesh(program.mesh):
         for batch in batches:
-            state, result = ours.step(state, batch, Controls())
+            state, result = program.step(state, batch, Controls())
             metrics.append(jax.device_get(result))
     return metrics, jax.device_get(state)
 
@@ -95,13 +95,13 @@ def test_average_survives_loss_and_return_of_devices(tokens, tmp_path):
 
 def restored(path, job, other, state):
     """Save a state of the host as a job does; return it as another job restores it."""
-    ours, theirs = new_setup(job), new_setup(other)
-    state = jax.tree.map(jax.device_put, state, ours.shardings)
-    saved = Checkpoints(path, job.checkpoint, ours.model.axes, stack=ours.model.stack)
+    program, target = new_setup(job), new_setup(other)
+    state = jax.tree.map(jax.device_put, state, program.shardings)
+    saved = Checkpoints(path, job.checkpoint, program.model.axes, stack=program.model.stack)
     saved.save(progress_of(state), state)
     saved.close()
-    with jax.set_mesh(theirs.mesh):
-        return starting_state(theirs, Checkpoints(path, other.checkpoint, read_only=True))[0]
+    with jax.set_mesh(target.mesh):
+        return starting_state(target, Checkpoints(path, other.checkpoint, read_only=True))[0]
 
 
 def test_padding_rows_are_read_as_padding(tokens):

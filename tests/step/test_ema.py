@@ -24,12 +24,12 @@ def config(model=SMALL, optimizer=None, distributed=None, **train):
     return tiny_config(model=model, train=train, optimizer=optimizer or {}, distributed=axes)
 
 
-def trajectory(ours, batches):
+def trajectory(program, batches):
     """Return the parameters before each step and after the last one, and the last state."""
-    state = ours.state()
+    state = program.state()
     params = [jax.device_get(state.params)]
     for batch in batches:
-        state, _ = ours.run(state, [batch])
+        state, _ = program.run(state, [batch])
         params.append(jax.device_get(state.params))
     return params, state
 
@@ -52,8 +52,8 @@ def assert_close(result, expected):
 @pytest.mark.parametrize("copies_first", [False, True])
 def test_average_equals_that_of_torch(copies_first):
     """With ema_start = 1, as torch by default: its first update copies the parameters."""
-    ours = setup(config(ema_start=int(copies_first)))
-    params, state = trajectory(ours, random_batches(ours.config, 4))
+    program = setup(config(ema_start=int(copies_first)))
+    params, state = trajectory(program, random_batches(program.config, 4))
     leaves = [[torch.tensor(leaf) for leaf in jax.tree.leaves(p)] for p in params]
     module = torch.nn.ParameterList(leaves[0])
     model = AveragedModel(module, multi_avg_fn=get_ema_multi_avg_fn(DECAY))
@@ -67,30 +67,30 @@ def test_average_equals_that_of_torch(copies_first):
 
 
 def test_interval_and_start_select_updates():
-    ours = setup(config(ema_interval=3, ema_start=2))
-    params, state = trajectory(ours, random_batches(ours.config, 8))
+    program = setup(config(ema_interval=3, ema_start=2))
+    params, state = trajectory(program, random_batches(program.config, 8))
     assert_close(state.ema, averaged([params[2], params[3], params[6]]))
 
 
 def test_skipped_step_leaves_average_unchanged():
     """Skipped steps are not counted: the interval continues after them."""
-    ours = setup(config(ema_interval=2))
-    first, second, third = random_batches(ours.config, 3)
-    state, _ = ours.run(ours.state(), [first])
+    program = setup(config(ema_interval=2))
+    first, second, third = random_batches(program.config, 3)
+    state, _ = program.run(program.state(), [first])
     before = jax.device_get(state)
-    with jax.set_mesh(ours.mesh):
-        state, _ = ours.step(state, ours.put(second), Controls(apply=jnp.array(False)))
+    with jax.set_mesh(program.mesh):
+        state, _ = program.step(state, program.put(second), Controls(apply=jnp.array(False)))
     no_labels = {**second, "labels": np.full_like(second["labels"], -100)}
-    state, metrics = ours.run(state, [no_labels])
+    state, metrics = program.run(state, [no_labels])
     assert metrics["skipped"] == [2]
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(state.ema), before.ema)
-    state, _ = ours.run(state, [third])
+    state, _ = program.run(state, [third])
     assert_close(state.ema, averaged([before.ema, jax.device_get(state.params)]))
 
 
 def test_average_has_trained_parameters_alone():
-    ours = setup(config(optimizer={"freeze_patterns": ["token_embedding.*"]}))
-    params, state = trajectory(ours, random_batches(ours.config, 3))
+    program = setup(config(optimizer={"freeze_patterns": ["token_embedding.*"]}))
+    params, state = trajectory(program, random_batches(program.config, 3))
     assert params[0].keys() - state.ema.keys() == {"token_embedding"}
     expected = averaged(params)
     frozen = jax.device_get(state.averaged_variables)["token_embedding"]
@@ -122,8 +122,8 @@ MESHES = [
 @pytest.mark.parametrize(("model", "axes", "train"), MESHES)
 def test_average_on_mesh_equals_formula(model, axes, train):
     train = {"grad_accum_steps": 2, "batch_size": 2, **train}
-    ours = setup(config(model, distributed=axes, **train))
-    params, state = trajectory(ours, random_batches(ours.config, 3))
+    program = setup(config(model, distributed=axes, **train))
+    params, state = trajectory(program, random_batches(program.config, 3))
     assert {leaf.dtype for leaf in jax.tree.leaves(state.ema)} == {np.dtype("float32")}
     assert_close(state.ema, averaged(params))
     same = jax.tree.map(lambda a, b: a.sharding == b.sharding, state.ema, state.params)
@@ -147,9 +147,9 @@ def test_bfloat16_average_is_unbiased():
 
 def test_state_and_step_without_average_are_unchanged(monkeypatch):
     job = config(ema_decay=0.0)
-    ours = setup(job)
-    assert not jax.tree.leaves(ours.abstract_state().ema)
-    text = lowered(ours).as_text()
+    program = setup(job)
+    assert not jax.tree.leaves(program.abstract_state().ema)
+    text = lowered(program).as_text()
     monkeypatch.setattr(train_step, "build_average", lambda *_: lambda ema, *__: ema)
     assert lowered(new_setup(job)).as_text() == text
     assert lowered(setup(config())).as_text() != text

@@ -63,11 +63,11 @@ def config(model, train=None, **distributed):
 
 def run(job):
     """Return metrics of three updates, and parameters and model state by KempnerForge's names."""
-    ours = setup(job)
+    program = setup(job)
     batches = random_batches(job, 3)
     batches[1]["labels"][0, :, :8] = -100
-    state, metrics = ours.run(ours.state(), batches)
-    of = ours.model.stack.of
+    state, metrics = program.run(program.state(), batches)
+    of = program.model.stack.of
     arrays = jax.device_get((state.params, state.model_state))
     stacks = job.model.stacks
     named = [
@@ -122,10 +122,10 @@ def test_updates_do_not_depend_on_the_mesh(model, train, axes):
 
 def check_resumes(directory, job, other):
     """Resume a run bit-exactly on its own mesh, and closely on another mesh."""
-    ours, batches = setup(job), random_batches(job, 2)
-    state, _ = ours.run(ours.state(), batches[:1])
-    save_checkpoint(ours, state, directory)
-    expected = by_layer(ours.run(state, batches[1:])[0], ours.model.stack)
+    program, batches = setup(job), random_batches(job, 2)
+    state, _ = program.run(program.state(), batches[:1])
+    save_checkpoint(program, state, directory)
+    expected = by_layer(program.run(state, batches[1:])[0], program.model.stack)
     for resumed_job in (job, other):
         resumed = setup(resumed_job)
         source = Saved(Checkpoints(directory, job.checkpoint, read_only=True), 1)

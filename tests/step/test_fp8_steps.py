@@ -28,8 +28,8 @@ def config(distributed=None, n_layers=2, **train):
 
 @functools.cache
 def single_device():
-    ours = setup(config())
-    return ours.run(ours.state(), random_batches(ours.config, 2))
+    program = setup(config())
+    return program.run(program.state(), random_batches(program.config, 2))
 
 
 MESHES = [
@@ -41,9 +41,9 @@ MESHES = [
 
 @pytest.mark.parametrize(("mesh", "grad_sync"), MESHES, ids=str)
 def test_losses_and_histories_do_not_depend_on_the_mesh(mesh, grad_sync):
-    ours = setup(config(mesh, grad_sync=grad_sync))
+    program = setup(config(mesh, grad_sync=grad_sync))
     expected_state, expected = single_device()
-    state, metrics = ours.run(ours.state(), random_batches(ours.config, 2))
+    state, metrics = program.run(program.state(), random_batches(program.config, 2))
     np.testing.assert_allclose(metrics["loss"], expected["loss"], rtol=2e-5)
     np.testing.assert_allclose(metrics["grad_norm"], expected["grad_norm"], rtol=5e-3)
     for history, want in zip(
@@ -72,8 +72,8 @@ def test_fp8_experts_do_not_depend_on_the_mesh():
     wide = setup(with_experts(mixed_precision="bf16"))
     batches = random_batches(alone.config, 2)
     losses, norms = [], []
-    for ours in (alone, spread, wide):
-        _, metrics = ours.run(ours.state(), batches)
+    for program in (alone, spread, wide):
+        _, metrics = program.run(program.state(), batches)
         losses.append(np.asarray(metrics["loss"]))
         norms.append(np.asarray(metrics["grad_norm"]))
     np.testing.assert_allclose(losses[1], losses[0], rtol=1e-3)
@@ -96,9 +96,9 @@ def amax_of_inputs(params, batch):
 
 def test_amax_histories_hold_latest_good_steps():
     """Compare six steps of two microbatches with plain lists; the fourth step has a NaN."""
-    ours = setup(config(n_layers=1))
-    state, inputs, weights = ours.state(), [0.0] * 3, [0.0] * 3
-    for number, batch in enumerate(random_batches(ours.config, 6)):
+    program = setup(config(n_layers=1))
+    state, inputs, weights = program.state(), [0.0] * 3, [0.0] * 3
+    for number, batch in enumerate(random_batches(program.config, 6)):
         params = jax.device_get(state.params)
         good, where = np.array(params["norm"]["weight"]), state.params["norm"]["weight"].sharding
         if number == 3:
@@ -107,8 +107,8 @@ def test_amax_histories_hold_latest_good_steps():
             inputs = [amax_of_inputs(params, batch), *inputs[:2]]
             q = params["layers"]["attention"]["q_proj"]["weight"][0]
             weights = [np.abs(in_bf16(q)).max(), *weights[:2]]
-        with jax.set_mesh(ours.mesh):
-            state, metrics = ours.step(state, ours.put(batch), Controls())
+        with jax.set_mesh(program.mesh):
+            state, metrics = program.step(state, program.put(batch), Controls())
         assert bool(metrics["applied"]) == (number != 3)
         if number == 3:
             state.params["norm"]["weight"] = placed(good, where)

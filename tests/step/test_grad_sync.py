@@ -130,9 +130,9 @@ def test_grad_sync_modes_give_equal_gradients(name):
         sections = {"model": MODELS[name], "train": {**of_train, **keys}}
         return grads(tiny_config(**sections, distributed=MESHES[name]))
 
-    def is_near(ours, theirs):
+    def is_near(job, expected):
         floor = 1e-6  # the gradient of the bias of keys, which does not affect attention
-        return np.linalg.norm(ours - theirs) < 0.015 * np.linalg.norm(theirs) + floor
+        return np.linalg.norm(job - expected) < 0.015 * np.linalg.norm(expected) + floor
 
     update = gradients_with(grad_sync="update")
     for keys in COMPARED[name]:
@@ -215,8 +215,8 @@ def test_microbatches_add_up_to_shards_in_float32():
 def test_update_program_has_no_open_dimensions(axes):
     """A partly manual program constrains each result to "{?}" (docs/upstream.md)."""
     train = {"batch_size": 1, "grad_accum_steps": 2, "grad_sync": "update"}
-    ours = setup(tiny_config(train=train, distributed=axes))
-    text = lowered(ours).as_text()
+    job = setup(tiny_config(train=train, distributed=axes))
+    text = lowered(job).as_text()
     assert "sdy.manual_computation" in text
     assert "{?}" not in text
 

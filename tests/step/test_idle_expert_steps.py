@@ -30,17 +30,17 @@ def config(train=None, **distributed):
 @functools.cache
 def run(job):
     """Return program, final state, all states, and token counts [updates, layers, experts]."""
-    ours = setup(job)
+    program = setup(job)
     batches = random_batches(job, STEPS, dp=4 // job.train.batch_size)
-    state, states, counts = ours.state(), [], []
+    state, states, counts = program.state(), [], []
     for batch in batches:
-        state, metrics = ours.run(state, [batch])
+        state, metrics = program.run(state, [batch])
         arrays = jax.device_get((state.params, state.opt_state[1]))
-        states.append(jax.tree.map(ours.model.stack.unstack, arrays[0]["layers"]))
+        states.append(jax.tree.map(program.model.stack.unstack, arrays[0]["layers"]))
         states[-1] = (
             states[-1],
             {
-                name: ours.model.stack.unstack(
+                name: program.model.stack.unstack(
                     field["layers"]["mlp"]["experts"]["up_proj"]["weight"]
                 )
                 for name, field in arrays[1]._asdict().items()
@@ -48,7 +48,7 @@ def run(job):
             },
         )
         counts.append(metrics["side"]["expert_counts"][0])
-    return ours, state, states, np.array(counts)
+    return program, state, states, np.array(counts)
 
 
 def up_proj(layers):
@@ -93,21 +93,21 @@ def test_skipped_experts_do_not_depend_on_the_mesh(train, axes):
 def test_checkpoint_of_stages_restores_counts_on_one_device(tmp_path):
     """Stages hold three layers in four rows, a checkpoint in three."""
     train, axes = STAGES
-    ours, state, states, _ = run(config(train, **axes))
-    save_checkpoint(ours, state, tmp_path)
+    program, state, states, _ = run(config(train, **axes))
+    save_checkpoint(program, state, tmp_path)
     result = restore_checkpoint(run(config())[0], tmp_path, STEPS)
     counts = result.opt_state[1].expert_updates["layers"]["mlp"]["experts"]["up_proj"]["weight"]
     np.testing.assert_array_equal(counts, states[-1][1]["expert_updates"])
 
 
 def test_rejected_step_does_not_change_expert_counts():
-    ours, _, _, _ = run(config())
-    batches = random_batches(ours.config, 2)
-    state, _ = ours.run(ours.state(), batches[:1])
+    program, _, _, _ = run(config())
+    batches = random_batches(program.config, 2)
+    state, _ = program.run(program.state(), batches[:1])
     head = state.params["output_head"]["proj"]["weight"]
     state.params["output_head"]["proj"]["weight"] = head.at[0, 0].set(jnp.nan)
     before = jax.device_get(state.opt_state)
-    state, _ = ours.run(state, batches[1:])
+    state, _ = program.run(state, batches[1:])
     assert int(state.guard.total) == 1
     jax.tree.map(np.testing.assert_array_equal, before, jax.device_get(state.opt_state))
 

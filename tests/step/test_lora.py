@@ -73,17 +73,17 @@ def test_adapted_model_equals_the_model_with_merged_weights(model, use_rslora):
     whole = merged(params, lora)
     assert jax.tree.structure(whole) == jax.tree.structure(plain.abstract)
     tokens = jnp.arange(32).reshape(2, 16)
-    ours = adapted.logits(params, adapted.hidden(params, tokens))
-    theirs = plain.logits(whole, plain.hidden(whole, tokens))
-    np.testing.assert_allclose(ours, theirs, rtol=2e-4, atol=2e-5)
+    job = adapted.logits(params, adapted.hidden(params, tokens))
+    expected = plain.logits(whole, plain.hidden(whole, tokens))
+    np.testing.assert_allclose(job, expected, rtol=2e-4, atol=2e-5)
     at, cache = jnp.arange(16)[None].repeat(2, 0), adapted.empty_cache(2, 16)
     _, cache = adapted.extend(params, tokens[:, :-1], at[:, :-1], cache)
     # One token at a time, latent attention uses its matrices in another form.
     last, _ = adapted.extend(params, tokens[:, -1:], at[:, -1:], cache)
-    np.testing.assert_allclose(last, ours[:, -1:], rtol=2e-4, atol=2e-5)
+    np.testing.assert_allclose(last, job[:, -1:], rtol=2e-4, atol=2e-5)
     base = plain.init(jax.random.key(0))
     without = plain.logits(base, plain.hidden(base, tokens))
-    assert np.abs(np.asarray(ours) - without).max() > 0.01
+    assert np.abs(np.asarray(job) - without).max() > 0.01
 
 
 def test_new_adapters_change_nothing_and_leave_the_base_as_it_was_drawn():
@@ -121,15 +121,15 @@ MESHES = [
 
 @pytest.mark.parametrize("settings", MESHES, ids=str)
 def test_mesh_does_not_change_the_updates(settings):
-    ours = setup(config(**settings))
-    batches = random_batches(ours.config, 3)
+    job = setup(config(**settings))
+    batches = random_batches(job.config, 3)
     rows = sum(len(batch) for batch in batches[0]["labels"])
     alone = setup(config(train={"batch_size": rows}))
     whole = [{k: x.reshape(1, rows, -1) for k, x in batch.items()} for batch in batches]
-    _, metrics = ours.run(ours.state(), batches)
-    _, theirs = alone.run(alone.state(), whole)
-    np.testing.assert_allclose(metrics["loss"], theirs["loss"], rtol=1e-5)
-    np.testing.assert_allclose(metrics["grad_norm"], theirs["grad_norm"], rtol=1e-4)
+    _, metrics = job.run(job.state(), batches)
+    _, expected = alone.run(alone.state(), whole)
+    np.testing.assert_allclose(metrics["loss"], expected["loss"], rtol=1e-5)
+    np.testing.assert_allclose(metrics["grad_norm"], expected["grad_norm"], rtol=1e-4)
 
 
 @pytest.mark.slow
@@ -137,18 +137,18 @@ def test_experts_are_frozen_on_expert_parallel_devices():
     model = {**EXPERTS, "moe_bias_update": "sign"}
     losses = []
     for mesh in ({"ep": 2, "dp_shard": 1}, {}):
-        ours = setup(
+        job = setup(
             config(model=model, distributed=mesh, train={"batch_size": 4 * (2 - len(mesh) // 2)})
         )
-        losses.append(ours.run(ours.state(), random_batches(ours.config, 2))[1]["loss"])
+        losses.append(job.run(job.state(), random_batches(job.config, 2))[1]["loss"])
     np.testing.assert_allclose(*losses, rtol=1e-5)
 
 
 @pytest.mark.slow
 def test_modules_of_multi_token_prediction_are_frozen():
-    ours = setup(config(model={"mtp_depth": 1, "n_layers": 1}))
-    before = {name: np.array(x) for name, x in flat(ours.state().params).items()}
-    state, metrics = ours.run(ours.state(), random_batches(ours.config, 2))
+    job = setup(config(model={"mtp_depth": 1, "n_layers": 1}))
+    before = {name: np.array(x) for name, x in flat(job.state().params).items()}
+    state, metrics = job.run(job.state(), random_batches(job.config, 2))
     after = flat(state.params)
     assert np.isfinite(metrics["loss"]).all()
     changed = {name for name, value in before.items() if np.any(value != after[name])}
@@ -169,10 +169,10 @@ def test_modules_of_multi_token_prediction_are_frozen():
     ids=str,
 )  # fmt: skip
 def test_only_adapters_change_and_have_gradients_and_moments(settings):
-    ours = setup(config(**settings))
-    batches = random_batches(ours.config, 2)
-    before = {name: np.array(x) for name, x in flat(ours.state().params).items()}
-    state, metrics = ours.run(ours.state(), batches)
+    job = setup(config(**settings))
+    batches = random_batches(job.config, 2)
+    before = {name: np.array(x) for name, x in flat(job.state().params).items()}
+    state, metrics = job.run(job.state(), batches)
     after = flat(state.params)
     assert np.isfinite(metrics["loss"]).all()
     for name, value in before.items():
@@ -180,8 +180,8 @@ def test_only_adapters_change_and_have_gradients_and_moments(settings):
         assert not is_adapter(name) or value.dtype == np.float32
     adapters = {name for name in before if is_adapter(name)}
     grads = jax.eval_shape(
-        lambda s, b: ours.gradients(s.params, s.model_state, b)[0],
-        ours.abstract_state(), ours.abstract_batch(),
+        lambda s, b: job.gradients(s.params, s.model_state, b)[0],
+        job.abstract_state(), job.abstract_batch(),
     )  # fmt: skip
     assert set(flatten_dict(grads, sep=".")) == adapters
     moments = {n for leaf in jax.tree.leaves(state.opt_state, is_leaf=lambda x: isinstance(x, dict))

@@ -65,17 +65,17 @@ def test_microbatches_do_not_change_the_masks_of_rows():
 
 def compare_with_one_device(**settings):
     """Run steps on a mesh, and on one device with all rows in one microbatch."""
-    ours = setup(config(**settings))
-    batches = random_batches(ours.config, 2)
+    program = setup(config(**settings))
+    batches = random_batches(program.config, 2)
     rows = sum(len(batch) for batch in batches[0]["labels"])
     alone = setup(config(train={"batch_size": rows}, model=settings.get("model", {})))
     whole = [{k: x.reshape(1, rows, -1) for k, x in batch.items()} for batch in batches]
     params = random_adapters(alone.state().params, std=0.1)
-    stacked = {**params, "layers": jax.tree.map(ours.model.stack.stack, params["layers"])}
-    _, metrics = ours.run(ours.state(stacked), batches)
-    _, theirs = alone.run(alone.state(params), whole)
-    np.testing.assert_allclose(metrics["loss"], theirs["loss"], rtol=1e-5)
-    np.testing.assert_allclose(metrics["grad_norm"], theirs["grad_norm"], rtol=1e-4)
+    stacked = {**params, "layers": jax.tree.map(program.model.stack.stack, params["layers"])}
+    _, metrics = program.run(program.state(stacked), batches)
+    _, expected = alone.run(alone.state(params), whole)
+    np.testing.assert_allclose(metrics["loss"], expected["loss"], rtol=1e-5)
+    np.testing.assert_allclose(metrics["grad_norm"], expected["grad_norm"], rtol=1e-4)
 
 
 def test_mesh_does_not_change_the_masks():
@@ -108,26 +108,28 @@ def test_execution_does_not_change_the_masks(settings):
 
 
 def test_each_step_has_other_masks():
-    ours = setup(config(optimizer={"lr": 1e-9}))
-    batches = random_batches(ours.config, 1) * 2
-    params = random_adapters(ours.state().params)
-    first, second = ours.run(ours.state(params), batches)[1]["loss"]
+    program = setup(config(optimizer={"lr": 1e-9}))
+    batches = random_batches(program.config, 1) * 2
+    params = random_adapters(program.state().params)
+    first, second = program.run(program.state(params), batches)[1]["loss"]
     assert first != second
-    np.testing.assert_array_equal(ours.run(ours.state(params), batches)[1]["loss"], [first, second])
+    np.testing.assert_array_equal(
+        program.run(program.state(params), batches)[1]["loss"], [first, second]
+    )
 
 
 def test_evaluation_drops_nothing():
     with_dropout, without = (setup(config(lora={"dropout": rate})) for rate in (RATE, 0.0))
     params = random_adapters(without.state().params)
     tokens = jnp.arange(32).reshape(2, 16)
-    ours, theirs = (p.model.hidden(params, tokens) for p in (with_dropout, without))
-    np.testing.assert_array_equal(ours, theirs)
+    program, expected = (p.model.hidden(params, tokens) for p in (with_dropout, without))
+    np.testing.assert_array_equal(program, expected)
 
 
 def test_gradients_without_keys_are_refused():
-    ours = setup(config())
+    program = setup(config())
     with pytest.raises(ValueError, match=r"lora.dropout needs the keys of step.mask_keys"):
         jax.eval_shape(
-            lambda s, b: ours.gradients(s.params, s.model_state, b)[0],
-            ours.abstract_state(), ours.abstract_batch(),
+            lambda s, b: program.gradients(s.params, s.model_state, b)[0],
+            program.abstract_state(), program.abstract_batch(),
         )  # fmt: skip

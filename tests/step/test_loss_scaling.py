@@ -63,17 +63,17 @@ def fp16(**train):
     }))  # fmt: skip
 
 
-def restored(ours, path, step):
-    checkpoints = Checkpoints(path, ours.config.checkpoint)
+def restored(program, path, step):
+    checkpoints = Checkpoints(path, program.config.checkpoint)
     try:
-        like = ours.abstract_state()
+        like = program.abstract_state()
         return checkpoints.restore(like, step)[0]
     finally:
         checkpoints.close()
 
 
-def save(ours, path, state):
-    checkpoints = Checkpoints(path, ours.config.checkpoint, axes=ours.model.axes)
+def save(program, path, state):
+    checkpoints = Checkpoints(path, program.config.checkpoint, axes=program.model.axes)
     checkpoints.save(progress_of(state), state)
     checkpoints.wait()
     checkpoints.close()
@@ -82,20 +82,20 @@ def save(ours, path, state):
 @pytest.mark.slow
 def test_fp16_run_resumes_bit_exactly(tmp_path):
     """The initial scale makes gradients overflow; the scale decreases, and a restart is exact."""
-    ours = fp16(initial_loss_scale=2.0**26)
-    batches = random_batches(ours.config, 12)
-    before = jax.device_get(ours.state().params)
-    state, first = ours.run(ours.state(), batches[:1])
+    program = fp16(initial_loss_scale=2.0**26)
+    batches = random_batches(program.config, 12)
+    before = jax.device_get(program.state().params)
+    state, first = program.run(program.state(), batches[:1])
     assert (first["applied"][0], first["loss_scale"][0]) == (False, 2.0**25)
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(state.params), before)
-    state, metrics = ours.run(state, batches[1:8])
+    state, metrics = program.run(state, batches[1:8])
     assert metrics["applied"][-1] or metrics["applied"][-2]  # the scale grows again and overflows
     assert metrics["consecutive"].max() == 0
     np.testing.assert_allclose(metrics["loss"][0], plain_loss(batches[1]), rtol=1e-3)
-    save(ours, tmp_path, state)
-    again = restored(ours, tmp_path, 8)
-    _, uninterrupted = ours.run(state, batches[8:])
-    _, resumed = ours.run(again, batches[8:])
+    save(program, tmp_path, state)
+    again = restored(program, tmp_path, 8)
+    _, uninterrupted = program.run(state, batches[8:])
+    _, resumed = program.run(again, batches[8:])
     for name in ("loss", "grad_norm", "loss_scale", "skipped"):
         np.testing.assert_array_equal(uninterrupted[name], resumed[name])
 
@@ -109,12 +109,12 @@ def plain_loss(batch):
 def test_checkpoint_without_loss_scale_starts_at_initial_scale(tmp_path):
     """A bf16 checkpoint has no scale, and a bf16 run ignores a stored one."""
     bf16 = setup(tiny_config(train={"mixed_precision": "bf16", "grad_accum_steps": 2}))
-    ours = fp16()
+    program = fp16()
     save(bf16, tmp_path / "bf16", underway(bf16, 1))
-    state = restored(ours, tmp_path / "bf16", 1)
+    state = restored(program, tmp_path / "bf16", 1)
     assert float(state.guard.loss_scale) == 0
-    state, metrics = ours.run(state, random_batches(ours.config, 1))
+    state, metrics = program.run(state, random_batches(program.config, 1))
     assert (metrics["loss_scale"][0], int(state.guard.total)) == (65536.0, 0)
-    save(ours, tmp_path / "fp16", state)
+    save(program, tmp_path / "fp16", state)
     back = restored(bf16, tmp_path / "fp16", 2)
     assert back.guard.loss_scale is None

@@ -39,14 +39,14 @@ def config(accum=1, grad_sync="update", z=0.0, **distributed):
 
 @functools.cache
 def single_device():
-    ours = setup(config(z=1e-4))
-    return ours.run(ours.state(), random_batches(ours.config, STEPS))
+    program = setup(config(z=1e-4))
+    return program.run(program.state(), random_batches(program.config, STEPS))
 
 
 @pytest.mark.parametrize(("mesh", "grad_sync"), CASES, ids=str)
 def test_losses_do_not_depend_on_the_mesh(mesh, grad_sync):
-    ours = setup(config(grad_sync=grad_sync, z=1e-4, **mesh))
-    state, metrics = ours.run(ours.state(), random_batches(ours.config, STEPS))
+    program = setup(config(grad_sync=grad_sync, z=1e-4, **mesh))
+    state, metrics = program.run(program.state(), random_batches(program.config, STEPS))
     reference_state, reference = single_device()
     np.testing.assert_allclose(metrics["loss"], reference["loss"], rtol=1e-5)
     np.testing.assert_allclose(metrics["grad_norm"], reference["grad_norm"], rtol=1e-4)
@@ -62,8 +62,8 @@ def test_losses_do_not_depend_on_the_mesh(mesh, grad_sync):
 def test_opaque_kernel_runs_on_each_device_separately(grad_sync, monkeypatch):
     use_unsplittable_kernel(monkeypatch)
     mesh = {"dp_replicate": 2, "dp_shard": 2, "tp": 2}
-    ours = new_setup(config(grad_sync=grad_sync, z=1e-4, **mesh))
-    _, metrics = ours.run(ours.state(), random_batches(ours.config, STEPS)[:3])
+    program = new_setup(config(grad_sync=grad_sync, z=1e-4, **mesh))
+    _, metrics = program.run(program.state(), random_batches(program.config, STEPS)[:3])
     np.testing.assert_allclose(metrics["loss"], single_device()[1]["loss"][:3], rtol=1e-5)
 
 
@@ -73,12 +73,12 @@ def test_opaque_kernel_runs_on_each_device_separately(grad_sync, monkeypatch):
     ids=str,
 )
 def test_losses_do_not_depend_on_the_accumulation_split(mesh, accum):
-    ours = setup(config(accum, z=1e-4, **mesh))
+    program = setup(config(accum, z=1e-4, **mesh))
     batches = [
         {k: v.reshape(accum, 8 // accum, -1) for k, v in batch.items()}
         for batch in random_batches(setup(config()).config, STEPS)
     ]
-    _, metrics = ours.run(ours.state(), batches)
+    _, metrics = program.run(program.state(), batches)
     np.testing.assert_allclose(metrics["loss"], single_device()[1]["loss"], rtol=1e-5)
 
 
@@ -86,8 +86,8 @@ def test_bfloat16_compute_runs_on_every_kind_of_axis():
     """test_grad_sync.py compares the gradients of a reduction per microbatch."""
     base = config(dp_replicate=2, dp_shard=2, tp=2)
     train = base.train.model_copy(update={"mixed_precision": "bf16"})
-    ours = setup(base.model_copy(update={"train": train}))
-    state, metrics = ours.run(ours.state(), random_batches(ours.config, 3))
+    program = setup(base.model_copy(update={"train": train}))
+    state, metrics = program.run(program.state(), random_batches(program.config, 3))
     np.testing.assert_allclose(metrics["loss"], single_device()[1]["loss"][:3], rtol=2e-2)
     assert {leaf.dtype for leaf in jax.tree.leaves(state.params)} == {np.dtype("float32")}
 

@@ -60,17 +60,17 @@ def batches_of(config, n):
 @pytest.fixture(scope="module")
 def on_one_device():
     """Return the program, batches, states and metrics of ten updates on one device."""
-    ours = setup(job(), collect=("grads",))
-    batches = batches_of(ours.config, 10)
-    states, metrics = [ours.state()], []
+    program = setup(job(), collect=("grads",))
+    batches = batches_of(program.config, 10)
+    states, metrics = [program.state()], []
     for batch in batches:
         before = jax.device_get(states[-1])  # the step donates its input
-        state, of_step = ours.run(states[-1], [batch])
+        state, of_step = program.run(states[-1], [batch])
         states[-1] = before
         states.append(state)
         metrics.append(jax.tree.map(lambda x: x[0], of_step))
     states[-1] = jax.device_get(states[-1])
-    return ours, batches, states, metrics
+    return program, batches, states, metrics
 
 
 # The implementation in PyTorch
@@ -105,8 +105,8 @@ def losses(p, tokens, labels, segments):
 
 
 def test_ten_updates_equal_torch(on_one_device):
-    ours, batches, states, metrics = on_one_device
-    model = ours.config.model
+    program, batches, states, metrics = on_one_device
+    model = program.config.model
     p = {name: x.requires_grad_() for name, x in named(states[0].params, model).items()}
     decayed = [x for x in p.values() if x.ndim > 1]
     groups = [
@@ -134,9 +134,9 @@ def test_ten_updates_equal_torch(on_one_device):
 
 
 def run(config):
-    ours = setup(config)
-    state, metrics = ours.run(ours.state(), batches_of(config, 3))
-    unstack = functools.partial(jax.tree.map, lambda x: np.asarray(ours.model.stack.unstack(x)))
+    program = setup(config)
+    state, metrics = program.run(program.state(), batches_of(config, 3))
+    unstack = functools.partial(jax.tree.map, lambda x: np.asarray(program.model.stack.unstack(x)))
     trees = jax.device_get((state.params, state.model_state))
     stacks = config.model.stacks
     return {key: metrics[key] for key in ("loss", "grad_norm", "losses")}, [
@@ -188,9 +188,9 @@ def test_modules_with_experts_do_not_depend_on_the_mesh(axes):
 
 
 def test_run_resumes_bit_exactly(on_one_device, tmp_path):
-    ours, batches, states, _ = on_one_device
-    state, _ = ours.run(ours.state(), batches[:2])
-    state, _ = ours.run(through_checkpoint(ours, state, tmp_path), batches[2:4])
+    program, batches, states, _ = on_one_device
+    state, _ = program.run(program.state(), batches[:2])
+    state, _ = program.run(through_checkpoint(program, state, tmp_path), batches[2:4])
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(state), states[4])
     for depth in (0, 1, 3):
         other = setup(job({"mtp_depth": depth}))

@@ -48,15 +48,15 @@ def three_updates():
     batches = random_batches(config_of(), 3)
     result = []
     for offload in ((), ("optimizer",)):
-        ours = setup(config_of(offload=offload))
-        state, _ = ours.run(ours.state(), batches[:1])
+        program = setup(config_of(offload=offload))
+        state, _ = program.run(program.state(), batches[:1])
         head = state.params["output_head"]["proj"]["weight"]
         valid = np.asarray(head)
         state.params["output_head"]["proj"]["weight"] = head.at[0, 0].set(np.nan)
-        state, _ = ours.run(state, batches[1:2])
+        state, _ = program.run(state, batches[1:2])
         assert int(state.guard.total) == 1
         state.params["output_head"]["proj"]["weight"] = jax.device_put(valid, head.sharding)
-        result.append((ours, *ours.run(state, batches[2:])))
+        result.append((program, *program.run(state, batches[2:])))
     return result
 
 
@@ -70,9 +70,9 @@ def test_offload_does_not_change_losses_or_state(three_updates):
 
 
 def test_moments_of_matrices_stay_on_host(three_updates):
-    ours, state, _ = three_updates[1]
+    program, state, _ = three_updates[1]
     names = on_host(state.opt_state)
-    assert names == on_host(ours.abstract_state().opt_state)
+    assert names == on_host(program.abstract_state().opt_state)
     assert {name.rsplit(".", 1)[0] for name in names} >= {"1.mu.layers.attention.q_proj"}
     assert not any("norm" in name for name in names)
     assert not on_host((state.params, state.ema))
@@ -81,12 +81,12 @@ def test_moments_of_matrices_stay_on_host(three_updates):
 
 
 def test_restart_restores_moments_on_host(three_updates, tmp_path):
-    ours, state, _ = three_updates[1]
-    saved = open_checkpoints(tmp_path, ours)
+    program, state, _ = three_updates[1]
+    saved = open_checkpoints(tmp_path, program)
     saved.save(progress_of(state), state)
     saved.wait()
-    with jax.set_mesh(ours.mesh):
-        restored, _ = starting_state(ours, saved)
+    with jax.set_mesh(program.mesh):
+        restored, _ = starting_state(program, saved)
     saved.close()
     assert on_host(restored.opt_state) == on_host(state.opt_state)
     assert_same(restored.opt_state, state.opt_state)
@@ -99,8 +99,8 @@ def test_offload_works_with_muon():
     batches = random_batches(config_of("muon"), 2)
     states = []
     for offload in ((), ("optimizer",)):
-        ours = setup(config_of("muon", offload=offload))
-        states.append(ours.run(ours.state(), batches)[0])
+        program = setup(config_of("muon", offload=offload))
+        states.append(program.run(program.state(), batches)[0])
     assert_near(states[1].params, states[0].params)
     assert any("momentum" in name for name in on_host(states[1].opt_state))
 

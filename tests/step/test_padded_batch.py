@@ -37,12 +37,12 @@ def same_bits(a, b):
     return all(np.asarray(x).tobytes() == np.asarray(y).tobytes() for x, y in leaves)
 
 
-def results_of(ours, batches):
+def results_of(job, batches):
     """Metrics of updates and the state after them."""
-    state, metrics = ours.state(), []
-    with ours.context():
+    state, metrics = job.state(), []
+    with job.context():
         for batch in batches:
-            state, result = ours.step(state, batch, Controls())
+            state, result = job.step(state, batch, Controls())
             metrics.append(jax.device_get(result))
     return metrics, jax.device_get(state)
 
@@ -54,40 +54,40 @@ def results_of(ours, batches):
 )
 def test_sharded_ramp_is_bit_equal_to_a_program_per_size(grad_sync, sizes):
     """All metrics and the whole state after a ramp on fsdp 4 x tp 2."""
-    ours = new_setup(ramp_of(8, distributed=FSDP_TP, keys={"grad_sync": grad_sync}))
+    job = new_setup(ramp_of(8, distributed=FSDP_TP, keys={"grad_sync": grad_sync}))
     batches = [
-        ours.put({name: x[:n] for name, x in batch.items()})
-        for n, batch in zip(sizes, random_batches(ours.config, len(sizes)), strict=True)
+        job.put({name: x[:n] for name, x in batch.items()})
+        for n, batch in zip(sizes, random_batches(job.config, len(sizes)), strict=True)
     ]
-    padded = [ours.padded(batch) for batch in batches]
+    padded = [job.padded(batch) for batch in batches]
     assert {batch["labels"].shape[0] for batch in padded} == {8}
     for name, x in batches[0].items():
         assert padded[0][name].sharding == x.sharding
-    expected = results_of(ours, batches)
-    assert ours.step._cache_size() == len(sizes)
-    assert same_bits(results_of(ours, padded), expected)
-    assert ours.step._cache_size() == len(sizes) + 1
+    expected = results_of(job, batches)
+    assert job.step._cache_size() == len(sizes)
+    assert same_bits(results_of(job, padded), expected)
+    assert job.step._cache_size() == len(sizes) + 1
 
 
 def test_padding_contributes_to_no_loss_statistic_or_count():
     """Experts, padding tokens, datasets, auxiliary losses, and the mean of microbatch means."""
-    ours = new_setup(
+    job = new_setup(
         tiny_config(
             model=MODEL | {"num_experts": 4, "moe_router": "sigmoid_topk",
                            "moe_sequence_aux_loss_weight": 0.1, "moe_aux_loss_weight": 0.1},
             train=TRAIN | {"loss_norm": "microbatch", "z_loss_weight": 0.1},
         )
     )  # fmt: skip
-    [batch] = random_batches(ours.config, 1)
+    [batch] = random_batches(job.config, 1)
     batch = {name: x[:3] for name, x in batch.items()}
     is_padding = np.zeros_like(batch["labels"])
     is_padding[1, :, 10:] = 1
-    batch = ours.put({
+    batch = job.put({
         **batch, "labels": np.where(is_padding, -100, batch["labels"]), "is_padding": is_padding,
     })  # fmt: skip
     for fields in (batch, {name: x for name, x in batch.items() if name != "is_padding"}):
-        expected, state = results_of(ours, [fields])
-        assert same_bits(results_of(ours, [ours.padded(fields)]), (expected, state))
+        expected, state = results_of(job, [fields])
+        assert same_bits(results_of(job, [job.padded(fields)]), (expected, state))
         assert int(state.counts.samples) == 3 * 2
         assert int(state.counts.padding) == ("is_padding" in fields) * 2 * 6
 
@@ -187,9 +187,9 @@ def test_pipeline_has_a_program_per_size():
 
 
 def test_padding_keeps_microbatches_and_ignores_others():
-    ours = new_setup(ramp_of(8))
+    job = new_setup(ramp_of(8))
     batch = {"labels": np.ones((2, 2, 4)), "other": np.ones((2, 2))}
-    padded = jax.device_get(pad_batch(ours.put(batch), largest=3, mesh=ours.mesh))
+    padded = jax.device_get(pad_batch(job.put(batch), largest=3, mesh=job.mesh))
     assert padded["n_microbatches"] == 2
     np.testing.assert_array_equal(padded["labels"][:, 0, 0], [1, 1, -100])
     np.testing.assert_array_equal(padded["other"][:, 0], [1, 1, 0])

@@ -81,10 +81,10 @@ def run(model, train, axes, length):
         train={**sizes, **train},
         distributed={"dp_shard": 1, **axes},
     )
-    ours, rng = setup(job), np.random.default_rng(0)
+    program, rng = setup(job), np.random.default_rng(0)
     rows = [[fill_window(conversations(rng), length + 1) for _ in range(16)] for _ in range(3)]
     batches = [split_entries(np.stack(row).reshape(2, 8, -1)) for row in rows]
-    state, metrics = ours.run(ours.state(), batches)
+    state, metrics = program.run(program.state(), batches)
     return metrics, jax.device_get((state.params, state.model_state))
 
 
@@ -121,14 +121,16 @@ def test_expert_counts_exclude_padding(model):
 def test_padding_does_not_change_prompt_logits():
     """Experts have little capacity, and padding rows and columns displace no token."""
     job = tiny_config(model={**MODELS["softmax"], "moe_capacity_factor": 0.6})
-    ours, rng = setup(job), np.random.default_rng(0)
-    params, prompts = ours.state().params, rng.integers(0, 64, (3, 5))
-    run = jax.jit(lambda params: ours.model.logits(params, ours.model.hidden(params, prompts)))
+    program, rng = setup(job), np.random.default_rng(0)
+    params, prompts = program.state().params, rng.integers(0, 64, (3, 5))
+    run = jax.jit(
+        lambda params: program.model.logits(params, program.model.hidden(params, prompts))
+    )
     logits = np.asarray(run(params))[:, -1]
-    decoder = Decoder(ours.model, params, max_tokens=1, sampling=Sampling(0.0), rows=4)
+    decoder = Decoder(program.model, params, max_tokens=1, sampling=Sampling(0.0), rows=4)
     result = decoder.complete(prompts.tolist(), range(3))
     assert [item.tokens for item in result] == logits.argmax(-1)[:, None].tolist()
-    scored = Scorer(ours.model, params, max_length=64).score(
+    scored = Scorer(program.model, params, max_length=64).score(
         [Continuation(prompt, [7]) for prompt in prompts.tolist()]
     )
     expected = jax.nn.log_softmax(logits)[:, 7]

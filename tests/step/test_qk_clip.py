@@ -46,13 +46,13 @@ def test_heads_above_the_limit_are_scaled_to_it():
     """The update itself is that of a run without a clip; both microbatches count."""
     sections = {"model": {"n_layers": 1, "qkv_bias": True}, "train": {"grad_accum_steps": 2}}
     [batch] = random_batches(config_of(**sections), 1)
-    ours = setup(config_of(**sections))
-    begin = jax.device_get(ours.state().params)
+    program = setup(config_of(**sections))
+    begin = jax.device_get(program.state().params)
     largest = logits_of_first_layer(begin, np.asarray(batch["input_ids"]))
     limit = float(np.median(largest))
-    free, _ = ours.run(ours.state(), [batch])
-    ours = setup(config_of(optimizer={"qk_clip": limit}, **sections))
-    clipped, metrics = ours.run(ours.state(), [batch])
+    free, _ = program.run(program.state(), [batch])
+    program = setup(config_of(optimizer={"qk_clip": limit}, **sections))
+    clipped, metrics = program.run(program.state(), [batch])
     factors = np.where(largest > limit, limit / largest, 1.0)
     assert metrics["logits"]["max_logit"][0] == pytest.approx(largest.max(), rel=1e-4)
     assert metrics["logits"]["clipped_heads"][0] == np.sum(factors < 1) == HEADS // 2
@@ -70,8 +70,10 @@ def test_heads_above_the_limit_are_scaled_to_it():
     expected = products(free) * factors[:, None, None]
     np.testing.assert_allclose(products(clipped), expected, rtol=1e-3, atol=1e-6)
     for name in ("v_proj", "o_proj"):
-        ours, theirs = (s.params["layers"]["attention"][name]["weight"] for s in (clipped, free))
-        np.testing.assert_array_equal(ours, theirs)
+        program, reference = (
+            s.params["layers"]["attention"][name]["weight"] for s in (clipped, free)
+        )
+        np.testing.assert_array_equal(program, reference)
     jax.tree.map(np.testing.assert_array_equal, clipped.opt_state, free.opt_state)
 
 
@@ -105,8 +107,8 @@ def test_latent_attention_leaves_the_shared_rotary_key(q_rank):
         q[:3] *= factor**0.5
         q[3:] *= factor
         expected["kv_b_proj"]["weight"][0].reshape(2, 8, -1)[head][:3] *= factor**0.5
-    ours = LatentAttention.scale_logits(config, jax.tree.map(jnp.asarray, params), factors)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), ours, expected)
+    program = LatentAttention.scale_logits(config, jax.tree.map(jnp.asarray, params), factors)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), program, expected)
 
 
 @functools.cache
@@ -116,7 +118,7 @@ def on_mesh(limit=None, **distributed):
     Plain gradients, since other rules amplify the rounding of a mesh.
     """
     dp = distributed.get("dp_shard", 1)
-    ours = setup(
+    program = setup(
         config_of(
             model={"n_layers": 3},
             optimizer={"name": "optax.sgd", "lr": 0.1, "qk_clip": limit},
@@ -124,7 +126,7 @@ def on_mesh(limit=None, **distributed):
             distributed={"dp_shard": 1, **distributed},
         )
     )
-    return ours, *ours.run(ours.state(), batches_of_all_meshes(3))
+    return program, *program.run(program.state(), batches_of_all_meshes(3))
 
 
 def batches_of_all_meshes(n):
@@ -144,34 +146,34 @@ def batches_of_all_meshes(n):
 )
 def test_clip_does_not_depend_on_the_mesh(distributed):
     _, state, metrics = on_mesh(0.05)
-    ours, sharded, on_devices = on_mesh(0.05, **distributed)
+    program, sharded, on_devices = on_mesh(0.05, **distributed)
     for name in ("max_logit", "clipped_heads"):
         np.testing.assert_allclose(on_devices["logits"][name], metrics["logits"][name], rtol=1e-4)
     assert min(metrics["logits"]["clipped_heads"]) > 2
     q, k = (sharded.params["layers"]["attention"][f"{name}_proj"]["weight"] for name in "qk")
-    rows = ours.model.stack.unstack
-    for ours_of, theirs in ((q, "q_proj"), (k, "k_proj")):
-        expected = state.params["layers"]["attention"][theirs]["weight"]
+    rows = program.model.stack.unstack
+    for ours_of, reference in ((q, "q_proj"), (k, "k_proj")):
+        expected = state.params["layers"]["attention"][reference]["weight"]
         np.testing.assert_allclose(rows(ours_of), expected, atol=2e-5)
-    assert jax.tree.map(lambda a: a.sharding, sharded) == ours.shardings
+    assert jax.tree.map(lambda a: a.sharding, sharded) == program.shardings
 
 
 def test_run_resumes_bit_exactly(tmp_path):
-    ours, _, _ = on_mesh(0.05)
+    program, _, _ = on_mesh(0.05)
     batches = batches_of_all_meshes(4)
-    state, _ = ours.run(ours.state(), batches[:2])
-    restored = through_checkpoint(ours, state, tmp_path)
-    after = [jax.device_get(ours.run(s, batches[2:])[0]) for s in (state, restored)]
+    state, _ = program.run(program.state(), batches[:2])
+    restored = through_checkpoint(program, state, tmp_path)
+    after = [jax.device_get(program.run(s, batches[2:])[0]) for s in (state, restored)]
     jax.tree.map(np.testing.assert_array_equal, *after)
 
 
 def test_bad_step_does_not_clip():
-    ours, state, _ = on_mesh(0.05)
+    program, state, _ = on_mesh(0.05)
     state = jax.tree.map(jnp.copy, state)
     weight = state.params["output_head"]["proj"]["weight"]
     state.params["output_head"]["proj"]["weight"] = weight.at[0, 0].set(jnp.nan)
     before = jax.device_get(state.params)
-    after, _ = ours.run(state, batches_of_all_meshes(1))
+    after, _ = program.run(state, batches_of_all_meshes(1))
     jax.tree.map(np.testing.assert_array_equal, before, jax.device_get(after.params))
 
 

@@ -36,41 +36,41 @@ def assert_same(a, b):
     jax.tree.map(np.testing.assert_array_equal, a, b)
 
 
-def start(path, ours):
-    saved = open_checkpoints(path, ours)
-    with jax.set_mesh(ours.mesh):
-        return starting_state(ours, saved)[0]
+def start(path, program):
+    saved = open_checkpoints(path, program)
+    with jax.set_mesh(program.mesh):
+        return starting_state(program, saved)[0]
 
 
 @pytest.fixture(scope="module")
 def halfway(tmp_path_factory):
     """Return a checkpoint after two updates, and losses and state after two more."""
-    path, ours = tmp_path_factory.mktemp("run"), setup(config_of(**SPLIT))
-    batches = random_batches(ours.config, 4)
-    state, _ = ours.run(ours.state(), batches[:2])
-    save_checkpoint(ours, state, path)
+    path, program = tmp_path_factory.mktemp("run"), setup(config_of(**SPLIT))
+    batches = random_batches(program.config, 4)
+    state, _ = program.run(program.state(), batches[:2])
+    save_checkpoint(program, state, path)
     saved = bits(state)
-    state, metrics = ours.run(state, batches[2:])
+    state, metrics = program.run(state, batches[2:])
     return path, saved, batches[2:], bits(state), metrics["loss"]
 
 
 @pytest.mark.slow
 def test_restart_is_bit_exact(halfway):
     path, saved, batches, after, _ = halfway
-    ours = setup(config_of(**SPLIT))
-    state = start(path, ours)
+    program = setup(config_of(**SPLIT))
+    state = start(path, program)
     assert_same(bits(state), saved)
-    assert_same(bits(ours.run(state, batches)[0]), after)
+    assert_same(bits(program.run(state, batches)[0]), after)
 
 
 def test_bad_step_changes_nothing(halfway):
     path, _, batches, _, _ = halfway
-    ours = setup(config_of(**SPLIT))
-    state = start(path, ours)
+    program = setup(config_of(**SPLIT))
+    state = start(path, program)
     head = state.params["output_head"]["proj"]["weight"]
     state.params["output_head"]["proj"]["weight"] = head.at[0, 0].set(jnp.nan)
     before = bits(state)
-    state, _ = ours.run(state, batches[1:])
+    state, _ = program.run(state, batches[1:])
     assert int(state.guard.total) == 1
     assert_same(before, bits(state))
 
@@ -79,15 +79,15 @@ def test_bad_step_changes_nothing(halfway):
 def test_run_resumes_with_another_mesh_and_rounding(halfway, tmp_path):
     """Losses are close: the order of sums differs, and both rounding methods are unbiased."""
     path, saved, batches, _, losses = halfway
-    ours = setup(config_of("stochastic"))
-    state = start(path, ours)
+    program = setup(config_of("stochastic"))
+    state = start(path, program)
     params, (*links, _) = saved
     assert_same(bits(state), (params, tuple(links)))
-    assert jax.tree.map(lambda a: a.sharding, state.opt_state) == ours.shardings.opt_state
-    save_checkpoint(ours, state, tmp_path)
-    uninterrupted, metrics = ours.run(state, batches)
+    assert jax.tree.map(lambda a: a.sharding, state.opt_state) == program.shardings.opt_state
+    save_checkpoint(program, state, tmp_path)
+    uninterrupted, metrics = program.run(state, batches)
     np.testing.assert_allclose(metrics["loss"], losses, rtol=2e-3)
-    assert_same(bits(uninterrupted), bits(ours.run(start(tmp_path, ours), batches)[0]))
+    assert_same(bits(uninterrupted), bits(program.run(start(tmp_path, program), batches)[0]))
     kahan = start(tmp_path, setup(config_of()))
     assert not any(np.any(c) for c in jax.tree.leaves(kahan.opt_state[-1].compensation))
 
@@ -104,12 +104,12 @@ def staged(pp, dp_shard):
 @pytest.mark.slow
 def test_8bit_checkpoint_resumes_on_stages_and_single_device(tmp_path):
     """Moments are equal except where the order of sums crosses a quantization step."""
-    ours, alone = setup(staged(2, 2)), setup(staged(1, 1))
-    batches = random_batches(ours.config, 4)
-    state, _ = ours.run(ours.state(), batches[:2])
-    save_checkpoint(ours, state, tmp_path)
-    after, metrics = ours.run(state, batches[2:])
-    assert_same(bits(ours.run(start(tmp_path, ours), batches[2:])[0]), bits(after))
+    program, alone = setup(staged(2, 2)), setup(staged(1, 1))
+    batches = random_batches(program.config, 4)
+    state, _ = program.run(program.state(), batches[:2])
+    save_checkpoint(program, state, tmp_path)
+    after, metrics = program.run(state, batches[2:])
+    assert_same(bits(program.run(start(tmp_path, program), batches[2:])[0]), bits(after))
     result = start(tmp_path, alone)
     expected, _ = alone.run(alone.state(), batches[:2])
     pairs = zip(
@@ -122,8 +122,8 @@ def test_8bit_checkpoint_resumes_on_stages_and_single_device(tmp_path):
 
 
 def test_moments_of_another_dtype_raise(tmp_path):
-    ours, wide = setup(config_of()), setup(config_of(opt_state_dtype="float32"))
-    save_checkpoint(ours, ours.state(), tmp_path)
+    program, wide = setup(config_of()), setup(config_of(opt_state_dtype="float32"))
+    save_checkpoint(program, program.state(), tmp_path)
     with pytest.raises(UserError, match=r"another optimizer than train\.opt_state_dtype asks for"):
         start(tmp_path, wide)
 

@@ -14,9 +14,9 @@ from tests.conftest import tiny_config
 from tests.helpers import collectives_in_loops, hlo, new_setup, random_batches, setup
 
 
-def plain_loss(ours, params, batch):
+def plain_loss(program, params, batch):
     """Return the mean of -log p over valid tokens, without code of the step."""
-    logits = ours.model.logits(params, ours.model.hidden(params, batch["input_ids"]))
+    logits = program.model.logits(params, program.model.hidden(params, batch["input_ids"]))
     log_p = jax.nn.log_softmax(logits)
     labels = batch["labels"]
     picked = jnp.take_along_axis(log_p, jnp.maximum(labels, 0)[..., None], -1)[..., 0]
@@ -32,37 +32,37 @@ def ragged_batches(config, n=1):
 
 
 def test_valid_tokens_have_equal_weight():
-    ours = setup(tiny_config(train={"grad_accum_steps": 2, "batch_size": 4}))
-    (batch,) = ragged_batches(ours.config)
-    state = ours.state()
+    program = setup(tiny_config(train={"grad_accum_steps": 2, "batch_size": 4}))
+    (batch,) = ragged_batches(program.config)
+    state = program.state()
     whole = {k: jnp.asarray(v.reshape(8, -1)) for k, v in batch.items()}
-    loss, grads = jax.jit(jax.value_and_grad(lambda p: plain_loss(ours, p, whole)))(state.params)
+    loss, grads = jax.jit(jax.value_and_grad(lambda p: plain_loss(program, p, whole)))(state.params)
     norm = np.sqrt(sum(float(jnp.sum(g**2)) for g in jax.tree.leaves(grads)))
-    _, metrics = ours.run(state, [batch])
+    _, metrics = program.run(state, [batch])
     np.testing.assert_allclose(metrics["loss"][0], loss, rtol=1e-6)
     np.testing.assert_allclose(metrics["grad_norm"][0], norm, rtol=1e-5)
 
 
 def test_microbatch_norm_is_the_mean_of_means():
     train = {"grad_accum_steps": 2, "batch_size": 4, "loss_norm": "microbatch"}
-    ours = setup(tiny_config(train=train))
-    (batch,) = ragged_batches(ours.config)
-    state = ours.state()
-    mean = jax.jit(lambda microbatch: plain_loss(ours, state.params, microbatch))
+    program = setup(tiny_config(train=train))
+    (batch,) = ragged_batches(program.config)
+    state = program.state()
+    mean = jax.jit(lambda microbatch: plain_loss(program, state.params, microbatch))
     means = [mean({k: v[m] for k, v in batch.items()}) for m in (0, 1)]
-    _, metrics = ours.run(state, [batch])
+    _, metrics = program.run(state, [batch])
     np.testing.assert_allclose(metrics["loss"][0], np.mean(means), rtol=1e-6)
     assert abs(means[0] - means[1]) > 1e-3
 
 
 def test_batch_without_labels_changes_no_parameters():
     """Weight decay, moments, the count of updates and the losses of the guard do not change."""
-    ours = setup(tiny_config(optimizer={"weight_decay": 0.1}, train={"z_loss_weight": 1e-3}))
-    batches = random_batches(ours.config, 3)
+    program = setup(tiny_config(optimizer={"weight_decay": 0.1}, train={"z_loss_weight": 1e-3}))
+    batches = random_batches(program.config, 3)
     batches[1]["labels"][:] = -100
-    state, _ = ours.run(ours.state(), batches[:1])
+    state, _ = program.run(program.state(), batches[:1])
     before = jax.device_get(state)
-    state, metrics = ours.run(state, batches[1:2])
+    state, metrics = program.run(state, batches[1:2])
     after = jax.device_get(state)
     assert (metrics["skipped"][0], metrics["nonfinite"][0]) == (1, 0)
     for part in ("params", "opt_state"):
@@ -76,7 +76,7 @@ def test_batch_without_labels_changes_no_parameters():
         [int(count[name]) for count in counts] for name in ("samples", "tokens", "valid_tokens")
     )
     assert (samples[1], tokens[1], valid[1]) == (2 * samples[0], tokens[0], valid[0])
-    _, metrics = ours.run(state, batches[2:])
+    _, metrics = program.run(state, batches[2:])
     assert metrics["skipped"][0] == 1
 
 
@@ -88,16 +88,16 @@ def test_token_weights_of_empty_microbatch_are_zero():
 
 @pytest.mark.parametrize("mesh", [{}, {"dp_shard": 2, "tp": 2}], ids=str)
 def test_nonfinite_step_changes_only_counts(mesh):
-    ours = setup(tiny_config(distributed={"dp_shard": 1, **mesh}))
-    batches = random_batches(ours.config, 3, dp=1)
-    state, _ = ours.run(ours.state(), batches[:2])
+    program = setup(tiny_config(distributed={"dp_shard": 1, **mesh}))
+    batches = random_batches(program.config, 3, dp=1)
+    state, _ = program.run(program.state(), batches[:2])
     poisoned = jax.tree.map(lambda leaf: leaf, state.params)
     weight = poisoned["output_head"]["proj"]["weight"]
     poisoned["output_head"]["proj"]["weight"] = weight.at[0, 0].set(jnp.nan)
     before = jax.device_get((poisoned, state.opt_state))
     count = int(before[1][1].updates)
     state = dataclasses.replace(state, params=poisoned)
-    state, metrics = ours.run(state, batches[2:])
+    state, metrics = program.run(state, batches[2:])
     assert np.isnan(metrics["loss"][0])
     after = jax.device_get((state.params, state.opt_state))
     jax.tree.map(np.testing.assert_array_equal, before, after)
@@ -107,45 +107,45 @@ def test_nonfinite_step_changes_only_counts(mesh):
 
 def test_infinite_gradient_of_a_finite_loss_is_caught():
     """KempnerForge checks only the loss; its clipping then spreads NaN to every weight."""
-    ours = setup(tiny_config())
-    (batch,) = random_batches(ours.config, 1)
-    state = ours.state()
+    program = setup(tiny_config())
+    (batch,) = random_batches(program.config, 1)
+    state = program.state()
     huge = jax.tree.map(lambda leaf: leaf, state.params)
     huge["norm"]["weight"] = jnp.full_like(huge["norm"]["weight"], 1e30)
     huge["output_head"]["proj"]["weight"] = jnp.zeros_like(huge["output_head"]["proj"]["weight"])
     state = dataclasses.replace(state, params=huge)
-    state, metrics = ours.run(state, [batch])
+    state, metrics = program.run(state, [batch])
     assert np.isfinite(metrics["loss"][0])
     assert not np.isfinite(metrics["grad_norm"][0])
     assert metrics["skipped"][0] == 1
 
 
 def test_state_is_constant_after_too_many_bad_steps():
-    ours = setup(tiny_config(train={"nan_consecutive_max": 3}))
-    state = ours.state()
+    program = setup(tiny_config(train={"nan_consecutive_max": 3}))
+    state = program.state()
     state.params["norm"]["weight"] = jnp.full_like(state.params["norm"]["weight"], jnp.nan)
-    state, metrics = ours.run(state, random_batches(ours.config, 6))
+    state, metrics = program.run(state, random_batches(program.config, 6))
     assert metrics["consecutive"].tolist() == [1, 2, 3, 3, 3, 3]
     assert int(state.step) == 3
 
 
 def test_lr_scale_is_traced():
-    ours = new_setup(tiny_config())
-    batches = random_batches(ours.config, 4)
-    _, full = ours.run(ours.state(), batches)
-    _, half = ours.run(ours.state(), batches, lr_scale=0.5)
+    program = new_setup(tiny_config())
+    batches = random_batches(program.config, 4)
+    _, full = program.run(program.state(), batches)
+    _, half = program.run(program.state(), batches, lr_scale=0.5)
     np.testing.assert_allclose(half["lr"], full["lr"] / 2, rtol=1e-6)
     assert half["loss"][2] != full["loss"][2]  # the first update has rate 0
-    assert ours.step._cache_size() == 1
+    assert program.step._cache_size() == 1
 
 
 def test_step_compiles_once_and_donates_its_state():
-    ours = new_setup(tiny_config(distributed={"dp_shard": 2, "tp": 2}))
-    with jax.set_mesh(ours.mesh):
-        state = ours.init()
+    program = new_setup(tiny_config(distributed={"dp_shard": 2, "tp": 2}))
+    with jax.set_mesh(program.mesh):
+        state = program.init()
     old = state.params["norm"]["weight"]
-    ours.run(state, random_batches(ours.config, 3, dp=1))
-    assert ours.step._cache_size() == 1
+    program.run(state, random_batches(program.config, 3, dp=1))
+    assert program.step._cache_size() == 1
     assert old.is_deleted()
 
 
@@ -190,9 +190,9 @@ def test_reductions_keep_tp_shards(with_tp):
 
 
 def test_gradients_can_be_collected():
-    ours = setup(tiny_config(), collect=("grads",))
+    program = setup(tiny_config(), collect=("grads",))
     _, metrics = jax.device_get(
-        ours.step(ours.state(), ours.put(random_batches(ours.config, 1)[0]), Controls())
+        program.step(program.state(), program.put(random_batches(program.config, 1)[0]), Controls())
     )
     norm = np.sqrt(sum(np.sum(g**2) for g in jax.tree.leaves(metrics["grads"])))
     np.testing.assert_allclose(metrics["grad_norm"], norm, rtol=1e-5)

@@ -32,8 +32,8 @@ def config(train=UPDATE, model=None, optimizer=None, **axes):
 
 def run(job):
     """Return program, state and metrics with gradients of three updates."""
-    ours = setup(job, collect=("grads",))
-    return ours, *ours.run(ours.state(), random_batches(job, 3))
+    program = setup(job, collect=("grads",))
+    return program, *program.run(program.state(), random_batches(job, 3))
 
 
 @functools.cache
@@ -54,9 +54,9 @@ CASES = [  # requested axes, and the resulting dp_replicate and dp_shard
 
 @pytest.mark.parametrize(("kind", "train", "axes", "built"), CASES, ids=str)
 def test_updates_match_single_device(kind, train, axes, built):
-    ours, state, result = run(config(train, **KINDS[kind], **axes))
+    program, state, result = run(config(train, **KINDS[kind], **axes))
     _, expected_state, expected = on_one_device(kind)
-    assert (ours.mesh.shape["dp_replicate"], ours.mesh.shape["dp_shard"]) == built
+    assert (program.mesh.shape["dp_replicate"], program.mesh.shape["dp_shard"]) == built
     for key in ("loss", "grad_norm"):
         np.testing.assert_allclose(result[key], expected[key], rtol=1e-5)
     for leaf, other in zip(

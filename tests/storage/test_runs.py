@@ -139,9 +139,9 @@ def test_run_resumes_after_copy_to_bucket(bucket, toml, tmp_path):
 
 def test_progress_of_saved_step_is_amended_in_bucket(bucket):
     """An evaluation that ends after the save of its step is recorded in the checkpoint."""
-    ours = setup(tiny_config())
-    saved = Checkpoints(urls.path(f"{bucket}/run"), ours.config.checkpoint, ours.model.axes)
-    saved.save(Progress(step=1), ours.state())
+    program = setup(tiny_config())
+    saved = Checkpoints(urls.path(f"{bucket}/run"), program.config.checkpoint, program.model.axes)
+    saved.save(Progress(step=1), program.state())
     evaluated = Progress(step=1, samples=3)
     saved.amend(evaluated)
     assert saved.progress(1).samples == 3

@@ -113,14 +113,14 @@ Index = Mapping[str, Sequence[tuple[int, Shard]]]
 """Array name -> sender and location of each shard."""
 
 
-def read_tree(reader: Reader, index: Index, saved: PyTree, wanted: PyTree) -> PyTree:
+def read_tree(reader: Reader, index: Index, saved: PyTree, requested: PyTree) -> PyTree:
     """Return the arrays of a tree with the requested shardings and dtypes.
 
     Args:
         reader: reader of the data.
         index: locations of the shards.
         saved: abstract values of the saved arrays.
-        wanted: abstract values with shardings.
+        requested: abstract values with shardings.
 
     Raises:
         ValueError: no copy of a part is intact.
@@ -131,7 +131,7 @@ def read_tree(reader: Reader, index: Index, saved: PyTree, wanted: PyTree) -> Py
         name, leaf = item
         return _read_array(reader, index[name], np.dtype(dtypes[name]), leaf)
 
-    leaves = flatten_dict(wanted, sep=".")
+    leaves = flatten_dict(requested, sep=".")
     with concurrent.futures.ThreadPoolExecutor(_THREADS) as pool:
         arrays = list(pool.map(read, leaves.items()))
     return unflatten_dict(dict(zip(leaves, arrays, strict=True)), sep=".")
@@ -238,11 +238,11 @@ class Replica:
             UserError: the replica is of another model or optimizer.
         """
         progress, saved = self.progress(), self._saved_tree()
-        wanted = layout.drop_unsaved(layout.to_tree(like), saved)
-        layout.check_model(wanted, saved, self.path)
-        layout.check_optimizer(wanted["optimizer"], saved["optimizer"], self.path)
+        requested = layout.drop_unsaved(layout.to_tree(like), saved)
+        layout.check_model(requested, saved, self.path)
+        layout.check_optimizer(requested["optimizer"], saved["optimizer"], self.path)
         layout.log_average_changes(like, saved, self.path)
-        state = layout.from_tree(self._read(saved, wanted), like)
+        state = layout.from_tree(self._read(saved, requested), like)
         return with_counts(state, progress), progress
 
     def restore_model(self, like: PyTree) -> PyTree:
@@ -284,7 +284,7 @@ class Replica:
              for name, (shape, dtype) in arrays}, sep=".",
         )  # fmt: skip
 
-    def _read(self, saved: layout.Tree, wanted: layout.Tree) -> PyTree:
+    def _read(self, saved: layout.Tree, requested: layout.Tree) -> PyTree:
         """Read arrays. If a process cannot read its parts, all processes raise."""
         reader = Reader(self.group, self._store, self._token, self._copies())
         index: dict[str, list[tuple[int, Shard]]] = {}
@@ -294,7 +294,7 @@ class Replica:
                 index.setdefault(name, []).append((sender, shard))
         tree, failure = None, ""
         try:
-            tree = read_tree(reader, index, saved, wanted)
+            tree = read_tree(reader, index, saved, requested)
         except (OSError, ValueError) as error:
             failure = f"process {jax.process_index()}: {error}"
         # Every process must reach this point, also after a failure: the others wait for its result.
@@ -314,18 +314,18 @@ class Replica:
 
     def _copies(self) -> dict[int, list[Copy]]:
         """Return the copies of each sender's files: this host's first, then those of others."""
-        own = jax.process_index()
+        this = jax.process_index()
         copies: dict[int, list[Copy]] = {}
         for sender, holders in self._holders.items():
             hosts: dict[str, list[int]] = {}
             for process in holders:
                 hosts.setdefault(self._processes[process].host, []).append(process)
-            local = hosts.pop(self._processes[own].host, None)
+            local = hosts.pop(self._processes[this].host, None)
             # Processes are distributed over the copies, and over the processes of a host.
-            others = [members[own % len(members)] for members in hosts.values()]
-            others = others[own % len(others) :] + others[: own % len(others)] if others else []
-            copies[sender] = [Copy(own, None)] if local else []
+            remote = [members[this % len(members)] for members in hosts.values()]
+            remote = remote[this % len(remote) :] + remote[: this % len(remote)] if remote else []
+            copies[sender] = [Copy(this, None)] if local else []
             copies[sender] += [
-                Copy(process, self._processes[process].address) for process in others
+                Copy(process, self._processes[process].address) for process in remote
             ]
         return copies

@@ -98,7 +98,7 @@ class Replicas:
         agreement.raise_on_all(failure)
         self._server: transfer.Server | None = None
         if jax.process_count() > 1:
-            self._server = transfer.Server(self._store, transfer.own_address(), token)
+            self._server = transfer.Server(self._store, transfer.address_in_job(), token)
         identity = self._store.identity()
         domain = os.environ.get(transfer.DOMAIN) or identity
         address = self._server.address if self._server else ("", 0)

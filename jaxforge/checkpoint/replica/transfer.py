@@ -262,15 +262,15 @@ def choose_peers(processes: Sequence[Process]) -> list[int | None]:
         position = ring.index(process.host)
         # Half a ring away: the loss of neighbours (a rack) takes one of two copies at most.
         opposite = position + len(ring) // 2
-        others = [ring[(opposite + i) % len(ring)] for i in range(len(ring))]
-        host = next((host for host in others if hosts[host] != process.domain), None)
+        candidates = [ring[(opposite + i) % len(ring)] for i in range(len(ring))]
+        host = next((host for host in candidates if hosts[host] != process.domain), None)
         # The processes of a host spread over those of the peer, so that each serves as many.
         rank = members[process.host].index(index)
         peers.append(None if host is None else members[host][rank % len(members[host])])
     return peers
 
 
-def own_address(env: Mapping[str, str] = os.environ) -> str:
+def address_in_job(env: Mapping[str, str] = os.environ) -> str:
     """Return the address of this host in the network of the job. Every process must call this.
 
     It is the address from which process 0 is reached. If a scheduler has started the job, it is
@@ -282,10 +282,10 @@ def own_address(env: Mapping[str, str] = os.environ) -> str:
     else:
         host = _EXTERNAL if _is_reachable(_EXTERNAL) else socket.gethostname()
     addresses = gather(_source_address(host))
-    others = [address for address in addresses if not _is_loopback(address)]
+    reachable = [address for address in addresses if not _is_loopback(address)]
     address = addresses[jax.process_index()]
     # The name of a host is often its loopback address on the host itself.
-    return _source_address(others[0]) if others and _is_loopback(address) else address
+    return _source_address(reachable[0]) if reachable and _is_loopback(address) else address
 
 
 def _source_address(host: str) -> str:

@@ -22,7 +22,7 @@ from jaxforge.storage.trust import Decision
 
 
 def load_unresolved(
-    path: str | Path | None, overrides: Sequence[str] = (), trusts: Decision = trust.own
+    path: str | Path | None, overrides: Sequence[str] = (), trusts: Decision = trust.always
 ) -> UnresolvedConfig:
     """Load a config whose durations the run resolves later.
 
@@ -46,7 +46,7 @@ def load_unresolved(
 
 
 def load_config(
-    path: str | Path | None, overrides: Sequence[str] = (), trusts: Decision = trust.own
+    path: str | Path | None, overrides: Sequence[str] = (), trusts: Decision = trust.always
 ) -> JobConfig:
     """Load a config as `load_unresolved`, and resolve its durations without devices and data.
 
@@ -77,7 +77,7 @@ def make_config(
     values: dict[str, Any],
     overrides: Sequence[str] = (),
     source: str = "",
-    trusts: Decision = trust.own,
+    trusts: Decision = trust.always,
 ) -> JobConfig:
     """Combine defaults, tables and settings, and validate the result.
 

@@ -66,7 +66,7 @@ class UnresolvedConfig:
         self,
         values: Mapping[Any, Any],
         sources: Sources,
-        trusts: Decision = trust.own,
+        trusts: Decision = trust.always,
         notes: Sequence[str] = (),
     ) -> None:
         self.notes = tuple(notes)

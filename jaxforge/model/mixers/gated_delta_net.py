@@ -212,7 +212,7 @@ class GatedDeltaNet(Mixer):
         """Return the multiply-adds of one layer.
 
         A token reads the value of its key, writes the correction and reads with its query: three
-        times the size of the state. Chunks compute more, which is no work of the model.
+        times the size of the state. Chunks compute more, which is not work of the model.
         """
         c = config.gated_delta_net
         projections = 2 * c.key_size + 3 * c.value_size + 2 * c.value_heads

@@ -253,7 +253,7 @@ class LatentAttention(Mixer):
         nope = jnp.broadcast_to(jnp.sqrt(each), (*shape, s.nope_head_dim))
         queries = "q_proj" if s.q_rank is None else "q_b_proj"
         of_queries, of_keys = (
-            jnp.concatenate([nope, others], axis=-1) for others in (rope, values)
+            jnp.concatenate([nope, channels], axis=-1) for channels in (rope, values)
         )
         return {
             **params,

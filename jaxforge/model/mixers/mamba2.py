@@ -295,7 +295,7 @@ class Mamba2(Mixer):
         """Return the multiply-adds of one layer.
 
         A token writes to the state of each head and reads from it: twice the size of the states.
-        Chunks compute more, which is no work of the model.
+        Chunks compute more, which is not work of the model.
         """
         c = config.mamba2
         projections = 3 * c.inner_size + 2 * c.group_size + c.heads

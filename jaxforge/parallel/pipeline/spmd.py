@@ -33,7 +33,7 @@ from jaxtyping import Array, Bool, PyTree
 from jaxforge.aux_outputs import AuxOutputs, LossTerms, combine, merge
 from jaxforge.config.model import LAYERS
 from jaxforge.parallel import collectives
-from jaxforge.parallel.layer_switch import LayerResult, change_if, own_arrays, run_layer
+from jaxforge.parallel.layer_switch import LayerResult, arrays_of_layer, change_if, run_layer
 from jaxforge.parallel.mesh import STAGES
 from jaxforge.parallel.pipeline.schedule import Actions, Column, Phase, Schedule, TickArrays
 from jaxforge.parallel.sharding import constrain
@@ -127,10 +127,10 @@ class Carry(NamedTuple):
     layer_aux: AuxOutputs
 
 
-def split_pull(pull: Pull, given: PyTree) -> tuple[list[Array], Callable[[list[Array]], Pull]]:
+def split_pull(pull: Pull, known: PyTree) -> tuple[list[Array], Callable[[list[Array]], Pull]]:
     """Split the result of `jax.vjp` into the arrays to save and a function that rebuilds it.
 
-    The result of `jax.vjp` is a pytree of residuals. Leaves that are also leaves of `given`, such
+    The result of `jax.vjp` is a pytree of residuals. Leaves that are also leaves of `known`, such
     as parameters, are available in the backward pass and need not be saved.
 
     Returns:
@@ -138,8 +138,8 @@ def split_pull(pull: Pull, given: PyTree) -> tuple[list[Array], Callable[[list[A
         also for those of another x.
     """
     leaves, structure = jax.tree.flatten(pull)
-    given_ids = {id(leaf) for leaf in jax.tree.leaves(given)}
-    is_saved = [id(leaf) not in given_ids for leaf in leaves]
+    known_ids = {id(leaf) for leaf in jax.tree.leaves(known)}
+    is_saved = [id(leaf) not in known_ids for leaf in leaves]
 
     def rebuild(saved: list[Array]) -> Pull:
         arrays = iter(saved)
@@ -222,7 +222,7 @@ class Stage:
             row: this tick.
         """
         if phase.forward:
-            actions = self._own_action(row.forward)
+            actions = self._action_of_stage(row.forward)
             x = self._input(carry, rows, row, actions)
             y, item, aux = self._forward(actions.chunk, x, self._microbatch(actions.microbatch))
             is_real = row.is_forward[self.index]
@@ -235,7 +235,7 @@ class Stage:
             )  # fmt: skip
             carry = carry._replace(arriving=self._send(y, +1), ring=ring, layer_aux=aux)
         if phase.backward:
-            actions, is_busy = self._own_action(row.backward), row.is_backward[self.index]
+            actions, is_busy = self._action_of_stage(row.backward), row.is_backward[self.index]
             item = jax.tree.map(
                 lambda ring: jax.lax.dynamic_index_in_dim(ring, actions.slot, 0, keepdims=False),
                 carry.ring,
@@ -312,8 +312,8 @@ class Stage:
         context = self.functions.context(x, microbatch)
 
         def run(branch: Branch, x: Array, row: Array) -> LayerResult[AuxOutputs]:
-            layer, params, given = self._layer_inputs(context, branch, row)
-            (y, terms), aux = layer(params, x, given)
+            layer, params, constants = self._layer_inputs(context, branch, row)
+            (y, terms), aux = layer(params, x, constants)
             return y, ([], aux._replace(loss_terms=terms))
 
         y, (_, aux) = jax.lax.scan(self._select_branch(run), x, self._rows_of(chunk))
@@ -326,9 +326,9 @@ class Stage:
         context = self.functions.context(x, microbatch)
 
         def run(branch: Branch, x: Array, row: Array) -> LayerResult[AuxOutputs]:
-            layer, params, given = self._layer_inputs(context, branch, row)
-            (y, terms), pull, aux = jax.vjp(layer, params, x, given, has_aux=True)
-            saved, _ = split_pull(pull, (params, given))
+            layer, params, constants = self._layer_inputs(context, branch, row)
+            (y, terms), pull, aux = jax.vjp(layer, params, x, constants, has_aux=True)
+            saved, _ = split_pull(pull, (params, constants))
             return y, (saved, aux._replace(loss_terms=terms))
 
         y, (saved, aux) = jax.lax.scan(self._select_branch(run), x, self._rows_of(chunk))
@@ -369,16 +369,16 @@ class Stage:
                 # residuals. Tracing it here on a dummy input (d_y) gives the structure; the leaves
                 # come from the ring. The compiler removes the computation, because its results are
                 # not used.
-                layer, params, given = self._layer_inputs(context, branch, row)
-                (_, terms), pull, _ = jax.vjp(layer, params, d_y, given, has_aux=True)
-                like, rebuild = split_pull(pull, (params, given))
+                layer, params, constants = self._layer_inputs(context, branch, row)
+                (_, terms), pull, _ = jax.vjp(layer, params, d_y, constants, has_aux=True)
+                like, rebuild = split_pull(pull, (params, constants))
                 is_real = is_busy & self.is_layer[row]
                 # Loss terms of a layer enter the loss with weight 1. Rows without a layer, and idle
                 # stages, must not contribute.
                 d_terms = jax.tree.map(
                     lambda term: jnp.where(is_real, jnp.ones_like(term), 0), terms
                 )
-                d_layer, d_x, _ = rebuild(own_arrays(saved, like))((d_y, d_terms))
+                d_layer, d_x, _ = rebuild(arrays_of_layer(saved, like))((d_y, d_terms))
                 return d_x, (jax.tree.leaves(d_layer), None)
 
             d_x, (d_layer, _) = self._select_branch(run)(d_y, row)
@@ -394,9 +394,9 @@ class Stage:
         for i, branch in enumerate(self.functions.branches):
             (stack,), at = branch.stacks, self._row_in_stack(branch, row)
             like = jax.tree.leaves(_row_of(self.layers[stack], at))
-            add = functools.partial(_add_leaves, row=at, leaves=own_arrays(d_layer, like))
-            is_own = self.locations.stack[row] == i
-            grads = {**grads, stack: change_if(is_own, add, grads[stack])}
+            add = functools.partial(_add_leaves, row=at, leaves=arrays_of_layer(d_layer, like))
+            is_in_stack = self.locations.stack[row] == i
+            grads = {**grads, stack: change_if(is_in_stack, add, grads[stack])}
         return grads
 
     def _rows_of(self, chunk: Array | int) -> Array:
@@ -432,9 +432,9 @@ class Stage:
         at = self._row_in_stack(branch, row)
         params = {stack: self.layers[stack] for stack in branch.stacks}
         state = {stack: self.state[stack] for stack in branch.stacks if stack in self.state}
-        given = context, _row_of(state, at)
+        constants = context, _row_of(state, at)
         kind = jax.tree.map(lambda kinds: kinds[row], self.kinds)
-        return functools.partial(branch.layer, kind), _row_of(params, at), given
+        return functools.partial(branch.layer, kind), _row_of(params, at), constants
 
     def _run_if(
         self, column: Column, now: Array, action: Callable[[], Result], otherwise: Result,
@@ -463,7 +463,7 @@ class Stage:
         """Return the entries of this stage, from arrays with one entry per stage."""
         return jax.tree.map(lambda rows: rows[self.index], jax.tree.map(jnp.asarray, by_stage))
 
-    def _own_action(self, actions: Actions) -> Actions:
+    def _action_of_stage(self, actions: Actions) -> Actions:
         return Actions(*(column[self.index] for column in actions))
 
     def _microbatch(self, index: Array | int) -> Microbatch:

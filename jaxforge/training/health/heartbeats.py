@@ -24,7 +24,7 @@ from typing import Literal
 
 import jax
 
-from jaxforge.parallel.multihost import Job
+from jaxforge.parallel.multihost import JoinedJob
 
 _PREFIX = "jaxforge/heartbeats/"
 _RATE = 250  # beats per second of a large job
@@ -103,7 +103,7 @@ class Heartbeats:
         published: the last published beat; None before the first.
     """
 
-    def __init__(self, job: Job, beat: Callable[[], Beat], longest_period: float) -> None:
+    def __init__(self, job: JoinedJob, beat: Callable[[], Beat], longest_period: float) -> None:
         self._job, self._beat = job, beat
         self._period = min(max(1.0, job.count / _RATE), longest_period)
         self.is_listening = False

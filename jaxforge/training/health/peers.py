@@ -18,7 +18,7 @@ from collections.abc import Callable
 
 from jaxforge.cli.redaction import redacted
 from jaxforge.errors import PeerLostError
-from jaxforge.parallel.multihost import Job
+from jaxforge.parallel.multihost import JoinedJob
 from jaxforge.training.health.autopsy import Autopsy, Evidence, State, examine
 from jaxforge.training.health.heartbeats import Beat, Ending, Heartbeats, Listener, Status, locate
 
@@ -46,7 +46,7 @@ class PeerWatch:
         status: returns the state of the training thread, which is the calling thread.
     """
 
-    def __init__(self, timeout: float, job: Job, status: Callable[[], Status]) -> None:
+    def __init__(self, timeout: float, job: JoinedJob, status: Callable[[], Status]) -> None:
         self._timeout, self._job, self._status = timeout, job, status
         self._thread, self._host = threading.get_ident(), socket.gethostname()
         self._ending: Ending = ""

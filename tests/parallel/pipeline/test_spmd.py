@@ -239,8 +239,8 @@ def test_split_pull_saves_residuals_but_not_parameters():
 
 def temporary_bytes(schedule, microbatches, save="full"):
     train = {"activation_checkpointing": save}
-    ours = setup(config(4, microbatches, train=train, pp=4, pp_schedule=schedule))
-    return lowered(ours).compile().memory_analysis().temp_size_in_bytes
+    program = setup(config(4, microbatches, train=train, pp=4, pp_schedule=schedule))
+    return lowered(program).compile().memory_analysis().temp_size_in_bytes
 
 
 def test_1f1b_memory_does_not_grow_with_microbatches():
