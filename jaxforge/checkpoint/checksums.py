@@ -38,6 +38,7 @@ def begin(tree: PyTree) -> Callable[[], Checksums]:
     Returns:
         Function that waits for the hashes and returns them by array name.
     """
+    # Dispatched here: devices run the hashes before the next step, which may donate the arrays.
     leaves = {name: jnp.asarray(leaf) for name, leaf in flatten_dict(tree, sep=".").items()}
     if not is_on_this_host(leaves):
         hashes = _hash(leaves)

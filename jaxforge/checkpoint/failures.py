@@ -139,6 +139,7 @@ class _Listener(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         error = record.exc_info[1] if record.exc_info else None
+        # Two managers of a process log to the same logger: the path tells whose save failed.
         if isinstance(error, Exception) and self._directory in record.getMessage():
             self._note(error)
 
@@ -158,6 +159,7 @@ def await_all(is_ready: Callable[[], bool], failure: Callable[[], str]) -> None:
     pause = _PAUSE_SEC
     while True:
         message = failure()
+        # Every process sends its state in every turn, so that none waits in vain.
         state = _FAILED if message else _READY if is_ready() else _PENDING
         states = multihost_utils.process_allgather(np.array(state, np.int32))
         if (states == _FAILED).any():

@@ -132,6 +132,7 @@ def differing_key(first: Iterable[str], other: Iterable[str]) -> str:
 def fill_missing(tree: Tree, requested: Tree) -> Tree:
     """Return a tree with zeros for requested precision-specific arrays that it lacks."""
     flat = flatten_dict(tree, sep=".")
+    # Zeros are the initial values of loss scale, compensation and histories alike.
     zeros = {
         name: jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding)
         for name, leaf in flatten_dict(requested, sep=".").items()
@@ -156,6 +157,7 @@ def from_tree(tree: Tree, like: TrainState) -> TrainState:
     if like.ema and not ema:
         dtype = str(jax.tree.leaves(like.ema)[0].dtype)
         at = jax.tree.map(lambda leaf: leaf.sharding, like.ema)
+        # Jitted, so that each device makes its own shards.
         start: Any = jax.jit(start_average, static_argnums=1, out_shardings=at)
         trained, _ = split(tree["params"], flatten_dict(like.ema).keys())
         ema = start(trained, dtype)
@@ -182,6 +184,7 @@ def save_args(tree: Tree, axes: PyTree) -> Tree:
         return ocp.SaveArgs(shard_axes=tuple(stacked))
 
     stacked = jax.tree.map(chunked, axes, is_leaf=lambda node: isinstance(node, tuple))
+    # Counts are small: one chunk each.
     args = jax.tree.map(lambda _: ocp.SaveArgs(), tree)
     moments = {
         name: part_like(value, stacked)
@@ -199,6 +202,7 @@ def file_bytes(tree: Tree) -> int:
     Orbax gathers the content of a file before it writes it. With its default of 2 GiB, the disk
     would be idle until everything is gathered.
     """
+    # Of all processes, so that each computes the same size.
     share = sum(leaf.nbytes for leaf in jax.tree.leaves(tree)) // jax.process_count()
     return min(max(share // _FILES, LEAST), _MOST)
 
@@ -225,12 +229,14 @@ def check_model(requested: PyTree, saved: PyTree, path: Path) -> None:
     """
     actual_shapes, shapes = (_shapes(variables(tree)) for tree in (saved, requested))
     _check_adapters(shapes, actual_shapes, path)
+    # Before shapes are compared: a missing module would be named by its first array.
     stored, depth = _modules(actual_shapes), _modules(shapes)
     if stored != depth:
         raise UserError(
             f"{path} does not fit [model]: model.mtp_depth = {depth}, but the checkpoint has "
             f"{stored} modules of multi-token prediction: set model.mtp_depth = {stored}"
         )
+    # Saved arrays of another precision are left out by a restore.
     spare = {name for name in actual_shapes.keys() - shapes.keys() if is_precision_specific(name)}
     for name in sorted((shapes.keys() | actual_shapes.keys()) - spare):
         expected, actual = shapes.get(name, "absent"), actual_shapes.get(name, "absent")

@@ -35,6 +35,7 @@ def open_local(
     assert config.non_persistent_dir
     directory = Path(config.non_persistent_dir)
     _check_shared(directory)
+    # Retention by metric or window is for permanent checkpoints.
     newest = {"keep_last_n": 1, "keep_best_n": 0, "dyn_ckpt_window": None}
     section = config.with_values(newest)
     return Checkpoints(directory, section, axes, resolved_config, stack=stack)
@@ -42,6 +43,7 @@ def open_local(
 
 def _check_shared(directory: Path) -> None:
     """Check that all processes see the same directory: each one writes a part of the state."""
+    # A new name for each start: a marker of an earlier job must not count.
     tag = np.frombuffer(uuid.uuid4().bytes, np.uint8)
     tag = multihost_utils.broadcast_one_to_all(tag)
     marker = directory / f".seen_by_all_{tag.tobytes().hex()}"
@@ -54,6 +56,7 @@ def _check_shared(directory: Path) -> None:
                 f"checkpoint.non_persistent_dir: {directory}: {error.strerror}; name a directory "
                 "that can be written"
             ) from error
+    # No process looks before the marker exists, and it is removed only after all have looked.
     multihost_utils.sync_global_devices("a marker in checkpoint.non_persistent_dir")
     seen = multihost_utils.process_allgather(np.array(marker.exists()))
     if jax.process_index() == 0:

@@ -170,6 +170,7 @@ class Checkpoints:
         step = progress.step
         if step == self.saved_step:
             return None
+        # The order is that of the table above. What may block on other processes is in a thread.
         self.wait()  # memory may not suffice for copies of two states
         tree, is_copied = self._stored_tree(state)
         metrics = {k: float(v) for k, v in (evaluation or {}).items() if math.isfinite(v)}
@@ -185,6 +186,7 @@ class Checkpoints:
         else:
             with naming_failed_save(self.directory):
                 write()
+        # Set before the save is durable: the loop asks only whether this step was begun.
         self.saved_step = step
         self._thread = threading.Thread(
             target=self._finish, args=(step, began, *background), daemon=True
@@ -322,6 +324,7 @@ class Checkpoints:
             if weights == "ema":
                 if EMA not in saved:
                     raise UserError(no_average(self.path(step)))
+                # Parameters that are not trained have no average: they are those of the model.
                 averaged, frozen = split(like.pop(_PARAMS), flatten_dict(saved[EMA]).keys())
                 like |= {EMA: averaged} | ({_PARAMS: frozen} if frozen else {})
             state = self._read(step, state=restore_args(like, partial=True)).state

@@ -28,6 +28,7 @@ def by_layer(tree: PyTree, stack: Stack) -> PyTree:
     """
     if stack.is_checkpoint_order:
         return tree
+    # Rows of padding are dropped here, so the first dimension may differ from that of `tree`.
     ordered = _map_stacked(lambda name, leaf: _abstract_by_layer(leaf, stack.of(name)), tree)
     if isinstance(jax.tree.leaves(tree)[0], jax.ShapeDtypeStruct):
         return ordered
@@ -74,6 +75,7 @@ def _rearranged(
             tree, at,
         )  # fmt: skip
 
+    # Not donated: a run continues with the arrays that it saves.
     compiled: Any = jax.jit(rearrange, out_shardings=result)
     return compiled(tree)
 
@@ -86,6 +88,7 @@ def _map_stacked(function: Callable[..., Leaf], tree: PyTree, *more: PyTree) -> 
     """Apply a function of (name of the stack, leaf, leaves of `more`) to stacked parameters."""
 
     def map_leaf(path: jax.tree_util.KeyPath, leaf: Leaf, *leaves: Any) -> Leaf:  # noqa: ANN401
+        # Moments and averages have the names of parameters further down in their path.
         names = [key.key for key in path if is_stack(getattr(key, "key", ""))]
         return function(names[0], leaf, *leaves) if names else leaf
 
@@ -99,6 +102,7 @@ def _abstract_by_layer(leaf: Leaf, stack: Stack) -> jax.ShapeDtypeStruct:
     """
     shape, mesh = (stack.layers, *leaf.shape[1:]), leaf.sharding.mesh
     spec = [None, *leaf.sharding.spec[1:]]
+    # A spec may be shorter than the shape; missing entries mean that a dimension is not split.
     spec += [None] * (len(shape) - len(spec))
     for i, axes in enumerate(spec[1:], 1):
         names = (axes,) if isinstance(axes, str) else tuple(axes or ())

@@ -157,6 +157,7 @@ def _new_run(program: Program, open_foreign: OpenForeign | None) -> tuple[TrainS
         state, progress = start_from(
             source, program, section.exclude_from_loading, open_foreign=open_foreign
         )
+    # It is another run from here on: its identity, evaluation and rollbacks are new.
     progress = dataclasses.replace(
         progress, run_id=Progress().run_id, validation=None, rollbacks=[], frozen={}
     )
@@ -187,6 +188,7 @@ def opened(
     """Open the start of a run: a run of jaxforge or, with `open_foreign`, any other checkpoint."""
     path = section.start_path
     assert path
+    # KempnerForge's checkpoints have the same names, so that the content decides.
     if open_foreign is not None and not section.branch and not has_run(path):
         yield open_foreign(path, config)
         return
@@ -218,6 +220,8 @@ def start_from(
     Raises:
         UserError: the checkpoint holds weights only, and "model" is excluded.
     """
+    # Checkpoints have layers in order, the run perhaps not: restored in the first order, rearranged
+    # on the devices after that.
     like, stack = stored_state(program.abstract_state()), program.model.stack
     by_layers = by_layer(like, stack)
     has_optimizer = source.has_optimizer and "optimizer" not in excluded
@@ -242,6 +246,7 @@ def start_from(
         log.info("starting with the weights of %s", source.name)
         restored = source.restore_model(model_tree(by_layers.params, by_layers.model_state))
         like_model = model_tree(like.params, like.model_state)
+        # Weights of a checkpoint without non-trainable state: it is new.
         restored = by_stage(restored, stack, drop_unsaved(like_model, restored))
         if "model_state" in restored:
             restored = fill_missing(restored, like_model)
@@ -303,6 +308,7 @@ def load_base(
     with opened(at_path(config, path), config, open_foreign) as source:
         log.info("adapters belong to %s", source.name)
         restored, record = restore_recorded(source, by_layer(like, model.stack))
+    # Adapters of another base give wrong outputs without an error.
     if name := changed_array(record, recorded):
         raise UserError(
             f"checkpoint.load_path = {path} is not the model that the adapters were trained with: "
@@ -355,6 +361,7 @@ def _with_new_adapters(
 
 def _with_progress(state: TrainState, progress: Progress) -> TrainState:
     """Return the state with the counters of another progress."""
+    # The window of good losses is not carried over: it belongs to other weights.
     scales_loss = state.guard.loss_scale is not None
     guard = GuardState.fresh(progress.skipped, scales_loss=scales_loss)
     position = jnp.asarray(progress.step, state.step.dtype), guard

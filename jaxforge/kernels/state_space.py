@@ -79,8 +79,10 @@ def time_steps(
         limits: smallest and largest time step.
         is_padding: tokens [b, s] that must not change the state; None: there are none.
     """
+    # At least float32: a decay is exp of a sum of time steps over a whole chunk.
     dtype = jnp.promote_types(dt.dtype, jnp.float32)
     steps = jax.nn.softplus(dt.astype(dtype) + bias.astype(dtype))
+    # The default limits cut nothing, and no operation is added for them.
     steps = jnp.clip(steps, *limits) if limits != (0.0, float("inf")) else steps
     return steps if is_padding is None else jnp.where(is_padding[..., None], 0, steps)
 
@@ -118,6 +120,7 @@ def state_space(
     ids = None if segment_ids is None else to_parts(segment_ids, strategy)
     shape = (*parts.x.shape[::2], parts.x.shape[3], parts.b.shape[3])  # [p, heads, P, N]
     if state is None:
+        # The carry of a scan must vary over the same devices as what is added to it.
         axes = collectives.varying_axes((inputs, segment_ids))
         state = collectives.varying(jnp.zeros(shape, parts.dt.dtype), axes)
     y, after = _by_blocks(parts, ids, state, min(chunk_size, parts.x.shape[1]), block)
@@ -125,6 +128,7 @@ def state_space(
         y = y + _output_of_earlier_parts(parts, ids, after, strategy)
     skipped = skip.astype(y.dtype)[:, None] * parts.x.astype(y.dtype)
     y = from_parts((y + skipped).astype(inputs.x.dtype), strategy)
+    # A device may hold several parts of a row: the state of the last one is that of the row.
     per_row = len(after) // len(inputs.x)
     return y, after[per_row - 1 :: per_row]
 
@@ -134,6 +138,7 @@ def state_space_step(
 ) -> tuple[Float[Array, "b 1 heads p"], State]:
     """Run one token of each sequence, as in decoding. Arguments and results as of `state_space`."""
     x, dt, a, b, c = (x if x is inputs.a else x[:, 0] for x in inputs)
+    # Heads of a group share B and C, as grouped queries share keys.
     per_group = x.shape[1] // b.shape[1]
     b, c = (jnp.repeat(g.astype(dt.dtype), per_group, axis=1) for g in (b, c))  # [b, heads, N]
     x32 = x.astype(dt.dtype)
@@ -181,6 +186,8 @@ def _by_blocks(
     """Run blocks of chunks one after another; return float32 outputs and the last state."""
     rows, tokens, heads, width = inputs.x.shape
     groups, chunks = inputs.b.shape[2], -(-tokens // chunk)
+    # A block holds [rows, heads, Q, Q] scores for each of its chunks. Blocks bound this memory, and
+    # are of equal length, so that one program runs all of them.
     largest = block // (rows * heads * chunk * chunk)
     blocks = -(-chunks // max(1, largest))
     per_block = -(-chunks // blocks)
@@ -221,6 +228,8 @@ def _run_block(carry: _Carry, chunks: _Chunks) -> tuple[_Carry, Array]:
     x, dt, log_decay, b, c, ids = chunks
     if ids is None:
         documents = None
+        # exp(total) decays a state in front of the chunk to a token, exp(total[-1] - total) a token
+        # to the end. Both are at most 1, because A < 0: nothing overflows.
         total = jnp.cumsum(log_decay, axis=2)  # c_t [b, chunks, Q, g, r]
         to_end, from_start = jnp.exp(total[:, :, -1:] - total) * dt, jnp.exp(total)
     else:
@@ -229,10 +238,13 @@ def _run_block(carry: _Carry, chunks: _Chunks) -> tuple[_Carry, Array]:
         before = jnp.concatenate([carry.document[:, None], last[:, :-1]], axis=1)
         documents = jnp.concatenate([before, last[:, -1:]], axis=1)  # of each state [b, chunks + 1]
         total = _sums_in_documents(log_decay, ids, before)
+        # Only tokens of the last document reach the state behind the chunk, and only those of the
+        # document in front of the chunk see the state in front of it.
         is_last = _of_heads(ids == last[:, :, None])
         to_end = jnp.exp(jnp.where(is_last, total[:, :, -1:] - total, -jnp.inf)) * dt
         from_start = jnp.where(_of_heads(ids == before[:, :, None]), jnp.exp(total), 0)
     float_ = dt.dtype
+    # The product is in the dtype of x, its sum in float32: the states are sums over many chunks.
     weighted = (x.astype(float_) * to_end[..., None]).astype(x.dtype)
     added = jnp.einsum("bzugn,bzugrp->bzgrpn", b, weighted, preferred_element_type=float_)
     states = _pass_on(carry.state, added, total[:, :, -1], documents)
@@ -290,6 +302,7 @@ def _pass_on(
         sums = _sums_in_documents(of_chunks, documents[:, None], documents[:, :1])[:, 0]
         decay = _decays(sums, _of_heads(_is_earlier_in_document(documents)))
     if added.shape[1] == 1:
+        # One chunk: the product below would have two summands.
         after = decay[:, 1, 0, ..., None, None] * state + added[:, 0]
         return jnp.stack([state, after], axis=1)
     states = jnp.concatenate([state[:, None], added], axis=1)
@@ -308,6 +321,7 @@ def _inside(chunks: _Chunks, total: Array) -> Array:
     scores = jnp.einsum("bztgn,bzugn->bzgtu", c, b, preferred_element_type=total.dtype)
     is_seen = None if ids is None else _is_earlier_in_document(ids)[:, :, None, None]
     decay = _decays(total.transpose(0, 1, 3, 4, 2), is_seen, tokens_last=True)  # [b, z, g, r, t, u]
+    # [b, z, g, r, t, u]: the largest array of a block. Scores are per group, decays per head.
     weights = scores[:, :, :, None] * decay * dt.transpose(0, 1, 3, 4, 2)[..., None, :]
     return jnp.einsum(
         "bzgrtu,bzugrp->bztgrp", weights.astype(x.dtype), x, preferred_element_type=total.dtype
@@ -365,8 +379,11 @@ def _output_of_earlier_parts(
         strategy: how devices share sequences.
     """
     total = jnp.cumsum(inputs.dt * inputs.a, axis=1)  # [p, t, heads]
+    # A part was computed from an empty state. Its outputs are linear in the state, so the output of
+    # the real one is added.
     decay, from_start = jnp.exp(total[:, -1]), jnp.exp(total)
     if ids is not None:
+        # A document that began in this part sees no state of earlier parts.
         before = from_previous_part(ids[:, -1], strategy)[:, None]
         from_start = jnp.where((ids == before)[..., None], from_start, 0)
         decay = jnp.where(ids[:, -1:] == before, decay, 0)

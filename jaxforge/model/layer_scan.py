@@ -64,6 +64,7 @@ def split_into_groups(
         layers: Sequence[int], in_loop: bool, x_BSD: Array, rows: LayerInputs
     ) -> tuple[Array, LayerOut]:
         kinds = [(plan.layers[number], plan.stacks[number]) for number in layers]
+        # Rows are counted per stack, because consecutive layers may belong to several.
         outs, used = [], Counter[str]()
         for kind, stack in kinds:
             x_BSD, out = layer(kind, stack, in_loop)(x_BSD, row_of_layer(rows, stack, used))
@@ -156,6 +157,7 @@ def run_rows(
             return y_BSD, (jax.tree.leaves(out.cache), out._replace(cache=None))
 
         layers = [functools.partial(run, name) for name in names]
+        # The branches of a switch must agree on the axes over which their results vary.
         varying = collectives.varying_axes((x_BSD, location))
         x_BSD, (shared, out) = run_layer(location.stack, layers, x_BSD, varying)
         for i, name in enumerate(names if states is not None else ()):

@@ -66,10 +66,12 @@ class MoE(nnx.Module):
             strategy=strategy,
         )  # fmt: skip
         if c.moe_routed_scaling != 1.0:
+            # Only the routed part: the shared expert is outside of the scale, as in DeepSeek-V3.
             y_BSD = y_BSD * jnp.asarray(c.moe_routed_scaling, y_BSD.dtype)
         if c.shared_expert_dim:
             shared_BSD = self.shared_expert(x_BSD, precision)
             if c.moe_shared_expert_gate:
+                # An output of the width, like the head: muP scales its input in the same way.
                 gated_BSD = times(x_BSD, mup.output_multiplier(c))
                 shared_BSD = shared_BSD * jax.nn.sigmoid(
                     self.shared_expert_gate(gated_BSD, precision)
@@ -78,6 +80,7 @@ class MoE(nnx.Module):
         if loss_weights is not None:
             assigned = jnp.float32(routing.experts.size)
             if is_padding is not None:
+                # Padding has no assignments, so it does not lower the share of dropped ones.
                 assigned = jnp.sum(~is_padding, dtype=jnp.float32) * c.moe_top_k
             dropped_share = Mean(dropped, assigned)
             aux = aux._replace(metrics={**aux.metrics, "dropped": dropped_share})
@@ -86,6 +89,7 @@ class MoE(nnx.Module):
 
 def empty_expert_aux(config: ModelConfig) -> AuxOutputs:
     """Return the auxiliary outputs of a dense layer in a model with experts elsewhere."""
+    # All layers of a scan return one structure; a dense layer adds nothing to sums and means.
     zero, load = jnp.zeros(()), jnp.zeros((config.num_experts,))
     means = ["router_entropy", "aux_loss", "router_z", "dropped"]
     if config.bias_update != "none":
@@ -129,6 +133,7 @@ def next_state(
     counts_of: dict[tuple[str, ...], Array] = {
         (stack,): expert_counts(stats[LAYERS], order, stack) for stack in config.moe_stacks
     }
+    # Modules of multi-token prediction have the parts of the last layer.
     if config.has_experts[-1]:
         counts_of |= {(MTP, depth): of["counts"] for depth, of in stats.get(MTP, {}).items()}
     for block, counts in counts_of.items():
@@ -148,6 +153,7 @@ def next_params(
     if not (config.is_moe and config.bias_update == "kempnerforge"):
         return params
     averages, moved = flatten_dict(state), flatten_dict(params)
+    # KempnerForge's bias is a parameter, and is moved after the optimizer's update.
     for path, load in averages.items():
         if path[-1] != "expert_ema":
             continue

@@ -140,6 +140,7 @@ class Model:
         if recipe is not None:
             self.plan = fp8_layers.mark_bf16_layers(self.plan, recipe)
         self._param_dtype = param_dtype
+        # Shapes only. Functions of parameters merge the definition of a module with arrays.
         module = nnx.eval_shape(lambda: self._declare(jax.random.key(0)))
         self._definitions = {
             name: nnx.split(getattr(module, name))[0]
@@ -153,6 +154,7 @@ class Model:
 
     def _declare(self, key: Array) -> nnx.Module:
         runtime = self.runtime
+        # Without recomputation, the backward pass gathers weights again, so as not to save them.
         backward = Backward(runtime.reduce_dtype, not remat.recomputes(runtime.save))
         declare = Declare(
             nnx.Rngs(params=key),
@@ -163,6 +165,7 @@ class Model:
             heads_in_products=runtime.heads_in_products,
         )
         module = type(self).network(self.config, declare)
+        # Adapters come after the conversion to 8 bits: the base is converted, adapters are not.
         if self.recipe is not None:
             fp8_layers.convert(module, self.config, self.recipe, declare)
         if self.adapters is not None:
@@ -206,6 +209,7 @@ class Model:
             for chosen in (False, True)
         )
         view.abstract, view.axes = trained
+        # Frozen parameters are inputs like non-trainable state, so that no gradient is computed.
         view.state = Declared(*map(join, frozen, self.state))
         return view
 
@@ -246,6 +250,7 @@ class Model:
             progress: completed fraction of the run's steps.
         """
         has_state = self.config.is_moe and self.config.bias_update != "none"
+        # Biases of routers follow their loads, which mean nothing to routers that do not change.
         if has_state and self.adapters is None:  # else routers are frozen
             state = moe.next_state(self.config, state, stats, self.stack, progress)
         if self.recipe is not None and self.recipe.scaling == "delayed":
@@ -300,11 +305,15 @@ class Model:
         x_BSD = self.embed(params, batch)
         context = self.batch_context(x_BSD, batch, lengths=lengths, loss_weights=loss_weights)
         layer = functools.partial(self._layer, context, capture)
+        # Four ways through the layers. In decoding, each layer has arrays of its own, because a
+        # scan would copy the cache for each token. Stages run their rows in `shard_map`. Equal
+        # layers are one scan; others are groups: leading layers, a scan over periods, later layers.
         if isinstance(cache, list):
             apart = zip(params[LAYERS], cache, strict=True)
             x_BSD, layer_outs = run_unstacked(self.plan, layer, apart, x_BSD)
             out = LayerOut([out.cache for out in layer_outs])
         elif self.stack.stages > 1 and STAGES in automatic_axes():
+            # None: all stages have the same layers. Otherwise a row says which layer it holds.
             locations = None if self.stack.has_equal_stages else self.stack.locations()
             rows = jax.tree.map(jnp.asarray, (self.plan.kinds_by_row(self.stack), locations))
             run = functools.partial(self._run_stage, capture)
@@ -350,6 +359,7 @@ class Model:
         hidden_BSD, out = self.forward(params, batch, cache=cache, lengths=last + 1)
         assert out.cache is not None
         if only is not None:
+            # Before the head: logits [b, s, v] of a whole prompt may not fit.
             hidden_BSD = jnp.take_along_axis(hidden_BSD, only[:, None, None], axis=1)
         return self.logits(params, hidden_BSD), out.cache
 
@@ -423,6 +433,7 @@ class Model:
 
         def run_layer(x_BSD: Array, row: tuple[Params, PyTree]) -> tuple[Array, LayerOut]:
             params, cache = row
+            # The name by which a policy moves the inputs of layers to host memory.
             x_BSD = remat.name_input(x_BSD)
             block = self.block(stack, params, context)
             x_BSD, out = block(x_BSD, context, cache, settings=settings)
@@ -432,6 +443,7 @@ class Model:
         save, offload = self.runtime.save, self.runtime.offload
         if save == "none" and self.runtime.saves_elementwise:
             return run_layer
+        # An unrolled scan has no loop either: see `remat` for the barrier that it then needs.
         in_loop = in_loop and self.runtime.unroll == 1
         return remat.block(save, run_layer, in_loop=in_loop, offload=offload)
 
@@ -449,6 +461,7 @@ class Model:
             names = self.stack.stack_names
             x, out = run_rows(names, layer, x, (kinds, locations), LayerInputs(stacks, cache))
             return x, out.cache, (out.aux, out.activations)
+        # [rows, ...] of a stage become [repeats, layers of a period, ...] for the scan.
         period = self.plan.stage_period(self.stack)
         body = functools.partial(run_period, period, layer)
         repeats = self.stack.per_chunk // len(period)
@@ -487,6 +500,7 @@ class Model:
         """
         context = self.batch_context(hidden_BSD, batch, loss_weights=loss_weights)
         run_block = self._layer(context, NO_CAPTURE, self.plan.layers[-1], MTP, False)
+        # `final_norm` has scaled its result for the head; modules take the unscaled norm.
         x_BSD = times(hidden_BSD, 1 / self._head_scale)
         for depth in range(self.config.mtp_depth):
             depth_params = params[MTP][str(depth)]
@@ -549,6 +563,7 @@ class Model:
         def stacked(stack: str, layers: Sequence[int]) -> PyTree:
             mixer = mixer_class(self.config.layer_parts[layers[0]].mixer)
             state = mixer.empty_cache(self.config, batch, length, self.dtype)
+            # Rows without a layer have a cache, too: all stages hold arrays of one shape.
             rows = len(self.stack.of(stack).rows())
             return jax.tree.map(lambda x: jnp.broadcast_to(x, (rows, *x.shape)), state)
 
@@ -605,6 +620,7 @@ def build_model(
     Raises:
         UserError: a configured kernel is not supported.
     """
+    # The first device stands for all: meshes of several kinds are not supported.
     if platform is None:
         platform, capability = jax.default_backend(), gpu_capability(jax.devices()[0])
     t, d = config.train, config.distributed

@@ -50,6 +50,7 @@ def global_norm(grads: PyTree) -> Float[Array, ""]:
     `optax.tree.norm` also adds squares of imaginary parts, which takes five times as many
     operations.
     """
+    # One sum per leaf: the partitioner then reduces scalars over devices, not gradients.
     squares = (jnp.sum(jnp.square(g.astype(jnp.float32))) for g in jax.tree.leaves(grads))
     return jnp.sqrt(sum(squares, start=jnp.zeros(())))
 
@@ -112,6 +113,7 @@ def scale_by_rule(
         stored = [join_scales(getattr(state, n), getattr(state, scales[n])) for n in moments]
         leaves = jax.tree.map(update_leaf, param_infos(grads, storage), grads, *stored)
         directions, *new = unzip(1 + len(stored), leaves, grads)
+        # The caller discards the count of a bad step, but not moments that are updated in place.
         fields: dict[str, Any] = {"updates": optax.safe_increment(state.updates)}
         for name, trees in zip(moments, new, strict=True):
             fields[name], fields[scales[name]] = split_scales(trees)
@@ -155,6 +157,7 @@ def decay_weights(decays: Factors, *, is_cautious: bool) -> optax.GradientTransf
     def decay_leaf(u: Array, p: Array, decay: float, lr: Float[Array, ""]) -> Array:
         if decay == 0.0:
             return u
+        # In bfloat16, a small decay of p would be rounded away.
         p = p.astype(jnp.float32)
         after_decay = 1 - times(lr, decay)
         if is_cautious:
@@ -213,6 +216,7 @@ def with_rate(
         lr_scale: Float[Array, ""] | float = 1.0,
         **extra: Any,  # noqa: ANN401
     ) -> tuple[PyTree, PyTree]:
+        # The rate of update n is that of step n - 1 of the schedule, as in PyTorch.
         n = updates_made(state)
         extra |= {"lr": schedule(n) * lr_scale, "lr_scale": lr_scale, "updates_made": n}
         return chain.update(grads, state, params, **extra)
@@ -233,6 +237,7 @@ def merged(links: Links) -> optax.GradientTransformationExtraArgs:
         params: PyTree | None = None,
         **extra: Any,  # noqa: ANN401
     ) -> tuple[PyTree, Any]:
+        # Fields are taken by name, so that a state does not depend on the order of the links.
         like = jax.eval_shape(chain.init, params)
         states = tuple(type(s)(*(getattr(state, name) for name in s._fields)) for s in like)
         updates, states = chain.update(grads, states, params, **extra)

@@ -56,6 +56,8 @@ def skip_idle_experts(
     """
     flat = flatten_dict(axes)
     paths = frozenset(path for path, names in flat.items() if names[:2] == (LAYERS, EXPERTS))
+    # `whole` has the state's structure. `dense` updates all but the stacked experts, which one rule
+    # each updates with the rate of the whole state and the counts of its experts.
     whole = merged(build(rate, axes))
     dense = merged(build(rate, split(axes, paths)[1]))
 
@@ -75,6 +77,7 @@ def skip_idle_experts(
         reached: Mapping[str, Bool[Array, "layers experts"]] | None = None,
         **extra: Any,  # noqa: ANN401
     ) -> tuple[PyTree, State]:
+        # The state has more fields than the rule's: the counts of experts.
         kind = type(jax.eval_shape(whole.init, params))
         rule_state = kind(*(getattr(state, name) for name in kind._fields))
         updates, new = dense.update(
@@ -83,6 +86,7 @@ def skip_idle_experts(
         counts: dict[str, dict[Path, Array]] = {name: {} for name in _scalars(rule_state)}
         for path in sorted(paths):
             select = functools.partial(_select_path, path)
+            # The schedule follows the updates of the run, bias correction those of each expert.
             rule = merged(build(rate.fixed_at(state.updates), select(axes)))
             counts_of_experts = {
                 n: flatten_dict(getattr(state, EXPERT_FIELD + n))[path] for n in counts
@@ -119,6 +123,7 @@ def _update_experts(
     broadcast_shape = (*shape[:2], *(1,) * len(shape[2:]))  # [layers, experts, 1, ...]
     if reached is None:
         (grad,) = jax.tree.leaves(grads)
+        # The gradient of an expert without tokens is exactly zero.
         reached = jnp.any(grad != 0, axis=range(2, grad.ndim))
     mask = reached.reshape(broadcast_shape)
     counts = _scalars(state)
@@ -128,6 +133,7 @@ def _update_experts(
     updates, new = rule.update(grads, old, params, **extra)
 
     def selected(n: Array, o: Array) -> Array:
+        # Old values of these are overwritten already: `applied` has selected them in the rule.
         return n if is_updated_in_place(o) else jnp.where(mask, n, o)
 
     new = type(new)(*(jax.tree.map(selected, n, o) if n is not None else None

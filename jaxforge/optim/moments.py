@@ -113,6 +113,7 @@ def init_moments(
             continue
         is_packed = is_packable(p.shape, axes[path])
         values[path] = jnp.zeros_like(p, dtype if is_packed else jnp.float32)
+        # A scale of 0 with values of 0: packing the first moments sets both.
         if is_packed:
             scales[path] = jnp.zeros_like(p, jnp.uint8, shape=scales_shape(p.shape))
     return unflatten_dict(values), unflatten_dict(scales) or None
@@ -295,6 +296,7 @@ def _update_rows(
 ) -> tuple[Array, tuple[Packed, ...]]:
     """Update whole blocks of rows at once."""
     scalars, applied = per_row
+    # Elements of one parameter are independent, so rows can be updated in any chunks.
     direction, *new = rule(scalars, g, *map(unpack, moments))
     # 32 random bits per element serve at most two moments, 16 bits each.
     uniforms = (uniform(bits & 0xFFFF), uniform(bits >> 16))

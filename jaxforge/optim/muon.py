@@ -126,14 +126,17 @@ def scale_by_muon(
     names, is_muon = flatten_dict(axes), takes or muon_takes
 
     def accumulate(_: tuple, g: Array, b: Array) -> tuple[Array, Array]:
+        # The sum is not weighted by 1 - momentum: the norm is removed by `orthogonal` anyway.
         b = momentum * b + g
         return g + momentum * b if variant.nesterov else b, b
 
     def orthogonalize(u: Array, names: Axes, *row_nu: Array) -> tuple[Array, ...]:
+        # All layers and experts are one batch of matrices, so that each iteration is one product.
         m, n = matrix_shape(u.shape, names)
         d = orthogonal(u.reshape(-1, m, n), ns_steps)
         if variant.beta2 is not None:
             (v,) = row_nu
+            # v [..., m] is small, and stays in float32 under every storage format.
             d, rows = _normalize_rows(d, v.reshape(-1, m), variant.beta2)
             row_nu = (rows.reshape(v.shape),)
         return variant.scale(m, n) * d.reshape(u.shape), *row_nu
@@ -161,11 +164,13 @@ def scale_by_muon(
     ) -> tuple[PyTree, MuonState]:
         paths = paths_of(grads)
         of_muon, of_adam = split(grads, paths)
+        # Both rules count the same updates: `updates` of either is that of the state.
         momenta, new = buffers.update(of_muon, state, **extra)
         directions, adam_state = adam.update(of_adam, state, **extra)
         fields = {**new._asdict(), **adam_state._asdict()}
         row_nu = () if state.row_nu is None else (state.row_nu,)
         leaves = jax.tree.map(orthogonalize, momenta, split(axes, paths)[0], *row_nu)
+        # Tuples at the leaves become one tree per entry, in the structure of the momenta.
         orthogonalized, *new_row_nu = unzip(1 + len(row_nu), leaves, momenta)
         fields["row_nu"] = new_row_nu[0] if new_row_nu else None
         return join(orthogonalized, directions), MuonState(**fields)
@@ -182,6 +187,7 @@ def build(parts: Parts) -> Links:
         # A wider model of muP must use Muon for the same parameters as the model of base width.
         return muon_takes(mup.base_shape(model, shape, axes), axes)
 
+    # Muon's factor differs from Adam's: the size of an orthogonal step depends on the matrix.
     def of_mup(shape: tuple[int, ...], axes: Axes) -> float:
         return (mup.muon_factor if takes(shape, axes) else mup.lr_factor)(model, axes)
 
@@ -238,6 +244,8 @@ def orthogonal(g: Float[Array, "l m n"], steps: int) -> Float[Array, "l m n"]:
         gram = x @ x.mT
         return a * x + (b * gram + c * (gram @ gram)) @ x
 
+    # The Frobenius norm bounds the largest singular value, so that all begin in [0, 1]: the
+    # iteration would diverge for much larger ones.
     norm = jnp.sqrt(jnp.sum(g * g, axis=(-2, -1), keepdims=True))
     return jax.lax.fori_loop(0, steps, iterate, g / (norm + _NORM_EPS))
 
@@ -248,6 +256,7 @@ def _normalize_rows(
     """Return NorMuon's step of norm √min(m, n) for orthogonalized momenta, and the new v."""
     m, n = o.shape[-2:]
     v = beta2 * v + (1 - beta2) * jnp.mean(o * o, axis=-1)
+    # The row of an expert or head without gradient has v = 0, and stays 0.
     o = o / (jnp.sqrt(v) + _ROW_EPS)[..., None]
     norm = jnp.sqrt(jnp.sum(o * o, axis=(-2, -1), keepdims=True))
     return o * (math.sqrt(min(m, n)) / (norm + _NORM_EPS)), v

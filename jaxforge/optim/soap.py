@@ -105,6 +105,7 @@ def scale_by_soap(
                 *stacked, _ = rows_shape(p.shape, names[path])
                 for square, size in zip(zeros, matrix_shape(p.shape, names[path]), strict=True):
                     if size <= largest:
+                        # Zeros until the first update sets eigenvectors; its direction is dropped.
                         square[path] = jnp.zeros((*stacked, size, size))
         rows, columns = map(unflatten_dict, zeros)
         return SoapState(jnp.zeros((), jnp.int32), mu, nu, rows, rows, columns, columns)
@@ -117,8 +118,10 @@ def scale_by_soap(
         grams: RowsAndColumns = flatten_dict(state.row_gram), flatten_dict(state.column_gram)
 
         def advance(path: Path, g: Array, m: Array, v: Array) -> tuple[Array, ...]:
+            # None on a side without a basis, where the basis is 1.
             basis = [by_path.get(path) for by_path in bases]
             matrices = (_as_matrices(x, names[path]) for x in (g, m, v))
+            # Of vectors both sides are None, and the rule is Adam's.
             direction, *moments = _adam_in_bases(rates, basis, *matrices)
             reshaped = (x.reshape(g.shape).astype(m.dtype) for x in moments)
             return direction.reshape(g.shape), *reshaped
@@ -134,7 +137,9 @@ def scale_by_soap(
         change_bases = jnp.where(
             state.updates == 0, 0, jnp.where(state.updates % interval == 0, 1, 2)
         )
+        # V belongs to the rows and columns of the bases: a change of their order must move it, too.
         variances = {path: _as_matrices(v, names[path]) for path, v in nu.items()}
+        # A switch and not a select: eigenvectors are computed in one update of `interval` only.
         bases, variances = jax.lax.switch(
             change_bases, (_first_bases, _next_bases, _same_bases), grams, bases, variances
         )
@@ -196,6 +201,7 @@ class _Rates(NamedTuple):
     @classmethod
     def of_update(cls, updates: Int[Array, ""], betas: tuple[float, float], eps: float) -> "_Rates":
         """Return the rates after a number of updates: the first one changes no moment."""
+        # A rate of 1 keeps M and V at zero in the first update. t of at least 1 avoids 0 / 0.
         is_first, t = updates == 0, jnp.maximum(updates, 1)
         b1, b2 = (jnp.where(is_first, 1.0, beta) for beta in betas)
         correction, correction2 = (bias_correction(beta, t) for beta in betas)
@@ -209,6 +215,7 @@ def _adam_in_bases(
     m = rates.b1 * m + (1 - rates.b1) * g
     v = rates.b2 * v + (1 - rates.b2) * jnp.square(_into(basis, g))
     direction = _into(basis, m) / (jnp.sqrt(v) / rates.root_correction2 + rates.eps)
+    # M is kept out of the bases, so that a change of bases does not touch it.
     return _out_of(basis, direction) * (1 / rates.correction), m, v
 
 
@@ -254,6 +261,7 @@ def _first_bases(grams: RowsAndColumns, bases: RowsAndColumns, nu: dict[Path, Ar
     result: RowsAndColumns = {}, {}
     last = jnp.zeros(())
     for matrices, new in zip(grams, result, strict=True):
+        # A fixed order, in which `_after` chains the decompositions.
         for path in sorted(matrices):
             last = new[path] = jnp.linalg.eigh(_after(last, matrices[path]))[1]
     return result, nu
@@ -268,6 +276,7 @@ def _next_bases(grams: RowsAndColumns, bases: RowsAndColumns, nu: dict[Path, Arr
         for path in sorted(old):
             basis = _after(last, old[path])
             product = jnp.matmul(matrices[path], basis, precision=_EXACT)
+            # Estimates of eigenvalues: the diagonal of Rᵀ A R. QR keeps the order of its columns.
             order = jnp.argsort(-jnp.sum(basis * product, axis=_ROWS), axis=-1)
             last = new[path] = jnp.linalg.qr(_sorted(product, order, _COLUMNS))[0]
             nu[path] = _sorted(nu[path], order, axis)

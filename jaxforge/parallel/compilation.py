@@ -81,6 +81,7 @@ def accepted_flags(config: JobConfig, unroll: int = 1) -> dict[str, Option]:
     device = jax.devices()[0]
     user_flags = config.train.xla_flags
     flags = compiler_options(device, user_flags, has=traits(config, unroll))
+    # XLA names one flag at a time: an empty program is compiled until none is refused.
     while flags and (name := _first_refused_flag(flags)) is not None:
         if name in user_flags:
             raise UserError(flag_error_message(name, user_flags[name], jax.default_backend()))

@@ -49,6 +49,7 @@ def host_memory() -> int:
 
 def capacity_per_device() -> int:
     """Return the memory of a local device in bytes; virtual CPU devices share the machine's."""
+    # Virtual CPU devices have the memory of one machine together.
     is_shared = jax.default_backend() == "cpu"
     return capacity() // (jax.local_device_count() if is_shared else 1)
 
@@ -65,6 +66,7 @@ def smallest_capacity(mesh: Mesh | AbstractMesh) -> int:
     if isinstance(mesh, AbstractMesh):
         raise UserError(_UNKNOWN.format("a mesh without devices"))
     device = mesh.devices.flat[0]
+    # A device to compile for: it has no statistics of memory.
     if device not in jax.devices():
         known = hardware.known_memory(device.device_kind)
         if known is None:

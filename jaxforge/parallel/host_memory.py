@@ -46,6 +46,7 @@ def _set(settings: dict[int, int]) -> bool:
     is_configured = any(name.startswith(prefixes) for name in os.environ)
     if is_configured or not sys.platform.startswith("linux"):
         return False
+    # Other C libraries lack these settings, or ignore them.
     libc = ctypes.CDLL(None)
     if not hasattr(libc, "gnu_get_libc_version"):
         return False

@@ -39,6 +39,8 @@ def run_layer(
         The result of the layer, in which arrays contain the layer's own ones (`arrays_of_layer`).
         Without a layer, the arrays and outputs are zeros.
     """
+    # Branches of a switch must return the same shapes, but layers of different kinds do not: each
+    # fills some of `shapes`, which hold the arrays of any of them.
     abstract = [jax.eval_shape(layer) for layer in layers]
     shapes = _shared_shapes(arrays for _, (arrays, _) in abstract)
 
@@ -47,9 +49,11 @@ def run_layer(
 
     def run(layer: Callable[[], LayerResult[Outputs]]) -> LayerResult[Outputs]:
         y, (arrays, outputs) = layer()
+        # Arrays of other layers stay zeros, which nothing reads.
         shared = [jnp.zeros(*shape) for shape in shapes]
         for i, array in zip(_indices(shapes, arrays), arrays, strict=True):
             shared[i] = array
+        # Zeros vary over no axis, results over some: the branches must agree.
         return vary((y, (shared, outputs)))
 
     def run_nothing() -> LayerResult[Outputs]:
@@ -97,6 +101,7 @@ def _shared_shapes(arrays_of_layers: Iterable[Sequence[jax.ShapeDtypeStruct]]) -
 
 def _indices(shapes: Sequence[Shape], arrays: Sequence[Array]) -> list[int]:
     """Return the index of the shared array of each array of a layer."""
+    # First fit, in the same order for writing and for reading: both find the same array.
     free = list(range(len(shapes)))
     indices = []
     for array in arrays:

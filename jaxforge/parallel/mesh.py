@@ -153,6 +153,7 @@ def _arrange_slices(
 
     try:
         return arranged(split=False)
+    # Whole sides of the torus are faster, so an axis is a part of a side only if nothing else fits.
     except NotImplementedError:
         return arranged(split=True)
 
@@ -160,6 +161,7 @@ def _arrange_slices(
 def _over_slices(shape: Mapping[str, int], slices: int, per_slice: int) -> dict[str, int]:
     """Return the number of slices that each axis extends over, whose product is `slices`."""
     remaining, outer = slices, dict.fromkeys(shape, 1)
+    # Greedy, from the axis that communicates least: stages, then replicas, then shards.
     for axis in _OUTER:
         outer[axis] = math.gcd(remaining, shape[axis])
         remaining //= outer[axis]

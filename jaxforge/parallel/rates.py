@@ -116,6 +116,7 @@ def _between_tpus(
     slices = {getattr(device, "slice_index", 0) or 0 for device in members}
     if len(slices) > 1:
         return chip.network * len(members) / len(slices)
+    # A group that spans several sides of the torus uses the links of all of them at once.
     rates = []
     for axis in range(3):
         size = len({device.coords[axis] for device in members})

@@ -194,6 +194,7 @@ def data_axes(axis: str | None) -> tuple[str, ...]:
 
 def group_axes(axes: Axes) -> tuple[str, ...]:
     """Return the mesh axes along which devices use the same weight for different tokens."""
+    # Devices along the other data axes have equal shares of the weight and different gradients.
     splitting = {name for axis in compute_axes(axes) for name in data_axes(axis)}
     return tuple(name for name in DATA_AXES if name not in splitting)
 

@@ -161,6 +161,8 @@ class Progress:
     def roll_back_to(self, earlier: "Progress") -> None:
         """Restore the counters of an earlier step, except for the position in the data."""
         jump = {"from": self.step, "to": earlier.step, "samples": self.samples - earlier.samples}
+        # The position in the data stays, so that the bad span is not read again. The number of
+        # rollbacks is limited.
         retained = {
             "samples": self.samples,
             "rollbacks": [*self.rollbacks, jump],
@@ -180,6 +182,7 @@ class Progress:
 
         Unknown fields are dropped; missing fields get defaults.
         """
+        # Derived fields of `to_json` are among the unknown ones.
         known = {field.name for field in dataclasses.fields(cls)}
         progress = cls(**{k: v for k, v in values.items() if k in known})
         if isinstance(progress.validation, dict):

@@ -190,6 +190,7 @@ def state_shardings(
     """
     replicated: Any = NamedSharding(mesh, PartitionSpec())
     params = param_shardings(model.abstract, model.axes, mesh)
+    # Traced, because only the trace knows the memory space in which each moment is kept.
     traced = jax.jit(optimizer.init).trace(model.abstract)
     shapes = traced.out_info
 
@@ -222,6 +223,7 @@ def _like_parameter(
     replicated.
     """
     n = len(leaf.shape)
+    # A spec may be shorter than the shape; a moment may have fewer dimensions than its parameter.
     axes = [*sharding.spec, *[None] * n][:n]
     if leaf.shape != parameter.shape[:n] and leaf.dtype != jnp.uint8:  # not scales
         is_matrix = n == len(parameter.shape)

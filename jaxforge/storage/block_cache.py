@@ -106,6 +106,7 @@ class BlockCache:
             slot = self._find(records, key)
             if slot is None:
                 return None
+            # The length may be of another record than the bytes, if both were being written.
             _, stored_crc, length, _ = _RECORD.unpack_from(records, slot * _RECORD.size)
             data = os.pread(self._file, min(length, BLOCK_BYTES), self._position(number, slot))
             if len(data) == length and zlib.crc32(data) == stored_crc and crc in (None, stored_crc):
@@ -187,6 +188,7 @@ class BlockCache:
             file.truncate(_HEADER_BYTES + n_sets * _SET_BYTES)
 
     def _set_of(self, key: bytes) -> int:
+        # Keys are hashes, so that sets fill evenly.
         return int.from_bytes(key[:8], "little") % self._n_sets
 
     def _records(self, number: int) -> bytes:

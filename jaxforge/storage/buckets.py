@@ -43,6 +43,7 @@ class _Objects(epath_backend.Backend):
         return names
 
     def glob(self, url: str) -> list[str]:
+        # The directory in front of the first pattern: only its objects are listed.
         root = url[: re.search(r"[*?[]|$", url).start()].rpartition("/")[0]  # type: ignore[union-attr]
         pattern, depth = url.split("/"), url.count("/") + 1
         paths = {"/".join(f"{root}/{key}".split("/")[:depth]) for key in keys(root)}

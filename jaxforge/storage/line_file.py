@@ -48,7 +48,9 @@ class LineFile:
         Raises:
             OSError: some lines could not be written; they stay pending.
         """
+        # Queued before any is written: lines stay in order also after a failed write.
         self._waiting.extend((step, line.encode() + b"\n") for line in lines)
+        # The oldest go first: a run on a full disk must not run out of memory as well.
         while len(self._waiting) > _MAX_WAITING:
             self._waiting.popleft()
             self._dropped += 1
@@ -136,6 +138,7 @@ def keep_sound_lines(
     first_end, count, needs_end = 0, 0, False  # bytes before the first removed line
     with path.open("rb") as file:
         for count, line in enumerate(file, 1):
+            # The step of a line decides alone: other fields may be of a newer version.
             value, problem = parse_line(line)
             step = None if problem else value.get("step")
             if type(step) is not int:
@@ -148,6 +151,7 @@ def keep_sound_lines(
                 first_end += len(line)
             needs_end = not line.endswith(b"\n")
     is_end = later == set(range(count - len(later) + 1, count + 1))  # or empty: common cases
+    # Usual case: lines of later steps are the end of the file, which is cut off in place.
     if is_end and not damaged and not (needs_end and not later):
         with safe_files.open_to_append(path) as file:
             file.truncate(first_end)
@@ -172,6 +176,7 @@ def _rewrite(path: Path, aside: Path, later: set[int], damaged: set[int]) -> Non
                 bad.writelines(_ended(line) for n, line in enumerate(source, 1) if n in damaged)
                 bad.flush()
                 os.fsync(bad.fileno())
+            # Second pass: damaged lines are safe in the other file now.
             source.seek(0)
         out = later | damaged
         target.writelines(_ended(line) for n, line in enumerate(source, 1) if n not in out)

@@ -95,6 +95,7 @@ class Mirror:
         self._failing = False
         claim(self._here)
         clear(self._here)
+        # After `clear`: files of a killed process may be newer than those of the bucket.
         for name in names:
             self._fetch(name)
         self._thread = threading.Thread(target=self._watch, name="mirror", daemon=True)
@@ -151,11 +152,13 @@ class Mirror:
         ):
             return
         state = _state(path)
+        # Size and time suffice, because one process writes. An empty file has nothing to publish.
         if state == self._copied.get(path) or not state[0]:
             return
         url = self._run / path.relative_to(self._here).as_posix()
         with path.open("rb") as source, url.open("wb") as file:
             shutil.copyfileobj(source, file, _BLOCK)
+        # The state from before the copy: what is written meanwhile is copied the next time.
         self._copied[path] = state
 
     def _watch(self) -> None:

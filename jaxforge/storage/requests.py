@@ -185,6 +185,7 @@ def _status(error: Exception) -> int | None:
     response = getattr(error, "response", None)
     if response is not None:
         return getattr(response, "status_code", None)
+    # obstore's errors have no attribute for it.
     match = re.search(r"status code: (\d{3})", str(error).partition("\n\nDebug")[0])
     return int(match[1]) if match else None
 
@@ -209,6 +210,7 @@ def _loop() -> asyncio.AbstractEventLoop:
     global _running
     with _lock:
         if _running is None:
+            # One loop for all threads: connections are reused, and waiting threads hold no lock.
             _running = asyncio.new_event_loop()
             thread = threading.Thread(target=_running.run_forever, name="files", daemon=True)
             thread.start()

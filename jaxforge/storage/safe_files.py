@@ -32,6 +32,7 @@ def replacing(path: Path, *, durable: bool = False) -> Iterator[BinaryIO]:
         OSError: the file cannot be written; no partial file remains.
     """
     partial = temporary_path(path)
+    # O_EXCL with a random name: nobody can have put a link there.
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
         with os.fdopen(os.open(partial, flags, 0o666), "wb") as file:
@@ -93,6 +94,8 @@ def read_regular(path: Path, most: int, *, end: bytes = b"") -> bytes:
     """
     if urls.in_bucket(path):
         return path.read_bytes()
+    # O_NONBLOCK: opening a pipe would wait for its writer. All checks are of the open file, which
+    # nobody can exchange.
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     try:
         status = os.fstat(descriptor)
@@ -133,6 +136,7 @@ def private_directory(path: Path) -> None:
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
+        # Not by a later chmod: others could open the directory in between.
         path.mkdir(mode=0o700)
     except FileExistsError:
         status = os.lstat(path)

@@ -41,4 +41,5 @@ def remove_seal(values: object, name: str) -> dict[str, Any]:
 
 def crc32(values: Any) -> int:  # noqa: ANN401 (any JSON)
     """Return the CRC-32 of JSON, independent of key order and white space."""
+    # Through JSON once, so that tuples and lists, or keys 1 and "1", count as what is stored.
     return zlib.crc32(json.dumps(json.loads(json.dumps(values)), sort_keys=True).encode())

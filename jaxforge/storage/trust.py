@@ -61,6 +61,7 @@ def of_run(run: str | os.PathLike) -> Decision:
     def is_trusted(names: PluginNames) -> bool:
         if _ALL in _granted or path in _granted:
             return True
+        # The record names the plugins, so that a run with other plugins is another decision.
         record = _record(path, names)
         if record is None:
             return False

@@ -39,6 +39,7 @@ def load_object(data: bytes | str, where: str) -> dict[str, Any]:
             size.
     """
     text = data.encode("utf-8", "surrogatepass") if isinstance(data, str) else data
+    # Upper bound on the bytes of CPython's objects, from the characters that create them.
     nbytes = 72 * (text.count(b"[") + text.count(b"{")) + 40 * text.count(b",")
     if len(text) > DOCUMENT or nbytes > DOCUMENT_MADE:
         raise UserError(f"{where}: {len(text)} bytes of JSON, which is more than is read here")
@@ -235,6 +236,7 @@ def _integer(digits: str) -> int:
 
 
 def _is_deeper(value: Any, depth: int) -> bool:  # noqa: ANN401 (any JSON)
+    # Level by level and not recursively: the depth is what is being limited.
     level = [value]
     for _ in range(depth):
         level = [

@@ -251,6 +251,7 @@ class Replicas:
         if self._server:
             self._server.close()
         # A run that ends early, or on its own, may need its replicas at the next start.
+        # A replica newer than the last checkpoint is all that is left of its steps.
         newest = self._complete.step if self._complete else 0
         if together and durable_step is not None and durable_step >= newest:
             self._store.remove_all()
@@ -290,6 +291,7 @@ def _agree(group: Group, failure: str) -> list[str]:
     """
     if jax.process_count() == 1:
         return [failure] if failure else []
+    # Failures are published before the barrier: after it, every process reads the same list.
     client: Any = ocp.multihost.get_jax_distributed_client()
     prefix = f"jaxforge/replica/{group.name}/"
     try:

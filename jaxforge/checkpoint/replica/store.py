@@ -136,6 +136,7 @@ class Store:
         Raises:
             OSError: the directory cannot be used.
         """
+        # Each level, because `/dev/shm` is open to all users: none may be a link of another user.
         parents = [self.directory.parents[1], self.directory.parent, self.directory]
         for path in parents:
             safe_files.private_directory(path)
@@ -244,6 +245,7 @@ def complete_groups(
             # From the manifests, not from this job: it may have another number of processes.
             counts[group] = count
             for sender in senders:
+                # Processes of one host list the same files, and each of them can serve these.
                 holders.setdefault(group, {}).setdefault(sender, []).append(process)
     return [
         (group, counts[group], holders[group])

@@ -88,6 +88,7 @@ class Server:
     def __init__(self, store: Store, host: str, token: bytes) -> None:
         self.store, self.token = store, token
         self.accepted: Collection[int] = ()
+        # `TCPServer` is IPv4 unless its class says otherwise.
         family = socket.getaddrinfo(host, None)[0][0]
         listener = type("Listener", (_Listener,), {"address_family": family})
         self._listener = listener((host, 0), self)
@@ -257,6 +258,7 @@ def choose_peers(processes: Sequence[Process]) -> list[int | None]:
     members = {
         host: [i for i, process in enumerate(processes) if process.host == host] for host in ring
     }
+    # Hosts are ordered by domain, so that neighbours in the ring share their domain.
     peers: list[int | None] = []
     for index, process in enumerate(processes):
         position = ring.index(process.host)
@@ -292,6 +294,7 @@ def _source_address(host: str) -> str:
     """Return the address of this host from which another host is reached; nothing is sent."""
     family, _, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as connection:
+        # UDP: chooses a route and sends nothing.
         connection.connect(address)
         return connection.getsockname()[0]
 

@@ -98,6 +98,8 @@ class Attention(Mixer):
         """Attend to the tokens of `x` and, with a cache, to all earlier tokens."""
         kind, plan = settings.kind, settings.plan
         c, q, k = self.config, self.q_proj(x_BSD, precision), self.k_proj(x_BSD, precision)
+        # The order matters to imported weights: norm over the projection, clip, norm of heads,
+        # rotation, unit norm, temperature.
         if c.qk_norm and c.qk_norm_scope == "projection":
             q, k = _over_heads(self.q_norm, q), _over_heads(self.k_norm, k)
         q_BSHh = constrain_heads(_clipped(q, c.clip_qkv), "heads")
@@ -117,6 +119,7 @@ class Attention(Mixer):
         else:
             assert context.positions is not None
             assert context.segment_ids is None  # a cache holds one document per row
+            # Written before it is read: a new token sees itself.
             cache = cache.write(k_BSKh, v_BSKh, context.positions)
             at = context.positions[..., None], jnp.arange(cache.k.shape[2])
             seen_BST = visible(
@@ -163,6 +166,7 @@ class Attention(Mixer):
         same, and those of the others are multiplied by exactly their factors.
         """
         by_key = factors.reshape(len(factors), config.kv_heads, -1)
+        # [l, kv heads]; queries [l, kv heads, heads per key] have the remainder of their factor.
         of_keys = jnp.sqrt(jnp.min(by_key, axis=-1))
         of_queries = (by_key / of_keys[..., None]).reshape(factors.shape)
         return {
@@ -226,7 +230,9 @@ def attend_to_sequence(
     inputs = plan.masks, kind.mask, q_BSHh, k_BSKh, context.segment_ids, scoring
     if ATTENTION_WEIGHTS in capture.points:
         assert context_size() == 1  # otherwise no device has all keys
+        # Computed once more apart from the kernel, which never has the whole matrix of scores.
         captured[ATTENTION_WEIGHTS] = attention_weights(*inputs, sinks)
+    # QK-Clip needs only the largest logit, which devices can combine.
     if MAX_LOGITS in capture.points:
         strategy = runtime.context if context_size() > 1 else None
         captured[MAX_LOGITS] = max_logits(*inputs, context.positions, strategy)
@@ -293,6 +299,7 @@ def _temperature(
     if at_BS is None:
         rows = 1 if context.segment_ids is None else len(context.segment_ids)
         at_BS = positions_in_documents(rows, length, context.segment_ids)
+    # float32 has all positions up to 2^24.
     steps = jnp.floor((at_BS.astype(jnp.float32) + 1.0) / config.attn_temperature_floor)
     factor_BS = 1.0 + jnp.log1p(steps) * (config.attn_temperature_scale or 0.0)
     return jnp.where(rotates, 1.0, factor_BS)

@@ -116,6 +116,7 @@ class GatedDeltaNet(Mixer):
             self.k_proj(x_BSD, precision),
             self.v_proj(x_BSD, precision),
             self._log_decay(self.decay_proj(x_BSD, precision)),
+            # Decays and strengths are float32 in every precision: errors add up along a sequence.
             jax.nn.sigmoid(self.beta_proj(x_BSD, precision).astype(jnp.float32)),
         )
         weights = _Convolutions(self.q_conv[...], self.k_conv[...], self.v_conv[...])
@@ -129,6 +130,7 @@ class GatedDeltaNet(Mixer):
             y_BSHv, cache = self._extend(weights, inputs, context, cache)
         y_BSHv = constrain(y_BSHv, "batch", "context", "heads", None)
         gate_BSHv = self.gate_proj(x_BSD, precision).reshape(y_BSHv.shape)
+        # Normalized before the gate, as in the authors' code; Mamba-2 gates first.
         y_BSHv = self.norm(y_BSHv.astype(jnp.float32)) * jax.nn.silu(gate_BSHv.astype(jnp.float32))
         y_BSD = self.o_proj(y_BSHv.astype(x_BSD.dtype).reshape(*x_BSD.shape[:2], -1), precision)
         return MixerOut(y_BSD, cache)
@@ -164,6 +166,7 @@ class GatedDeltaNet(Mixer):
         if context.is_padding is not None:
             is_token = ~context.is_padding
             lengths = jnp.sum(is_token, axis=1)
+            # A decay of exp(0) = 1 and a strength of 0 leave the state as it is.
             log_decay, beta = (x * is_token[..., None] for x in inputs[3:])
             inputs = inputs._replace(log_decay=log_decay, beta=beta)
         convolved, states = [], []
@@ -172,6 +175,7 @@ class GatedDeltaNet(Mixer):
             convolved.append(y)
             states.append(last)
         tokens = self._tokens(convolved, inputs.log_decay, inputs.beta)
+        # One token needs no chunks: the step reads the state once.
         if tokens.v.shape[1] == 1:
             y_BSHv, new = gated_delta_step(tokens, cache.state)
         else:

@@ -106,6 +106,7 @@ class GatedRMSNorm(nnx.Module):
         self, y: Float[Array, "b s inner"], z: Float[Array, "b s inner"]
     ) -> Float[Array, "b s inner"]:
         """Gate and normalize; the result has the dtype of z."""
+        # Groups [b, s, groups, channels of a group]: tp splits between groups, never within one.
         gated = y.astype(jnp.float32) * jax.nn.silu(z.astype(jnp.float32))
         grouped = gated.reshape(*gated.shape[:-1], self.groups, -1)
         squares = jnp.mean(grouped * grouped, axis=-1, keepdims=True)
@@ -173,6 +174,7 @@ class Mamba2(Mixer):
         return _Weights(
             tuple(conv.weight[...] for conv in convolutions),
             tuple(conv.bias[...] if has_bias else None for conv in convolutions),
+            # These determine decays, whose errors add up along a sequence.
             *(param[...].astype(jnp.float32) for param in (self.a_log, self.dt_bias, self.skip)),
         )
 
@@ -244,6 +246,7 @@ class Mamba2(Mixer):
             for u, size in zip(convolved, sizes, strict=True)
         )
         steps = time_steps(dt, weights.dt_bias, self.config.time_step_limits, is_padding)
+        # A is negative by construction, so that the state decays.
         return Inputs(x, steps, -jnp.exp(weights.a_log), b.astype(x.dtype), c.astype(x.dtype))
 
     def _mix_shares(
