@@ -90,11 +90,6 @@ def names(url: str | os.PathLike) -> list[str]:
     return sorted(set(wait(attempts(url, lambda: service.names(key), "the listing"))) - {""})
 
 
-def has_files(url: str | os.PathLike) -> bool:
-    """Return whether files exist below a directory."""
-    return bool(names(url))
-
-
 def stat(url: str | os.PathLike) -> Entry:
     """Return name, size and version of a file.
 
