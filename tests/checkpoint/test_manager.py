@@ -31,15 +31,15 @@ from tests.machine import PATIENCE
 
 
 def trained(config=None):
-    ours = setup(config or tiny_config())
-    state, _ = ours.run(ours.state(), random_batches(ours.config, 2))
-    return ours, state
+    program = setup(config or tiny_config())
+    state, _ = program.run(program.state(), random_batches(program.config, 2))
+    return program, state
 
 
-def checkpoints(path, ours, **keys):
-    section = ours.config.checkpoint.model_copy(update=keys)
-    resolved = ours.config.model_dump(mode="json")
-    return Checkpoints(path, section, ours.model.axes, resolved, stack=ours.model.stack)
+def checkpoints(path, program, **keys):
+    section = program.config.checkpoint.model_copy(update=keys)
+    resolved = program.config.model_dump(mode="json")
+    return Checkpoints(path, section, program.model.axes, resolved, stack=program.model.stack)
 
 
 def delay_saves(saved):
@@ -49,10 +49,10 @@ def delay_saves(saved):
     return may_finish
 
 
-def start(saved, ours):
+def start(saved, program):
     """Return the starting state of a run."""
-    with jax.set_mesh(ours.mesh):
-        return starting_state(ours, saved)
+    with jax.set_mesh(program.mesh):
+        return starting_state(program, saved)
 
 
 @pytest.mark.parametrize(
@@ -68,18 +68,18 @@ def start(saved, ours):
     ids=str,
 )
 def test_restore_onto_another_mesh_is_bit_exact(tmp_path, source, target):
-    ours, state = trained(tiny_config(distributed={"dp_shard": 1, **source}))
+    program, state = trained(tiny_config(distributed={"dp_shard": 1, **source}))
     progress = dataclasses.replace(progress_of(state), best_metric=1.5)
-    saved = checkpoints(tmp_path, ours)
+    saved = checkpoints(tmp_path, program)
     saved.save(progress, state)
     saved.close()
-    theirs = setup(tiny_config(distributed={"dp_shard": 1, **target}))
-    result = checkpoints(tmp_path, theirs)
+    other_program = setup(tiny_config(distributed={"dp_shard": 1, **target}))
+    result = checkpoints(tmp_path, other_program)
     assert result.latest() == 2
-    restored, restored_progress = start(result, theirs)
+    restored, restored_progress = start(result, other_program)
     assert restored_progress == progress
     jax.tree.map(np.testing.assert_array_equal, *(jax.device_get(s) for s in (state, restored)))
-    want = theirs.abstract_state()
+    want = other_program.abstract_state()
     assert jax.tree.map(lambda a: a.sharding, want) == jax.tree.map(lambda a: a.sharding, restored)
 
 
@@ -91,11 +91,11 @@ def test_checkpoint_is_independent_of_pipeline_stages(tmp_path):
         train = {"grad_accum_steps": 2, "batch_size": 4 // axes.get("dp_shard", 1)}
         return tiny_config(model={"n_layers": 5}, train=train, distributed={"dp_shard": 1, **axes})
 
-    ours, state = trained(layout())
+    program, state = trained(layout())
     progress = progress_of(state)
     chunks = {"pp": 2, "pp_schedule": "interleaved_1f1b"}
     for i, axes in enumerate([{}, {"pp": 2, "tp": 2}, {**chunks, "dp_shard": 2}, {"pp": 4}, {}]):
-        here = setup(layout(**axes)) if i else ours
+        here = setup(layout(**axes)) if i else program
         if i:
             result = checkpoints(tmp_path / str(i - 1), here)
             restored, progress = start(result, here)
@@ -112,8 +112,8 @@ def test_checkpoint_is_independent_of_pipeline_stages(tmp_path):
 
 def test_declined_save_raises(tmp_path):
     """After a rollback a later step exists, and Orbax answers False."""
-    ours, state = trained()
-    saved = checkpoints(tmp_path, ours)
+    program, state = trained()
+    saved = checkpoints(tmp_path, program)
     saved.save(Progress(step=20), state)
     saved.wait()
     saved._manager.save = lambda *_, **__: False
@@ -124,8 +124,8 @@ def test_declined_save_raises(tmp_path):
 
 
 def test_same_step_is_saved_once(tmp_path):
-    ours, state = trained()
-    saved = checkpoints(tmp_path, ours)
+    program, state = trained()
+    saved = checkpoints(tmp_path, program)
     assert saved.save(Progress(step=2), state) == tmp_path / "checkpoints" / "step_2"
     assert saved.save(Progress(step=2), state) is None
     saved.close()
@@ -133,8 +133,8 @@ def test_same_step_is_saved_once(tmp_path):
 
 @pytest.mark.parametrize("mode", ["disabled", "async"])
 def test_newly_durable_reports_each_save_once(tmp_path, mode):
-    ours, state = trained()
-    saved = checkpoints(tmp_path, ours, async_mode=mode)
+    program, state = trained()
+    saved = checkpoints(tmp_path, program, async_mode=mode)
     began = time.time()
     for step in (2, 3):
         saved.save(Progress(step=step), state)
@@ -160,10 +160,10 @@ def steps(path):
 @pytest.mark.parametrize("distributed", [{}, {"dp_shard": 2, "tp": 2}], ids=str)
 def test_saved_state_may_be_donated(tmp_path, distributed):
     """The save copies the values first and does everything else in the background."""
-    ours, state = trained(tiny_config(distributed={"dp_shard": 1, **distributed}))
+    program, state = trained(tiny_config(distributed={"dp_shard": 1, **distributed}))
     before = addresses(state)
     want = jax.device_get(jax.tree.map(jnp.copy, state))  # a copy, since the state is donated
-    saved, progress = checkpoints(tmp_path, ours), Progress(step=2, samples=16)
+    saved, progress = checkpoints(tmp_path, program), Progress(step=2, samples=16)
     may_finish = delay_saves(saved)
     saved.save(progress, state)
     progress.step, progress.samples = 3, 24
@@ -171,7 +171,7 @@ def test_saved_state_may_be_donated(tmp_path, distributed):
     assert addresses(negated) == before
     may_finish.set()
     saved.wait()
-    restored, reported = saved.restore(ours.abstract_state(), 2)
+    restored, reported = saved.restore(program.abstract_state(), 2)
     assert (reported.step, reported.samples) == (2, 16)
     saved.close()
     for part in ("params", "opt_state", "guard"):
@@ -180,8 +180,8 @@ def test_saved_state_may_be_donated(tmp_path, distributed):
 
 def test_saves_to_two_directories_begin_one_at_a_time(tmp_path):
     """Otherwise the signals of one save would create and clear directories of the other."""
-    ours, state = trained()
-    managers = [checkpoints(tmp_path / location, ours) for location in "ab"]
+    program, state = trained()
+    managers = [checkpoints(tmp_path / location, program) for location in "ab"]
     both, met = threading.Barrier(2, None, 0.5), []
     for saved in managers:
 
@@ -204,9 +204,9 @@ def addresses(tree):
 
 
 def test_state_is_split_into_data_files(tmp_path, monkeypatch):
-    ours = setup(tiny_config())
+    program = setup(tiny_config())
     monkeypatch.setattr(layout, "LEAST", 4096)
-    tree = layout.to_tree(ours.state())
+    tree = layout.to_tree(program.state())
     nbytes = sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
     assert layout.file_bytes(tree) == nbytes // 16
     monkeypatch.setattr(jax, "process_count", lambda: 4)
@@ -215,8 +215,8 @@ def test_state_is_split_into_data_files(tmp_path, monkeypatch):
     assert layout.file_bytes(tree) == 64 << 20  # small states have few files
 
     monkeypatch.setattr(layout, "LEAST", 4096)
-    saved = checkpoints(tmp_path, ours)
-    saved.save(Progress(), ours.state())
+    saved = checkpoints(tmp_path, program)
+    saved.save(Progress(), program.state())
     saved.close()
     data = (tmp_path / "checkpoints" / "step_0" / "state").glob("ocdbt.process_0/d/*")
     sizes = [path.stat().st_size for path in data]
@@ -225,8 +225,8 @@ def test_state_is_split_into_data_files(tmp_path, monkeypatch):
 
 
 def test_retention_keeps_last_and_best(tmp_path):
-    ours, state = trained()
-    saved = checkpoints(tmp_path, ours, keep_last_n=2, keep_best_n=1)
+    program, state = trained()
+    saved = checkpoints(tmp_path, program, keep_last_n=2, keep_best_n=1)
     for step, loss in ((10, 3.0), (20, 1.0), (30, 2.0), (40, float("nan")), (50, 2.5)):
         saved.save(Progress(step=step), state, {"eval/loss": loss})
     saved.close()
@@ -234,9 +234,9 @@ def test_retention_keeps_last_and_best(tmp_path):
 
 
 def test_best_checkpoint_survives_restart(tmp_path):
-    ours, state = trained()
+    program, state = trained()
     for saves in (((10, 1.0), (20, 2.0)), ((30, 3.0), (40, None)), ((50, 2.5),)):
-        saved = checkpoints(tmp_path, ours, keep_last_n=1, keep_best_n=2)
+        saved = checkpoints(tmp_path, program, keep_last_n=1, keep_best_n=2)
         for step, loss in saves:
             saved.save(Progress(step=step), state, loss and {"eval/loss": loss})
         saved.close()
@@ -245,23 +245,23 @@ def test_best_checkpoint_survives_restart(tmp_path):
 
 @pytest.mark.parametrize("damaged", ['{"eval/loss": 3.0, "crc32": 1}', '{"eval/loss"', "[1"])
 def test_damaged_metrics_raise(tmp_path, damaged):
-    ours, state = trained()
-    saved = checkpoints(tmp_path, ours, keep_best_n=1)
+    program, state = trained()
+    saved = checkpoints(tmp_path, program, keep_best_n=1)
     saved.save(Progress(step=10), state, {"eval/loss": 1.0})
     saved.close()
     path = tmp_path / "checkpoints" / "step_10" / "metrics" / "metrics"
     assert json.loads(path.read_text())["eval/loss"] == 1.0
     path.write_text(damaged)
     with pytest.raises(UserError, match=r"step_10 is damaged .* remove that file"):
-        checkpoints(tmp_path, ours, keep_best_n=1)
+        checkpoints(tmp_path, program, keep_best_n=1)
     path.unlink()
-    checkpoints(tmp_path, ours, keep_best_n=1).close()
+    checkpoints(tmp_path, program, keep_best_n=1).close()
 
 
 def test_checkpoint_without_metric_is_never_best(tmp_path):
     """Neither a checkpoint with another metric nor one with NaN is the best."""
-    ours, state = trained()
-    saved = checkpoints(tmp_path, ours, keep_last_n=1, keep_best_n=1, best_metric="eval/a/loss")
+    program, state = trained()
+    saved = checkpoints(tmp_path, program, keep_last_n=1, keep_best_n=1, best_metric="eval/a/loss")
     for step, a in ((10, None), (20, 5.0), (30, float("nan")), (40, 6.0)):
         metrics = {"eval/loss": 1.0} if a is None else {"eval/loss": 1.0, "eval/a/loss": a}
         saved.save(Progress(step=step), state, metrics)
@@ -279,9 +279,9 @@ def test_checkpoint_without_metric_is_never_best(tmp_path):
     ],
 )
 def test_best_checkpoints_follow_direction_of_metric(tmp_path, metric, mode, retained):
-    ours, state = trained()
+    program, state = trained()
     keys = {"keep_last_n": 1, "keep_best_n": 1, "best_metric": metric, "best_mode": mode}
-    saved = checkpoints(tmp_path, ours, **keys)
+    saved = checkpoints(tmp_path, program, **keys)
     for step, value in ((10, 0.1), (20, 0.5), (30, float("nan")), (40, 0.3)):
         saved.save(Progress(step=step), state, {metric: value})
     saved.close()
@@ -289,8 +289,8 @@ def test_best_checkpoints_follow_direction_of_metric(tmp_path, metric, mode, ret
 
 
 def test_keep_last_n_zero_keeps_all(tmp_path):
-    ours, state = trained()
-    saved = checkpoints(tmp_path, ours, keep_last_n=0)
+    program, state = trained()
+    saved = checkpoints(tmp_path, program, keep_last_n=0)
     for step in range(1, 6):
         saved.save(Progress(step=step), state)
     saved.close()
@@ -298,8 +298,8 @@ def test_keep_last_n_zero_keeps_all(tmp_path):
 
 
 def test_incomplete_save_is_ignored_and_removed(tmp_path):
-    ours, state = trained()
-    saved = checkpoints(tmp_path, ours)
+    program, state = trained()
+    saved = checkpoints(tmp_path, program)
     saved.save(Progress(step=2), state)
     saved.close()
     complete = tmp_path / "checkpoints" / "step_2"
@@ -307,7 +307,7 @@ def test_incomplete_save_is_ignored_and_removed(tmp_path):
     shutil.copytree(complete, incomplete)
     (incomplete / "commit_success.txt").unlink()
     assert find(tmp_path) == (tmp_path, 2)
-    again = checkpoints(tmp_path, ours)
+    again = checkpoints(tmp_path, program)
     assert again.latest() == 2
     again.save(Progress(step=3), state)
     again.close()
@@ -316,8 +316,8 @@ def test_incomplete_save_is_ignored_and_removed(tmp_path):
 
 
 def test_progress_and_config_are_stored_as_json(tmp_path):
-    ours, state = trained()
-    saved = checkpoints(tmp_path, ours)
+    program, state = trained()
+    saved = checkpoints(tmp_path, program)
     saved.save(Progress(step=2, tokens=77), state)
     saved.close()
     step = tmp_path / "checkpoints" / "step_2"
@@ -326,8 +326,8 @@ def test_progress_and_config_are_stored_as_json(tmp_path):
 
 
 def test_stacked_arrays_are_chunked_by_layer(tmp_path):
-    ours, state = trained()
-    saved = checkpoints(tmp_path, ours)
+    program, state = trained()
+    saved = checkpoints(tmp_path, program)
     saved.save(Progress(step=2), state)
     saved.close()
     base = f"file://{tmp_path}/checkpoints/step_2/state/"
@@ -343,8 +343,8 @@ def test_stacked_arrays_are_chunked_by_layer(tmp_path):
 
 
 def test_load_path_restores_except_excluded_parts(tmp_path):
-    ours, state = trained()
-    saved = checkpoints(tmp_path / "source", ours)
+    program, state = trained()
+    saved = checkpoints(tmp_path / "source", program)
     saved.save(Progress(step=2, samples=16, tokens=512, run_id="theirs"), state)
     saved.close()
 
@@ -376,8 +376,8 @@ def test_load_path_restores_except_excluded_parts(tmp_path):
 
 
 def test_mismatched_model_raises(tmp_path):
-    ours, state = trained()
-    saved = checkpoints(tmp_path, ours)
+    program, state = trained()
+    saved = checkpoints(tmp_path, program)
     saved.save(Progress(step=2), state)
     saved.close()
     wider = setup(tiny_config(model={"dim": 128}))
@@ -403,8 +403,8 @@ def cut(path):
 @pytest.mark.usefixtures("collected")
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_damaged_checkpoint_error_names_previous_step(tmp_path, damage, message):
-    ours, state = trained()
-    saved = checkpoints(tmp_path, ours)
+    program, state = trained()
+    saved = checkpoints(tmp_path, program)
     for step in (1, 2):
         saved.save(Progress(step=step), state)
     saved.close()
@@ -412,21 +412,21 @@ def test_damaged_checkpoint_error_names_previous_step(tmp_path, damage, message)
     damage(max(files, key=lambda path: path.stat().st_size))
     pattern = rf"step_2 is damaged \(.*{message}.*remove it .* step 1, or"
     with pytest.raises(UserError, match=pattern):
-        start(checkpoints(tmp_path, ours), ours)
+        start(checkpoints(tmp_path, program), program)
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 def test_unreadable_checkpoint_is_not_called_damaged(tmp_path):
     """Address 0 of a process' memory cannot be read, and the system says EIO, as of a bad disk."""
-    ours, state = trained()
-    saved = checkpoints(tmp_path, ours)
+    program, state = trained()
+    saved = checkpoints(tmp_path, program)
     saved.save(Progress(step=1), state)
     saved.close()
     metadata = tmp_path / "checkpoints" / "step_1" / "progress" / "metadata"
     metadata.unlink()
     metadata.symlink_to("/proc/self/mem")
     with pytest.raises(StorageError, match=r"step_1 could not be read \(Input/output error"):
-        start(checkpoints(tmp_path, ours), ours)
+        start(checkpoints(tmp_path, program), program)
 
 
 def test_unreachable_bucket_is_a_storage_failure():
@@ -444,11 +444,11 @@ def test_unreachable_bucket_is_a_storage_failure():
 
 
 def test_restore_model_checks_weights_and_casts(tmp_path):
-    ours, state = trained()
-    saved = checkpoints(tmp_path, ours)
+    program, state = trained()
+    saved = checkpoints(tmp_path, program)
     saved.save(Progress(step=2), state)
     saved.close()
-    result = checkpoints(tmp_path, ours)
+    result = checkpoints(tmp_path, program)
 
     def load(dtype):
         like = jax.tree.map(
@@ -474,8 +474,8 @@ def save_and_poll(saved, state):
 
 
 def test_failed_save_raises_before_next_save(tmp_path):
-    ours, state = trained()
-    saved = checkpoints(tmp_path, ours)
+    program, state = trained()
+    saved = checkpoints(tmp_path, program)
     (tmp_path / "checkpoints").rmdir()
     (tmp_path / "checkpoints").touch()  # a file, so that no directory can be created in it
     with pytest.raises(StorageError, match=r"could not be written .* \(N\w+( \w+)* directory: /"):
@@ -483,8 +483,8 @@ def test_failed_save_raises_before_next_save(tmp_path):
 
 
 def test_close_alone_waits_for_own_save(tmp_path):
-    ours, state = trained()
-    saved = checkpoints(tmp_path, ours)
+    program, state = trained()
+    saved = checkpoints(tmp_path, program)
     may_finish = delay_saves(saved)
     saved.save(Progress(step=2), state)
     threading.Timer(0.1, may_finish.set).start()
@@ -500,8 +500,8 @@ def test_saves_do_not_query_preemption_service(tmp_path, monkeypatch):
         return False
 
     monkeypatch.setattr(multihost_utils, "reached_preemption_sync_point", service)
-    ours, state = trained()
-    saved = checkpoints(tmp_path, ours)
+    program, state = trained()
+    saved = checkpoints(tmp_path, program)
     for step in (1, 2):
         saved.save(Progress(step=step), state)
     saved.close()
@@ -543,8 +543,8 @@ def test_best_metric_follows_direction_and_is_never_nan(is_higher_better):
 
 
 def test_other_optimizer_raises_unless_excluded(tmp_path):
-    ours, state = trained()
-    saved = checkpoints(tmp_path / "source", ours)
+    program, state = trained()
+    saved = checkpoints(tmp_path / "source", program)
     saved.save(Progress(step=2, samples=16, tokens=512), state)
     saved.close()
     lion = setup(tiny_config(optimizer={"name": "lion"}))

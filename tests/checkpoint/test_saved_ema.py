@@ -36,19 +36,19 @@ def config(model=SMALL, distributed=None, **section):
     return tiny_config(model=model, train=keys, distributed=axes)
 
 
-def saved(path, ours, steps=2):
+def saved(path, job, steps=2):
     """Save a random state; return it on the host."""
-    state = jax.tree.map(jax.device_put, underway(ours, steps), ours.shardings)
-    store = open_checkpoints(path, ours)
+    state = jax.tree.map(jax.device_put, underway(job, steps), job.shardings)
+    store = open_checkpoints(path, job)
     store.save(progress_of(state), state)
     store.close()
     return jax.device_get(state)
 
 
-def restored(path, ours, replicas=()):
-    store = open_checkpoints(path, ours)
-    with jax.set_mesh(ours.mesh):
-        state, _ = starting_state(ours, store, replicas=replicas)
+def restored(path, job, replicas=()):
+    store = open_checkpoints(path, job)
+    with jax.set_mesh(job.mesh):
+        state, _ = starting_state(job, store, replicas=replicas)
     store.close()
     return state
 
@@ -82,10 +82,10 @@ def test_average_restores_onto_another_mesh(tmp_path, model, source, target):
     assert shardings(result.ema) == shardings(other_program.abstract_state().ema)
 
 
-def by_layer(ours, params):
+def by_layer(job, params):
     """Return parameters with the layers in order, whatever the stages."""
-    of = ours.model.stack.of
-    stacks = ours.config.model.stacks
+    of = job.model.stack.of
+    stacks = job.config.model.stacks
     return {
         name: jax.tree.map(lambda x, s=name: of(s).unstack(x), part) if name in stacks else part
         for name, part in jax.device_get(params).items()
@@ -101,13 +101,13 @@ def shardings(tree):
 
 
 def test_average_restores_from_replica(tmp_path):
-    ours = setup(config(distributed={"dp_shard": 2, "tp": 2}))
-    state = jax.tree.map(jax.device_put, underway(ours, 2), ours.shardings)
-    section = ours.config.checkpoint.model_copy(
+    job = setup(config(distributed={"dp_shard": 2, "tp": 2}))
+    state = jax.tree.map(jax.device_put, underway(job, 2), job.shardings)
+    section = job.config.checkpoint.model_copy(
         update={"replica_interval": 1, "replica_dir": str(tmp_path / "memory")}
     )
-    resolved = ours.config.model_dump(mode="json")
-    replicas = Replicas(section, tmp_path, None, resolved, ours.model.stack)
+    resolved = job.config.model_dump(mode="json")
+    replicas = Replicas(section, tmp_path, None, resolved, job.model.stack)
     replicas.save(progress_of(state), state)
     replicas.wait()
     other_program = setup(config(distributed={"dp_shard": 3}))
@@ -119,15 +119,15 @@ def test_average_restores_from_replica(tmp_path):
 def test_average_starts_from_parameters_of_checkpoint_without_one(tmp_path, messages):
     messages.set_level(logging.INFO, "jaxforge")
     state = saved(tmp_path, setup(config(LAYERS, ema_decay=0.0)))
-    ours = setup(config(LAYERS, STAGES))
-    result = restored(tmp_path, ours)
-    assert_equal(by_layer(ours, result.ema), state.params)
-    assert shardings(result.ema) == shardings(ours.abstract_state().ema)
+    job = setup(config(LAYERS, STAGES))
+    result = restored(tmp_path, job)
+    assert_equal(by_layer(job, result.ema), state.params)
+    assert shardings(result.ema) == shardings(job.abstract_state().ema)
     assert lines(messages) == [
         f"{tmp_path}/checkpoints/step_2 has no average of the parameters: train.ema_decay starts "
         "it from them"
     ]
-    ours.run(result, random_batches(ours.config, 1))  # no buffer is donated twice
+    job.run(result, random_batches(job.config, 1))  # no buffer is donated twice
 
 
 def test_average_is_dropped_when_switched_off(tmp_path, messages):
@@ -149,11 +149,11 @@ def test_average_restores_in_another_dtype(tmp_path):
 
 
 def test_new_parameters_start_a_new_average(tmp_path):
-    ours = setup(config())
-    saved(tmp_path / "old", ours)
+    job = setup(config())
+    saved(tmp_path / "old", job)
     keys = {"load_path": str(tmp_path / "old"), "exclude_from_loading": ("model",)}
-    section = ours.config.checkpoint.model_copy(update=keys)
-    other_program = setup(ours.config.model_copy(update={"checkpoint": section}))
+    section = job.config.checkpoint.model_copy(update=keys)
+    other_program = setup(job.config.model_copy(update={"checkpoint": section}))
     result = restored(tmp_path / "new", other_program)
     assert_equal(result.ema, jax.device_get(result.params))
 

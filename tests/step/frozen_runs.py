@@ -87,19 +87,21 @@ class FrozenSetup:
         }  # fmt: skip
 
 
-def follow_torch(ours, batches, torch_loss):
+def follow_torch(frozen_setup, batches, torch_loss):
     """Compare losses, metrics, gradients and parameters of updates with those of PyTorch.
 
     Args:
-        ours: the step and its frozen model.
+        frozen_setup: the step and its frozen model.
         batches: a batch for each update.
         torch_loss: (parameters, frozen parameters, batch) -> loss of the update, metrics by name.
     """
-    model = ours.program.config.model
-    frozen, initial = (named(tree, model) for tree in (ours.params, ours.program.state().params))
+    model = frozen_setup.program.config.model
+    frozen, initial = (
+        named(tree, model) for tree in (frozen_setup.params, frozen_setup.program.state().params)
+    )
     p = {name: x.clone().requires_grad_() for name, x in initial.items()}
     optimizer = adamw(p, LR, DECAY)
-    logged, params = ours.run(batches)
+    logged, params = frozen_setup.run(batches)
     for batch, of_step in zip(batches, logged, strict=True):
         loss, metrics = torch_loss(p, frozen, batch)
         optimizer.zero_grad()
@@ -120,15 +122,15 @@ def follow_torch(ours, batches, torch_loss):
 
 def check_equal(results, expected):
     """Compare metrics and parameters of two runs."""
-    for ours, reference in zip(results[0], expected[0], strict=True):
-        assert ours["side"].keys() == reference["side"].keys()
+    for frozen_setup, reference in zip(results[0], expected[0], strict=True):
+        assert frozen_setup["side"].keys() == reference["side"].keys()
         for name in ("loss", "grad_norm", "losses", "side"):
             if name in reference:
                 jax.tree.map(
                     lambda x, y, name=name: np.testing.assert_allclose(
                         x, y, rtol=1e-4, atol=1e-5, err_msg=name
                     ),
-                    ours[name], reference[name],
+                    frozen_setup[name], reference[name],
                 )  # fmt: skip
     jax.tree.map(
         lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=5e-4), results[1], expected[1]
