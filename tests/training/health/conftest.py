@@ -3,7 +3,7 @@
 import pytest
 from jax._src.lib import _jax
 
-from jaxforge.parallel.multihost import Job
+from jaxforge.parallel.multihost import JoinedJob
 from tests.processes.launching import free_port
 
 
@@ -14,6 +14,6 @@ def service():
     service = _jax.get_distributed_runtime_service(address, 1)
     client = _jax.get_distributed_runtime_client(address, 0)
     client.connect()
-    yield lambda index: Job(index, 2, address, client)
+    yield lambda index: JoinedJob(index, 2, address, client)
     client.shutdown()
     service.shutdown()
