@@ -73,14 +73,14 @@ class Traffic(NamedTuple):
         return metrics | ({"bucket/cache_hit_rate": hits / looked_up} if looked_up else {})
 
 
-_lock = threading.Lock()
+_counting = threading.Lock()
 _counts = Traffic()
 
 
 def count(**amounts: int) -> None:
     """Add to the counts of the named fields."""
     global _counts
-    with _lock:
+    with _counting:
         _counts = _counts._replace(
             **{name: getattr(_counts, name) + amount for name, amount in amounts.items()}
         )
@@ -201,14 +201,14 @@ def _gist(error: Exception) -> str:
     return cause[-1] if cause else first or type(error).__name__
 
 
-_lock = threading.Lock()
+_starting = threading.Lock()
 _running: asyncio.AbstractEventLoop | None = None
 
 
 def _loop() -> asyncio.AbstractEventLoop:
     """Return the event loop of all requests, in a thread of its own."""
     global _running
-    with _lock:
+    with _starting:
         if _running is None:
             # One loop for all threads: connections are reused, and waiting threads hold no lock.
             _running = asyncio.new_event_loop()
