@@ -22,7 +22,7 @@ COMMANDS = {
     "supervise": Command(
         "jaxforge.commands.supervise", "run a command and restart it when it fails"
     ),
-    "sweep": Command("jaxforge.commands.sweep", "train a grid of settings or a ladder of sizes"),
+    "sweep": Command("jaxforge.commands.sweep", "train a grid of settings"),
     "plan": Command("jaxforge.commands.plan", "check a run for target hardware, and its cost"),
     "report": Command("jaxforge.commands.report", "plot the metrics of runs as one HTML page"),
     "replay": Command("jaxforge.commands.replay", "repeat steps of a run and explain them"),
@@ -40,7 +40,6 @@ COMMANDS = {
         "torch_compat.commands.verify", "compare two checkpoints, or a PyTorch model with jaxforge"
     ),
     "doctor": Command("jaxforge.commands.doctor", "check the installation and the devices"),
-    "completion": Command("jaxforge.commands.completion", "print the shell completion"),
 }
 """Commands by name, in the order of their use for a run."""
 

@@ -6,7 +6,6 @@
 
 import argparse
 import difflib
-import itertools
 import math
 import re
 import sys
@@ -73,15 +72,8 @@ class CommandParser(argparse.ArgumentParser):
             UserError: an argument is invalid.
             SystemExit: the arguments were `--help` (code 0).
         """
-        words = list(sys.argv[1:] if argv is None else argv)
-        settings, options = _split_settings(words)
-        try:
-            args, left = self.parse_known_args(options)
-        except UserError:
-            for i, word in enumerate(words):  # `--section.key= value`: the value remains
-                if word in settings and (message := suggestions.spaces(words[i:])):
-                    raise UserError(message) from None
-            raise
+        settings, options = _split_settings(sys.argv[1:] if argv is None else argv)
+        args, left = self.parse_known_args(options)
         trust.grant_all(getattr(args, "trust_plugins", False))
         return args, [*left, *settings]
 
@@ -89,14 +81,8 @@ class CommandParser(argparse.ArgumentParser):
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> tuple[argparse.Namespace, list[str]]:
         """Parse like `argparse`, but refuse unknown arguments unless they are allowed."""
-        args = sys.argv[1:] if args is None else args
-        self._words = list(args)
-        options = list(itertools.takewhile(lambda word: word != "--", args))
-        for before, word in zip(["", *options], options, strict=False):
-            is_dashed = not before.startswith("-") and not word.startswith("-")
-            if is_dashed and (message := suggestions.dash(word, self._is_option)):
-                raise UserError(message)
-        known, left = super().parse_known_args(args, namespace)
+        self._words = list(sys.argv[1:] if args is None else args)
+        known, left = super().parse_known_args(self._words, namespace)
         if left and not self._allows_unknown:
             self.error(self._unknown(left[0]))
         return known, left
@@ -117,23 +103,8 @@ class CommandParser(argparse.ArgumentParser):
             if action.option_strings and action.dest not in names and value != action.default:
                 raise UserError(f"{action.option_strings[0]} does not apply to {about}. Remove it")
 
-    def add_settings(self) -> None:
-        """Add an option for every key, for shell completion."""
-        from jaxforge.config.reading.schema import all_keys, alternatives, has_keys
-
-        for key, node in all_keys().items() if self._takes_settings else ():
-            flag = ["true", "false"] if node.get("type") == "boolean" else []
-            if not has_keys(node):
-                choices = [*alternatives(node), *flag] or None
-                self.add_argument(f"--{key}", choices=choices, help=node["description"])
-
     def error(self, message: str) -> NoReturn:
         """Raise `UserError` with the message and a suggestion."""
-        slip = suggestions.slip(
-            self._words, self._is_option, self._takes_value, self._takes_settings
-        )
-        if slip:
-            raise UserError(slip)
         if match := _CHOICE.search(message):
             names = re.findall(r"[\w.-]+", match["names"])
             message += suggestions.hint(match["said"], names, quote="")
@@ -145,24 +116,12 @@ class CommandParser(argparse.ArgumentParser):
             message += f"; `{self.prog} --help` lists the options"
         raise UserError(message)
 
-    def _is_option(self, word: str) -> bool:
-        """Return whether a word is an option or a key of this command."""
-        from jaxforge.config.reading.schema import node_at  # imported here, because it is slow
-
-        return word in self._option_string_actions or (
-            self._takes_settings and "." in word and node_at(tuple(word[2:].split("."))) is not None
-        )
-
-    def _takes_value(self, option: str) -> bool:
-        action = self._option_string_actions.get(option)
-        return action is not None and action.nargs != 0
-
     def _unknown(self, word: str) -> str:
         if not word.startswith("-"):
             takes_config = word.endswith(".toml") and "--config" in self._option_string_actions
-            return f"unexpected argument {word}" + (
-                f"; did you mean --config {word}?" if takes_config else ""
-            )
+            is_setting = self._takes_settings and _SETTING.fullmatch(f"--{word.partition('=')[0]}")
+            meant = f"--config {word}" if takes_config else f"--{word}" if is_setting else ""
+            return f"unexpected argument {word}" + (f"; did you mean {meant}?" if meant else "")
         option = word.partition("=")[0]
         return f"unknown option {option}{self._hint(option)}"
 
@@ -252,12 +211,7 @@ def _split_settings(argv: Iterable[str]) -> tuple[list[str], list[str]]:
         if not _SETTING.fullmatch(name):
             options.append(word)
         elif not equals and words and words[-1].startswith("="):
-            raise UserError(
-                suggestions.spaces([word, *reversed(words[-2:])])
-                or f"{word} =: the value after = is missing"
-            )
-        elif message := suggestions.quotes(word):
-            raise UserError(message)
+            raise UserError(f"{word} {words[-1]}: write {word}=VALUE, without spaces")
         elif not equals and words and _is_value(words[-1], name[2:]):
             settings.append(f"{word}={words.pop()}")
         else:

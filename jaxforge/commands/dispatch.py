@@ -4,21 +4,18 @@ The module of a command is imported on use, and JAX after the command line has b
 """
 
 import importlib
-import os
 import sys
 from collections.abc import Sequence
 
 import jaxforge
 from jaxforge.cli import suggestions
 from jaxforge.cli.running import run_main
-from jaxforge.commands import COMMANDS, REPLACEMENTS, completion
+from jaxforge.commands import COMMANDS, REPLACEMENTS
 from jaxforge.errors import UserError
 
 
 def entry() -> int:
     """Run the command of this process; return its exit code."""
-    if "_ARGCOMPLETE" in os.environ:  # a shell requests completions
-        completion.answer(COMMANDS)
     return run_main(main)
 
 

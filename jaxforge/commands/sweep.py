@@ -1,25 +1,22 @@
-"""`jaxforge sweep --config FILE [--grid KEY=A,B ...] [--ladder FILE]`: train variants."""
+"""`jaxforge sweep --config FILE [--grid KEY=A,B ...]`: train variants."""
 
 import argparse
 import functools
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from jaxforge.cli.running import run_main
 from jaxforge.commands.command_line import CommandParser
 from jaxforge.storage import trust
 
 _ABOUT = """\
-`jaxforge sweep --config FILE [--grid KEY=A,B ...] [--ladder FILE]`: train variants.
+`jaxforge sweep --config FILE [--grid KEY=A,B ...]`: train variants.
 
     --grid optimizer.lr=1e-3,3e-3 --grid model.dim=128,256      all combinations: four runs
-    --ladder sizes.toml         a run for each table [[point]] of the file
 
 Each point is trained as a separate run in `<checkpoint.dir>/<its values>`, one after another. Other
 settings apply to all runs. After a stop or kill, the same command resumes and skips finished runs.
-All configs are checked before the first run starts. At the end, the points are listed by loss, with
-the scaling law of a ladder, on the console and in `<checkpoint.dir>/sweep.html`.
+All configs are checked before the first run starts. At the end, the points are listed by loss.
 """
 
 
@@ -44,7 +41,6 @@ def parser() -> CommandParser:
     add = parser.add_argument
     add("--config", required=True, metavar="FILE", help="base config")
     add("--grid", action="append", default=[], metavar="KEY=A,B", help="values of a key")
-    add("--ladder", type=Path, metavar="FILE", help="TOML with tables [[point]]")
     add("--dry-run", action="store_true", help="check and list the points without running them")
     add("--results", action="store_true", help="only report the finished points")
     add("--slurm", nargs="?", const="-", metavar="FILE",

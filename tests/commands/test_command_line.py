@@ -1,18 +1,10 @@
 """Parsing of options and settings, and suggestions for unknown words."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
-from jaxforge.commands import completion
 from jaxforge.commands.command_line import CommandParser
 from jaxforge.commands.train import parse_command_line
 from jaxforge.errors import UserError
-
-PROGRAM = Path(sys.executable).with_name("jaxforge")
 
 
 def parser(**options):
@@ -86,10 +78,8 @@ def test_config_without_option_gets_suggestion():
 @pytest.mark.parametrize(
     "line",
     [
-        ["--prompt", "— said he"], ["--prompt", "–step"], ["--prompt", "“Quoted”"],
-        ["--prompt", "= Heading ="], ["--prompt", "optimizer.lr=3e-4"], ["--prompt", "It’s"],
-        ["--prompt==", "runs/a"], ["–said"], ["--", "optimizer.lr=1"], ["--", "–step"],
-        ["--eval.sample_prompts=['“Quoted”']"], ["--checkpoint.dir=", "runs/a"],
+        ["--prompt", "optimizer.lr=3e-4"], ["--prompt==", "runs/a"], ["--", "optimizer.lr=1"],
+        ["--checkpoint.dir=", "runs/a"],
     ],
 )  # fmt: skip
 def test_values_that_look_like_typos_are_accepted(line):
@@ -108,32 +98,3 @@ def test_help_explains_a_key(capsys):
         parser().parse(["--help", "lr"])
     assert end.value.code == 0
     assert capsys.readouterr().out.startswith("optimizer.lr\n")
-
-
-@pytest.mark.parametrize(
-    ("line", "answers"),
-    [
-        ("jaxforge tr", ["train "]),
-        ("jaxforge report --ou", ["--output "]),
-        ("jaxforge train --optimizer.muon.m", ["--optimizer.muon.momentum "]),
-        ("jaxforge train --optimizer.name li", ["lion "]),
-        ("jaxforge train --optimizer.name=li", ["--optimizer.name=lion "]),
-        ("jaxforge convert --to ", ["jaxforge", "dcp", "pt", "hf", "megatron", "peft"]),
-    ],
-)
-def test_completion_lists_candidates(line, answers, tmp_path):
-    asked = {
-        "_ARGCOMPLETE": "1",
-        "_ARGCOMPLETE_IFS": "\n",
-        "_ARGCOMPLETE_STDOUT_FILENAME": str(tmp_path / "answers"),
-        "COMP_LINE": line,
-        "COMP_POINT": str(len(line)),
-    }
-    subprocess.run([PROGRAM], env=os.environ | asked, check=True)
-    assert (tmp_path / "answers").read_text().split("\n") == answers
-
-
-@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_completion_prints_shell_code(shell, capsys):
-    assert completion.main([shell]) == 0
-    assert "jaxforge" in capsys.readouterr().out

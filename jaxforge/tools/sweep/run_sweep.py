@@ -1,22 +1,27 @@
-"""Execution of `jaxforge sweep`."""
+"""Execution of `jaxforge sweep`, and the table of its results."""
 
 import argparse
+import dataclasses
+import math
 import shlex
+import statistics
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import jax
 
+from jaxforge.config.model import MODELS, ModelConfig
 from jaxforge.config.reading.load import load_unresolved
 from jaxforge.config.resolution import World, resolve
 from jaxforge.data.sources import sequences_per_epoch
 from jaxforge.errors import UserError
+from jaxforge.model.transformer import active_parameter_count
 from jaxforge.program import Program
-from jaxforge.storage import safe_files, urls
-from jaxforge.telemetry.numbers import human
-from jaxforge.tools.sweep.results import page, parameters, results, table
+from jaxforge.runs.metrics_file import MetricsFile, NotYetError, Series
+from jaxforge.storage import urls
+from jaxforge.telemetry.numbers import exact, human
 from jaxforge.tools.sweep.runs import PlannedRun, Point, Runner, points
 
 _SCRIPT = """\
@@ -75,7 +80,7 @@ def run(arguments: Sequence[str], args: argparse.Namespace, settings: Sequence[s
     if args.slurm and args.devices is None:
         raise UserError("--slurm needs --devices N, the number of GPUs of each run")
     devices = args.devices or _devices()
-    runs = plan_runs(points(args.grid, args.ladder), args.config, settings, devices)
+    runs = plan_runs(points(args.grid), args.config, settings, devices)
     if args.dry_run:
         for run_ in runs:
             size = human(parameters(run_.config.model))
@@ -90,7 +95,7 @@ def run(arguments: Sequence[str], args: argparse.Namespace, settings: Sequence[s
             raise UserError(f"--point {args.point}: points are 0 to {len(runs) - 1}")
         return Runner().run([runs[args.point]])
     code = 0 if args.results else Runner().run(runs)
-    report(runs)
+    print(table(*results(runs)))
     return code
 
 
@@ -139,16 +144,6 @@ def _planned(point: Point, path: str, settings: Sequence[str], devices: int) -> 
     return run
 
 
-def report(runs: Sequence[PlannedRun]) -> None:
-    """Print the results, and write the page."""
-    outcome = results(runs)
-    root = runs[0].directory.parent
-    print(table(outcome))
-    root.mkdir(parents=True, exist_ok=True)
-    safe_files.replace_text(root / "sweep.html", page(outcome, root.resolve().name))
-    print(f"charts: {root / 'sweep.html'}")
-
-
 def _devices() -> int:
     """Return the number of devices of a run, counted and released by a child process."""
     code = "import jax; print(jax.device_count())"
@@ -183,3 +178,74 @@ def _write_script(target: str, text: str) -> None:
     except OSError as error:
         raise UserError(f"cannot write {target}: {error.strerror}") from error
     print(f"written to {target}: run it with sbatch", file=sys.stderr)
+
+
+VALIDATION, TRAINING = "eval/loss", "train/loss"
+_SHARE = 10  # the last 1 / _SHARE of the logged steps is averaged
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """Result of one point.
+
+    Attributes:
+        run: run of the point.
+        loss: final loss; NaN if the run is unfinished, or its loss is not finite.
+        parameters: active parameters per token.
+        tokens: tokens trained on.
+    """
+
+    run: PlannedRun
+    loss: float
+    parameters: int
+    tokens: int
+
+
+def results(runs: Sequence[PlannedRun]) -> tuple[str, list[Result]]:
+    """Read the logs of the runs.
+
+    Returns:
+        Name of the compared metric: "eval/loss", or "train/loss" if no point was evaluated.
+        Results by increasing loss; points without a loss are last.
+    """
+    logged = [_logged(run) for run in runs]
+    metric = VALIDATION if any(VALIDATION in series for series in logged) else TRAINING
+    points = [_result(run, series, metric) for run, series in zip(runs, logged, strict=True)]
+    return metric, sorted(points, key=lambda x: (not math.isfinite(x.loss), x.loss))
+
+
+def _logged(run: PlannedRun) -> dict[str, Series]:
+    """Return the metrics of a finished run; empty if it is unfinished or has logged nothing."""
+    try:
+        return MetricsFile(run.directory).read()[0] if run.is_finished else {}
+    except NotYetError:
+        return {}
+
+
+def _result(run: PlannedRun, series: Mapping[str, Series], metric: str) -> Result:
+    values = series[metric].value.tolist() if metric in series else []
+    # The loss of a single step is noisy; an evaluation always reads the same text.
+    last = values[-max(1, len(values) // _SHARE) :] if metric == TRAINING else values[-1:]
+    loss = statistics.fmean(last) if last else math.nan
+    tokens = int(series["train/tokens"].last_finite) if "train/tokens" in series else 0
+    return Result(run, loss, parameters(run.config.model), tokens)
+
+
+def parameters(model: ModelConfig) -> int:
+    """Return the active parameters per token, without using a device."""
+    return active_parameter_count(MODELS[model.model_type](model))
+
+
+def table(metric: str, points: Sequence[Result]) -> str:
+    """Return the results as plain text."""
+    rows = [("", "point", "parameters", "tokens", metric)]
+    for i, point in enumerate(points, 1):
+        run = point.run
+        loss = "not finite" if run.is_finished else f"not finished ({run.state})"
+        loss = exact(point.loss) if math.isfinite(point.loss) else loss
+        rows.append((str(i), run.point.name, human(point.parameters), human(point.tokens), loss))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join(
+        "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    )

@@ -216,7 +216,7 @@ def test_unreadable_inputs_name_the_option(tmp_path, request):
 def test_blanks_at_the_ends_of_names_are_shown(tmp_path):
     (tmp_path / "texts").mkdir()
     (tmp_path / "texts" / "a.txt").write_text("text")
-    meant = f"did you mean {tmp_path}/texts, without a blank?"
+    meant = f"did you mean {tmp_path}/texts?"
     message = f"INPUT '{tmp_path}/texts ' does not exist; {meant}"
     with pytest.raises(UserError, match=re.escape(message)):
         run(f"{tmp_path}/texts ", "--output", tmp_path / "out")

@@ -15,7 +15,7 @@ from jaxforge.commands import sweep as sweep
 from jaxforge.config.reading.load import load_config
 from jaxforge.errors import UserError
 from jaxforge.tools.sweep import run_sweep
-from jaxforge.tools.sweep.results import page, results, table
+from jaxforge.tools.sweep.run_sweep import results, table
 from jaxforge.tools.sweep.runs import Runner, points
 from tests.machine import wait_until
 
@@ -45,7 +45,7 @@ def base(tmp_path):
 
 def planned(base, *grid, code=LOGS, settings=()):
     """Plan a sweep whose processes run `code`, with the run directory as d."""
-    runs = run_sweep.plan_runs(points(grid, None), base, settings, 1)
+    runs = run_sweep.plan_runs(points(grid), base, settings, 1)
     before = "import json, os, signal, sys, time; d = sys.argv[1]; "
     before += "signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP, signal.SIGINT}); "
     return [
@@ -68,7 +68,7 @@ def test_failed_run_is_reported_and_others_continue(base):
     assert code == 3
     assert [item.is_finished for item in runs] == [True, False, True]
     assert any("code 3" in line and line.endswith("no memory") for line in said)
-    assert "not finished" in table(results(runs))
+    assert "not finished" in table(*results(runs))
 
 
 def test_finished_runs_are_not_repeated(base):
@@ -149,45 +149,23 @@ def test_points_are_sorted_by_evaluation_loss(base):
     runs = planned(base, "train.seed=1,2,3")
     for item, loss in zip(runs, (3.0, None, 2.0), strict=True):
         finished(item, [5.0, 4.0], loss) if loss else None
-    result = results(runs)
-    assert result.metric == "eval/loss"
-    assert [item.run.point.name for item in result.points] == ["seed=3", "seed=1", "seed=2"]
-    assert [item.loss for item in result.points[:2]] == [2.0, 3.0]
-    assert "not finished (new)" in table(result)
+    metric, result = results(runs)
+    assert metric == "eval/loss"
+    assert [item.run.point.name for item in result] == ["seed=3", "seed=1", "seed=2"]
+    assert [item.loss for item in result[:2]] == [2.0, 3.0]
+    assert "not finished (new)" in table(metric, result)
 
 
 def test_training_loss_is_the_mean_of_the_last_tenth(base):
     (item,) = planned(base, "train.seed=1")
     finished(item, [*[5.0] * 18, 3.0, 2.0])
-    result = results([item])
-    assert (result.metric, result.points[0].loss) == ("train/loss", 2.5)
-
-
-def test_ladder_results_have_law_and_page(base):
-    runs = planned(base, "model.dim=64,128,256,512", "optimizer.lr=1e-3,3e-3")
-    for item in runs:
-        size = item.config.model.dim**2
-        worse = 0.5 if item.point.values["optimizer.lr"] == "3e-3" else 0.0
-        finished(item, [2 + 40 * size**-0.5 + worse])
-    result = results(runs)
-    assert [item.run.config.model.dim for item in result.best_by_size] == [64, 128, 256, 512]
-    assert result.law.error < 0.03
-    reported = table(result)
-    assert "L(N) = " in reported
-    assert "predicted for" in reported
-    drawn = page(result, "a <ladder>")
-    data = json.loads(re.search(r'id="data">(.*?)</script>', drawn)[1])
-    titles = ["Loss by size", "Loss by model.dim", "Loss by optimizer.lr"]
-    assert [chart["title"] for chart in data["charts"]] == titles
-    assert "law, up to the next size" in drawn
-    assert "a &lt;ladder&gt;" in drawn
-    fewer = results(runs[:4])
-    assert "no law: it needs 4 sizes, and 2 are finished" in table(fewer)
+    metric, (result,) = results([item])
+    assert (metric, result.loss) == ("train/loss", 2.5)
 
 
 def test_point_command_loads_its_settings(base):
     """Settings of a point take effect."""
-    (item,) = run_sweep.plan_runs(points(["model.dim=128"], None), base, ["--train.seed=3"], 1)
+    (item,) = run_sweep.plan_runs(points(["model.dim=128"]), base, ["--train.seed=3"], 1)
     again = load_config(base, item.command[item.command.index("--config") + 2 :])
     assert functools.reduce(getattr, ("model", "dim"), again) == 128
     assert (again.train.seed, again.checkpoint.dir) == (3, str(item.directory))
