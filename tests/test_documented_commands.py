@@ -27,7 +27,6 @@ ELSEWHERE = {
     r"pip install ": "changes the environment",
     r".*--push-to-hub": "needs a token of the Hub: torch_compat/test_hub.py",
     r".*lm_eval ": "needs lm_eval, and tasks from the Hub: `make test-lm-eval`",
-    r".* --watch": "a server that runs until it is stopped: test_report_watch has it",
     r"srun .*llama_7b_gpu_64.toml": "needs 64 GPUs",
     r"jaxforge train --config 124m.toml$": "needs a GPU, for a day",
     r".*--train.executable=step.zip": "needs the slice that it was compiled for",

@@ -58,7 +58,8 @@ def path_hint(path: str | Path, quote: str = "") -> str:
     missing = next(
         (parent for parent in reversed((path, *path.parents)) if not parent.exists()), None
     )
-    if missing is None or not missing.parent.is_dir():
+    # A dangling link "does not exist", and would be its own most similar name.
+    if missing is None or not missing.parent.is_dir() or missing.is_symlink():
         return ""
     names = _alike(missing.name, _names(missing.parent))
     similar = [missing.parent / name / path.relative_to(missing) for name in names]

@@ -1,82 +1,64 @@
 """`jaxforge report RUN [RUN ...]`: plot the metrics of runs as one HTML page.
 
 RUN is the directory of a finished or active run. Several runs share the plots. The page is
-self-contained: it can be opened from disk, mailed and printed. `--watch` serves the page on this
-machine instead, and keeps it up to date. `--goodput` prints how the runs spent their time.
+self-contained: it can be opened from disk, mailed and printed. `--goodput` prints how the runs
+spent their time instead.
 """
 
 import argparse
 import functools
-import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from jaxforge.cli.running import run_main
 from jaxforge.commands.command_line import CommandParser
 from jaxforge.errors import UserError, printable
 from jaxforge.storage import safe_files, urls
-from jaxforge.tools.report.names import AXES
 
-_PORT = 8765
+_AXES = ("steps", "tokens", "hours")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Write the page and print its path, or serve it; return the exit code."""
-    options = parser()
-    args = options.parse_args(argv)
-    port = args.watch
-    if port is not None and not port.isdigit():  # the name of a run, not a port
-        args.runs, port = [port, *args.runs], str(_PORT)
-    if not args.runs:
-        options.error("the following arguments are required: RUN")
+    """Write the page and print its path, or print the accounts; return the exit code."""
+    args = parser().parse_args(argv)
     runs = [urls.path(run) for run in args.runs]
     if args.goodput:
         return _print_goodput(runs, args)
-    if port is not None:
-        return _watch(runs, args, int(port))
     from jaxforge.runs.reading import read_runs
     from jaxforge.tools.report.run_page import page  # imported here, because they are slow
 
     output = _output(args.output, runs)
     readings = read_runs(runs)
-    for message in (message for run in readings for message in run.omissions):
-        print(f"warning: {printable(message)}", file=sys.stderr)
+    _warn(message for run in readings for message in run.omissions)
     html = page(readings, args.x)
     _write(output, html)
     print(f"{output}: {len(html.encode()) / 1e6:.2f} MB")
     return 0
 
 
+def _warn(messages: Iterable[str]) -> None:
+    for message in messages:
+        print(f"warning: {printable(message)}", file=sys.stderr)
+
+
 def _print_goodput(runs: Sequence[Path], args: argparse.Namespace) -> int:
-    for option in ("watch", "output"):
-        if getattr(args, option) is not None:
-            raise UserError(f"--goodput prints a table: remove --{option}")
+    if args.output is not None:
+        raise UserError("--goodput prints a table: remove --output")
     from jaxforge.runs import attempts
-    from jaxforge.tools.report import goodput
+    from jaxforge.tools.report.tables import goodput_text
 
     texts = []
     for run in runs:
         by_process, damage = attempts.read(run)
-        for message in damage:
-            print(f"warning: {printable(message)}", file=sys.stderr)
+        _warn(damage)
         if not by_process:
             raise UserError(
                 f"{run} has no {attempts.file_name(0)}: no run directory, or its run has not begun "
                 "with this version"
             )
-        texts.append(goodput.text(str(run), by_process))
+        texts.append(goodput_text(str(run), by_process))
     print("\n\n".join(texts))
-    return 0
-
-
-def _watch(runs: Sequence[Path], args: argparse.Namespace, port: int) -> int:
-    if args.output is not None:
-        raise UserError("--watch serves the page without writing it: remove --output")
-    from jaxforge.tools.report.run_page import serve
-
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # for its final message
-    serve(runs, args.x, port)
     return 0
 
 
@@ -86,16 +68,12 @@ def parser() -> CommandParser:
         "report",
         description="Plot the metrics of runs as one HTML page that needs no network.",
     )
-    parser.add_argument("runs", metavar="RUN", nargs="*", help="run directory")
+    parser.add_argument("runs", metavar="RUN", nargs="+", help="run directory")
     parser.add_argument("--output", help="HTML file (default: RUN/report.html)")
-    parser.add_argument("--x", choices=list(AXES), default="steps", help="initial horizontal axis")
+    parser.add_argument("--x", choices=_AXES, default="steps", help="initial horizontal axis")
     parser.add_argument(
         "--goodput", action="store_true",
         help="print a table of how the runs spent their time, instead of a page",
-    )  # fmt: skip
-    parser.add_argument(
-        "--watch", nargs="?", const=str(_PORT), metavar="PORT",
-        help=f"serve the page on this machine and keep it up to date (default: {_PORT})",
     )  # fmt: skip
     return parser
 

@@ -22,7 +22,7 @@ from jaxforge.model.sampling import Sampling
 from jaxforge.model.transformer import Params
 from jaxforge.parallel import multihost
 from jaxforge.runs import run_directory
-from jaxforge.runs.metrics_file import read_metrics
+from jaxforge.runs.reading import read_metrics
 from jaxforge.storage import trust, urls
 from jaxforge.tasks.prompts import Prompt, encode
 from jaxforge.training import activation_files

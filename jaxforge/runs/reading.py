@@ -2,31 +2,212 @@
 
 import dataclasses
 import os
-from collections.abc import Mapping, Sequence
+import warnings
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
+import orjson
 from numpy.typing import ArrayLike
 
+from jaxforge.cli.suggestions import path_hint
 from jaxforge.config.job import JobConfig
 from jaxforge.config.model import MODELS
 from jaxforge.config.reading.load import load_config
-from jaxforge.errors import UserError
+from jaxforge.errors import UserError, printable
 from jaxforge.runs import attempts, starts
-from jaxforge.runs.metrics_file import FILE_NAME, Loads, MetricsFile, NotYetError, Series
 from jaxforge.storage import trust
 from jaxforge.storage.untrusted_json import (
+    LATEST,
+    LINE,
+    STEPS,
     Field,
+    Omissions,
     is_number,
     is_step,
     is_table,
     is_text,
     is_time,
+    parse_metrics,
     read_lines,
 )
 from jaxforge.telemetry.goodput import Attempt
 from jaxforge.telemetry.sinks import SAMPLES
+
+FILE_NAME = "metrics.jsonl"
+
+BLOCK = 1 << 20  # bytes parsed at a time
+_KINDS = {int, float, type(None), list}  # types of values
+_METRICS_AT_MOST = 4000  # per run; a model of 500 layers has 2,500
+
+
+class Series(NamedTuple):
+    """One metric over the run.
+
+    Attributes:
+        step: [n], increasing.
+        time: [n], Unix seconds.
+        value: [n]; NaN for values that are not finite.
+    """
+
+    step: np.ndarray
+    time: np.ndarray
+    value: np.ndarray
+
+    @property
+    def last(self) -> float:
+        """Latest value."""
+        return float(self.value[-1])
+
+    @property
+    def last_finite(self) -> float:
+        """Latest finite value, or 0."""
+        finite = self.value[np.isfinite(self.value)]
+        return float(finite[-1]) if finite.size else 0.0
+
+    @property
+    def smoothed(self) -> float:
+        """Mean of the finite values among the last 2 %, or NaN."""
+        late = self.value[-max(1, len(self.value) // 50) :]
+        finite = late[np.isfinite(late)]
+        return float(finite.mean()) if finite.size else np.nan
+
+
+def read_series(run: Path) -> tuple[dict[str, Series], list[str]]:
+    """Return the metrics that a run has logged so far by name, and messages about skipped lines.
+
+    Lists, such as loads of experts, are left out.
+
+    Raises:
+        UserError: the file does not exist, or cannot be read.
+    """
+    path = run / FILE_NAME
+    if not path.is_file():
+        raise UserError(_no_metrics(run))
+    omissions, parts, n_lines, end = Omissions(path), defaultdict[str, list[Series]](list), 0, 0
+    try:
+        with path.open("rb") as file:
+            for block in blocks(file):
+                for name, series in _columns_of_block(block, n_lines, omissions).items():
+                    if name in parts or len(parts) < _METRICS_AT_MOST:
+                        parts[name] += series
+                    else:
+                        omissions.note(f"more than {_METRICS_AT_MOST:,} metrics; the others")
+                n_lines, end = n_lines + block.count(b"\n"), end + len(block)
+            # A bucket's `stat` has no st_size, so the size is the end of the opened file.
+            if file.seek(0, os.SEEK_END) - end >= LINE:
+                omissions.note(f"a line of more than {LINE:,} bytes and all after it")
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from error
+    joined = {name: _joined(columns) for name, columns in parts.items()}
+    return joined, omissions.messages()
+
+
+def _columns_of_block(block: bytes, before: int, omissions: Omissions) -> dict[str, list[Series]]:
+    """Return a block of lines as columns, without damaged lines, which are noted.
+
+    Args:
+        block: whole lines.
+        before: number of lines before the block.
+        omissions: notes of damaged lines.
+    """
+    lines = block.split(b"\n")[:-1]
+    # Almost all blocks are sound: only the others are checked line by line.
+    try:
+        return _columns([orjson.loads(line) for line in lines])
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
+        rows = []
+    for number, line in enumerate(lines, before + 1):
+        row, problem = parse_metrics(line)
+        if problem := problem or ("" if "time" in row else "no time"):
+            omissions.add(number, problem)
+        else:
+            rows.append(row)
+    return _columns(rows)
+
+
+def blocks(file: BinaryIO) -> Iterator[bytes]:
+    """Yield blocks of whole lines; the last line of an active run may be incomplete.
+
+    A line of more than `LINE` bytes ends the reading, so that a damaged file costs little memory.
+    """
+    while block := file.read(BLOCK):
+        if not block.endswith(b"\n"):
+            block += file.readline(LINE)
+        whole = block[: block.rfind(b"\n") + 1]
+        if whole:
+            yield whole
+        if len(whole) < len(block):
+            return
+
+
+def _columns(rows: Sequence[dict[str, Any]]) -> dict[str, list[Series]]:
+    """Return the numbers of rows as columns by name; lists are left out.
+
+    Raises:
+        Exception: of many types, if a value is invalid.
+    """
+    by_names = defaultdict(list)
+    for row in rows:
+        by_names[tuple(row)].append(row)
+    columns = defaultdict(list)
+    for names, group in by_names.items():
+        columns_of_group = zip(*(row.values() for row in group), strict=True)
+        cells_by_name = dict(zip(names, columns_of_group, strict=True))
+        step, time = (_axis(cells_by_name.pop(name)) for name in ("step", "time"))
+        if not ((step < STEPS) & (step == np.floor(step)) & (time < LATEST)).all():
+            raise ValueError
+        for name, cells in cells_by_name.items():
+            if not set(map(type, cells)) <= _KINDS:
+                raise TypeError(name)
+            if scalars := [i for i, cell in enumerate(cells) if not isinstance(cell, list)]:
+                column = np.array([cells[i] for i in scalars], float)  # None becomes NaN
+                columns[name].append(Series(step[scalars], time[scalars], column))
+    return columns
+
+
+def _axis(cells: Sequence[Any]) -> np.ndarray:
+    """Return steps or times as an array; raise ValueError unless all are numbers from 0 on."""
+    if not {int, float}.issuperset(map(type, cells)) or min(cells) < 0:
+        raise ValueError
+    return np.array(cells, float)
+
+
+def _joined(parts: Sequence[Series]) -> Series:
+    """Concatenate columns and sort them by step, stably."""
+    step, time, value = (np.concatenate(column) for column in zip(*parts, strict=True))
+    if (np.diff(step) < 0).any():
+        order = np.argsort(step, kind="stable")
+        step, time, value = step[order], time[order], value[order]
+    return Series(step.astype(int), time, value)
+
+
+def read_metrics(run: Path) -> dict[str, Series]:
+    """Return the metrics that a run has logged so far, by name.
+
+    Lists are omitted. Damaged lines are skipped with a warning.
+
+    Raises:
+        UserError: the directory is not a run.
+    """
+    series, omissions = read_series(run)
+    for message in omissions:
+        warnings.warn(printable(message), stacklevel=2)
+    return series
+
+
+def _no_metrics(path: Path) -> str:
+    if not path.is_dir():
+        hint = path_hint(path) or "; name the checkpoint.dir of a run"
+        return f"no run directory at {path}{hint}"
+    if (path / "config.toml").exists():
+        return f"{path} has no {FILE_NAME} yet; wait for the first step to be logged"
+    below = sorted(str(path_.parent) for path_ in path.glob(f"*/{FILE_NAME}"))
+    hint = f"; did you mean {' or '.join(below[:3])}?" if below else ""
+    return f"{path} is not a run directory: it has no {FILE_NAME}{hint}"
+
 
 _NEEDED = ("train/loss", "train/tokens", "train/step_time_sec", "train/skipped_steps")
 
@@ -41,7 +222,6 @@ class Run:
         toml: text of the config file.
         parameters: number of parameters of the model; None if only a plugin knows it.
         series: series by name of the metric; "train/loss" always exists.
-        loads: load of experts; None without experts.
         starts: results of `starts.read`, the latest last.
         samples: lines of samples.jsonl with generated texts, the latest last.
         attempts: attempts of each process (`attempts.read`); empty for a run of an older version.
@@ -53,7 +233,6 @@ class Run:
     toml: str
     parameters: int | None
     series: dict[str, Series]
-    loads: Loads | None
     starts: Sequence[Mapping[str, Any]]
     samples: Sequence[Mapping[str, Any]]
     attempts: Mapping[int, Sequence[Attempt]] = dataclasses.field(default_factory=dict)
@@ -115,68 +294,8 @@ class Run:
         return np.interp(np.asarray(steps), step[finite], along[finite])
 
 
-class RunReader:
-    """Reader of a run directory that may be read repeatedly.
-
-    Args:
-        path: the directory.
-        name: see `Run`.
-    """
-
-    def __init__(self, path: Path, name: str) -> None:
-        self.name = name
-        self._path, self._metrics = path, MetricsFile(path)
-        self._parameters: dict[str, int | None] = {}
-
-    def read(self) -> Run:
-        """Return the present data of the run.
-
-        Raises:
-            NotYetError: no step has been logged.
-            UserError: the directory is damaged.
-        """
-        series, loads = self._metrics.read()
-        if missing := [name for name in _NEEDED if name not in series]:
-            raise NotYetError(
-                f"{self._path / FILE_NAME} has no {missing[0]}: no step is logged yet, or an older "
-                "version logged them; wait for the first step, or train on with this version"
-            )
-        config_file, omissions = self._path / "config.toml", self._metrics.omissions
-        if config_file.exists() and not config_file.is_file():
-            raise UserError(f"{config_file} is not a file")
-        config = load_config(config_file, trusts=trust.never)
-        begun, strange = read_lines(self._path / starts.FILE_NAME, _START)
-        samples, unreadable = read_lines(self._path / SAMPLES, _SAMPLE)
-        accounts, unusable = attempts.read(self._path)
-        toml = config_file.read_text(encoding="utf-8")
-        if toml not in self._parameters:
-            noted = begun[-1].get("parameters") if begun else None
-            self._parameters = {toml: int(noted) if noted else _parameters(config)}
-        return Run(
-            name=self.name,
-            config=config,
-            toml=toml,
-            parameters=self._parameters[toml],
-            series=series,
-            loads=loads,
-            starts=begun,
-            samples=samples,
-            attempts=accounts,
-            omissions=[*omissions, *strange, *unreadable, *unusable],
-        )
-
-
-def readers(paths: Sequence[Path]) -> list[RunReader]:
-    """Return a reader for each run; runs with the same directory name are named by their paths."""
-    names = [Path(os.path.realpath(path)).name for path in paths]
-    return [
-        RunReader(path, name if names.count(name) == 1 else str(path))
-        for path, name in zip(paths, names, strict=True)
-    ]
-
-
 def read_runs(paths: Sequence[Path]) -> list[Run]:
-    """Read the logged data of runs.
+    """Read the logged data of runs; those with the same directory name are named by their paths.
 
     Args:
         paths: run directories.
@@ -184,7 +303,39 @@ def read_runs(paths: Sequence[Path]) -> list[Run]:
     Raises:
         UserError: a directory is not a run, has no logged step, or its config is damaged.
     """
-    return [reader.read() for reader in readers(paths)]
+    names = [Path(os.path.realpath(path)).name for path in paths]
+    return [
+        _read(path, name if names.count(name) == 1 else str(path))
+        for path, name in zip(paths, names, strict=True)
+    ]
+
+
+def _read(path: Path, name: str) -> Run:
+    series, omissions = read_series(path)
+    if missing := [metric for metric in _NEEDED if metric not in series]:
+        raise UserError(
+            f"{path / FILE_NAME} has no {missing[0]}: no step is logged yet, or an older version "
+            "logged them; wait for the first step, or train on with this version"
+        )
+    config_file = path / "config.toml"
+    if config_file.exists() and not config_file.is_file():
+        raise UserError(f"{config_file} is not a file")
+    config = load_config(config_file, trusts=trust.never)
+    begun, strange = read_lines(path / starts.FILE_NAME, _START)
+    samples, unreadable = read_lines(path / SAMPLES, _SAMPLE)
+    accounts, unusable = attempts.read(path)
+    noted = begun[-1].get("parameters") if begun else None
+    return Run(
+        name=name,
+        config=config,
+        toml=config_file.read_text(encoding="utf-8"),
+        parameters=int(noted) if noted else _parameters(config),
+        series=series,
+        starts=begun,
+        samples=samples,
+        attempts=accounts,
+        omissions=[*omissions, *strange, *unreadable, *unusable],
+    )
 
 
 def _parameters(config: JobConfig) -> int | None:

@@ -17,7 +17,7 @@ from jaxforge.commands import evaluate, generate, train
 from jaxforge.commands import report as report_main
 from jaxforge.data.corpus.manifest import Manifest, Shard
 from jaxforge.errors import UserError
-from jaxforge.runs.metrics_file import MetricsFile
+from jaxforge.runs.reading import read_series
 from jaxforge.state.progress import Progress
 from jaxforge.storage import COMMITTED, urls
 from tests.conftest import tiny_config
@@ -148,15 +148,12 @@ def test_progress_of_saved_step_is_amended_in_bucket(bucket):
     saved.close()
 
 
-def test_bucket_metrics_are_read_incrementally(bucket):
+def test_metrics_in_bucket_are_read(bucket):
     run = urls.path(f"{bucket}/run")
     logged = [json.dumps({"step": n, "time": 5.0, "train/loss": n / 4}) + "\n" for n in (1, 2, 3)]
-    metrics = MetricsFile(run)
-    for count in (2, 3):
-        (run / "metrics.jsonl").write_text("".join(logged[:count]) + '{"step": 4')
-        series = metrics.read()[0]["train/loss"]
-        assert series.step.tolist() == [1, 2, 3][:count]
-        assert series.value.tolist() == [0.25, 0.5, 0.75][:count]
+    (run / "metrics.jsonl").write_text("".join(logged) + '{"step": 4')
+    series = read_series(run)[0]["train/loss"]
+    assert (series.step.tolist(), series.value.tolist()) == ([1, 2, 3], [0.25, 0.5, 0.75])
 
 
 def test_truncated_shard_is_named(bucket, toml, tmp_path):

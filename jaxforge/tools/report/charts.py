@@ -1,27 +1,25 @@
-"""Charts of the page: every metric except those that are derived from others, and heat maps.
+"""Charts of the page: every metric except those that are derived from others.
 
 They are JSON for `charts.js`. Metrics that never change are listed in a table instead.
-
-A heat map shows the load of experts of a layer: experts downwards, steps to the right. The colour
-of a cell shows the band of its load: blue below an even load, orange above. Colour-blind readers
-can distinguish both. The contrast with the page grows with the distance from an even load.
 """
 
 import base64
 import re
-import zlib
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from jaxforge.config.eval import TASKS_PREFIX
-from jaxforge.runs.metrics_file import Loads, Series
-from jaxforge.runs.reading import Run
-from jaxforge.telemetry.numbers import exact, short
-from jaxforge.tools.pages.parts import Pool, encode_column
-from jaxforge.tools.report.names import LOSS, NAMES, Name, metric_name
+from jaxforge.runs.reading import Run, Series
+
+AXES: Mapping[str, str] = {
+    "steps": "step",
+    "tokens": "tokens",
+    "hours": "hours since the first step",
+}
+"""Labels of the horizontal axes."""
 
 BUCKETS = 1000  # about the number of pixel columns of a chart on most screens
 _ENOUGH = 64  # points of a bucket that enter its median
@@ -42,11 +40,71 @@ _HEADLINE = {
     "eval/ema_loss": "evaluation of the average",
 }
 """Metrics of the first chart, and their labels."""
+HEADLINE = "Loss"
+"""Title of the first chart."""
 
-EDGES = (0.05, 0.2, 0.35, 0.5, 0.65, 0.8, 0.95, 1.05, 1.25, 1.5, 1.75, 2.0, 3.0, 4.0)
-"""Edges between bands of loads. The middle band is an even load, the last is open-ended."""
-_NONE = len(EDGES) + 1  # band of values that are not finite, drawn transparent
-_ANCHORS = ((0, 42, 82), (0, 114, 178), (244, 243, 238), (213, 94, 0), (92, 36, 0))  # idle to busy
+
+def encode_column(values: np.ndarray, kind: str) -> str:
+    """Return numbers as `charts.js` reads them: their kind, then little-endian bytes in base64.
+
+    Args:
+        values: [n].
+        kind: "f4", "f8" or "i4".
+    """
+    data = np.ascontiguousarray(values, f"<{kind}").tobytes()
+    return f"{kind}:{base64.b64encode(data).decode()}"
+
+
+class Pool:
+    """Deduplicated columns of a page, shared by its curves."""
+
+    def __init__(self) -> None:
+        self._indices: dict[str, int] = {}
+
+    def add(self, values: np.ndarray, kind: str) -> int:
+        """Return the index of a column in `columns`; arguments as for `encode_column`."""
+        return self._indices.setdefault(encode_column(values, kind), len(self._indices))
+
+    @property
+    def columns(self) -> list[str]:
+        """All columns, encoded."""
+        return list(self._indices)
+
+
+_EXACT = re.compile(
+    r".*(lr|loss_scale|epoch|tokens|samples|steps|rollbacks|bytes|requests|retries|number)"
+)
+"""Metrics that are settings or counts: they have no noise, and are not smoothed."""
+
+
+class Name(NamedTuple):
+    """Place of a metric on the page.
+
+    Attributes:
+        title: title of its chart: the metric's name without the label.
+        label: label of its curve among several with the same title: "layer 3", or the name of a
+            dataset or task; empty if there is only one curve.
+    """
+
+    title: str
+    label: str = ""
+
+    @property
+    def group(self) -> str:
+        """Heading of the chart: the first part of the title."""
+        return self.title.partition("/")[0]
+
+
+def metric_name(metric: str) -> Name:
+    """Return the place of a metric: `moe/balance/layers.3` is "moe/balance", "layer 3"."""
+    if layer := _LAYER.search(metric):
+        return Name(metric[: layer.start()], f"layer {layer[1]}")
+    # The set of an evaluation may contain slashes, the kind of result may not.
+    if several := re.fullmatch(r"(eval/tasks|eval(?!/tasks/)|data)/(.+)/([^/]+)", metric):
+        return Name(f"{several[1]}/{several[3]}", several[2])
+    if metric.startswith("loss/"):
+        return Name("loss", metric.removeprefix("loss/"))
+    return Name(metric, "all" if metric.startswith("eval/") else "")
 
 
 class Constant(NamedTuple):
@@ -72,7 +130,7 @@ class _Drawing(NamedTuple):
 
     Attributes:
         title: title above the chart.
-        name: display name of its first metric.
+        name: place of its first metric.
         curves: its curves.
         ordered: curves are shades of the same colour.
     """
@@ -116,11 +174,9 @@ def constants(runs: Sequence[Run]) -> list[Constant]:
     for metric in _metrics(runs):
         if _is_constant(metric, runs):
             name = metric_name(metric)
-            factor = 100 if name.percent else 1
             logged = (run.series.get(metric) for run in runs)
-            values = (None if series is None else factor * series.last for series in logged)
-            title = f"{name.title} ({name.unit})" if name.unit else name.title
-            by_value[title, tuple(values)].append(name.label)
+            values = (None if series is None else series.last for series in logged)
+            by_value[name.title, tuple(values)].append(name.label)
     return [
         Constant(title + _label_suffix(labels), list(values))
         for (title, values), labels in by_value.items()
@@ -136,9 +192,7 @@ def _label_suffix(labels: Sequence[str]) -> str:
 def _metrics(runs: Sequence[Run]) -> list[str]:
     """Return the logged metrics in the order of the page, without derived metrics."""
     names = dict.fromkeys(metric for run in runs for metric in run.series)
-    order = {metric: index for index, metric in enumerate(NAMES)}
-    shown = [metric for metric in names if not _DERIVED.fullmatch(metric)]
-    return sorted(shown, key=lambda metric: order.get(metric, len(order)))
+    return [metric for metric in names if not _DERIVED.fullmatch(metric)]
 
 
 def _is_constant(metric: str, runs: Sequence[Run]) -> bool:
@@ -158,7 +212,7 @@ def _drawings(runs: Sequence[Run]) -> Iterable[_Drawing]:
     )
     if not runs:
         return
-    yield _Drawing("Loss", NAMES["train/loss"], _headline(runs))
+    yield _Drawing(HEADLINE, Name(HEADLINE), _headline(runs))
     groups: dict[str, dict[str, list[tuple[str, Name]]]] = defaultdict(lambda: defaultdict(list))
     for metric in metrics:
         name = metric_name(metric)
@@ -206,19 +260,19 @@ def _chart(drawing: _Drawing, runs: Sequence[Run], pool: Pool, buckets: int) -> 
         colour = {"shade": i / max(len(drawing.curves) - 1, 1)} if drawing.ordered else {}
         if not drawing.ordered:
             colour = {"colour": curve.run if len(runs) > 1 else i}
-        points = _points(series, 100 if name.percent else 1, pool, buckets)
+        points = _points(series, pool, buckets)
         dots = curve.metric.startswith("eval/")
         marks = {"skips": True} if curve.metric in _MARKED else {}
         full_name = f"{runs[curve.run].name} {curve.label}".strip() if len(runs) > 1 else ""
         shown = {"run": curve.run, "label": curve.label, "name": full_name, "dots": dots}
         drawn.append({**shown, **colour, **marks, **points})
-    return {"title": drawing.title, "unit": name.unit, "group": name.group, "zero": name.zero,
-            "smooth": not name.exact, "wide": name.group == LOSS, "curves": drawn}  # fmt: skip
+    return {"title": drawing.title, "group": name.group, "smooth": not _EXACT.fullmatch(name.title),
+            "wide": name.title == HEADLINE, "curves": drawn}  # fmt: skip
 
 
-def _points(series: Series, factor: float, pool: Pool, buckets: int) -> Mapping[str, Any]:
+def _points(series: Series, pool: Pool, buckets: int) -> Mapping[str, Any]:
     """Return the points of a curve: `x`, `y`, and for a long curve its medians as `smooth`."""
-    step, value = series.step, factor * series.value
+    step, _, value = series
     chosen = thin(value, buckets)
     data = {"x": pool.add(step[chosen], "i4"), "y": encode_column(value[chosen], "f4"),
              "last": float(value[-1]) if np.isfinite(value[-1]) else None}  # fmt: skip
@@ -284,54 +338,3 @@ def _buckets(values: np.ndarray, buckets: int) -> np.ndarray:
     padded = np.full(-(-len(values) // size) * size, np.nan)
     padded[: len(values)] = np.where(np.isfinite(values), values, np.nan)
     return padded.reshape(-1, size)
-
-
-def heat_maps(runs: Sequence[Run], pool: Pool) -> list[dict[str, Any]]:
-    """Return a heat map per layer of each run with experts, in the format of `charts.js`."""
-    return [
-        heat_map
-        for i, run in enumerate(runs)
-        if run.loads is not None
-        for heat_map in _maps(i, f": {run.name}" if len(runs) > 1 else "", run.loads, pool)
-    ]
-
-
-def bands() -> list[dict[str, Any]]:
-    """Return each band's name and its colours on light and dark pages."""
-    names = [f"{short(a)} to {short(b)}" for a, b in zip((0.0, *EDGES), EDGES, strict=False)]
-    names.append(f"{short(EDGES[-1])} or more")
-    colours = zip(names, palette(), inverted(palette()), strict=True)
-    return [{"name": name, "light": light, "dark": dark} for name, light, dark in colours]
-
-
-def palette() -> list[list[int]]:
-    """Return red, green and blue of each band, from idle to overloaded."""
-    at = np.linspace(0, len(EDGES), len(_ANCHORS))
-    channels = [np.interp(range(len(EDGES) + 1), at, c) for c in zip(*_ANCHORS, strict=True)]
-    return np.transpose(channels).round().astype(int).tolist()
-
-
-def inverted(colours: Sequence[Sequence[int]]) -> list[list[int]]:
-    """Invert the lightness of colours but not their hue (CSS: `invert(1) hue-rotate(180deg)`)."""
-    rotation = 2 * np.outer(np.ones(3), [0.213, 0.715, 0.072]) - np.eye(3)
-    inverse = (255 - np.array(colours, float)) @ rotation.T
-    return np.clip(inverse, 0, 255).round().astype(int).tolist()
-
-
-def _maps(run: int, suffix: str, loads: Loads, pool: Pool) -> Iterator[dict[str, Any]]:
-    for i, layer in enumerate(loads.layers):
-        values, last = loads.value[:, i], loads.last[i]
-        levels = np.where(np.isfinite(values), np.digitize(values, EDGES), _NONE).astype(np.uint8)
-        yield {
-            "title": f"Load of experts, layer {layer}{suffix}",
-            "unit": f"mean of {loads.each} logged steps each" if loads.each > 1 else "",
-            "run": run,
-            "x": pool.add(loads.step, "f8"),
-            "experts": values.shape[-1],
-            "levels": base64.b64encode(zlib.compress(levels.T.tobytes(), 9)).decode(),
-            "least": encode_column(values.min(axis=-1), "f4"),
-            "most": encode_column(values.max(axis=-1), "f4"),
-            "description": f"at step {loads.last_step:,} from {exact(float(last.min()))}, of "
-            f"expert {int(last.argmin())}, to {exact(float(last.max()))}, of expert "
-            f"{int(last.argmax())}",
-        }

@@ -1,8 +1,8 @@
-"""Facts and tables of the page: differences, evaluations, samples, configs."""
+"""Facts and tables of the page: differences, evaluations, account of time, samples, configs."""
 
 import itertools
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from html import escape
 from typing import Any
@@ -13,12 +13,14 @@ from jaxforge.cli.redaction import redacted, redacted_line
 from jaxforge.config.eval import AVERAGE_PREFIX, STDERR_SUFFIX, TASKS_PREFIX, higher_is_better
 from jaxforge.config.job import short_toml
 from jaxforge.runs.reading import Run
+from jaxforge.telemetry.goodput import CATEGORIES, DESCRIPTIONS, Attempt, Seconds, account, ratio
 from jaxforge.telemetry.numbers import duration, exact, human
-from jaxforge.tools.pages.parts import Rows, details, fact_list, table
-from jaxforge.tools.report import goodput
-from jaxforge.tools.report.charts import constants
-from jaxforge.tools.report.names import metric_name
+from jaxforge.tools.report.charts import constants, metric_name
 
+Rows = Iterable[Sequence[str]]
+"""Rows of a table, as cells of text."""
+
+_LONG_FACT = 40  # characters; a longer text spans two columns
 _SAMPLES = 120  # newest samples, over all runs
 _LONGEST = 4000  # characters of a sample
 
@@ -42,8 +44,7 @@ def below(runs: Sequence[Run]) -> str:
         + (table("Tasks", _TASKS, tasks) if tasks else "")
         + (table("What did not change", ["metric", "value"], unchanged) if unchanged else "")
         + _samples(runs)
-        + "".join(_experts(run) for run in runs)
-        + "".join(goodput.below(run) for run in runs)
+        + "".join(_account(run) for run in runs)
         + "".join(_starts(run) for run in runs)
         + "".join(
             details(f"config.toml of {run.name}", f"<pre>{escape(redacted(run.toml))}</pre>")
@@ -181,7 +182,8 @@ def _evaluations(runs: Sequence[Run]) -> Rows:
         for name in run.series:
             if not re.fullmatch(rf"eval/(?!tasks/)(.*/)?({AVERAGE_PREFIX})?loss", name):
                 continue
-            label = metric_name(name).label
+            title, label = metric_name(name)
+            label += ", average" if AVERAGE_PREFIX in title else ""
             lowest, step = _best(run, name, is_higher_better=False)
             related = [name.removesuffix("loss") + kind for kind in ("perplexity", "bits_per_byte")]
             yield [
@@ -250,20 +252,6 @@ def _sample(sample: Mapping[str, Any]) -> str:
     )
 
 
-def _experts(run: Run) -> str:
-    """Return a table of the least and most loaded experts of each layer at the last step."""
-    if run.loads is None:
-        return ""
-    rows = []
-    for layer, load in zip(run.loads.layers, run.loads.last, strict=True):
-        ends = [(int(i), exact(float(load[i]))) for i in (load.argmin(), load.argmax())]
-        extremes = [f"{value} (expert {i})" for i, value in ends]
-        rows.append([str(layer), *extremes, str(int(np.sum(load == 0)))])
-    head = ["layer", "least loaded", "most loaded", "idle experts"]
-    title = f"load of experts of {run.name} at step {run.loads.last_step:,}"
-    return details(title, table("", head, rows))
-
-
 def _starts(run: Run) -> str:
     if len(run.starts) < 2:
         return ""
@@ -277,3 +265,160 @@ def _starts(run: Run) -> str:
 
 def _moment(time: float) -> str:
     return datetime.fromtimestamp(time, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+
+
+_LABELS: Mapping[str, str] = {name: name.replace("_", " ") for name in CATEGORIES}
+_COLOURS: Mapping[str, str] = {
+    "step": "c2", "rework": "alarm", "data_wait": "c5", "evaluation": "c4", "save": "c6",
+    "rollback": "c1", "start": "c7", "restore": "c3", "compile": "c0", "other": "soft",
+    "down": "ink", "idle": "hair",
+}  # fmt: skip
+"""Names of colours of the style by category."""
+
+
+def goodput_bars(runs: Sequence[Run]) -> str:
+    """Return a stacked bar for each run with an account, and one legend; empty without accounts."""
+    accounts = {run.name: account(run.attempts[0]) for run in runs if run.attempts.get(0)}
+    if not accounts:
+        return ""
+    drawn = [
+        f"<figure><h3>{escape(_bar_title(name, seconds, len(runs)))}</h3>{_bar(seconds)}</figure>"
+        for name, seconds in accounts.items()
+    ]
+    shown = [name for name in CATEGORIES if any(seconds[name] for seconds in accounts.values())]
+    items = "".join(
+        f'<li><i style="--c: var(--{_COLOURS[name]})"></i>{_LABELS[name]}</li>' for name in shown
+    )
+    return f'{"".join(drawn)}<ul class="key">{items}</ul>'
+
+
+def _bar_title(name: str, seconds: Seconds, n_runs: int) -> str:
+    title = f"Goodput {ratio(seconds):.1%} of {duration(sum(seconds.values()))}"
+    return f"{title}: {name}" if n_runs > 1 else title
+
+
+def _bar(seconds: Seconds) -> str:
+    total = sum(seconds.values()) or 1.0
+    segments = "".join(
+        f'<i style="--c: var(--{_COLOURS[name]}); width: {100 * value / total:.3f}%" '
+        f'title="{_LABELS[name]}: {duration(value)} ({value / total:.1%})"></i>'
+        for name, value in seconds.items()
+        if value
+    )
+    return f'<div class="stack">{segments}</div>'
+
+
+def _account(run: Run) -> str:
+    """Return a collapsed table of the account, with a column per process; empty without one."""
+    if not run.attempts:
+        return ""
+    head, rows = _account_rows(run.attempts)
+    return details(f"time of {run.name}", table("", head, rows, aligns=True))
+
+
+def goodput_text(name: str, attempts: Mapping[int, Sequence[Attempt]]) -> str:
+    """Return the account of a run as a table for the terminal.
+
+    Args:
+        name: the run directory.
+        attempts: attempts of each process.
+    """
+    head, rows = _account_rows(attempts)
+    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
+    lines = [
+        "  ".join([label.ljust(widths[0]), *map(str.rjust, numbers, widths[1:-1]), meaning])
+        for label, *numbers, meaning in (head, *rows)
+    ]
+    seconds = account(attempts[min(attempts)])
+    summary = f"{name}: goodput {ratio(seconds):.2%}, {_attempts(attempts[min(attempts)])}"
+    return "\n".join((summary, "", *lines))
+
+
+def _attempts(attempts: Sequence[Attempt]) -> str:
+    killed = sum(attempt.code is None for attempt in attempts[:-1])
+    count = f"{len(attempts)} attempt{'s' * (len(attempts) > 1)}"
+    return f"{count}, {killed} of them without an exit code" if killed else count
+
+
+def _account_rows(attempts: Mapping[int, Sequence[Attempt]]) -> tuple[list[str], list[list[str]]]:
+    """Return head and rows: categories that are not 0, the total and the wall time.
+
+    Process 0 stands for the run. With several processes there are two more columns: the mean over
+    all processes, and the process with the most seconds.
+    """
+    accounts = {process: account(of_process) for process, of_process in attempts.items()}
+    first = min(accounts)
+    totals = {process: sum(seconds.values()) for process, seconds in accounts.items()}
+    several = ["mean", "most"] if len(accounts) > 1 else []
+    head = ["category", "seconds", "share", *several, "meaning"]
+
+    def row(label: str, values: Mapping[int, float], meaning: str) -> list[str]:
+        share = f"{values[first] / totals[first]:.1%}" if totals[first] else ""
+        most = max(values, key=lambda process: values[process])
+        mean = sum(values.values()) / len(values)
+        more = [f"{mean:,.1f}", f"{values[most]:,.1f} (process {most})"] if several else []
+        return [label, f"{values[first]:,.1f}", share, *more, meaning]
+
+    rows = []
+    for name in CATEGORIES:
+        values = {process: seconds[name] for process, seconds in accounts.items()}
+        if any(values.values()):
+            rows.append(row(_LABELS[name], values, DESCRIPTIONS[name]))
+    walls = {process: of[-1].seen - of[0].began for process, of in attempts.items()}
+    rows.append(row("total", totals, "sum of the above"))
+    rows.append(row("wall time", walls, "from the first start to the last sign of life"))
+    return head, rows
+
+
+def paragraphs(messages: Iterable[str]) -> str:
+    """Return messages as paragraphs."""
+    return "".join(f"<p>{escape(message)}</p>" for message in messages)
+
+
+def fact_list(facts: Mapping[str, str]) -> str:
+    """Return names with their texts as a list of terms."""
+    items = (
+        f"<div{' class=long' if len(text) > _LONG_FACT else ''}>"
+        f"<dt>{escape(name)}</dt><dd>{escape(text)}</dd></div>"
+        for name, text in facts.items()
+    )
+    return f"<dl>{''.join(items)}</dl>"
+
+
+def details(title: str, body: str) -> str:
+    """Return a collapsed HTML section, which a click on its title expands."""
+    return f"<details><summary>{escape(title)}</summary>{body}</details>"
+
+
+def table(
+    title: str,
+    head: Sequence[str],
+    rows: Rows,
+    *,
+    runs: Sequence[int] = (),
+    aligns: bool = False,
+) -> str:
+    """Return a table of text.
+
+    Args:
+        title: caption; none if empty.
+        head: names of the columns.
+        rows: cells of each row.
+        runs: index of each row's run, for its colour; a click on a column head then
+            sorts the rows.
+        aligns: align cells that begin with a digit to the right.
+    """
+    caption = f"<caption>{escape(title)}</caption>" if title else ""
+    columns = "".join(f'<th scope="col">{escape(name)}</th>' for name in head)
+    body = []
+    for i, (first, *values) in enumerate(rows):
+        run = f' data-run="{runs[i]}"' if runs else ""
+        cells = "".join(
+            f"<td{' class=n' if aligns and text[:1].isdigit() else ''}>{escape(text)}</td>"
+            for text in values
+        )
+        body.append(f'<tr{run}><th scope="row">{escape(first)}</th>{cells}</tr>')
+    return (
+        f'<div class="scroll"><table{" class=runs" if runs else ""}>{caption}'
+        f"<thead><tr>{columns}</tr></thead><tbody>{''.join(body)}</tbody></table></div>"
+    )

@@ -19,7 +19,7 @@ from jaxforge.data.sources import sequences_per_epoch
 from jaxforge.errors import UserError
 from jaxforge.model.transformer import active_parameter_count
 from jaxforge.program import Program
-from jaxforge.runs.metrics_file import MetricsFile, NotYetError, Series
+from jaxforge.runs.reading import Series, read_series
 from jaxforge.storage import urls
 from jaxforge.telemetry.numbers import exact, human
 from jaxforge.tools.sweep.runs import PlannedRun, Point, Runner, points
@@ -217,8 +217,8 @@ def results(runs: Sequence[PlannedRun]) -> tuple[str, list[Result]]:
 def _logged(run: PlannedRun) -> dict[str, Series]:
     """Return the metrics of a finished run; empty if it is unfinished or has logged nothing."""
     try:
-        return MetricsFile(run.directory).read()[0] if run.is_finished else {}
-    except NotYetError:
+        return read_series(run.directory)[0] if run.is_finished else {}
+    except UserError:
         return {}
 
 

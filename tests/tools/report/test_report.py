@@ -3,25 +3,21 @@
 import json
 import math
 import re
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 from jaxforge.commands.report import main
 from jaxforge.errors import UserError
-from jaxforge.runs import metrics_file
-from jaxforge.runs.metrics_file import read_metrics
-from jaxforge.runs.reading import read_runs
+from jaxforge.runs import reading
+from jaxforge.runs.reading import read_metrics, read_runs
 from jaxforge.telemetry.numbers import duration, exact
-from jaxforge.tools.report.charts import bucket_medians, thin
-from jaxforge.tools.report.names import NAMES, metric_name
+from jaxforge.tools.report.charts import bucket_medians, metric_name, thin
 from tests.helpers import devices_here
 from tests.processes.conftest import Run
 from tests.tools.report.pages import in_a_browser, line, numbers, page_of, start, write_run
 
-METRICS, FILE = Path(__file__).parents[3] / "docs" / "metrics.md", "metrics.jsonl"
-
+FILE = "metrics.jsonl"
 
 EVALUATIONS = [
     {"step": step, "time": 1e9 + 2 * step, "eval/loss": loss, "eval/perplexity": math.exp(loss),
@@ -33,7 +29,7 @@ EVALUATIONS = [
 def test_charts_facts_and_values(tmp_path):
     lines = [line(step) for step in range(1, 41)] + EVALUATIONS
     page = page_of(write_run(tmp_path / "run", lines))
-    assert page.titles() == ["Loss", "Evaluation, bits per byte", "Gradient norm"]
+    assert page.titles() == ["Loss", "train/grad_norm", "eval/bits_per_byte"]
     train, evaluation = page.points("Loss")
     assert train == {s: round(6 - s / 100, 4) for s in range(1, 41)}
     assert evaluation == {10: 5.5, 20: 5.25, 30: 5.375}
@@ -54,7 +50,7 @@ def test_charts_facts_and_values(tmp_path):
         "versions": "jax 0.10.2",
         "command": "jaxforge train",
     }
-    assert ["all sets", "5.3750", "215.94", "2.6875", "5.2500", "20"] in page.rows()
+    assert ["all", "5.3750", "215.94", "2.6875", "5.2500", "20"] in page.rows()
     (config,) = page.all("details")
     assert "open" not in config
     assert "max_steps = 50" in config["text"]
@@ -65,10 +61,10 @@ def test_constant_metrics_are_in_a_table(tmp_path):
     item = write_run(tmp_path / "one", lines)
     two = write_run(tmp_path / "two", [line(s, **{"train/lr": 1e-4}) for s in (1, 2, 3)])
     rows = page_of(item, two).rows()
-    assert ["Learning rate (of the next update)", "one: 3e-4, two: 1e-4"] in rows
-    assert ["Throughput (tokens per second)", "2,048"] in rows
-    assert ["Largest router bias by layer: layer 0 to layer 4", "0"] in rows
-    assert not {"Learning rate", "Throughput"} & set(page_of(item, two).titles())
+    assert ["train/lr", "one: 3e-4, two: 1e-4"] in rows
+    assert ["train/tokens_per_sec", "2,048"] in rows
+    assert ["moe/router_bias: layer 0 to layer 4", "0"] in rows
+    assert not {"train/lr", "train/tokens_per_sec"} & set(page_of(item, two).titles())
 
 
 def test_several_evaluation_sets_have_labels(tmp_path):
@@ -76,11 +72,11 @@ def test_several_evaluation_sets_have_labels(tmp_path):
     lines = [line(1), *({"step": s, "time": 1e9, **item} for s, item in enumerate(sets, 1))]
     page = page_of(write_run(tmp_path / "run", lines))
     assert [c["label"] for c in page.curves("Loss")] == ["training", "evaluation"]
-    labels = [c["label"] for c in page.curves("Evaluation loss")]
-    assert labels == ["all sets", "code.py", "web"]
-    assert page.points("Evaluation loss")[2] == {1: 6, 2: 5}
+    labels = [c["label"] for c in page.curves("eval/loss")]
+    assert labels == ["code.py", "all", "web"]
+    assert page.points("eval/loss")[2] == {1: 6, 2: 5}
     assert page.facts()["best evaluation loss"] == "4.5000 at step 2"
-    assert [row[0] for row in page.rows()][:4] == ["set", "code.py", "all sets", "web"]
+    assert [row[0] for row in page.rows()][:4] == ["set", "code.py", "all", "web"]
 
 
 def test_average_of_parameters_has_its_own_curves_and_rows(tmp_path):
@@ -92,11 +88,11 @@ def test_average_of_parameters_has_its_own_curves_and_rows(tmp_path):
     labels = [curve["label"] for curve in page.curves("Loss")]
     assert labels == ["training", "evaluation", "evaluation of the average"]
     assert page.points("Loss")[2] == {1: 4, 2: 3.5}
-    curves = {curve["label"] for curve in page.curves("Evaluation loss")}
-    assert curves == {"all sets", "all sets, average", "web, average"}
+    curves = {curve["label"] for curve in page.curves("eval/ema_loss")}
+    assert curves == {"all", "web"}
     assert page.facts()["best loss of the average"] == "3.5000 at step 2"
     rows = {row[0]: row[1:] for row in page.rows()}
-    assert rows["all sets, average"] == ["3.5000", exact(33), "", "3.5000", "2"]
+    assert rows["all, average"] == ["3.5000", exact(33), "", "3.5000", "2"]
 
 
 def test_tasks_have_charts_by_metric_and_rows_with_errors(tmp_path):
@@ -108,12 +104,12 @@ def test_tasks_have_charts_by_metric_and_rows_with_errors(tmp_path):
         for s, values in ((1, (0.5, 0.02, 0.6, 7, 0.1, 0.01)), (2, (0.7, 0.03, 0.4, 9, 0.2, 0.01)))
     ]  # fmt: skip
     page = page_of(write_run(tmp_path / "run", lines))
-    assert [curve["label"] for curve in page.curves("Tasks, acc")] == ["piqa", "copa"]
-    assert page.points("Tasks, acc")[0] == pytest.approx({1: 0.5, 2: 0.7})
-    assert page.points("CORE")[0] == pytest.approx({1: 0.1, 2: 0.2})
-    assert page.points("Tasks, perplexity")[0] == {1: 7, 2: 9}
+    assert [curve["label"] for curve in page.curves("eval/tasks/acc")] == ["piqa", "copa"]
+    assert page.points("eval/tasks/acc")[0] == pytest.approx({1: 0.5, 2: 0.7})
+    assert page.points("eval/tasks/core")[0] == pytest.approx({1: 0.1, 2: 0.2})
+    assert page.points("eval/tasks/perplexity")[0] == {1: 7, 2: 9}
     assert not [title for title in page.titles() if "stderr" in title]
-    assert "Evaluation loss" not in page.titles()  # in the first chart: there is one set
+    assert "eval/loss" not in page.titles()  # in the first chart: there is one set
     rows = page.rows()
     assert ["piqa", "acc", exact(0.7), exact(0.03), "2", exact(0.5), exact(0.7), "2"] in rows
     assert ["copa", "acc", exact(0.4), "", "2", exact(0.6), exact(0.6), "1"] in rows
@@ -154,7 +150,7 @@ def test_text_of_runs_is_escaped(tmp_path):
     assert page.all("h1")[0]["text"] == name
     assert page.all("title")[0]["text"] == name
     assert page.json()["runs"][0]["name"] == name
-    assert [c["label"] for c in page.curves("Tokens by dataset")] == [dataset]
+    assert [c["label"] for c in page.curves("data/tokens")] == [dataset]
     assert page.facts()["command"] == said
     assert page.all("p", class_="sample")[0]["text"] == f"step 1{said}{said} & more"
     assert len(page.all("script")) == 2
@@ -195,9 +191,9 @@ def test_skipped_steps_are_marked(tmp_path):
     lines = [line(s, **{"train/skipped_steps": float(s >= 4) + (s >= 8)}) for s in range(1, 11)]
     page = page_of(write_run(tmp_path / "run", lines))
     assert page.json()["runs"][0]["skips"] == [4, 8]
-    assert page.curves("Gradient norm")[0]["skips"]
+    assert page.curves("train/grad_norm")[0]["skips"]
     assert page.facts()["skipped steps"] == "2 (20.00%)"
-    assert page.points("Skipped steps")[0][10] == 2
+    assert page.points("train/skipped_steps")[0][10] == 2
 
 
 @pytest.mark.parametrize(
@@ -251,9 +247,9 @@ def test_metrics_are_read_in_blocks_of_whole_lines(tmp_path, monkeypatch):
     run = write_run(tmp_path / "run", [line(s) for s in range(1, 41)] + EVALUATIONS, tail='{"st')
     series = read_metrics(run)
     text = (run / FILE).read_bytes()
-    monkeypatch.setattr(metrics_file, "BLOCK", 1000)
+    monkeypatch.setattr(reading, "BLOCK", 1000)
     with (run / FILE).open("rb") as file:
-        parts = list(metrics_file.blocks(file))
+        parts = list(reading.blocks(file))
     assert (len(parts) > 5, b"".join(parts)) == (True, text[: -len('{"st')])
     for name, metric in read_metrics(run).items():
         for column, again in zip(series[name], metric, strict=True):
@@ -261,7 +257,7 @@ def test_metrics_are_read_in_blocks_of_whole_lines(tmp_path, monkeypatch):
 
 
 def test_damaged_line_in_late_block_is_named(tmp_path, monkeypatch):
-    monkeypatch.setattr(metrics_file, "BLOCK", 300)
+    monkeypatch.setattr(reading, "BLOCK", 300)
     tail = '{"time": 3}\n' + json.dumps(line(9)) + "\n"
     path = write_run(tmp_path / "run", [line(s) for s in range(1, 9)], tail=tail)
     (run,) = read_runs([path])
@@ -325,8 +321,8 @@ def test_every_metric_gets_a_chart(tmp_path):
     more = {"mine/head_entropy": 0.25, "smoothed/loss": 1.0, "train/mfu": 0.4}
     lines = [line(s, **{name: s * value for name, value in more.items()}) for s in (1, 2)]
     page = page_of(write_run(tmp_path / "run", lines))
-    assert page.points("Head entropy") == [{1: 0.25, 2: 0.5}]
-    assert page.points("MFU") == [{1: 40, 2: 80}]
+    assert page.points("mine/head_entropy") == [{1: 0.25, 2: 0.5}]
+    assert page.points("train/mfu") == [{1: 0.4, 2: 0.8}]
     assert not any("moothed" in title for title in page.titles())
 
 
@@ -354,7 +350,7 @@ def test_many_curves_share_the_point_budget(tmp_path):
     lines = [line(s, **{f"moe/balance/layers.{i}": x for i, x in enumerate(values)})
              for s, values in enumerate(random, 1)]  # fmt: skip
     page = page_of(write_run(tmp_path / "run", lines))
-    curves = page.curves("Balance by layer")
+    curves = page.curves("moe/balance")
     assert [c["label"] for c in curves[:2]] == ["layer 0", "layer 1"]
     assert [curves[i]["shade"] for i in (0, 47)] == [0, 1]
     assert len(curves) == 48
@@ -388,17 +384,22 @@ def test_numbers_and_durations_are_formatted():
     assert times == ["7.25 s", "1 min 18 s", "1 h 2 min", "3 d 5 h"]
 
 
-def test_metrics_have_readable_names():
-    """All metrics of docs/metrics.md have names."""
-    listed = re.findall(r"^\| `([\w/<>.]+)`", METRICS.read_text().partition("\n## ")[0], re.M)
-    assert len(listed) > 45
-    for metric in listed:
-        name = metric_name(re.sub("<(name|part)>", "mine", metric.replace("<i>", "3")))
-        assert "/" not in name.title + name.group
-        assert "_" not in name.title + name.group
-        assert metric in NAMES or "<" in metric
-    assert metric_name("mine/a_b/layers.12")[:4] == ("A b by layer", "", "Mine", "layer 12")
-    assert metric_name("loss")[:3] == ("Loss", "", "Other")
+@pytest.mark.parametrize(
+    ("metric", "title", "label"),
+    [
+        ("train/grad_norm", "train/grad_norm", ""),
+        ("mine/a_b/layers.12", "mine/a_b", "layer 12"),
+        ("train/grad_norm/layers.3", "train/grad_norm", "layer 3"),
+        ("eval/a/b/ema_loss", "eval/ema_loss", "a/b"),
+        ("eval/tasks/piqa/acc", "eval/tasks/acc", "piqa"),
+        ("eval/tasks/core", "eval/tasks/core", "all"),
+        ("data/web/tokens", "data/tokens", "web"),
+        ("loss/web", "loss", "web"),
+        ("loss", "loss", ""),
+    ],
+)
+def test_metric_has_title_and_label(metric, title, label):
+    assert metric_name(metric) == (title, label)
 
 
 POINT = """<script>

@@ -1,5 +1,4 @@
-// Charts of a page, drawn with uPlot when they come near the window; controls, sortable tables, and
-// with `watch` newer data of the server.
+// Charts of a page, drawn with uPlot when they come near the window; controls and sortable tables.
 "use strict";
 
 const $ = (id) => document.getElementById(id);
@@ -10,9 +9,10 @@ const make = (tag, properties = {}, ...inside) => {
 };
 const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
 const dark = matchMedia("(prefers-color-scheme: dark)");
-const FEW = 8, MANY = 16, DASHES = [[], [6, 3], [2, 3], [8, 3, 2, 3]], EVERY = 4000;
+const FEW = 8, MANY = 16, DASHES = [[], [6, 3], [2, 3], [8, 3, 2, 3]];
 
-let data = JSON.parse($("data").textContent), columns, along, panels = [];
+const data = JSON.parse($("data").textContent);
+let panels = [];
 const state = { axis: data.axis, smooth: 2, view: "close-up", range: null, hidden: new Set(), log: new Set() };
 
 // Numbers
@@ -21,11 +21,9 @@ const KINDS = { f4: Float32Array, f8: Float64Array, i4: Int32Array };
 const bytesOf = (text) => Uint8Array.from(atob(text), (character) => character.charCodeAt(0));
 const decoded = (text) => new KINDS[text.slice(0, 2)](bytesOf(text.slice(3)).buffer);
 const nullable = (text) => Array.from(decoded(text), (value) => (Number.isFinite(value) ? value : null));
-const decode = () => {
-  columns = data.columns.map(decoded);
-  along = data.runs.map((run) =>
-    Object.fromEntries(Object.entries(run.along).map(([axis, text]) => [axis, decoded(text)])));
-};
+const columns = data.columns.map(decoded);
+const along = data.runs.map((run) =>
+  Object.fromEntries(Object.entries(run.along).map(([axis, text]) => [axis, decoded(text)])));
 const position = (run, step) => { // of a step on the axis: linear between the points of `along`
   if (state.axis === "steps") return step;
   const { steps, [state.axis]: values } = along[run];
@@ -37,8 +35,7 @@ const position = (run, step) => { // of a step on the axis: linear between the p
   const share = high > low ? (step - steps[low]) / (steps[high] - steps[low]) : 0;
   return values[low] + Math.min(Math.max(share, 0), 1) * (values[high] - values[low]);
 };
-const positions = (chart, run, column) => Array.from(columns[column],
-  (x) => (chart.x ? (chart.x.log ? Math.log10(x) : x) : position(run, x)));
+const positions = (run, column) => Array.from(columns[column], (x) => position(run, x));
 
 // Moving average over the same number of values on either side, so that the start is not blurred.
 // It averages medians of three values, so that spikes of a single value do not move it.
@@ -79,17 +76,17 @@ const lookOf = ({ colour: index, shade }) => (shade === undefined
 const linesOf = (chart) => {
   const curves = chart.curves.filter((curve) => !state.hidden.has(data.runs[curve.run]?.name)), lines = [];
   for (const curve of curves) {
-    const look = lookOf(curve), xs = positions(chart, curve.run, curve.x), ys = nullable(curve.y);
+    const look = lookOf(curve), xs = positions(curve.run, curve.x), ys = nullable(curve.y);
     const points = { show: curve.dots || ys.length < 3, size: curves.length > MANY ? 3 : 6, fill: look.stroke };
     const raw = { curve, xs, ys, raw: true, line: { ...look, width: 1.5, points } };
-    if (curve.dots && chart.wide && !chart.x) raw.line.paths = () => null;
+    if (curve.dots && chart.wide) raw.line.paths = () => null;
     if (!state.smooth || !chart.smooth || curve.dots || ys.length <= 20) { lines.push(raw); continue; }
     if (curves.length <= FEW) {
       const stroke = `color-mix(in srgb, ${look.stroke} ${curves.length > 2 ? 19 : 28}%, transparent)`;
       lines.unshift({ ...raw, line: { stroke, width: 1, points: { show: false }, class: "unlisted" } });
     }
     const [x, y] = curve.smooth ?? [curve.x, curve.y];
-    lines.push({ curve, xs: positions(chart, curve.run, x), ys: smoothed(nullable(y), state.smooth),
+    lines.push({ curve, xs: positions(curve.run, x), ys: smoothed(nullable(y), state.smooth),
       line: { ...look, width: 2, points: { show: false } } });
   }
   return lines;
@@ -97,7 +94,7 @@ const linesOf = (chart) => {
 
 // Range of y: without the first tenth of the run, and without one raw value in fifty
 const rangeOf = (chart, lines) => () => {
-  const [min, max] = (chart.x ? null : state.range) ?? [-Infinity, Infinity], raws = [], values = [];
+  const [min, max] = state.range ?? [-Infinity, Infinity], raws = [], values = [];
   const close = state.view === "close-up" && chart.smooth && !state.range && lines.some(({ xs }) => xs.length > 50);
   for (const { xs, ys, raw } of lines) {
     const first = close ? xs[0] + (xs.at(-1) - xs[0]) / 10 : min;
@@ -113,29 +110,29 @@ const rangeOf = (chart, lines) => () => {
   const low = least(log ? values.filter((y) => y > 0) : values);
   if (log) return [low / Math.max((high / low) ** 0.04, 1.02), high * Math.max((high / low) ** 0.04, 1.02)];
   const air = 0.05 * (high - low) || 0.1 * Math.abs(high) || 1;
-  return [chart.zero && low >= 0 ? 0 : low - air, high + air];
+  return [low - air, high + air];
 };
 
 // Parts of a plot
 
 const font = "12px system-ui, sans-serif";
-const optionsOf = (panel, yAxis, xAxis = {}) => ({
+const optionsOf = (panel, yAxis) => ({
   ...sizeOf(panel),
-  legend: { show: (panel.chart.curves?.length ?? 0) <= MANY },
+  legend: { show: panel.chart.curves.length <= MANY },
   cursor: {
-    drag: { x: !panel.chart.x, y: false, setScale: false },
+    drag: { x: true, y: false, setScale: false },
     focus: { prox: 24 },
-    bind: { dblclick: () => () => { if (!panel.chart.x) zoom(null); return null; } },
-    ...(panel.chart.x ? {} : { sync: { key: "pointer", filters: { pub: (kind) => /mouse(move|leave)/.test(kind) } } }),
+    bind: { dblclick: () => () => { zoom(null); return null; } },
+    sync: { key: "pointer", filters: { pub: (kind) => /mouse(move|leave)/.test(kind) } },
   },
   focus: { alpha: 0.25 },
-  axes: [{ grid: { show: false }, size: 30, values: ticks, ...xAxis },
+  axes: [{ grid: { show: false }, size: 30, values: ticks },
     { grid: { stroke: colour("hair"), width: 1 }, size: 56, values: ticks, ...yAxis }].map((axis) =>
     ({ stroke: colour("soft"), font, ticks: { stroke: colour("hair"), width: 1, size: 5 }, ...axis })),
 });
 const zoom = (range) => {
   state.range = range;
-  for (const { plot, chart } of panels) if (plot && !chart.x) rezoom(plot);
+  for (const { plot } of panels) if (plot) rezoom(plot);
 };
 const rezoom = (plot) => {
   const [min, max] = state.range ?? [plot.data[0][0], plot.data[0].at(-1)];
@@ -182,10 +179,9 @@ const drawMarks = (curves) => (plot) => inside(plot, (ctx, { top, height }) => {
 const drawChart = (panel) => {
   const { chart } = panel, lines = linesOf(chart), log = state.log.has(chart.title);
   if (!lines.length) return null;
-  const named = (x) => exact(chart.x?.log ? Number((10 ** x).toPrecision(6)) : x);
   let focused = null;
   const point = ({ cursor: { idx, idxs }, data: [xs, ...ys] }) => {
-    panel.where.textContent = idx == null ? "" : `${chart.x?.label ?? unit()} ${named(xs[idx])}`;
+    panel.where.textContent = idx == null ? "" : `${unit()} ${exact(xs[idx])}`;
     if (idx == null || focused === null) return;
     const { name, label } = lines[focused - 1].curve;
     panel.where.textContent += `, ${name || label}: ${exact(ys[focused - 1][idxs[focused]])}`;
@@ -194,83 +190,30 @@ const drawChart = (panel) => {
     splits: (plot, axis, low, high) => Array.from({ length: 6 }, (_, i) => +(low * (high / low) ** (i / 5)).toPrecision(2)),
     filter: (plot, values) => values,
   } : {};
-  const xAxis = chart.x ? { // ticks at the chart's own points
-    label: chart.x.label, labelSize: 20, labelFont: font, labelGap: 0,
-    splits: () => [...new Set(lines.filter(({ curve }) => curve.dots).flatMap(({ xs }) => xs))].sort((a, b) => a - b)
-      .filter((_, i, { length }) => i % Math.ceil(length / 12) === 0),
-    values: (plot, values) => values.map((x) => tick(chart.x.log ? Number((10 ** x).toPrecision(3)) : x)),
-  } : {};
   return new uPlot({
-    ...optionsOf(panel, yAxis, xAxis),
+    ...optionsOf(panel, yAxis),
     scales: { x: { time: false }, y: { distr: log ? 3 : 1, range: rangeOf(chart, lines) } },
     series: [{ class: "unlisted" }, ...lines.map(({ line, curve }) =>
       ({ ...line, label: curve.name || curve.label || " ", value: (plot, y, i, idx) => exact(idx == null ? curve.last : y) }))],
     hooks: {
       setSelect: [selected], setCursor: [point],
       setSeries: [(plot, i) => { focused = i; point(plot); }],
-      draw: chart.x || chart.curves.length > MANY ? [] : [drawMarks(lines.map(({ curve }) => curve))],
+      draw: chart.curves.length > MANY ? [] : [drawMarks(lines.map(({ curve }) => curve))],
     },
   }, uPlot.join(lines.map(({ xs, ys }) => [xs, ys])), panel.frame);
 };
 const unit = () => data.axes[state.axis].split(" ")[0];
 
-// Heat maps: a column for each logged step, experts downwards
-
-const inflated = async (text) => {
-  const stream = new Blob([bytesOf(text)]).stream().pipeThrough(new DecompressionStream("deflate"));
-  return new Uint8Array(await new Response(stream).arrayBuffer());
-};
-const pictureOf = (levels, width, height) => {
-  const canvas = make("canvas", { width, height }), context = canvas.getContext("2d");
-  const picture = context.createImageData(width, height);
-  levels.forEach((level, i) => {
-    if (data.bands[level]) picture.data.set([...data.bands[level][dark.matches ? "dark" : "light"], 255], 4 * i);
-  });
-  context.putImageData(picture, 0, 0);
-  return canvas;
-};
-const drawMap = (panel) => {
-  const { chart: map } = panel;
-  if (!map.bytes) {
-    inflated(map.levels).then((bytes) => { map.bytes = bytes; redraw(panel); });
-    return null;
-  }
-  const xs = positions(map, map.run, map.x), n = xs.length, picture = pictureOf(map.bytes, n, map.experts);
-  const edge = (i) => (i <= 0 ? xs[0] : i >= n ? xs[n - 1] : (xs[i - 1] + xs[i]) / 2);
-  const paint = (plot) => inside(plot, (ctx, { top, width, height }) => {
-    ctx.imageSmoothingEnabled = false;
-    const air = n === 1 ? width / 2 : 0, at = (i) => plot.valToPos(edge(i), "x", true);
-    for (let i = 0; i < n; i++) {
-      const left = Math.floor(at(i) - air), right = Math.ceil(at(i + 1) + air);
-      ctx.drawImage(picture, i, 0, 1, map.experts, left, top, Math.max(right - left, 1), height);
-    }
-  });
-  const point = (plot) => {
-    const { idx, top } = plot.cursor, row = Math.floor(plot.posToVal(top ?? -1, "y"));
-    panel.where.textContent = idx == null ? "" : `${unit()} ${exact(xs[idx])}`;
-    if (idx == null || row < 0 || row >= map.experts) return;
-    panel.where.textContent += `, expert ${row}: ${data.bands[map.bytes[row * n + idx]]?.name ?? "not finite"}`;
-  };
-  const value = (plot, y, i, idx) => exact(idx == null ? plot.data[i].at(-1) : y);
-  return new uPlot({
-    ...optionsOf(panel, { grid: { show: false }, incrs: [1, 2, 4, 8, 16, 32, 64, 128, 256] }),
-    scales: { x: { time: false }, y: { range: () => [0, map.experts], dir: -1 } },
-    series: [{ class: "unlisted" }, ...["least", "most"].map((label) =>
-      ({ label, value, stroke: "transparent", points: { show: false } }))],
-    hooks: { setSelect: [selected], setCursor: [point], drawClear: [paint] },
-  }, [xs, nullable(map.least), nullable(map.most)], panel.frame);
-};
-
 // Panels: a chart with its head
 
 const sizeOf = ({ frame, chart }) => ({ width: frame.clientWidth,
-  height: 16 * (chart.experts ? Math.min(Math.max(chart.experts / 2, 4), 9) + 4 : chart.wide ? 26 : 12) });
+  height: 16 * (chart.wide ? 26 : 12) });
 const redraw = (panel) => {
   panel.dirty = !panel.near;
   if (!panel.near) return;
   panel.plot?.destroy();
-  panel.plot = (panel.chart.experts ? drawMap : drawChart)(panel);
-  if (panel.plot && state.range && !panel.chart.x) rezoom(panel.plot);
+  panel.plot = drawChart(panel);
+  if (panel.plot && state.range) rezoom(panel.plot);
 };
 const redrawAll = () => panels.forEach(redraw);
 const panelAt = (frame) => panels.find((panel) => panel.frame === frame) ?? {};
@@ -303,14 +246,13 @@ const movePointer = ({ plot }, event) => {
   plot.setCursor({ left: plot.valToPos(xs[i], "x"), top: 1 }, true, true);
 };
 const panelOf = (chart) => {
-  const { title, unit, wide, experts } = chart, panel = { chart, dirty: true, near: false, plot: null };
-  const bad = (chart.curves ?? []).reduce((sum, curve) => sum + (curve.bad_count ?? 0), 0);
+  const { title, wide } = chart, panel = { chart, dirty: true, near: false, plot: null };
+  const bad = chart.curves.reduce((sum, curve) => sum + (curve.bad_count ?? 0), 0);
   panel.where = make("span", { className: "where" });
-  panel.frame = make("div", { className: "plot", tabIndex: 0, role: "img",
-    ariaLabel: `${title}, ${unit} ${chart.description ?? ""}` });
+  panel.frame = make("div", { className: "plot", tabIndex: 0, role: "img", ariaLabel: title });
   panel.frame.addEventListener("keydown", (event) => movePointer(panel, event));
   panel.figure = make("figure", { className: wide ? "wide" : "" }, make("figcaption", {},
-    make("h3", {}, title, " ", make("small", { textContent: unit })), experts || chart.zero ? "" : logSwitch(panel),
+    make("h3", {}, title), logSwitch(panel),
     make("span", { className: "note", textContent: bad ? `${bad.toLocaleString("en-US")} not finite` : "" }),
     panel.where), panel.frame);
   return panel;
@@ -319,21 +261,15 @@ const lay = () => {
   for (const panel of panels) panel.plot?.destroy();
   seen.disconnect();
   resized.disconnect();
-  panels = [...data.charts, ...(data.maps ?? [])].map(panelOf);
-  const groups = Map.groupBy(panels, ({ chart }) => chart.group ?? "Load of experts");
+  panels = data.charts.map(panelOf);
+  const groups = Map.groupBy(panels, ({ chart }) => chart.group);
   $("charts").replaceChildren(...[...groups].map(([name, group]) => make("section", {},
-    name && !group[0].chart.wide ? make("h2", { textContent: name }) : "",
-    group[0].chart.experts ? make("ol", { className: "bands" }, ...data.bands.map(bandOf)) : "",
+    group[0].chart.wide ? "" : make("h2", { textContent: name }),
     make("div", { className: "grid" }, ...group.map(({ figure }) => figure)))));
   for (const { frame } of panels) {
     seen.observe(frame);
     resized.observe(frame);
   }
-};
-const bandOf = (band) => {
-  const swatch = make("i");
-  swatch.style.background = `rgb(${dark.matches ? band.dark : band.light})`;
-  return make("li", { title: band.name }, swatch, band.name.split(" ")[0]);
 };
 
 // Controls
@@ -400,39 +336,7 @@ const dressTables = () => {
   });
 };
 
-// Newer data, with `watch`
-
-const replace = (id, html) => {
-  const open = new Set([...$(id).querySelectorAll("details[open] > summary")].map((summary) => summary.textContent));
-  $(id).innerHTML = html; // HTML from Python, which escapes the text of runs
-  for (const summary of $(id).querySelectorAll("summary")) summary.parentNode.open = open.has(summary.textContent);
-};
-const refresh = async (version) => {
-  let next = version;
-  try {
-    const answer = await fetch(`data.json?since=${version}`, { cache: "no-store" });
-    if (answer.status === 200) {
-      const update = await answer.json(), scrolled = scrollY;
-      next = update.version;
-      data = update.data;
-      decode();
-      replace("facts", update.facts);
-      replace("below", update.below);
-      dressTables();
-      document.title = document.querySelector("h1").textContent = update.title;
-      controls();
-      lay();
-      scrollTo({ top: scrolled, behavior: "instant" });
-    }
-    document.body.classList.toggle("lost", !answer.ok && answer.status !== 304);
-  } catch { // the server has ended: the page stays, and the server may come back
-    document.body.classList.add("lost");
-  }
-  setTimeout(refresh, EVERY, next);
-};
-
-decode();
-if (data.runs.length) controls();
+controls();
 dressTables();
 lay();
 dark.addEventListener("change", lay);
@@ -442,4 +346,3 @@ addEventListener("beforeprint", () => {
     if (panel.dirty) redraw(panel);
   }
 });
-if (data.watch) setTimeout(refresh, EVERY, data.version ?? "");

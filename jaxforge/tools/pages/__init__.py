@@ -1,1 +1,0 @@
-"""Parts, style and scripts of the HTML pages that tools write."""
