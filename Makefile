@@ -11,7 +11,7 @@ EXTRAS  = $(shell $(BIN)/python -c "import sys; print('dev' + ',torch' * (sys.ve
 # Not benchmarks, or not for every machine: *aot.py need the compilers for TPU or GPU, gpu*.py a GPU, tpu.py a TPU,
 # harness.py lm_eval (`make test-lm-eval`).
 NOT_RUN = %/results.py %/figures.py %/aot.py %/pipeline_aot.py %/experts_aot.py %/decode_aot.py %/plan.py %/scaling.py \
-  %/context.py %/planned.py %/kempnerforge_plans.py %/gpu_aot.py %/gpu.py %/tpu.py %/device_checks.py %/device_train.py %/device_planned.py %/device_numerics.py %/plain_jax.py %/precision.py %/kept.py %/poison.py %/harness.py \
+  %/context.py %/planned.py %/kempnerforge_plans.py %/gpu_aot.py %/gpu.py %/tpu.py %/device_checks.py %/device_train.py %/device_planned.py %/device_numerics.py %/plain_jax.py %/precision.py %/kept.py %/harness.py \
   %/pictures.py %/optimizers.py %/speedrun.py
 STDLIB  = $(shell $(BIN)/python -c "import sysconfig; print(sysconfig.get_path('stdlib'))")
 

@@ -290,12 +290,6 @@ def measured(benchmark: str) -> list[str]:
     return sorted((path.stem for path in RESULTS.glob(f"{benchmark}-*.json")), reverse=True)
 
 
-def poison() -> str:
-    """Return the table of the ranks at which replay names planted documents."""
-    matches = result("poison-cpu")
-    return f"{_whole('poison-cpu')}\n\n" + "\n".join(f"- {note}" for note in matches["notes"])
-
-
 def _whole(name: str) -> str:
     matches = result(name)
     head = list(dict.fromkeys(key for row in matches["rows"] for key in row))
@@ -331,14 +325,13 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "mup-coordinates": mup_coordinates,
     "mup-rates": mup_rates,
     "optimizers": optimizers,
-    "poison": poison,
     "speedrun": speedrun,
 }
 """What a page may name."""
 SHOWN = {"remat-cpu", "pipeline-cpu", "pipeline-tpu", "kernels-cpu", "faults-cpu", "gpu_aot-h100",
          "experts_aot-tpu", "plan-none", "scaling-none", "kempnerforge_plans-none",
          "precision-cpu", "precision_kept-cpu", "kept-v5e", "kept-h100",
-         "mup-cpu", "mup_rates-cpu", "poison-cpu", "growth-cpu", "speedrun-cpu",
+         "mup-cpu", "mup_rates-cpu", "growth-cpu", "speedrun-cpu",
          *measured("optimizers")}  # fmt: skip
 """Results with tables of their own."""
 

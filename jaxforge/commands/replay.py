@@ -2,9 +2,8 @@
 
 State and batch are restored exactly from the nearest earlier checkpoint, on any devices.
 
-- One step: report the loss of each document with its text, and differences per layer from the
-  surrounding steps. `--activations DIR` saves the activations of its batch instead, before the
-  update (docs/replay.md).
+- One step: report the loss of each document with its text. `--activations DIR` saves the
+  activations of its batch instead, before the update (docs/replay.md).
 - Several steps: report whether they match the log.
 - `--capsule FILE`: pack config, versions and metrics of a run into one file, without secrets and
   without data. `jaxforge replay FILE` repeats steps of the run on a machine with the same data, and
@@ -17,16 +16,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from jaxforge.cli.running import check_parent_directory, run_main
-from jaxforge.commands.command_line import (
-    CommandParser,
-    add_activation_options,
-    positive_int,
-)
+from jaxforge.commands.command_line import CommandParser, add_activation_options, positive_int
 from jaxforge.errors import UserError
 
 _CAPSULE_SUFFIX = ".zip"
 _OPTIONS = {
-    "step": ("a step", {"step", "around", "top", "json", "check"}),
+    "step": ("a step", {"step", "top", "json", "check"}),
     "steps": ("several steps", {"steps", "check"}),
     "activations": ("--activations", {"step", "activations", "points", "layers", "sequences"}),
     "capsule": ("--capsule", {"capsule"}),
@@ -46,10 +41,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if mode == "file":
         if args.steps and not (args.steps.isdecimal() and int(args.steps)):
             raise UserError(f"--steps {args.steps}: must be a number of steps, for a capsule")
-        steps = int(args.steps) if args.steps else None
+        n = int(args.steps) if args.steps else None
         from jaxforge.tools.replay import capsule  # JAX takes a second to import
 
-        return capsule.run_verify(args, steps, overrides)
+        return capsule.run_verify(args, n, overrides)
     if mode == "capsule":
         if overrides:
             raise UserError(
@@ -63,9 +58,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         return captured_activations.save_of_step(args, overrides)
     first, last = _range(args.steps) if args.steps else (args.step, args.step)
-    from jaxforge.tools.replay import replay_steps
+    from jaxforge.tools.replay import steps
 
-    return replay_steps.run(args, overrides, first, last)
+    return steps.run(args, overrides, first, last)
 
 
 def parser() -> CommandParser:
@@ -84,14 +79,12 @@ def parser() -> CommandParser:
     )
     add = parser.add_argument
     add("run", metavar="RUN", help="run directory, or a capsule")
-    add("--step", type=int, metavar="N", help="step to explain, from 1")
+    add("--step", type=int, metavar="N", help="step to repeat, with the documents of its batch, from 1")
     add("--steps", metavar="A:B",
         help="steps to compare with the log; of a capsule, the number of logged steps to repeat "
              "(3)")  # fmt: skip
-    add("--around", type=_not_negative, default=2, metavar="N",
-        help="surrounding steps to compare with (default: 2)")  # fmt: skip
     add("--top", type=positive_int, default=8, metavar="N",
-        help="documents and layers to show (default: 8)")  # fmt: skip
+        help="documents to show (default: 8)")  # fmt: skip
     add("--json", metavar="FILE", type=Path, help='write the result as JSON; "-" for stdout')
     add("--check", action="store_true", help="exit with 1 unless the step matches the log bitwise")
     add_activation_options(parser, "the batch of --step, before its update")
@@ -117,12 +110,6 @@ def _mode(args: argparse.Namespace) -> str:
     if args.step is None:
         raise UserError("--step N, --steps A:B or --capsule FILE is required")
     return "step"
-
-
-def _not_negative(text: str) -> int:
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} must be an integer of at least 0")
-    return int(text)
 
 
 def _range(text: str) -> tuple[int, int]:

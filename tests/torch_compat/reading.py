@@ -14,7 +14,7 @@ from jaxforge.config.reading import toml
 from jaxforge.config.reading.load import make_config
 from jaxforge.errors import StorageError, UserError, printable
 from jaxforge.runs.reading import read_runs
-from jaxforge.tools.replay import capsule_file as archive
+from jaxforge.tools.replay import capsule as archive
 from jaxforge.tools.report.run_page import page
 from tests.torch_compat import corpus_subjects, mutations, port_subjects, subjects
 from torch_compat.checkpoint import checkpoints, dcp_state

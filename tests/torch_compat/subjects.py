@@ -178,12 +178,12 @@ def write_report(directory: Path) -> None:
 
 def write_capsule(directory: Path) -> None:
     """Write a capsule of a run, without making the run."""
-    from jaxforge.tools.replay import capsule_file as archive
+    from jaxforge.tools.replay import capsule as archive
 
-    tables = {name: {"x": {"y": 1}} for name in ("data", "code", "programs")}
+    tables = {name: {"x": {"y": 1}} for name in ("data", "code")}
     tables |= {name: {"x": "1"} for name in ("machine", "environment", "packages")}
     curve = [{"step": i, "train/loss": 5.0, "train/grad_norm": 1.0} for i in range(1, 9)]
-    files = {"config.toml": config().to_toml(), "packages.txt": "x==1\n"}
+    files = {"config.toml": config().to_toml()}
     files["curve.jsonl"] = "".join(json.dumps(item) + "\n" for item in curve)
     directory.mkdir(parents=True)
     about = {**tables, "mesh": {"dp_shard": 1}}

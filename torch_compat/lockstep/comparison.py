@@ -8,7 +8,6 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxforge.config.job import JobConfig
-from jaxforge.tools.replay.rounding import tolerance
 from torch_compat.checkpoint.stacking import Stacking
 from torch_compat.formats.lazy import from_array
 from torch_compat.lockstep import hints
@@ -16,6 +15,7 @@ from torch_compat.lockstep.batches import Arrays
 from torch_compat.lockstep.hints import Pair
 from torch_compat.lockstep.jaxforge_model import JaxforgeValues, activation_dtype
 from torch_compat.lockstep.module_locations import ModuleLocation, layer_number
+from torch_compat.lockstep.rounding import tolerance
 from torch_compat.lockstep.rows import (
     SMALL,
     Row,

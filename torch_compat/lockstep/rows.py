@@ -1,6 +1,6 @@
 """Rows of the comparison of two computations: the first value that differs, and by how much.
 
-Some models exceed the bounds of `tools.replay.rounding`, for example with attention scores in the
+Some models exceed the bounds of `lockstep.rounding`, for example with attention scores in the
 hundreds. Callers then add a hint to the row.
 """
 
@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from jaxforge.tools.replay.rounding import LEAST, ROUNDING
+from torch_compat.lockstep.rounding import LEAST, ROUNDING
 
 SMALL = 0.1
 """Fraction of `gradient_scales`: smaller gradients are compared relative to this size."""

@@ -9,7 +9,6 @@ if there is none. On the run's own mesh the result is bit-identical.
 """
 
 import contextlib
-import dataclasses
 import functools
 import logging
 import math
@@ -34,7 +33,7 @@ from jaxforge.program import Program
 from jaxforge.runs import run_directory
 from jaxforge.state.progress import Progress
 from jaxforge.state.train_state import TrainState
-from jaxforge.step.train_step import Batch, Controls, Metrics, TrainStep
+from jaxforge.step.train_step import Batch, Controls, Metrics
 from jaxforge.storage import trust
 from jaxforge.training.foreign import open_foreign
 from jaxforge.training.frozen import open_frozen
@@ -66,10 +65,6 @@ class PastRun(Program):
     def dataset(self) -> Any:  # noqa: ANN401
         """Training dataset of the run."""
         return sources.open_training_data(self.config)
-
-    def step_function(self, collect: Sequence[str]) -> TrainStep:
-        """Return the train step, collecting additional metrics."""
-        return Program(self.config, self.mesh, model=self.model, collect=collect).step
 
     def walk(self, step: int) -> "Walk":
         """Return a walk that stands before a step: the next attempted update is number `step`.
@@ -155,17 +150,6 @@ class Walk:
     def _look_ahead(self) -> None:
         if self.progress.step < self._past.config.train.max_steps:
             self.batch = self._data.peek()
-
-    def measure(self, step: TrainStep) -> Metrics:
-        """Return the metrics of a step function for the next step, without applying it."""
-        # A step donates its state. With apply=False parameters, moments and model state stay the
-        # same, but the counters and the guard advance: they are restored from copies.
-        counters = (self.state.step, self.state.guard, self.state.counts)
-        number, guard, counts = jax.tree.map(lambda x: x.copy(), counters)
-        batch = self._complete(self.batch)
-        self.state, metrics = step(self.state, batch, self.controls._replace(apply=False))
-        self.state = dataclasses.replace(self.state, step=number, guard=guard, counts=counts)
-        return metrics
 
     def name_of(self, row: int) -> str:
         """Return the name of the sequence in a row of the next batch, over all microbatches."""

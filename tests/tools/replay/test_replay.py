@@ -1,4 +1,4 @@
-"""Replay of steps of finished runs: exactness, accounts, activations."""
+"""Replay of steps of finished runs: exactness, documents, activations."""
 
 import json
 
@@ -10,21 +10,19 @@ import pytest
 from jaxforge.commands import evaluate
 from jaxforge.commands import replay as command
 from jaxforge.config import rules
-from jaxforge.config.eval import STREAM
 from jaxforge.config.reading.load import load_config
 from jaxforge.errors import UserError
 from jaxforge.model.layer import Capture
 from jaxforge.optim.chain import global_norm
 from jaxforge.runs import run_directory
 from jaxforge.tools.replay import past as the_past
-from jaxforge.tools.replay.account import NORMS, account, rank_documents, replayed
-from jaxforge.tools.replay.documents import (
-    find_documents,
-    outlier_scores,
-    token_loss_function,
-    token_spread,
-)
 from jaxforge.tools.replay.past import open_past
+from jaxforge.tools.replay.steps import (
+    RepeatedStep,
+    find_documents,
+    replayed,
+    token_loss_function,
+)
 from jaxforge.training import launch
 from tests.conftest import tiny_config
 
@@ -122,25 +120,25 @@ def last_step_with(run, sequence):
 
 
 @pytest.mark.slow
-def test_account_ranks_noise_document_first(run, capsys, monkeypatch):
+def test_noise_document_has_the_largest_loss(run, capsys):
     step, row = last_step_with(run, POISON)
-    with open_past(run, step) as past:
-        result = account(past, step, around=1)
-    first = result.suspects[0]
-    assert (first.document.row, first.name) == (row, f"sequence {POISON}")
-    assert result.step.difference == 0
-    assert first.document.loss == max(suspect.document.loss for suspect in result.suspects)
-    layers = {f"layers.{i}" for i in range(2)}
-    assert layers < set(result.norms[step].parts)
-    assert {name for _, name, _ in result.odd} == {*NORMS.values(), *STREAM}
-    monkeypatch.setattr("jaxforge.tools.replay.replay_steps.account", lambda *_, **__: result)
     arguments = ["--step", str(step), "--check", "--json", str(run / "o.json")]
     assert command.main([str(run), *arguments]) == 0
     assert f"sequence {POISON}" in capsys.readouterr().out
-    said = json.loads((run / "o.json").read_text())
-    assert said["documents"][0]["name"] == f"sequence {POISON}"
+    result = json.loads((run / "o.json").read_text())
+    first = result["documents"][0]
+    assert (first["row"], first["sequence"]) == (row, f"sequence {POISON}")
+    assert first["loss"] == max(document["loss"] for document in result["documents"])
+    assert result["step"]["difference"] == 0
     with pytest.raises(UserError, match="--json does not apply to several steps"):
         command.main([str(run), "--steps", "1:2", "--json", "o.json"])
+
+
+def test_first_different_value_is_named():
+    assert RepeatedStep(3, 2.0, 1.0, True, (2.0, 1.0)).comparison == "the same"
+    assert RepeatedStep(3, 2.0, 1.0, False, (2.0, 1.0)).comparison == "the same, update skipped"
+    assert RepeatedStep(3, 2.5, 1.0, True, (2.0, 2.0)).comparison == "loss was 2 (2.5e-01 apart)"
+    assert RepeatedStep(3, 2.0, 1.0, True, (2.0, 2.0)).comparison.startswith("grad norm was 2 ")
 
 
 def test_token_losses_average_to_step_loss(run):
@@ -163,52 +161,7 @@ def test_documents_are_split_by_eos_or_segments():
     ranges = [(doc.start, doc.end) for doc in find_documents(packed, losses, eos=0)]
     assert ranges == [(0, 4), (4, 8)]
     [whole] = find_documents(batch, losses, eos=None)
-    assert (whole.start, whole.end, whole.worst) == (0, 8, (0, 8))
-
-
-def test_outlier_scores_detect_high_loss():
-    few = outlier_scores([2.0, 2.1, 1.9, 2.4, 2.6], [64, 64, 64, 64, 1])
-    assert np.argmax(few) == 3  # the loss of a single token says little
-    assert np.argmax(outlier_scores([2.0, np.nan, 9.0], [64] * 3)) == 1
-
-
-def test_short_documents_with_high_loss_score_lower():
-    """Losses and sizes as in real text: a tail of 5 tokens, random characters, full rows."""
-    losses, tokens = [7.9, 6.9, 4.3, 4.5, 4.4, 4.0], [5, 167, 256, 256, 256, 256]
-    assert np.argmax(outlier_scores(losses, tokens, spread=2.8)) == 1
-
-
-def test_documents_of_earlier_steps_improve_scores():
-    losses, tokens = [6.4, 6.2, 5.5, 5.2, 5.0], [256] * 5
-    before = [(4.0 + 0.1 * i, 256) for i in range(10)]
-    alone, with_them = (outlier_scores(losses, tokens, spread=2.8, before=b) for b in ((), before))
-    assert 2 * alone[0] < with_them[0]
-
-
-def test_token_spread_is_about_the_document_mean():
-    losses = np.array([[[1.0, 3.0, 5.0, 5.0, np.nan]]])
-    batch = {"input_ids": np.array([[[1, 0, 2, 0, 3]]]), "labels": np.ones((1, 1, 5), int)}
-    assert token_spread(find_documents(batch, losses, eos=0), losses) == pytest.approx(0.5**0.5)
-
-
-def test_documents_are_ranked_by_outlier_score():
-    losses = np.full((1, 4, 64), 4.0)
-    losses[0, :, 32:] = [[4.1], [4.2], [4.0], [3.9]]
-    losses[0, 2, :8], losses[0, 2, 8:] = 9.0, 3.0
-    tokens = np.ones((1, 4, 64), int)
-    tokens[0, :, 31], tokens[0, 2, 7] = 0, 0
-    batch = {"input_ids": tokens, "labels": tokens}
-    first = rank_documents(find_documents(batch, losses, eos=0), losses)[0]
-    assert (first.row, first.start) == (2, 0)
-
-
-@pytest.mark.slow
-def test_measure_does_not_change_the_state(run):
-    with open_past(run, AFTER_SAVE) as past:
-        walk = past.walk(AFTER_SAVE)
-        before = jax.device_get(walk.state)
-        walk.measure(past.step_function(tuple(NORMS)))
-        jax.tree.map(np.testing.assert_array_equal, jax.device_get(walk.state), before)
+    assert (whole.start, whole.end) == (0, 8)
 
 
 @pytest.mark.parametrize(
@@ -218,9 +171,8 @@ def test_measure_does_not_change_the_state(run):
         (["--step", "0"], "step 0 does not exist"),
         (["--steps", "4-6"], "--steps 4-6: must be A:B"),
         (["--steps", "6:4"], "--steps 6:4: must be A:B"),
-        (["--step", "2", "--around", "-1"], "--around: '-1' must be an integer of at least 0"),
         ([], "--step N, --steps A:B or --capsule FILE is required"),
-        (["--steps", "1:2", "--around", "3"], "--around does not apply to several steps"),
+        (["--steps", "1:2", "--top", "3"], "--top does not apply to several steps"),
         (["--activations", "x"], "--activations requires --step N"),
     ],
 )
