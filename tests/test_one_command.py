@@ -9,10 +9,9 @@ from pathlib import Path
 import pytest
 
 import jaxforge
-from jaxforge.commands import COMMANDS, REPLACEMENTS, doctor
+from jaxforge.commands import COMMANDS, doctor
 from jaxforge.commands.dispatch import main
 from jaxforge.errors import UserError
-from tests.documentation import parser_of
 from tests.machine import PATIENCE
 
 ROOT = Path(__file__).parents[1]
@@ -93,16 +92,6 @@ def test_modules_of_commands_are_entry_points(module):
     command = [sys.executable, "-m", f"jaxforge.{module}", "--help"]
     done = subprocess.run(command, cwd=ROOT, text=True, capture_output=True, timeout=PATIENCE)
     assert done.stdout.startswith(f"usage: jaxforge {module} ")
-
-
-@pytest.mark.parametrize("name", REPLACEMENTS)
-def test_former_command_is_answered_with_its_replacement(name):
-    replacement = REPLACEMENTS[name]
-    with pytest.raises(UserError, match=f"unknown command {name}: it is now `jaxforge "):
-        main([name])
-    _, command, *words = replacement.split()
-    options = {option for action in parser_of(command)._actions for option in action.option_strings}
-    assert {word for word in words if word.startswith("--")} <= options
 
 
 def test_doctor_finds_no_problems(capsys):

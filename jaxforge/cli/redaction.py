@@ -9,7 +9,7 @@ import json
 import os
 import re
 import shlex
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 from urllib.parse import quote, quote_plus
 
@@ -38,13 +38,11 @@ _SPECIAL = re.compile(  # text tokens, and counts of tokens
 _NAME = re.compile(
     rf"""(?<![\w-])(?P<quote>\\?["'])?(?P<name>(?P<strong>{_STRONG})|{_TOKEN})"""
     r"""(?(quote)(?P=quote)|(?:\\?["'])?)"""  # in "hf.token" the first quote is further left
-    r"(?P<separator>\s*[=:]\s*|(?P<gap>\s*,\s*|\s+))",
+    r"(?P<separator>\s*[=:]\s*)",
     re.IGNORECASE,
 )
 
-# Settings and their values, in TOML, JSON, Python literals and command lines.
-_HEADER = re.compile(r"^[ \t]*\[{1,2}(?P<name>[^\[\]\n=]+)\]{1,2}[ \t]*(?:#.*)?$", re.MULTILINE)
-_ANY_KEY = re.compile(r"""^[ \t]*[\w."'-]+[ \t]*=[ \t]*""", re.MULTILINE)
+# Values of settings in TOML, JSON and Python literals.
 _VALUE = re.compile(
     r"""
       \"{3}.*?(?:\"{3}|\Z) | '{3}.*?(?:'{3}|\Z)    # text of several lines in TOML
@@ -56,14 +54,7 @@ _VALUE = re.compile(
     re.DOTALL | re.VERBOSE,
 )
 _BRACKET = re.compile(r"""["'\[\]{}]""")
-_NUMBERS = re.compile(r"\[[\d\s,.+-]*\]")
 _PLAIN = re.compile(r"true|false|null|none|\"\"|''", re.IGNORECASE)  # values that need no redaction
-_SHELL_WORD = re.compile(  # bare, or as `shlex.quote` writes it
-    r"""(?:\\[^"'\s]|[^\s"'\\])+|'[^']*'(?:"'"'[^']*')+"""
-)
-_WORD_BORDER = re.compile(r"""[\s,"'\[({]""")
-_LONG = 1000  # characters; longer lists are scanned once, to bound the time
-_NAMES = 200  # characters of the tables before the name in an option: --a.b.token
 _SHORT = 6  # characters; shorter values are not secrets and occur in any text
 
 # URLs. user:password@ extends to the last @ within double quotes, because a password may contain
@@ -108,9 +99,8 @@ def redacted(text: str, environment: Mapping[str, str] = os.environ) -> str:
     """Return a text without secrets.
 
     URLs keep scheme, host and path; web URLs (`https://`), which do not name data, also lose the
-    path. Settings with secret-like names become empty, as do all settings of tables with such
-    names. Tokens with known formats and the values of secret-like environment variables are
-    removed.
+    path. Settings with secret-like names become empty. Tokens with known formats and the values of
+    secret-like environment variables are removed.
 
     Args:
         text: TOML, JSON, a Python literal, or a command-line argument.
@@ -119,8 +109,7 @@ def redacted(text: str, environment: Mapping[str, str] = os.environ) -> str:
     text = _without_values(text, environment)  # first: other patterns may change parts of them
     text = _URL.sub(lambda url: _shown_url(url, keeps_web_path=False), text)
     text = _CARRIED.sub(rf"\1 {REMOVED}", text)
-    text = _replaced(text, _settings_of_tables(text))
-    return _without_known(_replaced(text, _settings(text)))
+    return _without_known(_without_settings(text))
 
 
 def redacted_message(text: str, environment: Mapping[str, str] = os.environ) -> str:
@@ -175,16 +164,6 @@ def redacted_command(words: Sequence[str], environment: Mapping[str, str] = os.e
     return shlex.join(shown)
 
 
-def redacted_line(command: str, environment: Mapping[str, str] = os.environ) -> str:
-    """Return a shell command line without secrets."""
-    try:
-        words = shlex.split(command)
-    except ValueError:  # not a complete command line
-        return redacted(command, environment)
-    shown = redacted_command(words, environment)
-    return shown if shown != shlex.join(words) else redacted(command, environment)
-
-
 def _is_option(word: object) -> bool:
     return isinstance(word, str) and word.startswith("-")
 
@@ -227,59 +206,27 @@ def _shown_url(url: re.Match[str], *, keeps_web_path: bool) -> str:
     return f"{scheme}://{path}"
 
 
-def _replaced(text: str, changes: Iterable[tuple[int, int, str]]) -> str:
-    """Return a text with replaced parts: (start, end, new text), in their order."""
-    parts, at = [], 0
-    for start, end, new in changes:
-        parts += [text[at:start], new]
-        at = end
+def _without_settings(text: str) -> str:
+    """Empty the values of settings with secret-like names."""
+    parts, at, searched = [], 0, 0
+    while match := _NAME.search(text, searched):
+        start = searched = match.end()
+        end = _value_end(text, start)
+        if not _SPECIAL.fullmatch(match["name"].lstrip("-")) and _hides(match, text[start:end]):
+            parts += [text[at:start], _empty_like(text[start:end])]
+            at = searched = end
     return "".join([*parts, text[at:]])
-
-
-def _settings_of_tables(text: str) -> Iterator[tuple[int, int, str]]:
-    """Yield the values of all settings in TOML tables with secret-like names, emptied."""
-    headers = [*_HEADER.finditer(text)]
-    ends = [*(header.start() for header in headers[1:]), len(text)]
-    for header, end in zip(headers, ends, strict=False):
-        names = header["name"].replace('"', "").replace("'", "").split(".")
-        at = header.end()
-        while any(_is_secret(name.strip(), "x") for name in names):
-            if not (match := _ANY_KEY.search(text, at, end)):
-                break
-            at = min(end, _value_end(text, match.end()))
-            yield match.end(), at, '""'
-
-
-def _settings(text: str) -> Iterator[tuple[int, int, str]]:
-    """Yield the values of settings with secret-like names, emptied."""
-    at = 0
-    while match := _NAME.search(text, at):
-        start = at = match.end()
-        if _SPECIAL.fullmatch(match["name"].lstrip("-")):
-            continue
-        end = (_word_end if (match["gap"] or "").isspace() else _value_end)(text, start)
-        value = text[start:end]
-        is_option = bool(match["gap"]) and _is_option(_word_before(text, match.start("name")))
-        if (not match["gap"] or is_option) and _hides(match, value):
-            yield start, end, _empty_like(value)
-            at = end
-
-
-def _word_before(text: str, end: int) -> str:
-    """Return the word that contains a position, from its start."""
-    return _WORD_BORDER.split(text[max(0, end - _NAMES) : end])[-1] + text[end : end + 1]
 
 
 def _hides(match: re.Match[str], value: str) -> bool:
     """Return whether the value after a name must be removed."""
-    if not value or _PLAIN.fullmatch(value) or (match["gap"] and _is_option(value.lstrip("\"'"))):
+    if not value or _PLAIN.fullmatch(value):
         return False
     if match["strong"]:
         return True
     name, kind = match["name"], value[0]
     if kind in "[{":
-        is_text = '"' in value or "'" in value or len(value) > _LONG
-        return is_text and not _NUMBERS.fullmatch(value)
+        return '"' in value or "'" in value
     if kind in "\"'\\":
         return True
     if name.lower().endswith("s") and value.replace(".", "").replace(",", "").isdecimal():
@@ -302,12 +249,6 @@ def _value_end(text: str, start: int) -> int:
     return match.end() if match else start
 
 
-def _word_end(text: str, start: int) -> int:
-    """Return the end of a word of a shell, or of a quoted item of a list."""
-    match = _SHELL_WORD.match(text, start)
-    return match.end() if match else _value_end(text, start)
-
-
 def _bracket_end(text: str, start: int) -> int:
     """Return the end of a list or table, or the end of its line if it is not closed."""
     depth, at = 0, start
@@ -320,7 +261,7 @@ def _bracket_end(text: str, start: int) -> int:
         if depth == 0:
             return at
     newline = text.find("\n", start)
-    return len(text) if newline < 0 or len(text) - start > _LONG else newline
+    return len(text) if newline < 0 else newline
 
 
 def _without_known(text: str) -> str:

@@ -42,14 +42,3 @@ COMMANDS = {
     "doctor": Command("jaxforge.commands.doctor", "check the installation and the devices"),
 }
 """Commands by name, in the order of their use for a run."""
-
-REPLACEMENTS = {
-    "activations": "jaxforge evaluate RUN --activations DIR",
-    "average": "jaxforge convert RUN DIR --to jaxforge --average N",
-    "capsule": "jaxforge replay RUN --capsule FILE",
-    "export": "jaxforge convert RUN DIR --to FORMAT",
-    "import": "jaxforge convert CHECKPOINT RUN --to jaxforge",
-    "lockstep": "jaxforge verify CHECKPOINT --torch MODULE:FACTORY",
-    "teacher_logits": "jaxforge prepare --teacher-logits FILE",
-}
-"""Commands that have become options of other commands, for messages."""

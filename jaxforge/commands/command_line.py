@@ -10,7 +10,6 @@ import math
 import re
 import sys
 from collections.abc import Container, Iterable, Sequence
-from pathlib import Path
 from typing import Any, NoReturn
 
 from jaxforge.checkpoint.paths import WEIGHTS
@@ -137,20 +136,6 @@ class CommandParser(argparse.ArgumentParser):
             meant |= _settings_by_name()
         close = difflib.get_close_matches(name, meant, n=1, cutoff=suggestions.ALIKE)
         return f"; did you mean {' or '.join(meant[close[0]])}?" if close else ""
-
-
-def add_activation_options(parser: argparse.ArgumentParser, inputs: str) -> None:
-    """Add `--activations`, and the choice of points, layers and sequences of `inputs`."""
-    from jaxforge.config.eval import POINTS  # imports the config, which is slow
-
-    add = parser.add_argument
-    add("--activations", metavar="DIR", type=Path,
-        help=f"new directory for the activations of {inputs}")  # fmt: skip
-    add("--points", default="residual", metavar="A,B",
-        help=f"of {', '.join(POINTS)}; or patterns such as 'res*' (default: residual)")  # fmt: skip
-    add("--layers", metavar="0,5", help="layer indices (default: all)")
-    add("--sequences", default="64", metavar="N",
-        help="number of sequences, a range 10:20, or indices 3,17 (default: 64)")  # fmt: skip
 
 
 def add_weights_option(parser: argparse.ArgumentParser) -> None:

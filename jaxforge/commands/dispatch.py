@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import jaxforge
 from jaxforge.cli import suggestions
 from jaxforge.cli.running import run_main
-from jaxforge.commands import COMMANDS, REPLACEMENTS
+from jaxforge.commands import COMMANDS
 from jaxforge.errors import UserError
 
 
@@ -45,8 +45,6 @@ def run_command(name: str) -> int:
 def _problem_of(name: str) -> str:
     if name.startswith("-"):
         return f"a command is required before {name}: `jaxforge --help` lists the commands"
-    if name in REPLACEMENTS:
-        return f"unknown command {name}: it is now `{REPLACEMENTS[name]}`"
     hint = suggestions.hint(name, COMMANDS, quote="") or ";"
     return f"unknown command {name}{hint} `jaxforge --help` lists the commands"
 

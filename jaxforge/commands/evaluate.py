@@ -2,35 +2,28 @@
 
 RUN is a run directory, or one of its checkpoints (`RUN/checkpoints/step_100`). The evaluation sets
 are those of the run's `[eval]`, or of `--set`. Settings such as `--distributed.tp=2` define the
-device mesh; by default all devices are used (`dp_shard`). `--activations DIR` saves the activations
-of sequences of the sets instead: for each point (`config/eval.py`) a NumPy file
-(`training/activation_files.py`). DIR appears when it is complete.
+device mesh; by default all devices are used (`dp_shard`).
 """
 
-import argparse
 import functools
 from collections.abc import Sequence
 from pathlib import Path
 
 from jaxforge.cli.running import STDOUT, check_parent_directory, run_main
-from jaxforge.commands.command_line import (
-    CommandParser,
-    add_activation_options,
-    add_weights_option,
-)
+from jaxforge.commands.command_line import CommandParser, add_weights_option
 from jaxforge.errors import UserError
 from jaxforge.storage import urls
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Evaluate and print a table, or save activations; return the exit code."""
-    line = parser()
-    args, overrides = line.parse(argv)
-    _check(args, line)
-    if args.activations is not None:
-        from jaxforge.tools.replay import captured_activations
-
-        return captured_activations.save_of_sets(args, overrides)
+    """Evaluate and print a table; return the exit code."""
+    args, overrides = parser().parse(argv)
+    for name, value in (("steps", args.steps), ("batch-size", args.batch_size)):
+        if value is not None and value < 1:
+            raise UserError(f"--{name} {value}: must be at least 1")
+    if args.json and args.json != STDOUT:
+        urls.local(args.json, "--json", "copy the file there afterwards")
+    check_parent_directory("--json", args.json)
     from jaxforge.inference import evaluation  # imported here, because JAX takes a second
 
     return evaluation.run(args, overrides)
@@ -56,23 +49,7 @@ def parser() -> CommandParser:
     add("--steps", type=int, help="batches per set (default: all)")
     add("--batch-size", type=int, help="sequences per batch, over all devices (default: the run's)")
     add("--json", metavar="FILE", type=Path, help='also write the result as JSON; "-" for stdout')
-    add_activation_options(parser, "sequences of the sets")
     return parser
-
-
-def _check(args: argparse.Namespace, line: CommandParser) -> None:
-    selection, loss = {"points", "layers", "sequences"}, {"steps", "batch_size", "json"}
-    common = {"run", "step", "weights", "set", "trust_plugins"}
-    if args.activations is None:
-        line.check_options(args, common | loss, "an evaluation without --activations")
-    else:
-        line.check_options(args, common | selection | {"activations"}, "--activations")
-    for name, value in (("steps", args.steps), ("batch-size", args.batch_size)):
-        if value is not None and value < 1:
-            raise UserError(f"--{name} {value}: must be at least 1")
-    if args.json and args.json != STDOUT:
-        urls.local(args.json, "--json", "copy the file there afterwards")
-    check_parent_directory("--json", args.json)
 
 
 entry = functools.partial(run_main, main, uses_devices=True)

@@ -25,7 +25,7 @@ from jaxforge.tools.starting.sizes import PRESETS, TOKENS_PER_PARAMETER, Prepare
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Write a config, or list the presets.
+    """Write a config.
 
     Args:
         argv: arguments; by default those of the process.
@@ -40,11 +40,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     line = parser()
     args, settings = line.parse(argv)
-    if args.list:
-        print("\n".join(rows()))
-        return 0
     if args.preset is None and args.depth is None and args.flops is None:
-        line.error("--preset NAME, --depth N or --flops C is required; --list shows the presets")
+        line.error("--preset NAME, --depth N or --flops C is required")
     if args.preset is not None:
         for option in ("topology", "ratio"):
             if getattr(args, option):
@@ -101,15 +98,8 @@ def _dial(
         else dial.dial_flops(args.flops, wish)
     )
     run = dial_config.dialled_run(sizes, wish, target, prepared)
-    cost = dial_config.table_of_cost(run)
-    tables: list[RenderableType] = [dial_config.table_of_choices(run), "", cost, ""]
-    return f"d{sizes.depth}", dial_config.file_text(run), tables
-
-
-def rows() -> list[str]:
-    """Return a line for each preset."""
-    wide = max(map(len, PRESETS))
-    return [f"{name:{wide}}  {preset.about}; {preset.machine}" for name, preset in PRESETS.items()]
+    cost: list[RenderableType] = [dial_config.table_of_cost(run), ""]
+    return f"d{sizes.depth}", dial_config.file_text(run), cost
 
 
 def _write(output: Path, text: str) -> None:
@@ -132,7 +122,8 @@ def parser() -> CommandParser:
         "values; with --depth and --flops, values that depend on them follow.",
     )
     size = parser.add_mutually_exclusive_group()
-    size.add_argument("--preset", choices=PRESETS, help="model size; --list describes the presets")
+    about = "; ".join(f"{name}: {preset.about}" for name, preset in PRESETS.items())
+    size.add_argument("--preset", choices=PRESETS, help=f"model size. {about}")
     size.add_argument(
         "--depth", type=positive_int, metavar="N", help="number of layers, from which all follows"
     )
@@ -140,7 +131,6 @@ def parser() -> CommandParser:
         "--flops", type=positive_float, metavar="C",
         help="compute of the run in model FLOPs, such as 1e20, from which depth and tokens follow",
     )  # fmt: skip
-    size.add_argument("--list", action="store_true", help="list the presets")
     parser.add_argument(
         "--data", type=Path, metavar="DIR",
         help="output of `jaxforge prepare`, for paths, vocabulary size and run length",

@@ -46,25 +46,17 @@ def parser() -> CommandParser:
         usage="%(prog)s --config FILE --topology NAME [options] [--section.key=value ...]",
         description=_ABOUT,
     )
-    parser.add_argument("--config", metavar="FILE", required=True, help="TOML config of a run")
-    parser.add_argument("--topology", metavar="NAME", required=True, help=FORMS)
-    parser.add_argument("--json", action="store_true", help="print the plan as JSON")
-    parser.add_argument(
-        "--price", type=float, metavar="N", help="price per device and hour, in any currency"
-    )
-    parser.add_argument(
-        "--search", type=positive_int, nargs="?", const=8, metavar="N",
+    add = parser.add_argument
+    add("--config", required=True, metavar="FILE", help="TOML config of a run")
+    add("--topology", required=True, metavar="NAME", help=FORMS)
+    add("--json", action="store_true", help="print the plan as JSON")
+    add("--search", type=positive_int, nargs="?", const=8, metavar="N",
         help="compile the N most promising meshes, batch splits and remat policies (default: 8)",
     )  # fmt: skip
-    parser.add_argument(
-        "--jobs", type=positive_int, default=max(1, (os.cpu_count() or 2) // 2), metavar="N",
-        help="concurrent compilations",
-    )  # fmt: skip
-    parser.add_argument("--output", metavar="FILE", help="file for the best config, as TOML")
-    parser.add_argument(
-        "--save-executable", metavar="FILE", help="save the compiled step for train.executable"
-    )
-    parser.add_argument("--compare", metavar="FILE", help="config to compare side by side")
+    add("--jobs", type=positive_int, default=max(1, (os.cpu_count() or 2) // 2), metavar="N",
+        help="concurrent compilations")  # fmt: skip
+    add("--output", metavar="FILE", help="file for the best config, as TOML")
+    add("--save-executable", metavar="FILE", help="save the compiled step for train.executable")
     return parser
 
 

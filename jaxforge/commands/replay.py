@@ -2,8 +2,7 @@
 
 State and batch are restored exactly from the nearest earlier checkpoint, on any devices.
 
-- One step: report the loss of each document with its text. `--activations DIR` saves the
-  activations of its batch instead, before the update (docs/replay.md).
+- One step: report the loss of each document with its text.
 - Several steps: report whether they match the log.
 - `--capsule FILE`: pack config, versions and metrics of a run into one file, without secrets and
   without data. `jaxforge replay FILE` repeats steps of the run on a machine with the same data, and
@@ -16,14 +15,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from jaxforge.cli.running import check_parent_directory, run_main
-from jaxforge.commands.command_line import CommandParser, add_activation_options, positive_int
+from jaxforge.commands.command_line import CommandParser, positive_int
 from jaxforge.errors import UserError
 
 _CAPSULE_SUFFIX = ".zip"
 _OPTIONS = {
     "step": ("a step", {"step", "top", "json", "check"}),
     "steps": ("several steps", {"steps", "check"}),
-    "activations": ("--activations", {"step", "activations", "points", "layers", "sequences"}),
     "capsule": ("--capsule", {"capsule"}),
     "file": ("a capsule", {"steps", "start", "json"}),
 }
@@ -53,10 +51,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         from jaxforge.tools.replay import capsule
 
         return capsule.make(args)
-    if mode == "activations":
-        from jaxforge.tools.replay import captured_activations
-
-        return captured_activations.save_of_step(args, overrides)
     first, last = _range(args.steps) if args.steps else (args.step, args.step)
     from jaxforge.tools.replay import steps
 
@@ -79,7 +73,7 @@ def parser() -> CommandParser:
     )
     add = parser.add_argument
     add("run", metavar="RUN", help="run directory, or a capsule")
-    add("--step", type=int, metavar="N", help="step to repeat, with the documents of its batch, from 1")
+    add("--step", type=int, metavar="N", help="step to repeat, from 1, with its documents")
     add("--steps", metavar="A:B",
         help="steps to compare with the log; of a capsule, the number of logged steps to repeat "
              "(3)")  # fmt: skip
@@ -87,7 +81,6 @@ def parser() -> CommandParser:
         help="documents to show (default: 8)")  # fmt: skip
     add("--json", metavar="FILE", type=Path, help='write the result as JSON; "-" for stdout')
     add("--check", action="store_true", help="exit with 1 unless the step matches the log bitwise")
-    add_activation_options(parser, "the batch of --step, before its update")
     add("--capsule", metavar="FILE.zip", type=Path, help="new file for the capsule of the run")
     add("--from", dest="start", metavar="RUN",
         help="of a capsule: start from this checkpoint, or from the newest suitable checkpoint of "
@@ -104,7 +97,7 @@ def _mode(args: argparse.Namespace) -> str:
     path = Path(args.run)
     if path.is_file() or (path.suffix == _CAPSULE_SUFFIX and not path.exists()):
         return "file"
-    for mode in ("capsule", "activations", "steps"):
+    for mode in ("capsule", "steps"):
         if getattr(args, mode) is not None:
             return mode
     if args.step is None:

@@ -47,7 +47,6 @@ SETTINGS = {
     "TOML in lines": lambda name, s: f'{name} = """\n{plain(s)}\n"""\nkept = 1',
     "TOML list": lambda name, s: f"{name} = [\n  {toml(s)},\n  {toml(s + 'x')}]\nkept = 1",
     "TOML inline table": lambda name, s: f"x = {{a = 1, {name} = {{n = {toml(s)}}}}}\nkept = 1",
-    "TOML table": lambda name, s: f"[{name}]\na = {toml(s)}\nb = [{toml(s)}]\n[x]\nkept = 1",
     "TOML quoted name": lambda name, s: f'"hf.{name}" = {toml(s)}\nkept = 1',
     "TOML dotted": lambda name, s: f"wandb.{name} = {toml(s)}\nkept = 1",
     "JSON": lambda name, s: json.dumps({"a": {name: s}, "kept": 1}),
@@ -55,12 +54,6 @@ SETTINGS = {
     "JSON in JSON": lambda name, s: json.dumps({"a": f'{{"{name}": "{plain(s)}"}}', "kept": 1}),
     "Python": lambda name, s: repr({name: s, "kept": 1}),
     "JSON with all letters": lambda name, s: json.dumps({name: s, "kept": 1}, ensure_ascii=False),
-    "option in JSON": lambda name, s: json.dumps(["--x", f"--a.{name}", s, "--kept"]),
-    "option in Python": lambda name, s: repr(["--x", f"--a.{name}", s, "--kept"]),
-    "option in JSON in JSON": lambda name, s: json.dumps(
-        {"a": json.dumps([f"--{name}", plain(s)]), "kept": 1}
-    ),
-    "option in a command": lambda name, s: f"train --{name} {shlex.quote(s)} --kept",
     "assigned": lambda name, s: f"{name}={''.join(c for c in s if c in LETTERS)} kept",
 }  # fmt: skip
 URLS = {
@@ -118,7 +111,6 @@ def test_secrets_after_options_in_lists_are_removed():
     values = ["train", "--token", "abc", "--x.api_key", "d e", "--kept", "v", "--secret", "--kept"]
     shown = ["train", "--token", "removed", "--x.api_key", "removed", *values[5:]]
     assert redacted_value({"a": [values], "hf.token": "x"}, {}) == {"a": [shown], "hf.token": ""}
-    assert redacted(f"{shlex.join(values)}", {}).count('""') == 2
 
 
 def test_paths_of_webhooks_are_removed_from_messages():
@@ -126,14 +118,6 @@ def test_paths_of_webhooks_are_removed_from_messages():
                 "https://discord.com/api/webhooks/123/abc123",
                 "https://x.webhook.office.com/webhookb2/abc123"):  # fmt: skip
         assert "abc123" not in redacted_message(f"cannot reach {url}: 404", {})
-
-
-def test_shell_command_line_is_redacted():
-    line = shlex.join(["train", "--x={'token': 'a b'}", "--my-password", "x y", "--seed=1"])
-    words = ["train", "--x={'token': \"\"}", "--my-password", "removed", "--seed=1"]
-    assert shlex.split(redaction.redacted_line(line, {})) == words
-    assert redaction.redacted_line("train  --a='b'", {}) == "train  --a='b'"
-    assert redaction.redacted_line("torn 'password=abc", {}) == 'torn \'password=""'
 
 
 def test_secrets_in_values_are_removed():
@@ -175,7 +159,6 @@ def test_known_token_formats_are_removed(known):
         ('tokens = ["a", "b"]', "tokens = []"),
         ("tokens = 4096", "tokens = 4096"),
         ("token = 12345", 'token = ""'),
-        ("[secrets]\na = 1\n[train]\nseed = 1", '[secrets]\na = ""\n[train]\nseed = 1'),
         ("Authorization: Bearer abcdefghijklmnop12", 'Authorization: "" removed'),
         ("http://localhost:8080/x", "http://localhost:8080"),
         ("gs://bucket/run@2/x", "gs://bucket/run@2/x"),
@@ -292,7 +275,7 @@ def test_run_page_contains_no_secrets(config, tmp_path):
     line = {"step": 1, "time": 1.0, "train/loss": 2.0, "train/tokens": 1.0,
             "train/step_time_sec": 0.1, "train/skipped_steps": 0.0}  # fmt: skip
     (run / "metrics.jsonl").write_text(json.dumps(line) + "\n")
-    command = shlex.join(["train", f"--x={{'token': '{SECRET[:20]}'}}"])
+    command = redacted_command(["train", f"--x={{'token': '{SECRET[:20]}'}}"])
     start = {"step": 0, "time": 1.0, "command": command, "versions": {}, "git": {}, "parameters": 1}
     (run / "starts.jsonl").write_text(json.dumps(start) + "\n")
     assert report.main([str(run)]) == 0

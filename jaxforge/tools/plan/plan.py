@@ -199,13 +199,8 @@ def _advice(config: JobConfig, step: Step) -> Iterator[str]:
     )
 
 
-def as_json(planned: Plan, price: float | None = None) -> dict[str, Any]:
-    """Return a plan as plain values: bytes, seconds, and numbers without a unit.
-
-    Args:
-        planned: the plan.
-        price: price of a device hour.
-    """
+def as_json(planned: Plan) -> dict[str, Any]:
+    """Return a plan as plain values: bytes, seconds, and numbers without a unit."""
     report: dict[str, Any] = {
         "topology": str(planned.topology),
         "devices": planned.topology.n_devices,
@@ -239,8 +234,7 @@ def as_json(planned: Plan, price: float | None = None) -> dict[str, Any]:
             for key, traffic in collectives_by_wait(planned.timeline)
         ]
     if planned.estimate is not None:
-        cost = None if price is None else planned.estimate.device_hours * price
-        report["step"] = {"is_estimate": True, **planned.estimate._asdict(), "cost": cost}
+        report["step"] = {"is_estimate": True, **planned.estimate._asdict()}
     return report
 
 

@@ -30,7 +30,7 @@ _COLLECTIVES_SHOWN = 8
 
 
 def run(args: argparse.Namespace, topology: Topology, overrides: Sequence[str]) -> int:
-    """Plan, compare or search, print the result, and return the exit code.
+    """Plan or search, print the result, and return the exit code.
 
     Args:
         args: parsed command line.
@@ -45,23 +45,13 @@ def run(args: argparse.Namespace, topology: Topology, overrides: Sequence[str]) 
         config = load.load_unresolved(args.config, list(overrides))
         return _search(args, topology, config, console)
     saves = args.save_executable is not None
-    plans = [plan_devices(args.config, overrides, topology, every_size=saves)]
-    if args.compare:
-        plans.append(plan_devices(args.compare, overrides, topology))
+    planned = plan_devices(args.config, overrides, topology, every_size=saves)
     if args.json:
-        reports = [as_json(planned, args.price) for planned in plans]
-        _print_json(reports if args.compare else reports[0])
+        _print_json(as_json(planned))
     else:
-        for path, planned in zip((args.config, args.compare), plans, strict=False):
-            if args.compare:
-                console.rule(path, align="left")
-            print_plan(console, planned, args.price)
-        if args.compare:
-            console.print(
-                comparison_table(zip((args.config, args.compare), map(as_json, plans), strict=True))
-            )
-    _save_executable(args, plans[0])
-    return Exit.COMPLETED.code if all(planned.fits for planned in plans) else Exit.USER_ERROR.code
+        print_plan(console, planned)
+    _save_executable(args, planned)
+    return Exit.COMPLETED.code if planned.fits else Exit.USER_ERROR.code
 
 
 def plan_devices(
@@ -144,13 +134,13 @@ def comparison_table(named: Iterable[tuple[str, dict[str, Any]]]) -> Table:
     return table
 
 
-def print_plan(console: Console, planned: Plan, price: float | None) -> None:
+def print_plan(console: Console, planned: Plan) -> None:
     """Print a plan as tables and a verdict."""
     for error in planned.errors:
         console.print(f"[red]error[/]: {escape(error)}", highlight=False, soft_wrap=True)
     for warning in planned.warnings:
         console.print(f"[yellow]warning[/]: {escape(warning)}", highlight=False, soft_wrap=True)
-    for title, rows in _parts(planned, price):
+    for title, rows in _parts(planned):
         table = Table(title=title, title_justify="left", show_header=False, box=None)
         table.add_column(style="dim")
         table.add_column(justify="right")
@@ -179,14 +169,14 @@ def format_gb(n: float) -> str:
     return f"{n / 1e9:,.1f} GB"
 
 
-def _parts(planned: Plan, price: float | None) -> Iterator[tuple[str, list[tuple[str, str, str]]]]:
+def _parts(planned: Plan) -> Iterator[tuple[str, list[tuple[str, str, str]]]]:
     if planned.step is not None:
         mesh = describe_mesh(planned.step.mesh.shape)
         yield f"Memory of a device ({planned.topology}, {mesh})", list(_memory(planned))
     if planned.timeline is not None and planned.timeline.traffic:
         yield "Collectives of a step, on a device", list(_collectives(planned))
     if planned.estimate is not None:
-        yield "A step (an estimate)", list(_step(planned, price))
+        yield "A step (an estimate)", list(_step(planned))
 
 
 def _memory(planned: Plan) -> Iterator[tuple[str, str, str]]:
@@ -216,7 +206,7 @@ def _collectives(planned: Plan) -> Iterator[tuple[str, str, str]]:
         yield f"and {len(collectives) - _COLLECTIVES_SHOWN} more kinds", "", ""
 
 
-def _step(planned: Plan, price: float | None) -> Iterator[tuple[str, str, str]]:
+def _step(planned: Plan) -> Iterator[tuple[str, str, str]]:
     estimate = planned.estimate
     assert estimate is not None
     yield "seconds", f"{estimate.seconds:.3f}", estimate.estimated_from
@@ -230,5 +220,3 @@ def _step(planned: Plan, price: float | None) -> Iterator[tuple[str, str, str]]:
     yield "MFU", f"{estimate.mfu:.1%}", f"of {peak:,.0f} TFLOP/s; {estimate.mfu_causal:.1%} causal"
     hours = f"{estimate.device_hours:,.0f} device hours"
     yield "hours to max_steps", f"{estimate.hours_to_max_steps:,.1f}", hours
-    if price is not None:
-        yield "cost", f"{estimate.device_hours * price:,.0f}", f"at {price:g} per device hour"

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxforge.cli.redaction import redacted, redacted_line
+from jaxforge.cli.redaction import redacted
 from jaxforge.config.eval import AVERAGE_PREFIX, STDERR_SUFFIX, TASKS_PREFIX, higher_is_better
 from jaxforge.config.job import short_toml
 from jaxforge.runs.reading import Run
@@ -118,7 +118,7 @@ def _of_start(start: Mapping[str, Any]) -> Mapping[str, str]:
         "devices": str(start.get("devices", "")),
         "code": commit,
         "versions": ", ".join(f"{name} {version}" for name, version in versions.items()),
-        "command": redacted_line(start["command"]),
+        "command": redacted(start["command"]),
     }
 
 

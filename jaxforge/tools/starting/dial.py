@@ -12,7 +12,7 @@ Formulas, with d the width, S the tokens of a sequence and N all parameters (doc
     learning rate   2^-8 at width 128, transferred by muP (docs/mup.md)
 
 The same formula 1 of DeepSeek LLM has a learning rate, 0.3118 C'^-0.1250, for the standard
-parametrisation. The table of the command shows this rate for comparison. This module does not
+parametrisation. The config shows this rate for comparison. This module does not
 import JAX.
 """
 

@@ -114,19 +114,11 @@ def file_text(run: DialledRun) -> str:
     return to_text(about, run.tables)
 
 
-def table_of_choices(run: DialledRun) -> Table:
-    """Return the table of the values that were chosen, with their reasons."""
-    table = _table("value", "chosen", "reason")
-    for section, lines in run.tables.items():
-        for line in lines:
-            if line.why:
-                table.add_row(f"{section}.{line.key}", str(line.value), line.why)
-    return table
-
-
 def table_of_cost(run: DialledRun) -> Table:
     """Return the table of sizes, memory and time of the run, estimated from its shapes."""
-    table = _table("cost", "", "from")
+    table = Table(box=None, header_style="bold")
+    for name, style in (("cost", "dim"), ("", None), ("from", None)):
+        table.add_column(name, style=style, overflow="fold")
     mesh = abstract_mesh(run.config, run.target.n_devices)
     capacity, n_devices = gigabytes(run.target.device.capacity), run.target.n_devices
     per_parameter = f"{run.tokens / run.dial.parameters:.3g} for each parameter"
@@ -154,13 +146,6 @@ def table_of_cost(run: DialledRun) -> Table:
         ]
     for row in rows:
         table.add_row(*row)
-    return table
-
-
-def _table(*columns: str) -> Table:
-    table = Table(box=None, header_style="bold")
-    for name, style in zip(columns, ("dim", None, None), strict=True):
-        table.add_column(name, style=style, overflow="fold")
     return table
 
 

@@ -1,4 +1,4 @@
-"""Replay of steps of finished runs: exactness, documents, activations."""
+"""Replay of steps of finished runs: exactness, documents."""
 
 import json
 
@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxforge.commands import evaluate
 from jaxforge.commands import replay as command
 from jaxforge.config import rules
 from jaxforge.config.reading.load import load_config
@@ -173,7 +172,6 @@ def test_documents_are_split_by_eos_or_segments():
         (["--steps", "6:4"], "--steps 6:4: must be A:B"),
         ([], "--step N, --steps A:B or --capsule FILE is required"),
         (["--steps", "1:2", "--top", "3"], "--top does not apply to several steps"),
-        (["--activations", "x"], "--activations requires --step N"),
     ],
 )
 def test_invalid_replay_steps_are_refused(run, arguments, message):
@@ -200,89 +198,6 @@ def test_captured_points_add_up_to_residual_stream(run):
         added = attention[1] + mlp[1]
         np.testing.assert_allclose(residual[1] - residual[0], added, rtol=1e-4, atol=1e-5)
         assert float(global_norm({"x": jnp.asarray(added)})) > 0
-
-
-def test_activations_of_training_step_match_forward_pass(run, tmp_path):
-    output = tmp_path / "seen"
-    arguments = [f"--step={AFTER_SAVE}", "--points=re*,logits", "--layers=1", "--sequences=5"]
-    assert command.main([str(run), "--activations", str(output), *arguments]) == 0
-    tokens, residual, logits = (
-        np.load(output / f"{name}.npy") for name in ("tokens", "residual", "logits")
-    )
-    assert residual.shape == (5, 1, LENGTH, 64)
-    with open_past(run, AFTER_SAVE) as past:
-        walk = past.walk(AFTER_SAVE)
-        np.testing.assert_array_equal(tokens, walk.batch["input_ids"][0, :5])
-        params = walk.state.variables
-        whole = np.zeros((ROWS, LENGTH, 64), np.float32)
-        whole[:5] = residual[:, 0]
-
-        @jax.jit
-        def by_hand(params, tokens, whole):
-            hidden = past.model.hidden(params, tokens)
-            return hidden, past.model.logits(params, hidden), past.model.final_norm(params, whole)
-
-        hidden, expected, normed = map(
-            np.asarray, by_hand(params, walk.batch["input_ids"][0], whole)
-        )
-        np.testing.assert_allclose(logits, expected[:5], atol=1e-5)
-        np.testing.assert_allclose(normed[:5], hidden[:5], atol=1e-5)
-    assert json.loads((output / "activations.json").read_text())["training_step"] == AFTER_SAVE
-    with pytest.raises(UserError, match="already exists"):
-        command.main([str(run), "--activations", str(output), "--step=1"])
-
-
-def test_activations_of_set_cover_first_sequences(run, tmp_path):
-    data = run.parent / "data"
-    output = tmp_path / "seen"
-    arguments = ["--set", f"x={data}", "--points", "mlp", "--sequences", "11"]
-    assert evaluate.main([str(run), "--activations", str(output), *arguments]) == 0
-    tokens = np.load(output / "tokens.npy")
-    windows = np.load(data / "x.npy").reshape(48, -1)[:, :-1]
-    np.testing.assert_array_equal(tokens, windows[:11])
-    assert np.load(output / "mlp.npy").shape == (11, 2, LENGTH, 64)
-
-
-def test_activation_sequences_are_numbered_over_all_sets(run, tmp_path):
-    data = run.parent / "data"
-    sets = ["--set", f"x={data}", "--set", f"y={data}", "--points", "mlp", "--layers", "0"]
-    for asked, numbers in (("50,3,47", [3, 47, 50]), ("46:49", [46, 47, 48])):
-        output = tmp_path / asked
-        words = [str(run), "--activations", str(output), *sets, "--sequences", asked]
-        assert evaluate.main(words) == 0
-        windows = np.load(data / "x.npy").reshape(48, -1)[:, :-1]
-        np.testing.assert_array_equal(
-            np.load(output / "tokens.npy"), windows[[n % 48 for n in numbers]]
-        )
-        assert json.loads((output / "activations.json").read_text())["sequences"] == numbers
-    with pytest.raises(
-        UserError, match="sequence 96 does not exist: the evaluation set has 0 to 95"
-    ):
-        evaluate.main([str(run), "--activations", f"{tmp_path}/no", *sets, "--sequences", "90:97"])
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--points", "q*"], 'unknown point "q.*"; choose from attention, mlp, residual, att'),
-        (["--points", "mlp,residul"], '"residul"; did you mean "residual".? Choose from attention'),
-        (["--layers", "x"], "expected numbers of layers"),
-        (["--sequences", "0"], "--sequences 0: expected a number .64., a range .10:20. or"),
-        (["--sequences", "5:5"], "--sequences 5:5: expected a number"),
-        (
-            ["--step", "5", "--sequences", "2,8"],
-            "sequence 8 does not exist: the step's batch has 0 to 7",
-        ),
-        (["--step", "5", "--layers", "2"], "layer 2 does not exist: the model has 0 to 1"),
-        ([], "has no .eval. section. Give --set NAME=DIR"),
-    ],
-)
-def test_invalid_activation_selection_is_refused(run, tmp_path, arguments, message):
-    with pytest.raises(UserError, match=message):
-        (command if "--step" in arguments else evaluate).main(
-            [str(run), "--activations", str(tmp_path / "seen"), *arguments]
-        )
-    assert not (tmp_path / "seen").exists()
 
 
 def test_replay_keeps_global_batch_on_other_devices():

@@ -175,13 +175,10 @@ def test_preset_takes_prepared_data(tmp_path, capsys):
         init.main(["--preset", "124m", "--data", str(tmp_path), "--output", "-"])
 
 
-def test_init_does_not_overwrite_files(tmp_path, capsys):
+def test_init_does_not_overwrite_files(tmp_path):
     (tmp_path / "x.toml").write_text("mine")
     with pytest.raises(UserError, match=r"x\.toml exists; choose another --output"):
         init.main(["--preset", "tiny", "--output", str(tmp_path / "x.toml")])
     assert (tmp_path / "x.toml").read_text() == "mine"
-    assert init.main(["--list"]) == 0
-    listed = capsys.readouterr().out
-    assert all(name in listed for name in PRESETS)
     with pytest.raises(UserError, match="--preset NAME, --depth N or --flops C is required"):
         init.main([])
