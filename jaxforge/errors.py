@@ -7,7 +7,7 @@ FAILING_STORAGE = {
     errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.ESTALE, errno.ETIMEDOUT, errno.ENOTCONN,
     errno.EHOSTDOWN, errno.EHOSTUNREACH,
 }  # fmt: skip
-"""Numbers of system errors that are no mistake of the user: the disk is full or does not answer."""
+"""Numbers of system errors of a disk that is full or does not answer."""
 
 
 LONGEST_MESSAGE = 4000

@@ -45,7 +45,7 @@ def test_unknown_command_gets_a_suggestion():
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
-def test_make_prepares_without_a_next_command_of_its_own(tmp_path):
+def test_make_prepares_without_a_next_command(tmp_path):
     """`make train` goes on by itself, with another config."""
     texts = tmp_path / "texts"
     texts.mkdir()

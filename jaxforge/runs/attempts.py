@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 BEAT_SEC = 2.0
 """Seconds between two updates of the file of process 0."""
-OTHERS_BEAT_SEC = 30.0
+BEAT_SEC_OF_WORKERS = 30.0
 """Seconds between two updates of the file of any other process."""
 
 _DIRECTORY, _NAME = "logs", re.compile(r"goodput_(\d{1,7})\.jsonl")
@@ -71,7 +71,7 @@ class AttemptLog:
         furthest = max((attempt.step for attempt in attempts), default=0)
         self._clock.continue_from(account(attempts, until=self._began), furthest)
         self._write(None)
-        beat = BEAT_SEC if process == 0 else OTHERS_BEAT_SEC
+        beat = BEAT_SEC if process == 0 else BEAT_SEC_OF_WORKERS
         self._thread = threading.Thread(
             target=self._run_heartbeat, args=(beat,), name="goodput", daemon=True
         )

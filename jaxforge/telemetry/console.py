@@ -92,8 +92,8 @@ class _WithoutClosedLoops:
     def __call__(self, *failure: Any) -> None:  # noqa: ANN401 (of either hook of `sys`)
         is_raised = len(failure) > 1
         error = failure[1] if is_raised else failure[0].exc_value
-        is_ours = is_raised and threading.current_thread() is threading.main_thread()
-        if is_ours or str(error) != "Event loop is closed":
+        is_on_main_thread = is_raised and threading.current_thread() is threading.main_thread()
+        if is_on_main_thread or str(error) != "Event loop is closed":
             self._report(*failure)
 
 

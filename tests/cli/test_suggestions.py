@@ -29,6 +29,6 @@ def test_distant_names_and_buckets_get_no_suggestion(tmp_path):
     assert path_hint(tmp_path / "xyzzy") == ""
     assert path_hint(tmp_path / "xyzzy" / "deeper") == ""
     (tmp_path / "twice.toml").touch()
-    assert path_hint(tmp_path / "nowhere.toml") == "", "the suffix alone is no likeness"
+    assert path_hint(tmp_path / "nowhere.toml") == "", "the suffix alone is not a likeness"
     assert path_hint(tmp_path / "configs") == ""
     assert path_hint("gs://bucket/run") == ""

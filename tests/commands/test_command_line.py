@@ -89,8 +89,10 @@ def test_values_that_look_like_typos_are_accepted(line):
 
 
 def test_forwarded_arguments_are_not_checked():
-    _, others = parser(allows_unknown=True).parse(["a", "--num_fewshot", "--distributed.tp", "2"])
-    assert others == ["--num_fewshot", "--distributed.tp=2"]
+    _, forwarded = parser(allows_unknown=True).parse(
+        ["a", "--num_fewshot", "--distributed.tp", "2"]
+    )
+    assert forwarded == ["--num_fewshot", "--distributed.tp=2"]
 
 
 def test_help_explains_a_key(capsys):

@@ -51,7 +51,7 @@ def test_later_attempt_continues_the_account(run):
 
 def test_running_attempt_is_updated_without_its_help(run, monkeypatch):
     """A killed process leaves what the thread wrote last."""
-    monkeypatch.setattr(attempts, "OTHERS_BEAT_SEC", 0.01)
+    monkeypatch.setattr(attempts, "BEAT_SEC_OF_WORKERS", 0.01)
     clock = ActivityClock()
     log = AttemptLog(clock)
     log.open(run, 3)

@@ -65,7 +65,7 @@ def throughputs(path):
     return [float(field.split(": ")[1].split()[0]) for field in fields[5:7]]
 
 
-def test_job_and_cumulative_throughput_have_own_starts(path, clock):
+def test_job_and_cumulative_throughput_have_different_starts(path, clock):
     first = ProgressLog(path, 8, flops=0.0)
     clock.seconds = 100.0
     first.append_checkpoint("Saved checkpoint", 10, 4e16, 0)

@@ -95,7 +95,7 @@ DAMAGED = [
 
 
 @pytest.mark.parametrize("start", [0, 3])
-def test_damaged_lines_are_moved_without_losing_others(tmp_path, messages, start):
+def test_damaged_lines_are_moved_and_sound_lines_stay(tmp_path, messages, start):
     """The run resumes from step 6, and had reached step 8 when a line was torn."""
     path = tmp_path / "metrics.jsonl"
     lines = [line(step) for step in range(1, 9)]
@@ -283,7 +283,7 @@ def test_unreachable_service_is_disabled(tmp_path, monkeypatch):
 
     monkeypatch.setattr("jaxforge.telemetry.metric_writers.WandbSink", no_network)
     config = config_in(tmp_path, writers={"name": "wandb"})
-    *others, silent = open_writers(Console(file=io.StringIO()), config, "id", 0)
-    assert len(others) == 2
+    *working, silent = open_writers(Console(file=io.StringIO()), config, "id", 0)
+    assert len(working) == 2
     silent.write(1, {"train/loss": 1.0})
     assert silent.due(10)

@@ -256,7 +256,7 @@ def test_tokens_come_from_device_counts(clock):
     assert [sink.lines[step]["train/samples"] for step in (11, 12)] == [11, 12]
 
 
-def test_failing_sink_does_not_stop_run_or_others(clock, messages):
+def test_failing_sink_stops_neither_run_nor_sinks(clock, messages):
     broken, whole = RecordingSink(fails={1, 2, 4, 5, 6, 7}), RecordingSink()
     writers = [MetricWriter("broken", broken, 1), MetricWriter("whole", whole, 1)]
     run(Tracker(writers, StepCost(100), Progress(), 8), clock, range(1, 9))

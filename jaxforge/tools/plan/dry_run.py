@@ -268,7 +268,7 @@ def run(config: UnresolvedConfig, devices: str) -> int:
         *ineffective_settings(resolved, platform),
         *missing,
         *of_teacher,
-        *too_large(resolved, mesh, fits),
+        *too_large(fits),
     ]
     _show("warnings", warnings or ["none"])
     print("nothing was written; `jaxforge plan` compiles the step for a machine and reports more")

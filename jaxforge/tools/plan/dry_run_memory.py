@@ -10,7 +10,6 @@ from jaxforge.checkpoint.layout import split_adapters
 from jaxforge.checkpoint.replica.replicas import describe_memory
 from jaxforge.config.job import JobConfig
 from jaxforge.config.model import ModelConfig
-from jaxforge.config.problems import describe_change
 from jaxforge.errors import UserError
 from jaxforge.model.runtime import gpu_capability
 from jaxforge.model.transformer import (
@@ -229,29 +228,15 @@ def memory_rows(fits: dict[Device, Fit]) -> Iterator[str]:
         )
 
 
-def too_large(config: JobConfig, mesh: AnyMesh, fits: dict[Device, Fit]) -> Iterator[str]:
-    """Yield remedies if no kind of device has enough memory."""
+def too_large(fits: dict[Device, Fit]) -> Iterator[str]:
+    """Yield a warning if no kind of device has enough memory."""
     if any(estimate.memory.total <= SLACK * device.capacity for device, estimate in fits.items()):
         return
     device, estimate = max(fits.items(), key=lambda item: item[0].capacity)
-    dp = data_parallel_size(mesh)
+    rows = f"at most {estimate.most_rows:,} sequence(s) of a microbatch fit"
     yield (
         f"the step needs about {gigabytes(estimate.memory.total)} of a device, and {device.name} "
-        f"has {gigabytes(device.capacity)}. What helps: "
-        f"{'; '.join(_smaller(config, dp, estimate.most_rows))}"
+        f"has {gigabytes(device.capacity)}: {rows if estimate.most_rows else 'not even one fits'}. "
+        "Use smaller microbatches (train.batch_size, train.grad_accum_steps), "
+        'train.activation_checkpointing = "full", or more devices'
     )
-
-
-def _smaller(config: JobConfig, dp: int, most_rows: int) -> Iterator[str]:
-    train = config.train
-    if most_rows and train.global_batch_size is None:
-        yield f"change {describe_change({'train.batch_size': most_rows})}"
-    elif most_rows and train.global_batch_size is not None:
-        accum = -(-train.global_batch_size // (dp * most_rows))
-        while train.global_batch_size % (accum * dp):
-            accum += 1
-        yield f"change {describe_change({'train.grad_accum_steps': accum})}"
-    if train.activation_checkpointing != "full":
-        yield f"change {describe_change({'train.activation_checkpointing': 'full'})}"
-    if not most_rows:
-        yield "more devices to share the state (distributed.dp_shard, tp or pp)"

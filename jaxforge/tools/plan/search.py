@@ -104,7 +104,7 @@ def search(
         raise UserError(
             f"--search: the speed of {topology.chip} is unknown. Choose one of {', '.join(CHIPS)}"
         )
-    configured = list(given_candidate(config, topology))
+    configured = list(configured_candidate(config, topology))
     further = (
         candidate
         for candidate in fitting_candidates(config, topology)
@@ -135,7 +135,7 @@ def search(
         return sorted(compiled, key=lambda candidate: -candidate.tokens_per_second)
 
 
-def given_candidate(config: JobConfig, topology: Topology) -> Iterator[Candidate]:
+def configured_candidate(config: JobConfig, topology: Topology) -> Iterator[Candidate]:
     """Yield the config itself if it is valid, so that the result is never worse."""
     if not rules.allows(config, topology.n_devices):
         return

@@ -226,10 +226,10 @@ def _same_rows(
         checkpoints: the run's checkpoints.
         overrides: the user's settings.
     """
-    is_given = any(
+    is_batch_overridden = any(
         override.startswith(("--train.batch_size", "--train.global")) for override in overrides
     )
-    groups = None if is_given else _known_groups(config, checkpoints)
+    groups = None if is_batch_overridden else _known_groups(config, checkpoints)
     if groups is None or config.train.global_batch_size:
         return []
     rows, mesh = config.train.microbatch_size(groups), _sizes(remeshed)

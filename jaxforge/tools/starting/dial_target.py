@@ -112,8 +112,8 @@ def split_batch(config: JobConfig, target: Target) -> Split:
     least = _largest_divisor(for_each, min(most, -(-_LEAST_TOKENS // train.seq_len)))
     if config.is_set("train.grad_accum_steps"):
         most = least = for_each // train.grad_accum_steps
-    is_given = config.is_set("train.activation_checkpointing")
-    policies = (train.activation_checkpointing,) if is_given else _policies(target)
+    is_remat_set = config.is_set("train.activation_checkpointing")
+    policies = (train.activation_checkpointing,) if is_remat_set else _policies(target)
     for remat in policies:
         if for_each <= min(most, _most_rows(config, target, remat, accum=1)):
             return _split(config, target, for_each, 1, remat)

@@ -230,7 +230,7 @@ class Runner:
         return next((code for code in codes if code), 0)
 
     def _run_point(self, planned_run: PlannedRun, label: str) -> int:
-        self._await_others(planned_run)
+        self._await_unlocked(planned_run)
         if planned_run.is_finished:
             self._say(f"{label}: already finished")
             return 0
@@ -250,7 +250,7 @@ class Runner:
             self._say(f"    full output: {planned_run.directory / _OUTPUT}")
         return code
 
-    def _await_others(self, planned_run: PlannedRun) -> None:
+    def _await_unlocked(self, planned_run: PlannedRun) -> None:
         """Wait until no other process trains in the directory, such as a killed sweep's run."""
         last_message = None
         while self._stopping is None and (holder := run_lock.holder(planned_run.directory)):

@@ -48,14 +48,16 @@ def test_candidates_are_valid_and_keep_the_update(node):
 
 
 def test_sequences_follow_global_batch_size():
-    given = tiny_config(train={"global_batch_size": 48, "grad_accum_steps": 1, "batch_size": 6})
-    assert search.sequences(given, 8) == 48
+    configured = tiny_config(
+        train={"global_batch_size": 48, "grad_accum_steps": 1, "batch_size": 6}
+    )
+    assert search.sequences(configured, 8) == 48
 
 
-def test_given_candidate_has_batch_size(node):
+def test_configured_candidate_has_batch_size(node):
     train = TrainConfig(global_batch_size=32, grad_accum_steps=2, seq_len=32)
-    given = config().model_copy(update={"train": train})
-    (item,) = search.given_candidate(given, NODE)
+    configured = config().model_copy(update={"train": train})
+    (item,) = search.configured_candidate(configured, NODE)
     assert item.config.train.batch_size == 2
     rules.check(item.config, 8)
 
@@ -110,15 +112,15 @@ def load_config_of(result):
         return load_config(path)
 
 
-def test_search_compiles_given_config(node, monkeypatch):
-    (given,) = search.given_candidate(config(), NODE)
-    train = given.config.train
+def test_search_compiles_the_config_itself(node, monkeypatch):
+    (configured,) = search.configured_candidate(config(), NODE)
+    train = configured.config.train
     assert "auto" not in (train.grad_sync, train.activation_checkpointing)
     monkeypatch.setattr(
-        search, "compiled_report", lambda item, _: report(2.0 if item == given.config else 1.0)
+        search, "compiled_report", lambda item, _: report(2.0 if item == configured.config else 1.0)
     )
     match = search.search(config(), NODE, most=2, jobs=1, console=QUIET)
-    assert match[0].candidate.config == given.config
+    assert match[0].candidate.config == configured.config
     assert len(match) == 3
 
 

@@ -173,7 +173,7 @@ def test_roofline_is_the_maximum_of_compute_and_memory():
         ("triton", "triton"),
     ],
 )
-def test_attention_kernels_have_their_own_efficiency(name, part):
+def test_each_attention_kernel_has_an_efficiency(name, part):
     reached, much = EFFICIENCY["gpu"], 100  # enough FLOPs to be compute-bound
     computed = work_of(name, much).flops / (CHIPS["h100"].peak_flops * reached.by_kind[part])
     assert seconds(name, much) == pytest.approx(computed + reached.launch)

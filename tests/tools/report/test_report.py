@@ -79,7 +79,7 @@ def test_several_evaluation_sets_have_labels(tmp_path):
     assert [row[0] for row in page.rows()][:4] == ["set", "code.py", "all", "web"]
 
 
-def test_average_of_parameters_has_its_own_curves_and_rows(tmp_path):
+def test_average_of_parameters_has_curves_and_rows(tmp_path):
     names = ("eval/loss", "eval/ema_loss", "eval/web/ema_loss", "eval/ema_perplexity")
     lines = [line(1)]
     lines += [{"step": s, "time": 1e9, **dict(zip(names, values, strict=True))}
@@ -133,8 +133,8 @@ def test_report_page_is_self_contained(tmp_path):
         for name in ("src", "href", "data", "action", "poster", "srcset"):
             assert name not in element, element
     assert not page.all("link")
-    ours = page.source.replace("/*! https://github.com/leeoniya/uPlot (v1.6.32) */", "")
-    assert not re.search(r"https?:|url\(|@import|XMLHttpRequest", ours)
+    source = page.source.replace("/*! https://github.com/leeoniya/uPlot (v1.6.32) */", "")
+    assert not re.search(r"https?:|url\(|@import|XMLHttpRequest", source)
     (policy,) = page.all("meta", **{"http-equiv": "Content-Security-Policy"})
     assert policy["content"].startswith("default-src 'none'; connect-src 'none';")
 

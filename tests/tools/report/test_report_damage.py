@@ -94,7 +94,7 @@ def test_page_survives_every_damaged_line(tmp_path, capsys):
         ("samples", '{"step": 1, "text": "x"}', "no prompt"),
     ],
 )
-def test_damaged_line_is_named_and_others_are_shown(tmp_path, capsys, file, damaged, problem):
+def test_damaged_line_is_named_and_sound_lines_are_shown(tmp_path, capsys, file, damaged, problem):
     path = write_run(tmp_path / "run", [line(1), line(2)])
     (path / "samples.jsonl").write_text(json.dumps(SAMPLE) + "\n")
     sound = {"metrics": line(4), "starts": start(4), "samples": {**SAMPLE, "text": "beneath"}}[file]

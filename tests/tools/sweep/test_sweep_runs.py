@@ -62,7 +62,7 @@ def run(runs):
     return Runner(said.append).run(runs), said
 
 
-def test_failed_run_is_reported_and_others_continue(base):
+def test_failed_run_is_reported_and_sweep_continues(base):
     fails = "print('no memory'); sys.exit(3) if '=2' in d else " + LOGS
     code, said = run(runs := planned(base, "train.seed=1,2,3", code=fails))
     assert code == 3
