@@ -67,6 +67,7 @@ def exit_code_of(error: BaseException) -> int:
 
     A disk that is full or does not answer has the code of `StorageError`, whatever error it became.
     """
+    # Libraries wrap errors of the system: look for the cause.
     cause = error if isinstance(error, OSError) else error.__cause__ or error.__context__
     if isinstance(cause, OSError) and cause.errno in FAILING_STORAGE:
         return StorageError.exit_code
@@ -125,6 +126,7 @@ def reason_and_line(error: BaseException) -> str:
     if isinstance(error, SyntaxError) and error.filename:
         return f"{reason} ({error.filename}:{error.lineno})"
     frames = traceback.extract_tb(error.__traceback__)
+    # Frames of the import system do not help the author of a plugin.
     while len(frames) > 1 and frames[-1].filename.startswith("<frozen importlib"):
         frames.pop()  # a failed import inside the user's code
     return f"{reason} ({frames[-1].filename}:{frames[-1].lineno})"

@@ -88,6 +88,7 @@ class Channel:
             ConnectionError: the sender does not know the secret, or the frame is longer.
             OSError: the connection failed.
         """
+        # Fixed sizes: a stranger cannot make this process allocate more.
         header, proof = self.read(_HEADER.size), self.read(hashlib.sha256().digest_size)
         if not hmac.compare_digest(proof, self._proof(self._roles[1], self._n_received, header)):
             raise ConnectionError("the sender does not know the secret of the job")

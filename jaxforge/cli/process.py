@@ -61,6 +61,7 @@ def _age() -> float:
         status = Path("/proc/self/stat").read_text()
     except OSError:
         return time.monotonic() - _IMPORTED
+    # Field 22 of proc(5); the name of the program may contain blanks and parentheses.
     since_boot = int(status.rpartition(")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")
     return time.clock_gettime(time.CLOCK_BOOTTIME) - since_boot
 

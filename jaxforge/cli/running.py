@@ -45,6 +45,7 @@ def run_main(
             return main()
     except (UserError, PeerLostError, OSError) as error:
         code = exit_code_of(error)
+        # An OSError that is not a known failure of storage is a bug: show its traceback.
         if code == Exit.ERROR.code:
             raise
         message = redacted_message(printable(str(error)))

@@ -65,6 +65,7 @@ class BoundedThreads(socketserver.ThreadingMixIn):
         """Close the oldest connection, if necessary; return whether there is room."""
         if self._has_room():
             return True
+        # Dicts keep the order of insertion: the first is the oldest.
         oldest, began = next(iter(self._unproven.items()))
         if self._changed.wait_for(self._has_room, began + self.patience_sec - time.monotonic()):
             return True

@@ -68,6 +68,7 @@ class _Tolerant(_Guarded):
     _is_reported = False
 
     def _fail(self, error: OSError) -> None:
+        # A full disk may get room again; a closed pipe never opens.
         if error.errno not in _MAY_PASS:
             silence(self._stream)
         if not self._is_reported:
@@ -132,6 +133,7 @@ def silence(stream: IO[Any]) -> None:
     """Discard further text of a stream, including its buffer."""
     with contextlib.suppress(OSError, ValueError, AttributeError):  # no descriptor
         descriptor = stream.fileno()
+        # The descriptor itself: libraries in C print there, too.
         null = os.open(os.devnull, os.O_WRONLY)
         os.dup2(null, descriptor)
         os.close(null)

@@ -73,6 +73,7 @@ class CommandParser(argparse.ArgumentParser):
         """
         settings, options = _split_settings(sys.argv[1:] if argv is None else argv)
         args, left = self.parse_known_args(options)
+        # Before any config of a run is read.
         trust.grant_all(getattr(args, "trust_plugins", False))
         return args, [*left, *settings]
 
@@ -193,6 +194,7 @@ def _split_settings(argv: Iterable[str]) -> tuple[list[str], list[str]]:
         if word == "--":
             options += [word, *reversed(words)]
             break
+        # Settings contain a dot, options never do.
         if not _SETTING.fullmatch(name):
             options.append(word)
         elif not equals and words and words[-1].startswith("="):

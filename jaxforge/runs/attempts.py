@@ -67,7 +67,9 @@ class AttemptLog:
         attempts, damage = read_file(self._path)
         for message in damage:
             log.warning("%s", message)
+        # Earlier lines are written again with each beat, since the file is replaced as a whole.
         self._earlier = "".join(_as_line(attempt) for attempt in attempts)
+        # Steps launched before a fault and not saved: repeating them is rework.
         furthest = max((attempt.step for attempt in attempts), default=0)
         self._clock.continue_from(account(attempts, until=self._began), furthest)
         self._write(None)
@@ -85,6 +87,7 @@ class AttemptLog:
         """
         if self._thread is None:
             return
+        # The last line must be that with the exit code: wait for a beat in progress.
         self._ended.set()
         self._thread.join()
         self._thread = None

@@ -151,6 +151,7 @@ def _columns(rows: Sequence[dict[str, Any]]) -> dict[str, list[Series]]:
     """
     by_names = defaultdict(list)
     for row in rows:
+        # Lines have few different sets of keys: one conversion per set instead of one per line.
         by_names[tuple(row)].append(row)
     columns = defaultdict(list)
     for names, group in by_names.items():
@@ -246,6 +247,7 @@ class Run:
         """
         steps: list[int] = []
         for step in (start["step"] for start in self.starts):
+            # Going back to a step removes the later part of the curve, with its resumes.
             while steps and steps[-1] > step:
                 steps.pop()
             steps.append(step)
@@ -340,6 +342,7 @@ def _read(path: Path, name: str) -> Run:
 
 def _parameters(config: JobConfig) -> int | None:
     """Return the number of parameters of a model; None for a plugin's model."""
+    # `report` imports no plugins: they may be of a stranger's run.
     if config.model.model_type not in MODELS.names():
         return None
     from jaxforge.model.transformer import build_model, parameter_count  # imports JAX: two seconds

@@ -104,6 +104,7 @@ def check_not_lost(run: Path) -> None:
     last, has_saved = 0, False
     for step, is_saved in _logged_steps(run / _METRICS):
         last, has_saved = max(last, step), has_saved or is_saved
+    # A branch starts at a step above 0 without checkpoints of its own.
     resumed = (start for start in starts.read(run) if "parent" not in start)
     if not has_saved and not any(start.get("step") for start in resumed):
         return
@@ -126,6 +127,7 @@ def rename_old_metrics(run: Path) -> None:
     """
     if jax.process_index() != 0 or not any(step for step, _ in _logged_steps(run / _METRICS)):
         return
+    # Earlier leftovers keep their names.
     number = 1
     while (run / f"metrics.before_{number}.jsonl").exists():
         number += 1
@@ -186,6 +188,7 @@ def prepare(run: Path, config: JobConfig) -> None:
         tokenizer = tokenizer_for(run, config)
         if tokenizer is not None and not (run / _TOKENIZER).exists():
             _write_tokenizer(run, tokenizer)
+        # A damaged config is put aside: it may still tell how the run was started.
         _put_aside_if_damaged(run / _CONFIG)
         _replace(run / _CONFIG, config)
     except OSError as error:
@@ -213,6 +216,7 @@ def record_start(run: Path, config: JobConfig, step: int) -> None:
     try:
         safe_files.make_directory(run / _CONFIGS)
         _replace(_from_step(run, step), config)
+        # Their steps are replaced by those of this start.
         for undone in (start for start in _starts(run) if start > step):
             _from_step(run, undone).unlink()
     except OSError as error:
@@ -239,6 +243,7 @@ def start_before(run: Path, step: int) -> int:
 def steps_by_start(run: Path, first: int, last: int) -> list[tuple[int, int]]:
     """Return the ranges of steps between `first` and `last` with the same start."""
     starts = []
+    # From the end: each start covers the steps up to the next one.
     while last >= first:
         start = start_before(run, last)
         starts.append((max(first, start + 1), last))

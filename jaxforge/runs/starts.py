@@ -48,6 +48,7 @@ def note(run: Path, step: int, **more: Any) -> None:  # noqa: ANN401
     start = {"step": step, "time": round(time.time(), 3), "command": _command(sys.argv),
              "versions": versions(), "git": git_state(Path(jaxforge.__file__)), **more}  # fmt: skip
     try:
+        # A torn line, after a full disk, must not make later starts unreadable.
         if (run / FILE_NAME).is_file():
             keep_sound_lines(run / FILE_NAME)
         lines = [json.dumps(record) + "\n" for record in [*read(run), start]]
@@ -103,6 +104,7 @@ def git_state(file: Path) -> dict[str, Any]:
         git("ls-files", "--error-unmatch", file.name) is None
     ):  # for example, a virtual environment within a clone
         return {}
+    # The difference has no new files; `code_hashes` has them.
     commit, difference = git("rev-parse", "HEAD"), git("diff", "HEAD")
     if commit is None or difference is None:
         return {}
@@ -161,6 +163,7 @@ def code_folders(config: JobConfig) -> dict[str, Path]:
     """
     sources = {"jaxforge": Path(jaxforge.__file__).parent}
     for name in dict.fromkeys(config.plugins.names.all_modules()):
+        # `importlib.util.find_spec` would import the parents of a module.
         spec = getattr(sys.modules.get(name), "__spec__", None)
         if spec and spec.origin:
             file = Path(spec.origin)

@@ -41,6 +41,7 @@ def setup_logging(console: Console) -> None:
     handler.setFormatter(redacting("%(message)s" if console.is_terminal else _SHORT_FORMAT))
     logger = logging.getLogger("jaxforge")
     logger.handlers[:] = [handler]
+    # Libraries may configure the root logger, which would print each message twice.
     logger.propagate = False
     logger.setLevel(logging.INFO)
     # Orbax and Grain log through absl, and asyncio complains about tasks that Orbax abandons when
@@ -105,6 +106,7 @@ def add_log_file(run: Path) -> None:
     """
     logger = logging.getLogger("jaxforge")
     if jax.process_index() > 0:
+        # Thousands of processes would otherwise repeat the same lines.
         logger.handlers[0].setLevel(logging.WARNING)
     path = run / "logs" / f"process_{jax.process_index()}.log"
     try:
@@ -133,6 +135,7 @@ class _LogFile(logging.FileHandler):
         if not isinstance(error, OSError):
             super().handleError(record)
         elif not self._has_warned:
+            # Once: a full disk would otherwise flood the terminal.
             self._has_warned = True
             stderr = streams.tolerant(sys.stderr)
             print(f"cannot write log messages to {self.baseFilename}: {error}", file=stderr)
@@ -216,6 +219,7 @@ class LiveLine(Sink):
             self._pace.clear()  # the first step of a start is slower than the others
             self._is_first = False
         if seconds := metrics.get("train/step_time_sec"):
+            # Intervals weigh by their steps, since the last one may be shorter.
             self._pace.append((max(1, step - self._logged), seconds))
         self._step = self._logged = step
         self._metrics = metrics
@@ -234,6 +238,7 @@ class LiveLine(Sink):
 
     def close(self, exit_code: int) -> None:
         """Leave the last line on the screen, if there was a step."""
+        # The line that stays on the screen shows the last step, not an activity.
         last = self._activity()._replace(name="", seconds=0.0)
         self._activity = lambda: last
         self._live.transient = not self._metrics
@@ -308,6 +313,7 @@ class LiveLine(Sink):
             return None
         steps, seconds = (sum(n) for n in zip(*((k, k * s) for k, s in self._pace), strict=True))
         step_time = seconds / steps
+        # At most one step is subtracted, so that a hang does not look like progress.
         remaining = (self._max_steps - self._current_step(activity)) * step_time
         return max(0.0, remaining - min(activity.seconds, step_time))
 

@@ -79,6 +79,7 @@ class ActivityClock:
     def during(self, category: Category) -> Iterator[None]:
         """Attribute the block to a category, except for blocks within it."""
         with self._lock:
+            # The time until here belongs to the outer category.
             self._note_time()
             self._stack.append(category)
         try:
@@ -95,6 +96,7 @@ class ActivityClock:
     def launched(self, step: int) -> None:
         """Record that a step was launched: the following time belongs to the next step."""
         self.step = step
+        # Steps up to `furthest` were launched before a fault: repeating them is not progress.
         if step >= self._furthest:
             self._furthest = step
             if self._stack[0] == "rework":
@@ -149,6 +151,8 @@ class ActivityClock:
 
     def _note_time(self) -> None:
         now, category = time.perf_counter(), self._stack[-1]
+        # Every second is added to exactly one category, so the account always sums to the wall
+        # time.
         elapsed, self._since = now - self._since, now
         self._seconds[category] += elapsed
         if category not in _PAUSES:
@@ -187,6 +191,7 @@ def account(attempts: Sequence[Attempt], until: float | None = None) -> Seconds:
             total[name] += seconds
     starts = [attempt.began for attempt in attempts[1:]] + ([] if until is None else [until])
     for attempt, next_start in zip(attempts, starts, strict=False):
+        # After exit code 0 nobody expected the run to go on.
         gap: Category = "idle" if attempt.code == 0 else "down"
         total[gap] += max(0.0, next_start - attempt.seen)
     return total

@@ -136,6 +136,7 @@ class Torchtitan(Lines):
     def train(self, step: int, metrics: Metrics) -> str:
         """Return the line of a step; tokens and full-attention FLOPs are per second and device."""
         self._memory = {k: v for k, v in metrics.items() if k.startswith("gpu/")}
+        # torchtitan reports tokens and FLOPs per device, not of the job.
         tps = metrics["train/tokens_per_sec"] / self._run.cost.n_devices
         tflops = self._run.cost.flops * tps / 1e12
         values = {**metrics, "step": step, "tps": round(tps), "tflops": tflops}
@@ -195,6 +196,7 @@ class Megatron(Lines):
         if not losses:
             return ""
         line = f" validation loss at iteration {step} | " + "".join(
+            # Megatron caps the exponent at 20, so that PPL stays finite.
             f"{key} value: {loss:.6E} | {key} PPL: {math.exp(min(20, loss)):.6E} | "
             for key, loss in losses.items()
         )
@@ -295,6 +297,7 @@ def _join_segments(segments: Segments, values: Mapping[str, Value]) -> str:
         for name in values
         if name.startswith("terms/")
     }
+    # Insertion order is the order of the line: terms directly follow the loss.
     with_terms: dict[str, tuple[str, ...]] = {}
     for text, names in segments.items():
         with_terms |= {text: names, **(terms if names == ("interval/loss",) else {})}

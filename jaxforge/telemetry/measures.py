@@ -60,6 +60,7 @@ class StepCost:
             seconds: time of the update.
             samples: sequences of the update.
         """
+        # Batches may grow (a ramp), so tokens scale with the sequences drawn.
         rate = self.tokens * samples / self.samples / seconds
         speed = {
             "train/tokens_per_sec": rate,
@@ -175,6 +176,7 @@ class Sums(NamedTuple):
                 mean of nothing. None means that each step has some.
             is_left_out: whether `train.iterations_to_skip` names each step; None means no step.
         """
+        # A loss is in the mean only if it is finite and its update was applied.
         finite = [math.isfinite(loss) for loss in losses]
         applied = [
             loss
@@ -247,12 +249,14 @@ def aux_metrics(values: Mapping[str, Any]) -> Metrics:
     logits = values.get("logits", {}).items()
     metrics |= {f"attention/{name}": float(value) for name, value in logits}
     aux = dict(values.get("side", {}))
+    # [depths] of multi-token prediction; the mean is the metric, each depth has its own.
     by_depth = [float(loss) for loss in aux.pop(MTP_LOSS, ())]
     if by_depth:
         metrics[f"train/{MTP_LOSS}"] = sum(by_depth) / len(by_depth)
         metrics |= {f"train/{MTP_LOSS}/depths.{k}": loss for k, loss in enumerate(by_depth, 1)}
     metrics |= moe_metrics(aux)
     for name, value in aux.items():
+        # `moe_metrics` has these, in units that do not depend on the batch.
         if name in ROUTER_OUTPUTS and "expert_counts" in aux:
             continue
         if name.startswith(METRIC_PREFIXES):
@@ -326,6 +330,7 @@ def moe_metrics(outputs: Mapping[str, Any]) -> Metrics:
     """
     if "expert_counts" not in outputs:
         return {}
+    # [layers, experts]; rows of dense layers are 0.
     counts_LE = np.asarray(outputs["expert_counts"], np.float64)
     layers = np.flatnonzero(counts_LE.sum(axis=1))
     means = {
@@ -344,6 +349,7 @@ def moe_metrics(outputs: Mapping[str, Any]) -> Metrics:
         for name in ("router_entropy", "router_bias"):
             if name in means:
                 metrics[f"moe/{name}/layers.{layer}"] = float(means[name][layer])
+        # [experts]; 1 is an even load.
         load_E = counts_LE[layer] / counts_LE[layer].mean()
         metrics[f"{LOAD}{layer}"] = load_E.round(3).tolist()
     return metrics

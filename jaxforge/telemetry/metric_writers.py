@@ -66,6 +66,7 @@ class MetricWriter:
             return
         try:
             write(self._sink)
+        # Trackers raise errors of many types; none of them may end a training run.
         except Exception as error:
             self._failures += 1
             self._report(error)
@@ -92,6 +93,7 @@ class MetricWriter:
         Returns:
             False if metrics are lost.
         """
+        # First: a sink that fails to close must not be written again.
         sink, self._sink = self._sink, None
         try:
             if sink is not None:
@@ -179,6 +181,7 @@ def _open(
     except UserError:
         raise
     except Exception as error:
+        # metrics.jsonl is the record of the run: without it, nothing is trained.
         if catches_up and isinstance(error, OSError):
             raise StorageError(f"{name} cannot be opened: {error}") from error
         log.error("%s is disabled until the next start: %s", name, _reason(error))

@@ -55,6 +55,7 @@ class Profiler:
                 self._start(step)
         with jax.profiler.StepTraceAnnotation("train", step_num=step):
             yield
+        # `end_step` is exclusive.
         if self._running and step + 1 >= self._config.end_step:
             with between_steps():
                 self.close()
@@ -63,6 +64,7 @@ class Profiler:
         """Stop the running trace, if any, and write it."""
         if not self._running:
             return
+        # Before stopping: a trace that failed to stop is not started again.
         self._running = self._enabled = False
         try:
             jax.profiler.stop_trace()

@@ -42,6 +42,8 @@ class ProgressLog:
     def __init__(self, path: Path, n_devices: int, flops: float) -> None:
         self._path, self._n_devices, self._flops = path, n_devices, flops
         self._lines = LineFile(path)
+        # The clock of the job must not jump; starts of other jobs are only known as wall-clock
+        # times.
         self._started = time.monotonic()
         self.append("Starting job")
         self._first_start, self._first_flops = self._first_job(flops)
@@ -129,6 +131,7 @@ def start_time_and_flops(path: Path, n_devices: int) -> tuple[datetime.datetime,
         except (ValueError, KeyError):
             log.warning("%s:%d is not a line of a progress log: ignored", path, number)
             continue
+        # As in Megatron: throughputs of jobs of different sizes are not comparable.
         if devices != n_devices:
             start = None
         elif event == "Starting job" and start is None:

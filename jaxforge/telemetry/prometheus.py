@@ -94,7 +94,9 @@ class RunMetrics(Sink):
     def write(self, step: int, metrics: Metrics) -> None:
         """Keep the values; other metrics are ignored."""
         self._logged_step = step
+        # A new dict, not an update: a thread of the server may be reading the old one.
         self._latest = self._latest | {name: metrics[name] for name in GAUGES if name in metrics}
+        # Logged when a save is found durable, not when it began.
         if "checkpoint/save_sec" in metrics:
             self._durable = time.monotonic()
 
@@ -181,6 +183,7 @@ class MetricsServer(BoundedServer):
     ) -> None:
         from prometheus_client import CollectorRegistry
 
+        # Not the global registry: callbacks of users may have metrics there.
         self.registry, self.clock, self.hung = CollectorRegistry(), clock, hung
         self.registry.register(metrics)
         super().__init__((address, port), _Handler)
@@ -254,6 +257,7 @@ def start_server(
     try:
         server = MetricsServer(metrics, clock, hung, address, port)
     except (OSError, OverflowError) as error:
+        # Monitoring is not worth a failed start of a large job: log, and train without it.
         is_taken = getattr(error, "errno", None) == errno.EADDRINUSE
         reason = "is in use by another process" if is_taken else f"cannot be opened: {error}"
         log.error(

@@ -114,6 +114,7 @@ class JsonlSink(Sink):
         Raises:
             StorageError: lines are lost.
         """
+        # Close both files before raising: the second may still be written.
         losses = []
         for lines in (self._metrics, self._samples):
             try:
@@ -179,6 +180,7 @@ def _segments(metrics: Metrics) -> list[str]:
         for text, names in _FORMATS.items()
         if metrics.keys() >= set(names)
     ]
+    # Small models take milliseconds, for which two digits would be 0.00.
     if (seconds := metrics.get("train/step_time_sec")) is not None:
         parts.append(f"step_time={seconds:.{2 if seconds >= 0.1 else 4}f}s")
     parts += [

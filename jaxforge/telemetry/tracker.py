@@ -172,12 +172,15 @@ class Tracker:
             step: number of the step.
             metrics: metrics of the step, on the device.
         """
+        # Step n is read only now, after step n + 1 was launched: the device never waits for the
+        # host.
         self._launching += self._activities.unpaused() - self._has_batch
         self.flush()
         by_dataset = _OF_DATASETS if self._datasets else ()
         optional = [name for name in (*_AUX, "loss_scale") if name in metrics]
         names = (*_FETCHED, *by_dataset, *self._extras, *optional)
         fetched = {name: metrics[name] for name in names}
+        # A step without this count has labels in every row.
         labels = metrics.get("valid_tokens", 1)
         losses = metrics["loss"], metrics["skipped"], labels
         previous, self._epoch = self._epoch, self._epochs(self._progress.samples)
@@ -194,6 +197,7 @@ class Tracker:
         if self._latest is None:
             return
         step = self._latest.step
+        # `due` depends on the step alone, so all processes read the device at the same steps.
         is_due_everywhere = step in (1, self._last_step)
         due = [i for i, writer in enumerate(self._writers) if is_due_everywhere or writer.due(step)]
         if due or self._latest.ends_epoch:
@@ -214,6 +218,7 @@ class Tracker:
     def rewind(self) -> None:
         """Continue from an earlier step after a rollback; sinks drop the metrics of later steps."""
         self._latest = None
+        # Losses of undone steps stay in the sums: only differences of later marks are logged.
         self._sums = self._sums._replace(skipped=self._progress.skipped)
         self._launched.clear()
         for writer in self._writers:
@@ -257,6 +262,7 @@ class Tracker:
             False if metrics are lost; the remaining writers then get the code of `Exit.STORAGE`.
         """
         self.flush()
+        # All writers are closed, also after a loss, whose exit code later ones get.
         is_complete = True
         for writer in self._writers:
             code = exit_code if is_complete or exit_code else Exit.STORAGE.code
@@ -266,6 +272,7 @@ class Tracker:
     def _log_latest(self, latest: _Launched, writers: Sequence[int]) -> None:
         launched = list(self._launched)
         each = [(launch.loss, launch.skipped, launch.labels) for launch in launched]
+        # One transfer for all steps since the last read.
         values, fetched = jax.device_get((latest.metrics, each))
         self._latest = None
         self._launched.clear()
@@ -276,6 +283,7 @@ class Tracker:
         counted = len(launched) - (latest.step - step)
         if step == self._fetched.step or counted < 1:
             return
+        # The guard has halted the run: log the last step that counted.
         if step < latest.step:
             latest = launched[counted - 1]
             values = jax.device_get(latest.metrics)
@@ -332,6 +340,7 @@ class Tracker:
 
     def _interval_metrics(self, since: _Mark, now: _Mark) -> Metrics:
         """Return the means over the interval of a writer."""
+        # Each writer has its own interval, and means are over that interval.
         wait = (now.waited - since.waited) / _steps(since, now)
         metrics = self._speed(since, now) | {"train/data_wait_sec": wait}
         metrics |= self._attention_logit_since(since, now) | now.sums.since(since.sums)
@@ -391,6 +400,7 @@ class Tracker:
 
     def _speed(self, since: _Mark, now: _Mark) -> Metrics:
         steps = _steps(since, now)
+        # Never 0: the clock may not advance within a short step.
         seconds = max((now.seconds - since.seconds) / steps, 1e-9)
         return self._cost.speed(seconds, (now.samples - since.samples) / steps)
 

@@ -90,6 +90,7 @@ class TensorBoardSink(Sink):
 
     def rewind(self, step: int) -> None:
         """Make TensorBoard drop the events of later steps."""
+        # A START event with a step purges events of earlier files from this step on.
         event = self._event(wall_time=time.time(), step=step + 1, session_log=self._start)
         self._file.write_event(event)
         self._file.flush()
@@ -203,6 +204,7 @@ class MlflowSink(Sink):
         try:
             self._client = MlflowClient(tracking_uri=settings.location)
             name = settings.project
+            # The client does not create experiments itself, unlike `mlflow.set_experiment`.
             known = self._client.get_experiment_by_name(name)
             experiment = known.experiment_id if known else self._client.create_experiment(name)
             if settings.run_id:
@@ -279,6 +281,7 @@ class TrackioSink(Sink):
         from huggingface_hub.errors import LocalTokenNotFoundError
 
         settings = config.metrics.required_writer("trackio")
+        # Trackio has no ids: the name must be unique for `resume` to find this run only.
         prefix = f"{settings.run_name}-" if settings.run_name else ""
         try:
             with _messages_on_stderr():

@@ -110,8 +110,10 @@ def disk_warnings(config: JobConfig) -> Iterator[str]:
         return
     size, n_kept = checkpoint_bytes(config), kept_checkpoints(config)
     path = Path(directory).absolute()
+    # The run directory may not exist yet: ask the file system of its nearest parent.
     existing = next(p for p in (path, *path.parents) if p.exists())
     free = shutil.disk_usage(existing).free
+    # A save is complete before the oldest checkpoint is removed: one more must fit.
     if size * (n_kept + 1) > free:
         room = free // size - 1 - config.checkpoint.keep_best_n
         fewer = [describe_change({"checkpoint.keep_last_n": room})] if room > 0 else []

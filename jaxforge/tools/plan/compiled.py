@@ -129,12 +129,14 @@ def compile_step(
             does not know a flag.
     """
     device, chip = devices[0], CHIPS.get(topology.chip)
+    # Callbacks may collect metrics, which are outputs of the step.
     callbacks = Callbacks(named_callbacks(config))
     capacity = chip.memory if chip else capacity_per_device()
     mesh = make_mesh(config, devices)
     config, why = with_execution(config, mesh, capacity=capacity, teacher=teacher)
     train = Program(config, mesh, collect=callbacks.collect)
     frozen = frozen_bytes(config, train.model, mesh, teacher)
+    # Shapes alone: no device holds anything.
     parts = _Parts(train, train.abstract_state(), capacity, frozen)
     flags = config.train.xla_flags
     options = xla_flags.compiler_options(
@@ -214,6 +216,7 @@ def _required_bytes(message: str, state: TrainState) -> int:
     """Parse the required bytes from an out-of-memory message of the TPU compiler; 0 if none."""
     number = r"([\d.]+)([KMG])"
     scale = {"K": 2**10, "M": 2**20, "G": 2**30}
+    # The compiler reports only what it needed, in the text of its error.
     if total := re.search(rf"Used {number} of", message):
         return int(float(total[1]) * scale[total[2]])
     if temporaries := re.search(rf"HLO temporaries \({number}\)", message):
@@ -235,6 +238,7 @@ class _Parts(NamedTuple):
         optimizer = bytes_per_device((self.state.opt_state, self.state.ema))
         gradients = self._gradients()
         activations = self._saved(program) if program else 0
+        # Buffers are reused, so the parts may add up to more than the peak.
         other = max(0, peak - parameters - optimizer - gradients - activations)
         return Memory(
             peak + self.frozen, self.capacity, parameters, optimizer, self.frozen, gradients,

@@ -207,6 +207,7 @@ class Workload:
             uses = [(use, _origin(inner, use.operands[0])) for use in _uses(parameter.name, users)]
             if parameter.name in in_place:
                 read[int(parameter.arguments)] = 0.0
+            # Read only through slices: traffic is that of the slices.
             elif uses and all(
                 use.kind in _SLICES and source == parameter.name for use, source in uses
             ):
@@ -289,6 +290,7 @@ class Roofline:
         cost = self._workload.of(operation, within)
         if cost.kind == "nothing":
             return cost.kind, 0
+        # A kernel overlaps products and transfers, so the longer of both counts.
         products = 0.0
         if cost.flops:
             fraction = self._efficiency.by_kind[cost.by or cost.kind]
@@ -389,11 +391,13 @@ class Network:
 
     def _axes(self, group: Sequence[int]) -> tuple[str, ...]:
         """Return the axes along which the members of a group differ."""
+        # [axes][members]: an axis along which coordinates differ belongs to the group.
         coordinates = np.unravel_index(group, self._mesh.devices.shape)
         pairs = zip(self._mesh.axis_names, coordinates, strict=True)
         return tuple(str(name) for name, coordinate in pairs if len(set(coordinate.tolist())) > 1)
 
     def _seconds(self, kind: str, group: Sequence[int], sent: float) -> float:
+        # A group of one exchanges nothing.
         if self._chip is None or len(group) == 1:
             return 0
         rate = link_rate(self._chip, kind, [self._devices[i] for i in group], self._devices)

@@ -216,6 +216,7 @@ def run(config: UnresolvedConfig, devices: str) -> int:
     Raises:
         UserError: a start would be refused; the message is the start's.
     """
+    # Checks are in the order of a start, so that the first message is that of a start.
     target = parse_devices(devices)
     run_directory.check_not_moved(config)
     if not target:
@@ -228,6 +229,7 @@ def run(config: UnresolvedConfig, devices: str) -> int:
         if callback.rpartition(".")[0] in sys.modules:  # otherwise the plugin is not trusted
             named_callback(callback)
     mesh: AnyMesh = abstract_mesh(resolved, n) if target else make_mesh(resolved)
+    # Without its plugin neither model nor data can be built; plugins are imported if trusted.
     if unknown := _unknown(resolved):
         _show("config, where it is not the default", _differences(resolved))
         _show("machine", [f"{n} device(s), mesh: {describe_mesh(mesh.shape)}"])
@@ -236,12 +238,14 @@ def run(config: UnresolvedConfig, devices: str) -> int:
         return 0
     kinds = target[1] if target else [this_device()]
     missing = list(checks.missing_data_warnings(resolved)) if target else []
+    # `skip_idle_experts` may be a fact of the checkpoint that the run starts from.
     started, notes = _as_started(started, is_elsewhere=target is not None)
     resolved = started.config
     data, data_rows = open_data(resolved, opens=not missing, is_elsewhere=target is not None)
     if not target:
         missing = list(checks.disk_warnings(resolved))
     dp = data_parallel_size(mesh)
+    # Data that were not opened have no known length.
     per_epoch = None
     if data is not None:
         per_epoch = sequences_per_epoch(resolved, resolved.train.microbatch_size(dp), data)

@@ -78,6 +78,7 @@ def estimate_fit(
     )
     stored = bytes_per_device(state)
     dp = data_parallel_size(mesh)
+    # Rounded up: the fullest device decides.
     rows = -(-config.train.microbatch_size(dp) // dp)
 
     def memory(execution: Execution, resized: JobConfig) -> StepMemory:
@@ -85,6 +86,7 @@ def estimate_fit(
 
     def fits(n: int) -> bool:
         resized = with_batch_size(config, n)
+        # Some execution fits: "auto" would choose it.
         return any(memory(option, resized).total <= capacity for option in executions(config, mesh))
 
     return Fit(memory(execution, config), execution, rows, _largest(fits))

@@ -132,8 +132,10 @@ class HloProgram:
         if known := re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.line):
             return int(known[1])
         body, condition = (self.computations[loop.attribute(r)] for r in ("body", "condition"))
+        # The initial carry is a tuple; only its integer scalars are followed.
         start = self.computations[name][loop.operands[0]]
         state = self._integers(self.computations[name], start.operands, {})
+        # Counters of scans do not depend on data, so the loop is run on its integers alone.
         for trips in range(_MOST_TRIPS):
             if not self._integer(condition, root_of(condition), state):
                 return trips
@@ -245,6 +247,7 @@ def first_replica_group(line: str, devices: int) -> list[int]:
     if iota := re.search(r"replica_groups=\[\d+,(\d+)\]<=(\[[\d,]+\](?:T\([\d,]+\))?)", line):
         return _device_order(iota[2])[: int(iota[1])]
     if mesh := re.search(r"replica_groups=mesh\[(.*?)\](, device_ids=.*?)? \{(.*?)\}", line):
+        # Groups run over the named axes; the first group has coordinate 0 on all other axes.
         sizes = {axis: int(size) for axis, size in re.findall(r"'(\w+)'=(\d+)", mesh[1])}
         over, order = set(re.findall(r"'(\w+)'", mesh[3])), _device_order(mesh[2] or "")
         grid = np.arange(math.prod(sizes.values())).reshape(*sizes.values())

@@ -120,6 +120,7 @@ def plan(
             config, topology, devices, every_size=every_size, teacher=teacher
         )
         config = result.config = step.config
+    # Reported with the warnings so far, as a start would refuse the config.
     except UserError as error:
         result.errors = str(error).splitlines()
         return result
@@ -164,6 +165,7 @@ def estimate(config: JobConfig, topology: Topology, step: Step, line: Timeline) 
         return None
     rows = train.microbatch_size(data_parallel_size(step.mesh)) * train.grad_accum_steps
     tokens = rows * train.seq_len
+    # Without evaluations, saves and restarts.
     hours = line.seconds * train.max_steps / 3600
     full = flops_per_token(config.model, train.seq_len)
     causal = causal_flops_per_token(config.model, train.seq_len)

@@ -104,6 +104,7 @@ def search(
         raise UserError(
             f"--search: the speed of {topology.chip} is unknown. Choose one of {', '.join(CHIPS)}"
         )
+    # The config itself is compiled, too: the result is never worse than what the user has.
     configured = list(configured_candidate(config, topology))
     further = (
         candidate
@@ -175,6 +176,7 @@ def fitting_candidates(config: JobConfig, topology: Topology) -> Iterator[Candid
         except UserError:
             return None
 
+    # Lazily, the fastest first: only as many are checked as are compiled.
     for candidate, mesh in sorted(candidates(config, topology), key=lambda pair: pair[0].seconds):
         sizes, train = state_of(mesh), candidate.config.train
         if sizes is None or sum(sizes) > chip.memory:
@@ -200,6 +202,7 @@ def candidates(config: JobConfig, topology: Topology) -> Iterator[tuple[Candidat
 
 def splits(config: JobConfig, topology: Topology, mesh: Mapping[str, int]) -> Iterator[JobConfig]:
     """Yield the config with every valid batch split, rematerialisation and gradient reduction."""
+    # Invariant: batch_size * dp * grad_accum_steps stays the size of the update.
     rows, dp = sequences(config, topology.n_devices), axes.data_parallel(mesh)
     syncs = ("update", "microbatch") if axes.token_parallel(mesh) > 1 else ("update",)
     for each, save, sync in itertools.product(_powers(_MOST_ROWS), RECOMPUTATIONS, syncs):
@@ -266,6 +269,7 @@ def compiled_report(config: JobConfig, topology: Topology) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "candidate.toml")
         path.write_text(text)
+        # A process of its own: a crash of the compiler costs one candidate.
         command = [sys.executable, "-m", "jaxforge.plan", f"--config={path}", "--json"]
         done = subprocess.run(
             [*command, f"--topology={topology}"], text=True, capture_output=True, check=False
@@ -283,6 +287,7 @@ def _key(text: str, topology: Topology) -> str:
     """Return a cache key of the config, the topology, the compilers and jaxforge's own code."""
     parts = [text, str(topology), *map(installed_version, _PACKAGES)]
     root = Path(jaxforge.__file__).parent
+    # Any change of jaxforge may change the program or its estimate.
     parts += [path.read_text() for path in sorted(root.rglob("*.py"))]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
 

@@ -206,6 +206,7 @@ class _Clock:
 
     def nest(self, inner: Timeline, times: int) -> None:
         """Append a loop with this number of iterations, or a call."""
+        # Invariant: an iteration ends the collectives that it starts, so iterations are alike.
         self._line.add(inner, times)
         self._line.seconds += inner.seconds * times
 
@@ -216,6 +217,7 @@ class _Clock:
 
     def begin(self, name: str, collective: Collective) -> None:
         """Start an asynchronous collective, which `end` waits for by this name."""
+        # Collectives over the same axes share their links, and run one after another.
         start = max(self._line.seconds, self._free.get(collective.axes, 0.0))
         self._free[collective.axes] = end = start + collective.seconds
         self._count(collective, overlapped=True)
@@ -233,6 +235,7 @@ class _Clock:
         """Wait for the collective of this name; without effect if it is not running."""
         if name in self._running:
             end, key = self._running.pop(name)
+            # Exposed part only: time that computation has hidden costs nothing.
             waited = max(0.0, end - self._line.seconds)
             self._line.traffic[key].waited += waited
             self._line.seconds += waited

@@ -80,6 +80,7 @@ class Topology(NamedTuple):
         compilation cache is off: XLA:CPU cannot serialize a program that it loaded from the cache
         (docs/upstream.md).
         """
+        # JAX reads these when it is imported.
         env.update(JAX_PLATFORMS="cpu", JAX_ENABLE_COMPILATION_CACHE="false")
         if self.chip == CPU:
             flag = f"--xla_force_host_platform_device_count={self.n_devices}"

@@ -102,6 +102,7 @@ def capsule_of(run: Path) -> Capsule:
     config = run_directory.read_config(run)
     if not (steps := logged_steps(run)):
         raise UserError(f"{run / 'metrics.jsonl'} has no steps: a capsule needs the run's curve")
+    # The mesh must be that of the run: the order of sums depends on it.
     with open_past(run, max(steps), _mesh_settings(config)) as past:
         if config.distributed != past.config.distributed:
             raise UserError(
@@ -236,6 +237,7 @@ def verify(
         now = ingredients_of(past)
         compared = {name: differences(capsule.about[name], now[name]) for name in INGREDIENTS}
         result = Verification({**compared, "config": list(overrides)}, [])
+        # Other data give other losses: a replay would only seem to fail.
         if compared["data"]:
             return result
         repeated = [step for step in replayed(directory, first, last, overrides) if step.logged]
@@ -244,6 +246,7 @@ def verify(
 
 def step_range(capsule: Capsule, steps: int, run: Path | None) -> tuple[int, int]:
     """Return the first and the last step to replay, after a checkpoint of `run` if it is given."""
+    # Lines were checked by `read`.
     logged = sorted(json.loads(line)["step"] for line in capsule.files[CURVE].splitlines())
     newest = 0
     if run is not None:
@@ -342,6 +345,7 @@ def read(path: Path) -> Capsule:
         raise UserError(f"cannot read the capsule {path}: {error.strerror or error}") from error
     try:
         with zipfile.ZipFile(io.BytesIO(content)) as archive:
+            # Checked before anything is unpacked; `_entry` checks that the declared sizes are true.
             unpacked = sum(entry.file_size for entry in archive.infolist())
             if unpacked > _UNPACKED + _UNPACKED_PER_BYTE * len(content):
                 raise ValueError(f"{len(content):,} bytes would become {unpacked:,}")
@@ -354,6 +358,7 @@ def read(path: Path) -> Capsule:
         raise UserError(
             f"{path} is not a capsule, or is damaged ({excerpt(error)}). Fetch it again"
         ) from error
+    # After the checks of the archive: a damaged file has no format.
     if about.get("format") != FORMAT:
         shown = excerpt(about.get("format"))
         raise UserError(f"{path} has format {shown}; this jaxforge reads {FORMAT}")

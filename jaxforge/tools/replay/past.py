@@ -82,6 +82,7 @@ class PastRun(Program):
 
     def _nearest(self, step: int) -> tuple[TrainState, Progress]:
         """Return the nearest stored or initial state before a step."""
+        # A checkpoint before `start` has the state of another config: walk there with that config.
         saved = max((step_ for step_ in self.checkpoints.steps() if step_ < step), default=None)
         if saved is not None and saved >= self.start:
             saved_state = Saved(self.checkpoints, saved)
@@ -132,10 +133,12 @@ class Walk:
 
     def advance(self) -> Metrics:
         """Apply the next step, as the run did, and return its metrics."""
+        # Before the counters advance: the controls are those of the step to come.
         controls = self.controls
         batch = next(self._data)
         self._data.note_mixture(self.progress)
         self.state, metrics = self._step(self.state, self._complete(batch), controls)
+        # Before padding: padded rows are not samples of the run.
         microbatches, rows, length = batch["labels"].shape
         self.progress.advance(microbatches * rows, microbatches * rows * length)
         self._look_ahead()
@@ -176,11 +179,13 @@ def open_past(run: Path, step: int, overrides: Sequence[str] = ()) -> Iterator[P
     checkpoints = Checkpoints(run, config_file.checkpoint, read_only=True)
     try:
         config = on_these_devices(config_file, step, checkpoints, overrides, trust.of_run(run))
+        # -1: all devices. Otherwise the mesh may be smaller than this machine.
         sizes = _sizes(config)
         devices = jax.devices()[: None if -1 in sizes else math.prod(sizes)]
         rules.check(config, len(devices))
         compilation.use_cache(config.train)
         mesh = make_mesh(config, devices)
+        # Opened only to read the progress, without knowing the shapes of the state.
         checkpoints.close()
         past = PastRun(config, mesh, run, run_directory.start_before(run, step), overrides)
         checkpoints = past.checkpoints
@@ -232,6 +237,7 @@ def _same_rows(
     groups = None if is_batch_overridden else _known_groups(config, checkpoints)
     if groups is None or config.train.global_batch_size:
         return []
+    # Invariant: sequences of a microbatch over all data-parallel groups stay the same.
     rows, mesh = config.train.microbatch_size(groups), _sizes(remeshed)
     remaining = jax.device_count() // -math.prod(mesh) if -1 in mesh else 1  # the size of -1
     sizes = (remaining if size == -1 else size for size in mesh)
@@ -292,6 +298,7 @@ def _known_groups(config: JobConfig, checkpoints: Checkpoints) -> int | None:
     if newest is not None and not train.batch_ramp and not train.global_batch_size:
         progress = checkpoints.progress(newest)
         samples_per_group = train.batch_size * train.grad_accum_steps * progress.step
+        # Rollbacks skip samples, so that samples no longer tell the number of groups.
         if not progress.rollbacks and samples_per_group:
             groups, remainder = divmod(progress.samples, samples_per_group)
             return None if remainder else groups

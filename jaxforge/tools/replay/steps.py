@@ -94,6 +94,7 @@ def replayed(
 ) -> Iterator[RepeatedStep]:
     """Replay steps of a run, each with its own config, and yield them one by one."""
     logged = logged_steps(run)
+    # Each start may have another config: other data, rates or mesh.
     for begin, end in run_directory.steps_by_start(run, first, last):
         with open_past(run, end, overrides) as past:
             walk = past.walk(begin)
@@ -130,6 +131,7 @@ def _number(logged: float | None) -> float:
 
 
 def _relative(value: float, logged: float) -> float:
+    # The log has all digits of float32, so equality is equality of bits.
     if value == logged or (math.isnan(value) and math.isnan(logged)):
         return 0.0
     return abs(value - logged) / abs(logged) if logged else math.inf
@@ -180,6 +182,7 @@ def _documents_of(past: PastRun, walk: Walk) -> list[Document]:
         return tokenizer.decode([int(token) for token in tokens])[:_SHOWN]
 
     documents = find_documents(batch, losses, tokenizer.eos_id if tokenizer else None)
+    # NaN compares with nothing: give it the rank of the largest loss.
     documents.sort(key=lambda document: -document.loss if math.isfinite(document.loss) else -np.inf)
     return [
         document._replace(sequence=walk.name_of(document.row), text=text(document))

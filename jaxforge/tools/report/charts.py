@@ -149,6 +149,7 @@ def charts(runs: Sequence[Run], pool: Pool) -> list[dict[str, Any]]:
         pool: pool for the columns.
     """
     drawings = list(_drawings(runs))
+    # All curves share a budget of points, which bounds the size of the page.
     count = sum(len(drawing.curves) for drawing in drawings)
     buckets = min(BUCKETS, max(_FEWEST, _PARTS // max(1, count)))
     return [_chart(drawing, runs, pool, buckets) for drawing in drawings]
@@ -198,6 +199,7 @@ def _metrics(runs: Sequence[Run]) -> list[str]:
 def _is_constant(metric: str, runs: Sequence[Run]) -> bool:
     logged = (run.series[metric].value for run in runs if metric in run.series)
     return metric not in _HEADLINE and all(
+        # NaN is equal to NaN here: a metric that is always NaN needs no chart.
         ((values == values[0]) | (np.isnan(values) & np.isnan(values[0]))).all()
         for values in logged
     )
@@ -240,6 +242,7 @@ def _of_one_title(
     layers = [_LAYER.search(metric) for metric, _ in members]
     if all(layers):
         numbers = {m: int(match[1]) for (m, _), match in zip(members, layers, strict=True) if match}
+        # "layers.10" comes after "layers.9".
         members = sorted(members, key=lambda member: numbers[member[0]])
         for i, run in enumerate(runs):
             curves = [_Curve(i, m, name.label) for m, name in members if m in run.series]
@@ -301,6 +304,7 @@ def thin(y: np.ndarray, buckets: int = BUCKETS) -> np.ndarray:
     """
     if len(y) <= 2 * buckets:
         return np.arange(len(y))
+    # [buckets, size]; NaN must be neither the lowest nor the highest point.
     rows = _buckets(y, buckets)
     starts = rows.shape[1] * np.arange(len(rows))
     lowest = np.where(np.isnan(rows), np.inf, rows).argmin(axis=1)
@@ -327,6 +331,7 @@ def bucket_medians(
     some = ~np.isnan(rows).all(axis=1)
     rows, xs = rows[some], np.where(np.isnan(rows), np.nan, xs)[some]
     ordered, count = np.sort(rows, axis=1), (~np.isnan(rows)).sum(axis=1)  # NaN is last
+    # Mean of the two middle values; equal for an odd count.
     at = np.arange(len(rows))
     medians = (ordered[at, (count - 1) // 2] + ordered[at, count // 2]) / 2
     return np.nanmean(xs, axis=1), medians
@@ -334,6 +339,7 @@ def bucket_medians(
 
 def _buckets(values: np.ndarray, buckets: int) -> np.ndarray:
     """Return values as buckets [rows, size], at most `buckets` rows; NaN unless finite."""
+    # Round up: the last bucket is filled with NaN.
     size = -(-len(values) // buckets)
     padded = np.full(-(-len(values) // size) * size, np.nan)
     padded[: len(values)] = np.where(np.isfinite(values), values, np.nan)

@@ -125,6 +125,7 @@ def _of_start(start: Mapping[str, Any]) -> Mapping[str, str]:
 def _best(run: Run, name: str, *, is_higher_better: bool) -> tuple[float, int]:
     """Return the best value, and its step; NaN if none is finite."""
     step, _, value = run.series[name]
+    # [n]; the smallest rank is best, and values that are not finite never are.
     rank = -value if is_higher_better else value
     best = int(np.argmin(np.nan_to_num(rank, nan=np.inf)))
     return float(value[best]), int(step[best])
@@ -152,6 +153,7 @@ def _comparison(runs: Sequence[Run]) -> str:
     ]
     settings = dict(_differences(runs))
     losses = [run.series["train/loss"].smoothed for run in runs]
+    # Diverged runs are last.
     order = np.argsort(np.nan_to_num(losses, nan=np.inf), kind="stable").tolist()
     rows = [
         [
@@ -170,6 +172,7 @@ def _differences(runs: Sequence[Run]) -> Iterator[tuple[str, list[str]]]:
     settings = [run.config.settings for run in runs]
     for key in settings[0]:
         values = [short_toml(run_settings[key]) for run_settings in settings]
+        # Run directories always differ.
         if len(set(values)) > 1 and key != "checkpoint.dir":
             yield key, values
 
@@ -347,6 +350,7 @@ def _account_rows(attempts: Mapping[int, Sequence[Attempt]]) -> tuple[list[str],
     all processes, and the process with the most seconds.
     """
     accounts = {process: account(of_process) for process, of_process in attempts.items()}
+    # Process 0, unless its file is lost.
     first = min(accounts)
     totals = {process: sum(seconds.values()) for process, seconds in accounts.items()}
     several = ["mean", "most"] if len(accounts) > 1 else []
@@ -364,6 +368,7 @@ def _account_rows(attempts: Mapping[int, Sequence[Attempt]]) -> tuple[list[str],
         values = {process: seconds[name] for process, seconds in accounts.items()}
         if any(values.values()):
             rows.append(row(_LABELS[name], values, DESCRIPTIONS[name]))
+    # Compared with the total, this shows time that no attempt accounts for.
     walls = {process: of[-1].seen - of[0].began for process, of in attempts.items()}
     rows.append(row("total", totals, "sum of the above"))
     rows.append(row("wall time", walls, "from the first start to the last sign of life"))

@@ -90,6 +90,7 @@ def starter_tables(
         if is_on_cpu
         else Line("mixed_precision", "bf16", "weights, moments and gradients stay in float32"),
     ]
+    # Logits are [tokens, vocabulary] in float32.
     if values["vocab_size"] >= _LARGE_VOCABULARY:
         train.append(Line("loss_fn", "chunked_cross_entropy", "logits are never all in memory"))
     has_preferences = data is not None and data.train.preferences

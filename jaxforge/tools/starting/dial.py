@@ -198,6 +198,7 @@ def dial_flops(flops: float, wish: Wish) -> Dial:
         middle = (low + high) // 2
         low, high = (middle, high) if dial_depth(middle, wish).flops <= flops else (low, middle)
     below, above = dial_depth(low, wish), dial_depth(high, wish)
+    # Nearest in the ratio: compute grows by a factor from depth to depth.
     nearest = below if flops * flops <= below.flops * above.flops else above
     if not below.flops / 2 <= flops <= 2 * above.flops:
         least, most = dial_depth(1, wish).flops, dial_depth(DEEPEST, wish).flops
@@ -210,6 +211,7 @@ def dial_flops(flops: float, wish: Wish) -> Dial:
 
 def sequences(batch_tokens: float, seq_len: int, n_devices: int) -> int:
     """Return the sequences of an update: a power of two for each device, nearest to the batch."""
+    # Rounded in the exponent, so that the ratio to the law is at most the root of two.
     for_each = batch_tokens / seq_len / n_devices
     return n_devices * (2 ** round(math.log2(for_each)) if for_each > 1 else 1)
 

@@ -97,6 +97,7 @@ def dialled_run(dial: Dial, wish: Wish, target: Target, data: PreparedData | Non
         batch = requested
     steps = max(1, round(dial.tokens / (batch * seq_len)))
     tables = _tables(dial, wish, target, data, batch, steps)
+    # Without a split first: the split depends on what the user has set.
     config = make_config(values_of(tables), wish.settings)
     split = dial_target.split_batch(config, target)
     config = make_config(values_of(tables), [*wish.settings, *_as_settings(split)])

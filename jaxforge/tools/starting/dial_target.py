@@ -114,9 +114,11 @@ def split_batch(config: JobConfig, target: Target) -> Split:
         most = least = for_each // train.grad_accum_steps
     is_remat_set = config.is_set("train.activation_checkpointing")
     policies = (train.activation_checkpointing,) if is_remat_set else _policies(target)
+    # From the fastest policy on: take the first with which microbatches are large enough.
     for remat in policies:
         if for_each <= min(most, _most_rows(config, target, remat, accum=1)):
             return _split(config, target, for_each, 1, remat)
+        # Several microbatches need a buffer of accumulated gradients.
         several = _most_rows(config, target, remat, accum=2)
         rows = _largest_divisor(for_each, min(most, several))
         if rows >= least or (rows and remat == policies[-1]):

@@ -56,6 +56,7 @@ class Machine(NamedTuple):
     @classmethod
     def here(cls) -> "Machine":
         """Detect this machine: GPUs by their driver, TPUs by their device files, else the CPU."""
+        # Neither JAX nor a driver library is loaded: `init` must not occupy devices.
         if os.environ.get("JAX_PLATFORMS", "").partition(",")[0] != "cpu":
             if gpus := gpu_memories():
                 return cls(len(gpus), min(gpus), _cores())

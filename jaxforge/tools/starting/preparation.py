@@ -166,6 +166,7 @@ def _check_records(inputs: Iterable[Input]) -> None:
 def _units(args: argparse.Namespace, inputs: Sequence[Input]) -> list[Unit]:
     """Return the units of work: one if what is written depends on what was read before."""
     splits_file = args.validation_fraction and is_split_inside(inputs)
+    # These limits count what was read before: the order of inputs matters.
     if args.max_bytes or args.validation_tokens or splits_file:
         return [Unit(0, tuple(inputs))]
     return plan_units(sliced(inputs, args.unit_bytes), args.unit_bytes)
@@ -278,6 +279,7 @@ def _run(
         with progress_shown(sum(unit.files for unit in units)) as show:
             run_units(job, units, _engine(args), show)
     except BaseException:
+        # Nothing durable: the next command may have other options.
         if not urls.in_bucket(job.out) and not job.parts.is_begun():
             destination.journal = None
         raise

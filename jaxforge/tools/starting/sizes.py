@@ -177,6 +177,7 @@ def choose_size(prepared: PreparedData, machine: Machine) -> Size:
         "data": available,
         "time": int(_flops(machine) / (6 * parameters)),
     }
+    # The scarcest of parameters, data and time limits the run, and is named in the config.
     limit = min(lengths, key=lambda name: lengths[name])
     seq_len = _seq_len(prepared, machine)
     per_epoch = max(1, windows(prepared.train, seq_len))
@@ -231,7 +232,9 @@ def _batch(
         return min(8, power_below(per_epoch)), 1
     # About two thousand updates of at most half a million tokens (as GPT-3's small models).
     target = min(2**19 / seq_len, max(2**14 / seq_len, sequences / 2000), per_epoch)
+    # Powers of two divide into microbatches without remainder.
     per_device = power_below(target / machine.devices)
+    # Bytes of a device: its share of the state, and what each device holds in full.
     state = (_SPLIT / machine.devices + _WHOLE) * parameters
     saved = _ACTIVATIONS * shape.n_layers * shape.dim * seq_len
     rows = (machine.memory * _USABLE - state) / saved

@@ -142,6 +142,7 @@ def run_share(
         try:
             run_units(job, chosen, engine, show)
         except InputChangedError as error:
+            # Work on the old content of the input cannot be continued by any task.
             atomic_directory.discard(destination.state, error.source)
             raise
     print(f"share {share} of {n}: {len(chosen):,} of {len(units):,} units are finished")

@@ -115,6 +115,7 @@ def plan_runs(
             every such point.
     """
     runs, problems = [], []
+    # All problems together: a sweep must not stop at its last point after days.
     for point in every:
         try:
             runs.append(_planned(point, config, settings, devices))
@@ -146,6 +147,7 @@ def _planned(point: Point, path: str, settings: Sequence[str], devices: int) -> 
 
 def _devices() -> int:
     """Return the number of devices of a run, counted and released by a child process."""
+    # A process that has counted devices holds them; the runs need them.
     code = "import jax; print(jax.device_count())"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     if done.returncode:

@@ -173,6 +173,7 @@ class PlannedRun:
         """
         if not (self.directory / "config.toml").exists():
             return
+        # Settings such as intervals of saves may change between starts of a sweep.
         free = flagged(JobConfig, Flag.NO_RESULT)
         changed = [
             change
@@ -230,6 +231,7 @@ class Runner:
         return next((code for code in codes if code), 0)
 
     def _run_point(self, planned_run: PlannedRun, label: str) -> int:
+        # First: the run of a killed sweep may be finishing this point.
         self._await_unlocked(planned_run)
         if planned_run.is_finished:
             self._say(f"{label}: already finished")
@@ -263,6 +265,8 @@ class Runner:
         planned_run.directory.mkdir(parents=True, exist_ok=True)
         with safe_files.open_to_append(planned_run.directory / _OUTPUT) as output:
             self._process = subprocess.Popen(
+                # A process group of its own: Ctrl-C reaches the sweep alone, which forwards it
+                # once.
                 [sys.executable, "-c", _WITH_PARENT, str(os.getpid()), *planned_run.command],
                 stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, process_group=0,
                 env=new_command_env(),
@@ -279,6 +283,7 @@ class Runner:
         while True:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 return exit_codes.exit_code(process.wait(_POLL_SEC))
+            # Printed here, because handlers of signals must not print.
             if self._stopping not in (None, reported):
                 reported = self._stopping
                 action = "the run saves a checkpoint, then the sweep ends"
