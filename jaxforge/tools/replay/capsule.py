@@ -115,9 +115,9 @@ def capsule_of(run: Path) -> Capsule:
     for start in sorted((run / "configs").glob("from_step_*.toml")):
         files[f"configs/{start.name}"] = start.read_text()
     files[CURVE] = "".join(json.dumps(line) + "\n" for line in curve)
-    made = {"made": datetime.now(UTC).isoformat(timespec="seconds"), "jaxforge": __version__}
+    origin = {"made": datetime.now(UTC).isoformat(timespec="seconds"), "jaxforge": __version__}
     # Names of packages such as google-auth look like keys of secrets, but versions are not secret.
-    about = redacted_value(made | about) | {"packages": about["packages"]}
+    about = redacted_value(origin | about) | {"packages": about["packages"]}
     return Capsule(about, {name: redacted(text) for name, text in files.items()})
 
 
@@ -269,7 +269,7 @@ def _unpacked(capsule: Capsule, run: Path | None) -> Iterator[Path]:
         for entry, text in capsule.files.items():
             path = directory / {CURVE: "metrics.jsonl"}.get(entry, entry)
             path.parent.mkdir(exist_ok=True)
-            # A config may leave the size of an axis to the devices, of which here may be others.
+            # A config may leave the size of an axis to the devices, which may be others here.
             for axis, size in capsule.about["mesh"].items():
                 text = text.replace(f"\n{axis} = -1\n", f"\n{axis} = {size}\n")
             path.write_text(text)
