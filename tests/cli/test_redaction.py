@@ -293,18 +293,18 @@ def test_metric_services_get_no_secrets(config, tmp_path, monkeypatch):
     (events,) = (tmp_path / "tb").iterdir()
     assert not leaks(SECRET.encode(), events.read_bytes())
     assert b"s3://bucket/data" in events.read_bytes()
-    options = {}
+    recorded = {}
     command = ["train", "--x.api_key=abcdefgh"]
 
     def init(**options):
-        options.update(options, argv=list(sys.argv))
+        recorded.update(options, argv=list(sys.argv))
 
     wandb = SimpleNamespace(init=init, Settings=dict, errors=SimpleNamespace(
         UsageError=UserError, AuthenticationError=UserError))  # fmt: skip
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     monkeypatch.setattr(sys, "argv", command)
     WandbSink(tmp_path, config, "id")
-    assert options["config"]["data"]["dataset_path"] == "s3://bucket/data"
-    assert options["config"]["model"]["dim"] == config.model.dim
-    assert options["argv"] == ["train", "--x.api_key=removed"]
+    assert recorded["config"]["data"]["dataset_path"] == "s3://bucket/data"
+    assert recorded["config"]["model"]["dim"] == config.model.dim
+    assert recorded["argv"] == ["train", "--x.api_key=removed"]
     assert sys.argv is command
