@@ -226,10 +226,6 @@ class File(Input):
         borders = [self.size * i // n for i in range(n + 1)]
         return [replace(self, span=Span(*ends)) for ends in pairwise(borders)]
 
-    def with_content(self, content: Content) -> Self:
-        """Return the file with another selection of documents."""
-        return replace(self, content=content)
-
     @property
     def is_packed(self) -> bool:
         """True if the file is compressed."""

@@ -28,7 +28,6 @@ from jaxforge.data.corpus.progress import Done
 from jaxforge.data.corpus.records import DEFAULT_FIELD, Content, Input, Record, TableRow, to_record
 from jaxforge.data.corpus.tokenizer import Tokenizer, identity
 from jaxforge.data.corpus.unit_worker import begin_job, run_units
-from jaxforge.data.corpus.workers import Local
 from jaxforge.data.corpus.writer import token_dtype
 from jaxforge.errors import InputChangedError, UserError
 from jaxforge.storage.atomic_directory import atomic_directory
@@ -114,10 +113,6 @@ class HuggingFace(Input):
             return [self]
         borders = [len(self.dataset) * i // n for i in range(n + 1)]
         return [replace(self, span=Span(*ends)) for ends in pairwise(borders)]
-
-    def with_content(self, content: Content) -> Self:
-        """Return the dataset with another selection of documents."""
-        return replace(self, content=content)
 
     def records(self, start: int) -> Iterator[Record]:
         """Yield the rows after the first `start`.
@@ -231,7 +226,7 @@ def cached_shards(
             dtype = ENTRY_DTYPE if conversations else token_dtype(None, tokenizer.vocab_size)
             options = Options(dtype=dtype, conversations=conversations)
             job = begin_job(directory, 1, tokenizer, options, isolate=False)
-            run_units(job, [Unit(0, (source,))], Local(1), _progress_log())
+            run_units(job, [Unit(0, (source,))], 1, _progress_log())
             assemble(job, tokenizer, "data.tokenizer_path")
     return output / "train"
 

@@ -1,4 +1,4 @@
-"""Import of optional libraries (the extras `data` and `ray`)."""
+"""Import of optional libraries (the extra `data`)."""
 
 from importlib import import_module
 from types import ModuleType

@@ -71,12 +71,11 @@ class Content(ABC):
         return ""
 
     def apply(
-        self, number: int, record: Mapping[str, Any], where: str
+        self, record: Mapping[str, Any], where: str
     ) -> tuple[Mapping[str, Any] | None, Outcomes]:
         """Return the mapped record, or None if it was dropped, and the outcome of each map.
 
         Args:
-            number: number of the record in its input.
             record: the record.
             where: the record in messages.
 
@@ -235,10 +234,6 @@ class Input(ABC):
     def slices(self, nbytes: int) -> "Sequence[Input]":
         """Return this input, or slices of about `nbytes` that hold its records in order."""
 
-    @abstractmethod
-    def with_content(self, content: Content) -> Self:
-        """Return the input with another selection of documents."""
-
     @property
     def source(self) -> str:
         """Name of the source in statistics: the directory, or a file without one."""
@@ -269,7 +264,7 @@ class Input(ABC):
 def to_record(number: int, record: Mapping[str, Any], where: str, content: Content) -> Record:
     """Return the document in a mapping, or its problem, as a `Record`."""
     try:
-        mapped, outcomes = content.apply(number, record, where)
+        mapped, outcomes = content.apply(record, where)
         if mapped is None:
             return Record(number, io.BytesIO(), outcomes=outcomes)
         if isinstance(record, TableRow) and mapped is not record:

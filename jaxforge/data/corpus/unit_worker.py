@@ -23,7 +23,7 @@ from jaxforge.data.corpus.parts import READERS, Part, Parts, SplitPart
 from jaxforge.data.corpus.progress import Done, UnitProgress
 from jaxforge.data.corpus.tokenizer import Tokenizer
 from jaxforge.data.corpus.tokenizer_files import load_tokenizer
-from jaxforge.data.corpus.workers import Engine, Show, ignore_news
+from jaxforge.data.corpus.workers import Show, ignore_news, run_in_processes
 from jaxforge.data.corpus.writer import lengths_bytes, shard_header
 from jaxforge.errors import UserError
 from jaxforge.storage import urls
@@ -89,7 +89,7 @@ def has_parts(destination: AtomicDirectory) -> bool:
 def run_units(
     job: Job,
     units: Sequence[Unit],
-    engine: Engine,
+    workers: int,
     show: Callable[[Done], None] = lambda _: None,
 ) -> None:
     """Prepare all units that are not finished.
@@ -97,7 +97,7 @@ def run_units(
     Args:
         job: see `Job`.
         units: the units of this process.
-        engine: prepares them.
+        workers: number of processes.
         show: called with the progress.
 
     Raises:
@@ -107,8 +107,10 @@ def run_units(
     finished = _intact_units(job, job.parts.finished() & {unit.number for unit in units})
     progress = UnitProgress(units, finished, show)
     unfinished = [unit for unit in units if unit.number not in finished]
-    job = replace(job, workers=engine.encoders(len(unfinished)))
-    for _, part in engine.run(functools.partial(prepare_unit, job), unfinished, progress.update):
+    # If there are fewer units than processes, the others encode within units.
+    job = replace(job, workers=workers // max(1, min(workers, len(unfinished))))
+    prepare = functools.partial(prepare_unit, job)
+    for part in run_in_processes(workers, prepare, unfinished, progress.update):
         progress.finish(part)
 
 

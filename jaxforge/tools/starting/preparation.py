@@ -1,6 +1,6 @@
 """Execution of `jaxforge prepare`: documents to token shards, tokenizer and a config.
 
-inputs (`corpus.inputs`) ─► plan ─► output ─► passes of maps (`corpus.repeats`) ─► tokenizer
+inputs (`corpus.inputs`) ─► plan ─► output ─► tokenizer
 ─► units (`corpus.unit_worker`) ─► manifests (`corpus.assembly`) ─► train.toml
 """
 
@@ -8,7 +8,6 @@ import argparse
 import functools
 import os
 import shlex
-import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -33,11 +32,9 @@ from jaxforge.data.corpus.manifest import ENTRY_DTYPE, FILE_NAME
 from jaxforge.data.corpus.maps import Map, Mapped, load_maps
 from jaxforge.data.corpus.progress import progress_shown
 from jaxforge.data.corpus.records import Content, Input, TextField
-from jaxforge.data.corpus.repeats import find_repeated_records, needs_passes
 from jaxforge.data.corpus.tokenizer import BPE_VOCAB_SIZE, Tokenizer, train_bpe
 from jaxforge.data.corpus.tokenizer_files import load_tokenizer
 from jaxforge.data.corpus.unit_worker import Job, begin_job, has_parts, run_units
-from jaxforge.data.corpus.workers import Engine, Local
 from jaxforge.data.corpus.writer import token_dtype
 from jaxforge.errors import UserError, file_error
 from jaxforge.storage import atomic_directory, urls
@@ -67,19 +64,13 @@ def run(args: argparse.Namespace) -> int:
     named = None if args.tokenizer == "bpe" else _named_tokenizer(args)
     content = _content(args, named)
     maps = load_maps(args.map)
-    mapped = Mapped(content, maps) if maps else None
-    inputs = _inputs(args, mapped or content)
+    inputs = _inputs(args, Mapped(content, maps) if maps else content)
     units = _units(args, inputs)
     plan = _plan(args, inputs, named, maps)
     options_for = functools.partial(_options, args, maps)
-    has_passes = mapped is not None and needs_passes(mapped)
-    if has_passes:
-        _check_passes(args)
     if args.share:
-        return slurm_array.run_share(args, plan, units, options_for, _engine(args))
+        return slurm_array.run_share(args, plan, units, options_for, _workers(args))
     with _open_output(args, plan) as destination:
-        if mapped and has_passes:
-            units = _without_repeated_records(args, units, mapped, destination)
         tokenizer = named or _bpe(args, units, destination)
         tokenizer.save(destination.out / "tokenizer")
         options = options_for(tokenizer.vocab_size)
@@ -224,38 +215,6 @@ def _open_output(args: argparse.Namespace, plan: Plan) -> Iterator[AtomicDirecto
         yield opened
 
 
-def _check_passes(args: argparse.Namespace) -> None:
-    """Check that all passes see the files of a map with `drop_repeated`.
-
-    Raises:
-        UserError: the output is in a bucket, or a Slurm array shares the units.
-    """
-    if urls.in_bucket(args.output) or args.slurm or args.share:
-        raise UserError(
-            "a --map that drops repeated records keeps its keys in files next to --output: give an "
-            "--output on a disk that all machines share, and --engine local or ray, not --slurm"
-        )
-
-
-def _without_repeated_records(
-    args: argparse.Namespace, units: Sequence[Unit], mapped: Mapped, destination: AtomicDirectory
-) -> list[Unit]:
-    """Run the passes of maps that drop repeated records; return the units without these."""
-    if not has_parts(destination):  # nothing in the output is durable yet
-        # Without a journal, a failure would remove the files of the passes.
-        destination.commit({})
-        shutil.rmtree(destination.out)
-        destination.out.mkdir()
-    return find_repeated_records(
-        units,
-        mapped,
-        destination.state / "maps",
-        _engine(args),
-        skip_bad=args.skip_bad,
-        show=_say,
-    )
-
-
 def _bpe(
     args: argparse.Namespace, units: Sequence[Unit], destination: AtomicDirectory
 ) -> Tokenizer:
@@ -265,13 +224,8 @@ def _bpe(
     return trained_bpe(args, [source for unit in units for source in unit.inputs], _say)
 
 
-def _engine(args: argparse.Namespace) -> Engine:
-    """Return the engine of the command line."""
-    if args.engine == "ray":
-        from jaxforge.data.corpus.ray_engine import Ray
-
-        return Ray(args.address or "auto", args.workers)
-    return Local(args.workers or os.cpu_count() or 1)
+def _workers(args: argparse.Namespace) -> int:
+    return args.workers or os.cpu_count() or 1
 
 
 def _run(
@@ -280,7 +234,7 @@ def _run(
     """Prepare the units; after a failure without progress, leave nothing to resume from."""
     try:
         with progress_shown(sum(unit.files for unit in units)) as show:
-            run_units(job, units, _engine(args), show)
+            run_units(job, units, _workers(args), show)
     except BaseException:
         if not urls.in_bucket(job.out) and not job.parts.is_begun():
             destination.journal = None
