@@ -41,6 +41,7 @@ from jaxtyping import Int
 from jaxforge.config.data import Overlong
 from jaxforge.data.corpus.conversations import Conversations, encode_conversations
 from jaxforge.data.corpus.documents import ReadPosition, text_parts
+from jaxforge.data.corpus.files import Span
 from jaxforge.data.corpus.huggingface import HuggingFace
 from jaxforge.data.corpus.ingest import batches, encode, texts_of
 from jaxforge.data.corpus.manifest import FIRST, ID
@@ -135,11 +136,12 @@ class StreamedTokens:
         }
         return Streams(first, rows, per_stream, readers)
 
-    def file(self, index: int) -> HuggingFace:
-        """Return one file of the dataset."""
+    def file(self, index: int, first: int = 0) -> HuggingFace:
+        """Return one file of the dataset, from row `first` on."""
         n_files = self.dataset.num_shards
         rows = self.dataset.shard(n_files, index, contiguous=False)
-        return HuggingFace(f"{self.name}, file {index} of {n_files}", rows, self.content)
+        name, span = f"{self.name}, file {index} of {n_files}", Span(first, sys.maxsize)
+        return HuggingFace(name, rows, self.content, span)
 
     @property
     def conversations(self) -> bool:
@@ -352,8 +354,8 @@ class _Stream:
         source, position = self._source, ReadPosition(0, start.record, start.offset)
         order = self._permutation(len(self._files), 0, start.epoch)
         for i, file in enumerate(order[start.file :].tolist(), start.file):
-            rows = source.file(self._files[file])
-            for batch in batches(text_parts([rows], start=position)):
+            rows = source.file(self._files[file], position.record)
+            for batch in batches(text_parts([rows], offset=position.offset)):
                 yield (
                     _ChunkPosition(i, position.record, position.offset),
                     source.encode(texts_of(batch)),

@@ -9,12 +9,12 @@ import pytest
 from jaxforge.data import loader, sources
 from jaxforge.data.corpus.manifest import FILE_NAME
 from jaxforge.data.corpus.tokenizer_files import tokenizer_of
-from jaxforge.data.corpus.writer import ShardWriter
 from jaxforge.data.mixture import GrainMixture, TorchMixture
 from jaxforge.errors import UserError
 from jaxforge.parallel.mesh import make_mesh
 from jaxforge.training.phases import Phases
 from tests.conftest import tiny_config
+from tests.data.manifest_writer import ShardWriter
 
 SEQ, ROWS, START = 32, 8, 5
 SIZES = {"low": 40, "high": 70}

@@ -1,22 +1,19 @@
-"""State of a corpus that is being written: options, splits, position, and their journal."""
+"""State of a unit of a corpus that is being written, and the options of the corpus."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 import numpy as np
 from jaxtyping import Int
 
-from jaxforge.data.corpus.documents import ReadPosition, TextPart
+from jaxforge.data.corpus.documents import TextPart
 from jaxforge.data.corpus.manifest import CONVERSATIONS, PREFERENCES, VERSION
 from jaxforge.data.corpus.statistics import Statistics
-from jaxforge.data.corpus.tokenizer import Tokenizer
 from jaxforge.data.corpus.workers import Encoded
 from jaxforge.data.corpus.writer import ShardWriter
 from jaxforge.errors import UserError
-
-_EMPTY_JOURNAL: dict[str, Any] = {"splits": {}, "place": ReadPosition(), "skipped": 0}
 
 
 @dataclass(frozen=True)
@@ -104,12 +101,6 @@ class Split:
             if not chunk.valid and chunk.document != self.last_broken:
                 self.broken, self.last_broken = self.broken + 1, chunk.document
 
-    def journal(self) -> dict[str, Any]:
-        """Flush all tokens to the disk and return the progress as JSON."""
-        counts = {"size": self.size, "broken": self.broken, "last_broken": self.last_broken}
-        statistics = self.statistics.as_json()
-        return {"writer": self.writer.sync(), **counts, "statistics": statistics}
-
 
 @dataclass
 class Corpus:
@@ -117,12 +108,10 @@ class Corpus:
 
     Attributes:
         splits: by name.
-        position: position up to which the inputs have been read.
         skipped: number of bad records that were skipped.
     """
 
     splits: dict[str, Split]
-    position: ReadPosition = field(default_factory=ReadPosition)
     skipped: int = 0
 
     def __enter__(self) -> Self:
@@ -155,74 +144,38 @@ class Corpus:
         for name, split in self.splits.items():
             split.statistics.add_outcomes(p for p in batch if p.outcomes and p.split == name)
         self.skipped += sum(chunk.is_bad for chunk in batch)
-        self.position = batch[-1].end
-
-    def journal(self) -> dict[str, Any]:
-        """Flush all tokens to the disk and return the progress as JSON."""
-        splits = {name: split.journal() for name, split in self.splits.items()}
-        return {"splits": splits, "place": self.position, "skipped": self.skipped}
 
 
 def open_corpus(
     out: Path,
-    journal: dict[str, Any] | None,
-    tokenizer: Tokenizer,
     options: Options,
     unit: int | None,
     lengths: Callable[[str], Path],
 ) -> Corpus:
-    """Return the progress that a journal records, or an empty corpus.
+    """Return an empty corpus.
 
     Args:
         out: directory of the splits.
-        journal: the last `Corpus.journal`.
-        tokenizer: the tokenizer.
         options: see `Options`.
         unit: number of the unit of work; None if there is only one.
         lengths: returns the file of the conversations' lengths of a split.
-
-    Raises:
-        UserError: bad records were skipped before, and are errors now; or the journal is damaged.
     """
-    try:
-        return _open_corpus(out, journal or _EMPTY_JOURNAL, tokenizer, options, unit, lengths)
-    except (KeyError, TypeError, AttributeError) as error:
-        raise UserError(
-            f"the progress in {out.parent} is damaged ({error!r}): remove that directory, and "
-            "repeat the command"
-        ) from error
-
-
-def _open_corpus(
-    out: Path,
-    journal: dict[str, Any],
-    tokenizer: Tokenizer,
-    options: Options,
-    unit: int | None,
-    lengths: Callable[[str], Path],
-) -> Corpus:
-    if journal["skipped"] and not options.skip_bad:
-        raise UserError(
-            f"the interrupted run skipped {journal['skipped']} bad records; pass "
-            f"--skip-bad again, or remove {out.parent}"
-        )
-    splits = {}
-    for name in options.splits:
-        state = journal["splits"].get(name, {"writer": None, "statistics": {}})
-        writer = ShardWriter(
-            out / name,
-            vocab_size=tokenizer.vocab_size,
-            dtype=options.dtype,
-            file_format=options.file_format,
-            shard_tokens=options.shard_tokens,
-            conversations=options.conversations,
-            state=state["writer"],
-            unit=unit,
-            lengths=lengths(name),
-        )
-        statistics = Statistics(**state["statistics"])
-        splits[name] = Split(**{**state, "writer": writer, "statistics": statistics})
-    return Corpus(splits, ReadPosition(*journal["place"]), journal["skipped"])
+    return Corpus(
+        {
+            name: Split(
+                ShardWriter(
+                    out / name,
+                    dtype=options.dtype,
+                    file_format=options.file_format,
+                    shard_tokens=options.shard_tokens,
+                    conversations=options.conversations,
+                    unit=unit,
+                    lengths=lengths(name),
+                )
+            )
+            for name in options.splits
+        }
+    )
 
 
 def check_documents(counts: Mapping[str, int], skipped: int, options: Options) -> None:

@@ -109,8 +109,7 @@ def text_parts(
     validation_fraction: float = 0.0,
     max_bytes: int | None = None,
     skip_bad: bool = False,
-    start: ReadPosition | None = None,
-    before: int = 0,
+    offset: int = 0,
     is_whole: bool = True,
 ) -> Iterator[TextPart]:
     """Yield documents in parts of about a MiB; bytes that are not UTF-8 become U+FFFD.
@@ -121,21 +120,18 @@ def text_parts(
             single text file, it is the end of the file, from a line start on.
         max_bytes: stop after the line that reaches this many bytes.
         skip_bad: skip records without text; otherwise they are errors.
-        start: position to begin at.
-        before: bytes of text before `start`.
+        offset: bytes of the first document to skip.
         is_whole: the inputs are all inputs of the corpus.
 
     Raises:
         InputChangedError: an input changed since it was planned.
         UserError: an input cannot be read, or holds a bad record.
     """
-    left = (max_bytes or sys.maxsize) - before
+    left = max_bytes or sys.maxsize
     inside = is_whole and is_split_inside(inputs) and validation_fraction > 0
-    position = start or ReadPosition()
-    for i, listed in enumerate(inputs[position.input :], position.input):
-        offset = position.offset if i == position.input else 0
+    for i, listed in enumerate(inputs):
         with _reading(listed) as source:
-            for record in source.records(position.record if i == position.input else 0):
+            for record in source.records():
                 if left <= 0:
                     break
                 if record.problem:

@@ -114,16 +114,17 @@ class HuggingFace(Input):
         borders = [len(self.dataset) * i // n for i in range(n + 1)]
         return [replace(self, span=Span(*ends)) for ends in pairwise(borders)]
 
-    def records(self, start: int) -> Iterator[Record]:
-        """Yield the rows after the first `start`.
+    def records(self) -> Iterator[Record]:
+        """Yield the rows of the span.
 
         Raises:
             UserError: a column does not exist.
         """
         columns = self.content.columns(self.dataset.column_names, self.name)
         rows = self.dataset.select_columns(columns) if columns else self.dataset
+        start = 0
         if self.span:
-            start = max(start, self.span.start)
+            start = self.span.start
             rows = rows.take(self.span.end)
         for number, record in enumerate(_rows(rows.skip(start), self.name), start + 1):
             yield to_record(number, record, f"{self.name}:{number}", self.content)

@@ -1,15 +1,12 @@
 """Tokenization of documents to shards: read in order, encode in parallel, write in order.
 
 inputs ─► parts  ─► batches ─► worker processes ─► in order ─► one ShardWriter per split
- (one reader)                  text ─► tokens         │
-                                                      └─► every few seconds: sync, journal
+ (one reader)                  text ─► tokens
 
-Tokens depend on the parts of the text alone. So the shards do not depend on the number of workers
-or on interruptions.
+Tokens depend on the parts of the text alone. So the shards do not depend on the number of workers.
 """
 
 import os
-import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future
@@ -17,7 +14,6 @@ from contextlib import ExitStack, closing
 from itertools import chain, islice
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from jaxtyping import Int
@@ -34,7 +30,6 @@ from jaxforge.data.corpus.workers import Encoded, Text, Tokens, Workers, serve
 BATCH_BYTES = 1 << 20  # of text per call of a tokenizer, whose results take up to 50 times as much
 BATCH_PARTS = 4096
 _FEW_BATCHES = 4  # starting processes for them does not pay
-COMMIT_SECONDS = 5.0  # of work that a killed run may lose
 
 
 def texts_of(batch: Batch) -> list[Text]:
@@ -49,21 +44,19 @@ def fill(
     directory: Path,
     options: Options,
     *,
-    commit: Callable[[dict[str, Any]], None],
     is_whole: bool,
     workers: int,
     isolate: bool,
     show: Callable[[Corpus], None],
 ) -> None:
-    """Read the inputs from the corpus's position to their end, and add their tokens.
+    """Read the inputs to their end, and add their tokens.
 
     Args:
-        corpus: progress so far.
+        corpus: an empty corpus.
         inputs: in order.
         tokenizer: has an EOS.
         directory: files of the tokenizer, which worker processes read.
         options: see `Options`.
-        commit: called with `Corpus.journal` every few seconds.
         is_whole: the inputs are all inputs of the corpus.
         workers: number of encoding processes; with 1, this process encodes.
         isolate: encode in another process even so, if the tokenizer is risky.
@@ -80,24 +73,16 @@ def fill(
                 validation_fraction=options.validation_fraction,
                 max_bytes=options.max_bytes,
                 skip_bad=options.skip_bad,
-                start=corpus.position,
-                before=corpus.size,
                 is_whole=is_whole,
             )
         )
-        committed = time.monotonic()
         isolate = isolate and tokenizer.is_risky
         encoded = _encoded(read, tokenizer, directory, options, workers, isolate=isolate)
-        # One thread reads, writes and commits, so a journal entry is consistent: the position in
-        # the inputs is exactly that of the tokens that `sync` has flushed.
         for batch, arrived in stack.enter_context(closing(encoded)):
             if options.validation_tokens:
                 arrived = _hold_out(corpus, batch, arrived, options, tokenizer)
             corpus.add(batch, arrived)
             show(corpus)
-            if time.monotonic() - committed >= COMMIT_SECONDS:
-                commit(corpus.journal())
-                committed = time.monotonic()
 
 
 def batches(chunks: Iterable[TextPart]) -> Iterator[Batch]:

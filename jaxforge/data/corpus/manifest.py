@@ -108,8 +108,6 @@ def extend_hashes(crc32: str, size: int, more: bytes) -> str:
         size: bytes of tokens so far.
         more: bytes appended.
     """
-    if size and not crc32:  # begun by a version without hashes
-        return ""
     hashes, data = bytearray(base64.b64decode(crc32)), memoryview(more)
     while data:
         filled = size % BLOCK_BYTES

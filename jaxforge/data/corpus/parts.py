@@ -2,7 +2,6 @@
 
 parts/000012.json        shards, tokens and documents of unit 12, which is finished
 parts/000012.train.lengths    lengths of its conversations
-parts/000012.journal     progress within unit 12 (local disks only)
 parts/000012.lock        held by the process that works on unit 12 (local disks only)
 """
 
@@ -13,7 +12,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -27,7 +25,7 @@ READERS = 32
 """Number of threads that read parts."""
 
 _LOCK_SECONDS = 600.0  # in which a lost process must have released its lock
-_NAME = re.compile(r"(\d{6})\.(json|journal)")
+_NAME = re.compile(r"(\d{6})\.json")
 
 
 @dataclass(frozen=True)
@@ -95,11 +93,7 @@ class Parts:
     def finished(self) -> set[int]:
         """Return the numbers of the finished units."""
         names = (_NAME.fullmatch(name) for name in _names(self._directory))
-        return {int(name[1]) for name in names if name and name[2] == "json"}
-
-    def is_begun(self) -> bool:
-        """Return whether there is progress to resume from."""
-        return any(_NAME.fullmatch(name) for name in _names(self._directory))
+        return {int(name[1]) for name in names if name}
 
     @contextmanager
     def claimed(self, unit: int) -> Iterator[Part | None]:
@@ -125,14 +119,6 @@ class Parts:
                 raise UserError(f"{locks.holder(path)} does not release {path}: end it")
             time.sleep(0.2)
 
-    def journal(self, unit: int) -> dict[str, Any] | None:
-        """Return the progress within a unit."""
-        return read_sealed(self._path(unit, "journal"))
-
-    def commit(self, unit: int, journal: dict[str, Any]) -> None:
-        """Record the progress within a unit durably."""
-        write_sealed(self._path(unit, "journal"), journal)
-
     def read(self, unit: int) -> Part | None:
         """Return a part; None if it is not finished, or its file is damaged."""
         try:
@@ -150,8 +136,6 @@ class Parts:
     def write(self, part: Part) -> None:
         """Write a part, which is finished with that."""
         write_sealed(self._path(part.unit, "json"), _JSON.dump_python(part, mode="json"))
-        if not urls.in_bucket(self._directory):
-            self._path(part.unit, "journal").unlink(missing_ok=True)
 
     def lengths_path(self, unit: int, split: str) -> Path:
         """Return the file of the lengths of a unit's conversations in a split."""

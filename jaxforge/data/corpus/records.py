@@ -253,8 +253,8 @@ class Input(ABC):
         """Check that the input has not changed since it was `opened`; raise as `opened`."""
 
     @abstractmethod
-    def records(self, start: int) -> Iterator[Record]:
-        """Yield the records after the first `start`; may raise `READ_ERRORS`, or UserError."""
+    def records(self) -> Iterator[Record]:
+        """Yield the records; may raise `READ_ERRORS`, or UserError."""
 
     def document(self, number: int) -> str:
         """Return the name of the document that is record `number`: `NAME:RECORD`."""

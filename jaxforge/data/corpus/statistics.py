@@ -6,7 +6,6 @@ manifest holds of the result.
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 from jaxtyping import Int
@@ -165,16 +164,6 @@ class Statistics:
             sources=tuple(rows),
             rules=tuple(RuleCounts(rule, *n) for rule, n in zip(rules, counted, strict=True)),
         )
-
-    def as_json(self) -> dict[str, Any]:
-        """Return the counts as JSON, from which `Statistics(**json)` restores them."""
-        return {
-            "documents_by_length": self.documents_by_length,
-            "tokens_by_length": self.tokens_by_length,
-            "sources": self.sources,
-            "outcomes": self.outcomes,
-            "open_tokens": self.open_tokens,
-        }
 
 
 def merged(parts: Iterable[Statistics]) -> Statistics:

@@ -3,7 +3,7 @@
     local disk   shards ─► .DIR.partial/out/train/            part ─► .DIR.partial/parts/
     bucket       shards ─► temporary directory ─► DIR/train/  part ─► DIR/.prepare/parts/
 
-On a local disk, an interrupted unit resumes from its journal. In a bucket it starts over.
+An interrupted unit starts over.
 """
 
 import functools
@@ -143,18 +143,15 @@ def prepare_unit(job: Job, unit: Unit, show: Show = ignore_news) -> Part:
         with tempfile.TemporaryDirectory(prefix="jaxforge-") as temporary:
             out = Path(temporary) if is_remote else job.out
             number = None if job.is_single else unit.number
-            journal = None if is_remote else parts.journal(unit.number)
-            commit = functools.partial(parts.commit, unit.number)
             lengths = Parts(out) if is_remote else parts
             lengths_path = functools.partial(lengths.lengths_path, unit.number)
-            with open_corpus(out, journal, tokenizer, job.options, number, lengths_path) as corpus:
+            with open_corpus(out, job.options, number, lengths_path) as corpus:
                 fill(
                     corpus,
                     unit.inputs,
                     tokenizer,
                     job.out / "tokenizer",
                     job.options,
-                    commit=(lambda _: None) if is_remote else commit,
                     is_whole=job.is_single,
                     workers=job.workers,
                     isolate=job.isolate,

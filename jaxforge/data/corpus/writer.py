@@ -1,36 +1,27 @@
 """Streaming writer of token shards, in memory that is independent of corpus and shard size.
 
-    add ──► held tokens ──(1 Mi tokens)──► open file ──(sync: flush, fsync)──► returned state
+    add ──► held tokens ──(1 Mi tokens)──► open file ──(complete: header, fsync)──► shard
 
-The writer survives a kill because a state never promises more than the disk holds: `sync` returns
-only after fsync. After a restart, everything behind the state (a torn tail, later shards) is
-removed, and the same tokens are added again.
+A killed writer leaves files without a meaning: the unit that wrote them is written again.
 """
 
-import dataclasses
 import io
-import itertools
 import os
-import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, BinaryIO, Self
+from typing import BinaryIO, Self
 
 import numpy as np
 from jaxtyping import Int
 
 from jaxforge.data.corpus.manifest import (
-    CONVERSATIONS,
     FIRST,
     ID,
     LENGTHS,
-    VERSION,
-    Manifest,
     Shard,
     extend_hashes,
 )
-from jaxforge.data.corpus.statistics import CorpusStatistics
 from jaxforge.errors import UserError, file_error
 
 CHUNK = 1 << 20  # tokens held before they are written
@@ -72,14 +63,12 @@ class ShardWriter:
     Use the writer in a `with` statement, which closes the current file on an error.
 
     Args:
-        directory: output directory; must not exist unless `state` or `lengths` is given.
-        vocab_size: all tokens are below.
-        dtype: numpy name of the type on disk; must hold `vocab_size - 1`.
+        directory: output directory; must not exist unless `lengths` is given.
+        dtype: numpy name of the type on disk.
         file_format: "npy" or "bin".
         shard_tokens: tokens per shard. The last has fewer; shards of conversations may exceed it.
         conversations: entries (`corpus.manifest`) are added; the length of each conversation is
             recorded.
-        state: a result of `sync`, to resume from.
         unit: number of the unit; None if the directory has only one.
         lengths: file of the conversations' lengths; by default `LENGTHS` in the directory.
 
@@ -91,7 +80,7 @@ class ShardWriter:
         learned: tokens with a loss written so far; 0 for text. Complete after `complete`.
 
     Raises:
-        UserError: a file cannot be written (from every method), or files of `state` are missing.
+        UserError: a file cannot be written (from every method).
         StorageError: the disk is full, or fails (from every method).
     """
 
@@ -99,12 +88,10 @@ class ShardWriter:
         self,
         directory: Path,
         *,
-        vocab_size: int,
         dtype: str,
         file_format: str = "npy",
         shard_tokens: int = 100_000_000,
         conversations: bool = False,
-        state: dict[str, Any] | None = None,
         unit: int | None = None,
         lengths: Path | None = None,
     ) -> None:
@@ -113,17 +100,13 @@ class ShardWriter:
         self.conversations = conversations
         self.dtype, self._dtype = dtype, np.dtype(dtype).newbyteorder("<")
         self.tokens = self.documents = self.learned = 0
-        self._vocab_size = vocab_size
         self._held: list[Int[np.ndarray, "_"]] = []
         self._written = 0  # number of tokens passed to the operating system
         self._shards: list[Shard] = []
         self._file: BinaryIO | None = None  # the last shard, until it is complete
         with _named(directory):
-            directory.mkdir(parents=True, exist_ok=state is not None or lengths is not None)
-            if state is None:
-                self._lengths.unlink(missing_ok=True)  # of an attempt that was lost
-        if state is not None:
-            self._restore(state)
+            directory.mkdir(parents=True, exist_ok=lengths is not None)
+            self._lengths.unlink(missing_ok=True)  # of an attempt that was lost
 
     def __enter__(self) -> Self:
         return self
@@ -147,104 +130,6 @@ class ShardWriter:
         self.tokens += len(tokens)
         if self.tokens - self._written >= CHUNK:
             self._write_held()
-
-    def sync(self) -> dict[str, Any]:
-        """Flush all tokens to the disk and return the state of the writer as JSON."""
-        self._write_held()
-        # Earlier shards were flushed when they were completed: only the open one is left to do.
-        if self._file:
-            with _named(self._directory / self._shards[-1].file):
-                self._file.flush()
-                os.fsync(self._file.fileno())
-        self._sync_lengths()
-        return {
-            "documents": self.documents,
-            "shards": [dataclasses.astuple(shard) for shard in self._shards],
-            "learned": self.learned,
-        }
-
-    def _restore(self, state: dict[str, Any]) -> None:
-        """Resume from `state`: remove all data that was written after it."""
-        self.documents, self.learned = state["documents"], state["learned"]
-        self._shards = [Shard(*shard) for shard in state["shards"]]
-        self.tokens = self._written = sum(shard.tokens for shard in self._shards)
-        with _named(self._directory):
-            # Not by listing: the directory may hold the shards of 100,000 other units.
-            for number in itertools.count(len(self._shards)):
-                path = self._directory / self._shard_name(number)
-                if not path.exists():
-                    break
-                path.unlink()  # a shard that was begun after the state
-            if self.conversations:
-                self._check_size(self._lengths, lengths_bytes(self.documents))
-                os.truncate(self._lengths, lengths_bytes(self.documents))
-        for shard in self._shards:
-            header = len(shard_header(shard.tokens, self.dtype, self._format))
-            size = header + shard.tokens * self._dtype.itemsize
-            self._check_size(self._directory / shard.file, size)
-        if self._shards and self._shards[-1].tokens < self._shard_tokens:
-            self._reopen(self._shards[-1])
-
-    def _check_size(self, path: Path, size: int) -> None:
-        """Check that a file of the state has all its bytes; later ones may follow."""
-        with _named(path):
-            if not path.is_file() or path.stat().st_size < size:
-                partial = self._directory.parent.parent
-                raise UserError(f"{path} lost its end; remove {partial}")
-
-    def _reopen(self, shard: Shard) -> None:
-        path = self._directory / shard.file
-        with _named(path):
-            self._file = file = path.open("r+b")
-            self._write_header(file, 0)  # positions the file behind the header
-            end = file.tell() + shard.tokens * self._dtype.itemsize
-            file.truncate(end)
-            file.seek(end)
-
-    def finish(
-        self,
-        *,
-        eos_id: int | None,
-        tokenizer: str,
-        tokenizer_sha256: str,
-        bos_ids: tuple[int, ...] = (),
-        statistics: CorpusStatistics | None = None,
-        version: int | None = None,
-    ) -> Manifest:
-        """Complete the last shard, and write and return the manifest.
-
-        Args:
-            eos_id: token that ends each document.
-            tokenizer: the name that the user gave the tokenizer.
-            tokenizer_sha256: fingerprint of the tokenizer.
-            bos_ids: tokens that each document begins with.
-            statistics: statistics of the documents.
-            version: version of the manifest; by default that of text or of conversations.
-
-        Returns:
-            The manifest.
-        """
-        shards = self.complete()
-        lengths_crc32 = None
-        if self.conversations:
-            with _named(self._lengths):
-                lengths_crc32 = zlib.crc32(self._lengths.read_bytes())
-        manifest = Manifest.of_shards(
-            shards,
-            version=version or (CONVERSATIONS if self.conversations else VERSION),
-            dtype=self.dtype,
-            documents=self.documents,
-            eos_id=eos_id,
-            vocab_size=self._vocab_size,
-            tokenizer=tokenizer,
-            tokenizer_sha256=tokenizer_sha256,
-            lengths_crc32=lengths_crc32,
-            bos_ids=bos_ids,
-            statistics=statistics,
-        )
-        with _named(self._directory):
-            manifest.write(self._directory)
-        return manifest
 
     def complete(self) -> tuple[Shard, ...]:
         """Complete the last shard and return all shards. Nothing can be added after that."""

@@ -236,7 +236,7 @@ def _run(
         with progress_shown(sum(unit.files for unit in units)) as show:
             run_units(job, units, _workers(args), show)
     except BaseException:
-        if not urls.in_bucket(job.out) and not job.parts.is_begun():
+        if not urls.in_bucket(job.out) and not job.parts.finished():
             destination.journal = None
         raise
 

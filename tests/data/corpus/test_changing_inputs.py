@@ -13,7 +13,6 @@ import zstandard
 from pyarrow import parquet
 
 from jaxforge.commands import prepare
-from jaxforge.data.corpus import ingest
 from jaxforge.data.corpus.documents import text_parts
 from jaxforge.data.corpus.huggingface import HuggingFace, load_dataset
 from jaxforge.data.corpus.inputs import find_inputs
@@ -174,8 +173,7 @@ def run(path, output, *options):
 
 @pytest.mark.parametrize("options", [("--workers", "1"), ("--workers", "2"),
                                      ("--workers", "1", "--unit-bytes", "1000000")])  # fmt: skip
-def test_replaced_input_is_prepared_anew(corpus, tmp_path, options, monkeypatch, capsys):
-    monkeypatch.setattr(ingest, "COMMIT_SECONDS", 0.0)
+def test_replaced_input_is_prepared_anew(corpus, tmp_path, options, capsys):
     path, usual = corpus
     with pytest.raises(InputChangedError, match=r"a\.jsonl changed since it was planned"):
         run(path, tmp_path / "out", *usual, *options)

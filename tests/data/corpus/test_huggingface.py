@@ -295,7 +295,7 @@ def test_offsets_outside_of_a_saved_dataset_raise(tmp_path):
     dataset = huggingface.load_dataset(str(tmp_path / "set"))
     source = huggingface.HuggingFace.on_disk("set", dataset, TextField())
     with pytest.raises(UserError, match=r"cannot read set: .*[Oo]ffset"):
-        list(source.records(0))
+        list(source.records())
 
 
 def test_saved_datasets_stream_too(tmp_path):

@@ -63,21 +63,18 @@ class ArrowRows(File):
             not self.span or self.span.start <= self.size * before // max(1, total) < self.span.end
         )
 
-    def from_batches(
-        self, batches: "Iterator[RecordBatch]", number: int, skipped: int
-    ) -> Iterator[Record]:
+    def from_batches(self, batches: "Iterator[RecordBatch]", number: int) -> Iterator[Record]:
         """Yield the records of batches.
 
         Args:
             batches: batches of rows; the first row is `number + 1`.
             number: rows before the batches.
-            skipped: rows of the batches to skip.
         """
         size = 0
         for batch in batches:
             validate(batch)
             names = batch.schema.names
-            for i in range(min(skipped, batch.num_rows), batch.num_rows):
+            for i in range(batch.num_rows):
                 # Row by row: a value that many rows share exists once in Arrow, not in Python.
                 try:
                     row = TableRow({name: batch[name][i].as_py() for name in names})
@@ -92,7 +89,6 @@ class ArrowRows(File):
                 record.content.seek(0)
                 self.check_growth(size)
                 yield record
-            skipped -= min(skipped, batch.num_rows)
             number += batch.num_rows
 
 
@@ -103,8 +99,8 @@ class Arrow(ArrowRows):
     documents = "each row, column `text`"
     numbered_in_slice = True
 
-    def records(self, start: int) -> Iterator[Record]:
-        """Yield the rows after the first `start`.
+    def records(self) -> Iterator[Record]:
+        """Yield the rows.
 
         Raises:
             UserError: a column does not exist, or the file is not in Arrow's format.
@@ -118,8 +114,7 @@ class Arrow(ArrowRows):
             with self._reader(arrow, ipc, options) as reader:
                 before = 0
                 for batch in self._batches(reader):
-                    if before + batch.num_rows > start:
-                        yield from self.from_batches(iter([batch]), before, max(0, start - before))
+                    yield from self.from_batches(iter([batch]), before)
                     before += batch.num_rows
         except arrow.ArrowException as error:
             raise UserError(f"cannot read {self.path}: {error}") from error

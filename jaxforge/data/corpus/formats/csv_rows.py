@@ -25,8 +25,8 @@ class Csv(File):
         "separate them"
     )
 
-    def records(self, start: int) -> Iterator[Record]:
-        """Yield the rows after the first `start`, not counting the row of names.
+    def records(self) -> Iterator[Record]:
+        """Yield the rows, without the row of names.
 
         Raises:
             UserError: a column does not exist, or the file is not CSV.
@@ -45,7 +45,7 @@ class Csv(File):
                 for row in rows:
                     lines.size = 0
                     number += bool(row)
-                    if not row or number <= start:
+                    if not row:
                         continue
                     if len(row) == len(names):
                         yield self.record(number, dict(zip(names, row, strict=True)))

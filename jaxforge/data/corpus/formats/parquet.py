@@ -24,8 +24,8 @@ class Parquet(ArrowRows):
     suffixes = (".parquet",)
     documents = "each row, column `text`"
 
-    def records(self, start: int) -> Iterator[Record]:
-        """Yield the rows after the first `start`.
+    def records(self) -> Iterator[Record]:
+        """Yield the rows.
 
         Raises:
             UserError: a column does not exist, or the file is not Parquet.
@@ -33,20 +33,20 @@ class Parquet(ArrowRows):
         parquet, arrow = (library(n, "reading Parquet") for n in ("pyarrow.parquet", "pyarrow"))
         try:
             with open_input(self.path) as raw, parquet.ParquetFile(raw) as file:
-                yield from self._rows(file, start)
+                yield from self._rows(file)
         except arrow.ArrowException as error:
             raise UserError(f"cannot read {self.path}: {error}") from error
 
-    def _rows(self, file: "ParquetFile", start: int) -> Iterator[Record]:
+    def _rows(self, file: "ParquetFile") -> Iterator[Record]:
         columns = list(self.columns(file.schema_arrow.names))
         sizes = [file.metadata.row_group(i).total_byte_size for i in range(file.num_row_groups)]
         before = 0  # rows of earlier groups
         for group, size in zip(range(len(sizes)), accumulate(sizes, initial=0), strict=False):
             rows = file.metadata.row_group(group).num_rows
-            if before + rows > start and self.is_in_slice(size, sum(sizes)):
+            if self.is_in_slice(size, sum(sizes)):
                 n_rows = self._rows_at_a_time(file.metadata, group, columns)
                 batches = file.iter_batches(n_rows, row_groups=[group], columns=columns)
-                yield from self.from_batches(batches, before, max(0, start - before))
+                yield from self.from_batches(batches, before)
             before += rows
 
     def _rows_at_a_time(self, metadata: "FileMetaData", group: int, names: list[str]) -> int:

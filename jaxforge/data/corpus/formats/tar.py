@@ -60,16 +60,15 @@ class Tar(File):
     packable = (".tar",)
     documents = 'each sample: its `.txt`, or the `"text"` of its `.json`'
 
-    def records(self, start: int) -> Iterator[Record]:
-        """Yield the records after the first `start`.
+    def records(self) -> Iterator[Record]:
+        """Yield the records.
 
         Raises:
             UserError: the archive is damaged or truncated, or has a sparse member.
         """
         with closing(self.open()) as file:
             for number, sample in enumerate(self._samples(_Bounded(file, self)), 1):
-                if number > start:
-                    yield self._record(number, sample)
+                yield self._record(number, sample)
 
     def _samples(self, file: "_Bounded") -> Iterator[_Sample]:
         sample: _Sample | None = None
