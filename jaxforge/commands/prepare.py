@@ -310,11 +310,6 @@ _ARGUMENTS: dict[str, dict] = {
         "metavar": "N",
         "help": "write the first N tokens to DIR/validation",
     },
-    "--shuffle-documents": {
-        "type": int,
-        "metavar": "SEED",
-        "help": "read text files in random order instead of by path",
-    },
     "--max-bytes": {"type": positive_int, "metavar": "N", "help": "stop after N bytes of text"},
     "--machine": {
         "metavar": "MACHINE",

@@ -8,7 +8,7 @@ differ from the tokens of the whole document, at most once per MiB.
 import hashlib
 import os
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
@@ -86,11 +86,6 @@ def is_split_inside(inputs: Sequence[Input]) -> bool:
 def hash_fraction(text: str) -> float:
     """Return a pseudorandom number in [0, 1), the same on every machine."""
     return int.from_bytes(hashlib.sha256(os.fsencode(text)).digest()[:6], "big") / 2**48
-
-
-def shuffled(inputs: Iterable[_Input], seed: int) -> list[_Input]:
-    """Shuffle inputs by their names and `seed` only."""
-    return sorted(inputs, key=lambda source: hash_fraction(f"{seed} {source.name}"))
 
 
 def first_bytes(inputs: Sequence[_Input], max_bytes: int | None) -> list[_Input]:

@@ -197,13 +197,11 @@ class Input(ABC):
         name: path relative to the input argument; determines order and splits.
         content: selects the document of a record.
         is_text: True for plain text, of one or more documents.
-        is_document: True for a file that is one document.
     """
 
     name: str
     content: Content
     is_text: ClassVar[bool] = False
-    is_document: ClassVar[bool] = False
 
     @property
     @abstractmethod

@@ -22,7 +22,6 @@ from jaxforge.data.corpus.documents import (
     TextPart,
     first_bytes,
     is_split_inside,
-    shuffled,
     split_of,
     text_parts,
 )
@@ -125,8 +124,6 @@ def _inputs(args: argparse.Namespace, content: Content) -> list[Input]:
         inputs.append(HuggingFace.on_disk(name, dataset, content))
     if args.conversations:
         _check_records(inputs)
-    if args.shuffle_documents is not None:
-        inputs = _shuffled(inputs, args.shuffle_documents)
     inputs = first_bytes(inputs, args.max_bytes)
     all_text = all(source.text_size is not None for source in inputs)
     if all_text and not is_split_inside(inputs):  # otherwise known only after reading
@@ -134,15 +131,6 @@ def _inputs(args: argparse.Namespace, content: Content) -> list[Input]:
         held_out = splits.count("validation")
         check_split(len(splits) - held_out, held_out, args.validation_fraction)
     return inputs
-
-
-def _shuffled(inputs: Sequence[Input], seed: int) -> list[Input]:
-    if not all(source.is_document for source in inputs):
-        raise UserError(
-            "--shuffle-documents is for text files: records keep their order. Remove it; "
-            "training shuffles anyway (data.shuffle)"
-        )
-    return shuffled(inputs, seed)
 
 
 def _check_records(inputs: Iterable[Input]) -> None:

@@ -189,12 +189,6 @@ def test_split_without_documents_is_refused(tmp_path):
         run(tmp_path / "b.jsonl", "--output", tmp_path / "out")
 
 
-def test_records_keep_their_order(tmp_path):
-    write(tmp_path / "a.jsonl", TEXTS)
-    with pytest.raises(UserError, match="records keep their order"):
-        run(tmp_path / "a.jsonl", "--output", tmp_path / "out", "--shuffle-documents", 1)
-
-
 def test_lone_surrogate_becomes_a_replacement_character(tmp_path, capsys):
     (tmp_path / "a.jsonl").write_text('{"text": "a\\ud800b"}\n{"text": "c"}\n')
     run(tmp_path / "a.jsonl", "--output", tmp_path / "out")

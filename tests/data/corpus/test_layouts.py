@@ -101,7 +101,6 @@ def test_separated_documents_are_held_out_and_mapped(tmp_path):
     ("arguments", "message"),
     [
         (["a.jsonl", "--separator", "x"], "--separator is for text files, and no INPUT is one"),
-        (["a.txt", "--separator", "x", "--shuffle-documents", "0"], "records keep their order"),
         (["a.warc.gz"], "WARC files hold web pages and not their text. Extract the text"),
         (["b.warc.wet.gz"], "with datatrove or trafilatura, and prepare these"),
     ],

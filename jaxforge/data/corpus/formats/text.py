@@ -55,7 +55,6 @@ class TextFile(File):
     suffixes = (".txt", ".md", ".py")
     documents = "the whole file, or each text between `--separator`s"
     is_text = True
-    is_document = True
 
     @property
     def text_size(self) -> int | None:
