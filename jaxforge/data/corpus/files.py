@@ -49,7 +49,6 @@ SKIPPED = 1 << 20
 UNSUSPICIOUS_BYTES = 32 << 20  # unpacked size that is never checked
 _LARGEST_RATIO = 250  # of compression; repetitive logs reach 100
 _QUICKLY_UNPACKED = 1 << 20  # size below which a file is unpacked once before it is parsed
-_GZIPPED = (".gz", ".tgz")
 
 
 class FileState(NamedTuple):
@@ -229,7 +228,7 @@ class File(Input):
     @property
     def is_packed(self) -> bool:
         """True if the file is compressed."""
-        return self.path.suffix.lower() in (*_GZIPPED, ".zst")
+        return self.path.suffix.lower() in (".gz", ".zst")
 
     def open(self) -> BinaryIO:
         """Open the file for reading, decompressed.
@@ -247,7 +246,7 @@ class File(Input):
 
     def _open(self) -> BinaryIO:
         suffix = self.path.suffix.lower()
-        if suffix in _GZIPPED:
+        if suffix == ".gz":
             return cast(BinaryIO, _Unzipped(open_input(self.path)))
         if suffix == ".zst":
             # Not zstandard, whose reader does not detect a truncated file.

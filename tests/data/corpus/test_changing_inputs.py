@@ -5,7 +5,6 @@ import io
 import json
 import os
 import pickle
-import tarfile
 
 import pyarrow
 import pytest
@@ -36,14 +35,6 @@ def write_arrow(sink):
         writer.write_table(TABLE, max_chunksize=2)
 
 
-def write_tar(sink):
-    with tarfile.open(fileobj=sink, mode="w") as archive:
-        for i, text in enumerate(TEXTS):
-            member = tarfile.TarInfo(f"{i}.txt")
-            member.size = len(text)
-            archive.addfile(member, io.BytesIO(text.encode()))
-
-
 FILES = {
     "a.txt": b"|".join(text.encode() for text in TEXTS),
     "a.jsonl": LINES,
@@ -53,7 +44,6 @@ FILES = {
     "a.csv": ("text\n" + "\n".join(TEXTS)).encode(),
     "a.parquet": packed(lambda sink: parquet.write_table(TABLE, sink)),
     "a.arrow": packed(write_arrow),
-    "a.tar": packed(write_tar),
 }
 
 
