@@ -21,8 +21,7 @@ from jaxtyping import Int
 
 from jaxforge.cli.suggestions import listed
 from jaxforge.data.corpus.manifest import FIRST, UNLEARNED
-from jaxforge.data.corpus.optional import library
-from jaxforge.data.corpus.records import Content, RecordError, TableRow
+from jaxforge.data.corpus.records import Content, RecordError, TableRow, library
 from jaxforge.data.corpus.tokenizer import Tokenizer, with_prefix
 from jaxforge.data.corpus.workers import Encoded, Text
 from jaxforge.errors import UserError

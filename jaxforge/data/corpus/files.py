@@ -19,7 +19,6 @@ from itertools import pairwise
 from pathlib import Path
 from typing import BinaryIO, ClassVar, NamedTuple, Self, cast
 
-from jaxforge.data.corpus.optional import library
 from jaxforge.data.corpus.records import (
     DEFAULT_FIELD,
     MAX_RECORD_BYTES,
@@ -28,6 +27,7 @@ from jaxforge.data.corpus.records import (
     Record,
     bad_record,
     is_utf8,
+    library,
     to_record,
 )
 from jaxforge.data.corpus.remote_input import (

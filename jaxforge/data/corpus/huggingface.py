@@ -16,18 +16,23 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, Self
 
 from jaxforge.cli.suggestions import listed
-from jaxforge.data.corpus.assembly import assemble
 from jaxforge.data.corpus.conversations import Conversations
-from jaxforge.data.corpus.corpus_state import Options
 from jaxforge.data.corpus.files import FileState, Span, check_unchanged
 from jaxforge.data.corpus.formats.arrow import validate
 from jaxforge.data.corpus.inputs import Unit
-from jaxforge.data.corpus.manifest import ENTRY_DTYPE, FILE_NAME
-from jaxforge.data.corpus.optional import library
-from jaxforge.data.corpus.progress import Done
-from jaxforge.data.corpus.records import DEFAULT_FIELD, Content, Input, Record, TableRow, to_record
+from jaxforge.data.corpus.manifest import ENTRY_DTYPE, FILE_NAME, Options
+from jaxforge.data.corpus.parts import Done
+from jaxforge.data.corpus.records import (
+    DEFAULT_FIELD,
+    Content,
+    Input,
+    Record,
+    TableRow,
+    library,
+    to_record,
+)
 from jaxforge.data.corpus.tokenizer import Tokenizer, identity
-from jaxforge.data.corpus.unit_worker import begin_job, run_units
+from jaxforge.data.corpus.unit_worker import assemble, begin_job, run_units
 from jaxforge.data.corpus.writer import token_dtype
 from jaxforge.errors import InputChangedError, UserError
 from jaxforge.storage.atomic_directory import atomic_directory

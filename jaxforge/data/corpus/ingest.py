@@ -19,13 +19,13 @@ import numpy as np
 from jaxtyping import Int
 
 from jaxforge.data.corpus.conversations import encode_conversations, encode_preferences
-from jaxforge.data.corpus.corpus_state import Batch, Corpus, Options
 from jaxforge.data.corpus.documents import TextPart, text_parts
-from jaxforge.data.corpus.manifest import FIRST
+from jaxforge.data.corpus.manifest import FIRST, Options
 from jaxforge.data.corpus.records import Input
 from jaxforge.data.corpus.tokenizer import Tokenizer, with_prefix
 from jaxforge.data.corpus.tokenizer_files import load_tokenizer
 from jaxforge.data.corpus.workers import Encoded, Text, Tokens, Workers, serve
+from jaxforge.data.corpus.writer import Batch, Corpus
 
 BATCH_BYTES = 1 << 20  # of text per call of a tokenizer, whose results take up to 50 times as much
 BATCH_PARTS = 4096
@@ -211,9 +211,8 @@ def _hold_out(
         first = np.append(first, np.asarray(eos, first.dtype))
         later = np.append(np.asarray(tokenizer.prefix, later.dtype), later)
     chunks = [chunk for chunk in batch if not chunk.skipped]
-    size = _count_held_out(corpus, chunks, lengths, other_lengths, (is_cut, len(tokenizer.prefix)))
+    _count_held_out(corpus, chunks, lengths, other_lengths, (is_cut, len(tokenizer.prefix)))
     held_out.writer.add(first, documents + is_cut)
-    held_out.size, train.size = held_out.size + size, train.size - size
     train.writer.documents -= documents
     return Encoded({"train": later}, {})
 
@@ -224,8 +223,8 @@ def _count_held_out(
     lengths: Int[np.ndarray, "chunks"],
     other_lengths: Int[np.ndarray, "chunks"],
     cut: tuple[bool, int],
-) -> int:
-    """Count parts of documents in the statistics of both splits; return the bytes held out.
+) -> None:
+    """Count parts of documents in the statistics of both splits.
 
     Args:
         corpus: the progress.
@@ -237,17 +236,14 @@ def _count_held_out(
     is_cut, prefix = cut
     train, held_out = (corpus.splits[name].statistics for name in ("train", "validation"))
     last = int(np.flatnonzero(lengths)[-1]) if lengths.any() else -1
-    size = 0
     for i, (chunk, first, other) in enumerate(
         zip(chunks, lengths.tolist(), other_lengths.tolist(), strict=True)
     ):
         held = chunk.size * first // (first + other) if first else 0
         ends_here = is_cut and i == last
         if first:
-            size += held
             is_end = ends_here or (chunk.last and not other)
             held_out.add_text(chunk.source, first + ends_here, held, is_end=is_end)
         if other or ends_here:
             tokens = other + prefix * ends_here
             train.add_text(chunk.source, tokens, chunk.size - held, is_end=chunk.last)
-    return size

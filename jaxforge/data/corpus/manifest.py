@@ -51,6 +51,48 @@ BLOCK_BYTES = 1 << 16
 
 
 @dataclass(frozen=True)
+class Options:
+    """Options that the shards depend on, in addition to inputs and tokenizer.
+
+    Attributes:
+        dtype: numpy name of the type on disk.
+        file_format: "npy" or "bin".
+        shard_tokens: tokens per shard.
+        validation_fraction: fraction of the documents to hold out.
+        validation_tokens: number of first tokens to hold out instead.
+        max_bytes: bytes of text after which to stop.
+        skip_bad: skip records without text.
+        conversations: documents are conversations (`Conversations.document`).
+        preferences: documents are pairs of conversations (`Preferences.document`).
+        rules: names of the maps, in order.
+    """
+
+    dtype: str
+    file_format: str = "npy"
+    shard_tokens: int = 100_000_000
+    validation_fraction: float = 0.0
+    validation_tokens: int = 0
+    max_bytes: int | None = None
+    skip_bad: bool = False
+    conversations: bool = False
+    preferences: bool = False
+    rules: tuple[str, ...] = ()
+
+    @property
+    def version(self) -> int:
+        """The version of the manifest."""
+        if self.preferences:
+            return PREFERENCES
+        return CONVERSATIONS if self.conversations else VERSION
+
+    @property
+    def splits(self) -> tuple[str, ...]:
+        """Names of the splits to write."""
+        holds_out = self.validation_fraction or self.validation_tokens
+        return ("train", "validation") if holds_out else ("train",)
+
+
+@dataclass(frozen=True)
 class Shard:
     """One token file.
 

@@ -7,6 +7,8 @@ import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from importlib import import_module
+from types import ModuleType
 from typing import Any, BinaryIO, ClassVar, NamedTuple, Self
 
 from jaxforge.cli.suggestions import listed
@@ -308,3 +310,23 @@ def is_utf8(data: bytes) -> bool:
     except UnicodeDecodeError:
         return False
     return True
+
+
+def library(name: str, purpose: str, extra: str = "data") -> ModuleType:
+    """Import an optional library.
+
+    Args:
+        name: module name, such as "pyarrow.parquet".
+        purpose: use of the library in the error message, such as "reading Parquet".
+        extra: the extra of jaxforge that has the library.
+
+    Raises:
+        UserError: the library is not installed.
+    """
+    try:
+        return import_module(name)
+    except ImportError as error:
+        package = name.partition(".")[0]
+        raise UserError(
+            f"{purpose} needs {package}: pip install 'jaxforge[{extra}]' ({error})"
+        ) from error

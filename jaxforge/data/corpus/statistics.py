@@ -129,6 +129,11 @@ class Statistics:
                     self.outcomes.append([0, 0, 0])
                 self.outcomes[i][outcome] += 1
 
+    @property
+    def size(self) -> int:
+        """Bytes of text."""
+        return sum(counts[2] for counts in self.sources.values())
+
     def merge(self, other: "Statistics") -> None:
         """Add the counts of another part of the split."""
         for ours, theirs in ((self.documents_by_length, other.documents_by_length),
@@ -158,7 +163,7 @@ class Statistics:
             rows.append(SourceCounts(_OTHERS, *map(sum, zip(*others, strict=True))))
         counted = [*self.outcomes, *([[0, 0, 0]] * (len(rules) - len(self.outcomes)))]
         return CorpusStatistics(
-            bytes=sum(counts[2] for counts in self.sources.values()),
+            bytes=self.size,
             documents_by_length=tuple(self.documents_by_length[:bins]),
             tokens_by_length=tuple(self.tokens_by_length[:bins]),
             sources=tuple(rows),

@@ -38,7 +38,7 @@ Tokens = dict[str, Int[np.ndarray, "_"]]
 
 _Request = TypeVar("_Request")
 _Answer = TypeVar("_Answer")
-_Item = TypeVar("Item")
+_Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
 
 

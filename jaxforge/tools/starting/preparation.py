@@ -15,9 +15,7 @@ from pathlib import Path
 from rich.console import Console
 
 from jaxforge.data.corpus import formats
-from jaxforge.data.corpus.assembly import assemble, table
 from jaxforge.data.corpus.conversations import Conversations, Preferences, fingerprint
-from jaxforge.data.corpus.corpus_state import Options, check_split
 from jaxforge.data.corpus.documents import (
     TextPart,
     first_bytes,
@@ -27,14 +25,14 @@ from jaxforge.data.corpus.documents import (
 )
 from jaxforge.data.corpus.huggingface import HuggingFace, load_dataset
 from jaxforge.data.corpus.inputs import Unit, find_inputs, links_out, plan_units, sliced
-from jaxforge.data.corpus.manifest import ENTRY_DTYPE, FILE_NAME
+from jaxforge.data.corpus.manifest import ENTRY_DTYPE, FILE_NAME, Options
 from jaxforge.data.corpus.maps import Map, Mapped, load_maps
-from jaxforge.data.corpus.progress import progress_shown
+from jaxforge.data.corpus.parts import progress_shown
 from jaxforge.data.corpus.records import Content, Input, TextField
 from jaxforge.data.corpus.tokenizer import BPE_VOCAB_SIZE, Tokenizer, train_bpe
 from jaxforge.data.corpus.tokenizer_files import load_tokenizer
-from jaxforge.data.corpus.unit_worker import Job, begin_job, has_parts, run_units
-from jaxforge.data.corpus.writer import token_dtype
+from jaxforge.data.corpus.unit_worker import Job, assemble, begin_job, has_parts, run_units, table
+from jaxforge.data.corpus.writer import check_split, token_dtype
 from jaxforge.errors import UserError, file_error
 from jaxforge.storage import atomic_directory, urls
 from jaxforge.storage.atomic_directory import AtomicDirectory, Plan

@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from jaxforge.data.corpus.corpus_state import Options
 from jaxforge.data.corpus.inputs import Unit
-from jaxforge.data.corpus.progress import progress_shown
+from jaxforge.data.corpus.manifest import Options
+from jaxforge.data.corpus.parts import progress_shown
 from jaxforge.data.corpus.tokenizer_files import load_tokenizer
 from jaxforge.data.corpus.unit_worker import begin_job, run_units
 from jaxforge.errors import InputChangedError, UserError, file_error

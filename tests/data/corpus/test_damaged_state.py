@@ -9,7 +9,7 @@ import pytest
 
 from jaxforge.commands import prepare
 from jaxforge.data.corpus import unit_worker
-from jaxforge.data.corpus.corpus_state import Options
+from jaxforge.data.corpus.manifest import Options
 from jaxforge.errors import UserError
 from tests.data.corpus.interruptions import snapshot, write_records
 

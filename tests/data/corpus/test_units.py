@@ -16,7 +16,7 @@ import pytest
 
 from jaxforge.commands import prepare
 from jaxforge.data.conversation_shards import ConversationShards
-from jaxforge.data.corpus import corpus_state, ingest, unit_worker
+from jaxforge.data.corpus import ingest, manifest, unit_worker
 from jaxforge.data.corpus.documents import split_of
 from jaxforge.data.corpus.inputs import Unit, find_inputs, plan_units, sliced
 from jaxforge.data.corpus.manifest import Manifest
@@ -289,7 +289,7 @@ def test_conversations_of_several_units_match_one(tmp_path):
 
 def test_machine_that_does_not_see_the_output_is_refused(tmp_path):
     """Else it would write its shards to a disk of its own."""
-    options = corpus_state.Options(dtype="uint16")
+    options = manifest.Options(dtype="uint16")
     job = unit_worker.Job(tmp_path / "x" / "out", tmp_path / "x", options, "fingerprint")
     message = rf"{socket.gethostname()} does not see {tmp_path}/x: --output must be in a bucket"
     with pytest.raises(UserError, match=message):
@@ -331,7 +331,7 @@ def test_killed_driver_leaves_no_process_and_resumes(tmp_path):
 
 
 def test_progress_line_has_files_rate_and_time_left():
-    from jaxforge.data.corpus.progress import Done, in_words
+    from jaxforge.data.corpus.parts import Done, in_words
 
     first = Done(10, 0.1, 100, 1_000_000)
     now = Done(24, 0.25, 1234, 5_500_000)
