@@ -41,7 +41,7 @@ from jaxtyping import Int
 from jaxforge.config.data import Overlong
 from jaxforge.data.corpus.conversations import Conversations, encode_conversations
 from jaxforge.data.corpus.documents import ReadPosition, text_parts
-from jaxforge.data.corpus.files import Span
+from jaxforge.data.corpus.files import InputSpan
 from jaxforge.data.corpus.huggingface import HuggingFace
 from jaxforge.data.corpus.ingest import batches, encode, texts_of
 from jaxforge.data.corpus.manifest import FIRST, ID
@@ -140,7 +140,7 @@ class StreamedTokens:
         """Return one file of the dataset, from row `first` on."""
         n_files = self.dataset.num_shards
         rows = self.dataset.shard(n_files, index, contiguous=False)
-        name, span = f"{self.name}, file {index} of {n_files}", Span(first, sys.maxsize)
+        name, span = f"{self.name}, file {index} of {n_files}", InputSpan(first, sys.maxsize)
         return HuggingFace(name, rows, self.content, span)
 
     @property

@@ -73,8 +73,8 @@ def files(tmp_path):
 
 
 def run(files, tokenizer, output, *args):
-    given = (files, "--output", output, "--conversations", "--tokenizer", tokenizer, *args)
-    return prepare.main([*map(str, given), "--workers", "1"])
+    words = (files, "--output", output, "--conversations", "--tokenizer", tokenizer, *args)
+    return prepare.main([*map(str, words), "--workers", "1"])
 
 
 def expected(tokenizer, records=RECORDS):
@@ -98,10 +98,10 @@ def config(tokenizer, run="run", accum=1, batch=4, data=None, **sections):
     )
 
 
-def batches(given, n, first=0):
-    mesh = make_mesh(given, jax.devices()[:1])
-    dataset = sources.open_training_data(given)
-    read = loader.training_batches(given, mesh, dataset, first, n)
+def batches(job, n, first=0):
+    mesh = make_mesh(job, jax.devices()[:1])
+    dataset = sources.open_training_data(job)
+    read = loader.training_batches(job, mesh, dataset, first, n)
     return [jax.tree.map(np.asarray, batch) for batch in read]
 
 
@@ -141,8 +141,8 @@ def test_prepare_writes_shards_that_training_reads(files, tokenizer, tmp_path):
     assert rows == {"conversations": "60", "tokens": f"{n_tokens:,}", "… learned": f"{n_learned:,}"}
     settings = tomllib.loads((tmp_path / "out" / "train.toml").read_text("utf-8"))
     assert settings["model"]["vocab_size"] == load_tokenizer(tokenizer).vocab_size
-    given = config(tokenizer, data={**settings["data"], "shuffle": False})
-    dataset = sources.open_training_data(given)
+    job = config(tokenizer, data={**settings["data"], "shuffle": False})
+    dataset = sources.open_training_data(job)
     examples = whole(dataset)
     assert sorted(conversations_of(examples)) == sorted(inputs_and_labels(records))
     assert (examples["labels"] != IGNORE).sum() == n_learned
@@ -154,13 +154,13 @@ def test_prepare_writes_shards_that_training_reads(files, tokenizer, tmp_path):
 def test_batches_hold_every_conversation_once_an_epoch(files, tokenizer, tmp_path):
     run(files, tokenizer, tmp_path / "out", "--shard-tokens", "500", "--format", "bin")
     data = {"dataset_path": str(tmp_path / "out" / "train"), "file_pattern": "*.bin"}
-    given = config(tokenizer, batch=1, data=data)
-    n = len(sources.open_training_data(given))
-    twice = batches(given, 2 * n)
+    job = config(tokenizer, batch=1, data=data)
+    n = len(sources.open_training_data(job))
+    twice = batches(job, 2 * n)
     records = sorted(inputs_and_labels(expected(tokenizer)))
     for epoch in (twice[:n], twice[n:]):
         assert sorted(chain.from_iterable(map(conversations_of, epoch))) == records
-    resumed = batches(given, 3, first=n + 2)
+    resumed = batches(job, 3, first=n + 2)
     for item, other in zip(resumed, twice[n + 2 : n + 5], strict=True):
         jax.tree.map(np.testing.assert_array_equal, item, other)
 
@@ -266,8 +266,8 @@ def streaming(files, tokenizer, run, **data):
 def test_streams_read_every_conversation_once_an_epoch(files, tokenizer, tmp_path, shuffle):
     """Two files in two streams, one row of a microbatch each."""
     (files / "README.md").unlink()
-    given = streaming(files, tokenizer, tmp_path / "run", shuffle=shuffle)
-    got = batches(given, 80)
+    job = streaming(files, tokenizer, tmp_path / "run", shuffle=shuffle)
+    got = batches(job, 80)
     for row, part in ((0, RECORDS[:40]), (1, RECORDS[40:])):
         examples = {name: np.stack([b[name][0, row] for b in got]) for name in got[0]}
         seen = conversations_of(examples)
@@ -278,12 +278,12 @@ def test_streams_read_every_conversation_once_an_epoch(files, tokenizer, tmp_pat
 
 def test_streams_resume_anywhere(files, tokenizer, tmp_path):
     (files / "README.md").unlink()
-    given = streaming(files, tokenizer, tmp_path / "run")
-    every = batches(given, 40)
+    job = streaming(files, tokenizer, tmp_path / "run")
+    every = batches(job, 40)
     anchors = list((tmp_path / "run" / "stream").glob("*.jsonl"))
     assert all(len(path.read_text().splitlines()) > 4 for path in anchors)
     without = streaming(files, tokenizer, tmp_path / "other")
-    for resumed, first in ((given, 1), (given, 17), (given, 33), (without, 33)):
+    for resumed, first in ((job, 1), (job, 17), (job, 33), (without, 33)):
         for batch, other in zip(batches(resumed, 3, first=2 * first), every[first:], strict=False):
             jax.tree.map(np.testing.assert_array_equal, batch, other)
 
@@ -298,9 +298,9 @@ def test_overlong_conversations_are_cut_or_dropped_and_reported(
     with (files / "b.jsonl").open("a") as file:
         file.write(json.dumps({"messages": long}) + "\n")
     if streams:
-        given = streaming(files, tokenizer, tmp_path / "run", overlong=how)
-        [*_, last] = batches(given, 40)
-        examples = {name: np.stack([b[name] for b in batches(given, 40)]) for name in last}
+        job = streaming(files, tokenizer, tmp_path / "run", overlong=how)
+        [*_, last] = batches(job, 40)
+        examples = {name: np.stack([b[name] for b in batches(job, 40)]) for name in last}
     else:
         run(files, tokenizer, tmp_path / "out")
         data = {"dataset_path": str(tmp_path / "out" / "train"), "overlong": how}
@@ -331,18 +331,18 @@ def test_mixture_with_text_keeps_texts_unchanged(files, tokenizer, tmp_path):
 def test_evaluation_sees_each_label_once(files, tokenizer, tmp_path):
     run(files, tokenizer, tmp_path / "out", "--validation-fraction", "0.4")
     directory = tmp_path / "out" / "validation"
-    given = config(tokenizer, eval={"enabled": True, "datasets": {"dataset_path": str(directory)}})
-    [dataset] = sources.open_eval_data(given).values()
+    job = config(tokenizer, eval={"enabled": True, "datasets": {"dataset_path": str(directory)}})
+    [dataset] = sources.open_eval_data(job).values()
     assert isinstance(dataset.source, ConversationShards)
-    read = loader.eval_batches(given, make_mesh(given, jax.devices()[:1]), dataset)
+    read = loader.eval_batches(job, make_mesh(job, jax.devices()[:1]), dataset)
     n_labels = sum(int((batch["labels"] != IGNORE).sum()) for batch in read)
     entries = np.load(directory / "shard_00000.npy")
     assert n_labels == (entries <= ID).sum() > 0
 
 
-def by_hand(given, params, conversations):
+def by_hand(job, params, conversations):
     """-log p of all learned tokens, in float64, from the logits of each conversation by itself."""
-    model = build_model(given)
+    model = build_model(job)
     nats = 0.0
     logits_of = jax.jit(lambda params, ids: model.logits(params, model.hidden(params, ids)))
     for ids, labels in conversations:
@@ -357,15 +357,15 @@ def by_hand(given, params, conversations):
 def test_packed_loss_equals_separate_losses(files, tokenizer, tmp_path):
     run(files, tokenizer, tmp_path / "out")
     directory = str(tmp_path / "out" / "train")
-    given = config(tokenizer, eval={"enabled": True, "datasets": {"dataset_path": directory}})
-    model, mesh = build_model(given), make_mesh(given, jax.devices()[:1])
-    params = jax.tree.map(lambda leaf: 8 * leaf, drawn(given))  # far from even
+    job = config(tokenizer, eval={"enabled": True, "datasets": {"dataset_path": directory}})
+    model, mesh = build_model(job), make_mesh(job, jax.devices()[:1])
+    params = jax.tree.map(lambda leaf: 8 * leaf, drawn(job))  # far from even
     with jax.set_mesh(mesh):
-        datasets = sources.open_eval_data(given)
-        sums = Evaluator(given, mesh, model, datasets, load_tokenizer(tokenizer))(params, None)[""]
+        datasets = sources.open_eval_data(job)
+        sums = Evaluator(job, mesh, model, datasets, load_tokenizer(tokenizer))(params, None)[""]
     conversations = inputs_and_labels(expected(tokenizer))
     assert sums.tokens == sum(i != IGNORE for _, labels in conversations for i in labels)
-    assert sums.nats == pytest.approx(by_hand(given, params, conversations), rel=1e-5)
+    assert sums.nats == pytest.approx(by_hand(job, params, conversations), rel=1e-5)
     said = [message["content"] for item in RECORDS for message in item["messages"][1::2]]
     assert sums.n_bytes == sum(len(text) + 1 for text in said)  # and the line's end
 
@@ -373,8 +373,8 @@ def test_packed_loss_equals_separate_losses(files, tokenizer, tmp_path):
 def test_valid_tokens_count_learned_labels(files, tokenizer, tmp_path):
     run(files, tokenizer, tmp_path / "out")
     data = {"dataset_path": str(tmp_path / "out" / "train")}
-    given = config(tokenizer, tmp_path / "run", batch=1, data=data, distributed={"dp_shard": 8})
-    train(given)
+    job = config(tokenizer, tmp_path / "run", batch=1, data=data, distributed={"dp_shard": 8})
+    train(job)
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     logged = [line for line in map(json.loads, lines) if "train/loss" in line]
     read = batches(config(tokenizer, batch=8, data=data), len(logged))
@@ -411,20 +411,20 @@ def damaged(directory, change):
 def test_damaged_conversation_shards_raise(files, tokenizer, tmp_path, change, message):
     run(files, tokenizer, tmp_path / "out")
     damaged(tmp_path / "out" / "train", change)
-    given = config(tokenizer, data={"dataset_path": str(tmp_path / "out" / "train")})
+    job = config(tokenizer, data={"dataset_path": str(tmp_path / "out" / "train")})
     with pytest.raises(UserError, match=message):
-        sources.open_training_data(given)
+        sources.open_training_data(job)
 
 
 def test_too_short_sequence_raises(files, tokenizer, tmp_path):
     run(files, tokenizer, tmp_path / "out")
     data = {"dataset_path": str(tmp_path / "out" / "train"), "overlong": "drop"}
-    given = config(tokenizer, data=data)
-    given = given.model_copy(update={"train": given.train.model_copy(update={"seq_len": 4})})
+    job = config(tokenizer, data=data)
+    job = job.model_copy(update={"train": job.train.model_copy(update={"seq_len": 4})})
     with pytest.raises(
         UserError, match=r"60 of 60 conversations .* left out .*raise train\.seq_len"
     ):
-        sources.open_training_data(given)
+        sources.open_training_data(job)
 
 
 def test_wrong_arguments_raise(files, tokenizer, tmp_path):

@@ -123,7 +123,7 @@ class ChatTemplate:
         except RecursionError as error:
             raise ValueError("its objects are nested too deeply") from error
         if _BETWEEN_MARKS.search(texts):
-            raise ValueError("it holds U+FDD0 or U+FDD1, which are no characters")
+            raise ValueError("it holds U+FDD0 or U+FDD1, which are not characters")
         if self._choose(options).has_marks and not first:
             return _unmark(self._text(messages, options))
         text = _unmark(self._text(messages, options))[0]

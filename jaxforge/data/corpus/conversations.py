@@ -87,7 +87,7 @@ class Conversations(Content):
         """Return JSON with `text`, `learned` (spans) and `eos` (True if a learned EOS follows).
 
         Raises:
-            ValueError: the record is no conversation, the template refuses it, or no span is
+            ValueError: the record is not a conversation, the template refuses it, or no span is
                 learned.
         """
         form = _form(name for name, value in record.items() if value is not None)
@@ -153,7 +153,7 @@ class Preferences(Conversations):
         """Return a JSON list of two documents of `Conversations`: chosen, rejected.
 
         Raises:
-            ValueError: the record is no pair, the template refuses it, or an answer is empty.
+            ValueError: the record is not a pair, the template refuses it, or an answer is empty.
         """
         if isinstance(record, TableRow):
             record = without_none(record)

@@ -138,10 +138,10 @@ def text_parts(
                 if inside:
                     size = min(_size(record.content), max_bytes or sys.maxsize)
                     end = _line_before(record.content, int(size * (1 - validation_fraction)))
-                    parts = [Part("train", 0, end), Part("validation", end, None)]
+                    parts = [TextRange("train", 0, end), TextRange("validation", end, None)]
                 else:
                     name = source.document(record.number)
-                    parts = [Part(split_of(name, validation_fraction), 0, None)]
+                    parts = [TextRange(split_of(name, validation_fraction), 0, None)]
                 for chunk in _of_record(i, source, record, offset, left, parts):
                     left -= chunk.size
                     yield chunk
@@ -194,7 +194,7 @@ def _without_text(i: int, source: Input, record: Record, validation_fraction: fl
     )
 
 
-class Part(NamedTuple):
+class TextRange(NamedTuple):
     """Range of bytes in the text of a record.
 
     Attributes:
@@ -209,7 +209,7 @@ class Part(NamedTuple):
 
 
 def _of_record(
-    i: int, source: Input, record: Record, offset: int, limit: int, parts: Sequence[Part]
+    i: int, source: Input, record: Record, offset: int, limit: int, parts: Sequence[TextRange]
 ) -> Iterator[TextPart]:
     document, origin = source.document(record.number), record.source or source.source
     for part in parts:

@@ -124,7 +124,7 @@ def check_unchanged(path: Location, before: FileState, *, opening: bool = False)
     return now
 
 
-class Span(NamedTuple):
+class InputSpan(NamedTuple):
     """Range of bytes of a file. A slice holds the records that begin within it.
 
     Attributes:
@@ -168,7 +168,7 @@ class File(Input):
     modified: int | str
     content: Content = DEFAULT_FIELD
     max_record_bytes: int = MAX_RECORD_BYTES
-    span: Span | None = None
+    span: InputSpan | None = None
     state: FileState | None = None
 
     def opened(self) -> Self:
@@ -223,7 +223,7 @@ class File(Input):
         if n < 2 or not self.can_be_sliced:
             return [self]
         borders = [self.size * i // n for i in range(n + 1)]
-        return [replace(self, span=Span(*ends)) for ends in pairwise(borders)]
+        return [replace(self, span=InputSpan(*ends)) for ends in pairwise(borders)]
 
     @property
     def is_packed(self) -> bool:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from jaxforge.cli.suggestions import listed
 from jaxforge.data.corpus.conversations import Conversations
-from jaxforge.data.corpus.files import FileState, Span, check_unchanged
+from jaxforge.data.corpus.files import FileState, InputSpan, check_unchanged
 from jaxforge.data.corpus.formats.arrow import validate
 from jaxforge.data.corpus.inputs import Unit
 from jaxforge.data.corpus.manifest import ENTRY_DTYPE, FILE_NAME, Options
@@ -63,7 +63,7 @@ class HuggingFace(Input):
     name: str
     dataset: "Dataset | IterableDataset"
     content: Content = DEFAULT_FIELD
-    span: Span | None = None
+    span: InputSpan | None = None
     states: tuple[tuple[Path, FileState], ...] = ()
 
     @classmethod
@@ -103,7 +103,7 @@ class HuggingFace(Input):
         table = getattr(self.dataset, "data", None)
         if table is None:
             return 0
-        first, end = self.span or Span(0, len(self.dataset))
+        first, end = self.span or InputSpan(0, len(self.dataset))
         return table.nbytes * (end - first) // max(1, table.num_rows)
 
     @property
@@ -117,7 +117,7 @@ class HuggingFace(Input):
         if n < 2:
             return [self]
         borders = [len(self.dataset) * i // n for i in range(n + 1)]
-        return [replace(self, span=Span(*ends)) for ends in pairwise(borders)]
+        return [replace(self, span=InputSpan(*ends)) for ends in pairwise(borders)]
 
     def records(self) -> Iterator[Record]:
         """Yield the rows of the span.
@@ -177,8 +177,8 @@ def load_dataset(
             return _saved(datasets, name, split, streaming)
         return datasets.load_dataset(name, config or None, split=split, streaming=streaming)
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
-        wanted = f"{name!r}, config {config!r}, split {split!r}"
-        raise UserError(f"cannot load the Hugging Face dataset {wanted}: {error}") from error
+        source = f"{name!r}, config {config!r}, split {split!r}"
+        raise UserError(f"cannot load the Hugging Face dataset {source}: {error}") from error
 
 
 def _saved(

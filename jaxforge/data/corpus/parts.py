@@ -58,7 +58,7 @@ class SplitPart:
 
 
 @dataclass(frozen=True)
-class Part:
+class UnitPart:
     """Output of a unit.
 
     Attributes:
@@ -82,7 +82,7 @@ class Part:
         return sum(split.tokens for split in self.splits.values())
 
 
-_JSON = TypeAdapter(Part)
+_JSON = TypeAdapter(UnitPart)
 
 
 class Parts:
@@ -102,7 +102,7 @@ class Parts:
         return {int(name[1]) for name in names if name}
 
     @contextmanager
-    def claimed(self, unit: int) -> Iterator[Part | None]:
+    def claimed(self, unit: int) -> Iterator[UnitPart | None]:
         """Exclude other processes from a unit on a local disk; yield the part if it is finished.
 
         A process that was lost, but still runs, may hold the unit for a while. In a bucket, objects
@@ -125,21 +125,21 @@ class Parts:
                 raise UserError(f"{locks.holder(path)} does not release {path}: end it")
             time.sleep(0.2)
 
-    def read(self, unit: int) -> Part | None:
+    def read(self, unit: int) -> UnitPart | None:
         """Return a part; None if it is not finished, or its file is damaged."""
         try:
             return _JSON.validate_python(read_sealed(self._path(unit, "json")))
         except ValidationError:
             return None
 
-    def read_all(self, units: Iterable[int]) -> Iterator[Part]:
+    def read_all(self, units: Iterable[int]) -> Iterator[UnitPart]:
         """Yield finished parts, in order."""
         with ThreadPoolExecutor(READERS) as threads:
             for number, part in zip(units, threads.map(self.read, units), strict=True):
                 assert part is not None, f"part {number} is not finished"
                 yield part
 
-    def write(self, part: Part) -> None:
+    def write(self, part: UnitPart) -> None:
         """Write a part, which is finished with that."""
         write_sealed(self._path(part.unit, "json"), _JSON.dump_python(part, mode="json"))
 
@@ -159,7 +159,7 @@ def _names(directory: Path) -> list[str]:
     return [path.name for path in directory.iterdir()]
 
 
-def sums(parts: Iterable[Part]) -> Mapping[str, SplitPart]:
+def sums(parts: Iterable[UnitPart]) -> Mapping[str, SplitPart]:
     """Return the splits of all parts together, with the shards in order."""
     splits: dict[str, list[SplitPart]] = {}
     for part in parts:
@@ -279,7 +279,7 @@ class UnitProgress:
             if time.monotonic() - self._displayed >= _DISPLAY_SECONDS:
                 self._display()
 
-    def finish(self, part: Part) -> None:
+    def finish(self, part: UnitPart) -> None:
         """Record that a unit is finished."""
         with self._lock:
             self._running.pop(part.unit, None)

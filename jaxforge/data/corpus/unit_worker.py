@@ -22,7 +22,7 @@ from jaxtyping import Int
 from jaxforge.data.corpus.ingest import fill
 from jaxforge.data.corpus.inputs import Unit
 from jaxforge.data.corpus.manifest import ID, LENGTHS, Manifest, Options, Shard
-from jaxforge.data.corpus.parts import READERS, Done, Part, Parts, SplitPart, UnitProgress, sums
+from jaxforge.data.corpus.parts import READERS, Done, Parts, SplitPart, UnitPart, UnitProgress, sums
 from jaxforge.data.corpus.statistics import total
 from jaxforge.data.corpus.tokenizer import Tokenizer
 from jaxforge.data.corpus.tokenizer_files import load_tokenizer
@@ -43,7 +43,7 @@ PARTS = "parts"
 
 
 @dataclass(frozen=True)
-class Job:
+class CorpusJob:
     """Everything that the units of a corpus have in common.
 
     Attributes:
@@ -82,12 +82,12 @@ def begin_job(
     options: Options,
     *,
     isolate: bool = True,
-) -> Job:
+) -> CorpusJob:
     """Return the job of an output, and record that there are parts to resume from."""
     if not has_parts(destination):
         destination.commit({"units": n_units})
     fingerprint = tokenizer.fingerprint
-    return Job(destination.out, destination.state, options, fingerprint, n_units, isolate)
+    return CorpusJob(destination.out, destination.state, options, fingerprint, n_units, isolate)
 
 
 def has_parts(destination: AtomicDirectory) -> bool:
@@ -96,7 +96,7 @@ def has_parts(destination: AtomicDirectory) -> bool:
 
 
 def run_units(
-    job: Job,
+    job: CorpusJob,
     units: Sequence[Unit],
     workers: int,
     show: Callable[[Done], None] = lambda _: None,
@@ -104,7 +104,7 @@ def run_units(
     """Prepare all units that are not finished.
 
     Args:
-        job: see `Job`.
+        job: see `CorpusJob`.
         units: the units of this process.
         workers: number of processes.
         show: called with the progress.
@@ -123,11 +123,11 @@ def run_units(
         progress.finish(part)
 
 
-def prepare_unit(job: Job, unit: Unit, show: Show = ignore_news) -> Part:
+def prepare_unit(job: CorpusJob, unit: Unit, show: Show = ignore_news) -> UnitPart:
     """Prepare a unit, unless it is finished.
 
     Args:
-        job: see `Job`.
+        job: see `CorpusJob`.
         unit: the unit.
         show: called after each batch.
 
@@ -175,7 +175,7 @@ def prepare_unit(job: Job, unit: Unit, show: Show = ignore_news) -> Part:
     return part
 
 
-def _intact_units(job: Job, numbers: Iterable[int]) -> set[int]:
+def _intact_units(job: CorpusJob, numbers: Iterable[int]) -> set[int]:
     """Return the finished units among `numbers` whose files are whole; the others are repeated."""
     numbers, parts = list(numbers), job.parts
 
@@ -188,7 +188,7 @@ def _intact_units(job: Job, numbers: Iterable[int]) -> set[int]:
     return {n for n, is_whole in zip(numbers, are_intact, strict=True) if is_whole}
 
 
-def is_intact(job: Job, part: Part) -> bool:
+def is_intact(job: CorpusJob, part: UnitPart) -> bool:
     """Return whether a part has all splits, and its files have their sizes.
 
     Objects in buckets are written whole.
@@ -227,7 +227,7 @@ def _tokenizer(directory: Path, fingerprint: str) -> Tokenizer:
     return tokenizer
 
 
-def _complete(corpus: Corpus, number: int) -> Part:
+def _complete(corpus: Corpus, number: int) -> UnitPart:
     splits = {
         name: SplitPart(
             documents=split.writer.documents,
@@ -238,10 +238,10 @@ def _complete(corpus: Corpus, number: int) -> Part:
         )
         for name, split in corpus.splits.items()
     }
-    return Part(number, corpus.skipped, splits)
+    return UnitPart(number, corpus.skipped, splits)
 
 
-def _upload(part: Part, source: Path, job: Job) -> None:
+def _upload(part: UnitPart, source: Path, job: CorpusJob) -> None:
     """Copy the files of a part to a bucket, one at a time."""
     from jaxforge.storage import files
 
@@ -274,11 +274,11 @@ class Totals(NamedTuple):
     options: Options
 
 
-def assemble(job: Job, tokenizer: Tokenizer, tokenizer_name: str) -> Totals:
+def assemble(job: CorpusJob, tokenizer: Tokenizer, tokenizer_name: str) -> Totals:
     """Write the manifests of the splits.
 
     Args:
-        job: see `Job`; all units are finished.
+        job: see `CorpusJob`; all units are finished.
         tokenizer: the tokenizer.
         tokenizer_name: name of the tokenizer in the manifests.
 
@@ -322,7 +322,7 @@ def _lengths(parts: Parts, n_units: int, split: str) -> Iterator[bytes]:
         yield parts.lengths_path(unit, split).read_bytes()
 
 
-def _first_tokens(job: Job, shards: Iterable[Shard]) -> Int[np.ndarray, "n"]:
+def _first_tokens(job: CorpusJob, shards: Iterable[Shard]) -> Int[np.ndarray, "n"]:
     """Return the first training tokens; of conversations, the learned ones among them."""
     dtype, tokens = np.dtype(job.options.dtype), []
     left = _COUNTED_TOKENS

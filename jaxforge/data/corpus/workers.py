@@ -93,12 +93,12 @@ class Workers(Generic[_Request, _Answer]):
         self._processes, self._threads = [], ThreadPoolExecutor(n)
         # As many threads as workers: a thread that runs a request always finds an idle worker.
         for _ in range(n):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=function, args=(theirs, *args), daemon=daemon)
+            parent_end, child_end = context.Pipe()
+            process = context.Process(target=function, args=(child_end, *args), daemon=daemon)
             process.start()
-            theirs.close()  # else `recv` would not see the end of the pipe when the worker dies
+            child_end.close()  # else `recv` would not see the end of the pipe when the worker dies
             self._processes.append(process)
-            self._idle.put((ours, process))
+            self._idle.put((parent_end, process))
 
     def __enter__(self) -> Self:
         return self

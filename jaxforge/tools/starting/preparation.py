@@ -31,7 +31,14 @@ from jaxforge.data.corpus.parts import progress_shown
 from jaxforge.data.corpus.records import Content, Input, TextField
 from jaxforge.data.corpus.tokenizer import BPE_VOCAB_SIZE, Tokenizer, train_bpe
 from jaxforge.data.corpus.tokenizer_files import load_tokenizer
-from jaxforge.data.corpus.unit_worker import Job, assemble, begin_job, has_parts, run_units, table
+from jaxforge.data.corpus.unit_worker import (
+    CorpusJob,
+    assemble,
+    begin_job,
+    has_parts,
+    run_units,
+    table,
+)
 from jaxforge.data.corpus.writer import check_split, token_dtype
 from jaxforge.errors import UserError, file_error
 from jaxforge.storage import atomic_directory, urls
@@ -215,7 +222,7 @@ def _workers(args: argparse.Namespace) -> int:
 
 
 def _run(
-    args: argparse.Namespace, job: Job, units: Sequence[Unit], destination: AtomicDirectory
+    args: argparse.Namespace, job: CorpusJob, units: Sequence[Unit], destination: AtomicDirectory
 ) -> None:
     """Prepare the units; after a failure without progress, leave nothing to resume from."""
     try:

@@ -33,10 +33,10 @@ def test_language_filter_keeps_english(tmp_path):
         "It was a bright cold day in April, and the clocks were striking thirteen.",
         "Call me Ishmael. Some years ago, never mind how long precisely, I went to sea.",
     ]
-    others = ["Als Gregor Samsa eines Morgens aus unruhigen Träumen erwachte, fand er sich.",
+    foreign = ["Als Gregor Samsa eines Morgens aus unruhigen Träumen erwachte, fand er sich.",
               "Longtemps, je me suis couché de bonne heure. Parfois, à peine ma bougie éteinte.",
               "吾輩は猫である。名前はまだ無い。"]  # fmt: skip
-    texts = [english[0], *others, english[1]]
+    texts = [english[0], *foreign, english[1]]
     assert run(texts, tmp_path, "language", "keep_english") == (english, (2, 0, 3))
 
 

@@ -122,7 +122,7 @@ def test_work_of_file_with_other_content_is_repeated(planned, partial, source, n
 
 
 def test_part_without_a_split_is_not_intact(partial):
-    job = unit_worker.Job(partial / "out", partial, Options("uint16"), "")
+    job = unit_worker.CorpusJob(partial / "out", partial, Options("uint16"), "")
     part = job.parts.read(0)
     assert unit_worker.is_intact(job, part)
     assert not unit_worker.is_intact(job, replace(part, splits={}))

@@ -290,7 +290,7 @@ def test_conversations_of_several_units_match_one(tmp_path):
 def test_machine_that_does_not_see_the_output_is_refused(tmp_path):
     """Else it would write its shards to a disk of its own."""
     options = manifest.Options(dtype="uint16")
-    job = unit_worker.Job(tmp_path / "x" / "out", tmp_path / "x", options, "fingerprint")
+    job = unit_worker.CorpusJob(tmp_path / "x" / "out", tmp_path / "x", options, "fingerprint")
     message = rf"{socket.gethostname()} does not see {tmp_path}/x: --output must be in a bucket"
     with pytest.raises(UserError, match=message):
         unit_worker.prepare_unit(job, Unit(0, ()))

@@ -23,7 +23,7 @@ _BLANK = re.compile(r"[ \t\r\n]*")
 
 
 class JsonLines(File):
-    """An object per line, plain or compressed; blank lines are numbered, but are no documents.
+    """An object per line, plain or compressed; blank lines are numbered, but are not documents.
 
     A slice holds the lines that begin in its span.
     """
