@@ -123,6 +123,7 @@ class StreamedTokens:
             UserError: `rows` do not divide by the streams that the run began with.
         """
         n_streams = self._n_streams(rows)
+        # Row r of a microbatch belongs to stream r // per_stream.
         per_stream = rows // n_streams
         needed = sorted({row // per_stream for row in local_rows})
         readers = {
@@ -302,6 +303,8 @@ class _Stream:
         width = self._source.window
         full = max(1, BLOCK_TOKENS // width)
         held: list[tuple[_ChunkPosition, Int[np.ndarray, "_"]]] = []
+        # Invariant: `held` has the chunks from the first unused token on, `drop` is the number of
+        # used tokens in its first chunk, and `size` counts the unused tokens.
         window, drop, size = start.window, start.drop, -start.drop
         for chunk in chain(self._chunks(start), [None]):
             if chunk is not None:

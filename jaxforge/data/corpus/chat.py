@@ -275,6 +275,7 @@ class IsolatedTemplate:
         header = stdout.readline()
         if not header:
             raise UserError(f"the tokenizer's chat template {self._end()}")
+        # JSON and not pickle: what the child sends must not run code in this process.
         answer = json.loads(header)
         return answer, stdout.read(answer["size"]).decode(*_ENCODING)
 

@@ -183,6 +183,7 @@ def _split(record: Mapping[str, Any]) -> tuple[Any, Any, Any]:
         if prompt is None:
             raise ValueError("the record has texts as answers, and no prompt")
         return prompt, chosen, rejected
+    # Tables have all keys in each row: a null key does not make a difference between two messages.
     pairs = zip(map(without_null_keys, chosen), map(without_null_keys, rejected), strict=False)
     n = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(chosen), len(rejected)))
     if n == 0 and prompt is not None:
@@ -248,6 +249,7 @@ def _entries(
     entries, (starts, ends) = np.asarray(ids, dtype), offsets.T
     learned = np.zeros(len(ids), bool)
     for start, end in spans:
+        # Half-open ranges overlap if each starts before the other ends; [n] for each span.
         learned |= (starts < end) & (ends > start)
     entries[~learned] |= UNLEARNED
     return entries

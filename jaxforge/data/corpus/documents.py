@@ -132,9 +132,11 @@ def text_parts(
                 if record.problem:
                     yield _skipped(i, source, record, skip_bad)
                     continue
+                # Maps left no text, but their outcomes count in the split of the record.
                 if record.outcomes and not _size(record.content):
                     yield _without_text(i, source, record, validation_fraction)
                     continue
+                # A single text is cut at a line start: its head is trained on, its tail held out.
                 if inside:
                     size = min(_size(record.content), max_bytes or sys.maxsize)
                     end = _line_before(record.content, int(size * (1 - validation_fraction)))
@@ -213,6 +215,7 @@ def _of_record(
 ) -> Iterator[TextPart]:
     document, origin = source.document(record.number), record.source or source.source
     for part in parts:
+        # Reading begins behind this range.
         if part.end is not None and part.end <= offset:
             continue
         record.content.seek(offset)
@@ -270,6 +273,7 @@ def _read(file: BinaryIO, limit: int, end: int | None) -> bytes:
     """Read about a MiB up to the end of a line, or `limit` bytes and the end of their line."""
     data = file.read(min(limit, PART_BYTES))
     if data and not data.endswith(b"\n"):
+        # Up to the end of the line, or back to a cut within it if the line is too long.
         tail = file.readline(LINE_BYTES)
         data += tail
         if len(tail) == LINE_BYTES and not tail.endswith(b"\n"):
@@ -286,6 +290,7 @@ def _cut(data: bytes) -> int:
     """Return the offset to split a long line at: before the last space, or between characters."""
     if (space := data.rfind(b" ", 1)) > 0:
         return space
+    # In UTF-8, bytes 0x80 to 0xBF continue a character, and 0xC0 and above begin one.
     end = len(data)
     while end > len(data) - 4 and data[end - 1] & 0xC0 == 0x80:
         end -= 1

@@ -222,6 +222,7 @@ class File(Input):
         n = -(-self.size // nbytes)
         if n < 2 or not self.can_be_sliced:
             return [self]
+        # Integer arithmetic on the size alone: every process and start gets the same borders.
         borders = [self.size * i // n for i in range(n + 1)]
         return [replace(self, span=InputSpan(*ends)) for ends in pairwise(borders)]
 

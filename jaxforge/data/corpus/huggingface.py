@@ -143,6 +143,7 @@ def _rows(dataset: "Dataset | IterableDataset", where: str) -> Iterator[TableRow
 
 def _checked(dataset: "Dataset", where: str) -> Iterator[dict[str, Any]]:
     """Yield batches of a dataset on disk, each after a check of its Arrow data."""
+    # In step: each table is checked before Python objects are made of the same rows.
     batches = dataset.iter(ROWS)
     for table in dataset.with_format("arrow").iter(ROWS):
         try:
@@ -218,6 +219,7 @@ def cached_shards(
     dataset = load_dataset(name, config, split)
     label = ":".join(filter(None, [name, config, split]))
     source = HuggingFace.on_disk(label, dataset, content)
+    # Without the name: the same rows under another name have the same tokens.
     key = [*source.identity[1:], *content.identity, *identity(tokenizer)]
     cache = library("datasets", "reading Hugging Face datasets").config.HF_DATASETS_CACHE
     output = Path(cache) / "jaxforge" / hashlib.sha256(json.dumps(key).encode()).hexdigest()[:24]

@@ -166,6 +166,7 @@ def encode(tokenizer: Tokenizer, texts: Sequence[Text], dtype: str) -> Encoded:
     for (split, _, first, last), ids in zip(texts, encoded, strict=True):
         begun = with_prefix(tokenizer, ids) if first else ids
         parts.setdefault(split, []).append(np.asarray(begun, dtype))
+        # Some tokenizers have one token for BOS and EOS: the prefix of a document does not end it.
         needs_end = last and begun[len(tokenizer.prefix) * first :][-1:] != [tokenizer.eos_id]
         if needs_end:
             parts[split].append(end)
@@ -203,16 +204,19 @@ def _hold_out(
     if missing <= 0 or "train" not in encoded.tokens:
         return encoded
     arrived, eos = encoded.tokens["train"], tokenizer.eos_id
+    # Lengths by text: [texts], the sum of both is the length of each text.
     lengths, other_lengths = split_tokens(arrived, encoded.lengths["train"], missing)
     first, later = arrived[:missing], arrived[missing:]
     documents = int(np.count_nonzero(first == eos))
     is_cut = len(first) == missing and int(first[-1]) != eos  # the document counts in both splits
+    # The cut document is complete in both splits: EOS ends it here, its prefix begins it there.
     if is_cut:
         first = np.append(first, np.asarray(eos, first.dtype))
         later = np.append(np.asarray(tokenizer.prefix, later.dtype), later)
     chunks = [chunk for chunk in batch if not chunk.skipped]
     _count_held_out(corpus, chunks, lengths, other_lengths, (is_cut, len(tokenizer.prefix)))
     held_out.writer.add(first, documents + is_cut)
+    # `Split.add` will count every document that ends in this batch for the training split.
     train.writer.documents -= documents
     return Encoded({"train": later}, {})
 
@@ -239,6 +243,7 @@ def _count_held_out(
     for i, (chunk, first, other) in enumerate(
         zip(chunks, lengths.tolist(), other_lengths.tolist(), strict=True)
     ):
+        # Bytes of a cut part are divided by tokens, as its bytes per token are not known.
         held = chunk.size * first // (first + other) if first else 0
         ends_here = is_cut and i == last
         if first:

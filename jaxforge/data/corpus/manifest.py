@@ -153,6 +153,7 @@ def extend_hashes(crc32: str, size: int, more: bytes) -> str:
     hashes, data = bytearray(base64.b64decode(crc32)), memoryview(more)
     while data:
         filled = size % BLOCK_BYTES
+        # The last block may be incomplete: its CRC continues from the one that is stored.
         begun = int.from_bytes(hashes[-4:], "little") if filled else 0
         part = data[: BLOCK_BYTES - filled]
         hashes[len(hashes) - 4 * bool(filled) :] = zlib.crc32(part, begun).to_bytes(4, "little")

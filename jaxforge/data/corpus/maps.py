@@ -159,6 +159,7 @@ class Mapped(Content):
 
 def _mapped(each: Map, record: Mapping[str, Any], where: str) -> tuple[MapRecord, int]:
     """Return the result of a map, and whether it dropped, changed or left the record."""
+    # A map may change the record, or a list in it, in place and return the same object.
     before = _snapshot(record)
     result = each.call(dict(record), where)
     if result is None:

@@ -140,6 +140,7 @@ class Statistics:
                              (self.tokens_by_length, other.tokens_by_length)):  # fmt: skip
             totals[:] = map(sum, zip(totals, added, strict=True))
         for name, counts in other.sources.items():
+            # Each unit names up to a thousand sources, and all together may have many more.
             known = name in self.sources or len(self.sources) < _MOST_SOURCES
             totals = self.sources.setdefault(name if known else _UNNAMED, [0, 0, 0])
             totals[:] = map(sum, zip(totals, counts, strict=True))

@@ -138,6 +138,7 @@ def prepare_unit(job: CorpusJob, unit: Unit, show: Show = ignore_news) -> UnitPa
         UserError: an input cannot be read, or a shard cannot be written.
         StorageError: the bucket failed for longer than requests are repeated.
     """
+    # Shards on a disk that only this machine sees would be missed at the end of the corpus.
     if not (job.state / PLAN).exists():
         raise UserError(
             f"{socket.gethostname()} does not see {job.state}: --output must be in a bucket, or on "
@@ -149,6 +150,8 @@ def prepare_unit(job: CorpusJob, unit: Unit, show: Show = ignore_news) -> UnitPa
             return finished
         tokenizer = _tokenizer(job.out / "tokenizer", job.fingerprint)
         is_remote = urls.in_bucket(job.out)
+        # The header of a shard has its number of tokens, known at the end, and objects cannot be
+        # changed: shards of a bucket are complete files here before they are uploaded.
         with tempfile.TemporaryDirectory(prefix="jaxforge-") as temporary:
             out = Path(temporary) if is_remote else job.out
             number = None if job.is_single else unit.number
@@ -171,6 +174,7 @@ def prepare_unit(job: CorpusJob, unit: Unit, show: Show = ignore_news) -> UnitPa
                 part = _complete(corpus, unit.number)
             if is_remote:
                 _upload(part, out, job)
+        # Last: all that a part promises is durable by now, so a kill costs work but no correctness.
         parts.write(part)
     return part
 
@@ -183,6 +187,7 @@ def _intact_units(job: CorpusJob, numbers: Iterable[int]) -> set[int]:
         part = parts.read(number)
         return part is not None and is_intact(job, part)
 
+    # In a bucket, each part is a round trip.
     with ThreadPoolExecutor(READERS) as threads:
         are_intact = list(threads.map(check, numbers))
     return {n for n, is_whole in zip(numbers, are_intact, strict=True) if is_whole}
@@ -289,6 +294,7 @@ def assemble(job: CorpusJob, tokenizer: Tokenizer, tokenizer_name: str) -> Total
     every = list(parts.read_all(range(job.n_units)))
     splits = sums(every)
     skipped = sum(part.skipped for part in every)
+    # A split may be empty in most units, but not in all.
     check_documents({name: split.documents for name, split in splits.items()}, skipped, options)
     for name, split in splits.items():
         lengths_crc32 = None

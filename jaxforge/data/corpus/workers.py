@@ -214,6 +214,7 @@ def run_in_processes(
         return
     # Not daemons, because they may start encoding processes themselves.
     with Workers[_Item, _Result](n, serve_items, function, daemon=False) as pool:
+        # In the order of completion: a slow unit does not hold back the display of later ones.
         for future in as_completed(pool.submit(item, show) for item in items):
             yield future.result()
 

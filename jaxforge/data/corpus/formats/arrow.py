@@ -179,6 +179,7 @@ class Parquet(ArrowRows):
         before = 0  # rows of earlier groups
         for group, size in zip(range(len(sizes)), accumulate(sizes, initial=0), strict=False):
             rows = file.metadata.row_group(group).num_rows
+            # By unpacked bytes before the group, scaled to the file: slices divide the file evenly.
             if self.is_in_slice(size, sum(sizes)):
                 n_rows = self._rows_at_a_time(file.metadata, group, columns)
                 batches = file.iter_batches(n_rows, row_groups=[group], columns=columns)

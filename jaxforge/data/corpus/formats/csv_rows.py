@@ -43,6 +43,7 @@ class Csv(File):
                 names = next(rows, [])
                 self.columns(names)
                 for row in rows:
+                    # All lines of this row are read: the next row has the whole limit again.
                     lines.size = 0
                     number += bool(row)
                     if not row:

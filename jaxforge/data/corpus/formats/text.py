@@ -129,6 +129,7 @@ def _occurrences(file: BinaryIO, separator: bytes) -> Iterator[int]:
             yield offset + start
             position = start + len(separator)
         position = max(position, len(buffer) - len(separator) + 1)
+        # What remains is shorter than a separator, and may be the start of one.
         offset, buffer = offset + position, buffer[position:]
 
 
