@@ -162,7 +162,7 @@ def _reading(source: Input) -> Iterator[Input]:
         UserError: it cannot be read.
     """
     try:
-        source = source.opened()
+        source.check_unchanged(opening=True)
         try:
             yield source
         except Exception:

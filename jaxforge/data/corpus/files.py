@@ -10,11 +10,9 @@ import gzip
 import io
 import itertools
 import os
-import socket
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
 from typing import BinaryIO, ClassVar, NamedTuple, Self, cast
@@ -58,42 +56,20 @@ class FileState(NamedTuple):
         size: bytes.
         modified: time of modification, nanoseconds since 1970, or a version that changes with
             the content.
-        host: machine that read the state; "" for a file by URL.
-        inode: device and inode.
-        status_changed: time of the last change of content or metadata, nanoseconds since 1970.
     """
 
     size: int
     modified: int | str
-    host: str = ""
-    inode: tuple[int, int] = (0, 0)
-    status_changed: int = 0
 
     @classmethod
     def of(cls, path: Path) -> "FileState":
         """Return the state of a file of this machine; raise OSError if there is none."""
         status = path.stat()
-        inode = status.st_dev, status.st_ino
-        return cls(status.st_size, status.st_mtime_ns, _host(), inode, status.st_ctime_ns)
-
-    def is_replaced_by(self, later: "FileState") -> bool:
-        """Return whether another file has taken the place of this one.
-
-        Network file systems may number devices and inodes anew, and `chmod` changes the time in
-        `status_changed`, so a single difference says nothing. Copies on several machines differ in
-        both.
-        """
-        both = self.inode != later.inode and self.status_changed != later.status_changed
-        return both and self.host == later.host
+        return cls(status.st_size, status.st_mtime_ns)
 
 
-@lru_cache(1)
-def _host() -> str:
-    return socket.gethostname()
-
-
-def check_unchanged(path: Location, before: FileState, *, opening: bool = False) -> FileState:
-    """Check that a file has the state that was read before; return the present state.
+def check_unchanged(path: Location, before: FileState, *, opening: bool = False) -> None:
+    """Check that a file has the state that was read before.
 
     Args:
         path: the file.
@@ -107,7 +83,7 @@ def check_unchanged(path: Location, before: FileState, *, opening: bool = False)
         UserError: that of a file by URL cannot be read.
     """
     if opening and isinstance(path, RemotePath) and path.size < LARGE:
-        return before
+        return
     try:
         if isinstance(path, RemotePath):
             now, number = FileState(*current_version(path)), "version"
@@ -119,9 +95,6 @@ def check_unchanged(path: Location, before: FileState, *, opening: bool = False)
         raise changed(path, f"it had {before.size:,} bytes, and has {now.size:,}")
     if now.modified != before.modified:
         raise changed(path, f"its {number} is another")
-    if before.is_replaced_by(now):
-        raise changed(path, "another file has its name")
-    return now
 
 
 class InputSpan(NamedTuple):
@@ -144,12 +117,10 @@ class File(Input):
         path: path of the file, or its URL.
         name: path relative to the input argument.
         size: bytes on disk.
-        modified: time of modification, nanoseconds since 1970, or a version that changes with
-            the content.
+        modified: see `FileState`.
         content: selects the document of a record.
         max_record_bytes: a larger record is a bad record.
         span: the slice to read; None reads the whole file.
-        state: state of the file when it was listed or opened; None is not checked.
         suffixes: ends of the lower-case names of files in the format.
         packable: those of `suffixes` that .gz or .zst may follow.
         documents: the format's documents, for the table in docs/data.md.
@@ -169,18 +140,10 @@ class File(Input):
     content: Content = DEFAULT_FIELD
     max_record_bytes: int = MAX_RECORD_BYTES
     span: InputSpan | None = None
-    state: FileState | None = None
 
-    def opened(self) -> Self:
-        """Return the file with its present state."""
-        if self.state is None:
-            return self
-        return replace(self, state=check_unchanged(self.path, self.state, opening=True))
-
-    def check_unchanged(self) -> None:
-        """Check that the file is that which was opened."""
-        if self.state:
-            check_unchanged(self.path, self.state)
+    def check_unchanged(self, *, opening: bool = False) -> None:
+        """Check that the file has the size and the version of the plan."""
+        check_unchanged(self.path, FileState(self.size, self.modified), opening=opening)
 
     @property
     def identity(self) -> tuple[str, ...]:

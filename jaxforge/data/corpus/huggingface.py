@@ -57,7 +57,7 @@ class HuggingFace(Input):
         dataset: the rows, streaming or on disk.
         content: selects the text of a row.
         span: the first row to read, and the row after the last; None reads all rows.
-        states: states of the files of a dataset on disk when it was listed or opened.
+        states: states of the files of a dataset on disk when it was listed.
     """
 
     name: str
@@ -72,20 +72,13 @@ class HuggingFace(Input):
         paths = [Path(file["filename"]) for file in dataset.cache_files]
         return cls(name, dataset, content, states=tuple((p, FileState.of(p)) for p in paths))
 
-    def opened(self) -> Self:
-        """Return the dataset with the present states of its files."""
-        states = tuple((path, self._checked(path, state)) for path, state in self.states)
-        return replace(self, states=states)
-
-    def check_unchanged(self) -> None:
-        """Check that the files are those which were opened."""
-        self.opened()
-
-    def _checked(self, path: Path, state: FileState) -> FileState:
-        try:
-            return check_unchanged(path, state)
-        except InputChangedError as error:
-            raise InputChangedError(str(error), self.name) from error
+    def check_unchanged(self, *, opening: bool = False) -> None:
+        """Check that the files are those of the plan."""
+        for path, state in self.states:
+            try:
+                check_unchanged(path, state, opening=opening)
+            except InputChangedError as error:
+                raise InputChangedError(str(error), self.name) from error
 
     @property
     def identity(self) -> tuple[str, ...]:

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from types import ModuleType
-from typing import Any, BinaryIO, ClassVar, NamedTuple, Self
+from typing import Any, BinaryIO, ClassVar, NamedTuple
 
 from jaxforge.cli.suggestions import listed
 from jaxforge.errors import UserError
@@ -240,17 +240,16 @@ class Input(ABC):
         return self.name.rpartition("/")[0] or self.name
 
     @abstractmethod
-    def opened(self) -> Self:
-        """Return the input as it is about to be read, to be compared by `check_unchanged`.
+    def check_unchanged(self, *, opening: bool = False) -> None:
+        """Check that the input has not changed since it was planned.
+
+        Args:
+            opening: the input is about to be read.
 
         Raises:
-            InputChangedError: it changed since it was planned.
+            InputChangedError: it has changed.
             OSError, UserError: its state cannot be read.
         """
-
-    @abstractmethod
-    def check_unchanged(self) -> None:
-        """Check that the input has not changed since it was `opened`; raise as `opened`."""
 
     @abstractmethod
     def records(self) -> Iterator[Record]:

@@ -303,7 +303,9 @@ def test_empty_text_has_no_parts(tmp_path):
     (tmp_path / "a").write_text("x")
     result = find_inputs([tmp_path])
     (tmp_path / "a").write_text("")
-    assert list(text_parts([dataclasses.replace(result[0], state=None)])) == []
+    modified = (tmp_path / "a").stat().st_mtime_ns
+    source = dataclasses.replace(result[0], size=0, modified=modified)
+    assert list(text_parts([source])) == []
 
 
 @pytest.mark.parametrize(
