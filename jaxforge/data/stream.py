@@ -354,7 +354,7 @@ class _Stream:
 
     def _chunks(self, start: Anchor) -> "Iterator[tuple[_ChunkPosition, Int[np.ndarray, '_']]]":
         """Yield the tokens from `start` to the end of the epoch with the position of each chunk."""
-        source, position = self._source, ReadPosition(0, start.record, start.offset)
+        source, position = self._source, ReadPosition(start.record, start.offset)
         order = self._permutation(len(self._files), 0, start.epoch)
         for i, file in enumerate(order[start.file :].tolist(), start.file):
             rows = source.file(self._files[file], position.record)

@@ -24,15 +24,13 @@ _Input = TypeVar("_Input", bound=Input)
 
 
 class ReadPosition(NamedTuple):
-    """Reading position in a list of documents.
+    """Reading position in an input.
 
     Attributes:
-        input: index of the input.
-        record: number of completed records of the input.
+        record: number of completed records.
         offset: completed bytes in the text of the next record.
     """
 
-    input: int = 0
     record: int = 0
     offset: int = 0
 
@@ -124,17 +122,17 @@ def text_parts(
     """
     left = max_bytes or sys.maxsize
     inside = is_whole and is_split_inside(inputs) and validation_fraction > 0
-    for i, listed in enumerate(inputs):
+    for listed in inputs:
         with _reading(listed) as source:
             for record in source.records():
                 if left <= 0:
                     break
                 if record.problem:
-                    yield _skipped(i, source, record, skip_bad)
+                    yield _skipped(source, record, skip_bad)
                     continue
                 # Maps left no text, but their outcomes count in the split of the record.
                 if record.outcomes and not _size(record.content):
-                    yield _without_text(i, source, record, validation_fraction)
+                    yield _without_text(source, record, validation_fraction)
                     continue
                 # A single text is cut at a line start: its head is trained on, its tail held out.
                 if inside:
@@ -144,7 +142,7 @@ def text_parts(
                 else:
                     name = source.document(record.number)
                     parts = [TextRange(split_of(name, validation_fraction), 0, None)]
-                for chunk in _of_record(i, source, record, offset, left, parts):
+                for chunk in _of_record(source, record, offset, left, parts):
                     left -= chunk.size
                     yield chunk
                 offset = 0
@@ -177,19 +175,19 @@ def _reading(source: Input) -> Iterator[Input]:
         raise UserError(f"cannot read {source.where}: {error}") from error
 
 
-def _skipped(i: int, source: Input, record: Record, skip_bad: bool) -> TextPart:
+def _skipped(source: Input, record: Record, skip_bad: bool) -> TextPart:
     if not skip_bad:
         usual = "correct it, or have jaxforge.prepare leave such out: --skip-bad"
         raise UserError(f"{record.problem}; {record.advice or usual}")
-    end = ReadPosition(i, record.number)
+    end = ReadPosition(record.number)
     return TextPart(
         source.document(record.number), "train", "", 0, True, False, False, end, skipped=True
     )
 
 
-def _without_text(i: int, source: Input, record: Record, validation_fraction: float) -> TextPart:
+def _without_text(source: Input, record: Record, validation_fraction: float) -> TextPart:
     """Return the part of a record that maps dropped or left empty, with their outcomes."""
-    name, end = source.document(record.number), ReadPosition(i, record.number)
+    name, end = source.document(record.number), ReadPosition(record.number)
     split = split_of(name, validation_fraction)
     return TextPart(
         name, split, "", 0, True, False, False, end, skipped=True, outcomes=record.outcomes
@@ -211,7 +209,7 @@ class TextRange(NamedTuple):
 
 
 def _of_record(
-    i: int, source: Input, record: Record, offset: int, limit: int, parts: Sequence[TextRange]
+    source: Input, record: Record, offset: int, limit: int, parts: Sequence[TextRange]
 ) -> Iterator[TextPart]:
     document, origin = source.document(record.number), record.source or source.source
     for part in parts:
@@ -225,9 +223,7 @@ def _of_record(
             limit -= len(data)
             is_done = last and part is parts[-1]
             end = (
-                ReadPosition(i, record.number)
-                if is_done
-                else ReadPosition(i, record.number - 1, offset)
+                ReadPosition(record.number) if is_done else ReadPosition(record.number - 1, offset)
             )
             # No byte of a multi-byte character equals a line end: lines decode on their own.
             try:
