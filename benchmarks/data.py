@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader
 
 from jaxforge.config.job import JobConfig
 from jaxforge.data import loader, sources
+from jaxforge.data.corpus.manifest import VERSION, Manifest
 from jaxforge.data.corpus.writer import ShardWriter
 from jaxforge.parallel.mesh import make_mesh
 
@@ -58,12 +59,13 @@ def write_shards(directory: Path, tokens: int) -> None:
     """Write shards of random tokens."""
     shard = tokens // SHARDS
     rng = np.random.default_rng(0)
-    with ShardWriter(
-        directory, vocab_size=VOCABULARY, dtype="uint16", shard_tokens=shard
-    ) as writer:
+    with ShardWriter(directory, dtype="uint16", shard_tokens=shard) as writer:
         for _ in range(SHARDS):
             writer.add(rng.integers(0, VOCABULARY, shard).astype(np.uint16))
-        writer.finish(eos_id=None, tokenizer="none", tokenizer_sha256="")
+        Manifest.of_shards(
+            writer.complete(), version=VERSION, dtype="uint16", documents=0, eos_id=None,
+            vocab_size=VOCABULARY, tokenizer="none", tokenizer_sha256="",
+        ).write(directory)  # fmt: skip
 
 
 def jaxforge_batches(directory: Path, shape: tuple[int, int], workers: int) -> Iterator[object]:

@@ -22,6 +22,7 @@ import jax
 import numpy as np
 import results
 
+from jaxforge.data.corpus.manifest import VERSION, Manifest
 from jaxforge.data.corpus.writer import ShardWriter
 from jaxforge.exit_codes import Exit
 
@@ -91,9 +92,12 @@ def write_text(directory: Path) -> None:
     """Write shards of bytes."""
     paths = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
     text = b"\n".join(path.read_bytes() for path in paths)[:TEXT]
-    with ShardWriter(directory, vocab_size=256, dtype="uint16") as writer:
+    with ShardWriter(directory, dtype="uint16") as writer:
         writer.add(np.frombuffer(text, np.uint8).astype(np.uint16))
-        writer.finish(eos_id=None, tokenizer="none", tokenizer_sha256="")
+        Manifest.of_shards(
+            writer.complete(), version=VERSION, dtype="uint16", documents=0, eos_id=None,
+            vocab_size=256, tokenizer="none", tokenizer_sha256="",
+        ).write(directory)  # fmt: skip
 
 
 def train(config: Path, run: Path, *settings: str, shares: bool = False) -> tuple[int, str]:

@@ -113,10 +113,6 @@ def _check(args: argparse.Namespace, overrides: Sequence[str], line: CommandPars
         line.error("--validation-fraction and --validation-tokens exclude each other")
     if args.conversations and args.validation_tokens:
         line.error(f"{kind} are held out as a whole: use --validation-fraction")
-    if args.address and args.engine != "ray":
-        line.error("--address is that of a Ray cluster: add --engine ray, or remove it")
-    if (args.slurm or args.share) and args.engine == "ray":
-        line.error("--slurm and --engine ray exclude each other")
     if args.slurm and not str(args.output).isprintable():  # a comment would end at a line break
         line.error(f"--slurm writes a script with the name of --output {str(args.output)!r}: give "
                    "a name without control characters")  # fmt: skip
@@ -233,18 +229,7 @@ _ARGUMENTS: dict[str, dict] = {
     "--workers": {
         "type": positive_int,
         "metavar": "N",
-        "help": "processes, without effect on the result (default: one per core of this machine, "
-        "or of the Ray cluster)",
-    },
-    "--engine": {
-        "choices": ("local", "ray"),
-        "default": "local",
-        "help": "where units of work are prepared: by processes of this machine (default), or on a "
-        "Ray cluster",
-    },
-    "--address": {
-        "metavar": "ADDRESS",
-        "help": "Ray cluster, such as HOST:6379 (default: auto, the one that this machine is in)",
+        "help": "processes, without effect on the result (default: one per core)",
     },
     "--slurm": {
         "type": positive_int,
@@ -324,11 +309,6 @@ _ARGUMENTS: dict[str, dict] = {
         "type": positive_int,
         "metavar": "N",
         "help": "write the first N tokens to DIR/validation",
-    },
-    "--shuffle-documents": {
-        "type": int,
-        "metavar": "SEED",
-        "help": "read text files in random order instead of by path",
     },
     "--max-bytes": {"type": positive_int, "metavar": "N", "help": "stop after N bytes of text"},
     "--machine": {

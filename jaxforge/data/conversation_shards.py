@@ -20,7 +20,7 @@ from jaxtyping import Int
 from jaxforge.config.data import Overlong
 from jaxforge.data.corpus.manifest import FILE_NAME, LENGTHS, Manifest
 from jaxforge.data.packing import Packed, fill_window
-from jaxforge.data.tokens import Span, TokenFiles
+from jaxforge.data.tokens import TokenFiles, TokenSpan
 from jaxforge.errors import UserError
 
 log = logging.getLogger(__name__)
@@ -105,10 +105,10 @@ class ConversationShards(TokenFiles):
         read = np.repeat(read.reshape(-1, self.together).all(axis=1), self.together)
         return files[read], starts[read], lengths[read]
 
-    def _spans(self, i: int) -> list[Span]:
+    def _spans(self, i: int) -> list[TokenSpan]:
         """Return the conversations of a record after truncation."""
         parts = zip(self._file[i], self._start[i], self._length[i], strict=True)
-        return [Span(int(file), int(start), int(start + n)) for file, start, n in parts]
+        return [TokenSpan(int(file), int(start), int(start + n)) for file, start, n in parts]
 
 
 class PreferenceShards(ConversationShards):

@@ -49,7 +49,7 @@ _OTHER_TYPES = {1: "uint8", 2: "int8", 3: "int16", 5: "int64", 6: "float64", 7: 
 _CHUNK = 1 << 20  # entries that are checked at a time
 
 
-class Layout(NamedTuple):
+class ForeignLayout(NamedTuple):
     """Token files of a program.
 
     Attributes:
@@ -61,7 +61,7 @@ class Layout(NamedTuple):
     dtype: str = ""
 
 
-def find_layout(directory: Path, pattern: str, split: Split) -> Layout | None:
+def find_layout(directory: Path, pattern: str, split: Split) -> ForeignLayout | None:
     """Return the token files of another program; None if there are none.
 
     Args:
@@ -70,7 +70,7 @@ def find_layout(directory: Path, pattern: str, split: Split) -> Layout | None:
         split: the part to read of directories that hold both.
     """
     if is_prefix(directory):
-        return Layout([directory.with_name(directory.name + SUFFIX)])
+        return ForeignLayout([directory.with_name(directory.name + SUFFIX)])
     if pattern != _DEFAULT or next(directory.glob(pattern), None) is not None:
         return None
     for glob, dtype, name in (
@@ -80,7 +80,7 @@ def find_layout(directory: Path, pattern: str, split: Split) -> Layout | None:
     ):
         if paths := sorted(directory.glob(glob)):
             log.info("%s: reading %d file(s) %s of %s", directory, len(paths), glob, name)
-            return Layout(paths, dtype)
+            return ForeignLayout(paths, dtype)
     return None
 
 

@@ -164,12 +164,16 @@ class PendingTokens:
     """
 
     def __init__(self, blocks: Sequence[_Block], dtype: np.dtype, start: int, length: int) -> None:
-        self._blocks, self._dtype, self._wanted = blocks, dtype, slice(start, start + length)
+        self._blocks, self._dtype, self._tokens_in_blocks = (
+            blocks,
+            dtype,
+            slice(start, start + length),
+        )
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:  # noqa: ANN401
         parts = [np.frombuffer(block(), self._dtype) for block in self._blocks]
         tokens: Int[np.ndarray, "_"] = parts[0] if len(parts) == 1 else np.concatenate(parts)
-        tokens = tokens[self._wanted]
+        tokens = tokens[self._tokens_in_blocks]
         return tokens if dtype is None else tokens.astype(dtype)
 
 

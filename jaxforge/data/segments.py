@@ -42,7 +42,7 @@ class Segment(NamedTuple):
         return list(self if self.limits else self[:2])
 
 
-class Part:
+class MixtureShare:
     """Positions of a segment that have the same datasets, from `start` on.
 
     Args:
@@ -123,9 +123,9 @@ class Part:
         blocks, last = np.divmod(self._left[limited] - 1, self.counts[limited])
         first = int(blocks.min())
         datasets, draws = self.make(first)
-        wanted = np.full(len(self.counts), -1)
-        wanted[limited[blocks == first]] = last[blocks == first]
-        return first * self._block + int(np.flatnonzero(draws == wanted[datasets])[0]) + 1
+        last_draws = np.full(len(self.counts), -1)
+        last_draws[limited[blocks == first]] = last[blocks == first]
+        return first * self._block + int(np.flatnonzero(draws == last_draws[datasets])[0]) + 1
 
 
 _NO_LIMIT = 2**62
@@ -154,7 +154,7 @@ def limits_of(data: DataConfig, sizes: Mapping[str, int], seq_len: int) -> dict[
 
 def parts_of(
     segments: Sequence[Segment], seed: int, block: int = BLOCK, end: int | None = None
-) -> list[Part]:
+) -> list[MixtureShare]:
     """Return the parts of segments: a new one wherever a dataset reaches its limit.
 
     Args:
@@ -163,13 +163,13 @@ def parts_of(
         block: positions per block of the mixture.
         end: parts that begin here or later are left out.
     """
-    parts: list[Part] = []
+    parts: list[MixtureShare] = []
     drawn: dict[str, int] = {}
     starts = [segment.start for segment in segments]
     for segment, stop in zip(segments, [*starts[1:], None], strict=True):
         start, before = segment.start, np.array([drawn.get(n, 0) for n in segment.proportions], int)
         while (stop is None or start < stop) and (end is None or start < end):
-            part = Part(segment, start, before, seed, block)
+            part = MixtureShare(segment, start, before, seed, block)
             parts.append(part)
             length = part.length()
             if length is None or (stop is not None and start + length > stop):

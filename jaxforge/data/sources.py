@@ -139,10 +139,10 @@ def _check_same_tokenizer(datasets: Mapping[str, Dataset]) -> None:
         if manifest and not manifest.conversations:  # chat templates write BOS themselves
             begun_by.setdefault(manifest.bos_ids, name)
     if len(made_by) > 1:
-        (first, its), (other, others), *_ = made_by.values()
+        (first, fingerprint), (other, other_fingerprint), *_ = made_by.values()
         raise UserError(
-            f"data.datasets: {first} and {other} were tokenized differently ({its}, {others}): "
-            "prepare them with the same tokenizer"
+            f"data.datasets: {first} and {other} were tokenized differently "
+            f"({fingerprint}, {other_fingerprint}): prepare them with the same tokenizer"
         )
     if len(begun_by) > 1:
         without = begun_by.pop((), None) or begun_by.popitem()[1]

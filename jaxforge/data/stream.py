@@ -41,6 +41,7 @@ from jaxtyping import Int
 from jaxforge.config.data import Overlong
 from jaxforge.data.corpus.conversations import Conversations, encode_conversations
 from jaxforge.data.corpus.documents import ReadPosition, text_parts
+from jaxforge.data.corpus.files import InputSpan
 from jaxforge.data.corpus.huggingface import HuggingFace
 from jaxforge.data.corpus.ingest import batches, encode, texts_of
 from jaxforge.data.corpus.manifest import FIRST, ID
@@ -122,6 +123,7 @@ class StreamedTokens:
             UserError: `rows` do not divide by the streams that the run began with.
         """
         n_streams = self._n_streams(rows)
+        # Row r of a microbatch belongs to stream r // per_stream.
         per_stream = rows // n_streams
         needed = sorted({row // per_stream for row in local_rows})
         readers = {
@@ -135,11 +137,12 @@ class StreamedTokens:
         }
         return Streams(first, rows, per_stream, readers)
 
-    def file(self, index: int) -> HuggingFace:
-        """Return one file of the dataset."""
+    def file(self, index: int, first: int = 0) -> HuggingFace:
+        """Return one file of the dataset, from row `first` on."""
         n_files = self.dataset.num_shards
         rows = self.dataset.shard(n_files, index, contiguous=False)
-        return HuggingFace(f"{self.name}, file {index} of {n_files}", rows, self.content)
+        name, span = f"{self.name}, file {index} of {n_files}", InputSpan(first, sys.maxsize)
+        return HuggingFace(name, rows, self.content, span)
 
     @property
     def conversations(self) -> bool:
@@ -300,6 +303,8 @@ class _Stream:
         width = self._source.window
         full = max(1, BLOCK_TOKENS // width)
         held: list[tuple[_ChunkPosition, Int[np.ndarray, "_"]]] = []
+        # Invariant: `held` has the chunks from the first unused token on, `drop` is the number of
+        # used tokens in its first chunk, and `size` counts the unused tokens.
         window, drop, size = start.window, start.drop, -start.drop
         for chunk in chain(self._chunks(start), [None]):
             if chunk is not None:
@@ -349,11 +354,11 @@ class _Stream:
 
     def _chunks(self, start: Anchor) -> "Iterator[tuple[_ChunkPosition, Int[np.ndarray, '_']]]":
         """Yield the tokens from `start` to the end of the epoch with the position of each chunk."""
-        source, position = self._source, ReadPosition(0, start.record, start.offset)
+        source, position = self._source, ReadPosition(start.record, start.offset)
         order = self._permutation(len(self._files), 0, start.epoch)
         for i, file in enumerate(order[start.file :].tolist(), start.file):
-            rows = source.file(self._files[file])
-            for batch in batches(text_parts([rows], start=position)):
+            rows = source.file(self._files[file], position.record)
+            for batch in batches(text_parts([rows], offset=position.offset)):
                 yield (
                     _ChunkPosition(i, position.record, position.offset),
                     source.encode(texts_of(batch)),

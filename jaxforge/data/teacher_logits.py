@@ -97,7 +97,7 @@ class Manifest:
         """Read the manifest of a directory.
 
         Raises:
-            UserError: the file does not exist, cannot be read, or is no manifest of this version.
+            UserError: the file does not exist, cannot be read, or has another version.
         """
         path = directory / FILE_NAME
         try:
@@ -352,9 +352,9 @@ def with_saved_logits(
 def _check_settings(config: JobConfig, directory: Path, manifest: Manifest) -> None:
     saved = {key: manifest.settings.get(key) for key in _SEQUENCE_KEYS}
     for key, value in {**saved, "model.vocab_size": manifest.vocab_size}.items():
-        if (ours := config.settings[key]) != value:
+        if (of_run := config.settings[key]) != value:
             raise UserError(
-                f"{_KEY} = {directory} was saved with {key} = {value}, and this run has {ours}. "
+                f"{_KEY} = {directory} was saved with {key} = {value}, and this run has {of_run}. "
                 "Set it to the saved value, or save the logits again with this config"
             )
     if config.distillation.top_k > manifest.top_k:

@@ -30,7 +30,13 @@ from jaxforge.cli.suggestions import path_hint
 from jaxforge.config.data import Verify
 from jaxforge.data.corpus.formats import how_to_prepare
 from jaxforge.data.corpus.manifest import FILE_NAME, FIRST, PADDING, UNLEARNED, Manifest
-from jaxforge.data.foreign_layouts import Layout, Split, find_layout, prefix_hint, with_indices
+from jaxforge.data.foreign_layouts import (
+    ForeignLayout,
+    Split,
+    find_layout,
+    prefix_hint,
+    with_indices,
+)
 from jaxforge.data.token_file import TokenFile, guess_type, inspect
 from jaxforge.errors import UserError
 from jaxforge.storage import urls
@@ -47,7 +53,7 @@ datasets of a mixture together may have any number of files."""
 CHUNK = 1 << 20  # tokens scanned at a time
 
 
-class Span(NamedTuple):
+class TokenSpan(NamedTuple):
     """Consecutive tokens of a file.
 
     Attributes:
@@ -111,7 +117,7 @@ class TokenFiles(ABC):
         self.manifest = manifest or (Manifest.read(self.directory) if is_readable else None)
         layout = None if self.manifest else find_layout(self.directory, pattern, split)
         if layout is None:
-            layout = Layout(_matches(self.directory, pattern, keys))
+            layout = ForeignLayout(_matches(self.directory, pattern, keys))
         paths = layout.paths if self.manifest else with_indices(layout.paths)
         bare = token_dtype or layout.dtype
         bare = bare or (self.manifest.dtype if self.manifest else guess_type(paths))
@@ -142,7 +148,7 @@ class TokenFiles(ABC):
             raise IndexError(f"window {index} of {len(self)}")
         return self.batch([index])[0]
 
-    def read_span(self, span: Span) -> ArrayLike:
+    def read_span(self, span: TokenSpan) -> ArrayLike:
         """Return tokens of a file; for a file in a bucket, a pending request.
 
         Raises:
@@ -154,7 +160,7 @@ class TokenFiles(ABC):
             hashes.check_once(tokens, start, end)
         return tokens[start:end]
 
-    def read_spans(self, spans: Sequence[Span]) -> Sequence[ArrayLike]:
+    def read_spans(self, spans: Sequence[TokenSpan]) -> Sequence[ArrayLike]:
         """Return tokens of several spans, as `read_span` does, with shared requests.
 
         Raises:
@@ -171,7 +177,9 @@ class TokenFiles(ABC):
             parts.update(zip(of_file, tokens.read([spans[n][1:] for n in of_file]), strict=True))
         return [parts[number] for number in range(len(spans))]
 
-    def check_ids(self, windows: Int[np.ndarray, "n S+1"], spans: Sequence[Iterable[Span]]) -> None:
+    def check_ids(
+        self, windows: Int[np.ndarray, "n S+1"], spans: Sequence[Iterable[TokenSpan]]
+    ) -> None:
         """Raise if a token of the windows, read from these spans, is outside the vocabulary.
 
         When files are opened, only their manifest is checked. This check of the tokens themselves
@@ -198,7 +206,7 @@ class TokenFiles(ABC):
 
     def warn_without(self, eos: int) -> None:
         """Log a warning if the EOS is not among the first tokens."""
-        first = Span(0, 0, min(CHUNK, self.files[0].tokens))
+        first = TokenSpan(0, 0, min(CHUNK, self.files[0].tokens))
         if not np.any(np.asarray(self.read_span(first)) == eos):
             log.warning(
                 "data.pack_sequences: token %d, which ends documents, is not among the first %s "
@@ -211,7 +219,7 @@ class TokenFiles(ABC):
         for number, file in enumerate(self.files):
             if file.hashes:
                 for at in range(0, file.tokens, CHUNK):
-                    np.asarray(self.read_span(Span(number, at, min(at + CHUNK, file.tokens))))
+                    np.asarray(self.read_span(TokenSpan(number, at, min(at + CHUNK, file.tokens))))
             else:
                 log.warning(
                     "data.verify: %s has no hashes in a %s; prepare it again to have some",
@@ -283,7 +291,7 @@ class TokenShards(TokenFiles):
         files = [bisect_right(self._ends, index) for index in indices]
         firsts = [self._ends[file - 1] if file else 0 for file in files]
         starts = [(i - first) * self.window for i, first in zip(indices, firsts, strict=True)]
-        spans = [Span(n, at, at + self.window) for n, at in zip(files, starts, strict=True)]
+        spans = [TokenSpan(n, at, at + self.window) for n, at in zip(files, starts, strict=True)]
         parts = self.read_spans(spans)  # files in a bucket: starts all requests
         for row, part in zip(windows, parts, strict=True):
             row[:] = part
@@ -298,7 +306,7 @@ class TokenShards(TokenFiles):
         """True if an index of each file says where documents begin."""
         return all(file.index for file in self.files)
 
-    def _document_starts(self, span: Span) -> Int[np.ndarray, "_"]:
+    def _document_starts(self, span: TokenSpan) -> Int[np.ndarray, "_"]:
         """Return the tokens of a span, counted from its start, at which documents begin."""
         index = self.files[span.file].index
         assert index is not None

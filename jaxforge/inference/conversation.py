@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from jaxforge.data.corpus.optional import library
+from jaxforge.data.corpus.records import library
 from jaxforge.data.corpus.tokenizer import Tokenizer, with_prefix
 from jaxforge.errors import UserError
 from jaxforge.model.decoding import Decoder

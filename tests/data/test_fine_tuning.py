@@ -2,7 +2,6 @@
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import tomllib
@@ -33,7 +32,7 @@ from jaxforge.training.evaluation import Evaluator
 from jaxforge.training.launch import fit as train
 from tests.conftest import tiny_config
 from tests.data.corpus.chat_files import CHATML, UNMARKED, save_tokenizer
-from tests.data.corpus.interruptions import Interrupted, snapshot, wait_for
+from tests.data.corpus.interruptions import Interrupted, snapshot
 from tests.helpers import drawn
 
 SEQ = 96
@@ -74,8 +73,8 @@ def files(tmp_path):
 
 
 def run(files, tokenizer, output, *args):
-    given = (files, "--output", output, "--conversations", "--tokenizer", tokenizer, *args)
-    return prepare.main([*map(str, given), "--workers", "1"])
+    words = (files, "--output", output, "--conversations", "--tokenizer", tokenizer, *args)
+    return prepare.main([*map(str, words), "--workers", "1"])
 
 
 def expected(tokenizer, records=RECORDS):
@@ -99,10 +98,10 @@ def config(tokenizer, run="run", accum=1, batch=4, data=None, **sections):
     )
 
 
-def batches(given, n, first=0):
-    mesh = make_mesh(given, jax.devices()[:1])
-    dataset = sources.open_training_data(given)
-    read = loader.training_batches(given, mesh, dataset, first, n)
+def batches(job, n, first=0):
+    mesh = make_mesh(job, jax.devices()[:1])
+    dataset = sources.open_training_data(job)
+    read = loader.training_batches(job, mesh, dataset, first, n)
     return [jax.tree.map(np.asarray, batch) for batch in read]
 
 
@@ -142,8 +141,8 @@ def test_prepare_writes_shards_that_training_reads(files, tokenizer, tmp_path):
     assert rows == {"conversations": "60", "tokens": f"{n_tokens:,}", "… learned": f"{n_learned:,}"}
     settings = tomllib.loads((tmp_path / "out" / "train.toml").read_text("utf-8"))
     assert settings["model"]["vocab_size"] == load_tokenizer(tokenizer).vocab_size
-    given = config(tokenizer, data={**settings["data"], "shuffle": False})
-    dataset = sources.open_training_data(given)
+    job = config(tokenizer, data={**settings["data"], "shuffle": False})
+    dataset = sources.open_training_data(job)
     examples = whole(dataset)
     assert sorted(conversations_of(examples)) == sorted(inputs_and_labels(records))
     assert (examples["labels"] != IGNORE).sum() == n_learned
@@ -155,13 +154,13 @@ def test_prepare_writes_shards_that_training_reads(files, tokenizer, tmp_path):
 def test_batches_hold_every_conversation_once_an_epoch(files, tokenizer, tmp_path):
     run(files, tokenizer, tmp_path / "out", "--shard-tokens", "500", "--format", "bin")
     data = {"dataset_path": str(tmp_path / "out" / "train"), "file_pattern": "*.bin"}
-    given = config(tokenizer, batch=1, data=data)
-    n = len(sources.open_training_data(given))
-    twice = batches(given, 2 * n)
+    job = config(tokenizer, batch=1, data=data)
+    n = len(sources.open_training_data(job))
+    twice = batches(job, 2 * n)
     records = sorted(inputs_and_labels(expected(tokenizer)))
     for epoch in (twice[:n], twice[n:]):
         assert sorted(chain.from_iterable(map(conversations_of, epoch))) == records
-    resumed = batches(given, 3, first=n + 2)
+    resumed = batches(job, 3, first=n + 2)
     for item, other in zip(resumed, twice[n + 2 : n + 5], strict=True):
         jax.tree.map(np.testing.assert_array_equal, item, other)
 
@@ -191,11 +190,10 @@ def test_shards_hold_whole_conversations(files, tokenizer, tmp_path):
 
 
 def test_interrupted_runs_give_same_shards(files, tokenizer, tmp_path, monkeypatch):
-    options = ("--shard-tokens", "300", "--validation-fraction", "0.2")
+    options = ("--shard-tokens", "300", "--validation-fraction", "0.2", "--unit-bytes", "1000")
     run(files, tokenizer, tmp_path / "whole", *options)
-    monkeypatch.setattr(ingest, "COMMIT_SECONDS", 0.0)
     encode = ingest.encode_conversations
-    for limit in (1, 2, 5):
+    for limit in (2, 3):
         done = []
 
         def limited(*args, done=done, limit=limit):
@@ -207,9 +205,6 @@ def test_interrupted_runs_give_same_shards(files, tokenizer, tmp_path, monkeypat
         monkeypatch.setattr(ingest, "encode_conversations", limited)
         with pytest.raises(Interrupted):
             run(files, tokenizer, tmp_path / "out", *options)
-        # What was written after the journal, by a process that was killed, is cut off.
-        with (tmp_path / ".out.partial" / "out" / "train" / LENGTHS).open("ab") as file:
-            file.write(b"\1\0\0\0")
     monkeypatch.setattr(ingest, "encode_conversations", encode)
     run(files, tokenizer, tmp_path / "out", *options, "--workers", "2")
     assert snapshot(tmp_path / "out") == snapshot(tmp_path / "whole")
@@ -218,50 +213,15 @@ def test_interrupted_runs_give_same_shards(files, tokenizer, tmp_path, monkeypat
     assert splits[1] > 3
 
 
-SCRIPT = """
-import sys, time
-from jaxforge.commands import prepare
-from jaxforge.config import rules
-from jaxforge.config.reading.load import load_config
-from jaxforge.cli.running import run_main
-from jaxforge.data.corpus import ingest
-if __name__ == "__main__":
-    ingest.COMMIT_SECONDS, ingest.BATCH_PARTS = 0.0, 5
-    if slow := sys.argv.pop(1) == "slow":
-        encode = ingest.encode_conversations
-        ingest.encode_conversations = lambda *args: (time.sleep(0.05), encode(*args))[1]
-    sys.exit(run_main(prepare.main))
-"""
-
-
-@pytest.mark.processes
-def test_killed_run_resumes(files, tokenizer, tmp_path):
-    def command(speed, output):
-        return [sys.executable, "-c", SCRIPT, speed, str(files), "--conversations", "--tokenizer",
-                str(tokenizer), "--workers", "1", "--shard-tokens", "300",
-                "--output", str(tmp_path / output)]  # fmt: skip
-
-    process = subprocess.Popen(command("slow", "out"), stderr=subprocess.PIPE, text=True)
-    wait_for(tmp_path / ".out.partial" / "journal.json", process)
-    os.kill(process.pid, signal.SIGKILL)
-    process.communicate()
-    assert not (tmp_path / "out").exists()
-    again = subprocess.run(command("fast", "out"), capture_output=True, text=True)
-    assert (again.returncode, "resuming from" in again.stderr) == (0, True), again.stderr
-    run(files, tokenizer, tmp_path / "whole", "--shard-tokens", "300")
-    assert snapshot(tmp_path / "out") == snapshot(tmp_path / "whole")
-
-
-def test_another_template_starts_over(files, tmp_path, monkeypatch, capsys):
+def test_another_template_starts_over(files, tmp_path, capsys):
     tokenizer = tmp_path / "tokenizer"
     save_tokenizer(tokenizer, CHATML)
-    monkeypatch.setattr(ingest, "COMMIT_SECONDS", 0.0)
     with (files / "b.jsonl").open("a") as file:
         file.write('{"messages": [{"role": "user", "content": "?"}]}\n')
-    with pytest.raises(UserError, match=r"b\.jsonl:21: the assistant says nothing.*--skip-bad"):
-        run(files, tokenizer, tmp_path / "out")
+    with pytest.raises(UserError, match=r"b\.jsonl.*: the assistant says nothing.*--skip-bad"):
+        run(files, tokenizer, tmp_path / "out", "--unit-bytes", "3000")
     save_tokenizer(tokenizer, UNMARKED)
-    run(files, tokenizer, tmp_path / "out", "--skip-bad")
+    run(files, tokenizer, tmp_path / "out", "--skip-bad", "--unit-bytes", "3000")
     shown = capsys.readouterr()
     assert "starting over: the chat template's sha256 was" in shown.err
     assert "left out as bad  1 records" in shown.out
@@ -306,8 +266,8 @@ def streaming(files, tokenizer, run, **data):
 def test_streams_read_every_conversation_once_an_epoch(files, tokenizer, tmp_path, shuffle):
     """Two files in two streams, one row of a microbatch each."""
     (files / "README.md").unlink()
-    given = streaming(files, tokenizer, tmp_path / "run", shuffle=shuffle)
-    got = batches(given, 80)
+    job = streaming(files, tokenizer, tmp_path / "run", shuffle=shuffle)
+    got = batches(job, 80)
     for row, part in ((0, RECORDS[:40]), (1, RECORDS[40:])):
         examples = {name: np.stack([b[name][0, row] for b in got]) for name in got[0]}
         seen = conversations_of(examples)
@@ -318,12 +278,12 @@ def test_streams_read_every_conversation_once_an_epoch(files, tokenizer, tmp_pat
 
 def test_streams_resume_anywhere(files, tokenizer, tmp_path):
     (files / "README.md").unlink()
-    given = streaming(files, tokenizer, tmp_path / "run")
-    every = batches(given, 40)
+    job = streaming(files, tokenizer, tmp_path / "run")
+    every = batches(job, 40)
     anchors = list((tmp_path / "run" / "stream").glob("*.jsonl"))
     assert all(len(path.read_text().splitlines()) > 4 for path in anchors)
     without = streaming(files, tokenizer, tmp_path / "other")
-    for resumed, first in ((given, 1), (given, 17), (given, 33), (without, 33)):
+    for resumed, first in ((job, 1), (job, 17), (job, 33), (without, 33)):
         for batch, other in zip(batches(resumed, 3, first=2 * first), every[first:], strict=False):
             jax.tree.map(np.testing.assert_array_equal, batch, other)
 
@@ -338,9 +298,9 @@ def test_overlong_conversations_are_cut_or_dropped_and_reported(
     with (files / "b.jsonl").open("a") as file:
         file.write(json.dumps({"messages": long}) + "\n")
     if streams:
-        given = streaming(files, tokenizer, tmp_path / "run", overlong=how)
-        [*_, last] = batches(given, 40)
-        examples = {name: np.stack([b[name] for b in batches(given, 40)]) for name in last}
+        job = streaming(files, tokenizer, tmp_path / "run", overlong=how)
+        [*_, last] = batches(job, 40)
+        examples = {name: np.stack([b[name] for b in batches(job, 40)]) for name in last}
     else:
         run(files, tokenizer, tmp_path / "out")
         data = {"dataset_path": str(tmp_path / "out" / "train"), "overlong": how}
@@ -371,18 +331,18 @@ def test_mixture_with_text_keeps_texts_unchanged(files, tokenizer, tmp_path):
 def test_evaluation_sees_each_label_once(files, tokenizer, tmp_path):
     run(files, tokenizer, tmp_path / "out", "--validation-fraction", "0.4")
     directory = tmp_path / "out" / "validation"
-    given = config(tokenizer, eval={"enabled": True, "datasets": {"dataset_path": str(directory)}})
-    [dataset] = sources.open_eval_data(given).values()
+    job = config(tokenizer, eval={"enabled": True, "datasets": {"dataset_path": str(directory)}})
+    [dataset] = sources.open_eval_data(job).values()
     assert isinstance(dataset.source, ConversationShards)
-    read = loader.eval_batches(given, make_mesh(given, jax.devices()[:1]), dataset)
+    read = loader.eval_batches(job, make_mesh(job, jax.devices()[:1]), dataset)
     n_labels = sum(int((batch["labels"] != IGNORE).sum()) for batch in read)
     entries = np.load(directory / "shard_00000.npy")
     assert n_labels == (entries <= ID).sum() > 0
 
 
-def by_hand(given, params, conversations):
+def by_hand(job, params, conversations):
     """-log p of all learned tokens, in float64, from the logits of each conversation by itself."""
-    model = build_model(given)
+    model = build_model(job)
     nats = 0.0
     logits_of = jax.jit(lambda params, ids: model.logits(params, model.hidden(params, ids)))
     for ids, labels in conversations:
@@ -397,15 +357,15 @@ def by_hand(given, params, conversations):
 def test_packed_loss_equals_separate_losses(files, tokenizer, tmp_path):
     run(files, tokenizer, tmp_path / "out")
     directory = str(tmp_path / "out" / "train")
-    given = config(tokenizer, eval={"enabled": True, "datasets": {"dataset_path": directory}})
-    model, mesh = build_model(given), make_mesh(given, jax.devices()[:1])
-    params = jax.tree.map(lambda leaf: 8 * leaf, drawn(given))  # far from even
+    job = config(tokenizer, eval={"enabled": True, "datasets": {"dataset_path": directory}})
+    model, mesh = build_model(job), make_mesh(job, jax.devices()[:1])
+    params = jax.tree.map(lambda leaf: 8 * leaf, drawn(job))  # far from even
     with jax.set_mesh(mesh):
-        datasets = sources.open_eval_data(given)
-        sums = Evaluator(given, mesh, model, datasets, load_tokenizer(tokenizer))(params, None)[""]
+        datasets = sources.open_eval_data(job)
+        sums = Evaluator(job, mesh, model, datasets, load_tokenizer(tokenizer))(params, None)[""]
     conversations = inputs_and_labels(expected(tokenizer))
     assert sums.tokens == sum(i != IGNORE for _, labels in conversations for i in labels)
-    assert sums.nats == pytest.approx(by_hand(given, params, conversations), rel=1e-5)
+    assert sums.nats == pytest.approx(by_hand(job, params, conversations), rel=1e-5)
     said = [message["content"] for item in RECORDS for message in item["messages"][1::2]]
     assert sums.n_bytes == sum(len(text) + 1 for text in said)  # and the line's end
 
@@ -413,8 +373,8 @@ def test_packed_loss_equals_separate_losses(files, tokenizer, tmp_path):
 def test_valid_tokens_count_learned_labels(files, tokenizer, tmp_path):
     run(files, tokenizer, tmp_path / "out")
     data = {"dataset_path": str(tmp_path / "out" / "train")}
-    given = config(tokenizer, tmp_path / "run", batch=1, data=data, distributed={"dp_shard": 8})
-    train(given)
+    job = config(tokenizer, tmp_path / "run", batch=1, data=data, distributed={"dp_shard": 8})
+    train(job)
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     logged = [line for line in map(json.loads, lines) if "train/loss" in line]
     read = batches(config(tokenizer, batch=8, data=data), len(logged))
@@ -451,20 +411,20 @@ def damaged(directory, change):
 def test_damaged_conversation_shards_raise(files, tokenizer, tmp_path, change, message):
     run(files, tokenizer, tmp_path / "out")
     damaged(tmp_path / "out" / "train", change)
-    given = config(tokenizer, data={"dataset_path": str(tmp_path / "out" / "train")})
+    job = config(tokenizer, data={"dataset_path": str(tmp_path / "out" / "train")})
     with pytest.raises(UserError, match=message):
-        sources.open_training_data(given)
+        sources.open_training_data(job)
 
 
 def test_too_short_sequence_raises(files, tokenizer, tmp_path):
     run(files, tokenizer, tmp_path / "out")
     data = {"dataset_path": str(tmp_path / "out" / "train"), "overlong": "drop"}
-    given = config(tokenizer, data=data)
-    given = given.model_copy(update={"train": given.train.model_copy(update={"seq_len": 4})})
+    job = config(tokenizer, data=data)
+    job = job.model_copy(update={"train": job.train.model_copy(update={"seq_len": 4})})
     with pytest.raises(
         UserError, match=r"60 of 60 conversations .* left out .*raise train\.seq_len"
     ):
-        sources.open_training_data(given)
+        sources.open_training_data(job)
 
 
 def test_wrong_arguments_raise(files, tokenizer, tmp_path):

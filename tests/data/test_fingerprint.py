@@ -4,12 +4,12 @@ import numpy as np
 import pytest
 
 from jaxforge.data import sources
-from jaxforge.data.corpus.writer import ShardWriter
 from jaxforge.data.fingerprint import changes, fingerprints
 from jaxforge.errors import UserError
 from jaxforge.exit_codes import Exit
 from jaxforge.training import launch
 from tests.conftest import tiny_config
+from tests.data.manifest_writer import ShardWriter
 
 pytestmark = pytest.mark.usefixtures("one_device")
 

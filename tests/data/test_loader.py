@@ -78,9 +78,9 @@ def test_batches_do_not_depend_on_accumulation(shards):
 
 @pytest.mark.parametrize("order", ["grain", "torch"])
 def test_start_at_any_position_continues_batches(shards, order):
-    given = config(shards, data={"order": order})
-    whole = batches(given, 30)
-    np.testing.assert_array_equal(windows(batches(given, 13, first=17 * 8)), windows(whole[17:]))
+    job = config(shards, data={"order": order})
+    whole = batches(job, 30)
+    np.testing.assert_array_equal(windows(batches(job, 13, first=17 * 8)), windows(whole[17:]))
 
 
 def test_order_depends_on_seed(shards):
@@ -96,33 +96,33 @@ def test_batches_do_not_depend_on_reader_threads(shards):
 
 
 def test_packed_batches_carry_documents(shards):
-    given = config(shards, data={"pack_sequences": True, "eos_token_id": 40, "shuffle": False})
-    (batch,) = batches(given, 1, first=16)
+    job = config(shards, data={"pack_sequences": True, "eos_token_id": 40, "shuffle": False})
+    (batch,) = batches(job, 1, first=16)
     segment_ids = batch["segment_ids"][0, 0]  # window 16: tokens 16 ... 48, EOS in position 24
     assert segment_ids.tolist() == [0] * 25 + [1] * 7
     assert batch["labels"][0, 0, 24] == -100
 
 
 def test_packing_needs_to_know_what_ends_a_document(shards):
-    given = config(shards, data={"pack_sequences": True})
+    job = config(shards, data={"pack_sequences": True})
     with pytest.raises(UserError, match=r"data\.eos_token_id, or data\.tokenizer_path"):
-        sources.open_training_data(given)
+        sources.open_training_data(job)
 
 
 def test_no_source_means_random_tokens():
-    given = tiny_config()
-    first, again = batches(given, 2), batches(given, 2)
+    job = tiny_config()
+    first, again = batches(job, 2), batches(job, 2)
     np.testing.assert_array_equal(windows(first), windows(again))
-    assert first[0]["input_ids"].max() < given.model.vocab_size
+    assert first[0]["input_ids"].max() < job.model.vocab_size
 
 
 def test_evaluation_reads_set_once_without_padding(shards):
-    given = config(
+    job = config(
         shards, batch=32, eval={"enabled": True, "datasets": {"dataset_path": str(shards)}}
     )
-    mesh = make_mesh(given, jax.devices()[:1])
-    dataset = sources.open_eval_data(given)[""]
-    got = [jax.tree.map(np.asarray, b) for b in loader.eval_batches(given, mesh, dataset)]
+    mesh = make_mesh(job, jax.devices()[:1])
+    dataset = sources.open_eval_data(job)[""]
+    got = [jax.tree.map(np.asarray, b) for b in loader.eval_batches(job, mesh, dataset)]
     assert len(got) == 4
     assert windows(got)[:100].tolist() == list(range(100))
     valid = sum((b["labels"] != -100).sum() for b in got)
@@ -135,8 +135,8 @@ def test_several_evaluation_sets_go_by_name(shards, tmp_path):
     np.save(other / "c.npy", np.full(3 * (SEQ + 1), 7, np.uint16))
     paths = {"first": str(shards), "other.set": str(other)}
     tables = [{"name": name, "dataset_path": path} for name, path in paths.items()]
-    given = config(shards, eval={"enabled": True, "datasets": tables})
-    sets = sources.open_eval_data(given)
+    job = config(shards, eval={"enabled": True, "datasets": tables})
+    sets = sources.open_eval_data(job)
     assert {name: len(dataset) for name, dataset in sets.items()} == {"first": 100, "other.set": 3}
     assert sets["other.set"][2]["input_ids"].tolist() == [7] * SEQ
     tables[1]["dataset_path"] = str(tmp_path / "nowhere")
@@ -146,13 +146,13 @@ def test_several_evaluation_sets_go_by_name(shards, tmp_path):
 
 def test_next_batch_is_transferred_ahead(shards, monkeypatch):
     monkeypatch.setattr(loader, "ITEM_TOKENS", 1)
-    given = config(shards, data={"num_workers": 0})
-    mesh = make_mesh(given, jax.devices()[:1])
-    dataset = sources.open_training_data(given)
+    job = config(shards, data={"num_workers": 0})
+    mesh = make_mesh(job, jax.devices()[:1])
+    dataset = sources.open_training_data(job)
     read = []
     source = dataset.source
     spy = Dataset(_Spy(source, read), dataset.split)
-    iterator = loader.training_batches(given, mesh, spy, 0, 5)
+    iterator = loader.training_batches(job, mesh, spy, 0, 5)
     next(iterator)
     assert len(read) == 2 * 8
 
@@ -160,11 +160,11 @@ def test_next_batch_is_transferred_ahead(shards, monkeypatch):
 def test_going_on_reads_nothing_of_what_came_before(shards, monkeypatch):
     """Others skip by reading: a resume that takes as long as the run."""
     monkeypatch.setattr(loader, "ITEM_TOKENS", 1)
-    given = config(shards, data={"num_workers": 0, "shuffle": False})
-    mesh = make_mesh(given, jax.devices()[:1])
-    dataset, read = sources.open_training_data(given), []
+    job = config(shards, data={"num_workers": 0, "shuffle": False})
+    mesh = make_mesh(job, jax.devices()[:1])
+    dataset, read = sources.open_training_data(job), []
     spy = Dataset(_Spy(dataset.source, read), dataset.split)
-    next(loader.training_batches(given, mesh, spy, 10**9 + 40, 5))
+    next(loader.training_batches(job, mesh, spy, 10**9 + 40, 5))
     assert read == list(range(40, 56))
 
 
@@ -181,8 +181,8 @@ class _Spy:
 
 
 def test_torch_order_drops_partial_microbatch(shards):
-    given = config(shards, batch=24, data={"order": "torch"})
-    order = windows(batches(given, 8))
+    job = config(shards, batch=24, data={"order": "torch"})
+    order = windows(batches(job, 8))
     assert len(set(order[:96])) == 96
     assert sorted(order[:96]) != sorted(order[96:192])
 

@@ -9,12 +9,12 @@ import pytest
 from jaxforge.data import loader, sources
 from jaxforge.data.corpus.manifest import FILE_NAME
 from jaxforge.data.corpus.tokenizer_files import tokenizer_of
-from jaxforge.data.corpus.writer import ShardWriter
 from jaxforge.data.mixture import GrainMixture, TorchMixture
 from jaxforge.errors import UserError
 from jaxforge.parallel.mesh import make_mesh
 from jaxforge.training.phases import Phases
 from tests.conftest import tiny_config
+from tests.data.manifest_writer import ShardWriter
 
 SEQ, ROWS, START = 32, 8, 5
 SIZES = {"low": 40, "high": 70}
@@ -39,14 +39,14 @@ def config(directories, accum=1, batch=ROWS, distributed=None, **data):
     )
 
 
-def batches(given, n, step=0, history=(), devices=1):
+def batches(job, n, step=0, history=(), devices=1):
     """Return the batches of the updates from `step` on, with a resumed run's `history`."""
-    mesh = make_mesh(given, jax.devices()[:devices])
-    dataset, first = sources.open_training_data(given), step * ROWS
-    segments = Phases.of(given.data).segments(history, step, first, lambda later: later * ROWS)
+    mesh = make_mesh(job, jax.devices()[:devices])
+    dataset, first = sources.open_training_data(job), step * ROWS
+    segments = Phases.of(job.data).segments(history, step, first, lambda later: later * ROWS)
     return [
         jax.tree.map(np.asarray, batch)
-        for batch in loader.training_batches(given, mesh, dataset, first, n, segments)
+        for batch in loader.training_batches(job, mesh, dataset, first, n, segments)
     ]
 
 
@@ -54,8 +54,8 @@ def windows(batch_list):
     return np.concatenate([b["input_ids"][..., 0].reshape(-1) for b in batch_list])
 
 
-def assert_same(some, others):
-    for a, b in zip(some, others, strict=True):
+def assert_same(result, expected):
+    for a, b in zip(result, expected, strict=True):
         jax.tree.map(np.testing.assert_array_equal, a, b)
 
 
@@ -67,46 +67,46 @@ def test_every_sequence_says_of_which_dataset_it_is(directories):
 
 
 def test_single_source_has_no_dataset_idx(directories):
-    given = tiny_config(data={"dataset_path": directories[0]["path"]})
-    assert batches(given, 1)[0].keys() == {"input_ids", "labels"}
+    job = tiny_config(data={"dataset_path": directories[0]["path"]})
+    assert batches(job, 1)[0].keys() == {"input_ids", "labels"}
 
 
 @pytest.mark.parametrize("order", ["grain", "torch"])
 def test_phase_weights_do_not_depend_on_read_ahead(directories, order):
-    given = config(directories, order=order, num_workers=8, prefetch_factor=8)
-    shares = [batch["dataset_idx"].mean() for batch in batches(given, 12)]
+    job = config(directories, order=order, num_workers=8, prefetch_factor=8)
+    shares = [batch["dataset_idx"].mean() for batch in batches(job, 12)]
     assert all(share < 1 for share in shares[:START])
     assert shares[START:] == [1.0] * 7
-    assert_same(batches(given, 12), batches(config(directories, order=order), 12))
+    assert_same(batches(job, 12), batches(config(directories, order=order), 12))
 
 
 @pytest.mark.parametrize("order", ["grain", "torch"])
 def test_resume_at_any_step_continues_batches(directories, order):
-    given = config(directories, order=order)
-    whole, history = batches(given, 12), []
+    job = config(directories, order=order)
+    whole, history = batches(job, 12), []
     for step in range(10):
-        history = Phases.of(given.data).recorded(history, step, step * ROWS)
-        assert_same(batches(given, 12 - step, step, history), whole[step:])
+        history = Phases.of(job.data).recorded(history, step, step * ROWS)
+        assert_same(batches(job, 12 - step, step, history), whole[step:])
 
 
 @pytest.mark.parametrize("order", ["grain", "torch"])
 @pytest.mark.parametrize("mesh", [{"dp_shard": 4}, {"dp_replicate": 2, "dp_shard": 2, "tp": 2}])
 def test_batches_do_not_depend_on_mesh(directories, order, mesh):
-    given = config(directories, batch=2, distributed=mesh, order=order, torch_ranks=1)
-    split = batches(given, 8, devices=4 * mesh.get("tp", 1))
+    job = config(directories, batch=2, distributed=mesh, order=order, torch_ranks=1)
+    split = batches(job, 8, devices=4 * mesh.get("tp", 1))
     assert_same(batches(config(directories, order=order), 8), split)
 
 
 @pytest.mark.parametrize("order", ["grain", "torch"])
 def test_hosts_read_their_rows_of_the_same_batches(directories, order):
     """Some rows belong to other processes, as in `_Layout`."""
-    given = config(directories, accum=2, batch=4, order=order)
-    dataset = sources.open_training_data(given)
-    segments = Phases.of(given.data).segments([], 0, 0, lambda step: step * ROWS)
+    job = config(directories, accum=2, batch=4, order=order)
+    dataset = sources.open_training_data(job)
+    segments = Phases.of(job.data).segments([], 0, 0, lambda step: step * ROWS)
     of_mixture = (
         TorchMixture(dataset.sizes, segments, 0, 4, 1)
         if order == "torch"
-        else GrainMixture(dataset.sizes, segments, 0, given.data.shuffle)
+        else GrainMixture(dataset.sizes, segments, 0, job.data.shuffle)
     )
 
     def read(rows):
@@ -137,8 +137,8 @@ def test_torch_order_depends_on_torch_ranks_only(directories):
 
 
 def test_packing_knows_the_document_ends_of_each_dataset(directories):
-    given = config(directories, pack_sequences=True, eos_token_id=3, shuffle=False)
-    rows = np.concatenate([b["segment_ids"][0] for b in batches(given, 5)])
+    job = config(directories, pack_sequences=True, eos_token_id=3, shuffle=False)
+    rows = np.concatenate([b["segment_ids"][0] for b in batches(job, 5)])
     assert (rows[:, -1] > 0).sum() == 1  # window 3 of "low" is nothing but ends
 
 

@@ -137,10 +137,10 @@ def test_dataset_has_its_order_whatever_stands_beside_it():
 
     more = {"z": 5, "b": 29}
     alone, beside = grain((0, FIRST)), grain((0, {"z": 0.5, "b": 0.5}), sizes=more)
-    ours, theirs = of_b(alone, SIZES), of_b(beside, more)
-    n = min(len(ours), len(theirs))
+    drawn_alone, drawn_together = of_b(alone, SIZES), of_b(beside, more)
+    n = min(len(drawn_alone), len(drawn_together))
     assert n > 50
-    assert ours[:n] == theirs[:n]
+    assert drawn_alone[:n] == drawn_together[:n]
 
 
 def test_datasets_may_be_added_and_removed():

@@ -54,9 +54,9 @@ def test_global_batches_are_the_union_of_the_ranks(ranks, per_rank):
     for epoch in range(3):
         slices = [rank_slice(randperm(23, 42 + epoch), rank, ranks) for rank in range(ranks)]
         for j in range(len(slices[0]) // per_rank):
-            theirs = [part[j * per_rank : (j + 1) * per_rank] for part in slices]
-            ours = [order[position + i] for i in range(batch)]
-            assert sorted(ours) == sorted(np.concatenate(theirs).tolist())
+            torch_positions = [part[j * per_rank : (j + 1) * per_rank] for part in slices]
+            positions = [order[position + i] for i in range(batch)]
+            assert sorted(positions) == sorted(np.concatenate(torch_positions).tolist())
             position += batch
 
 

@@ -153,8 +153,8 @@ def test_written_config_is_one_of_dpo(prepared, tmp_path):
 def test_summary_counts_pairs(tmp_path, tokenizer, capsys):
     path = tmp_path / "pairs.jsonl"
     path.write_text("".join(json.dumps({**TEXT, "prompt": f"{i}:"}) + "\n" for i in range(30)))
-    given = [path, "--output", tmp_path / "out", "--preferences", "--tokenizer", tokenizer[1]]
-    assert prepare.main([*map(str, given), "--workers", "1"]) == 0
+    words = [path, "--output", tmp_path / "out", "--preferences", "--tokenizer", tokenizer[1]]
+    assert prepare.main([*map(str, words), "--workers", "1"]) == 0
     shown = capsys.readouterr().out
     assert re.search(r"^pairs +30$", shown, re.MULTILINE)
     path = tmp_path / "out" / "train.toml"
@@ -173,12 +173,12 @@ def test_manifest_counts_both_answers(prepared):
 
 def test_pairs_share_a_sequence(prepared, tokenizer):
     directory, records = prepared
-    given = config(directory / "train")
-    dataset = sources.open_training_data(given)
+    job = config(directory / "train")
+    dataset = sources.open_training_data(job)
     assert isinstance(dataset.source, PreferenceShards)
-    mesh = make_mesh(given, jax.devices()[:1])
+    mesh = make_mesh(job, jax.devices()[:1])
     read_pairs, decode = set(), tokenizer[0].decode
-    for batch in loader.training_batches(given, mesh, dataset, 0, -(-len(dataset) // 2)):
+    for batch in loader.training_batches(job, mesh, dataset, 0, -(-len(dataset) // 2)):
         fields = (np.asarray(batch[n]).reshape(-1, 48) for n in ("input_ids", "segment_ids"))
         for tokens, segments in zip(*fields, strict=True):
             texts = [decode(tokens[segments == n].tolist()) for n in range(segments.max() + 1)]

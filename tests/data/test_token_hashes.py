@@ -2,7 +2,6 @@
 
 import base64
 import dataclasses
-import json
 import logging
 import zlib
 
@@ -11,20 +10,25 @@ import pytest
 
 from jaxforge.data.conversation_shards import ConversationShards
 from jaxforge.data.corpus.manifest import Manifest, Shard
-from jaxforge.data.corpus.writer import ShardWriter
 from jaxforge.data.tokens import TokenShards
 from jaxforge.errors import UserError
+from tests.data.manifest_writer import ShardWriter
 
 TOKENS = np.random.default_rng(0).integers(0, 300, 100_000)
 WINDOW = 100
 CRC32 = zlib.crc32
 
 
+@pytest.fixture(autouse=True)
+def small_writes(monkeypatch):
+    """Blocks are hashed over several writes."""
+    monkeypatch.setattr("jaxforge.data.corpus.writer.CHUNK", 1)
+
+
 def write(directory, **options) -> Manifest:
     with ShardWriter(directory, vocab_size=300, dtype="uint16", **options) as writer:
         for part in np.split(TOKENS, [1, 999, 33_000, 50_000]):
             writer.add(part)
-            writer.sync()
         return writer.finish(eos_id=None, tokenizer="byte", tokenizer_sha256="0")
 
 
@@ -47,32 +51,6 @@ def test_manifest_has_crc32_per_64_kib(tmp_path, file_format):
         blocks = [data[at : at + 65_536] for at in range(0, len(data), 65_536)]
         result = np.frombuffer(base64.b64decode(shard.crc32), "<u4").tolist()
         assert result == [zlib.crc32(block) for block in blocks]
-
-
-def test_writer_resumes_hashes_within_a_block(tmp_path):
-    options = {"vocab_size": 300, "dtype": "uint16"}
-    with ShardWriter(tmp_path / "a", **options) as writer:
-        writer.add(TOKENS[:40_001])
-        state = json.loads(json.dumps(writer.sync()))
-        writer.add(TOKENS[:7_000])  # lost with the process
-        writer.sync()
-    with ShardWriter(tmp_path / "a", **options, state=state) as writer:
-        writer.add(TOKENS[40_001:])
-        resumed = writer.finish(eos_id=None, tokenizer="byte", tokenizer_sha256="0")
-    assert resumed.shards == write(tmp_path / "b").shards
-
-
-def test_writer_omits_hashes_of_shard_begun_without(tmp_path):
-    options = {"vocab_size": 300, "dtype": "uint16", "shard_tokens": 50_000}
-    with ShardWriter(tmp_path / "a", **options) as writer:
-        writer.add(TOKENS[:40_001])
-        state = writer.sync()
-    state["shards"] = [shard[:3] for shard in state["shards"]]
-    with ShardWriter(tmp_path / "a", **options, state=state) as writer:
-        writer.add(TOKENS[40_001:])
-        manifest = writer.finish(eos_id=None, tokenizer="byte", tokenizer_sha256="0")
-    assert [bool(shard.crc32) for shard in manifest.shards] == [False, True]
-    assert len(open_shards(tmp_path / "a").batch(range(1000))) == 1000
 
 
 @pytest.mark.parametrize("bit", [0, 14])

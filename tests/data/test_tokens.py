@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from jaxforge.data.corpus.manifest import Manifest
-from jaxforge.data.corpus.writer import ShardWriter
 from jaxforge.data.tokens import SyntheticTokens, TokenShards
 from jaxforge.errors import UserError
+from tests.data.manifest_writer import ShardWriter
 
 
 def shards(directory, pattern="*.npy", seq_len=4, vocab_size=300, **options):

@@ -4,9 +4,9 @@ import numpy as np
 
 from jaxforge.data.conversation_shards import ConversationShards
 from jaxforge.data.corpus.manifest import FIRST, UNLEARNED
-from jaxforge.data.corpus.writer import ShardWriter
 from jaxforge.data.tokens import manifest_of
 from jaxforge.storage import urls
+from tests.data.manifest_writer import ShardWriter
 
 
 def test_bucket_windows_equal_disk_windows(bucket, tmp_path):

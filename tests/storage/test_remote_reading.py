@@ -13,7 +13,6 @@ from run_config import CONFIG
 from jaxforge.commands import train
 from jaxforge.data import loader, sources
 from jaxforge.data.corpus.manifest import BlockHashes
-from jaxforge.data.corpus.writer import ShardWriter
 from jaxforge.data.remote_tokens import GAP, LONGEST, RemoteTokens
 from jaxforge.errors import StorageError, UserError
 from jaxforge.parallel.mesh import make_mesh
@@ -21,6 +20,7 @@ from jaxforge.storage import files, requests, urls
 from jaxforge.storage.block_cache import SMALLEST, BlockCache
 from jaxforge.storage.requests import traffic
 from tests.conftest import tiny_config
+from tests.data.manifest_writer import ShardWriter
 from tests.machine import PATIENCE
 
 BLOCK = 32_768  # tokens of two bytes in 64 KiB

@@ -88,8 +88,8 @@ def hits(label, n, log_probabilities, tokenizer, longest, limit=None):
     delimiter = DELIMITER if label in SHOTS else " "
     correct = []
     for i, document in enumerate(documents[:limit]):
-        others = [other for j, other in enumerate(documents) if j != i]
-        shots = random.Random(1234 + i).sample(others, SHOTS.get(label, 0))
+        candidates = [other for j, other in enumerate(documents) if j != i]
+        shots = random.Random(1234 + i).sample(candidates, SHOTS.get(label, 0))
         before = "".join(example(shot, delimiter) + "\n\n" for shot in shots)
 
         def encode(text, before=before):

@@ -123,7 +123,7 @@ class ChatTemplate:
         except RecursionError as error:
             raise ValueError("its objects are nested too deeply") from error
         if _BETWEEN_MARKS.search(texts):
-            raise ValueError("it holds U+FDD0 or U+FDD1, which are no characters")
+            raise ValueError("it holds U+FDD0 or U+FDD1, which are not characters")
         if self._choose(options).has_marks and not first:
             return _unmark(self._text(messages, options))
         text = _unmark(self._text(messages, options))[0]
@@ -275,6 +275,7 @@ class IsolatedTemplate:
         header = stdout.readline()
         if not header:
             raise UserError(f"the tokenizer's chat template {self._end()}")
+        # JSON and not pickle: what the child sends must not run code in this process.
         answer = json.loads(header)
         return answer, stdout.read(answer["size"]).decode(*_ENCODING)
 

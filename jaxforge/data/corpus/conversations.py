@@ -21,8 +21,7 @@ from jaxtyping import Int
 
 from jaxforge.cli.suggestions import listed
 from jaxforge.data.corpus.manifest import FIRST, UNLEARNED
-from jaxforge.data.corpus.optional import library
-from jaxforge.data.corpus.records import Content, RecordError, TableRow
+from jaxforge.data.corpus.records import Content, RecordError, TableRow, library
 from jaxforge.data.corpus.tokenizer import Tokenizer, with_prefix
 from jaxforge.data.corpus.workers import Encoded, Text
 from jaxforge.errors import UserError
@@ -88,7 +87,7 @@ class Conversations(Content):
         """Return JSON with `text`, `learned` (spans) and `eos` (True if a learned EOS follows).
 
         Raises:
-            ValueError: the record is no conversation, the template refuses it, or no span is
+            ValueError: the record is not a conversation, the template refuses it, or no span is
                 learned.
         """
         form = _form(name for name, value in record.items() if value is not None)
@@ -154,7 +153,7 @@ class Preferences(Conversations):
         """Return a JSON list of two documents of `Conversations`: chosen, rejected.
 
         Raises:
-            ValueError: the record is no pair, the template refuses it, or an answer is empty.
+            ValueError: the record is not a pair, the template refuses it, or an answer is empty.
         """
         if isinstance(record, TableRow):
             record = without_none(record)
@@ -184,6 +183,7 @@ def _split(record: Mapping[str, Any]) -> tuple[Any, Any, Any]:
         if prompt is None:
             raise ValueError("the record has texts as answers, and no prompt")
         return prompt, chosen, rejected
+    # Tables have all keys in each row: a null key does not make a difference between two messages.
     pairs = zip(map(without_null_keys, chosen), map(without_null_keys, rejected), strict=False)
     n = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(chosen), len(rejected)))
     if n == 0 and prompt is not None:
@@ -249,6 +249,7 @@ def _entries(
     entries, (starts, ends) = np.asarray(ids, dtype), offsets.T
     learned = np.zeros(len(ids), bool)
     for start, end in spans:
+        # Half-open ranges overlap if each starts before the other ends; [n] for each span.
         learned |= (starts < end) & (ends > start)
     entries[~learned] |= UNLEARNED
     return entries

@@ -8,7 +8,7 @@ differ from the tokens of the whole document, at most once per MiB.
 import hashlib
 import os
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
@@ -24,15 +24,13 @@ _Input = TypeVar("_Input", bound=Input)
 
 
 class ReadPosition(NamedTuple):
-    """Reading position in a list of documents.
+    """Reading position in an input.
 
     Attributes:
-        input: index of the input.
-        record: number of completed records of the input.
+        record: number of completed records.
         offset: completed bytes in the text of the next record.
     """
 
-    input: int = 0
     record: int = 0
     offset: int = 0
 
@@ -88,11 +86,6 @@ def hash_fraction(text: str) -> float:
     return int.from_bytes(hashlib.sha256(os.fsencode(text)).digest()[:6], "big") / 2**48
 
 
-def shuffled(inputs: Iterable[_Input], seed: int) -> list[_Input]:
-    """Shuffle inputs by their names and `seed` only."""
-    return sorted(inputs, key=lambda source: hash_fraction(f"{seed} {source.name}"))
-
-
 def first_bytes(inputs: Sequence[_Input], max_bytes: int | None) -> list[_Input]:
     """Return the first inputs that reach `max_bytes` of text together, or all.
 
@@ -109,8 +102,7 @@ def text_parts(
     validation_fraction: float = 0.0,
     max_bytes: int | None = None,
     skip_bad: bool = False,
-    start: ReadPosition | None = None,
-    before: int = 0,
+    offset: int = 0,
     is_whole: bool = True,
 ) -> Iterator[TextPart]:
     """Yield documents in parts of about a MiB; bytes that are not UTF-8 become U+FFFD.
@@ -121,37 +113,36 @@ def text_parts(
             single text file, it is the end of the file, from a line start on.
         max_bytes: stop after the line that reaches this many bytes.
         skip_bad: skip records without text; otherwise they are errors.
-        start: position to begin at.
-        before: bytes of text before `start`.
+        offset: bytes of the first document to skip.
         is_whole: the inputs are all inputs of the corpus.
 
     Raises:
         InputChangedError: an input changed since it was planned.
         UserError: an input cannot be read, or holds a bad record.
     """
-    left = (max_bytes or sys.maxsize) - before
+    left = max_bytes or sys.maxsize
     inside = is_whole and is_split_inside(inputs) and validation_fraction > 0
-    position = start or ReadPosition()
-    for i, listed in enumerate(inputs[position.input :], position.input):
-        offset = position.offset if i == position.input else 0
+    for listed in inputs:
         with _reading(listed) as source:
-            for record in source.records(position.record if i == position.input else 0):
+            for record in source.records():
                 if left <= 0:
                     break
                 if record.problem:
-                    yield _skipped(i, source, record, skip_bad)
+                    yield _skipped(source, record, skip_bad)
                     continue
+                # Maps left no text, but their outcomes count in the split of the record.
                 if record.outcomes and not _size(record.content):
-                    yield _without_text(i, source, record, validation_fraction)
+                    yield _without_text(source, record, validation_fraction)
                     continue
+                # A single text is cut at a line start: its head is trained on, its tail held out.
                 if inside:
                     size = min(_size(record.content), max_bytes or sys.maxsize)
                     end = _line_before(record.content, int(size * (1 - validation_fraction)))
-                    parts = [Part("train", 0, end), Part("validation", end, None)]
+                    parts = [TextRange("train", 0, end), TextRange("validation", end, None)]
                 else:
                     name = source.document(record.number)
-                    parts = [Part(split_of(name, validation_fraction), 0, None)]
-                for chunk in _of_record(i, source, record, offset, left, parts):
+                    parts = [TextRange(split_of(name, validation_fraction), 0, None)]
+                for chunk in _of_record(source, record, offset, left, parts):
                     left -= chunk.size
                     yield chunk
                 offset = 0
@@ -169,7 +160,7 @@ def _reading(source: Input) -> Iterator[Input]:
         UserError: it cannot be read.
     """
     try:
-        source = source.opened()
+        source.check_unchanged(opening=True)
         try:
             yield source
         except Exception:
@@ -184,26 +175,26 @@ def _reading(source: Input) -> Iterator[Input]:
         raise UserError(f"cannot read {source.where}: {error}") from error
 
 
-def _skipped(i: int, source: Input, record: Record, skip_bad: bool) -> TextPart:
+def _skipped(source: Input, record: Record, skip_bad: bool) -> TextPart:
     if not skip_bad:
         usual = "correct it, or have jaxforge.prepare leave such out: --skip-bad"
         raise UserError(f"{record.problem}; {record.advice or usual}")
-    end = ReadPosition(i, record.number)
+    end = ReadPosition(record.number)
     return TextPart(
         source.document(record.number), "train", "", 0, True, False, False, end, skipped=True
     )
 
 
-def _without_text(i: int, source: Input, record: Record, validation_fraction: float) -> TextPart:
+def _without_text(source: Input, record: Record, validation_fraction: float) -> TextPart:
     """Return the part of a record that maps dropped or left empty, with their outcomes."""
-    name, end = source.document(record.number), ReadPosition(i, record.number)
+    name, end = source.document(record.number), ReadPosition(record.number)
     split = split_of(name, validation_fraction)
     return TextPart(
         name, split, "", 0, True, False, False, end, skipped=True, outcomes=record.outcomes
     )
 
 
-class Part(NamedTuple):
+class TextRange(NamedTuple):
     """Range of bytes in the text of a record.
 
     Attributes:
@@ -218,10 +209,11 @@ class Part(NamedTuple):
 
 
 def _of_record(
-    i: int, source: Input, record: Record, offset: int, limit: int, parts: Sequence[Part]
+    source: Input, record: Record, offset: int, limit: int, parts: Sequence[TextRange]
 ) -> Iterator[TextPart]:
     document, origin = source.document(record.number), record.source or source.source
     for part in parts:
+        # Reading begins behind this range.
         if part.end is not None and part.end <= offset:
             continue
         record.content.seek(offset)
@@ -231,9 +223,7 @@ def _of_record(
             limit -= len(data)
             is_done = last and part is parts[-1]
             end = (
-                ReadPosition(i, record.number)
-                if is_done
-                else ReadPosition(i, record.number - 1, offset)
+                ReadPosition(record.number) if is_done else ReadPosition(record.number - 1, offset)
             )
             # No byte of a multi-byte character equals a line end: lines decode on their own.
             try:
@@ -279,6 +269,7 @@ def _read(file: BinaryIO, limit: int, end: int | None) -> bytes:
     """Read about a MiB up to the end of a line, or `limit` bytes and the end of their line."""
     data = file.read(min(limit, PART_BYTES))
     if data and not data.endswith(b"\n"):
+        # Up to the end of the line, or back to a cut within it if the line is too long.
         tail = file.readline(LINE_BYTES)
         data += tail
         if len(tail) == LINE_BYTES and not tail.endswith(b"\n"):
@@ -295,6 +286,7 @@ def _cut(data: bytes) -> int:
     """Return the offset to split a long line at: before the last space, or between characters."""
     if (space := data.rfind(b" ", 1)) > 0:
         return space
+    # In UTF-8, bytes 0x80 to 0xBF continue a character, and 0xC0 and above begin one.
     end = len(data)
     while end > len(data) - 4 and data[end - 1] & 0xC0 == 0x80:
         end -= 1

@@ -10,16 +10,13 @@ import gzip
 import io
 import itertools
 import os
-import socket
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
 from typing import BinaryIO, ClassVar, NamedTuple, Self, cast
 
-from jaxforge.data.corpus.optional import library
 from jaxforge.data.corpus.records import (
     DEFAULT_FIELD,
     MAX_RECORD_BYTES,
@@ -28,6 +25,7 @@ from jaxforge.data.corpus.records import (
     Record,
     bad_record,
     is_utf8,
+    library,
     to_record,
 )
 from jaxforge.data.corpus.remote_input import (
@@ -49,7 +47,6 @@ SKIPPED = 1 << 20
 UNSUSPICIOUS_BYTES = 32 << 20  # unpacked size that is never checked
 _LARGEST_RATIO = 250  # of compression; repetitive logs reach 100
 _QUICKLY_UNPACKED = 1 << 20  # size below which a file is unpacked once before it is parsed
-_GZIPPED = (".gz", ".tgz")
 
 
 class FileState(NamedTuple):
@@ -59,42 +56,20 @@ class FileState(NamedTuple):
         size: bytes.
         modified: time of modification, nanoseconds since 1970, or a version that changes with
             the content.
-        host: machine that read the state; "" for a file by URL.
-        inode: device and inode.
-        status_changed: time of the last change of content or metadata, nanoseconds since 1970.
     """
 
     size: int
     modified: int | str
-    host: str = ""
-    inode: tuple[int, int] = (0, 0)
-    status_changed: int = 0
 
     @classmethod
     def of(cls, path: Path) -> "FileState":
         """Return the state of a file of this machine; raise OSError if there is none."""
         status = path.stat()
-        inode = status.st_dev, status.st_ino
-        return cls(status.st_size, status.st_mtime_ns, _host(), inode, status.st_ctime_ns)
-
-    def is_replaced_by(self, later: "FileState") -> bool:
-        """Return whether another file has taken the place of this one.
-
-        Network file systems may number devices and inodes anew, and `chmod` changes the time in
-        `status_changed`, so a single difference says nothing. Copies on several machines differ in
-        both.
-        """
-        both = self.inode != later.inode and self.status_changed != later.status_changed
-        return both and self.host == later.host
+        return cls(status.st_size, status.st_mtime_ns)
 
 
-@lru_cache(1)
-def _host() -> str:
-    return socket.gethostname()
-
-
-def check_unchanged(path: Location, before: FileState, *, opening: bool = False) -> FileState:
-    """Check that a file has the state that was read before; return the present state.
+def check_unchanged(path: Location, before: FileState, *, opening: bool = False) -> None:
+    """Check that a file has the state that was read before.
 
     Args:
         path: the file.
@@ -108,7 +83,7 @@ def check_unchanged(path: Location, before: FileState, *, opening: bool = False)
         UserError: that of a file by URL cannot be read.
     """
     if opening and isinstance(path, RemotePath) and path.size < LARGE:
-        return before
+        return
     try:
         if isinstance(path, RemotePath):
             now, number = FileState(*current_version(path)), "version"
@@ -120,12 +95,9 @@ def check_unchanged(path: Location, before: FileState, *, opening: bool = False)
         raise changed(path, f"it had {before.size:,} bytes, and has {now.size:,}")
     if now.modified != before.modified:
         raise changed(path, f"its {number} is another")
-    if before.is_replaced_by(now):
-        raise changed(path, "another file has its name")
-    return now
 
 
-class Span(NamedTuple):
+class InputSpan(NamedTuple):
     """Range of bytes of a file. A slice holds the records that begin within it.
 
     Attributes:
@@ -145,12 +117,10 @@ class File(Input):
         path: path of the file, or its URL.
         name: path relative to the input argument.
         size: bytes on disk.
-        modified: time of modification, nanoseconds since 1970, or a version that changes with
-            the content.
+        modified: see `FileState`.
         content: selects the document of a record.
         max_record_bytes: a larger record is a bad record.
         span: the slice to read; None reads the whole file.
-        state: state of the file when it was listed or opened; None is not checked.
         suffixes: ends of the lower-case names of files in the format.
         packable: those of `suffixes` that .gz or .zst may follow.
         documents: the format's documents, for the table in docs/data.md.
@@ -169,19 +139,11 @@ class File(Input):
     modified: int | str
     content: Content = DEFAULT_FIELD
     max_record_bytes: int = MAX_RECORD_BYTES
-    span: Span | None = None
-    state: FileState | None = None
+    span: InputSpan | None = None
 
-    def opened(self) -> Self:
-        """Return the file with its present state."""
-        if self.state is None:
-            return self
-        return replace(self, state=check_unchanged(self.path, self.state, opening=True))
-
-    def check_unchanged(self) -> None:
-        """Check that the file is that which was opened."""
-        if self.state:
-            check_unchanged(self.path, self.state)
+    def check_unchanged(self, *, opening: bool = False) -> None:
+        """Check that the file has the size and the version of the plan."""
+        check_unchanged(self.path, FileState(self.size, self.modified), opening=opening)
 
     @property
     def identity(self) -> tuple[str, ...]:
@@ -223,17 +185,14 @@ class File(Input):
         n = -(-self.size // nbytes)
         if n < 2 or not self.can_be_sliced:
             return [self]
+        # Integer arithmetic on the size alone: every process and start gets the same borders.
         borders = [self.size * i // n for i in range(n + 1)]
-        return [replace(self, span=Span(*ends)) for ends in pairwise(borders)]
-
-    def with_content(self, content: Content) -> Self:
-        """Return the file with another selection of documents."""
-        return replace(self, content=content)
+        return [replace(self, span=InputSpan(*ends)) for ends in pairwise(borders)]
 
     @property
     def is_packed(self) -> bool:
         """True if the file is compressed."""
-        return self.path.suffix.lower() in (*_GZIPPED, ".zst")
+        return self.path.suffix.lower() in (".gz", ".zst")
 
     def open(self) -> BinaryIO:
         """Open the file for reading, decompressed.
@@ -251,7 +210,7 @@ class File(Input):
 
     def _open(self) -> BinaryIO:
         suffix = self.path.suffix.lower()
-        if suffix in _GZIPPED:
+        if suffix == ".gz":
             return cast(BinaryIO, _Unzipped(open_input(self.path)))
         if suffix == ".zst":
             # Not zstandard, whose reader does not detect a truncated file.

@@ -16,19 +16,23 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, Self
 
 from jaxforge.cli.suggestions import listed
-from jaxforge.data.corpus.assembly import assemble
 from jaxforge.data.corpus.conversations import Conversations
-from jaxforge.data.corpus.corpus_state import Options
-from jaxforge.data.corpus.files import FileState, Span, check_unchanged
+from jaxforge.data.corpus.files import FileState, InputSpan, check_unchanged
 from jaxforge.data.corpus.formats.arrow import validate
 from jaxforge.data.corpus.inputs import Unit
-from jaxforge.data.corpus.manifest import ENTRY_DTYPE, FILE_NAME
-from jaxforge.data.corpus.optional import library
-from jaxforge.data.corpus.progress import Done
-from jaxforge.data.corpus.records import DEFAULT_FIELD, Content, Input, Record, TableRow, to_record
+from jaxforge.data.corpus.manifest import ENTRY_DTYPE, FILE_NAME, Options
+from jaxforge.data.corpus.parts import Done
+from jaxforge.data.corpus.records import (
+    DEFAULT_FIELD,
+    Content,
+    Input,
+    Record,
+    TableRow,
+    library,
+    to_record,
+)
 from jaxforge.data.corpus.tokenizer import Tokenizer, identity
-from jaxforge.data.corpus.unit_worker import begin_job, run_units
-from jaxforge.data.corpus.workers import Local
+from jaxforge.data.corpus.unit_worker import assemble, begin_job, run_units
 from jaxforge.data.corpus.writer import token_dtype
 from jaxforge.errors import InputChangedError, UserError
 from jaxforge.storage.atomic_directory import atomic_directory
@@ -53,13 +57,13 @@ class HuggingFace(Input):
         dataset: the rows, streaming or on disk.
         content: selects the text of a row.
         span: the first row to read, and the row after the last; None reads all rows.
-        states: states of the files of a dataset on disk when it was listed or opened.
+        states: states of the files of a dataset on disk when it was listed.
     """
 
     name: str
     dataset: "Dataset | IterableDataset"
     content: Content = DEFAULT_FIELD
-    span: Span | None = None
+    span: InputSpan | None = None
     states: tuple[tuple[Path, FileState], ...] = ()
 
     @classmethod
@@ -68,20 +72,13 @@ class HuggingFace(Input):
         paths = [Path(file["filename"]) for file in dataset.cache_files]
         return cls(name, dataset, content, states=tuple((p, FileState.of(p)) for p in paths))
 
-    def opened(self) -> Self:
-        """Return the dataset with the present states of its files."""
-        states = tuple((path, self._checked(path, state)) for path, state in self.states)
-        return replace(self, states=states)
-
-    def check_unchanged(self) -> None:
-        """Check that the files are those which were opened."""
-        self.opened()
-
-    def _checked(self, path: Path, state: FileState) -> FileState:
-        try:
-            return check_unchanged(path, state)
-        except InputChangedError as error:
-            raise InputChangedError(str(error), self.name) from error
+    def check_unchanged(self, *, opening: bool = False) -> None:
+        """Check that the files are those of the plan."""
+        for path, state in self.states:
+            try:
+                check_unchanged(path, state, opening=opening)
+            except InputChangedError as error:
+                raise InputChangedError(str(error), self.name) from error
 
     @property
     def identity(self) -> tuple[str, ...]:
@@ -99,7 +96,7 @@ class HuggingFace(Input):
         table = getattr(self.dataset, "data", None)
         if table is None:
             return 0
-        first, end = self.span or Span(0, len(self.dataset))
+        first, end = self.span or InputSpan(0, len(self.dataset))
         return table.nbytes * (end - first) // max(1, table.num_rows)
 
     @property
@@ -113,22 +110,19 @@ class HuggingFace(Input):
         if n < 2:
             return [self]
         borders = [len(self.dataset) * i // n for i in range(n + 1)]
-        return [replace(self, span=Span(*ends)) for ends in pairwise(borders)]
+        return [replace(self, span=InputSpan(*ends)) for ends in pairwise(borders)]
 
-    def with_content(self, content: Content) -> Self:
-        """Return the dataset with another selection of documents."""
-        return replace(self, content=content)
-
-    def records(self, start: int) -> Iterator[Record]:
-        """Yield the rows after the first `start`.
+    def records(self) -> Iterator[Record]:
+        """Yield the rows of the span.
 
         Raises:
             UserError: a column does not exist.
         """
         columns = self.content.columns(self.dataset.column_names, self.name)
         rows = self.dataset.select_columns(columns) if columns else self.dataset
+        start = 0
         if self.span:
-            start = max(start, self.span.start)
+            start = self.span.start
             rows = rows.take(self.span.end)
         for number, record in enumerate(_rows(rows.skip(start), self.name), start + 1):
             yield to_record(number, record, f"{self.name}:{number}", self.content)
@@ -142,6 +136,7 @@ def _rows(dataset: "Dataset | IterableDataset", where: str) -> Iterator[TableRow
 
 def _checked(dataset: "Dataset", where: str) -> Iterator[dict[str, Any]]:
     """Yield batches of a dataset on disk, each after a check of its Arrow data."""
+    # In step: each table is checked before Python objects are made of the same rows.
     batches = dataset.iter(ROWS)
     for table in dataset.with_format("arrow").iter(ROWS):
         try:
@@ -176,8 +171,8 @@ def load_dataset(
             return _saved(datasets, name, split, streaming)
         return datasets.load_dataset(name, config or None, split=split, streaming=streaming)
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
-        wanted = f"{name!r}, config {config!r}, split {split!r}"
-        raise UserError(f"cannot load the Hugging Face dataset {wanted}: {error}") from error
+        source = f"{name!r}, config {config!r}, split {split!r}"
+        raise UserError(f"cannot load the Hugging Face dataset {source}: {error}") from error
 
 
 def _saved(
@@ -217,6 +212,7 @@ def cached_shards(
     dataset = load_dataset(name, config, split)
     label = ":".join(filter(None, [name, config, split]))
     source = HuggingFace.on_disk(label, dataset, content)
+    # Without the name: the same rows under another name have the same tokens.
     key = [*source.identity[1:], *content.identity, *identity(tokenizer)]
     cache = library("datasets", "reading Hugging Face datasets").config.HF_DATASETS_CACHE
     output = Path(cache) / "jaxforge" / hashlib.sha256(json.dumps(key).encode()).hexdigest()[:24]
@@ -231,7 +227,7 @@ def cached_shards(
             dtype = ENTRY_DTYPE if conversations else token_dtype(None, tokenizer.vocab_size)
             options = Options(dtype=dtype, conversations=conversations)
             job = begin_job(directory, 1, tokenizer, options, isolate=False)
-            run_units(job, [Unit(0, (source,))], Local(1), _progress_log())
+            run_units(job, [Unit(0, (source,))], 1, _progress_log())
             assemble(job, tokenizer, "data.tokenizer_path")
     return output / "train"
 

@@ -1,15 +1,12 @@
 """Tokenization of documents to shards: read in order, encode in parallel, write in order.
 
 inputs ─► parts  ─► batches ─► worker processes ─► in order ─► one ShardWriter per split
- (one reader)                  text ─► tokens         │
-                                                      └─► every few seconds: sync, journal
+ (one reader)                  text ─► tokens
 
-Tokens depend on the parts of the text alone. So the shards do not depend on the number of workers
-or on interruptions.
+Tokens depend on the parts of the text alone. So the shards do not depend on the number of workers.
 """
 
 import os
-import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future
@@ -17,24 +14,22 @@ from contextlib import ExitStack, closing
 from itertools import chain, islice
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from jaxtyping import Int
 
 from jaxforge.data.corpus.conversations import encode_conversations, encode_preferences
-from jaxforge.data.corpus.corpus_state import Batch, Corpus, Options
 from jaxforge.data.corpus.documents import TextPart, text_parts
-from jaxforge.data.corpus.manifest import FIRST
+from jaxforge.data.corpus.manifest import FIRST, Options
 from jaxforge.data.corpus.records import Input
 from jaxforge.data.corpus.tokenizer import Tokenizer, with_prefix
 from jaxforge.data.corpus.tokenizer_files import load_tokenizer
 from jaxforge.data.corpus.workers import Encoded, Text, Tokens, Workers, serve
+from jaxforge.data.corpus.writer import Batch, Corpus
 
 BATCH_BYTES = 1 << 20  # of text per call of a tokenizer, whose results take up to 50 times as much
 BATCH_PARTS = 4096
 _FEW_BATCHES = 4  # starting processes for them does not pay
-COMMIT_SECONDS = 5.0  # of work that a killed run may lose
 
 
 def texts_of(batch: Batch) -> list[Text]:
@@ -49,21 +44,19 @@ def fill(
     directory: Path,
     options: Options,
     *,
-    commit: Callable[[dict[str, Any]], None],
     is_whole: bool,
     workers: int,
     isolate: bool,
     show: Callable[[Corpus], None],
 ) -> None:
-    """Read the inputs from the corpus's position to their end, and add their tokens.
+    """Read the inputs to their end, and add their tokens.
 
     Args:
-        corpus: progress so far.
+        corpus: an empty corpus.
         inputs: in order.
         tokenizer: has an EOS.
         directory: files of the tokenizer, which worker processes read.
         options: see `Options`.
-        commit: called with `Corpus.journal` every few seconds.
         is_whole: the inputs are all inputs of the corpus.
         workers: number of encoding processes; with 1, this process encodes.
         isolate: encode in another process even so, if the tokenizer is risky.
@@ -80,24 +73,16 @@ def fill(
                 validation_fraction=options.validation_fraction,
                 max_bytes=options.max_bytes,
                 skip_bad=options.skip_bad,
-                start=corpus.position,
-                before=corpus.size,
                 is_whole=is_whole,
             )
         )
-        committed = time.monotonic()
         isolate = isolate and tokenizer.is_risky
         encoded = _encoded(read, tokenizer, directory, options, workers, isolate=isolate)
-        # One thread reads, writes and commits, so a journal entry is consistent: the position in
-        # the inputs is exactly that of the tokens that `sync` has flushed.
         for batch, arrived in stack.enter_context(closing(encoded)):
             if options.validation_tokens:
                 arrived = _hold_out(corpus, batch, arrived, options, tokenizer)
             corpus.add(batch, arrived)
             show(corpus)
-            if time.monotonic() - committed >= COMMIT_SECONDS:
-                commit(corpus.journal())
-                committed = time.monotonic()
 
 
 def batches(chunks: Iterable[TextPart]) -> Iterator[Batch]:
@@ -181,6 +166,7 @@ def encode(tokenizer: Tokenizer, texts: Sequence[Text], dtype: str) -> Encoded:
     for (split, _, first, last), ids in zip(texts, encoded, strict=True):
         begun = with_prefix(tokenizer, ids) if first else ids
         parts.setdefault(split, []).append(np.asarray(begun, dtype))
+        # Some tokenizers have one token for BOS and EOS: the prefix of a document does not end it.
         needs_end = last and begun[len(tokenizer.prefix) * first :][-1:] != [tokenizer.eos_id]
         if needs_end:
             parts[split].append(end)
@@ -218,17 +204,19 @@ def _hold_out(
     if missing <= 0 or "train" not in encoded.tokens:
         return encoded
     arrived, eos = encoded.tokens["train"], tokenizer.eos_id
+    # Lengths by text: [texts], the sum of both is the length of each text.
     lengths, other_lengths = split_tokens(arrived, encoded.lengths["train"], missing)
     first, later = arrived[:missing], arrived[missing:]
     documents = int(np.count_nonzero(first == eos))
     is_cut = len(first) == missing and int(first[-1]) != eos  # the document counts in both splits
+    # The cut document is complete in both splits: EOS ends it here, its prefix begins it there.
     if is_cut:
         first = np.append(first, np.asarray(eos, first.dtype))
         later = np.append(np.asarray(tokenizer.prefix, later.dtype), later)
     chunks = [chunk for chunk in batch if not chunk.skipped]
-    size = _count_held_out(corpus, chunks, lengths, other_lengths, (is_cut, len(tokenizer.prefix)))
+    _count_held_out(corpus, chunks, lengths, other_lengths, (is_cut, len(tokenizer.prefix)))
     held_out.writer.add(first, documents + is_cut)
-    held_out.size, train.size = held_out.size + size, train.size - size
+    # `Split.add` will count every document that ends in this batch for the training split.
     train.writer.documents -= documents
     return Encoded({"train": later}, {})
 
@@ -239,8 +227,8 @@ def _count_held_out(
     lengths: Int[np.ndarray, "chunks"],
     other_lengths: Int[np.ndarray, "chunks"],
     cut: tuple[bool, int],
-) -> int:
-    """Count parts of documents in the statistics of both splits; return the bytes held out.
+) -> None:
+    """Count parts of documents in the statistics of both splits.
 
     Args:
         corpus: the progress.
@@ -252,17 +240,15 @@ def _count_held_out(
     is_cut, prefix = cut
     train, held_out = (corpus.splits[name].statistics for name in ("train", "validation"))
     last = int(np.flatnonzero(lengths)[-1]) if lengths.any() else -1
-    size = 0
     for i, (chunk, first, other) in enumerate(
         zip(chunks, lengths.tolist(), other_lengths.tolist(), strict=True)
     ):
+        # Bytes of a cut part are divided by tokens, as its bytes per token are not known.
         held = chunk.size * first // (first + other) if first else 0
         ends_here = is_cut and i == last
         if first:
-            size += held
             is_end = ends_here or (chunk.last and not other)
             held_out.add_text(chunk.source, first + ends_here, held, is_end=is_end)
         if other or ends_here:
             tokens = other + prefix * ends_here
             train.add_text(chunk.source, tokens, chunk.size - held, is_end=chunk.last)
-    return size

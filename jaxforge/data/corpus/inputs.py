@@ -60,7 +60,8 @@ def find_inputs(
             text = partial(SeparatedText, separator=separator) if separator else TextFile
             read_as = formats.format_of(location) or text
             facts = location, name, state.size, state.modified, content or DEFAULT_FIELD
-            file = read_as(*facts, max_record_bytes, state=state)
+            file = read_as(*facts, max_record_bytes)
+            # A file that is named twice is read once, under its first name.
             files.setdefault(location.resolve(), file)
     # URLs are checked when they are read: a request for each of them would take hours.
     check_text((file.path, file.is_text) for file in files.values() if isinstance(file.path, Path))

@@ -51,6 +51,48 @@ BLOCK_BYTES = 1 << 16
 
 
 @dataclass(frozen=True)
+class Options:
+    """Options that the shards depend on, in addition to inputs and tokenizer.
+
+    Attributes:
+        dtype: numpy name of the type on disk.
+        file_format: "npy" or "bin".
+        shard_tokens: tokens per shard.
+        validation_fraction: fraction of the documents to hold out.
+        validation_tokens: number of first tokens to hold out instead.
+        max_bytes: bytes of text after which to stop.
+        skip_bad: skip records without text.
+        conversations: documents are conversations (`Conversations.document`).
+        preferences: documents are pairs of conversations (`Preferences.document`).
+        rules: names of the maps, in order.
+    """
+
+    dtype: str
+    file_format: str = "npy"
+    shard_tokens: int = 100_000_000
+    validation_fraction: float = 0.0
+    validation_tokens: int = 0
+    max_bytes: int | None = None
+    skip_bad: bool = False
+    conversations: bool = False
+    preferences: bool = False
+    rules: tuple[str, ...] = ()
+
+    @property
+    def version(self) -> int:
+        """The version of the manifest."""
+        if self.preferences:
+            return PREFERENCES
+        return CONVERSATIONS if self.conversations else VERSION
+
+    @property
+    def splits(self) -> tuple[str, ...]:
+        """Names of the splits to write."""
+        holds_out = self.validation_fraction or self.validation_tokens
+        return ("train", "validation") if holds_out else ("train",)
+
+
+@dataclass(frozen=True)
 class Shard:
     """One token file.
 
@@ -108,11 +150,10 @@ def extend_hashes(crc32: str, size: int, more: bytes) -> str:
         size: bytes of tokens so far.
         more: bytes appended.
     """
-    if size and not crc32:  # begun by a version without hashes
-        return ""
     hashes, data = bytearray(base64.b64decode(crc32)), memoryview(more)
     while data:
         filled = size % BLOCK_BYTES
+        # The last block may be incomplete: its CRC continues from the one that is stored.
         begun = int.from_bytes(hashes[-4:], "little") if filled else 0
         part = data[: BLOCK_BYTES - filled]
         hashes[len(hashes) - 4 * bool(filled) :] = zlib.crc32(part, begun).to_bytes(4, "little")

@@ -6,9 +6,6 @@ record ─► map 1 ─► map 2 ─► … ─► document
 A map takes a record, a dict with the text field, and returns a record or None. Maps run in the
 process that reads, in the order of the command line. A map must depend on its record only, because
 a resumed run calls it again for records that it has read before.
-
-A map with `drop_repeated` returns keys of a record instead. `repeats` then finds the records that
-share a key with an earlier record.
 """
 
 import copy
@@ -18,11 +15,11 @@ import importlib
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any, TypeVar
+from typing import Any
 
 from jaxforge.cli.suggestions import hint
 from jaxforge.data.corpus.records import (
@@ -37,21 +34,6 @@ from jaxforge.errors import UserError, reason_and_line
 
 MapRecord = dict[str, Any]
 """A record as maps receive it: its fields, among them the text field."""
-
-Keys = Callable[[MapRecord], Iterable[bytes]]
-_Keys = TypeVar("_Keys", bound=Keys)
-_RETURNS_KEYS = "returns_keys"
-
-
-def drop_repeated(keys: _Keys) -> _Keys:
-    """Mark a function as one that returns keys of a record, for `--map`.
-
-    A record is dropped if any of its keys is a key of an earlier record. Earlier means: in the
-    order of the inputs, over all inputs of the command, whatever their number of processes. An
-    extra pass over the inputs finds these records.
-    """
-    setattr(keys, _RETURNS_KEYS, True)
-    return keys
 
 
 @dataclass(frozen=True)
@@ -79,11 +61,6 @@ class Map:
         function = self.function
         name = getattr(function, "rule", None) or getattr(function, "__name__", None)
         return str(name or type(function).__name__)
-
-    @property
-    def returns_keys(self) -> bool:
-        """True for functions with `drop_repeated`."""
-        return bool(getattr(self.function, _RETURNS_KEYS, False))
 
     @property
     def fingerprint(self) -> str:
@@ -134,14 +111,12 @@ class Mapped(Content):
     Attributes:
         content: selects the document of a mapped record.
         maps: the functions, in order.
-        repeats: by index in `maps`, the repeated records of the input that is read.
     """
 
     has_maps = True
 
     content: Content
     maps: tuple[Map, ...]
-    repeats: tuple[tuple[int, Container[int]], ...] = ()
 
     @property
     def identity(self) -> tuple[str, ...]:
@@ -168,27 +143,23 @@ class Mapped(Content):
         return self.content.document(record)
 
     def apply(
-        self, number: int, record: Mapping[str, Any], where: str
+        self, record: Mapping[str, Any], where: str
     ) -> tuple[Mapping[str, Any] | None, Outcomes]:
         """Return the mapped record, or None if it was dropped, and the outcome of each map."""
         if isinstance(self.content, TextField):
             self.content.document(record)  # so that no map meets a record without text
         outcomes: list[int] = []
-        repeats = dict(self.repeats)
-        for i, each in enumerate(self.maps):
-            if each.returns_keys:
-                is_dropped, outcome = number in repeats[i], UNCHANGED
-            else:
-                record, outcome = _mapped(each, record, where)
-                is_dropped = outcome == DROPPED
-            outcomes.append(DROPPED if is_dropped else outcome)
-            if is_dropped:
+        for each in self.maps:
+            record, outcome = _mapped(each, record, where)
+            outcomes.append(outcome)
+            if outcome == DROPPED:
                 return None, tuple(outcomes)
         return record, tuple(outcomes)
 
 
 def _mapped(each: Map, record: Mapping[str, Any], where: str) -> tuple[MapRecord, int]:
     """Return the result of a map, and whether it dropped, changed or left the record."""
+    # A map may change the record, or a list in it, in place and return the same object.
     before = _snapshot(record)
     result = each.call(dict(record), where)
     if result is None:

@@ -7,7 +7,9 @@ import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, BinaryIO, ClassVar, NamedTuple, Self
+from importlib import import_module
+from types import ModuleType
+from typing import Any, BinaryIO, ClassVar, NamedTuple
 
 from jaxforge.cli.suggestions import listed
 from jaxforge.errors import UserError
@@ -71,12 +73,11 @@ class Content(ABC):
         return ""
 
     def apply(
-        self, number: int, record: Mapping[str, Any], where: str
+        self, record: Mapping[str, Any], where: str
     ) -> tuple[Mapping[str, Any] | None, Outcomes]:
         """Return the mapped record, or None if it was dropped, and the outcome of each map.
 
         Args:
-            number: number of the record in its input.
             record: the record.
             where: the record in messages.
 
@@ -198,13 +199,11 @@ class Input(ABC):
         name: path relative to the input argument; determines order and splits.
         content: selects the document of a record.
         is_text: True for plain text, of one or more documents.
-        is_document: True for a file that is one document.
     """
 
     name: str
     content: Content
     is_text: ClassVar[bool] = False
-    is_document: ClassVar[bool] = False
 
     @property
     @abstractmethod
@@ -235,31 +234,26 @@ class Input(ABC):
     def slices(self, nbytes: int) -> "Sequence[Input]":
         """Return this input, or slices of about `nbytes` that hold its records in order."""
 
-    @abstractmethod
-    def with_content(self, content: Content) -> Self:
-        """Return the input with another selection of documents."""
-
     @property
     def source(self) -> str:
         """Name of the source in statistics: the directory, or a file without one."""
         return self.name.rpartition("/")[0] or self.name
 
     @abstractmethod
-    def opened(self) -> Self:
-        """Return the input as it is about to be read, to be compared by `check_unchanged`.
+    def check_unchanged(self, *, opening: bool = False) -> None:
+        """Check that the input has not changed since it was planned.
+
+        Args:
+            opening: the input is about to be read.
 
         Raises:
-            InputChangedError: it changed since it was planned.
+            InputChangedError: it has changed.
             OSError, UserError: its state cannot be read.
         """
 
     @abstractmethod
-    def check_unchanged(self) -> None:
-        """Check that the input has not changed since it was `opened`; raise as `opened`."""
-
-    @abstractmethod
-    def records(self, start: int) -> Iterator[Record]:
-        """Yield the records after the first `start`; may raise `READ_ERRORS`, or UserError."""
+    def records(self) -> Iterator[Record]:
+        """Yield the records; may raise `READ_ERRORS`, or UserError."""
 
     def document(self, number: int) -> str:
         """Return the name of the document that is record `number`: `NAME:RECORD`."""
@@ -269,7 +263,7 @@ class Input(ABC):
 def to_record(number: int, record: Mapping[str, Any], where: str, content: Content) -> Record:
     """Return the document in a mapping, or its problem, as a `Record`."""
     try:
-        mapped, outcomes = content.apply(number, record, where)
+        mapped, outcomes = content.apply(record, where)
         if mapped is None:
             return Record(number, io.BytesIO(), outcomes=outcomes)
         if isinstance(record, TableRow) and mapped is not record:
@@ -315,3 +309,23 @@ def is_utf8(data: bytes) -> bool:
     except UnicodeDecodeError:
         return False
     return True
+
+
+def library(name: str, purpose: str, extra: str = "data") -> ModuleType:
+    """Import an optional library.
+
+    Args:
+        name: module name, such as "pyarrow.parquet".
+        purpose: use of the library in the error message, such as "reading Parquet".
+        extra: the extra of jaxforge that has the library.
+
+    Raises:
+        UserError: the library is not installed.
+    """
+    try:
+        return import_module(name)
+    except ImportError as error:
+        package = name.partition(".")[0]
+        raise UserError(
+            f"{purpose} needs {package}: pip install 'jaxforge[{extra}]' ({error})"
+        ) from error

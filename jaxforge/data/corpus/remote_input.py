@@ -195,6 +195,7 @@ class _RangedFile(io.RawIOBase):
 
     def _load(self) -> None:
         """Get the block at the position, and request the next if reading is sequential."""
+        # Jumps, as to the footer of a Parquet file, get small blocks; reading on doubles them.
         is_sequential = self._position == self._start + len(self._block)
         self._size = min(2 * self._size, _BLOCK) if is_sequential else _FIRST_BLOCK
         self._start = self._position
@@ -204,6 +205,7 @@ class _RangedFile(io.RawIOBase):
             data, version = self._next[1].result()
         except FileNotFoundError as error:
             raise changed(self._path, "it does not exist any more") from error
+        # Blocks of an object and of its replacement must not make one file.
         if self._version not in ("", version):
             raise changed(self._path, "another object has its name")
         self._block, self._next, self._version = memoryview(data), None, version

@@ -6,7 +6,6 @@ manifest holds of the result.
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 from jaxtyping import Int
@@ -17,7 +16,7 @@ LONGEST_LIST = 20
 """Sources that a manifest names."""
 
 _MOST_SOURCES = 1000  # counted by name; the documents of further sources are counted together
-_OTHERS = ""  # name of these
+_UNNAMED = ""  # name of these
 _BINS = 63
 
 
@@ -111,7 +110,7 @@ class Statistics:
             # JSON in UTF-8 cannot hold the lone surrogates of a path.
             name = source.encode("utf-8", "backslashreplace").decode()
             is_named = name in self.sources or len(self.sources) < _MOST_SOURCES
-            counts = self.sources.setdefault(name if is_named else _OTHERS, [0, 0, 0])
+            counts = self.sources.setdefault(name if is_named else _UNNAMED, [0, 0, 0])
         counts[1] += tokens
         counts[2] += size
         self.open_tokens += tokens
@@ -130,18 +129,24 @@ class Statistics:
                     self.outcomes.append([0, 0, 0])
                 self.outcomes[i][outcome] += 1
 
+    @property
+    def size(self) -> int:
+        """Bytes of text."""
+        return sum(counts[2] for counts in self.sources.values())
+
     def merge(self, other: "Statistics") -> None:
         """Add the counts of another part of the split."""
-        for ours, theirs in ((self.documents_by_length, other.documents_by_length),
+        for totals, added in ((self.documents_by_length, other.documents_by_length),
                              (self.tokens_by_length, other.tokens_by_length)):  # fmt: skip
-            ours[:] = map(sum, zip(ours, theirs, strict=True))
+            totals[:] = map(sum, zip(totals, added, strict=True))
         for name, counts in other.sources.items():
+            # Each unit names up to a thousand sources, and all together may have many more.
             known = name in self.sources or len(self.sources) < _MOST_SOURCES
-            ours = self.sources.setdefault(name if known else _OTHERS, [0, 0, 0])
-            ours[:] = map(sum, zip(ours, counts, strict=True))
+            totals = self.sources.setdefault(name if known else _UNNAMED, [0, 0, 0])
+            totals[:] = map(sum, zip(totals, counts, strict=True))
         self.outcomes += [[0, 0, 0] for _ in other.outcomes[len(self.outcomes) :]]
-        for ours, theirs in zip(self.outcomes, other.outcomes, strict=False):
-            ours[:] = map(sum, zip(ours, theirs, strict=True))
+        for totals, added in zip(self.outcomes, other.outcomes, strict=False):
+            totals[:] = map(sum, zip(totals, added, strict=True))
 
     def summary(self, rules: Sequence[str]) -> CorpusStatistics:
         """Return the statistics for the manifest.
@@ -150,31 +155,21 @@ class Statistics:
             rules: names of the maps, in order.
         """
         bins = 1 + max((i for i, n in enumerate(self.documents_by_length) if n), default=-1)
-        named = [(name, counts) for name, counts in self.sources.items() if name != _OTHERS]
+        named = [(name, counts) for name, counts in self.sources.items() if name != _UNNAMED]
         named.sort(key=lambda item: (-item[1][1], item[0]))
-        others = [counts for _, counts in named[LONGEST_LIST:]]
-        others += [self.sources[_OTHERS]] if _OTHERS in self.sources else []
+        unnamed = [counts for _, counts in named[LONGEST_LIST:]]
+        unnamed += [self.sources[_UNNAMED]] if _UNNAMED in self.sources else []
         rows = [SourceCounts(name, *counts) for name, counts in named[:LONGEST_LIST]]
-        if others:
-            rows.append(SourceCounts(_OTHERS, *map(sum, zip(*others, strict=True))))
+        if unnamed:
+            rows.append(SourceCounts(_UNNAMED, *map(sum, zip(*unnamed, strict=True))))
         counted = [*self.outcomes, *([[0, 0, 0]] * (len(rules) - len(self.outcomes)))]
         return CorpusStatistics(
-            bytes=sum(counts[2] for counts in self.sources.values()),
+            bytes=self.size,
             documents_by_length=tuple(self.documents_by_length[:bins]),
             tokens_by_length=tuple(self.tokens_by_length[:bins]),
             sources=tuple(rows),
             rules=tuple(RuleCounts(rule, *n) for rule, n in zip(rules, counted, strict=True)),
         )
-
-    def as_json(self) -> dict[str, Any]:
-        """Return the counts as JSON, from which `Statistics(**json)` restores them."""
-        return {
-            "documents_by_length": self.documents_by_length,
-            "tokens_by_length": self.tokens_by_length,
-            "sources": self.sources,
-            "outcomes": self.outcomes,
-            "open_tokens": self.open_tokens,
-        }
 
 
 def merged(parts: Iterable[Statistics]) -> Statistics:

@@ -184,6 +184,7 @@ class HFTokenizer(Tokenizer):
         is_checked: bool = False,
     ) -> None:
         self._file, self.chat = file, chat or {}
+        # In a child process first: some files end the process that loads them.
         if not is_checked:
             check_loads(file)
         with reraise_panics(ValueError, "not a tokenizer.json"):
@@ -193,6 +194,7 @@ class HFTokenizer(Tokenizer):
         self._tokenizer.no_padding()
         ids = self._tokenizer.get_vocab().values()
         self.vocab_size = 1 + max(ids, default=-1)
+        # What a file may make later texts or arrays grow to is bounded here, once.
         check_ids(self.vocab_size - 1, len(ids))
         check_affixes(self._tokenizer.model)
         parts = {"normalizer": self._tokenizer.normalizer, "decoder": self._tokenizer.decoder}

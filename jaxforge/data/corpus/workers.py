@@ -1,4 +1,4 @@
-"""Pool of processes that encode text, and engines that run units of work.
+"""Pools of processes that encode text, and that run units of work.
 
     this process                                              worker
     submit ─► thread ─► take an idle worker ─► send ──pipe──► recv, limit the time, encode
@@ -7,25 +7,22 @@
 Each worker has one pipe, and each pipe carries one request at a time: the thread that took the
 worker from the idle queue is the only one that uses the pipe until it puts the worker back.
 
-    units ─► engine ─► results as they are finished, in any order
+    units ─► `run_in_processes` ─► results as they are finished, in any order
 
-An engine decides only where and when a unit is prepared. The bytes that it writes do not depend on
-the engine, on the number of workers or on the order.
+The number of processes decides only where and when a unit is prepared, not its bytes.
 """
 
 import os
 import signal
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
-from itertools import islice
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from queue import SimpleQueue
-from typing import Generic, NamedTuple, Protocol, Self, TypeVar
+from typing import Generic, NamedTuple, Self, TypeVar
 
 import numpy as np
 from jaxtyping import Int
@@ -41,8 +38,8 @@ Tokens = dict[str, Int[np.ndarray, "_"]]
 
 _Request = TypeVar("_Request")
 _Answer = TypeVar("_Answer")
-Item = TypeVar("Item")
-Result = TypeVar("Result")
+_Item = TypeVar("_Item")
+_Result = TypeVar("_Result")
 
 
 class News(NamedTuple):
@@ -96,12 +93,12 @@ class Workers(Generic[_Request, _Answer]):
         self._processes, self._threads = [], ThreadPoolExecutor(n)
         # As many threads as workers: a thread that runs a request always finds an idle worker.
         for _ in range(n):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=function, args=(theirs, *args), daemon=daemon)
+            parent_end, child_end = context.Pipe()
+            process = context.Process(target=function, args=(child_end, *args), daemon=daemon)
             process.start()
-            theirs.close()  # else `recv` would not see the end of the pipe when the worker dies
+            child_end.close()  # else `recv` would not see the end of the pipe when the worker dies
             self._processes.append(process)
-            self._idle.put((ours, process))
+            self._idle.put((parent_end, process))
 
     def __enter__(self) -> Self:
         return self
@@ -161,13 +158,15 @@ def serve_requests(connection: Connection, function: Callable[[_Request], _Answe
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to answer
     with suppress(EOFError, ConnectionError):
         while True:
-            connection.send(answer(function, connection.recv()))
+            connection.send(_answer(function, connection.recv()))
 
 
-def answer(function: Callable[..., _Answer], *args: object) -> _Answer | UserError | StorageError:
+def _answer(
+    function: Callable[[_Request], _Answer], request: _Request
+) -> _Answer | UserError | StorageError:
     """Return the function's result, or the error that the process which asked has to raise."""
     try:
-        return function(*args)
+        return function(request)
     except (UserError, StorageError) as error:
         return error
     except OSError as error:
@@ -188,86 +187,46 @@ Show = Callable[[int, int, int, int], None]
 """Receives a unit's number, and its documents, tokens and bytes of text so far; any thread."""
 
 
-class Engine(Protocol):
-    """Interface of engines."""
-
-    def encoders(self, n_items: int) -> int:
-        """Return the number of encoding processes of each of `n_items` units."""
-        ...
-
-    def run(
-        self, function: Callable[[Item, Show], Result], items: Sequence[Item], show: Show
-    ) -> Iterator[tuple[int, Result]]:
-        """Yield the index and the result of `function(item, show)` of each item, in any order.
-
-        Args:
-            function: a picklable function, which may be repeated.
-            items: picklable arguments.
-            show: may be called with the progress within items.
-
-        Raises:
-            UserError: the function raises one, or processes are lost.
-            StorageError: the function raises one, perhaps again and again.
-        """
-        ...
-
-
 def ignore_news(*_: int) -> None:
     """Ignore the progress within an item (a `Show`)."""
 
 
-def in_order(
-    engine: Engine, function: Callable[[Item, Show], Result], items: Sequence[Item]
-) -> list[Result]:
-    """Return the results of all items, in their order."""
-    results = dict(engine.run(function, items, ignore_news))
-    return [results[i] for i in range(len(items))]
+def run_in_processes(
+    workers: int, function: Callable[[_Item, Show], _Result], items: Sequence[_Item], show: Show
+) -> Iterator[_Result]:
+    """Yield `function(item, show)` of each item, in any order.
 
+    Args:
+        workers: number of processes, each with one item at a time. With one, and for a single
+            item, this process does the work.
+        function: a picklable function.
+        items: picklable arguments.
+        show: called with the progress within items.
 
-@dataclass(frozen=True)
-class Local:
-    """Processes of this machine; with one, and for a single item, this process.
-
-    Attributes:
-        workers: number of processes.
+    Raises:
+        UserError: the function raises one, or a process ends.
+        StorageError: the function raises one.
     """
-
-    workers: int
-
-    def encoders(self, n_items: int) -> int:
-        """Return an equal share of the workers for each item at a time."""
-        return self.workers // max(1, min(self.workers, n_items))
-
-    def run(
-        self, function: Callable[[Item, Show], Result], items: Sequence[Item], show: Show
-    ) -> Iterator[tuple[int, Result]]:
-        """See `Engine`; each process has one item at a time."""
-        n = min(self.workers, len(items))
-        if n <= 1:
-            for i, item in enumerate(items):
-                yield i, function(item, show)
-            return
-        # Not daemons, because they may start encoding processes themselves.
-        with Workers[Item, Result](n, serve_items, function, daemon=False) as pool:
-            remaining = iter(enumerate(items))
-            waiting: dict[Future[Result], int] = {}
-            while True:
-                for i, item in islice(remaining, n - len(waiting)):
-                    waiting[pool.submit(item, show)] = i
-                if not waiting:
-                    return
-                for future in wait(waiting, return_when=FIRST_COMPLETED).done:
-                    yield waiting.pop(future), future.result()
+    n = min(workers, len(items))
+    if n <= 1:
+        for item in items:
+            yield function(item, show)
+        return
+    # Not daemons, because they may start encoding processes themselves.
+    with Workers[_Item, _Result](n, serve_items, function, daemon=False) as pool:
+        # In the order of completion: a slow unit does not hold back the display of later ones.
+        for future in as_completed(pool.submit(item, show) for item in items):
+            yield future.result()
 
 
-def serve_items(connection: Connection, function: Callable[[Item, Show], Result]) -> None:
-    """Answer requests of `Local.run` until the connection is closed (child process)."""
+def serve_items(connection: Connection, function: Callable[[_Item, Show], _Result]) -> None:
+    """Answer requests of `run_in_processes` until the connection is closed (child process)."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
     # If the parent was killed, sending news raises, and this process ends within a batch.
     serve_requests(connection, partial(_call, function, partial(_send_news, connection)))
 
 
-def _call(function: Callable[[Item, Show], Result], show: Show, item: Item) -> Result:
+def _call(function: Callable[[_Item, Show], _Result], show: Show, item: _Item) -> _Result:
     return function(item, show)
 
 

@@ -1,36 +1,34 @@
-"""Streaming writer of token shards, in memory that is independent of corpus and shard size.
+"""Streaming writer of token shards, and the splits of a unit of work that it writes.
 
-    add ──► held tokens ──(1 Mi tokens)──► open file ──(sync: flush, fsync)──► returned state
+Memory is independent of the sizes of corpus and shards.
 
-The writer survives a kill because a state never promises more than the disk holds: `sync` returns
-only after fsync. After a restart, everything behind the state (a torn tail, later shards) is
-removed, and the same tokens are added again.
+    add ──► held tokens ──(1 Mi tokens)──► open file ──(complete: header, fsync)──► shard
+
+A killed writer leaves files without a meaning: the unit that wrote them is written again.
 """
 
-import dataclasses
 import io
-import itertools
 import os
-import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO, Self
+from typing import BinaryIO, Self
 
 import numpy as np
 from jaxtyping import Int
 
+from jaxforge.data.corpus.documents import TextPart
 from jaxforge.data.corpus.manifest import (
-    CONVERSATIONS,
     FIRST,
     ID,
     LENGTHS,
-    VERSION,
-    Manifest,
+    Options,
     Shard,
     extend_hashes,
 )
-from jaxforge.data.corpus.statistics import CorpusStatistics
+from jaxforge.data.corpus.statistics import Statistics
+from jaxforge.data.corpus.workers import Encoded
 from jaxforge.errors import UserError, file_error
 
 CHUNK = 1 << 20  # tokens held before they are written
@@ -72,14 +70,12 @@ class ShardWriter:
     Use the writer in a `with` statement, which closes the current file on an error.
 
     Args:
-        directory: output directory; must not exist unless `state` or `lengths` is given.
-        vocab_size: all tokens are below.
-        dtype: numpy name of the type on disk; must hold `vocab_size - 1`.
+        directory: output directory; must not exist unless `lengths` is given.
+        dtype: numpy name of the type on disk.
         file_format: "npy" or "bin".
         shard_tokens: tokens per shard. The last has fewer; shards of conversations may exceed it.
         conversations: entries (`corpus.manifest`) are added; the length of each conversation is
             recorded.
-        state: a result of `sync`, to resume from.
         unit: number of the unit; None if the directory has only one.
         lengths: file of the conversations' lengths; by default `LENGTHS` in the directory.
 
@@ -91,7 +87,7 @@ class ShardWriter:
         learned: tokens with a loss written so far; 0 for text. Complete after `complete`.
 
     Raises:
-        UserError: a file cannot be written (from every method), or files of `state` are missing.
+        UserError: a file cannot be written (from every method).
         StorageError: the disk is full, or fails (from every method).
     """
 
@@ -99,12 +95,10 @@ class ShardWriter:
         self,
         directory: Path,
         *,
-        vocab_size: int,
         dtype: str,
         file_format: str = "npy",
         shard_tokens: int = 100_000_000,
         conversations: bool = False,
-        state: dict[str, Any] | None = None,
         unit: int | None = None,
         lengths: Path | None = None,
     ) -> None:
@@ -113,17 +107,13 @@ class ShardWriter:
         self.conversations = conversations
         self.dtype, self._dtype = dtype, np.dtype(dtype).newbyteorder("<")
         self.tokens = self.documents = self.learned = 0
-        self._vocab_size = vocab_size
         self._held: list[Int[np.ndarray, "_"]] = []
         self._written = 0  # number of tokens passed to the operating system
         self._shards: list[Shard] = []
         self._file: BinaryIO | None = None  # the last shard, until it is complete
         with _named(directory):
-            directory.mkdir(parents=True, exist_ok=state is not None or lengths is not None)
-            if state is None:
-                self._lengths.unlink(missing_ok=True)  # of an attempt that was lost
-        if state is not None:
-            self._restore(state)
+            directory.mkdir(parents=True, exist_ok=lengths is not None)
+            self._lengths.unlink(missing_ok=True)  # of an attempt that was lost
 
     def __enter__(self) -> Self:
         return self
@@ -147,104 +137,6 @@ class ShardWriter:
         self.tokens += len(tokens)
         if self.tokens - self._written >= CHUNK:
             self._write_held()
-
-    def sync(self) -> dict[str, Any]:
-        """Flush all tokens to the disk and return the state of the writer as JSON."""
-        self._write_held()
-        # Earlier shards were flushed when they were completed: only the open one is left to do.
-        if self._file:
-            with _named(self._directory / self._shards[-1].file):
-                self._file.flush()
-                os.fsync(self._file.fileno())
-        self._sync_lengths()
-        return {
-            "documents": self.documents,
-            "shards": [dataclasses.astuple(shard) for shard in self._shards],
-            "learned": self.learned,
-        }
-
-    def _restore(self, state: dict[str, Any]) -> None:
-        """Resume from `state`: remove all data that was written after it."""
-        self.documents, self.learned = state["documents"], state["learned"]
-        self._shards = [Shard(*shard) for shard in state["shards"]]
-        self.tokens = self._written = sum(shard.tokens for shard in self._shards)
-        with _named(self._directory):
-            # Not by listing: the directory may hold the shards of 100,000 other units.
-            for number in itertools.count(len(self._shards)):
-                path = self._directory / self._shard_name(number)
-                if not path.exists():
-                    break
-                path.unlink()  # a shard that was begun after the state
-            if self.conversations:
-                self._check_size(self._lengths, lengths_bytes(self.documents))
-                os.truncate(self._lengths, lengths_bytes(self.documents))
-        for shard in self._shards:
-            header = len(shard_header(shard.tokens, self.dtype, self._format))
-            size = header + shard.tokens * self._dtype.itemsize
-            self._check_size(self._directory / shard.file, size)
-        if self._shards and self._shards[-1].tokens < self._shard_tokens:
-            self._reopen(self._shards[-1])
-
-    def _check_size(self, path: Path, size: int) -> None:
-        """Check that a file of the state has all its bytes; later ones may follow."""
-        with _named(path):
-            if not path.is_file() or path.stat().st_size < size:
-                partial = self._directory.parent.parent
-                raise UserError(f"{path} lost its end; remove {partial}")
-
-    def _reopen(self, shard: Shard) -> None:
-        path = self._directory / shard.file
-        with _named(path):
-            self._file = file = path.open("r+b")
-            self._write_header(file, 0)  # positions the file behind the header
-            end = file.tell() + shard.tokens * self._dtype.itemsize
-            file.truncate(end)
-            file.seek(end)
-
-    def finish(
-        self,
-        *,
-        eos_id: int | None,
-        tokenizer: str,
-        tokenizer_sha256: str,
-        bos_ids: tuple[int, ...] = (),
-        statistics: CorpusStatistics | None = None,
-        version: int | None = None,
-    ) -> Manifest:
-        """Complete the last shard, and write and return the manifest.
-
-        Args:
-            eos_id: token that ends each document.
-            tokenizer: the name that the user gave the tokenizer.
-            tokenizer_sha256: fingerprint of the tokenizer.
-            bos_ids: tokens that each document begins with.
-            statistics: statistics of the documents.
-            version: version of the manifest; by default that of text or of conversations.
-
-        Returns:
-            The manifest.
-        """
-        shards = self.complete()
-        lengths_crc32 = None
-        if self.conversations:
-            with _named(self._lengths):
-                lengths_crc32 = zlib.crc32(self._lengths.read_bytes())
-        manifest = Manifest.of_shards(
-            shards,
-            version=version or (CONVERSATIONS if self.conversations else VERSION),
-            dtype=self.dtype,
-            documents=self.documents,
-            eos_id=eos_id,
-            vocab_size=self._vocab_size,
-            tokenizer=tokenizer,
-            tokenizer_sha256=tokenizer_sha256,
-            lengths_crc32=lengths_crc32,
-            bos_ids=bos_ids,
-            statistics=statistics,
-        )
-        with _named(self._directory):
-            manifest.write(self._directory)
-        return manifest
 
     def complete(self) -> tuple[Shard, ...]:
         """Complete the last shard and return all shards. Nothing can be added after that."""
@@ -337,3 +229,155 @@ def _named(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise file_error(f"cannot write {path}", error) from error
+
+
+Batch = list[TextPart]
+"""Consecutive parts of documents that are tokenized in one call."""
+
+
+@dataclass
+class Split:
+    """Progress of one split, "train" or "validation".
+
+    Attributes:
+        writer: writer of the shards.
+        broken: number of documents that were not UTF-8.
+        last_broken: name of the last such document.
+        statistics: statistics of the documents.
+    """
+
+    writer: ShardWriter
+    broken: int = 0
+    last_broken: str = ""
+    statistics: Statistics = field(default_factory=Statistics)
+
+    def add(
+        self,
+        chunks: Sequence[TextPart],
+        tokens: Int[np.ndarray, "_"],
+        lengths: Int[np.ndarray, "chunks"] | None = None,
+    ) -> None:
+        """Append parts of documents and their tokens.
+
+        Args:
+            chunks: the parts.
+            tokens: tokens of all parts.
+            lengths: number of tokens of each part; None if they are counted already.
+        """
+        if lengths is not None:
+            self.statistics.add(chunks, lengths)
+        self.writer.add(tokens, sum(chunk.last for chunk in chunks))
+        for chunk in chunks:
+            if not chunk.valid and chunk.document != self.last_broken:
+                self.broken, self.last_broken = self.broken + 1, chunk.document
+
+
+@dataclass
+class Corpus:
+    """Progress of all documents.
+
+    Attributes:
+        splits: by name.
+        skipped: number of bad records that were skipped.
+    """
+
+    splits: dict[str, Split]
+    skipped: int = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for split in self.splits.values():
+            split.writer.__exit__(*error)
+
+    @property
+    def size(self) -> int:
+        """Bytes of text."""
+        return sum(split.statistics.size for split in self.splits.values())
+
+    @property
+    def documents(self) -> int:
+        """Documents in all splits."""
+        return sum(split.writer.documents for split in self.splits.values())
+
+    @property
+    def tokens(self) -> int:
+        """Tokens in all splits."""
+        return sum(split.writer.tokens for split in self.splits.values())
+
+    def add(self, batch: Batch, encoded: Encoded) -> None:
+        """Append a batch and its tokens by split."""
+        for name, arrived in encoded.tokens.items():
+            chunks = [p for p in batch if p.split == name and not p.skipped]
+            self.splits[name].add(chunks, arrived, encoded.lengths.get(name))
+        for name, split in self.splits.items():
+            split.statistics.add_outcomes(p for p in batch if p.outcomes and p.split == name)
+        self.skipped += sum(chunk.is_bad for chunk in batch)
+
+
+def open_corpus(
+    out: Path,
+    options: Options,
+    unit: int | None,
+    lengths: Callable[[str], Path],
+) -> Corpus:
+    """Return an empty corpus.
+
+    Args:
+        out: directory of the splits.
+        options: see `Options`.
+        unit: number of the unit of work; None if there is only one.
+        lengths: returns the file of the conversations' lengths of a split.
+    """
+    return Corpus(
+        {
+            name: Split(
+                ShardWriter(
+                    out / name,
+                    dtype=options.dtype,
+                    file_format=options.file_format,
+                    shard_tokens=options.shard_tokens,
+                    conversations=options.conversations,
+                    unit=unit,
+                    lengths=lengths(name),
+                )
+            )
+            for name in options.splits
+        }
+    )
+
+
+def check_documents(counts: Mapping[str, int], skipped: int, options: Options) -> None:
+    """Check the numbers of documents by split, after `skipped` bad records.
+
+    Raises:
+        UserError: a split has no document.
+    """
+    if options.validation_tokens and not counts["train"] and counts["validation"]:
+        raise UserError(
+            f"--validation-tokens {options.validation_tokens} leaves nothing to train on: the text "
+            "has no more; hold fewer out"
+        )
+    if skipped and not any(counts.values()):
+        raise UserError(
+            f"the inputs hold no text: --skip-bad left out all {skipped} records; without "
+            "it, the first is named with what is wrong"
+        )
+    if not all(counts.values()):
+        check_split(counts["train"], counts.get("validation", 0), options.validation_fraction)
+
+
+def check_split(train: int, validation: int, fraction: float) -> None:
+    """Check that every split has a document.
+
+    Raises:
+        UserError: a split has none.
+    """
+    if not train + validation:
+        raise UserError("the inputs hold no text")
+    if not train or (fraction and not validation):
+        raise UserError(
+            f"--validation-fraction {fraction} puts {validation} of {train + validation} "
+            "documents into validation; change it, or split the text into more documents"
+        )

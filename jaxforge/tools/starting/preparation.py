@@ -1,6 +1,6 @@
 """Execution of `jaxforge prepare`: documents to token shards, tokenizer and a config.
 
-inputs (`corpus.inputs`) ─► plan ─► output ─► passes of maps (`corpus.repeats`) ─► tokenizer
+inputs (`corpus.inputs`) ─► plan ─► output ─► tokenizer
 ─► units (`corpus.unit_worker`) ─► manifests (`corpus.assembly`) ─► train.toml
 """
 
@@ -8,7 +8,6 @@ import argparse
 import functools
 import os
 import shlex
-import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,29 +15,31 @@ from pathlib import Path
 from rich.console import Console
 
 from jaxforge.data.corpus import formats
-from jaxforge.data.corpus.assembly import assemble, table
 from jaxforge.data.corpus.conversations import Conversations, Preferences, fingerprint
-from jaxforge.data.corpus.corpus_state import Options, check_split
 from jaxforge.data.corpus.documents import (
     TextPart,
     first_bytes,
     is_split_inside,
-    shuffled,
     split_of,
     text_parts,
 )
 from jaxforge.data.corpus.huggingface import HuggingFace, load_dataset
 from jaxforge.data.corpus.inputs import Unit, find_inputs, links_out, plan_units, sliced
-from jaxforge.data.corpus.manifest import ENTRY_DTYPE, FILE_NAME
+from jaxforge.data.corpus.manifest import ENTRY_DTYPE, FILE_NAME, Options
 from jaxforge.data.corpus.maps import Map, Mapped, load_maps
-from jaxforge.data.corpus.progress import progress_shown
+from jaxforge.data.corpus.parts import progress_shown
 from jaxforge.data.corpus.records import Content, Input, TextField
-from jaxforge.data.corpus.repeats import find_repeated_records, needs_passes
 from jaxforge.data.corpus.tokenizer import BPE_VOCAB_SIZE, Tokenizer, train_bpe
 from jaxforge.data.corpus.tokenizer_files import load_tokenizer
-from jaxforge.data.corpus.unit_worker import Job, begin_job, has_parts, run_units
-from jaxforge.data.corpus.workers import Engine, Local
-from jaxforge.data.corpus.writer import token_dtype
+from jaxforge.data.corpus.unit_worker import (
+    CorpusJob,
+    assemble,
+    begin_job,
+    has_parts,
+    run_units,
+    table,
+)
+from jaxforge.data.corpus.writer import check_split, token_dtype
 from jaxforge.errors import UserError, file_error
 from jaxforge.storage import atomic_directory, urls
 from jaxforge.storage.atomic_directory import AtomicDirectory, Plan
@@ -67,19 +68,13 @@ def run(args: argparse.Namespace) -> int:
     named = None if args.tokenizer == "bpe" else _named_tokenizer(args)
     content = _content(args, named)
     maps = load_maps(args.map)
-    mapped = Mapped(content, maps) if maps else None
-    inputs = _inputs(args, mapped or content)
+    inputs = _inputs(args, Mapped(content, maps) if maps else content)
     units = _units(args, inputs)
     plan = _plan(args, inputs, named, maps)
     options_for = functools.partial(_options, args, maps)
-    has_passes = mapped is not None and needs_passes(mapped)
-    if has_passes:
-        _check_passes(args)
     if args.share:
-        return slurm_array.run_share(args, plan, units, options_for, _engine(args))
+        return slurm_array.run_share(args, plan, units, options_for, _workers(args))
     with _open_output(args, plan) as destination:
-        if mapped and has_passes:
-            units = _without_repeated_records(args, units, mapped, destination)
         tokenizer = named or _bpe(args, units, destination)
         tokenizer.save(destination.out / "tokenizer")
         options = options_for(tokenizer.vocab_size)
@@ -134,8 +129,6 @@ def _inputs(args: argparse.Namespace, content: Content) -> list[Input]:
         inputs.append(HuggingFace.on_disk(name, dataset, content))
     if args.conversations:
         _check_records(inputs)
-    if args.shuffle_documents is not None:
-        inputs = _shuffled(inputs, args.shuffle_documents)
     inputs = first_bytes(inputs, args.max_bytes)
     all_text = all(source.text_size is not None for source in inputs)
     if all_text and not is_split_inside(inputs):  # otherwise known only after reading
@@ -143,15 +136,6 @@ def _inputs(args: argparse.Namespace, content: Content) -> list[Input]:
         held_out = splits.count("validation")
         check_split(len(splits) - held_out, held_out, args.validation_fraction)
     return inputs
-
-
-def _shuffled(inputs: Sequence[Input], seed: int) -> list[Input]:
-    if not all(source.is_document for source in inputs):
-        raise UserError(
-            "--shuffle-documents is for text files: records keep their order. Remove it; "
-            "training shuffles anyway (data.shuffle)"
-        )
-    return shuffled(inputs, seed)
 
 
 def _check_records(inputs: Iterable[Input]) -> None:
@@ -221,38 +205,6 @@ def _open_output(args: argparse.Namespace, plan: Plan) -> Iterator[AtomicDirecto
         yield opened
 
 
-def _check_passes(args: argparse.Namespace) -> None:
-    """Check that all passes see the files of a map with `drop_repeated`.
-
-    Raises:
-        UserError: the output is in a bucket, or a Slurm array shares the units.
-    """
-    if urls.in_bucket(args.output) or args.slurm or args.share:
-        raise UserError(
-            "a --map that drops repeated records keeps its keys in files next to --output: give an "
-            "--output on a disk that all machines share, and --engine local or ray, not --slurm"
-        )
-
-
-def _without_repeated_records(
-    args: argparse.Namespace, units: Sequence[Unit], mapped: Mapped, destination: AtomicDirectory
-) -> list[Unit]:
-    """Run the passes of maps that drop repeated records; return the units without these."""
-    if not has_parts(destination):  # nothing in the output is durable yet
-        # Without a journal, a failure would remove the files of the passes.
-        destination.commit({})
-        shutil.rmtree(destination.out)
-        destination.out.mkdir()
-    return find_repeated_records(
-        units,
-        mapped,
-        destination.state / "maps",
-        _engine(args),
-        skip_bad=args.skip_bad,
-        show=_say,
-    )
-
-
 def _bpe(
     args: argparse.Namespace, units: Sequence[Unit], destination: AtomicDirectory
 ) -> Tokenizer:
@@ -262,25 +214,20 @@ def _bpe(
     return trained_bpe(args, [source for unit in units for source in unit.inputs], _say)
 
 
-def _engine(args: argparse.Namespace) -> Engine:
-    """Return the engine of the command line."""
-    if args.engine == "ray":
-        from jaxforge.data.corpus.ray_engine import Ray
-
-        return Ray(args.address or "auto", args.workers)
-    return Local(args.workers or os.cpu_count() or 1)
+def _workers(args: argparse.Namespace) -> int:
+    return args.workers or os.cpu_count() or 1
 
 
 def _run(
-    args: argparse.Namespace, job: Job, units: Sequence[Unit], destination: AtomicDirectory
+    args: argparse.Namespace, job: CorpusJob, units: Sequence[Unit], destination: AtomicDirectory
 ) -> None:
     """Prepare the units; after a failure without progress, leave nothing to resume from."""
     try:
         with progress_shown(sum(unit.files for unit in units)) as show:
-            run_units(job, units, _engine(args), show)
+            run_units(job, units, _workers(args), show)
     except BaseException:
         # Nothing durable: the next command may have other options.
-        if not urls.in_bucket(job.out) and not job.parts.is_begun():
+        if not urls.in_bucket(job.out) and not job.parts.finished():
             destination.journal = None
         raise
 

@@ -8,12 +8,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from jaxforge.data.corpus.corpus_state import Options
 from jaxforge.data.corpus.inputs import Unit
-from jaxforge.data.corpus.progress import progress_shown
+from jaxforge.data.corpus.manifest import Options
+from jaxforge.data.corpus.parts import progress_shown
 from jaxforge.data.corpus.tokenizer_files import load_tokenizer
 from jaxforge.data.corpus.unit_worker import begin_job, run_units
-from jaxforge.data.corpus.workers import Engine
 from jaxforge.errors import InputChangedError, UserError, file_error
 from jaxforge.storage import atomic_directory, locks, urls
 from jaxforge.storage.atomic_directory import AtomicDirectory, Plan
@@ -116,7 +115,7 @@ def run_share(
     plan: Plan,
     units: Sequence[Unit],
     options_for: Callable[[int], Options],
-    engine: Engine,
+    workers: int,
 ) -> int:
     """Prepare the units of a share of an output that `--slurm` has planned; return the exit code.
 
@@ -125,7 +124,7 @@ def run_share(
         plan: the plan of this command, which must be that of the output.
         units: all units.
         options_for: returns the options for a vocabulary size.
-        engine: prepares the units.
+        workers: number of processes.
 
     Raises:
         UserError: nothing is planned, or something else; or a unit fails.
@@ -140,7 +139,7 @@ def run_share(
         progress_shown(sum(unit.files for unit in chosen)) as show,
     ):
         try:
-            run_units(job, chosen, engine, show)
+            run_units(job, chosen, workers, show)
         except InputChangedError as error:
             # Work on the old content of the input cannot be continued by any task.
             atomic_directory.discard(destination.state, error.source)

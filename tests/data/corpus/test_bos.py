@@ -64,25 +64,25 @@ def prompt_ids(tokenizer, text):
 @pytest.mark.parametrize("name", POST_PROCESSORS)
 def test_prompt_prefix_matches_transformers(tmp_path, name):
     directory = save(tmp_path / "t", POST_PROCESSORS[name])
-    theirs = transformers.AutoTokenizer.from_pretrained(directory)
-    ours = load_tokenizer(directory)
+    reference = transformers.AutoTokenizer.from_pretrained(directory)
+    loaded = load_tokenizer(directory)
     for text in TEXTS:
-        with_ends = theirs(text)["input_ids"]
-        assert ours.encode(text, special_tokens=True) == with_ends
+        with_ends = reference(text)["input_ids"]
+        assert loaded.encode(text, special_tokens=True) == with_ends
         ended = with_ends[-1] == EOS  # which nothing would be generated after
-        assert prompt_ids(ours, text) == (with_ends[:-1] if ended else with_ends)
-        assert ours.encode(text) == theirs(text, add_special_tokens=False)["input_ids"]
+        assert prompt_ids(loaded, text) == (with_ends[:-1] if ended else with_ends)
+        assert loaded.encode(text) == reference(text, add_special_tokens=False)["input_ids"]
 
 
 def test_add_bos_token_matches_transformers(tmp_path):
     plain = save(tmp_path / "plain", POST_PROCESSORS["byte-level"])
-    theirs = transformers.AutoTokenizer.from_pretrained(plain, add_bos_token=True)
-    ours = load_tokenizer(save(tmp_path / "t", POST_PROCESSORS["byte-level"], add_bos_token=True))
+    reference = transformers.AutoTokenizer.from_pretrained(plain, add_bos_token=True)
+    loaded = load_tokenizer(save(tmp_path / "t", POST_PROCESSORS["byte-level"], add_bos_token=True))
     twice = load_tokenizer(save(tmp_path / "u", POST_PROCESSORS["bos"], add_bos_token=True))
     for text in TEXTS:
-        assert theirs(text)["input_ids"][0] == BOS
-        assert prompt_ids(ours, text) == theirs(text)["input_ids"]
-        assert prompt_ids(twice, text) == theirs(text)["input_ids"]
+        assert reference(text)["input_ids"][0] == BOS
+        assert prompt_ids(loaded, text) == reference(text)["input_ids"]
+        assert prompt_ids(twice, text) == reference(text)["input_ids"]
 
 
 @pytest.mark.parametrize("settings", [{}, {"add_bos_token": True}])
@@ -97,8 +97,8 @@ def test_saved_copies_add_the_same(tmp_path, settings):
     for item in (bare, load_tokenizer(tmp_path / "bare")):
         assert item.prefix == ()
         assert prompt_ids(item, "hello") == tokenizer.encode("hello")
-    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "bare")
-    assert theirs("hello")["input_ids"] == tokenizer.encode("hello")
+    reference = transformers.AutoTokenizer.from_pretrained(tmp_path / "bare")
+    assert reference("hello")["input_ids"] == tokenizer.encode("hello")
 
 
 def test_bos_is_never_written_twice(tmp_path):
@@ -120,13 +120,13 @@ def tokens(directory):
 
 
 def test_documents_begin_with_bos_and_end_with_eos(tmp_path, monkeypatch, capsys):
-    theirs = transformers.AutoTokenizer.from_pretrained(
+    reference = transformers.AutoTokenizer.from_pretrained(
         save(tmp_path / "t", POST_PROCESSORS["bos and eos"])
     )
     texts = ["hello\n" * 9, "<s>world", "", "ünï\n"]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in texts))
     monkeypatch.setattr("jaxforge.data.corpus.documents.PART_BYTES", 20)  # the first in pieces
-    expected = [i for t in ("hello\n" * 9, "world", "ünï\n") for i in theirs(t)["input_ids"]]
+    expected = [i for t in ("hello\n" * 9, "world", "ünï\n") for i in reference(t)["input_ids"]]
     output = prepared(tmp_path)
     assert tokens(output / "train") == expected
     manifest = Manifest.read(output / "train")
@@ -174,7 +174,7 @@ def test_conversations_begin_with_bos_once(tmp_path):
     said = "{{ bos_token }}{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}"
     directory = save(tmp_path / "t", POST_PROCESSORS["bos"], chat_template=said)
     tokenizer = load_tokenizer(directory)
-    theirs = transformers.AutoTokenizer.from_pretrained(directory)
+    reference = transformers.AutoTokenizer.from_pretrained(directory)
     messages = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "world"}]
     records = [{"messages": messages}, {"prompt": "hello", "completion": " world"}]
     chat, plain = (
@@ -183,9 +183,9 @@ def test_conversations_begin_with_bos_once(tmp_path):
         )["train"]
         for r in records
     )
-    assert (chat & ID).tolist() == theirs.apply_chat_template(messages, return_dict=False)
-    assert (plain & ID).tolist() == [*theirs("hello world")["input_ids"], EOS]
+    assert (chat & ID).tolist() == reference.apply_chat_template(messages, return_dict=False)
+    assert (plain & ID).tolist() == [*reference("hello world")["input_ids"], EOS]
     assert plain[0] == BOS | FIRST | UNLEARNED
     assert Dialogue(tokenizer, 100, 10**6).ask("hello")[0].count(BOS) == 1
     plain_text = load_tokenizer(save(tmp_path / "u", POST_PROCESSORS["bos"]))
-    assert Dialogue(plain_text, 100, 10**6).ask("hello")[0] == theirs("hello")["input_ids"]
+    assert Dialogue(plain_text, 100, 10**6).ask("hello")[0] == reference("hello")["input_ids"]

@@ -5,7 +5,6 @@ import io
 import json
 import os
 import pickle
-import tarfile
 
 import pyarrow
 import pytest
@@ -13,7 +12,6 @@ import zstandard
 from pyarrow import parquet
 
 from jaxforge.commands import prepare
-from jaxforge.data.corpus import ingest
 from jaxforge.data.corpus.documents import text_parts
 from jaxforge.data.corpus.huggingface import HuggingFace, load_dataset
 from jaxforge.data.corpus.inputs import find_inputs
@@ -37,14 +35,6 @@ def write_arrow(sink):
         writer.write_table(TABLE, max_chunksize=2)
 
 
-def write_tar(sink):
-    with tarfile.open(fileobj=sink, mode="w") as archive:
-        for i, text in enumerate(TEXTS):
-            member = tarfile.TarInfo(f"{i}.txt")
-            member.size = len(text)
-            archive.addfile(member, io.BytesIO(text.encode()))
-
-
 FILES = {
     "a.txt": b"|".join(text.encode() for text in TEXTS),
     "a.jsonl": LINES,
@@ -54,7 +44,6 @@ FILES = {
     "a.csv": ("text\n" + "\n".join(TEXTS)).encode(),
     "a.parquet": packed(lambda sink: parquet.write_table(TABLE, sink)),
     "a.arrow": packed(write_arrow),
-    "a.tar": packed(write_tar),
 }
 
 
@@ -66,14 +55,6 @@ def overwrite(path):
     path.write_bytes(path.read_bytes().replace(b"text 5", b"TEXT 5"))
 
 
-def replace(path):
-    """Give the name of a file to another file with the same size and time of modification."""
-    status = path.stat()
-    path.with_suffix(".new").write_bytes(path.read_bytes().replace(b"text 5", b"TEXT 5"))
-    path.with_suffix(".new").rename(path)
-    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
-
-
 def remove(path):
     path.unlink()
 
@@ -81,7 +62,6 @@ def remove(path):
 CHANGES = {
     cut: r"it had [\d,]+ bytes, and has",
     overwrite: "its time of modification is another",
-    replace: "another file has its name",
     remove: "it does not exist any more",
 }
 
@@ -123,8 +103,7 @@ def test_end_before_the_last_record_is_checked(tmp_path):
         list(parts)
 
 
-@pytest.mark.parametrize("change", [cut, replace])
-def test_changed_saved_dataset_raises(tmp_path, change):
+def test_changed_saved_dataset_raises(tmp_path):
     import datasets
 
     datasets.Dataset.from_list([{"text": text} for text in TEXTS]).save_to_disk(tmp_path / "saved")
@@ -132,7 +111,7 @@ def test_changed_saved_dataset_raises(tmp_path, change):
     parts = text_parts([source])
     next(parts)
     [path] = (tmp_path / "saved").glob("*.arrow")
-    change(path)
+    cut(path)
     with pytest.raises(InputChangedError, match=r"\.arrow changed since it was planned"):
         list(parts)
 
@@ -145,11 +124,9 @@ def replace(record):
     path, done = Path({path!r}), Path({path!r} + ".done")
     if record["text"].startswith("text 150 ") and not done.exists():
         done.touch()
-        status = path.stat()
         new = path.with_suffix(".new")
         new.write_bytes(path.read_bytes().replace(b"text 2", b"TEXT 2"))
         new.rename(path)
-        os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
     return record
 """
 
@@ -174,8 +151,7 @@ def run(path, output, *options):
 
 @pytest.mark.parametrize("options", [("--workers", "1"), ("--workers", "2"),
                                      ("--workers", "1", "--unit-bytes", "1000000")])  # fmt: skip
-def test_replaced_input_is_prepared_anew(corpus, tmp_path, options, monkeypatch, capsys):
-    monkeypatch.setattr(ingest, "COMMIT_SECONDS", 0.0)
+def test_replaced_input_is_prepared_anew(corpus, tmp_path, options, capsys):
     path, usual = corpus
     with pytest.raises(InputChangedError, match=r"a\.jsonl changed since it was planned"):
         run(path, tmp_path / "out", *usual, *options)

@@ -8,11 +8,10 @@ from dataclasses import replace
 import pytest
 
 from jaxforge.commands import prepare
-from jaxforge.data.corpus import ingest, unit_worker
-from jaxforge.data.corpus.corpus_state import Options
+from jaxforge.data.corpus import unit_worker
+from jaxforge.data.corpus.manifest import Options
 from jaxforge.errors import UserError
-from jaxforge.storage.atomic_directory import write_sealed
-from tests.data.corpus.interruptions import Interrupted, snapshot, stop_encoding, write_records
+from tests.data.corpus.interruptions import snapshot, write_records
 
 NESTED = b"[" * 100_000
 
@@ -123,7 +122,7 @@ def test_work_of_file_with_other_content_is_repeated(planned, partial, source, n
 
 
 def test_part_without_a_split_is_not_intact(partial):
-    job = unit_worker.Job(partial / "out", partial, Options("uint16"), "")
+    job = unit_worker.CorpusJob(partial / "out", partial, Options("uint16"), "")
     part = job.parts.read(0)
     assert unit_worker.is_intact(job, part)
     assert not unit_worker.is_intact(job, replace(part, splits={}))
@@ -146,44 +145,3 @@ def test_share_of_damaged_plan_raises(planned, partial):
     half(partial / "plan.json")
     with pytest.raises(UserError, match="nothing is planned for"):
         run(planned[0] / "corpus", partial.parent / "out", "--share", "1/2")
-
-
-@pytest.fixture
-def interrupted(tmp_path, monkeypatch):
-    """Return the unfinished output of a single unit with two whole shards, and its command."""
-    monkeypatch.setattr(ingest, "BATCH_BYTES", 400)
-    monkeypatch.setattr(ingest, "COMMIT_SECONDS", 0.0)
-    (tmp_path / "corpus").mkdir()
-    write_records(tmp_path / "corpus", 4)
-    command = (tmp_path / "corpus", tmp_path / "out", "--shard-tokens", 300, "--unit-bytes", 10**6)
-    stop = stop_encoding(monkeypatch)
-    stop(4)
-    with pytest.raises(Interrupted):
-        run(*command)
-    stop(None)
-    return tmp_path / ".out.partial", command
-
-
-@pytest.mark.parametrize("damage", [half, cut, pipe])
-def test_cut_shard_of_interrupted_run_raises(interrupted, damage):
-    partial, command = interrupted
-    damage(partial / "out" / "train" / "shard_00000.npy")
-    with pytest.raises(UserError, match=r"shard_00000\.npy lost its end; remove .*partial$"):
-        run(*command)
-
-
-@pytest.mark.parametrize("damage", [*DAMAGES, other_number])
-@pytest.mark.parametrize("name", ["journal.json", "parts/000000.journal"])
-def test_work_of_damaged_journal_is_repeated(interrupted, damage, name, tmp_path):
-    partial, command = interrupted
-    damage(partial / name)
-    run(*command)
-    run(command[0], tmp_path / "fresh", *command[2:])
-    assert snapshot(tmp_path / "out") == snapshot(tmp_path / "fresh")
-
-
-def test_journal_of_other_version_raises(interrupted):
-    partial, command = interrupted
-    write_sealed(partial / "parts" / "000000.journal", {"splits": {}, "position": 1})
-    with pytest.raises(UserError, match=r"progress in .*\.out\.partial is damaged .*remove"):
-        run(*command)

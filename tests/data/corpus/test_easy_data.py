@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from jaxforge.commands import prepare
-from jaxforge.data.corpus import documents, ingest
+from jaxforge.data.corpus import documents
 from jaxforge.data.corpus.documents import text_parts
 from jaxforge.data.corpus.inputs import find_inputs
 from jaxforge.data.corpus.manifest import Manifest
@@ -65,38 +65,6 @@ def test_cut_is_in_what_max_bytes_leaves(tmp_path):
     train, held_out = (text(tmp_path / "out" / split) for split in ("train", "validation"))
     assert lines(100).startswith(train + held_out)
     assert 30 < len(held_out.encode()) < 70
-
-
-@pytest.mark.parametrize(
-    "options", [("--validation-fraction", "0.3"), ("--validation-tokens", 777)]
-)
-@pytest.mark.parametrize("tokenizer", [(), ("--tokenizer", "bpe", "--vocab-size", "300")])
-def test_interrupted_run_gives_same_shards(tmp_path, monkeypatch, options, tokenizer):
-    monkeypatch.setattr(ingest, "BATCH_BYTES", 300)
-    monkeypatch.setattr(documents, "PART_BYTES", 200)
-    monkeypatch.setattr(ingest, "COMMIT_SECONDS", 0.0)
-    (tmp_path / "a.txt").write_text(lines(600), "utf-8")
-    command = (tmp_path / "a.txt", *options, *tokenizer, "--output")
-    run(*command, tmp_path / "whole")
-    encode, calls = ingest.encode, []
-
-    def failing(*args):
-        calls.append(args)
-        if len(calls) == 4:
-            raise KeyboardInterrupt
-        return encode(*args)
-
-    monkeypatch.setattr(ingest, "encode", failing)
-    for _ in range(3):  # before the cut, at it, and after it
-        calls.clear()
-        with pytest.raises(KeyboardInterrupt):
-            run(*command, tmp_path / "out")
-    monkeypatch.setattr(ingest, "encode", encode)
-    run(*command, tmp_path / "out")
-    for split in ("train", "validation"):
-        assert tokens(tmp_path / "out" / split) == tokens(tmp_path / "whole" / split)
-        result, whole = (Manifest.read(tmp_path / name / split) for name in ("out", "whole"))
-        assert result == whole
 
 
 def test_first_tokens_are_held_out_of_any_documents(tmp_path):

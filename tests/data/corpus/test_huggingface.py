@@ -66,12 +66,12 @@ def streaming(directory, run, **sections):
     return config(directory, run, data=data, **sections)
 
 
-def batches(given, n, first=0, devices=1):
-    mesh = make_mesh(given, jax.devices()[:devices])
-    dataset = sources.open_training_data(given)
+def batches(job, n, first=0, devices=1):
+    mesh = make_mesh(job, jax.devices()[:devices])
+    dataset = sources.open_training_data(job)
     return [
         jax.tree.map(np.asarray, batch)
-        for batch in loader.training_batches(given, mesh, dataset, first, n)
+        for batch in loader.training_batches(job, mesh, dataset, first, n)
     ]
 
 
@@ -87,12 +87,12 @@ def rows(batch_list):
 
 
 def test_dataset_is_tokenized_once_and_read_like_shards(directory, tmp_path, monkeypatch):
-    given = config(directory, tmp_path / "run", data={"shuffle": False})
-    windows = rows(batches(given, 4))
+    job = config(directory, tmp_path / "run", data={"shuffle": False})
+    windows = rows(batches(job, 4))
     expected = tokens_of(0, 1, 2, 3)[: windows.size]
     assert windows.reshape(-1).tolist() == expected
     monkeypatch.setattr(huggingface, "run_units", None)  # not needed again
-    same(batches(given, 4), batches(given, 4))
+    same(batches(job, 4), batches(job, 4))
     [result] = (tmp_path / "cache" / "jaxforge").iterdir()
     assert sorted(path.name for path in result.iterdir()) == ["tokenizer", "train"]
 
@@ -116,8 +116,8 @@ def test_evaluation_sets_may_be_hugging_face_datasets(directory, tmp_path):
         {"name": "all", "hf_dataset_name": str(directory), "hf_dataset_split": "train"},
         {"name": "some", "hf_dataset_name": str(directory), "hf_dataset_split": "train[:20]"},
     ]
-    given = config(directory, tmp_path / "run", eval={"enabled": True, "datasets": tables})
-    sets = sources.open_eval_data(given)
+    job = config(directory, tmp_path / "run", eval={"enabled": True, "datasets": tables})
+    sets = sources.open_eval_data(job)
     assert len(sets["all"]) == len(tokens_of(0, 1, 2, 3)) // (SEQ + 1)
     assert 0 < len(sets["some"]) < len(sets["all"]) / 5
 
@@ -146,8 +146,8 @@ def test_text_needs_a_tokenizer(directory, tmp_path):
 def test_streams_read_their_files_once_an_epoch(directory, tmp_path, monkeypatch):
     """4 files, 8 rows: rows 0 and 1 are the windows of file 0, epoch after epoch."""
     monkeypatch.setattr(stream, "ANCHOR_SECONDS", 1e9)
-    given = streaming(directory, tmp_path / "run", data={"shuffle": False})
-    windows = rows(batches(given, 60)).reshape(60, 4, 2 * (SEQ + 1))
+    job = streaming(directory, tmp_path / "run", data={"shuffle": False})
+    windows = rows(batches(job, 60)).reshape(60, 4, 2 * (SEQ + 1))
     for file in range(4):
         epoch = tokens_of(file)
         whole = len(epoch) // (SEQ + 1) * (SEQ + 1)  # the rest of the epoch is not used
@@ -161,8 +161,8 @@ def test_shuffles_show_each_window_once_an_epoch(tmp_path):
     for i in range(16):
         (tmp_path / "set" / f"{i:02d}.jsonl").parent.mkdir(exist_ok=True)
         (tmp_path / "set" / f"{i:02d}.jsonl").write_text(json.dumps({"text": chr(65 + i) * SEQ}))
-    given = streaming(tmp_path / "set", tmp_path / "run", batch=1)
-    order = rows(batches(given, 48))[:, 0].tolist()
+    job = streaming(tmp_path / "set", tmp_path / "run", batch=1)
+    order = rows(batches(job, 48))[:, 0].tolist()
     epochs = [order[start : start + 16] for start in (0, 16, 32)]
     assert all(sorted(epoch) == list(range(65, 81)) for epoch in epochs)
     assert len({*map(tuple, epochs), tuple(range(65, 81))}) == 4
@@ -175,8 +175,8 @@ def reads(monkeypatch):
     """The rows that are read from now on, by the names of their files."""
     read, original = Counter(), huggingface.HuggingFace.records
 
-    def records(self, start):
-        for record in original(self, start):
+    def records(self):
+        for record in original(self):
             read[self.name.rpartition("file ")[2]] += 1
             yield record
 
@@ -186,10 +186,10 @@ def reads(monkeypatch):
 
 @pytest.mark.parametrize("shuffle", [False, True])
 def test_resume_at_any_position_continues_stream(directory, tmp_path, shuffle, monkeypatch):
-    given = streaming(directory, tmp_path / "run", data={"shuffle": shuffle})
-    whole = batches(given, 60)
+    job = streaming(directory, tmp_path / "run", data={"shuffle": shuffle})
+    whole = batches(job, 60)
     for first in (1, 17, 44):
-        same(batches(given, 60 - first, first=8 * first), whole[first:])
+        same(batches(job, 60 - first, first=8 * first), whole[first:])
     other = streaming(directory, tmp_path / "other", data={"shuffle": shuffle})
     same(batches(other, 10, first=8 * 50), whole[50:])  # without anchors
 
@@ -197,10 +197,10 @@ def test_resume_at_any_position_continues_stream(directory, tmp_path, shuffle, m
 def test_anchors_save_reading(directory, tmp_path, monkeypatch):
     monkeypatch.setattr(huggingface, "ROWS", 5)
     monkeypatch.setattr("jaxforge.data.corpus.ingest.BATCH_PARTS", 5)
-    given = streaming(directory, tmp_path / "run")
-    whole = batches(given, 40)
+    job = streaming(directory, tmp_path / "run")
+    whole = batches(job, 40)
     read = reads(monkeypatch)
-    same(batches(given, 1, first=8 * 39), whole[39:])
+    same(batches(job, 1, first=8 * 39), whole[39:])
     assert sum(read.values()) < 4 * DOCUMENTS
     read.clear()
     same(batches(streaming(directory, tmp_path / "new"), 1, first=8 * 39), whole[39:])
@@ -219,8 +219,8 @@ def test_stream_does_not_depend_on_mesh_or_accumulation(directory, tmp_path):
 def test_another_batch_size_goes_on_with_each_stream(directory, tmp_path):
     """8 rows, then 16: each stream gives its next windows, none twice, none left out."""
     plain = {"shuffle": False}
-    given = streaming(directory, tmp_path / "run", data=plain)
-    first = rows(batches(given, 3)).reshape(3, 4, 2 * (SEQ + 1))
+    job = streaming(directory, tmp_path / "run", data=plain)
+    first = rows(batches(job, 3)).reshape(3, 4, 2 * (SEQ + 1))
     larger = streaming(directory, tmp_path / "run", batch=16, data=plain)
     then = rows(batches(larger, 2, first=24)).reshape(2, 4, 4 * (SEQ + 1))
     for file in range(4):
@@ -233,9 +233,9 @@ def test_another_batch_size_goes_on_with_each_stream(directory, tmp_path):
 
 def test_host_reads_the_files_of_its_rows_only(directory, tmp_path, monkeypatch):
     """Two hosts of four rows: each takes part in every batch with half of the files."""
-    given = streaming(directory, tmp_path / "run")
-    whole = rows(batches(given, 30)).reshape(30, 8, SEQ + 1)
-    source = sources.open_training_data(given).source
+    job = streaming(directory, tmp_path / "run")
+    whole = rows(batches(job, 30)).reshape(30, 8, SEQ + 1)
+    source = sources.open_training_data(job).source
     for host, files in ((0, {"0 of 4", "1 of 4"}), (1, {"2 of 4", "3 of 4"})):
         read = reads(monkeypatch)
         local = range(4 * host, 4 * host + 4)
@@ -248,9 +248,9 @@ def test_host_reads_the_files_of_its_rows_only(directory, tmp_path, monkeypatch)
 
 def test_hosts_share_stream(directory, tmp_path):
     """One row of two: the windows of the other are read and dropped, not kept."""
-    given = streaming(directory, tmp_path / "run")
-    whole = rows(batches(given, 20)).reshape(20, 8, SEQ + 1)
-    streams = sources.open_training_data(given).source.start(0, 8, [3])
+    job = streaming(directory, tmp_path / "run")
+    whole = rows(batches(job, 20)).reshape(20, 8, SEQ + 1)
+    streams = sources.open_training_data(job).source.start(0, 8, [3])
     for update in range(20):
         np.testing.assert_array_equal(streams[8 * update + 3], whole[update, 3])
     [reader] = streams._readers.values()
@@ -258,8 +258,8 @@ def test_hosts_share_stream(directory, tmp_path):
 
 
 def test_packed_streams_carry_documents(directory, tmp_path):
-    given = streaming(directory, tmp_path / "run", data={"pack_sequences": True})
-    [batch] = batches(given, 1)
+    job = streaming(directory, tmp_path / "run", data={"pack_sequences": True})
+    [batch] = batches(job, 1)
     ends = batch["input_ids"] == 256
     assert ends.any()
     assert (batch["labels"][ends] == -100).all()
@@ -295,14 +295,14 @@ def test_offsets_outside_of_a_saved_dataset_raise(tmp_path):
     dataset = huggingface.load_dataset(str(tmp_path / "set"))
     source = huggingface.HuggingFace.on_disk("set", dataset, TextField())
     with pytest.raises(UserError, match=r"cannot read set: .*[Oo]ffset"):
-        list(source.records(0))
+        list(source.records())
 
 
 def test_saved_datasets_stream_too(tmp_path):
     dataset = datasets.Dataset.from_dict({"text": [text(0, i) for i in range(DOCUMENTS)]})
     dataset.save_to_disk(tmp_path / "set")
-    given = streaming(tmp_path / "set", tmp_path / "run", batch=1, data={"shuffle": False})
-    windows = rows(batches(given, 20))
+    job = streaming(tmp_path / "set", tmp_path / "run", batch=1, data={"shuffle": False})
+    windows = rows(batches(job, 20))
     assert windows.reshape(-1).tolist() == tokens_of(0)[: windows.size]
 
 

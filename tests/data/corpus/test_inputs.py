@@ -14,7 +14,6 @@ from pyarrow import parquet
 
 from jaxforge.commands import prepare
 from jaxforge.data.corpus import documents
-from jaxforge.data.corpus.documents import text_parts
 from jaxforge.data.corpus.inputs import find_inputs
 from jaxforge.data.corpus.manifest import Manifest
 from jaxforge.errors import UserError
@@ -64,12 +63,11 @@ def test_each_record_is_a_document(tmp_path, suffix):
 
 
 @pytest.mark.parametrize("suffix", FORMATS)
-@pytest.mark.parametrize("start", [0, 1, 7, 20, 50])
-def test_reading_resumes_at_any_record(tmp_path, suffix, start):
+def test_records_are_numbered_in_order(tmp_path, suffix):
     [source] = find_inputs([write(tmp_path / f"a.{suffix}", TEXTS)])
-    records = list(source.records(start))
-    assert [record.number for record in records] == list(range(start + 1, 51))
-    assert [record.content.read().decode() for record in records] == TEXTS[start:]
+    records = list(source.records())
+    assert [record.number for record in records] == list(range(1, 51))
+    assert [record.content.read().decode() for record in records] == TEXTS
 
 
 def test_mixed_inputs_are_sorted_by_name(tmp_path):
@@ -191,30 +189,8 @@ def test_split_without_documents_is_refused(tmp_path):
         run(tmp_path / "b.jsonl", "--output", tmp_path / "out")
 
 
-def test_records_keep_their_order(tmp_path):
-    write(tmp_path / "a.jsonl", TEXTS)
-    with pytest.raises(UserError, match="records keep their order"):
-        run(tmp_path / "a.jsonl", "--output", tmp_path / "out", "--shuffle-documents", 1)
-
-
 def test_lone_surrogate_becomes_a_replacement_character(tmp_path, capsys):
     (tmp_path / "a.jsonl").write_text('{"text": "a\\ud800b"}\n{"text": "c"}\n')
     run(tmp_path / "a.jsonl", "--output", tmp_path / "out")
     assert documents_of(tmp_path / "out" / "train") == ["a\ufffdb", "c"]
     assert re.search("not UTF-8 +1$", capsys.readouterr().out, re.MULTILINE)
-
-
-@pytest.mark.parametrize("part_bytes", [1, 30])
-def test_reading_resumes_within_record(tmp_path, monkeypatch, part_bytes):
-    monkeypatch.setattr(documents, "PART_BYTES", part_bytes)
-    write(tmp_path / "a.jsonl", TEXTS[:5])
-    (tmp_path / "b.txt").write_text("".join(TEXTS[:5]))
-    inputs = find_inputs([tmp_path])
-    every = list(text_parts(inputs, max_bytes=100))
-    assert len(every) >= 6
-    for i, chunk in enumerate(every):
-        before = sum(p.size for p in every[: i + 1])
-        assert (
-            list(text_parts(inputs, max_bytes=100, start=chunk.end, before=before))
-            == every[i + 1 :]
-        )

@@ -1,15 +1,13 @@
 """Maps of records: their results, counts, errors, and resumed runs."""
 
 import json
-import pickle
 import re
-from collections import Counter
 
 import numpy as np
 import pytest
 
 from jaxforge.commands import prepare
-from jaxforge.data.corpus import ingest, repeats
+from jaxforge.data.corpus import ingest
 from jaxforge.data.corpus.manifest import Manifest
 from jaxforge.data.corpus.maps import Map
 from jaxforge.errors import UserError
@@ -17,8 +15,6 @@ from tests.data.corpus.interruptions import Interrupted, snapshot
 
 END = 256
 FUNCTIONS = """
-from jaxforge.data.corpus.maps import drop_repeated
-
 def drop_short(record):
     return record if len(record["text"]) > 3 else None
 
@@ -38,18 +34,6 @@ def fail(record):
 
 def number(record):
     return 7
-
-@drop_repeated
-def first_letter(record):
-    return [record["text"][:1].encode()]
-
-@drop_repeated
-def every_letter(record):
-    return [letter.encode() for letter in record["text"]]
-
-@drop_repeated
-def no_bytes(record):
-    return [record["text"]]
 """
 TEXTS = ["one", "four", "FIVE", "six", "seven"]
 
@@ -130,9 +114,8 @@ def test_empty_results_leave_no_document_but_a_count(lines, functions, tmp_path)
 @pytest.mark.parametrize(
     ("function", "message"),
     [
-        ("fail", r"a\.jsonl:3: --map .*py:fail raised KeyError: 'colour' \(.*functions\.py:18\)"),
+        ("fail", r"a\.jsonl:3: --map .*py:fail raised KeyError: 'colour' \(.*functions\.py:16\)"),
         ("number", r"a\.jsonl:1: --map .*:number returned 7; it must return the record"),
-        ("no_bytes", r"a\.jsonl:1: --map .*:no_bytes returned the key 'one', and keys must"),
         ("missing", r"functions\.py has no function missing; it has .*drop_short"),
         ("shouts", r'functions\.py has no function shouts; did you mean "shout"\?'),
     ],
@@ -150,7 +133,7 @@ def test_two_maps_with_one_name_are_refused(lines, functions, tmp_path):
 
 
 def interrupt(args, monkeypatch, batches=2):
-    """Interrupt a command after some batches, with a commit after each."""
+    """Interrupt a command after some batches."""
     encode, calls = ingest.encode, []
 
     def stop(*arguments):
@@ -165,26 +148,24 @@ def interrupt(args, monkeypatch, batches=2):
             run(*args)
 
 
-@pytest.mark.parametrize("function", ["drop_short", "first_letter"])
-def test_resumed_run_has_counts_of_whole_run(lines, functions, tmp_path, monkeypatch, function):
-    monkeypatch.setattr(ingest, "COMMIT_SECONDS", 0.0)
+def test_resumed_run_has_counts_of_whole_run(lines, functions, tmp_path, monkeypatch):
     monkeypatch.setattr(ingest, "BATCH_PARTS", 1)
-    maps = ("--map", f"{functions}:{function}", "--map", f"{functions}:shout")
+    maps = ("--map", f"{functions}:drop_short", "--map", f"{functions}:shout",
+            "--unit-bytes", "60")  # fmt: skip
     interrupt((lines, "--output", tmp_path / "out", *maps), monkeypatch)
-    assert json.loads((tmp_path / ".out.partial/parts/000000.journal").read_text())["place"][1] == 2
+    assert list(tmp_path.glob(".out.partial/parts/*.json"))
     run(lines, "--output", tmp_path / "out", *maps)
     run(lines, "--output", tmp_path / "whole", *maps)
     assert snapshot(tmp_path / "out") == snapshot(tmp_path / "whole")
 
 
 def test_run_with_changed_function_starts_over(lines, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(ingest, "COMMIT_SECONDS", 0.0)
     monkeypatch.setattr(ingest, "BATCH_PARTS", 1)
     versions = [tmp_path / name / "my_map.py" for name in ("one", "two")]
     for path, word in zip(versions, ("first", "second"), strict=True):
         path.parent.mkdir()
         path.write_text(f'def f(record):\n    return {{"text": "{word}"}}\n')
-    options = ("--output", tmp_path / "out", "--map", "my_map:f")
+    options = ("--output", tmp_path / "out", "--map", "my_map:f", "--unit-bytes", "60")
     monkeypatch.syspath_prepend(versions[0].parent)
     interrupt((lines, *options), monkeypatch)
     for module in ("_module", "_function"):  # caches of a process; a rerun is a new process
@@ -198,65 +179,19 @@ def test_run_with_changed_function_starts_over(lines, tmp_path, monkeypatch, cap
     assert documents(tmp_path / "out") == ["second"] * 5
 
 
-WORDS = np.random.default_rng(0).choice(list("abcdefgh"), (60, 3))
-"""Texts of three letters; most letters repeat."""
-
-
-def expected_without_repeats(texts, keys):
-    """Return the texts whose keys are keys of no earlier text."""
-    seen, result = set(), []
-    for text in texts:
-        if not seen & set(keys(text)):
-            result.append(text)
-        seen |= set(keys(text))
-    return result
-
-
-@pytest.mark.parametrize("range_entries", [7, 1 << 21])
-@pytest.mark.parametrize("unit_bytes", [40, 300, 1 << 28])
-def test_repeated_keys_are_found_over_all_inputs(
-    functions, tmp_path, monkeypatch, unit_bytes, range_entries
-):
-    units = ("--unit-bytes", str(unit_bytes))
-    monkeypatch.setattr("jaxforge.data.corpus.repeats.RANGE_ENTRIES", range_entries)
-    texts = ["".join(row) for row in WORDS]
-    (tmp_path / "in").mkdir()
-    for i in range(0, 60, 7):
-        part = "".join(json.dumps({"text": text}) + "\n" for text in texts[i : i + 7])
-        (tmp_path / "in" / f"{i:02}.jsonl").write_text(part)
-    repeated = sum(count - 1 for count in Counter(text[0] for text in texts).values())
-    expected = expected_without_repeats(texts, lambda text: text[:1])
-    assert len(expected) == 60 - repeated
-    run(tmp_path / "in", "--output", tmp_path / "out", "--map", f"{functions}:first_letter", *units)
-    assert documents(tmp_path / "out") == expected
-    assert rules(tmp_path / "out") == [("first_letter", len(expected), 0, repeated)]
-    if unit_bytes == 300:  # with several keys for a record, and after another such map
-        both = ("--map", f"{functions}:first_letter", "--map", f"{functions}:every_letter")
-        run(tmp_path / "in", "--output", tmp_path / "both", *both, *units)
-        assert documents(tmp_path / "both") == expected_without_repeats(expected, str)
-
-
-def test_conversations_are_mapped_and_deduplicated(tmp_path, monkeypatch):
+def test_conversations_are_mapped(tmp_path):
     path = tmp_path / "f.py"
     path.write_text(
-        "from jaxforge.data.corpus.maps import drop_repeated\n\n"
-        "def no_secrets(record):\n"
-        "    return None if 'secret' in record['completion'] else record\n\n"
-        "@drop_repeated\ndef prompt(record):\n    return [record['prompt'].encode()]\n"
+        "def no_secrets(record):\n    return None if 'secret' in record['completion'] else record\n"
     )
     rows = [("a", "secret"), ("a", "first"), ("b", "one"), ("a", "again"), ("b", "two")]
     lines = tmp_path / "a.jsonl"
     lines.write_text("".join(json.dumps({"prompt": p, "completion": c}) + "\n" for p, c in rows))
-    survey, sent = repeats._survey, []
-    monkeypatch.setattr(
-        repeats, "_survey", lambda *args: (sent.append(pickle.dumps(args)), survey(*args))[1]
-    )
-    maps = ("--map", f"{path}:no_secrets", "--map", f"{path}:prompt", "--conversations")
+    maps = ("--map", f"{path}:no_secrets", "--conversations")
     run(lines, "--output", tmp_path / "out", *maps)
     entries = np.load(tmp_path / "out" / "train" / "shard_00000.npy") & 0xFFFF
-    assert bytes(i for i in entries.tolist() if i < END).decode() == "afirstbone"
-    assert rules(tmp_path / "out") == [("no_secrets", 4, 0, 1), ("prompt", 2, 0, 2)]
-    assert sent
+    assert bytes(i for i in entries.tolist() if i < END).decode() == "afirstboneaagainbtwo"
+    assert rules(tmp_path / "out") == [("no_secrets", 4, 0, 1)]
 
 
 def test_fingerprint_covers_named_module_of_partial(tmp_path):
@@ -270,46 +205,3 @@ def test_fingerprint_covers_named_module_of_partial(tmp_path):
         )
         hashes.append(Map(f"{path}:short").fingerprint)
     assert hashes[0] != hashes[1]
-
-
-@pytest.mark.processes
-def test_repeats_do_not_depend_on_workers(functions, tmp_path):
-    (tmp_path / "in").mkdir()
-    for i, row in enumerate(WORDS[:20]):
-        (tmp_path / "in" / f"{i:02}.txt").write_text("".join(row))
-    command = [str(tmp_path / "in"), "--map", f"{functions}:first_letter"]
-    command += ["--unit-bytes", "9", "--output"]
-    run(*command, tmp_path / "one")
-    assert prepare.main([*command, str(tmp_path / "two"), "--workers", "2"]) == 0
-    assert snapshot(tmp_path / "one") == snapshot(tmp_path / "two")
-
-
-def test_interrupted_pass_repeats_unfinished_units_only(functions, tmp_path, monkeypatch):
-    (tmp_path / "in").mkdir()
-    for i, row in enumerate(WORDS[:6]):
-        (tmp_path / "in" / f"{i}.txt").write_text("".join(row))
-    write, units = repeats._save, []
-
-    def interrupted(path, entries):
-        units.extend([path.name] if path.name.startswith("keys_") else [])
-        if len(units) == 4:
-            raise Interrupted
-        write(path, entries)
-
-    monkeypatch.setattr(repeats, "_save", interrupted)
-    command = (tmp_path / "in", "--map", f"{functions}:first_letter", "--unit-bytes", "1")
-    command += ("--output",)
-    with pytest.raises(Interrupted):
-        run(*command, tmp_path / "out")
-    run(*command, tmp_path / "out")
-    assert units == [f"keys_{i:05}.npy" for i in (0, 1, 2, 3, 3, 4, 5)]
-    run(*command, tmp_path / "whole")
-    assert snapshot(tmp_path / "out") == snapshot(tmp_path / "whole")
-
-
-@pytest.mark.parametrize("option", [["--slurm", "2"], ["--share", "0/2"]])
-def test_repeats_over_a_slurm_array_are_refused(option, functions, tmp_path):
-    (tmp_path / "in.txt").write_text("text")
-    words = [tmp_path / "in.txt", "--map", f"{functions}:first_letter", "--output", tmp_path / "o"]
-    with pytest.raises(UserError, match="--engine local or ray, not --slurm"):
-        prepare.main([*map(str, words), *option])

@@ -5,23 +5,19 @@ import gzip
 import json
 import os
 import re
-import signal
 import struct
 import subprocess
 import sys
 
-import numpy as np
 import psutil
 import pytest
 
 from jaxforge.commands import prepare
 from jaxforge.data.corpus import ingest
 from jaxforge.data.corpus.tokenizer_files import load_tokenizer
-from jaxforge.data.corpus.writer import ShardWriter
 from jaxforge.errors import UserError
 from jaxforge.storage import atomic_directory
 from tests.data.corpus.interruptions import Interrupted, snapshot, stop_encoding, wait_for
-from tests.machine import PATIENCE
 
 
 @pytest.fixture
@@ -42,42 +38,36 @@ def small_batches(monkeypatch):
 
 
 def run(corpus, output, *args):
-    options = ("--validation-fraction", "0.2", "--shard-tokens", "5000", "--workers", "1")
+    options = ("--validation-fraction", "0.2", "--shard-tokens", "5000", "--workers", "1",
+               "--unit-bytes", "4000")  # fmt: skip
     return prepare.main([*map(str, (corpus, "--output", output, *options, *args))])
 
 
 @pytest.fixture
 def interrupt(monkeypatch):
-    """`interrupt(n)`: n batches are encoded and journaled, the next raises."""
+    """`interrupt(n)`: n batches are encoded, the next raises."""
     stop = stop_encoding(monkeypatch)
-
-    def after(limit):
-        monkeypatch.setattr(ingest, "COMMIT_SECONDS", 0.0 if limit else 1e9)
-        return stop(limit or None)
-
-    return after
+    return lambda limit: stop(limit or None)
 
 
 @pytest.mark.parametrize("tokenizer", ["byte", "bpe"])
 @pytest.mark.parametrize("file_format", ["npy", "bin"])
-def test_interrupted_run_matches_without_repeated_encoding(
+def test_interrupted_run_matches_without_repeated_units(
     corpus, tmp_path, interrupt, tokenizer, file_format, capsys
 ):
     options = ("--tokenizer", tokenizer, "--format", file_format)
     encoded = interrupt(0)
     run(corpus, tmp_path / "whole", *options)
     total, whole = len(encoded), capsys.readouterr().out
-    done = 0
-    for limit in (1, 2, 13, 20):
-        encoded = interrupt(limit)
+    for limit in (9, 13, 20):
+        interrupt(limit)
         with pytest.raises(Interrupted):
             run(corpus, tmp_path / "out", *options)
-        done += len(encoded)
         assert not (tmp_path / "out").exists()
     encoded = interrupt(0)
     capsys.readouterr()
     run(corpus, tmp_path / "out", *options)
-    assert done + len(encoded) == total
+    assert len(encoded) < total
     shown = capsys.readouterr()
     assert shown.out == whole.replace("whole", "out")
     assert "resuming from" in shown.err
@@ -85,16 +75,17 @@ def test_interrupted_run_matches_without_repeated_encoding(
 
 
 def test_shards_do_not_depend_on_workers(corpus, tmp_path, capsys):
-    run(corpus, tmp_path / "one", "--tokenizer", "bpe")
+    one_unit = ("--tokenizer", "bpe", "--unit-bytes", 1 << 28)
+    run(corpus, tmp_path / "one", *one_unit)
     alone = capsys.readouterr().out
-    run(corpus, tmp_path / "two", "--tokenizer", "bpe", "--workers", "2")
+    run(corpus, tmp_path / "two", *one_unit, "--workers", "2")
     assert capsys.readouterr().out == alone.replace("one", "two")
     assert snapshot(tmp_path / "one") == snapshot(tmp_path / "two")
 
 
 def test_resume_with_two_processes_after_one(corpus, tmp_path, interrupt):
     run(corpus, tmp_path / "whole")
-    interrupt(9)
+    interrupt(12)
     with pytest.raises(Interrupted):
         run(corpus, tmp_path / "out")
     interrupt(0)
@@ -121,7 +112,7 @@ def remove(corpus):
 def test_other_inputs_or_options_start_over(
     corpus, tmp_path, interrupt, change, options, why, capsys
 ):
-    interrupt(5)
+    interrupt(12)
     with pytest.raises(Interrupted):
         run(corpus, tmp_path / "out")
     assert "finished parts stay in" in capsys.readouterr().err
@@ -137,20 +128,20 @@ def test_other_inputs_or_options_start_over(
 def test_bad_record_does_not_cost_what_is_finished(corpus, tmp_path, interrupt, capsys):
     with (corpus / "a.jsonl").open("a") as file:
         file.write("bad\n")
-    encoded = interrupt(10**6)
-    with pytest.raises(UserError, match=r"a\.jsonl:301: not JSON"):
+    encoded = interrupt(0)
+    with pytest.raises(UserError, match=r"a\.jsonl \(from byte \d+\):\d+: not JSON"):
         run(corpus, tmp_path / "out")
-    done = len(encoded)
-    encoded = interrupt(done // 2)
-    with pytest.raises(Interrupted):
-        run(corpus, tmp_path / "out", "--skip-bad")
-    assert "resuming from" in capsys.readouterr().err
-    with pytest.raises(UserError, match=r"skipped 1 bad records; pass --skip-bad again"):
-        run(corpus, tmp_path / "out")
+    before = len(encoded)
     encoded = interrupt(0)
     run(corpus, tmp_path / "out", "--skip-bad")
-    assert "left out as bad  1 records" in capsys.readouterr().out
+    shown = capsys.readouterr()
+    assert "resuming from" in shown.err
+    assert "left out as bad  1 records" in shown.out
+    resumed = len(encoded)
+    encoded = interrupt(0)
     run(corpus, tmp_path / "whole", "--skip-bad")
+    assert before > 1
+    assert resumed < len(encoded)
     assert snapshot(tmp_path / "out") == snapshot(tmp_path / "whole")
 
 
@@ -160,7 +151,7 @@ def test_another_tokenizer_starts_over(corpus, tmp_path, interrupt, capsys):
         run(corpus / "a.jsonl", tmp_path / name, *options)
     tokenizer = tmp_path / "tokenizer"
     load_tokenizer(tmp_path / "a" / "tokenizer").save(tokenizer)
-    interrupt(5)
+    interrupt(12)
     with pytest.raises(Interrupted):
         run(corpus, tmp_path / "out", "--tokenizer", tokenizer)
     load_tokenizer(tmp_path / "b" / "tokenizer").save(tokenizer)
@@ -222,43 +213,12 @@ def test_existing_file_at_output_raises(tmp_path):
         pass
 
 
-@pytest.mark.parametrize("file_format", ["npy", "bin"])
-def test_data_after_journal_are_truncated(tmp_path, monkeypatch, file_format):
-    monkeypatch.setattr("jaxforge.data.corpus.writer.CHUNK", 1)
-    options = {"vocab_size": 99, "dtype": "uint16", "shard_tokens": 8, "file_format": file_format}
-    end = {"eos_id": 0, "tokenizer": "x", "tokenizer_sha256": "y"}
-    for name, more in (("killed", 30), ("whole", 0)):
-        with ShardWriter(tmp_path / name, **options) as writer:
-            writer.add(range(12), documents=1)
-            state = json.loads(json.dumps(writer.sync()))
-            writer.add(range(more), documents=5)
-    with ShardWriter(tmp_path / "killed", **options, state=state) as writer:
-        writer.finish(**end)
-    with ShardWriter(tmp_path / "whole", **options, state=state) as writer:
-        writer.finish(**end)
-    assert snapshot(tmp_path / "killed") == snapshot(tmp_path / "whole")
-    shards = sorted((tmp_path / "killed").glob("shard*"))
-    assert [len(path.read_bytes()) % 128 for path in shards] == [16, 8]
-
-
-def test_truncated_shard_raises(tmp_path):
-    options = {"vocab_size": 9, "dtype": "uint16"}
-    with ShardWriter(tmp_path / "p" / "out" / "train", **options) as writer:
-        writer.add(np.arange(9))
-        state = writer.sync()
-    os.truncate(tmp_path / "p" / "out" / "train" / "shard_00000.npy", 130)
-    with pytest.raises(UserError, match=r"shard_00000\.npy lost its end; remove .*/p$"):
-        ShardWriter(tmp_path / "p" / "out" / "train", **options, state=state)
-
-
-JOURNAL = ".out.partial/parts/000000.journal"
+SHARD = ".out.partial/out/train/shard_00000.npy"
 SCRIPT = """
 import sys
 from jaxforge.commands import prepare
 from jaxforge.cli.running import run_main
-from jaxforge.data.corpus import ingest
 if __name__ == "__main__":
-    ingest.COMMIT_SECONDS, ingest.BATCH_BYTES = 0.0, 1 << 18
     sys.exit(run_main(prepare.main))
 """
 
@@ -273,28 +233,9 @@ def command(tmp_path):
 
 
 @pytest.mark.processes
-def test_killed_run_resumes_and_leaves_no_process(command, tmp_path, monkeypatch):
-    process = subprocess.Popen(command, stderr=subprocess.PIPE)
-    wait_for(tmp_path / JOURNAL, process)
-    family = psutil.Process(process.pid).children(recursive=True)
-    os.kill(process.pid, signal.SIGKILL)
-    process.communicate()
-    assert not psutil.wait_procs(family, timeout=PATIENCE)[1]
-    assert not (tmp_path / "out").exists()
-    before = json.loads((tmp_path / JOURNAL).read_text())
-    assert before["place"][2] > 0
-    again = subprocess.run(command, capture_output=True, text=True)
-    assert (again.returncode, "resuming from" in again.stderr) == (0, True), again.stderr
-    monkeypatch.setattr(ingest, "BATCH_BYTES", 1 << 18)
-    whole = ("--output", str(tmp_path / "whole"), "--workers", "1")
-    assert prepare.main([str(tmp_path / "corpus.txt"), *whole]) == 0
-    assert snapshot(tmp_path / "out") == snapshot(tmp_path / "whole")
-
-
-@pytest.mark.processes
 def test_killed_worker_is_an_error(command, tmp_path):
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-    wait_for(tmp_path / JOURNAL, process)
+    wait_for(tmp_path / SHARD, process)
     for child in psutil.Process(process.pid).children():
         if "spawn_main" in " ".join(child.cmdline()):
             child.kill()
@@ -302,7 +243,6 @@ def test_killed_worker_is_an_error(command, tmp_path):
     shown = process.communicate()[1]
     assert process.returncode == 2
     assert "error: a worker process ended early" in shown
-    assert "finished parts stay in" in shown
 
 
 def die_within_a_message(connection, *_):
@@ -314,4 +254,4 @@ def die_within_a_message(connection, *_):
 def test_worker_killed_within_its_answer_is_an_error(corpus, tmp_path, monkeypatch):
     monkeypatch.setattr(ingest, "encode_batches", die_within_a_message)
     with pytest.raises(UserError, match="a worker process ended early"):
-        run(corpus, tmp_path / "out", "--workers", "2")
+        run(corpus, tmp_path / "out", "--workers", "2", "--unit-bytes", 1 << 28)

@@ -134,9 +134,9 @@ def test_script_runs_the_array_and_then_commits(corpus, tmp_path, reference, mon
     assert shown.returncode == 0, shown
     assert "documents        180" in shown.stdout
     assert "share 1 of 2: 2 of 5 units are finished" in (tmp_path / "task1.log").read_text()
-    given = (tmp_path / "options").read_text().split()
-    assert given.count("--partition=cpu") == 2
-    assert "--dependency=afterany:17" in given
+    options = (tmp_path / "options").read_text().split()
+    assert options.count("--partition=cpu") == 2
+    assert "--dependency=afterany:17" in options
     assert snapshot(tmp_path / "out") == reference
 
 

@@ -7,7 +7,7 @@ files, messages, `--help` and the table in docs/data.md follow from its class at
     packable      those that .gz or .zst may follow; `open` returns the decompressed bytes
     documents     its documents, for the table
     can_be_sliced, numbered_in_slice    division of a large file into units of work
-    records       its records, in order, after the first `start`
+    records       its records, in order
 """
 
 import functools

@@ -2,13 +2,13 @@
 
 import io
 from collections.abc import Iterator
+from itertools import accumulate
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
 from jaxforge.data.corpus.files import File
-from jaxforge.data.corpus.optional import library
-from jaxforge.data.corpus.records import Record, TableRow, bad_record
+from jaxforge.data.corpus.records import Record, TableRow, bad_record, library
 from jaxforge.data.corpus.remote_input import open_input
 from jaxforge.errors import UserError
 
@@ -63,21 +63,18 @@ class ArrowRows(File):
             not self.span or self.span.start <= self.size * before // max(1, total) < self.span.end
         )
 
-    def from_batches(
-        self, batches: "Iterator[RecordBatch]", number: int, skipped: int
-    ) -> Iterator[Record]:
+    def from_batches(self, batches: "Iterator[RecordBatch]", number: int) -> Iterator[Record]:
         """Yield the records of batches.
 
         Args:
             batches: batches of rows; the first row is `number + 1`.
             number: rows before the batches.
-            skipped: rows of the batches to skip.
         """
         size = 0
         for batch in batches:
             validate(batch)
             names = batch.schema.names
-            for i in range(min(skipped, batch.num_rows), batch.num_rows):
+            for i in range(batch.num_rows):
                 # Row by row: a value that many rows share exists once in Arrow, not in Python.
                 try:
                     row = TableRow({name: batch[name][i].as_py() for name in names})
@@ -92,7 +89,6 @@ class ArrowRows(File):
                 record.content.seek(0)
                 self.check_growth(size)
                 yield record
-            skipped -= min(skipped, batch.num_rows)
             number += batch.num_rows
 
 
@@ -103,8 +99,8 @@ class Arrow(ArrowRows):
     documents = "each row, column `text`"
     numbered_in_slice = True
 
-    def records(self, start: int) -> Iterator[Record]:
-        """Yield the rows after the first `start`.
+    def records(self) -> Iterator[Record]:
+        """Yield the rows.
 
         Raises:
             UserError: a column does not exist, or the file is not in Arrow's format.
@@ -118,8 +114,7 @@ class Arrow(ArrowRows):
             with self._reader(arrow, ipc, options) as reader:
                 before = 0
                 for batch in self._batches(reader):
-                    if before + batch.num_rows > start:
-                        yield from self.from_batches(iter([batch]), before, max(0, start - before))
+                    yield from self.from_batches(iter([batch]), before)
                     before += batch.num_rows
         except arrow.ArrowException as error:
             raise UserError(f"cannot read {self.path}: {error}") from error
@@ -149,3 +144,55 @@ class Arrow(ArrowRows):
         if n is None:
             return iter(reader if self.begins else ())
         return (reader.get_batch(i) for i in range(n) if self.is_in_slice(i, n))
+
+
+if TYPE_CHECKING:
+    from pyarrow.parquet import FileMetaData, ParquetFile
+
+_ROWS = 16  # of a table in memory at a time
+_SUSPICIOUS_RATIO = 8  # of a row group: one value may stand for many rows
+_SUSPICIOUS_BYTES = 1 << 20
+
+
+class Parquet(ArrowRows):
+    """Parquet files with a document per row, read one row group at a time."""
+
+    suffixes = (".parquet",)
+    documents = "each row, column `text`"
+
+    def records(self) -> Iterator[Record]:
+        """Yield the rows.
+
+        Raises:
+            UserError: a column does not exist, or the file is not Parquet.
+        """
+        parquet, arrow = (library(n, "reading Parquet") for n in ("pyarrow.parquet", "pyarrow"))
+        try:
+            with open_input(self.path) as raw, parquet.ParquetFile(raw) as file:
+                yield from self._rows(file)
+        except arrow.ArrowException as error:
+            raise UserError(f"cannot read {self.path}: {error}") from error
+
+    def _rows(self, file: "ParquetFile") -> Iterator[Record]:
+        columns = list(self.columns(file.schema_arrow.names))
+        sizes = [file.metadata.row_group(i).total_byte_size for i in range(file.num_row_groups)]
+        before = 0  # rows of earlier groups
+        for group, size in zip(range(len(sizes)), accumulate(sizes, initial=0), strict=False):
+            rows = file.metadata.row_group(group).num_rows
+            # By unpacked bytes before the group, scaled to the file: slices divide the file evenly.
+            if self.is_in_slice(size, sum(sizes)):
+                n_rows = self._rows_at_a_time(file.metadata, group, columns)
+                batches = file.iter_batches(n_rows, row_groups=[group], columns=columns)
+                yield from self.from_batches(batches, before)
+            before += rows
+
+    def _rows_at_a_time(self, metadata: "FileMetaData", group: int, names: list[str]) -> int:
+        """Return the number of rows to hold in memory, by the unpacked size of the row group."""
+        row_group = metadata.row_group(group)
+        chunks = [row_group.column(i) for i in range(row_group.num_columns)]
+        chunks = [chunk for chunk in chunks if chunk.path_in_schema.partition(".")[0] in names]
+        size = sum(chunk.total_uncompressed_size for chunk in chunks)
+        packed = sum(chunk.total_compressed_size for chunk in chunks)
+        self.check_growth(size)
+        is_suspicious = size > _SUSPICIOUS_BYTES and size > _SUSPICIOUS_RATIO * packed
+        return 1 if is_suspicious else _ROWS

@@ -25,8 +25,8 @@ class Csv(File):
         "separate them"
     )
 
-    def records(self, start: int) -> Iterator[Record]:
-        """Yield the rows after the first `start`, not counting the row of names.
+    def records(self) -> Iterator[Record]:
+        """Yield the rows, without the row of names.
 
         Raises:
             UserError: a column does not exist, or the file is not CSV.
@@ -43,9 +43,10 @@ class Csv(File):
                 names = next(rows, [])
                 self.columns(names)
                 for row in rows:
+                    # All lines of this row are read: the next row has the whole limit again.
                     lines.size = 0
                     number += bool(row)
-                    if not row or number <= start:
+                    if not row:
                         continue
                     if len(row) == len(names):
                         yield self.record(number, dict(zip(names, row, strict=True)))

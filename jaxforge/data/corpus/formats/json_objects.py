@@ -23,7 +23,7 @@ _BLANK = re.compile(r"[ \t\r\n]*")
 
 
 class JsonLines(File):
-    """An object per line, plain or compressed; blank lines are numbered, but are no documents.
+    """An object per line, plain or compressed; blank lines are numbered, but are not documents.
 
     A slice holds the lines that begin in its span.
     """
@@ -38,12 +38,10 @@ class JsonLines(File):
         """True unless the file is compressed."""
         return not self.is_packed
 
-    def records(self, start: int) -> Iterator[Record]:
-        """Yield the records after the first `start` lines."""
+    def records(self) -> Iterator[Record]:
+        """Yield the records."""
         with closing(self.open()) as file:
             for number, line in enumerate(self._lines(file), 1):
-                if number <= start:
-                    continue
                 largest = self.max_record_bytes // BYTES_PER_VALUE
                 if line is None or line.count(b",") > largest:
                     yield self.too_large(number)
@@ -99,14 +97,14 @@ class Json(JsonLines):
         """False: a value may span lines."""
         return False
 
-    def records(self, start: int) -> Iterator[Record]:
-        """Yield the records after the first `start`.
+    def records(self) -> Iterator[Record]:
+        """Yield the records.
 
         Raises:
             UserError: the file is not JSON. Nothing after the error can be read.
         """
         if self._has_object_per_line():
-            yield from super().records(start)
+            yield from super().records()
             return
         with closing(self.open()) as file:
             number = 0
@@ -115,8 +113,7 @@ class Json(JsonLines):
                 while values.has_more():
                     number += 1
                     value = values.next()
-                    if number > start:
-                        yield self.record(number, value)
+                    yield self.record(number, value)
             except (ValueError, RecursionError) as error:
                 raise UserError(
                     f"{self.path}: not JSON in record {number or 1} ({error}), so that nothing "

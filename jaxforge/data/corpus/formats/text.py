@@ -55,7 +55,6 @@ class TextFile(File):
     suffixes = (".txt", ".md", ".py")
     documents = "the whole file, or each text between `--separator`s"
     is_text = True
-    is_document = True
 
     @property
     def text_size(self) -> int | None:
@@ -66,14 +65,13 @@ class TextFile(File):
         """Return the name of the file."""
         return self.name
 
-    def records(self, start: int) -> Iterator[Record]:
-        """Yield the whole file if `start` is 0; UTF-16 and UTF-32 with a BOM become UTF-8."""
-        if not start:
-            with open_input(self.path) as content:
-                if isinstance(self.path, RemotePath):  # local files were checked before
-                    check_heads([(self.path, True, content.read(HEAD))])
-                    content.seek(0)
-                yield self.text_record(1, utf8(content))
+    def records(self) -> Iterator[Record]:
+        """Yield the whole file; UTF-16 and UTF-32 with a BOM become UTF-8."""
+        with open_input(self.path) as content:
+            if isinstance(self.path, RemotePath):  # local files were checked before
+                check_heads([(self.path, True, content.read(HEAD))])
+                content.seek(0)
+            yield self.text_record(1, utf8(content))
 
 
 @dataclass(frozen=True)
@@ -91,13 +89,11 @@ class SeparatedText(File):
 
     separator: bytes = b""
 
-    def records(self, start: int) -> Iterator[Record]:
-        """Yield the documents after the first `start`."""
+    def records(self) -> Iterator[Record]:
+        """Yield the documents."""
         with open_input(self.path) as scanned, open_input(self.path) as read:
             text = utf8(read)
             for number, (first, end) in enumerate(self._spans(utf8(scanned), text), 1):
-                if number <= start:
-                    continue
                 document = _span(text, first, end)
                 if isinstance(document, io.BytesIO) and document.getvalue().isspace():
                     continue
@@ -133,6 +129,7 @@ def _occurrences(file: BinaryIO, separator: bytes) -> Iterator[int]:
             yield offset + start
             position = start + len(separator)
         position = max(position, len(buffer) - len(separator) + 1)
+        # What remains is shorter than a separator, and may be the start of one.
         offset, buffer = offset + position, buffer[position:]
 
 
