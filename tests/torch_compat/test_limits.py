@@ -375,7 +375,7 @@ def test_invalid_option_values_are_refused(argument):
         cli(["convert", "run", "there", "--to=dcp", argument])
 
 
-LOCAL = [(4, "version"), (6, "flags"), (8, "method"), (26, "length of the name"), (30, "name")]
+LOCAL = [(0, "signature"), (26, "length of the name"), (30, "name")]
 
 
 @pytest.mark.parametrize(("at", "what"), LOCAL)

@@ -203,7 +203,7 @@ def test_common_pt_executes_nothing(copied, tmp_path):
     directory = copied("experts") / "iter_0000002"
     harmful = Call(Global("os", "system"), (f"touch {tmp_path}/ran",))
     common = {"args": harmful, "iteration": 2}
-    (directory / "common.pt").write_bytes(b"".join(map(bytes, torch_zip.archive_blocks(common))))
+    torch_zip.save(common, directory / "common.pt")
     with pytest.raises(UserError, match="give the run's config, --config FILE"):
         cli(["convert", "--to=jaxforge", str(directory), str(tmp_path / "run")])
     assert not (tmp_path / "ran").exists()

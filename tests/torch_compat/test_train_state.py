@@ -90,7 +90,7 @@ def test_torch_loads_train_state_and_random_states(tmp_path):
     torch = pytest.importorskip("torch")
     state = to_torch(Progress(step=2, samples=16, tokens=512), 2, tiny_config(), 1)
     path = tmp_path / "train_state.pt"
-    path.write_bytes(b"".join(bytes(chunk) for chunk in torch_zip.archive_blocks(state)))
+    torch_zip.save(state, path)
     read = torch.load(path, weights_only=False)
     generator = torch.Generator().manual_seed(tiny_config().train.seed)
     assert torch.equal(read["rng"]["torch_cpu"], generator.get_state())

@@ -58,7 +58,7 @@ class TorchFileWriter(Writer):
     def units(self) -> Sequence[Unit]:
         """Unit that writes the file."""
         path, block = self.staging.path / self._file, self.block
-        write = functools.partial(torch_zip.write_file, self._state, path, block)
+        write = functools.partial(torch_zip.save, self._state, path, block)
         return [Unit("file", self.source.nbytes, write)]
 
     def complete(self, results: Mapping[str, Any]) -> None:

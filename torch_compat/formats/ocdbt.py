@@ -6,6 +6,7 @@
     key {name}/0.1                   chunk (0, 1) of an array
 
 An uncompressed chunk has the same layout in the file as in memory, so it is mapped and not copied.
+Tensorstore would read a whole chunk for each part of it, and a chunk may be a matrix of a layer.
 Tensorstore reads everything else: compressed chunks, arrays with omitted zero chunks, databases in
 buckets and unexpected forms.
 """

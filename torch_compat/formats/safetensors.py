@@ -1,7 +1,8 @@
 """Reader and writer of safetensors files: 8 bytes of length, a JSON header, row-major data.
 
 Format: https://huggingface.co/docs/safetensors. All shapes are known in advance, so the offset of
-each part is known before anything is written, and several parts are written concurrently.
+each part is known before anything is written, and several parts are written concurrently. The
+package `safetensors` is not used: it reads no URLs, and writes only tensors that are in memory.
 """
 
 import functools
