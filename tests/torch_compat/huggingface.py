@@ -21,7 +21,6 @@ from tests.helpers import setup
 from torch_compat.checkpoint import checkpoints
 from torch_compat.convert import conversion
 from torch_compat.convert.source import Request
-from torch_compat.formats.workers import Share, Workers
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -100,7 +99,7 @@ def load(source, run, *overrides, dtype=None):
 def convert(request, expected):
     """Convert to an expected path; the plan."""
     plan = conversion.plan(request)
-    assert conversion.run(request, plan, Share(), lambda _: None, Workers()) == expected
+    assert conversion.run(request, plan, lambda _: None) == expected
     return plan
 
 

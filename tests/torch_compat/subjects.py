@@ -18,7 +18,6 @@ from torch_compat.convert import conversion
 from torch_compat.convert.source import Request
 from torch_compat.formats import block_scaled, safetensors, torch_zip
 from torch_compat.formats.lazy import LazyTensor, from_array
-from torch_compat.formats.workers import Share, Workers
 
 SUBJECTS = ["torch", "ours", "stages", "torchtitan", "hf", "sharded", "jaxforge", "report",
             "capsule", "scaled", "adapter", "arrow", "partial", "logits", "ports"]  # fmt: skip
@@ -86,7 +85,7 @@ def write_subjects(directory: Path) -> dict[str, Path]:
 
     def convert(request):
         plan = conversion.plan(request)
-        return conversion.run(request, plan, Share(), lambda nbytes: None, Workers())
+        return conversion.run(request, plan, lambda nbytes: None)
 
     convert(Request(checkpoints.find(result["torch"]), run, "jaxforge", toml, max_memory=1 << 20))
 

@@ -469,31 +469,6 @@ def test_full_disk_leaves_no_checkpoint(big, tmp_path, command):
     assert not list(tmp_path.rglob("*.partial"))
 
 
-@pytest.mark.slow  # quick in test_convert.py
-@pytest.mark.processes
-def test_processes_share_conversion(big, tmp_path):
-    directory, config = big
-    arguments = [
-        "convert",
-        "--to=jaxforge",
-        directory / "dcp",
-        tmp_path / "b",
-        f"--config={config}",
-        SMALL_BLOCKS,
-    ]
-    assert compat(*arguments, "--processes=2").returncode == 0
-    assert_same(values(directory / "run"), values(tmp_path / "b"))
-    assert checksums_of(tmp_path / "b") == checksums_of(directory / "run")
-    exporting = ["convert", tmp_path / "b", tmp_path / "hf", "--to=hf", "--max-shard-size=2MB"]
-    other = subprocess.Popen(
-        [sys.executable, "-m", "jaxforge", *map(str, exporting), "--process=1/2"],
-        cwd=ROOT, env=environment(),
-    )  # fmt: skip
-    assert compat(*exporting, "--process=0/2").returncode == 0
-    assert other.wait() == 0
-    assert cli(["verify", str(tmp_path / "hf"), str(directory / "run")]) == 0
-
-
 def test_partial_conversion_of_other_source_is_discarded(tmp_path):
     config = trained(tmp_path / "a")
     cli(["convert", str(tmp_path / "a"), str(tmp_path / "dcp"), "--to=dcp"])

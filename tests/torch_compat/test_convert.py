@@ -340,15 +340,3 @@ def test_dcp_to_safetensors_does_not_import_jax(large, tmp_path):
         f"assert not convert.main({arguments})"
     )
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment(), check=True)
-
-
-@pytest.mark.processes
-def test_processes_share_conversion(large, tmp_path):
-    source, config = large
-    arguments = ["convert", source, tmp_path / "hf", "--to=hf", f"--config={config}"]
-    command = [sys.executable, "-m", "jaxforge", *map(str, arguments), "--processes=2"]
-    done = subprocess.run(
-        [*command, "--max-memory=1MB"], cwd=ROOT, env=environment(), capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    assert cli(["verify", str(source), str(tmp_path / "hf"), f"--config={config}"]) == 0

@@ -116,7 +116,7 @@ def test_export_command_writes_model(tmp_path):
     run = save_run(tmp_path / "run", config_of(model))
     command = [sys.executable, "-m", "jaxforge", "convert", run, tmp_path / "hf", "--to", "hf"]
     done = subprocess.run(
-        [*command, "--dtype=bfloat16", "--max-shard-size=100KB", "--processes=2"],
+        [*command, "--dtype=bfloat16", "--max-shard-size=100KB"],
         cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

@@ -367,7 +367,7 @@ def test_cache_links_outside_cache_are_refused(tmp_path):
 
 @pytest.mark.parametrize(
     "argument",
-    ["--ranks=0", "--ranks=-1", "--stages=0", "--processes=0", "--max-memory=0", "--process=1/0",
+    ["--ranks=0", "--ranks=-1", "--stages=0", "--max-memory=0",
      f"--max-memory={'9' * 400}GB", "--max-shard-size=0.1"],
 )  # fmt: skip
 def test_invalid_option_values_are_refused(argument):
