@@ -11,7 +11,7 @@ from torch_compat.checkpoint.dcp_state import ReadOptions
 from torch_compat.checkpoint.state import abstract_target
 from torch_compat.convert import conversion
 from torch_compat.convert.source import Request
-from torch_compat.lockstep.rows import first_difference
+from torch_compat.lockstep.comparison import first_difference
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")

@@ -17,12 +17,19 @@ from torch_compat.checkpoint.dcp_state import ReadOptions
 from torch_compat.checkpoint.name_maps import NAME_MAPS, name_map
 from torch_compat.checkpoint.state import CheckpointState
 from torch_compat.formats.lazy import DTYPES, LazyTensor, from_array
-from torch_compat.lockstep import batches, jaxforge_model, rows, torch_model
+from torch_compat.lockstep import batches, jaxforge_model, torch_model
 from torch_compat.lockstep.batches import Arrays
-from torch_compat.lockstep.comparison import Comparison, comparison_rows
+from torch_compat.lockstep.comparison import (
+    Comparison,
+    Row,
+    as_json,
+    comparison_notes,
+    comparison_rows,
+    first_difference,
+    print_rows,
+)
 from torch_compat.lockstep.jaxforge_model import JaxforgeValues
 from torch_compat.lockstep.module_locations import locations, modules_by_path
-from torch_compat.lockstep.rows import Row, first_difference
 from torch_compat.lockstep.torch_model import TorchSubject
 from torch_compat.names.table import EMBEDDING, HEAD, NameMap, detect_dialect
 from torch_compat.names.translation import summarize_names
@@ -133,10 +140,8 @@ def compare_models(
     updates = None
     if subject.optimizer is not None:
         updates = _updates(jaxforge_values, subject, dialect, config)
-    comparison = Comparison(
-        jaxforge_values, torch_values, weights, updates, dialect, config, batch["labels"], at
-    )
-    return Report(*comparison_rows(comparison))
+    comparison = Comparison(jaxforge_values, torch_values, weights, updates, dialect, config, at)
+    return Report(list(comparison_rows(comparison)), list(comparison_notes(comparison)))
 
 
 def load_config(reference: CheckpointRef, job: Job) -> JobConfig:
@@ -218,13 +223,13 @@ def load_weights(
     torch_model.fill(subject, arrays, dtype, allowed)
 
 
-def print_report(report: Report, as_json: bool) -> None:
+def print_report(report: Report, *, is_json: bool) -> None:
     """Print the report to stdout, as a table or as JSON."""
-    if as_json:
-        print(json.dumps({**rows.as_json(report.rows), "notes": report.notes}, indent=2))
+    if is_json:
+        print(json.dumps({**as_json(report.rows), "notes": report.notes}, indent=2))
         return
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 140)
-    rows.print_rows(console, report.rows, ("jaxforge", "PyTorch"))
+    print_rows(console, report.rows)
     for note in report.notes:
         console.print(f"note: {note}", markup=False, soft_wrap=True)
 

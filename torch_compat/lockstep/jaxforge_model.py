@@ -25,7 +25,6 @@ from torch_compat.checkpoint.stacking import Stacking
 from torch_compat.checkpoint.state import CheckpointState
 from torch_compat.formats.lazy import DTYPES, LazyTensor, from_array
 from torch_compat.lockstep.batches import Arrays
-from torch_compat.lockstep.rows import root_mean_square
 
 _NO_CLIP = 1e30
 
@@ -90,6 +89,11 @@ def _perturb(params: Params, config: JobConfig) -> Params:
     size = 2**-24 * math.sqrt(config.model.dim) if exact else 2**-8
     rng = np.random.default_rng(0)
     return jax.tree.map(lambda p: p * (1 + size * rng.standard_normal(p.shape, np.float32)), params)
+
+
+def root_mean_square(x: np.ndarray) -> float:
+    """Return √(Σ x² / n); 0 for an empty array."""
+    return float(np.sqrt(np.mean(np.square(x, dtype=np.float64)))) if x.size else 0.0
 
 
 def _drift(a: Arrays, b: Arrays) -> dict[str, float]:
