@@ -527,7 +527,7 @@ def test_train_state_of_wrong_types_is_refused(broken, state):
 def test_non_numeric_step_is_refused(tmp_path, value):
     step = torch.from_numpy(np.asarray(value))
     dcp.save({"train_state": {"step": step}}, checkpoint_id=tmp_path / "d", no_dist=True)
-    with pytest.raises(UserError, match=r"train_state\.step is no number"):
+    with pytest.raises(UserError, match=r"train_state\.step is not a number"):
         read_all(tmp_path / "d")
 
 

@@ -134,8 +134,8 @@ def stage_of_torch(torch, stage, n):
     if stage < n - 1:
         model.norm = model.output_head = None
     decayed = [p for p in model.parameters() if p.ndim > 1]
-    others = [p for p in model.parameters() if p.ndim <= 1]
-    groups = [{"params": decayed, "weight_decay": 7.0}, {"params": others, "weight_decay": 7.0}]
+    undecayed = [p for p in model.parameters() if p.ndim <= 1]
+    groups = [{"params": decayed, "weight_decay": 7.0}, {"params": undecayed, "weight_decay": 7.0}]
     optimizer = torch.optim.AdamW(groups, lr=7.0)
     torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: 1.0)  # gives groups an `initial_lr`
     return model, optimizer
@@ -164,9 +164,9 @@ def test_torch_pipeline_rank_loads_its_stage(run_of, tmp_path, layout):
         for name, parameter in model.named_parameters():
             moments = optimizer.state[parameter]
             np.testing.assert_array_equal(of_torch(parameter), checkpoint[f"params.{name}"])
-            for ours, theirs in LAYOUTS["adamw"].fields.items():
+            for native, theirs in LAYOUTS["adamw"].fields.items():
                 np.testing.assert_array_equal(
-                    of_torch(moments[theirs]), checkpoint[f"optimizer.{ours}.{name}"]
+                    of_torch(moments[theirs]), checkpoint[f"optimizer.{native}.{name}"]
                 )
             assert moments["step"] == 3
         assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0]
@@ -179,7 +179,7 @@ def test_torch_loads_all_tensors_of_stage(run_of, tmp_path, optimizer):
     torch = pytest.importorskip("torch")
     dcp = pytest.importorskip("torch.distributed.checkpoint")
     step, checkpoint = export(run_of(optimizer), tmp_path, 2), values(run_of(optimizer))
-    ours = {theirs: f"optimizer.{ours}" for ours, theirs in LAYOUTS[optimizer].fields.items()}
+    native = {theirs: f"optimizer.{native}" for native, theirs in LAYOUTS[optimizer].fields.items()}
     loaded = 0
     for stage in (0, 1):
         described = dcp.FileSystemReader(step / f"pp{stage}").read_metadata().state_dict_metadata
@@ -194,7 +194,7 @@ def test_torch_loads_all_tensors_of_stage(run_of, tmp_path, optimizer):
                 expected = checkpoint[f"params.{key.removeprefix('model.')}"]
             else:
                 name, _, field = key.removeprefix("optimizer.state.").rpartition(".")
-                expected = checkpoint[f"{ours[field]}.{name}"]
+                expected = checkpoint[f"{native[field]}.{name}"]
             np.testing.assert_array_equal(of_torch(tensor), expected, err_msg=key)
         loaded += len(state)
     assert loaded == len(checkpoint.keys() - {"updates", "weight_sum"})

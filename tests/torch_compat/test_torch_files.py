@@ -164,10 +164,10 @@ def test_groups_by_name_and_wrapped_models_are_imported(tmp_path, names, has_nam
     update(model, optimizer, 0)
     state = read(save((model, optimizer, scheduler), tmp_path / "a.pt", step=1))
     for name, parameter in model.named_parameters():
-        ours = re.sub(r"^(m\.)+", "", name)
-        np.testing.assert_array_equal(state.params[ours].all(), parameter.detach().numpy())
+        native = re.sub(r"^(m\.)+", "", name)
+        np.testing.assert_array_equal(state.params[native].all(), parameter.detach().numpy())
         moment = optimizer.state[parameter]["exp_avg"].numpy()
-        np.testing.assert_array_equal(state.moments["mu"][ours].all(), moment)
+        np.testing.assert_array_equal(state.moments["mu"][native].all(), moment)
     notes = [text for text in state.notes if text.startswith("weight decay was")]
     assert len(notes) == bool(note)
     assert note in "".join(notes)
@@ -340,8 +340,8 @@ def test_written_file_opens_in_torch_and_zipfile(tmp_path, monkeypatch, zip64_li
     assert loaded["step"] == 5
     with zipfile.ZipFile(tmp_path / "a.pt") as archive:
         assert archive.testzip() is None
-    ours = torch_file.open_file(Directory(tmp_path), "a.pt")
-    np.testing.assert_array_equal(ours.tensors["model.a"].all(), array)
+    native = torch_file.open_file(Directory(tmp_path), "a.pt")
+    np.testing.assert_array_equal(native.tensors["model.a"].all(), array)
 
 
 def test_huggingface_directory_of_bin_files_is_read(tmp_path):

@@ -61,9 +61,9 @@ def test_torch_reads_written_arrays(name):
         assert str(result[key].dtype) == f"torch.{name}"
         assert_same(of_torch(result[key]), array)
         assert result[key].is_contiguous()
-    ours = read(written(arrays))
+    native = read(written(arrays))
     for key, array in arrays.items():
-        assert_reads(ours[key], array)
+        assert_reads(native[key], array)
 
 
 def test_torch_reads_written_containers():

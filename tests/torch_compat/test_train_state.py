@@ -82,7 +82,7 @@ def test_position_round_trips_through_train_state(tmp_path, ranks):
 
 
 def test_position_within_a_batch_is_refused():
-    with pytest.raises(UserError, match="no whole number of batches of 24"):
+    with pytest.raises(UserError, match="not a multiple of 24"):
         to_torch(Progress(step=1, samples=8, tokens=256), 1, tiny_config(), 3)
 
 

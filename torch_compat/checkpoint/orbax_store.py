@@ -122,7 +122,7 @@ def _check_files(directory: Path) -> None:
         return
     for path in filter(lambda path: not path.is_dir(), directory.rglob("*")):
         if not path.is_file():
-            raise UserError(f"{directory} is damaged ({path.name} is no regular file)")
+            raise UserError(f"{directory} is damaged ({path.name} is not a regular file)")
         if path.parent.name != ocdbt.DATA and path.stat().st_size > DOCUMENT:
             raise UserError(
                 f"{directory} is damaged ({path.name} has {path.stat().st_size} bytes, more than "

@@ -4,8 +4,10 @@ Tensors are converted in blocks: memory use does not grow with the model.
 """
 
 import argparse
+import contextlib
 import functools
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,6 +23,8 @@ from torch_compat.commands import (
 )
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from torch_compat.checkpoint.checkpoints import CheckpointRef
     from torch_compat.convert.source import Request
 
@@ -181,7 +185,6 @@ def _run(request: "Request", *, is_dry: bool) -> int:
     from rich.console import Console
 
     from jaxforge.storage import urls
-    from torch_compat.checkpoint.progress import bar
     from torch_compat.convert import conversion
 
     console = Console(stderr=True, highlight=False)
@@ -196,10 +199,32 @@ def _run(request: "Request", *, is_dry: bool) -> int:
         console.print(f"note: {note}", style="yellow", markup=False, soft_wrap=True)
     if is_dry:
         return 0
-    with bar(plan.source.nbytes, console) as advance:
+    with _bar(plan.source.nbytes, console) as advance:
         result = run(request, plan, advance)
     print(result)
     return 0
+
+
+@contextlib.contextmanager
+def _bar(total: int, console: "Console") -> Iterator[Callable[[int], None]]:
+    """Show a progress bar; yield a function that advances it by a number of bytes.
+
+    Nothing is shown if standard error is not a terminal.
+    """
+    from rich import progress
+
+    if not sys.stderr.isatty():
+        yield lambda nbytes: None
+        return
+    columns = (
+        progress.BarColumn(),
+        progress.DownloadColumn(),
+        progress.TransferSpeedColumn(),
+        progress.TimeRemainingColumn(),
+    )
+    with progress.Progress(*columns, console=console) as shown:
+        task = shown.add_task("", total=total)
+        yield lambda nbytes: shown.advance(task, nbytes)
 
 
 entry = functools.partial(run_main, main)

@@ -129,6 +129,7 @@ def identity(request: Request, source: Source) -> dict[str, Any]:
     A command resumes an interrupted conversion of the same identity. It covers the source files by
     size, time and inode, the config with all defaults and overrides, and the requested options.
     """
+    # All fields by default: an option that is forgotten here would mix two results.
     names = [f.name for f in dataclasses.fields(request) if f.name not in _NOT_OPTIONS]
     progress = source.progress
     return {

@@ -49,6 +49,8 @@ class RunWriter(Writer):
         """Write `config.toml` and `tokenizer/`, which `commit` publishes with the checkpoint."""
         from jaxforge.runs import run_directory  # imported here: it imports JAX
 
+        # Staged next to the arrays: `finish_import` moves these files after the checkpoint is
+        # durable, so a run with a config always has a checkpoint.
         beside, ref = self._import.run_files, self.source.ref
         if isinstance(ref, average.AveragedCheckpoint):
             beside.mkdir(parents=True, exist_ok=True)

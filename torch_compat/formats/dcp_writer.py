@@ -63,6 +63,7 @@ def units(
         nbytes = sum(item.nbytes for item in items)
         return Unit(f"{prefix}{path.stem}", nbytes, lambda: _write_file(path, items, entries))
 
+    # A file is a unit: large enough that syncing it is cheap, small enough to repeat after a kill.
     files = batches(_items(entries, block), lambda item: item.nbytes, _FILE)
     return [unit(i, items) for i, items in enumerate(files)]
 

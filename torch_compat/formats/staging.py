@@ -69,6 +69,7 @@ class Staging:
         self._check_free()
         with contextlib.ExitStack() as self._locks, naming_failure(destination):
             self._prepare({"fingerprint": fingerprint})
+            # Without an exception the lock outlives this block, until `__exit__`.
             self._locks = self._locks.pop_all()
 
     def __enter__(self) -> "Staging":

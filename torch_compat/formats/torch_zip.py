@@ -93,7 +93,7 @@ def _tensor_v3(storage: Any, *details: Any) -> _Tensor:  # noqa: ANN401
 def as_size(sizes: Any) -> tuple:  # noqa: ANN401
     """Return a tuple of sizes, as `torch.Size` does."""
     if not isinstance(sizes, tuple | list):
-        raise TypeError("a size that is no tuple")
+        raise TypeError("a size that is not a tuple")
     return tuple(sizes)
 
 
@@ -378,7 +378,7 @@ def _storage(pid: Any) -> _Storage:  # noqa: ANN401
     kind, dtype, record, _, length = pid
     is_named = kind == "storage" and isinstance(record, str) and isinstance(dtype, Dtype)
     if not is_named or not isinstance(length, int):
-        raise ValueError("a persistent id that is no tensor storage")
+        raise ValueError("a persistent id that is not a tensor storage")
     return _Storage(record, dtype.numpy, length)
 
 

@@ -177,12 +177,12 @@ def choose_dialect(
     if named is not None:
         return name_map(named)
     keys = list(subject.trained)
-    own = NAME_MAPS.get(checkpoint.dialect)
-    if own is not None and all(map(own.knows, keys)):
-        return own
+    stored = NAME_MAPS.get(checkpoint.dialect)
+    if stored is not None and all(map(stored.knows, keys)):
+        return stored
     dialect = detect_dialect(keys, NAME_MAPS.values())
-    if dialect is None and own is not None and any(map(own.knows, keys)):
-        return own  # the module has further tensors, or other names of experts
+    if dialect is None and stored is not None and any(map(stored.knows, keys)):
+        return stored  # the module has further tensors, or other names of experts
     if dialect is None:
         raise UserError(
             f"the module's names ({summarize_names(keys)}) match no dialect. Return the module "
@@ -197,12 +197,12 @@ def select_weights(
     config: JobConfig,
 ) -> Mapping[str, LazyTensor]:  # fmt: skip
     """Return the checkpoint's tensors by the module's names: unchanged if the names match."""
-    own, names = _raw_tensors(reference, subject.current_key), set(subject.trained)
+    stored, names = _raw_tensors(reference, subject.current_key), set(subject.trained)
     tied = {dialect.find_key(HEAD)} if config.model.tie_embeddings else set()
-    if own.keys() >= names - tied:
-        return own
+    if stored.keys() >= names - tied:
+        return stored
     weights = dialect.to_dialect(checkpoint.variables, config.model)
-    return max(own, weights, key=lambda tensors: len(tensors.keys() & names))
+    return max(stored, weights, key=lambda tensors: len(tensors.keys() & names))
 
 
 def load_weights(
@@ -244,6 +244,7 @@ def _updates(
     head = dialect.find_key(HEAD)
     if head in names and head not in grads and config.model.tie_embeddings:
         grads[head] = grads[dialect.key_for(EMBEDDING)]
+    # Such as experts under other names in memory. `_notes` says that they are not compared.
     if missing := [name for name in names if name not in grads]:
         for name in missing:
             grads[name] = np.zeros(tuple(names[name].shape), np.float32)

@@ -68,8 +68,8 @@ class Comparison(NamedTuple):
     """Values of both models.
 
     Attributes:
-        ours: values of jaxforge's model.
-        theirs: values of the torch model.
+        jaxforge: values of jaxforge's model.
+        torch: values of the torch model.
         weights: parameters and buffers of the torch module, by its names.
         updates: first and second update of its optimizer for jaxforge's gradients, by its names;
             None: no optimizer.
@@ -78,8 +78,8 @@ class Comparison(NamedTuple):
         locations: modules at which values of the forward pass were captured.
     """
 
-    ours: JaxforgeValues
-    theirs: TorchValues
+    jaxforge: JaxforgeValues
+    torch: TorchValues
     weights: Arrays
     updates: tuple[Arrays, Arrays] | None
     dialect: NameMap
@@ -89,7 +89,7 @@ class Comparison(NamedTuple):
     def to_jaxforge_names(self, named: Mapping[str, np.ndarray]) -> Arrays:
         """Return tensors of the module by jaxforge's names, in jaxforge's layout."""
         lazy = {key: from_array(array) for key, array in named.items()}
-        tensors = self.dialect.to_jaxforge(lazy, self.ours.params, self.config.model)
+        tensors = self.dialect.to_jaxforge(lazy, self.jaxforge.params, self.config.model)
         return {name: tensor.all() for name, tensor in tensors.items()}
 
     def names(self, name: str) -> tuple[str, str]:
@@ -104,16 +104,16 @@ class Comparison(NamedTuple):
 def comparison_rows(comparison: Comparison) -> Iterator[Row]:
     """Yield a row for each value."""
     for name, theirs in comparison.to_jaxforge_names(comparison.weights).items():
-        yield _row("weights", comparison.names(name), comparison.ours.params[name], theirs, 0.0)
+        yield _row("weights", comparison.names(name), comparison.jaxforge.params[name], theirs, 0.0)
     yield from _forward(comparison)
-    ours, theirs_loss = (np.array([values.loss]) for values in comparison[:2])
+    loss, torch_loss = (np.array([values.loss]) for values in comparison[:2])
     allowed = comparison.tolerance(2 * comparison.config.model.n_layers + 2)
-    yield _row("loss", ("loss", "loss"), ours, theirs_loss, allowed)
+    yield _row("loss", ("loss", "loss"), loss, torch_loss, allowed)
     yield from _gradients(comparison)
     for i, stage in enumerate(("updates", "second updates") if comparison.updates else ()):
         assert comparison.updates is not None
         for name, theirs in comparison.to_jaxforge_names(comparison.updates[i]).items():
-            update, param = comparison.ours.updates[i][name], comparison.ours.params[name]
+            update, param = comparison.jaxforge.updates[i][name], comparison.jaxforge.params[name]
             # An update is a difference of two rounded parameters.
             size = root_mean_square(update)
             rounding = 2 * ROUNDING * root_mean_square(param) / size if size else 0.0
@@ -122,28 +122,28 @@ def comparison_rows(comparison: Comparison) -> Iterator[Row]:
 
 def _forward(comparison: Comparison) -> Iterator[Row]:
     modules = {location.point: location.module for location in comparison.locations}
-    for name, value in comparison.ours.points.items():
-        if name not in comparison.theirs.points:
+    for name, value in comparison.jaxforge.points.items():
+        if name not in comparison.torch.points:
             continue
-        theirs = comparison.theirs.points[name]
+        theirs = comparison.torch.points[name]
         if theirs.size == value.size:  # some modules flatten batch and tokens
             theirs = theirs.reshape(value.shape)
-        drift = _ratio(comparison.ours.point_drift[name], root_mean_square(value))
+        drift = _ratio(comparison.jaxforge.point_drift[name], root_mean_square(value))
         allowed = max(comparison.tolerance(_depth(comparison, name)), _finite(drift))
         yield _row("forward", (name, modules.get(name, name)), value, theirs, allowed)
 
 
 def _gradients(comparison: Comparison) -> Iterator[Row]:
-    ours, layers = comparison.ours.grads, comparison.config.model.n_layers
-    theirs, scales = comparison.to_jaxforge_names(comparison.theirs.grads), _gradient_scales(ours)
+    grads, layers = comparison.jaxforge.grads, comparison.config.model.n_layers
+    theirs, scales = comparison.to_jaxforge_names(comparison.torch.grads), _gradient_scales(grads)
     # The forward pass, and two products backward for each of its sublayers.
     allowed = comparison.tolerance(3 * (2 * layers + 2))
     for name in in_backward_order(theirs, layers):
         least = _SMALL * scales[name]
-        size = max(least, root_mean_square(ours[name]))
-        drift = _finite(_ratio(comparison.ours.gradient_drift[name], size))
+        size = max(least, root_mean_square(grads[name]))
+        drift = _finite(_ratio(comparison.jaxforge.gradient_drift[name], size))
         yield _row(
-            "gradients", comparison.names(name), ours[name], theirs[name], max(allowed, drift),
+            "gradients", comparison.names(name), grads[name], theirs[name], max(allowed, drift),
             least=least,
         )  # fmt: skip
 
@@ -226,11 +226,13 @@ def _finite(drift: float) -> float:
 
 def comparison_notes(comparison: Comparison) -> Iterator[str]:
     """Yield notes on what was not compared."""
-    if missing := [name for name in comparison.ours.points if name not in comparison.theirs.points]:
+    if missing := [
+        name for name in comparison.jaxforge.points if name not in comparison.torch.points
+    ]:
         yield f"not compared, because no torch module computes it: {summarize_names(missing)}"
-    known = {comparison.dialect.find_key(name) for name in comparison.ours.params}
+    known = {comparison.dialect.find_key(name) for name in comparison.jaxforge.params}
     known.add(comparison.dialect.find_key(HEAD))
-    if unknown := [name for name in comparison.theirs.grads if name not in known]:
+    if unknown := [name for name in comparison.torch.grads if name not in known]:
         names = summarize_names(unknown)
         yield f"not compared, because {comparison.dialect.name} has no such name: {names}"
     if comparison.updates is None:

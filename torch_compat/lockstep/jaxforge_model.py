@@ -73,6 +73,8 @@ def compute(config: JobConfig, checkpoint: CheckpointState, batch: Arrays) -> Ja
         arrays = {name: jnp.asarray(x, jnp.int32) for name, x in batch.items()}
         run = jax.jit(_gradients(model, config))
         grads, (loss, points) = run(params, state, arrays)
+        # The same compiled function: only the weights differ, by as much as rounding changes a
+        # product.
         perturbed = run(_perturb(params, config), state, arrays)
         updates = jax.jit(_two_updates(program))(grads, params)
         entries, gradients, *both = (_entries(stacking, tree) for tree in (params, grads, *updates))
@@ -146,6 +148,7 @@ def _by_layer(model: Model, points: Mapping[str, PyTree], params: Arrays) -> Arr
     """Return points by name and layer, with the sums and norms between them."""
     layers = jax.device_get(dict(points[LAYERS]))
     seen = {name: np.asarray(model.stack.unstack(x)) for name, x in layers.items()}
+    # [batch, tokens, d_model]; layer i adds its attention and its feed-forward to it.
     stream = np.asarray(points["embed"])
     values = {"embed": stream}
     for i in range(model.config.n_layers):
