@@ -32,7 +32,6 @@ from torch_compat.checkpoint.state import CheckpointState, abstract_target
 from torch_compat.formats import dcp_writer
 from torch_compat.formats.lazy import Index, LazyTensor, index_shape
 from torch_compat.formats.staging import Staging
-from torch_compat.formats.workers import Share
 
 MIB = 1 << 20
 LIMIT = 256 * MIB  # that memory may grow by, in addition to the largest tensor of a layer
@@ -105,7 +104,7 @@ def write_checkpoint(config: JobConfig, directory: Path, *, weights_only: bool =
         prefix="model.",
         weights_only=weights_only,
     )
-    with Staging(directory / "step_100", {}, Share()) as staging:
+    with Staging(directory / "step_100", {}) as staging:
         units = dcp_writer.units(entries, staging.path, BLOCK)
         staging.write(units, lambda nbytes: None)
         dcp_writer.write_metadata(entries, staging.results(units), staging.path, BLOCK)

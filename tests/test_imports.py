@@ -138,7 +138,7 @@ def test_change_reaches_the_tests_that_import_it():
     supervisor = ROOT / "tests/processes/test_supervised.py"
     assert is_reached(schedule, {"jaxforge/parallel/pipeline/schedule.py"})
     assert not is_reached(schedule, {"jaxforge/supervision/supervisor.py"})
-    assert not is_reached(schedule, {"torch_compat/formats/zip_index.py"})
+    assert not is_reached(schedule, {"torch_compat/formats/torch_zip.py"})
     assert is_reached(supervisor, {"jaxforge/training/loop.py"})  # in a process
     assert is_reached(ROOT / "tests/test_docs.py", {"docs/plan.md"})
     assert not is_reached(schedule, {"docs/plan.md"})

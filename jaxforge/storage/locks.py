@@ -19,17 +19,12 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TypeVar
 
 from filelock import lock_descriptor
 
-from jaxforge.errors import UserError
-
 log = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 _UNSUPPORTED = (errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.ENOLCK)
 _POLL_SEC = 0.05
@@ -91,17 +86,3 @@ def holder(path: Path) -> str:
     with contextlib.suppress(FileNotFoundError):
         return path.read_text() or "another process"
     return "another process"
-
-
-def wait_until(condition: Callable[[], T | None], seconds: float, what: str) -> T:
-    """Return the first true value of a condition.
-
-    Raises:
-        UserError: the condition stayed false for `seconds`; `what` describes it.
-    """
-    deadline = time.monotonic() + seconds
-    while not (met := condition()):
-        if time.monotonic() > deadline:
-            raise UserError(f"waited {seconds / 60:g} minutes {what} without success")
-        time.sleep(_POLL_SEC)
-    return met

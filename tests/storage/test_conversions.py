@@ -12,7 +12,7 @@ from jaxforge.commands import train
 from jaxforge.errors import StorageError, UserError
 from jaxforge.storage import COMMITTED, buckets, files, urls
 from tests.helpers import cli
-from torch_compat.checkpoint import checkpoints, hf_state, orbax_store
+from torch_compat.checkpoint import checkpoints, hf_state
 from torch_compat.convert import upload
 
 pytestmark = pytest.mark.usefixtures("one_device")
@@ -61,8 +61,7 @@ def test_import_creates_run_in_bucket(server, bucket, exported, tmp_path):
         str(run),
         f"--config={exported}/run.toml",
     ]
-    processes = 2 if server.scheme == "s3" else 1
-    assert cli([*command, f"--processes={processes}"]) == 0
+    assert cli(command) == 0
     assert cli(["verify", f"{exported}/run", str(run)]) == 0
     assert (run / "checkpoints/step_4" / COMMITTED).exists()
     assert f'dir = "{run}"' in (run / "config.toml").read_text()
@@ -104,7 +103,7 @@ def test_import_copies_model_documents(bucket, exported):
     assert hf_state.read_imported_documents(run).config["model_type"]
 
 
-def test_interrupted_copy_resumes(bucket, exported, tmp_path, monkeypatch):
+def test_interrupted_copy_is_repeated(bucket, exported, tmp_path):
     """The interruption is at a file, or between the checkpoint and its `config.toml`."""
     run = urls.path(f"{bucket}/run")
     step = run / "checkpoints/step_4"
@@ -117,17 +116,12 @@ def test_interrupted_copy_resumes(bucket, exported, tmp_path, monkeypatch):
         str(run),
         f"--config={exported}/run.toml",
     ]
-    converted = mock.Mock(wraps=orbax_store.stage)
-    monkeypatch.setattr(orbax_store, "stage", converted)
     for name in ("manifest.ocdbt", "config.toml"):
         with refused(name), pytest.raises(StorageError, match=name):
             cli(command)
         assert is_durable(step) == (name == "config.toml")
-        assert gathered(tmp_path)
-    with pytest.raises(UserError, match="already"):
-        cli([*command, "--optimizer.lr=1"])
+        assert gathered(tmp_path) == []
     assert cli(command) == 0
-    assert converted.call_count == 1
     assert cli(["verify", f"{exported}/run", str(run)]) == 0
     names = {path.name for path in step.iterdir()}
     assert not names & {"of", upload.UNFINISHED}
@@ -144,12 +138,6 @@ def test_changed_source_is_converted_again(bucket, exported, tmp_path):
     back = fetch(out, tmp_path / "back")
     assert json.loads((back / "config.json").read_text())["torch_dtype"] == "bfloat16"
     assert {str(t.dtype) for t in checkpoints.find(back).raw().values()} == {"bfloat16"}
-
-
-def test_staged_conversion_refuses_several_machines(bucket, exported):
-    command = ["convert", f"{exported}/run", f"{bucket}/out", "--to=hf", "--process=0/2"]
-    with pytest.raises(UserError, match="bucket runs on one machine"):
-        cli(command)
 
 
 @contextlib.contextmanager

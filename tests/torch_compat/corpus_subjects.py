@@ -54,14 +54,14 @@ def read_arrow(directory: Path) -> dict[str, str]:
 
 def write_partial(directory: Path) -> None:
     """Write the state of a `prepare` after one of two tasks has finished."""
-    given = directory.parent / "input.jsonl"
-    given.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
+    records = directory.parent / "input.jsonl"
+    records.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
     state = directory / "prepare"
     state.mkdir(parents=True)
-    (state / "input").symlink_to(given.resolve())  # a copy of the state has the same input
+    (state / "input").symlink_to(records.resolve())  # a copy of the state has the same input
     with contextlib.chdir(state):
         for options in (["--slurm", "2"], ["--share", "0/2"]):
-            assert prepare.main([str(given.resolve()), *OPTIONS, *options]) == 0
+            assert prepare.main([str(records.resolve()), *OPTIONS, *options]) == 0
 
 
 def read_partial(directory: Path) -> dict[str, str]:

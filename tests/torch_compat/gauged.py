@@ -7,11 +7,11 @@ from jaxforge.config.reading.load import load_config
 from tests.helpers import random_batches, setup
 
 
-def restored(ours, run, step=2):
+def restored(native, run, step=2):
     """Return the state that a run resumes from."""
-    checkpoints = Checkpoints(run, ours.config.checkpoint, read_only=True)
-    with jax.set_mesh(ours.mesh):
-        like = ours.abstract_state()
+    checkpoints = Checkpoints(run, native.config.checkpoint, read_only=True)
+    with jax.set_mesh(native.mesh):
+        like = native.abstract_state()
         state, _ = checkpoints.restore(like, step)
     checkpoints.close()
     return state
@@ -19,6 +19,6 @@ def restored(ours, run, step=2):
 
 def gone_on(run, config):
     """The state two steps after the one that is saved, and the metrics of both."""
-    ours = setup(load_config(config))
-    state, metrics = ours.run(restored(ours, run), random_batches(ours.config, 2, seed=1))
+    native = setup(load_config(config))
+    state, metrics = native.run(restored(native, run), random_batches(native.config, 2, seed=1))
     return jax.device_get((state.params, state.opt_state, state.model_state, metrics))

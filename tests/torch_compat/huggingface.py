@@ -21,7 +21,6 @@ from tests.helpers import setup
 from torch_compat.checkpoint import checkpoints
 from torch_compat.convert import conversion
 from torch_compat.convert.source import Request
-from torch_compat.formats.workers import Share, Workers
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -71,16 +70,16 @@ def random_params(model):
 
 def save_run(path, config, params=None, state=None):
     """A run directory of jaxforge at step 3; by default its moments are 0: nothing is compiled."""
-    ours, params = setup(config), params or random_params(config.model)
+    native, params = setup(config), params or random_params(config.model)
     if state is None:
         like = jax.eval_shape(
-            lambda given: init_train_state(ours.model, given, ours.optimizer), params
+            lambda arrays: init_train_state(native.model, arrays, native.optimizer), params
         )
         state = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), like)
         state = jax.device_put(dataclasses.replace(state, params=params))
     run_directory.prepare(path, config)
     section = config.checkpoint.model_copy(update={"async_mode": "disabled"})
-    saved = Checkpoints(path, section, ours.model.axes, config.model_dump(mode="json"))
+    saved = Checkpoints(path, section, native.model.axes, config.model_dump(mode="json"))
     saved.save(Progress(step=3), state)
     saved.close()
     return path
@@ -100,7 +99,7 @@ def load(source, run, *overrides, dtype=None):
 def convert(request, expected):
     """Convert to an expected path; the plan."""
     plan = conversion.plan(request)
-    assert conversion.run(request, plan, Share(), lambda _: None, Workers()) == expected
+    assert conversion.run(request, plan, lambda _: None) == expected
     return plan
 
 

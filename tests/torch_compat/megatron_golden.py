@@ -86,8 +86,8 @@ def expected(name):
     return stored["tokens"][:, :-1], stored["logits"]
 
 
-def assert_close(ours, theirs):
-    assert np.abs(ours - theirs).max() < 1e-5 * np.abs(theirs).max()
+def assert_close(native, theirs):
+    assert np.abs(native - theirs).max() < 1e-5 * np.abs(theirs).max()
 
 
 def logits_of(run, tokens):

@@ -244,8 +244,8 @@ def main(job):
     if job["load"]:
         if optimizer is not None:  # torch's Adam has no state to load into before its first step
             train(job, *parts, 1)
-        wanted, _ = state_dict(job, config, bare, optimizer, schedule, is_loading=True)
-        load(dist_checkpointing.load(wanted, job["load"]), bare, optimizer, schedule)
+        requested, _ = state_dict(job, config, bare, optimizer, schedule, is_loading=True)
+        load(dist_checkpointing.load(requested, job["load"]), bare, optimizer, schedule)
     elif optimizer is not None:
         losses = train(job, *parts, job["steps"])
     if job["save"]:

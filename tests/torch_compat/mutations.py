@@ -109,8 +109,8 @@ def of_file(rng: Random, path: Path) -> str:
     """Another kind of file, none, an empty one, a vast one, a link out, another file's content."""
     kind = int(rng.integers(8))
     if kind == 7:
-        others = sorted(p for p in path.parent.iterdir() if p.is_file())
-        path.write_bytes(others[rng.integers(len(others))].read_bytes())
+        siblings = sorted(p for p in path.parent.iterdir() if p.is_file())
+        path.write_bytes(siblings[rng.integers(len(siblings))].read_bytes())
     elif kind == 6:
         os.truncate(path, 2 ** int(rng.integers(10, 40)))
     else:

@@ -61,8 +61,8 @@ class _Services:
         self.replicas = transfer.Server(self.store, "127.0.0.1", SECRET)
         self.replicas.accept([1])
         address = f"127.0.0.1:{free_port('127.0.0.1')}"
-        own = Status(0, "zero", "idle", None)
-        self.members = Members([address, "127.0.0.1:1"], 0, SECRET.decode(), 60.0, lambda: own)
+        status = Status(0, "zero", "idle", None)
+        self.members = Members([address, "127.0.0.1:1"], 0, SECRET.decode(), 60.0, lambda: status)
         self.members.__enter__()
         host, port = members.parse_address(address)
         self.addresses = {SUPERVISOR: (host, port), REPLICAS: tuple(self.replicas.address)}

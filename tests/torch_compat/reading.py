@@ -134,8 +134,8 @@ def _reference_agrees(path):
             theirs |= load_file(file)
     except (OSError, SafetensorError):
         return False
-    ours = safetensors.open_directory(checkpoints.find(path).directory)
-    return all(_digest(theirs[n]) == _digest(t.all()) for n, t in ours.items() if n in theirs)
+    native = safetensors.open_directory(checkpoints.find(path).directory)
+    return all(_digest(theirs[n]) == _digest(t.all()) for n, t in native.items() if n in theirs)
 
 
 def _reset_peak():

@@ -26,19 +26,22 @@ def trained(directory, steps=2, **sections):
 def run_of(config, steps):
     """The directory, made once for all that are alike."""
     result = tempfile.TemporaryDirectory()
-    ours = setup(JobConfig.model_validate_json(config))
-    saved(Path(result.name), ours, underway(ours, steps), steps)
+    native = setup(JobConfig.model_validate_json(config))
+    saved(Path(result.name), native, underway(native, steps), steps)
     return result
 
 
-def saved(directory, ours, state, steps):
+def saved(directory, native, state, steps):
     """The config of a run directory with this state."""
     checkpoints = Checkpoints(
-        directory, ours.config.checkpoint, ours.model.axes, ours.config.model_dump(mode="json")
+        directory,
+        native.config.checkpoint,
+        native.model.axes,
+        native.config.model_dump(mode="json"),
     )
     checkpoints.save(Progress(step=steps, samples=8 * steps, tokens=256 * steps), state)
     checkpoints.close()
-    (directory / "config.toml").write_text(ours.config.to_toml())
+    (directory / "config.toml").write_text(native.config.to_toml())
     return directory / "config.toml"
 
 

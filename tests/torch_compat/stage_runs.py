@@ -8,7 +8,6 @@ from tests.torch_compat.tensors import random_array
 from torch_compat.checkpoint import orbax_store
 from torch_compat.checkpoint.state import CheckpointState, abstract_target
 from torch_compat.formats.lazy import from_array
-from torch_compat.formats.workers import Share
 
 MODEL = {"dim": 32, "n_layers": 5, "n_heads": 4, "n_kv_heads": 2, "vocab_size": 48,
          "ffn_hidden_dim": 40, "max_seq_len": 32}  # fmt: skip
@@ -35,7 +34,7 @@ def write_run(directory, optimizer="adamw", seed=0, model=None):
         scalars={name: np.asarray(scalars[name]) for name in declared.scalars},
         progress=Progress(step=3, samples=24, tokens=768),
     )
-    writer = orbax_store.stage(checkpoint, declared, directory, {}, Share(), 1 << 20)
+    writer = orbax_store.stage(checkpoint, declared, directory, {}, 1 << 20)
     with writer.staging:
         writer.staging.write(writer.units, lambda nbytes: None)
         writer.commit()

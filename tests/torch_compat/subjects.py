@@ -1,6 +1,5 @@
 """Small real checkpoints of every format, to be damaged."""
 
-import io
 import json
 import shutil
 import struct
@@ -19,7 +18,6 @@ from torch_compat.convert import conversion
 from torch_compat.convert.source import Request
 from torch_compat.formats import block_scaled, safetensors, torch_zip
 from torch_compat.formats.lazy import LazyTensor, from_array
-from torch_compat.formats.workers import Share, Workers
 
 SUBJECTS = ["torch", "ours", "stages", "torchtitan", "hf", "sharded", "jaxforge", "report",
             "capsule", "scaled", "adapter", "arrow", "partial", "logits", "ports"]  # fmt: skip
@@ -72,8 +70,8 @@ def write_torch(directory: Path) -> Path:
         into[entry.path[-1]] = to_torch(value.all()) if isinstance(value, LazyTensor) else value
     dcp.save(state, checkpoint_id=directory, no_dist=True)
     about = train_state.to_torch(Progress(step=3, samples=6, tokens=96), 3, config(), 1)
-    ours = b"".join(bytes(chunk) for chunk in torch_zip.archive_blocks(about))
-    torch.save(torch.load(io.BytesIO(ours), weights_only=False), directory / "train_state.pt")
+    torch_zip.save(about, path := directory / "train_state.pt")
+    torch.save(torch.load(path, weights_only=False), path)
     return directory
 
 
@@ -87,7 +85,7 @@ def write_subjects(directory: Path) -> dict[str, Path]:
 
     def convert(request):
         plan = conversion.plan(request)
-        return conversion.run(request, plan, Share(), lambda nbytes: None, Workers())
+        return conversion.run(request, plan, lambda nbytes: None)
 
     convert(Request(checkpoints.find(result["torch"]), run, "jaxforge", toml, max_memory=1 << 20))
 

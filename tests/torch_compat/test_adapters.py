@@ -53,10 +53,10 @@ def write(path, tensors, **config):
     return Directory(str(path))
 
 
-def update_of(ours, dialect, model, scale):
+def update_of(native, dialect, model, scale):
     """Return the exported product of adapters, as weights [out, in] by their keys."""
     zeros = {name: t for name, t in zero_weights(model).items() if name[:-7] in LAYERS}
-    merged = adapters.merge(CheckpointState(zeros), ours, scale)
+    merged = adapters.merge(CheckpointState(zeros), native, scale)
     is_transposed = adapters.stores_transposed(dialect, model)
     updates = dialect.to_dialect(merged.params, model).items()
     return {key: weight.all().T if is_transposed else weight.all() for key, weight in updates}
@@ -76,9 +76,9 @@ def test_merged_elements_are_equal_in_blocks_of_any_shape():
 @pytest.mark.parametrize("family", FAMILY_MODELS)
 def test_product_of_exported_matrices_is_the_exported_update(family):
     dialect, model = FAMILIES[family].dialect, FAMILY_MODELS[family]
-    ours = adapter_of(model)
-    theirs = adapters.peft_tensors(ours, dialect, model)
-    expected = update_of(ours, dialect, model, 0.5)
+    native = adapter_of(model)
+    theirs = adapters.peft_tensors(native, dialect, model)
+    expected = update_of(native, dialect, model, 0.5)
     for key, weight in expected.items():
         module = f"base_model.model.{key.removesuffix('.weight')}"
         a, b = (theirs[f"{module}.lora_{matrix}.weight"].all() for matrix in "AB")
@@ -90,13 +90,16 @@ def test_product_of_exported_matrices_is_the_exported_update(family):
 @pytest.mark.parametrize("layers", [LAYERS, LAYERS[::2]], ids=["all", "some"])
 def test_import_undoes_export(tmp_path, family, layers):
     dialect, model = FAMILIES[family].dialect, FAMILY_MODELS[family]
-    ours, lora = adapter_of(model, layers), LoraConfig(rank=2, alpha=3, use_rslora=layers != LAYERS)
-    tensors = adapters.peft_tensors(ours, dialect, model)
+    native, lora = (
+        adapter_of(model, layers),
+        LoraConfig(rank=2, alpha=3, use_rslora=layers != LAYERS),
+    )
+    tensors = adapters.peft_tensors(native, dialect, model)
     config = adapters.config_json(lora, None, tensors, fan_in_fan_out=True)
     directory = write(tmp_path, tensors, **config)
     back = adapters.read_peft(directory, dialect, model)
-    assert back.keys() == ours.keys()
-    for name, tensor in ours.items():
+    assert back.keys() == native.keys()
+    for name, tensor in native.items():
         np.testing.assert_array_equal(back[name].all(), tensor.all(), err_msg=name)
     assert adapters.read_config(directory).scale == lora.scale
 
@@ -170,8 +173,8 @@ BASES = [
     ("run", "holds adapters. Merge them"),
     ("gs://bucket/model", "'gs://bucket/model' is a URL, which is not opened"),
     ("s3:/bucket/model", "is a URL, which is not opened"),
-    ("a" * 100_000, "a\\.\\.\\.' is no checkpoint on this machine. Download"),
-    ("a\0b", "is no checkpoint on this machine"),
+    ("a" * 100_000, "a\\.\\.\\.' is not a checkpoint on this machine. Download"),
+    ("a\0b", "is not a checkpoint on this machine"),
 ]
 
 
@@ -205,9 +208,9 @@ def test_incomplete_or_unknown_matrices_are_refused(tmp_path):
 
 def test_merged_weight_does_not_depend_on_the_block_that_is_read():
     layer = LAYERS[-1]
-    ours = adapter_of(layers=[layer])
+    native = adapter_of(layers=[layer])
     base = {f"{layer}.weight": random(32, 48)}
-    merged = adapters.merge(CheckpointState(base), ours, 0.7).params[f"{layer}.weight"]
+    merged = adapters.merge(CheckpointState(base), native, 0.7).params[f"{layer}.weight"]
     whole, elements = merged.all(), np.empty((32, 48), np.float32)
     for row, column in np.ndindex(whole.shape):
         index = (slice(row, row + 1), slice(column, column + 1))

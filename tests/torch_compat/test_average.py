@@ -32,13 +32,13 @@ EXPERTS = {"num_experts": 4, "moe_top_k": 2, "moe_router": "sigmoid_topk"}
 def write_run(path, model=None, **sections):
     """Write checkpoints of random states: parameters of step n are n times those of step 1."""
     job = tiny_config(model={"n_layers": 2, **(model or {})}, **sections)
-    ours = setup(job)
-    state = jax.device_get(underway(ours, 1))
+    native = setup(job)
+    state = jax.device_get(underway(native, 1))
     section = job.checkpoint.model_copy(update={"keep_last_n": 0, "async_mode": "disabled"})
-    store = Checkpoints(path, section, ours.model.axes, job.model_dump(mode="json"))
+    store = Checkpoints(path, section, native.model.axes, job.model_dump(mode="json"))
     for step in STEPS:
         scaled = jax.tree.map(lambda x, s=step: x * s if np.ndim(x) else x, state)
-        placed = jax.tree.map(jax.device_put, scaled, ours.shardings)
+        placed = jax.tree.map(jax.device_put, scaled, native.shardings)
         store.save(Progress(step=step), placed)
     store.close()
     (path / "config.toml").write_text(job.to_toml())
@@ -178,12 +178,12 @@ def test_run_starts_from_mean(run, tmp_path):
     assert cli(["convert", str(run), output, "--to=jaxforge", "--average=2"]) == 0
     with inference.open_run(tmp_path / "mean", devices=jax.devices()[:1]).in_use() as params:
         expected = jax.device_get(params)
-    ours = setup(tiny_config(
+    native = setup(tiny_config(
         model={"n_layers": 2}, checkpoint={"load_path": output}, distributed={"tp": 2},
     ))  # fmt: skip
-    store = Checkpoints(tmp_path / "new", ours.config.checkpoint, ours.model.axes)
-    with jax.set_mesh(ours.mesh):
-        state, progress = starting_state(ours, store)
+    store = Checkpoints(tmp_path / "new", native.config.checkpoint, native.model.axes)
+    with jax.set_mesh(native.mesh):
+        state, progress = starting_state(native, store)
     store.close()
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(state.params), expected)
     assert (progress.step, int(state.step)) == (0, 0)

@@ -171,7 +171,8 @@ def without(key):
         ({**random_file((300, 130)), "a.weight_scale_inv": np.float32(1)},
          "a.weight_scale_inv is [], but a.weight of [300, 130] has [3, 2] blocks"),
         ({"a.weight": e4m3(np.random.default_rng(0), (2, 3, 4)),
-          "a.weight_scale_inv": np.ones((1, 1), np.float32)}, "a.weight of [2, 3, 4] is no matrix"),
+          "a.weight_scale_inv": np.ones((1, 1), np.float32)},
+         "a.weight of [2, 3, 4] is not a matrix"),
         *(({**random_file((300, 130)), "a.weight_scale_inv": np.ones((3, 2), dtype)},
            f"a.weight_scale_inv is in {np.dtype(dtype).name}. Scales must be in float32, bfloat16")
           for dtype in (np.int32, np.bool_, np.int8, np.float64, ml_dtypes.float8_e4m3fn)),
@@ -215,8 +216,8 @@ def test_export_has_keys_and_dtypes_of_deepseek(exported):
         *(f"model.layers.0.mlp.{m}_proj.weight" for m in ("gate", "up", "down")),
     }
     assert {tensors[key].dtype.name for key in matrices} == {"float8_e4m3fn"}
-    others = [key for key in tensors if key not in matrices and not key.endswith("_scale_inv")]
-    assert {tensors[key].dtype.name for key in others} == {"bfloat16"}
+    unscaled = [key for key in tensors if key not in matrices and not key.endswith("_scale_inv")]
+    assert {tensors[key].dtype.name for key in unscaled} == {"bfloat16"}
     assert tensors["model.layers.0.mlp.down_proj.weight_scale_inv"].shape == (2, 2)
 
 

@@ -75,12 +75,12 @@ def test_all_optimizers_roundtrip_through_torch(tmp_path, name, layout):
 
 def test_eight_bit_moments_are_exported_as_float32(tmp_path):
     retained = {"opt_state_dtype": "8bit", "param_dtype": "bfloat16", "param_rounding": "kahan"}
-    ours = setup(tiny_config(model={"n_layers": 1}, train=retained))
+    native = setup(tiny_config(model={"n_layers": 1}, train=retained))
     rng = np.random.default_rng(0)
     narrow = lambda a: rng.integers(0, 127, a.shape).astype(a.dtype) if a.itemsize == 1 else a  # noqa: E731
-    state = underway(ours, 0)
+    state = underway(native, 0)
     moments = jax.tree.map(lambda a: jnp.asarray(narrow(a)), state.opt_state)
-    config = saved(tmp_path / "a", ours, dataclasses.replace(state, opt_state=moments), steps=0)
+    config = saved(tmp_path / "a", native, dataclasses.replace(state, opt_state=moments), steps=0)
     cli(["convert", str(tmp_path / "a"), str(tmp_path / "dcp"), "--to=dcp"])
     name, (_, adam, *_) = "layers.0.mlp.up_proj.weight", moments
     result = open_dcp(Directory(tmp_path / "dcp" / "step_0")).tensors
@@ -143,11 +143,11 @@ def test_inspect_opens_checkpoint_once(tmp_path, monkeypatch):
     opened = []
     tensor_of = safetensors.lazy_tensor
     monkeypatch.setattr(
-        safetensors, "lazy_tensor", lambda *given: opened.append(given[2]) or tensor_of(*given)
+        safetensors, "lazy_tensor", lambda *args_: opened.append(args_[2]) or tensor_of(*args_)
     )
     report = inspection.inspect(checkpoints.find(tmp_path / "hf"))
     assert opened == list(report["tensors"])
-    assert json.loads(inspection.as_json(report)) == report
+    assert json.loads(json.dumps(report)) == report
 
 
 def test_inspect_describes_contents(tmp_path, capsys):
@@ -304,10 +304,10 @@ IMPORT = ["convert", "--to=jaxforge", "dcp", "b"]
         (["convert", "a", "b", "--to=hf", "--config=other.toml"], "model.n_heads is 2"),
         (["convert", "a", "b", "--to=dcp", "--optimizer.name=lion"],
          'its optimizer has mu, nu; optimizer.name = "lion" has mu'),
-        (["convert", "a", "b", "--to=dcp", "--ranks=3"], "no whole number of batches"),
-        (["convert", "a", "b", "--to=dcp", "--ranks=3", "--dry-run"], "no whole number of batches"),
+        (["convert", "a", "b", "--to=dcp", "--ranks=3"], "not a multiple of"),
+        (["convert", "a", "b", "--to=dcp", "--ranks=3", "--dry-run"], "not a multiple of"),
         (["convert", "a", "b", "--to=dcp", "--train.batch_size=some"], "train.batch_size"),
-        (["convert", "a", "b", "--to=dcp", "--train.batch_size=3"], "no whole number of batches"),
+        (["convert", "a", "b", "--to=dcp", "--train.batch_size=3"], "not a multiple of"),
     ],
 )  # fmt: skip
 def test_invalid_command_raises(run_and_export, monkeypatch, arguments, message):
@@ -469,31 +469,6 @@ def test_full_disk_leaves_no_checkpoint(big, tmp_path, command):
     assert not list(tmp_path.rglob("*.partial"))
 
 
-@pytest.mark.slow  # quick in test_convert.py
-@pytest.mark.processes
-def test_processes_share_conversion(big, tmp_path):
-    directory, config = big
-    arguments = [
-        "convert",
-        "--to=jaxforge",
-        directory / "dcp",
-        tmp_path / "b",
-        f"--config={config}",
-        SMALL_BLOCKS,
-    ]
-    assert compat(*arguments, "--processes=2").returncode == 0
-    assert_same(values(directory / "run"), values(tmp_path / "b"))
-    assert checksums_of(tmp_path / "b") == checksums_of(directory / "run")
-    exporting = ["convert", tmp_path / "b", tmp_path / "hf", "--to=hf", "--max-shard-size=2MB"]
-    other = subprocess.Popen(
-        [sys.executable, "-m", "jaxforge", *map(str, exporting), "--process=1/2"],
-        cwd=ROOT, env=environment(),
-    )  # fmt: skip
-    assert compat(*exporting, "--process=0/2").returncode == 0
-    assert other.wait() == 0
-    assert cli(["verify", str(tmp_path / "hf"), str(directory / "run")]) == 0
-
-
 def test_partial_conversion_of_other_source_is_discarded(tmp_path):
     config = trained(tmp_path / "a")
     cli(["convert", str(tmp_path / "a"), str(tmp_path / "dcp"), "--to=dcp"])
@@ -509,17 +484,17 @@ def test_imported_run_resumes_bit_exactly(tmp_path):
     config_path = trained(tmp_path / "a")
     cli(["convert", str(tmp_path / "a"), str(tmp_path / "dcp"), "--to=dcp"])
     convert_to_run(tmp_path / "dcp", tmp_path / "b", config_path)
-    ours = setup(load_config(config_path))
-    like = ours.abstract_state()
-    batches = random_batches(ours.config, 3, seed=1)
+    native = setup(load_config(config_path))
+    like = native.abstract_state()
+    batches = random_batches(native.config, 3, seed=1)
     losses = []
     for name in ("a", "b"):
-        saved = Checkpoints(tmp_path / name, ours.config.checkpoint, read_only=True)
-        with jax.set_mesh(ours.mesh):
+        saved = Checkpoints(tmp_path / name, native.config.checkpoint, read_only=True)
+        with jax.set_mesh(native.mesh):
             state, progress = saved.restore(like, 2)
         saved.close()
         assert dataclasses.replace(progress, run_id="") == Progress(2, 16, 512, run_id="")
-        losses.append(ours.run(state, batches)[1]["loss"])
+        losses.append(native.run(state, batches)[1]["loss"])
     np.testing.assert_array_equal(*losses)
 
 
@@ -528,9 +503,9 @@ def test_bit_flip_in_imported_run_raises_and_names_the_array(tmp_path):
     cli(["convert", str(tmp_path / "a"), str(tmp_path / "dcp"), "--to=dcp"])
     convert_to_run(tmp_path / "dcp", tmp_path / "b", config_path)
     assert checksums_of(tmp_path / "b") == checksums_of(tmp_path / "a")
-    ours = setup(load_config(config_path))
-    like = ours.abstract_state()
-    imported = Checkpoints(tmp_path / "b", ours.config.checkpoint, read_only=True)
+    native = setup(load_config(config_path))
+    like = native.abstract_state()
+    imported = Checkpoints(tmp_path / "b", native.config.checkpoint, read_only=True)
     state = tmp_path / "b/checkpoints/step_2/state"
     locations = ocdbt.tensor_locations(state)
     names = "params.norm.weight", "optimizer.nu.layers.mlp.up_proj.weight"

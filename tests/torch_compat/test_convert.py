@@ -116,11 +116,11 @@ def contents(path):
 
 
 def assert_same_checkpoint(result, expected):
-    (tensors, others), (expected_tensors, expected_others) = contents(result), contents(expected)
+    (tensors, objects), (expected_tensors, expected_objects) = contents(result), contents(expected)
     assert tensors.keys() == expected_tensors.keys()
     for name, array in tensors.items():
         assert_same(array, expected_tensors[name])
-    assert others == expected_others
+    assert objects == expected_objects
 
 
 @pytest.mark.parametrize(("name", "target"), PAIRS)
@@ -166,10 +166,10 @@ def test_rounding_compensation_starts_at_zero(sources, run, tmp_path):
     assert_same_checkpoint(tmp_path / "c", tmp_path / "b")
     config = load_config(tmp_path / "c" / "config.toml")
     assert config.train.param_rounding == "kahan"
-    ours = setup(config)
+    native = setup(config)
     saved = Checkpoints(tmp_path / "c", config.checkpoint, read_only=True)
-    with jax.set_mesh(ours.mesh):
-        state, _ = saved.restore(ours.abstract_state(), 3)
+    with jax.set_mesh(native.mesh):
+        state, _ = saved.restore(native.abstract_state(), 3)
     saved.close()
     lost = optax.tree.get(state.opt_state, COMPENSATION)
     assert all(not leaf.any() for leaf in jax.tree.leaves(jax.device_get(lost)))
@@ -199,11 +199,11 @@ def test_copied_run_has_new_id_and_same_documents(run, tmp_path):
     assert load_config(tmp_path / "b" / "config.toml").checkpoint.dir == str(tmp_path / "b")
     for name in ("tokenizer/tokenizer.json", "huggingface/config.json"):
         assert (tmp_path / "b" / name).read_bytes() == (source / name).read_bytes()
-    ours, theirs = (orbax_store.open_orbax(path)[0] for path in (tmp_path / "b", source))
-    assert ours.progress.run_id != theirs.progress.run_id
+    native, theirs = (orbax_store.open_orbax(path)[0] for path in (tmp_path / "b", source))
+    assert native.progress.run_id != theirs.progress.run_id
     for name, tensor in theirs.params.items():
-        assert_same(ours.params[name].all(), tensor.all().astype(ours.params[name].dtype))
-    assert {tensor.dtype.name for tensor in ours.params.values()} == {"bfloat16"}
+        assert_same(native.params[name].all(), tensor.all().astype(native.params[name].dtype))
+    assert {tensor.dtype.name for tensor in native.params.values()} == {"bfloat16"}
     moved = {"n_heads": "2", "n_kv_heads": "1"}
     wrong = [f"--model.{key}={value}" for key, value in moved.items()]
     with pytest.raises(UserError, match=r"model\.n_heads is 2 and the weights were trained"):
@@ -340,15 +340,3 @@ def test_dcp_to_safetensors_does_not_import_jax(large, tmp_path):
         f"assert not convert.main({arguments})"
     )
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment(), check=True)
-
-
-@pytest.mark.processes
-def test_processes_share_conversion(large, tmp_path):
-    source, config = large
-    arguments = ["convert", source, tmp_path / "hf", "--to=hf", f"--config={config}"]
-    command = [sys.executable, "-m", "jaxforge", *map(str, arguments), "--processes=2"]
-    done = subprocess.run(
-        [*command, "--max-memory=1MB"], cwd=ROOT, env=environment(), capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    assert cli(["verify", str(source), str(tmp_path / "hf"), f"--config={config}"]) == 0

@@ -365,7 +365,7 @@ def of_an_extension(result):
         (no_file, r"no file is named for the chunk at \(13, 0\)"),
         (another_item, r"in __0_0.distcp: a tensor float32\[2, 50\] lies where"),
         (same_bytes, r"model.up.weight lie in the same bytes of __2_0.distcp"),
-        (shifted, r"in __1_0.distcp: no torch.save archive there"),
+        (shifted, r"in __1_0.distcp: record data.pkl: the index is damaged"),
         (beyond_the_file, r"in __1_0.distcp: said to lie at bytes 10{9} to"),
         (an_object, r"in __\d_0.distcp: an object lies where a tensor should"),
         (of_an_extension, "was compressed by a storage extension"),

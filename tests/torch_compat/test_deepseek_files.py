@@ -130,8 +130,8 @@ def test_published_files_are_read(published, imported):
     weights = [name for name in further if not name.endswith("_scale_inv")]
     assert note.startswith(f"left out: {len(weights)} tensors of layers from 2 on")
     theirs = their_logits(network, tokens_of(24))
-    ours = compiled(model)(params, tokens_of(24))
-    assert np.abs(np.asarray(ours) - theirs).max() < 1e-5 * np.abs(theirs).max()
+    native = compiled(model)(params, tokens_of(24))
+    assert np.abs(np.asarray(native) - theirs).max() < 1e-5 * np.abs(theirs).max()
 
 
 @pytest.mark.slow
@@ -160,11 +160,11 @@ def test_export_is_in_bfloat16_or_8_bits(published, imported, tmp_path):
         if f"{name}_scale_inv" in tensors:
             wide = np.kron(tensors[f"{name}_scale_inv"], np.ones((128, 128), np.float32))
             wide = wide[: array.shape[0], : array.shape[1]]
-            wanted = (tensors[name].astype(np.float32) * wide).astype(ml_dtypes.bfloat16)
+            expected = (tensors[name].astype(np.float32) * wide).astype(ml_dtypes.bfloat16)
         else:
-            wanted = tensors[name]
-        assert array.dtype == wanted.dtype
-        np.testing.assert_array_equal(array, wanted, name)
+            expected = tensors[name]
+        assert array.dtype == expected.dtype
+        np.testing.assert_array_equal(array, expected, name)
     again = export(run, tmp_path / "again", dtype="fp8")
     written, before = config_json(again), config_json(directory)
     assert written["quantization_config"] == before["quantization_config"]
@@ -177,7 +177,7 @@ def test_export_is_in_bfloat16_or_8_bits(published, imported, tmp_path):
 def test_weights_without_scales_are_refused(published, tmp_path):
     _, _, tensors, _ = published
     lacking = "model.layers.0.self_attn.o_proj.weight_scale_inv"
-    given = {name: array for name, array in tensors.items() if name != lacking}
-    write(tmp_path / "hf", given, {**MODEL, **PUBLISHED})
+    written_tensors = {name: array for name, array in tensors.items() if name != lacking}
+    write(tmp_path / "hf", written_tensors, {**MODEL, **PUBLISHED})
     with pytest.raises(UserError, match=f"o_proj.weight is in 8 bits, but {lacking} does not"):
         load(tmp_path / "hf", tmp_path / "run")

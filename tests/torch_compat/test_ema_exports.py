@@ -129,7 +129,7 @@ def test_absent_average_is_refused(run, tmp_path):
     with pytest.raises(UserError, match=r"step_2 has no average of the parameters, which a run"):
         cli(["convert", str(other), str(tmp_path / "hf"), "--to=hf", "--weights=ema"])
     cli(["convert", str(run), str(tmp_path / "hf"), "--to=hf"])
-    with pytest.raises(UserError, match=r"--weights ema: .*hf is no run of jaxforge"):
+    with pytest.raises(UserError, match=r"--weights ema: .*hf is not a run of jaxforge"):
         cli(["convert", str(tmp_path / "hf"), str(tmp_path / "x"), "--to=dcp", "--weights=ema"])
 
 

@@ -54,8 +54,8 @@ def is_durable(sources, to):
         return False
     config = checkpoints.find(sources / "run").config(None)
     checkpoint = [checkpoints.find(p).read(config, WEIGHTS).params for p in (to, sources / "run")]
-    ours, theirs = ({name: tensor.all() for name, tensor in of.items()} for of in checkpoint)
-    assert_same(ours, theirs)
+    native, theirs = ({name: tensor.all() for name, tensor in of.items()} for of in checkpoint)
+    assert_same(native, theirs)
     return True
 
 
@@ -115,17 +115,17 @@ def test_import_killed_at_end_is_completed(sources, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("form", ["jaxforge", "hf", "dcp"])
 def test_vanished_source_is_not_reported_as_destination(sources, tmp_path, monkeypatch, form):
-    own = tmp_path / "own"
-    shutil.copytree(sources, own)
+    copies = tmp_path / "own"
+    shutil.copytree(sources, copies)
     write = Staging.write
 
     def vanish(self, *arguments):
-        shutil.rmtree(own / ("hf" if form == "jaxforge" else "run"))
+        shutil.rmtree(copies / ("hf" if form == "jaxforge" else "run"))
         write(self, *arguments)
 
     monkeypatch.setattr(Staging, "write", vanish)
     with pytest.raises(UserError, match="cannot be read") as raised:
-        convert(own, tmp_path / "to", form)
+        convert(copies, tmp_path / "to", form)
     assert "written" not in str(raised.value)
 
 

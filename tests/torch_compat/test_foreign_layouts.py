@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict  # noqa: E402
 
 SIZES = {"vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
          "num_key_value_heads": 2, "intermediate_size": 48}  # fmt: skip
-OURS = {"vocab_size": 96, "dim": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2,
+SHAPE_OF_MODEL = {"vocab_size": 96, "dim": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2,
         "ffn_hidden_dim": 48, "max_seq_len": 64, "norm_eps": 1e-6}  # fmt: skip
 
 
@@ -51,7 +51,7 @@ def trained(groups=in_one_group, *, tied=False, frozen=()):
 
 def read(path, state, *, tied=False, **options):
     dcp.save(state, checkpoint_id=str(path), no_dist=True)
-    config = tiny_config(model={**OURS, "tie_embeddings": tied}, train={"seq_len": 8})
+    config = tiny_config(model={**SHAPE_OF_MODEL, "tie_embeddings": tied}, train={"seq_len": 8})
     options = dcp_state.ReadOptions(**options)
     return checkpoints.find(path).read(config, options)
 
@@ -134,8 +134,8 @@ def test_numbered_state_follows_parameter_groups(tmp_path, groups, tied):
 
 def first_layer_apart(model):
     layer = list(model.model.layers[0].parameters())
-    others = [p for p in model.parameters() if all(p is not item for item in layer)]
-    return [{"params": layer}, {"params": others}]
+    undecayed = [p for p in model.parameters() if all(p is not item for item in layer)]
+    return [{"params": layer}, {"params": undecayed}]
 
 
 def unordered(state):

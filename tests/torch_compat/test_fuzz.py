@@ -50,7 +50,7 @@ def test_pipe_among_arrays_is_refused(subjects, tmp_path):
     data.unlink()
     os.mkfifo(data)
     answer = reading.outcome(run)
-    assert (answer["kind"], "no regular file" in answer["message"]) == ("refused", True)
+    assert (answer["kind"], "not a regular file" in answer["message"]) == ("refused", True)
 
 
 @pytest.mark.parametrize("name", ["manifest.ocdbt", "_METADATA", "metadata"])

@@ -107,8 +107,8 @@ def test_export_matches_transformers(tmp_path, case):
     network = open_theirs(export(run, tmp_path / "hf", dialect=dialect))
     assert type(network).__name__ == f"{family(case)}ForCausalLM"
     tokens = tokens_of(model, 40)
-    ours = our_logits(model, random_params(model), tokens)
-    np.testing.assert_allclose(ours, their_logits(network, tokens), rtol=0, atol=1e-5)
+    native = our_logits(model, random_params(model), tokens)
+    np.testing.assert_allclose(native, their_logits(network, tokens), rtol=0, atol=1e-5)
 
 
 def test_export_command_writes_model(tmp_path):
@@ -116,7 +116,7 @@ def test_export_command_writes_model(tmp_path):
     run = save_run(tmp_path / "run", config_of(model))
     command = [sys.executable, "-m", "jaxforge", "convert", run, tmp_path / "hf", "--to", "hf"]
     done = subprocess.run(
-        [*command, "--dtype=bfloat16", "--max-shard-size=100KB", "--processes=2"],
+        [*command, "--dtype=bfloat16", "--max-shard-size=100KB"],
         cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -179,8 +179,8 @@ def test_import_matches_transformers(imported):
     model, params = params_of(path / "run")
     assert model == normal(model_of(case))
     network, tokens = open_theirs(path / "hf"), tokens_of(model, 40)
-    ours = our_logits(model_of(case), params, tokens)
-    np.testing.assert_allclose(ours, their_logits(network, tokens), rtol=0, atol=1e-5)
+    native = our_logits(model_of(case), params, tokens)
+    np.testing.assert_allclose(native, their_logits(network, tokens), rtol=0, atol=1e-5)
 
 
 def test_import_and_export_roundtrip_bit_exactly(imported, tmp_path):
@@ -188,17 +188,17 @@ def test_import_and_export_roundtrip_bit_exactly(imported, tmp_path):
     dialect = "hf-mistral" if family(case) == "Mistral" else None
     back = export(path / "run", tmp_path / "hf", dialect=dialect)
     assert_same_bits(tensors_of(path / "hf"), tensors_of(back))
-    theirs, ours = config_json(path / "hf"), config_json(back)
-    assert ours["dtype"] == theirs["dtype"]
-    assert hf_config.model_table(ours, "") == hf_config.model_table(theirs, "")
+    theirs, native = config_json(path / "hf"), config_json(back)
+    assert native["dtype"] == theirs["dtype"]
+    assert hf_config.model_table(native, "") == hf_config.model_table(theirs, "")
 
 
 def starting_params(config, directory):
     """Return the starting parameters of a run with this config, and their origin."""
-    ours = setup(config)
-    saved = Checkpoints(directory, config.checkpoint, ours.model.axes)
-    with jax.set_mesh(ours.mesh):
-        state, progress = starting_state(ours, saved, open_foreign)
+    native = setup(config)
+    saved = Checkpoints(directory, config.checkpoint, native.model.axes)
+    with jax.set_mesh(native.mesh):
+        state, progress = starting_state(native, saved, open_foreign)
     saved.close()
     assert int(state.step) == progress.step == progress.samples == 0
     assert all(leaf.dtype == np.float32 for leaf in jax.tree.leaves(state.params))
@@ -270,7 +270,7 @@ def test_direct_start_keeps_model_documents(imported, tmp_path):
 
 @pytest.mark.parametrize("case", ["Llama", "Mistral", "Qwen2", "Qwen3"])
 def test_tokenizer_is_exported_with_model(tmp_path, case):
-    ours = bpe(tmp_path / "tokenizer")
+    native = bpe(tmp_path / "tokenizer")
     model = model_of(case).model_copy(update={"vocab_size": 300})
     data = {"tokenizer_path": str(tmp_path / "tokenizer")}
     run = save_run(tmp_path / "run", config_of(model, data=data))
@@ -283,15 +283,15 @@ def test_tokenizer_is_exported_with_model(tmp_path, case):
         assert noted == ()
     theirs = kind.from_pretrained(directory)
     for text in [*TEXTS, f"fox{END_OF_TEXT}dog", "  a  .b ,c 's"]:
-        assert theirs(text)["input_ids"] == ours.encode(text)
-        assert theirs.decode(ours.encode(text), skip_special_tokens=True) == ours.decode(
-            ours.encode(text)
+        assert theirs(text)["input_ids"] == native.encode(text)
+        assert theirs.decode(native.encode(text), skip_special_tokens=True) == native.decode(
+            native.encode(text)
         )
-    assert theirs.eos_token_id == ours.eos_id == config_json(directory)["eos_token_id"] == 0
+    assert theirs.eos_token_id == native.eos_id == config_json(directory)["eos_token_id"] == 0
     settings = transformers.GenerationConfig.from_pretrained(directory)
     settings.validate(strict=True)
     assert settings.eos_token_id == 0
-    assert load_tokenizer(directory).fingerprint == ours.fingerprint
+    assert load_tokenizer(directory).fingerprint == native.fingerprint
 
 
 def test_byte_tokenizer_is_not_exported(tmp_path):
@@ -388,9 +388,9 @@ def test_import_can_be_generated_from_and_evaluated(with_tokenizer, tmp_path, ca
     np.save(tmp_path / "a.npy", tokens.astype(np.uint16).reshape(-1))
     _, sums = evaluate(path / "run", [precise, "--train.seq_len=16"], sets=[f"a={tmp_path}"],
                        batch_size=8, devices=jax.devices()[:1])  # fmt: skip
-    given = torch.from_numpy(tokens)
+    inputs = torch.from_numpy(tokens)
     with torch.no_grad():
-        expected = network(given, labels=given).loss
+        expected = network(inputs, labels=inputs).loss
     assert sums["a"].metrics()["loss"] == pytest.approx(float(expected), abs=1e-5)
 
 
@@ -433,37 +433,37 @@ CONFIGS = [
 @pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2", "qwen3"])
 def test_config_json_matches_transformers(kind, keys):
     """Defaults of each family are tested in the forms of transformers 4 and 5."""
-    given = minimal(kind, **keys)
+    inputs = minimal(kind, **keys)
     if not kind.startswith("qwen") and {"layer_types", "use_sliding_window"} & keys.keys():
         pytest.skip("a key that the family does not have: see test_families")
     if kind == "llama" and keys.get("sliding_window"):
         pytest.skip("a key that the family does not have: see test_families")
     if kind == "mistral" and keys.get("num_key_value_heads", 8) is None:
         pytest.skip("transformers 5 takes no null here")
-    theirs = transformers.AutoConfig.for_model(**json.loads(json.dumps(given)))
-    ours = ModelConfig(**hf_config.model_table(given, ""))
+    theirs = transformers.AutoConfig.for_model(**json.loads(json.dumps(inputs)))
+    native = ModelConfig(**hf_config.model_table(inputs, ""))
     rope = dict(theirs.rope_parameters)
-    assert ours.kv_heads == theirs.num_key_value_heads
-    assert ours.head_size == getattr(theirs, "head_dim", 64 // 32)
-    assert ours.norm_eps == theirs.rms_norm_eps
-    assert ours.tie_embeddings == theirs.tie_word_embeddings
-    assert ours.init_std == theirs.initializer_range
-    assert ours.rope_theta == rope.pop("rope_theta")
-    assert (ours.rope_scaling is not None) == (rope.pop("rope_type") == "llama3")
+    assert native.kv_heads == theirs.num_key_value_heads
+    assert native.head_size == getattr(theirs, "head_dim", 64 // 32)
+    assert native.norm_eps == theirs.rms_norm_eps
+    assert native.tie_embeddings == theirs.tie_word_embeddings
+    assert native.init_std == theirs.initializer_range
+    assert native.rope_theta == rope.pop("rope_theta")
+    assert (native.rope_scaling is not None) == (rope.pop("rope_type") == "llama3")
     rope.pop("type", None)
-    if ours.rope_scaling:
+    if native.rope_scaling:
         rope["original_max_seq_len"] = rope.pop("original_max_position_embeddings")
-        assert {key: getattr(ours.rope_scaling, key) for key in rope} == rope
+        assert {key: getattr(native.rope_scaling, key) for key in rope} == rope
     window = getattr(theirs, "sliding_window", None)
     windowed = {"llama": False, "mistral": True}.get(
         kind, "sliding_attention" in getattr(theirs, "layer_types", [])
     )
-    assert ours.max_seq_len == 8192
+    assert native.max_seq_len == 8192
     kinds = ["sliding_attention" if windowed else ""] * 2
     if kind.startswith("qwen"):
         kinds = theirs.layer_types
     expected = tuple(window if kind == "sliding_attention" else None for kind in kinds)
-    assert ours.windows == expected
+    assert native.windows == expected
 
 
 @pytest.mark.parametrize("keys", [

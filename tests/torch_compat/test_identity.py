@@ -5,7 +5,6 @@ import itertools
 import json
 import os
 import shutil
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -16,11 +15,9 @@ from tests.helpers import cli
 from tests.torch_compat.runs import assert_same, values
 from tests.torch_compat.stage_runs import write_run
 from torch_compat.checkpoint import checkpoints
-from torch_compat.formats import staging
 from torch_compat.formats.dcp_reader import METADATA
 from torch_compat.formats.files import Directory
-from torch_compat.formats.staging import Staging, Unit
-from torch_compat.formats.workers import Share, Workers
+from torch_compat.formats.staging import Staging
 
 
 @pytest.fixture(scope="module")
@@ -157,64 +154,17 @@ def test_located_checkpoint_stays_the_same(runs, tmp_path):
     assert [checkpoints.find(tmp_path / n).directory.name for n in ("run", "dcp")] == ["step_5"] * 2
 
 
-def test_workers_use_source_of_process_0(runs, tmp_path, monkeypatch):
-    """The run gets another step while workers start."""
-    shutil.copytree(runs[0], tmp_path / "run")
-    steps = tmp_path / "run" / "checkpoints"
-    arguments = ["convert", str(tmp_path / "run"), str(tmp_path / "hf"), "--to=hf"]
-    started = []
-
-    class InThread:
-        def __init__(self, command):
-            add_step_5(steps, runs[1])
-            at = command.index("--worker")
-            assert command[at + 1] == str(os.getpid())
-            command[at + 1] = str(os.getppid())  # the thread's "parent"
-            started.append(pool.submit(cli, command[3:]))
-
-        def poll(self):
-            return started[0].result() if started[0].done() else None
-
-        def terminate(self): ...
-
-        def wait(self): ...
-
-    monkeypatch.setattr("torch_compat.formats.workers.subprocess.Popen", InThread)
-    with ThreadPoolExecutor() as pool:
-        assert cli([*arguments, "--processes=2", "--max-shard-size=20kB"]) == 0
-        assert started[0].result() == 0
-    assert cli(["verify", str(tmp_path / "hf"), str(runs[0])]) == 0
-
-
-def test_worker_with_other_source_exits(tmp_path):
-    with (
-        Staging(tmp_path / "a", {"step": 3}, Share(0, 2)),
-        pytest.raises(UserError, match="has changed since process 0 looked"),
-    ):
-        Staging(tmp_path / "a", {"step": 5}, Share(1, 2, parent=os.getppid()))
-
-
-def test_worker_exits_with_process_0(tmp_path):
-    with Staging(tmp_path / "a", {}, Share(0, 2)):
-        pass
-    orphan = Staging(tmp_path / "a", {}, Share(1, 2, parent=1234567))
-    units = [Unit(str(i), 0, lambda: None) for i in range(2)]
-    with orphan, pytest.raises(UserError, match="process 0, which started this one, has ended"):
-        orphan.write(units, lambda nbytes: None)
-
-
 def test_concurrent_conversion_to_same_destination_raises(tmp_path):
-    with Staging(tmp_path / "a", {"of": 1}, Share()) as first:
+    with Staging(tmp_path / "a", {"of": 1}) as first:
         for plan in ({"of": 1}, {"of": 2}):
             with pytest.raises(UserError, match=rf"is being written by process {os.getpid()} on "):
-                Staging(tmp_path / "a", plan, Share())
-        with Staging(tmp_path / "b", {"of": 2}, Share()):
+                Staging(tmp_path / "a", plan)
+        with Staging(tmp_path / "b", {"of": 2}):
             pass
         first.commit()
     assert sorted(path.name for path in tmp_path.glob(".a*")) == []
-    for share in (Share(), Share(1, 2)):
-        with pytest.raises(UserError, match="is there already"):
-            Staging(tmp_path / "a", {"of": 1}, share)
+    with pytest.raises(UserError, match="is there already"):
+        Staging(tmp_path / "a", {"of": 1})
 
 
 def test_import_into_training_run_raises(runs, tmp_path):
@@ -232,29 +182,9 @@ def test_failed_conversion_releases_lock(tmp_path, monkeypatch):
     with monkeypatch.context() as patched:
         patched.setattr(Staging, "set_mark", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
-            Staging(tmp_path / "a", {}, Share())
-    with Staging(tmp_path / "a", {}, Share()):
+            Staging(tmp_path / "a", {})
+    with Staging(tmp_path / "a", {}):
         pass
-
-
-def test_running_workers_block_new_conversion(tmp_path, monkeypatch):
-    """Workers of a killed process 0 may be in the middle of a file."""
-    monkeypatch.setattr(staging, "LEAVE", 0.1)
-    monkeypatch.setattr(staging, "JOIN", 0.1)
-    with Staging(tmp_path / "a", {"of": 1}, Share(0, 2)):
-        pass
-    with Staging(tmp_path / "a", {"of": 1}, Share(1, 2)) as helper:
-        for plan, processes in (({"of": 2}, 2), ({"of": 1}, 3)):
-            with pytest.raises(UserError, match="for other processes that write to"):
-                Staging(tmp_path / "a", plan, Share(0, processes))
-        goes_on = Staging(tmp_path / "a", {"of": 1}, Share(0, 2))
-        with goes_on, pytest.raises(UserError, match="for process 0 to begin this"):
-            Staging(tmp_path / "a", {"of": 1}, Share(1, 2))  # a worker is writing its share
-        helper.set_mark("unit", None)
-    with Staging(tmp_path / "a", {"of": 1}, Share(0, 3)) as again:
-        assert again._mark("unit").exists()
-    with Staging(tmp_path / "a", {"of": 2}, Share(0, 3)) as other:
-        assert not other._mark("unit").exists()
 
 
 def test_conversion_works_without_file_locks(tmp_path, monkeypatch, caplog):
@@ -262,19 +192,7 @@ def test_conversion_works_without_file_locks(tmp_path, monkeypatch, caplog):
         raise OSError(95, "Operation not supported")
 
     monkeypatch.setattr(fcntl, "flock", unsupported)
-    with Staging(tmp_path / "a", {}, Share()) as item:
+    with Staging(tmp_path / "a", {}) as item:
         item.commit()
     assert (tmp_path / "a").is_dir()
     assert "locks are not supported ([Errno 95] Operation not supported)" in caplog.text
-
-
-def test_workers_start_with_the_resolved_source(monkeypatch):
-    commands = []
-    monkeypatch.setattr("torch_compat.formats.workers.subprocess.Popen", commands.append)
-    workers = Workers(["run", "hf"], "/runs/a/checkpoints/step_3", 3)
-    workers.start()
-    assert [command[3:] for command in commands] == [
-        ["convert", "run", "hf", f"--process={i}/3", "--worker", str(os.getpid()),
-         "/runs/a/checkpoints/step_3"]
-        for i in (1, 2)
-    ]  # fmt: skip

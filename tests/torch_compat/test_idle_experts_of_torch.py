@@ -209,9 +209,9 @@ def test_continued_run_follows_torch(runs, tmp_path, router, mesh):
     dp = math.prod(mesh.values())
     distributed = config.distributed.model_copy(update=mesh)
     train = config.train.model_copy(update={"batch_size": 4 // dp})
-    ours = setup(config.model_copy(update={"distributed": distributed, "train": train}))
-    state = restored(ours, directory, SAVED)
-    state, metrics = ours.run(state, batches_of(router)[SAVED:])
+    native = setup(config.model_copy(update={"distributed": distributed, "train": train}))
+    state = restored(native, directory, SAVED)
+    state, metrics = native.run(state, batches_of(router)[SAVED:])
     np.testing.assert_allclose(metrics["loss"], torchs.losses[SAVED:], rtol=1e-5)
     counts = torch_names.to_torch(state.opt_state[1].expert_updates, config.model)
     experts = {name: n for name, n in torchs.steps.items() if ".experts." in name}
@@ -227,15 +227,15 @@ def test_import_and_export_preserve_counts(runs, tmp_path, capsys, router):
     directory = imported(torchs, tmp_path)
     assert "optimizer.skip_idle_experts is set to true" in " ".join(capsys.readouterr().err.split())
     assert cli(["convert", str(directory), str(tmp_path / "back"), "--to=dcp"]) == 0
-    theirs, ours = (
+    theirs, native = (
         open_dcp(Directory(at / f"step_{SAVED}")).tensors
         for at in (torchs.directory, tmp_path / "back")
     )
     for key, tensor in theirs.items():
-        np.testing.assert_array_equal(ours[key].all(), tensor.all(), err_msg=key)
-    for key in ours.keys() - theirs.keys():  # PyTorch requires them
+        np.testing.assert_array_equal(native[key].all(), tensor.all(), err_msg=key)
+    for key in native.keys() - theirs.keys():  # PyTorch requires them
         assert ".experts." in key
-        assert not ours[key].all().any()
+        assert not native[key].all().any()
     config = f"--config={torchs.directory / 'run.toml'}"
     for path in (directory, tmp_path / "back"):
         assert cli(["verify", str(torchs.directory), str(path), config]) == 0
@@ -284,31 +284,31 @@ def test_other_optimizers_roundtrip_with_counts(tmp_path, name):
     sections["optimizer"] |= {"name": name, "skip_idle_experts": True}
     sections["scheduler"] |= {"name": "none"}
     config = JobConfig.model_validate(sections)
-    ours, rng = setup(config), np.random.default_rng(0)
-    state = underway(ours, SAVED)
+    native, rng = setup(config), np.random.default_rng(0)
+    state = underway(native, SAVED)
     clip, fields, *remaining = state.opt_state
     item = rng.integers(0, 11, (1, 8), np.int32)
     counts = jax.tree.map(lambda _: item, fields.expert_updates)
-    own = {"expert_updates": counts}
+    of_experts = {"expert_updates": counts}
     if name.startswith("schedule"):
         weight = np.float32(config.optimizer.lr * (1 - config.optimizer.betas[0]))
-        own["expert_weight_sum"] = jax.tree.map(lambda n: n * weight, counts)
-    opt_state = clip, fields._replace(**jax.tree.map(jnp.asarray, own)), *remaining
-    path = saved(tmp_path / "a", ours, dataclasses.replace(state, opt_state=opt_state), SAVED)
+        of_experts["expert_weight_sum"] = jax.tree.map(lambda n: n * weight, counts)
+    opt_state = clip, fields._replace(**jax.tree.map(jnp.asarray, of_experts)), *remaining
+    path = saved(tmp_path / "a", native, dataclasses.replace(state, opt_state=opt_state), SAVED)
     assert cli(["convert", str(tmp_path / "a"), str(tmp_path / "dcp"), "--to=dcp"]) == 0
     options = [f"--config={path}", "--fill-optimizer"]  # for parameters that Muon leaves to AdamW
     assert (
         cli(["convert", "--to=jaxforge", str(tmp_path / "dcp"), str(tmp_path / "b"), *options]) == 0
     )
     expected, result = values(tmp_path / "a"), values(tmp_path / "b")
-    if "expert_weight_sum" not in own:
+    if "expert_weight_sum" not in of_experts:
         expected |= {key: 0 * n + SAVED for key, n in expected.items() if "expert_updates" in key}
     assert_same(result, expected)
 
 
 UP = r"layers\.1\.mlp\.experts\.\d\.up_proj\.weight"
 DAMAGE = {
-    "no whole number": ({"step": 2.5}, r"step of the optimizer is no count \(2\.5"),
+    "no whole number": ({"step": 2.5}, r"step of the optimizer is not a count \(2\.5"),
     "another than that of its expert": (
         {"step": 1.0},
         r"for one expert.*experts\.\d\.up_proj\.weight: 1\.",
@@ -376,8 +376,8 @@ def test_dry_run_shows_skipping_of_checkpoint(torchs, tmp_path, capsys):
 
 def test_restore_without_option_names_option(torchs, tmp_path):
     directory = imported(torchs, tmp_path)
-    ours = setup(config_of("softmax"))
+    native = setup(config_of("softmax"))
     with pytest.raises(
         UserError, match=r"another optimizer than optimizer\.skip_idle_experts asks"
     ):
-        restored(ours, directory, SAVED)
+        restored(native, directory, SAVED)

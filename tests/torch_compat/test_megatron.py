@@ -56,7 +56,7 @@ def test_import_has_the_logits_of_megatron(name, tmp_path):
 
 def test_moments_are_assigned_to_their_parameters(dense):
     """Heads are split by reshaping: [groups, queries + key + value, channels, width]."""
-    ours, theirs = values(dense), raw("dense")
+    native, theirs = values(dense), raw("dense")
     for field, their_field in (("mu", "exp_avg"), ("nu", "exp_avg_sq")):
         layers = f"optimizer.state.{their_field}.decoder.layers"
         fused = theirs[f"{layers}.self_attention.linear_qkv.weight"].reshape(2, 2, 4, 4, 16)
@@ -72,9 +72,9 @@ def test_moments_are_assigned_to_their_parameters(dense):
             }
             for module, value in named.items():
                 name = f"optimizer.{field}.layers.{i}.{module}.weight"
-                np.testing.assert_array_equal(ours[name], value, name)
+                np.testing.assert_array_equal(native[name], value, name)
                 assert np.abs(value).max() > 0
-    assert ours["updates"] == 2
+    assert native["updates"] == 2
 
 
 def test_import_continues_with_the_losses_of_megatron(dense):
@@ -83,18 +83,18 @@ def test_import_continues_with_the_losses_of_megatron(dense):
     `checkpoint.load_path` reads the same state as a resume from the imported run.
     """
     stored = np.load(GOLDEN / "dense" / "logits.npz")
-    ours = setup(
+    native = setup(
         load_config(
             dense / "config.toml", ["--train.mixed_precision=fp32", "--distributed.dp_shard=1"]
         )
     )
     batch = {"input_ids": stored["tokens"][None, :, :-1], "labels": stored["tokens"][None, :, 1:]}
     batch = {key: value.astype(np.int32) for key, value in batch.items()}
-    with jax.set_mesh(ours.mesh):
-        like = ours.abstract_state()
-        loaded, _ = open_foreign(str(GOLDEN / "dense"), ours.config).restore(like)
-    for state in (restored(ours, dense), loaded):
-        _, metrics = ours.run(state, [batch, batch])
+    with jax.set_mesh(native.mesh):
+        like = native.abstract_state()
+        loaded, _ = open_foreign(str(GOLDEN / "dense"), native.config).restore(like)
+    for state in (restored(native, dense), loaded):
+        _, metrics = native.run(state, [batch, batch])
         np.testing.assert_allclose(metrics["loss"], stored["losses"][2:], rtol=1e-5)
 
 
@@ -120,9 +120,9 @@ def test_rows_that_pad_the_vocabulary_are_removed(copied, tmp_path):
     (directory / "run_config.yaml").write_text(RUN_CONFIG)
     assert cli(["convert", "--to=jaxforge", str(directory), str(tmp_path / "run")]) == 0
     tokens, logits = expected("experts")
-    model, ours = logits_of(tmp_path / "run", tokens)
+    model, native = logits_of(tmp_path / "run", tokens)
     assert model.vocab_size == 28
-    assert_close(ours, logits[..., :28])
+    assert_close(native, logits[..., :28])
 
 
 def test_flattened_tensors_have_their_original_shape():
@@ -142,9 +142,9 @@ def test_flattened_tensors_have_their_original_shape():
 
 
 def test_flattened_moments_are_imported(tmp_path):
-    ours, theirs = values(imported("flattened", tmp_path / "run")), raw("flattened")
+    native, theirs = values(imported("flattened", tmp_path / "run")), raw("flattened")
     key = "optimizer.state.exp_avg_sq.decoder.layers.mlp.linear_fc1.weight"
-    np.testing.assert_array_equal(ours["optimizer.nu.layers.0.mlp.gate_proj.weight"],
+    np.testing.assert_array_equal(native["optimizer.nu.layers.0.mlp.gate_proj.weight"],
                                   theirs[key][0, :24])  # fmt: skip
 
 
@@ -159,7 +159,7 @@ def test_tracker_names_the_checkpoint(copied, tmp_path):
     with pytest.raises(UserError, match="names iter_0000011, which does not exist"):
         checkpoints.find(directory)
     tracker.write_text("latest")
-    with pytest.raises(UserError, match="'latest' is no iteration"):
+    with pytest.raises(UserError, match="'latest' is not an iteration"):
         checkpoints.find(directory)
     tracker.unlink()
     assert checkpoints.find(directory).directory.name == "iter_0000010"
@@ -203,7 +203,7 @@ def test_common_pt_executes_nothing(copied, tmp_path):
     directory = copied("experts") / "iter_0000002"
     harmful = Call(Global("os", "system"), (f"touch {tmp_path}/ran",))
     common = {"args": harmful, "iteration": 2}
-    (directory / "common.pt").write_bytes(b"".join(map(bytes, torch_zip.archive_blocks(common))))
+    torch_zip.save(common, directory / "common.pt")
     with pytest.raises(UserError, match="give the run's config, --config FILE"):
         cli(["convert", "--to=jaxforge", str(directory), str(tmp_path / "run")])
     assert not (tmp_path / "ran").exists()
@@ -215,10 +215,10 @@ def test_export_has_every_key_of_megatron_with_the_same_bits(name, tmp_path):
     assert cli(["convert", str(tmp_path / "run"), str(tmp_path / "back"), "--to=megatron"]) == 0
     (tracker,) = (tmp_path / "back").glob("*.txt")
     back = tmp_path / "back" / f"iter_{int(tracker.read_text()):07d}"
-    theirs, ours = open_dcp(Directory(GOLDEN / name / "iter_0000002")), open_dcp(Directory(back))
-    assert_same({key: tensor.all() for key, tensor in ours.tensors.items()}, raw(name))
-    assert theirs.objects.keys() <= ours.objects.keys()
-    assert all(ours.objects(key) == [None] for key in theirs.objects)
+    theirs, native = open_dcp(Directory(GOLDEN / name / "iter_0000002")), open_dcp(Directory(back))
+    assert_same({key: tensor.all() for key, tensor in native.tensors.items()}, raw(name))
+    assert theirs.objects.keys() <= native.objects.keys()
+    assert all(native.objects(key) == [None] for key in theirs.objects)
     stored, written = (json.loads((each / "metadata.json").read_bytes()) for each in (
         GOLDEN / name / "iter_0000002", back))  # fmt: skip
     assert written == stored

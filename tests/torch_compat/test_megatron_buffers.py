@@ -180,7 +180,7 @@ def test_buffers_of_unknown_layout_raise(kind, message):
 def test_import_reads_moments_from_flat_buffers(tmp_path):
     """Offsets follow from the sizes: each parameter starts at a multiple of 64 elements."""
     assert cli(["convert", "--to=jaxforge", str(GOLDEN / "buffers"), str(tmp_path / "run")]) == 0
-    ours, theirs = values(tmp_path / "run"), raw("buffers")
+    native, theirs = values(tmp_path / "run"), raw("buffers")
     for field, their_field in (("mu", "exp_avg"), ("nu", "exp_avg_sq")):
         flat = theirs[f"{PREFIX}0.{BUFFER}.bucket_idx_0.{their_field}"]
         qkv = flat[960:1088].reshape(16, 8)
@@ -200,14 +200,14 @@ def test_import_reads_moments_from_flat_buffers(tmp_path):
         }
         names = {
             key.removeprefix(f"optimizer.{field}.")
-            for key in ours
+            for key in native
             if key.startswith(f"optimizer.{field}.")
         }
         assert names == regions.keys()
         for name, region in regions.items():
-            np.testing.assert_array_equal(ours[f"optimizer.{field}.{name}"], region, name)
+            np.testing.assert_array_equal(native[f"optimizer.{field}.{name}"], region, name)
             assert np.abs(region).max() > 0
-    assert ours["updates"] == orbax_store.open_orbax(tmp_path / "run")[0].progress.step == 2
+    assert native["updates"] == orbax_store.open_orbax(tmp_path / "run")[0].progress.step == 2
     tokens, logits = expected("buffers")
     assert_close(logits_of(tmp_path / "run", tokens)[1], logits)
 

@@ -120,6 +120,8 @@ def test_import_continues_with_the_float32_weights_of_a_bfloat16_job(optimizer, 
     tensors = open_dcp(Directory(path)).tensors
     master = "fp32_param" if optimizer == "plain" else "param"
     expected = tensors[f"optimizer.state.{master}.decoder.layers.self_attention.linear_proj.weight"]
-    ours = values(tmp_path / "run")["params.layers.1.attention.o_proj.weight"]
-    np.testing.assert_array_equal(ours, expected.part(1).all())
-    assert (ours != tensors["decoder.layers.self_attention.linear_proj.weight"].part(1).all()).any()
+    native = values(tmp_path / "run")["params.layers.1.attention.o_proj.weight"]
+    np.testing.assert_array_equal(native, expected.part(1).all())
+    assert (
+        native != tensors["decoder.layers.self_attention.linear_proj.weight"].part(1).all()
+    ).any()

@@ -60,11 +60,11 @@ def fsdp_state(theirs):
                 continue
             tail = name.removeprefix("decoder.layers.")
             for i, layer in enumerate(tensor):
-                own = f"module.decoder.layers.{i}.{renamed.get(tail, tail)}"
-                if own.endswith("mlp.linear_fc1.weight"):
-                    yield from zip((f"{own}_w", f"{own}_v"), layer.chunk(2), strict=True)
+                full = f"module.decoder.layers.{i}.{renamed.get(tail, tail)}"
+                if full.endswith("mlp.linear_fc1.weight"):
+                    yield from zip((f"{full}_w", f"{full}_v"), layer.chunk(2), strict=True)
                 else:
-                    yield own, layer
+                    yield full, layer
 
     moments = {field: dict(entries(f"optimizer.state.{field}.")) for field in
                ("exp_avg", "exp_avg_sq")}  # fmt: skip
@@ -90,8 +90,8 @@ def test_fsdp_dtensor_is_read_as_the_same_state(dense, tmp_path):
     (path.parent / "latest_checkpointed_iteration.txt").write_text("2")
     assert cli(["convert", "--to=jaxforge", str(path.parent), str(tmp_path / "run")]) == 0
     assert_same(values(tmp_path / "run"), values(dense))
-    ours, theirs = (orbax_store.open_orbax(run)[0].progress for run in (tmp_path / "run", dense))
-    assert (ours.step, ours.samples) == (theirs.step, theirs.samples)
+    native, theirs = (orbax_store.open_orbax(run)[0].progress for run in (tmp_path / "run", dense))
+    assert (native.step, native.samples) == (theirs.step, theirs.samples)
 
 
 @pytest.mark.parametrize("is_fsdp", [False, True])

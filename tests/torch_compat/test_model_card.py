@@ -5,7 +5,6 @@ import json
 import pytest
 import yaml
 
-from jaxforge.data.corpus.manifest import Manifest
 from jaxforge.state.progress import Progress
 from jaxforge.telemetry.numbers import human
 from tests.conftest import tiny_config
@@ -27,10 +26,6 @@ def card(logged=Logged({}, {}, 0), has_tokenizer=True, **sections):  # noqa: B00
                       has_tokenizer=has_tokenizer)  # fmt: skip
 
 
-def section(text, title):
-    return text.partition(f"## {title}\n\n")[2].partition("\n\n##")[0]
-
-
 @pytest.fixture
 def run(tmp_path):
     lines = [json.dumps(line) for line in LINES]
@@ -43,16 +38,15 @@ def test_card_uses_logs_up_to_the_step(run):
     assert logged.train["train/loss"] == 3.25
     assert (logged.evaluation["eval/loss"], logged.evaluated) == (3.6, 10)
     text = card(logged)
-    assert "| last loss | 3.2500 |" in section(text, "Training")
-    assert section(text, "Evaluation") == (
-        "| set | loss | perplexity |\n| --- | --- | --- |\n| all | 3.6000 | 36.6000 |\n"
-        "| code | 2.0000 |  |\n\nOf step 10."
+    assert "| last loss | 3.2500 |" in text
+    assert text.endswith(
+        "| evaluation of step 10 | loss |\n|---|---|\n| all | 3.6000 |\n| code | 2.0000 |\n"
     )
 
 
 def test_run_without_logs_has_a_card(tmp_path):
     text = card(read_logged(tmp_path, 20))
-    assert "Evaluation" not in text
+    assert "evaluation" not in text
     assert "last loss" not in text
     assert "| steps | 20 of 20 |\n| tokens | 1,234,567 |" in text
     assert "null" not in card(Logged({"train/loss": None}, {"eval/loss": None}, 5))
@@ -69,22 +63,15 @@ def test_front_matter_is_yaml():
     assert "datasets" not in card().split("---\n", 2)[1]
 
 
-def test_card_lists_data_with_counts(tmp_path):
-    path = tmp_path / "secret" / "web" / "train"
-    path.mkdir(parents=True)
-    Manifest(1, "uint16", 1_500_000, 20, 9, 9, 10, "byte", "0", ()).write(path)
-    item = card(data={"dataset_path": str(path)})
-    assert section(item, "Data") == "- web/train: 1.5M tokens in 20 documents"
-    several = card(data={"datasets": [
-        {"path": str(path), "name": "web", "weight": 3}, {"hf_name": "me/code"},
+def test_card_lists_data_without_local_paths(tmp_path):
+    path = tmp_path / "secret" / "web"
+    text = card(data={"datasets": [
+        {"path": str(path), "weight": 3}, {"hf_name": "me/code"},
     ], "tokenizer_path": "byte"})  # fmt: skip
-    assert section(several, "Data") == (
-        "- web: 1.5M tokens in 20 documents, weight 0.75\n- me/code, weight 0.25"
-    )
-    assert str(tmp_path) not in item + several
-    assert section(card(), "Data") == "Random tokens."
-    (path / "manifest.json").write_text("torn")
-    assert section(card(data={"dataset_path": str(path)}), "Data") == "- web/train"
+    assert "| data | web, me/code |" in text
+    assert 'datasets:\n- "me/code"\n---' in text
+    assert str(tmp_path) not in text
+    assert "| data | random tokens |" in card()
 
 
 HOSTILE = ["web\n# Owned\n<script>alert(1)</script>", "a | b", "- x", "1. x", "# x", "**x**",
@@ -94,7 +81,7 @@ HOSTILE = ["web\n# Owned\n<script>alert(1)</script>", "a | b", "- x", "1. x", "#
 
 def named(name):
     """Return the body of a card in which a dataset, an evaluation and the run have this name."""
-    data = {"datasets": [{"path": "p", "name": name}, {"hf_name": "a/b"}]}
+    data = {"datasets": [{"hf_name": name}], "tokenizer_path": "byte"}
     logged = Logged({}, {"eval/loss": 1.0, f"eval/{name}/loss": 2.0}, 5)
     text = model_card(name, tiny_config(data=data), None, 1, "llama", logged, has_tokenizer=False)
     return text.split("---\n", 2)[2]
@@ -110,13 +97,12 @@ def test_config_text_is_escaped(name):
     assert {child.type for children in inline for child in children} <= {"text", "text_special"}
     shown = " ".join("".join(c if c.isprintable() else " " for c in name).split())
     texts = ["".join(child.content for child in children) for children in inline]
-    assert texts.count(shown) == 2
-    assert f"{shown}, weight 0.5" in texts
+    assert texts.count(shown) == 3
 
 
 def test_card_loads_only_existing_tokenizer():
-    assert "AutoTokenizer" in section(card(), "Use")
-    assert "AutoTokenizer" not in section(card(has_tokenizer=False), "Use")
+    assert "AutoTokenizer.from_pretrained" in card()
+    assert "AutoTokenizer.from_pretrained" not in card(has_tokenizer=False)
 
 
 def test_human_formats_counts():

@@ -11,7 +11,7 @@ from torch_compat.checkpoint.dcp_state import ReadOptions
 from torch_compat.checkpoint.state import abstract_target
 from torch_compat.convert import conversion
 from torch_compat.convert.source import Request
-from torch_compat.lockstep.rows import first_difference
+from torch_compat.lockstep.comparison import first_difference
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
@@ -51,10 +51,10 @@ def test_mup_export_matches_transformers(family, tmp_path):
     run = save_run(tmp_path / "run", of, params)
     theirs = open_theirs(export(run, tmp_path / "out", dialect=family))
     tokens = tokens_of(of.model)
-    ours = our_logits(of.model, params, tokens)
-    np.testing.assert_allclose(their_logits(theirs, tokens), ours, rtol=1e-4, atol=2e-5)
+    native = our_logits(of.model, params, tokens)
+    np.testing.assert_allclose(their_logits(theirs, tokens), native, rtol=1e-4, atol=2e-5)
     plain = of.model.model_copy(update={"mup_base_width": None, "mup_base_head_dim": None})
-    assert np.abs(our_logits(plain, params, tokens) - ours).max() > 0.1
+    assert np.abs(our_logits(plain, params, tokens) - native).max() > 0.1
 
 
 def test_inexpressible_mup_model_is_refused(tmp_path):

@@ -163,7 +163,7 @@ def shapes_of(features):
     return _shapes(json.dumps(features, sort_keys=True))
 
 
-def ours_of(features, dtype="float32"):
+def native_of(features, dtype="float32"):
     """Return random, distinct parameters by jaxforge's names."""
     rng = np.random.default_rng(0)
     return {
@@ -178,7 +178,7 @@ def lazy(arrays):
 
 def theirs_of(dialect, features, dtype="float32"):
     """Return tensors by a dialect's keys, as its code base saves them."""
-    result = NAME_MAPS[dialect].to_dialect(lazy(ours_of(features, dtype)), model_of(**features))
+    result = NAME_MAPS[dialect].to_dialect(lazy(native_of(features, dtype)), model_of(**features))
     return {key: np.ascontiguousarray(tensor.all()) for key, tensor in result.items()}
 
 
@@ -208,30 +208,30 @@ def test_every_dialect_is_tested():
 
 @each([(*case, dtype) for case in CASES for dtype in ("float32", "bfloat16")])
 def test_names_roundtrip_bit_exactly(dialect, features, dtype):
-    ours = ours_of(features, dtype)
+    native = native_of(features, dtype)
     back = translated(dialect, features, theirs_of(dialect, features, dtype))
-    assert list(back) == list(ours)
-    for name, array in ours.items():
+    assert list(back) == list(native)
+    for name, array in native.items():
         assert_same(np.ascontiguousarray(back[name].all()), array)
 
 
 @each(CASES)
 def test_parameters_have_distinct_keys(dialect, features):
-    ours, theirs = ours_of(features), theirs_of(dialect, features)
-    assert theirs.keys() == {NAME_MAPS[dialect].key_for(name) for name in ours}
-    assert sum(array.size for array in theirs.values()) == sum(a.size for a in ours.values())
+    native, theirs = native_of(features), theirs_of(dialect, features)
+    assert theirs.keys() == {NAME_MAPS[dialect].key_for(name) for name in native}
+    assert sum(array.size for array in theirs.values()) == sum(a.size for a in native.values())
     assert all(NAME_MAPS[dialect].knows(key) for key in theirs)
     values = np.concatenate([array.ravel() for array in theirs.values()])
-    all_of_ours = np.concatenate([array.ravel() for array in ours.values()])
-    np.testing.assert_array_equal(np.sort(values), np.sort(all_of_ours))
+    all_native = np.concatenate([array.ravel() for array in native.values()])
+    np.testing.assert_array_equal(np.sort(values), np.sort(all_native))
 
 
 @each(CASES)
 def test_partial_read_matches_full_read(dialect, features):
     """An import reads some rows and columns."""
-    ours = ours_of(features)
+    native = native_of(features)
     back = translated(dialect, features, theirs_of(dialect, features))
-    for name, array in ours.items():
+    for name, array in native.items():
         index = tuple(slice(n // 3, max(1, n - 1)) for n in array.shape)
         assert_same(
             np.ascontiguousarray(back[name].read(index)), np.ascontiguousarray(array[index])
@@ -294,18 +294,18 @@ NAMES = {
 
 
 @each([(dialect, *pair) for dialect, pairs in NAMES.items() for pair in pairs.items()])
-def test_keys_match_code_base(dialect, theirs, ours):
-    assert NAME_MAPS[dialect].key_for(ours) == theirs
+def test_keys_match_code_base(dialect, theirs, native):
+    assert NAME_MAPS[dialect].key_for(native) == theirs
 
 
 def test_packed_experts_are_stacked_as_in_out():
     features = FEATURES["kempnerforge-packed"][0]
-    ours, theirs = ours_of(features), theirs_of("kempnerforge-packed", features)
+    native, theirs = native_of(features), theirs_of("kempnerforge-packed", features)
     for m in ("gate", "up", "down"):
         packed = theirs[f"layers.1.mlp.{m}_w"]
         for j in range(EXPERTS):
             np.testing.assert_array_equal(
-                packed[j], ours[f"layers.1.mlp.experts.{j}.{m}_proj.weight"].T
+                packed[j], native[f"layers.1.mlp.experts.{j}.{m}_proj.weight"].T
             )
 
 
@@ -391,17 +391,17 @@ def test_additional_keys_do_not_hide_model():
     assert result.dialect is NAME_MAPS["torchtitan"]
     assert len(result.params) == len(keys)
     assert result.state.keys() == {"norm.weight"}
-    assert set(result.others) == set(beside[1:])
+    assert set(result.unassigned) == set(beside[1:])
 
 
 @pytest.mark.parametrize(
     ("step", "says"),
     [
-        (np.zeros(2, np.float32), "is no number"),
-        (np.array(np.nan), "is no number .not finite"),
-        (np.array(np.inf), "is no number .not finite"),
+        (np.zeros(2, np.float32), "is not a number"),
+        (np.array(np.nan), "is not a number .not finite"),
+        (np.array(np.inf), "is not a number .not finite"),
         (np.array(1e300), "far too large"),
-        (np.array(-1.0), "-1 is no integer from 0"),
+        (np.array(-1.0), "-1 is not an integer from 0"),
         (np.array(4.0), None),
     ],
     ids=str,
@@ -494,41 +494,17 @@ def test_wrong_number_of_packed_experts_raises(count):
         translated("kempnerforge-packed", features, theirs)
 
 
-LOST = r"only 2 of 4 experts exist: .*distributed\.ep = 2 wrote .* the others are lost"
-
-
-@pytest.mark.parametrize("features", FEATURES["kempnerforge-packed"], ids=str)
-def test_overwritten_packed_experts_are_reported_lost(features):
-    theirs = theirs_of("kempnerforge-packed", features)
-    retained = {key: a[:2] if key.endswith("_w") else a for key, a in theirs.items()}
-    with pytest.raises(UserError, match=LOST) as caught:
-        translated("kempnerforge-packed", features, retained)
-    assert "up_proj" not in str(caught.value), "and not each of them"
-
-
-def test_other_number_of_experts_is_not_reported_lost():
-    """The router determines the number of experts."""
-    features = FEATURES["kempnerforge"][2]
-    with pytest.raises(UserError, match=r"router\.gate\.weight is \[4, 16\]") as caught:
-        translated(
-            "kempnerforge", {**features, "num_experts": 8}, theirs_of("kempnerforge", features)
-        )
-    assert "lost" not in str(caught.value)
-
-
 def test_overwritten_experts_are_reported_lost():
     features = FEATURES["hf-mixtral"][0]
     theirs = theirs_of("hf-mixtral", features)
     retained = {
         key: a for key, a in theirs.items() if ".experts.2" not in key and ".experts.3" not in key
     }
-    with pytest.raises(UserError, match=LOST) as caught:
+    with pytest.raises(UserError, match=r"experts are missing: .*distributed\.ep > 1"):
         translated("hf-mixtral", features, retained)
-    assert "missing" not in str(caught.value)
     item = {key: a for key, a in theirs.items() if "layers.0.block_sparse_moe.experts.3" not in key}
-    with pytest.raises(UserError, match=r"missing: layers\.0\.mlp\.experts\.3\.") as caught:
+    with pytest.raises(UserError, match=r"missing: layers\.0\.mlp\.experts\.3\."):
         translated("hf-mixtral", features, item)
-    assert "lost" not in str(caught.value)
     dense = {key: array for key, array in theirs.items() if "moe" not in key}
     with pytest.raises(UserError) as caught:
         translated("hf-mixtral", features, dense)
@@ -545,8 +521,8 @@ def test_copy_of_tied_head_is_optional(dialect):
     theirs = theirs_of(dialect, TIED)
     embedding = theirs[NAME_MAPS[dialect].key_for(EMBEDDING)]
     copied = theirs | {NAME_MAPS[dialect].key_for(HEAD): embedding.copy()}
-    for given in (theirs, copied):
-        back = translated(dialect, TIED, given)
+    for source in (theirs, copied):
+        back = translated(dialect, TIED, source)
         assert back.keys() == shapes_of(TIED).keys()
         assert_same(back[EMBEDDING].all(), embedding)
 
@@ -594,34 +570,32 @@ def test_other_vocabulary_is_refused_with_advice(rows):
 
 
 @pytest.mark.parametrize(
-    ("dialect", "features", "why"),
+    ("dialect", "features"),
     [
-        ("torchtitan", {"qk_norm": True}, "its Llama has no q/k norms"),
-        ("torchtitan-2025", {"qkv_bias": True}, "its Llama has no biases"),
-        ("torchtitan", {"norm_type": "layernorm"}, "its Llama has no biases"),
-        ("torchtitan", {"num_experts": EXPERTS}, "has no counterpart in torchtitan"),
-        ("hf-llama", {"qk_norm": True}, "no q/k norms; hf-qwen3 has"),
-        ("hf-mistral", {"qkv_bias": True}, "no biases; hf-qwen2 has"),
-        ("hf-llama", {"norm_type": "layernorm"}, "no LayerNorm; hf-stablelm has"),
-        ("hf-llama", {"num_experts": EXPERTS}, "has no counterpart in hf-llama"),
-        ("hf-mixtral", LLAMA, "has no counterpart in hf-mixtral"),
-        ("hf-mixtral", {**MIXTURE, "attention_sinks": True}, "no attention sinks; hf-gpt-oss has"),
-        ("hf-qwen3-moe", {**MIXTURE, "moe_router": "sigmoid_topk"}, "router has no bias"),
-        ("hf-dots1", {**SIGMOID, "qk_norm": True}, "as KempnerForge's sigmoid router does"),
-        ("hf-qwen3-moe", {**MIXTURE, "moe_shared_experts": 1}, "no shared expert"),
-        ("hf-glm4-moe", {**DEEPSEEK, **SHARED, "moe_first_dense_layers": 0},
-         "no gate of its shared"),
-        ("hf-mixtral", {**MIXTURE, "moe_router_bias": True}, "router has no bias"),
-        ("kempnerforge", {**MIXTURE, **SHARED}, "shared_expert_gate.weight has no counterpart"),
+        ("torchtitan", {"qk_norm": True}),
+        ("torchtitan-2025", {"qkv_bias": True}),
+        ("torchtitan", {"norm_type": "layernorm"}),
+        ("torchtitan", {"num_experts": EXPERTS}),
+        ("hf-llama", {"qk_norm": True}),
+        ("hf-mistral", {"qkv_bias": True}),
+        ("hf-llama", {"norm_type": "layernorm"}),
+        ("hf-llama", {"num_experts": EXPERTS}),
+        ("hf-mixtral", LLAMA),
+        ("hf-mixtral", {**MIXTURE, "attention_sinks": True}),
+        ("hf-qwen3-moe", {**MIXTURE, "moe_router": "sigmoid_topk"}),
+        ("hf-dots1", {**SIGMOID, "qk_norm": True}),
+        ("hf-qwen3-moe", {**MIXTURE, "moe_shared_experts": 1}),
+        ("hf-glm4-moe", {**DEEPSEEK, **SHARED, "moe_first_dense_layers": 0}),
+        ("hf-mixtral", {**MIXTURE, "moe_router_bias": True}),
+        ("kempnerforge", {**MIXTURE, **SHARED}),
     ],
-)  # fmt: skip
-def test_unsupported_names_are_refused_with_reason(dialect, features, why):
-    with pytest.raises(UserError, match=rf"layers\.0\.\S+ .*{dialect}.*") as caught:
+)
+def test_unsupported_names_are_refused(dialect, features):
+    with pytest.raises(UserError, match=rf"layers\.0\.\S+ has no counterpart in {dialect} "):
         theirs_of(dialect, features)
-    assert why in str(caught.value)
 
 
 def test_shared_expert_in_mixtral_raises():
     name = "layers.0.mlp.shared_expert.up_proj.weight"
-    with pytest.raises(UserError, match=f"{name} cannot be .*this family has no shared expert"):
+    with pytest.raises(UserError, match=f"{name} has no counterpart in hf-mixtral"):
         NAME_MAPS["hf-mixtral"].key_for(name)

@@ -8,7 +8,7 @@ from jaxforge.config.model import LAYERS, ModelConfig
 from jaxforge.model.layer import LayerSettings
 from jaxforge.model.transformer import Model
 from tests.model.attention_reference import allowed_keys
-from torch_compat.families.family import OURS, THEIRS, fused, name_map, queries_with_gates
+from torch_compat.families.family import HF_NAME, NAME, fused, name_map, queries_with_gates
 from torch_compat.formats.lazy import from_array
 from torch_compat.names.table import Rule
 
@@ -21,10 +21,10 @@ LENGTH = 12
 NAMES = name_map(
     "test", "test",
     *fused(
-        tuple(f"{OURS}attention.{m}_proj.weight" for m in ("q", "gate")),
-        f"{THEIRS}self_attn.q_proj.weight", queries_with_gates,
+        tuple(f"{NAME}attention.{m}_proj.weight" for m in ("q", "gate")),
+        f"{HF_NAME}self_attn.q_proj.weight", queries_with_gates,
     ),
-    *(Rule(f"{OURS}attention.{m}.weight", f"{THEIRS}self_attn.{m}.weight")
+    *(Rule(f"{NAME}attention.{m}.weight", f"{HF_NAME}self_attn.{m}.weight")
       for m in ("k_proj", "v_proj", "o_proj", "q_norm", "k_norm")),
 )  # fmt: skip
 
@@ -46,12 +46,12 @@ def their_attention():
 
 def test_gated_attention_and_fused_queries_match_transformers():
     config, theirs = their_attention()
-    ours = ModelConfig(**SHAPE, attention_output_gate=True)
+    native = ModelConfig(**SHAPE, attention_output_gate=True)
     stored = {f"model.layers.0.self_attn.{key}": from_array(value.numpy())
               for key, value in theirs.state_dict().items()}  # fmt: skip
     names = [rule.name.format(i=0) for rule in NAMES.rules]
-    tensors = NAMES.to_jaxforge(stored, names, ours)
-    model = Model(ours)
+    tensors = NAMES.to_jaxforge(stored, names, native)
+    model = Model(native)
     params = jax.device_get(jax.jit(model.init)(jax.random.key(0)))
     for name, tensor in tensors.items():
         *_, module, leaf = name.split(".")
@@ -71,7 +71,7 @@ def test_gated_attention_and_fused_queries_match_transformers():
 
     result = attend(params, x)
     np.testing.assert_allclose(result, expected.numpy(), rtol=0, atol=1e-5)
-    back = NAMES.to_dialect(tensors, ours)
+    back = NAMES.to_dialect(tensors, native)
     assert back.keys() == stored.keys()
     for key, tensor in back.items():
         np.testing.assert_array_equal(tensor.all(), stored[key].all(), key)

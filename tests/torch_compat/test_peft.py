@@ -94,9 +94,9 @@ def our_logits(run, weights="raw"):
 def test_updates_equal_those_of_peft(base, dropout):
     """Ten updates of AdamW, of the same adapters on the same batches, with the same masks."""
     config = config_of(base, "none", lora={"dropout": dropout})
-    ours = setup(config)
+    native = setup(config)
     saved = Checkpoints(base / "none", config.checkpoint, read_only=True)
-    state, _ = starting_state(ours, saved, open_foreign)
+    state, _ = starting_state(native, saved, open_foreign)
     network = theirs(base / "hf")
     targets = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
     network = peft.get_peft_model(
@@ -127,7 +127,7 @@ def test_updates_equal_those_of_peft(base, dropout):
         torch.nn.utils.clip_grad_norm_(trainable, config.train.grad_clip_norm)
         optimizer.step()
         losses.append(loss.item())
-    state, metrics = ours.run(state, batches)
+    state, metrics = native.run(state, batches)
     np.testing.assert_allclose(metrics["loss"], losses, rtol=1e-5)
     for name, value in flatten_dict(jax.device_get(state.params), sep=".").items():
         if is_adapter(name):
@@ -172,11 +172,11 @@ def key_of(name, layer):
 
 
 def test_peft_loads_the_export_with_equal_logits(trained):
-    ours = our_logits(trained / "run")
+    native = our_logits(trained / "run")
     network = theirs(trained / "hf", trained / "as_peft")
-    np.testing.assert_allclose(ours, huggingface.their_logits(network, tokens()), atol=1e-5)
+    np.testing.assert_allclose(native, huggingface.their_logits(network, tokens()), atol=1e-5)
     plain = huggingface.their_logits(theirs(trained / "hf"), tokens())
-    assert np.abs(plain - ours).max() > 0.01
+    assert np.abs(plain - native).max() > 0.01
     config = json.loads((trained / "as_peft" / "adapter_config.json").read_text())
     assert config["base_model_name_or_path"] == str(trained / "hf")
     assert config["lora_dropout"] == 0.05
@@ -189,13 +189,13 @@ def test_merged_export_has_equal_logits(trained):
 
 
 def test_exports_of_average_have_its_logits(trained):
-    ours = our_logits(trained / "run", "ema")
+    native = our_logits(trained / "run", "ema")
     for network in (
         theirs(trained / "hf", trained / "average_as_peft"),
         huggingface.open_theirs(trained / "average_as_hf"),
     ):
-        np.testing.assert_allclose(ours, huggingface.their_logits(network, tokens()), atol=1e-5)
-    assert np.abs(our_logits(trained / "run") - ours).max() > 1e-3
+        np.testing.assert_allclose(native, huggingface.their_logits(network, tokens()), atol=1e-5)
+    assert np.abs(our_logits(trained / "run") - native).max() > 1e-3
     reference = checkpoints.find(trained / "run")
     for weights in ("raw", "ema"):
         options = ReadOptions(weights=weights)
@@ -209,8 +209,8 @@ def test_import_of_a_peft_adapter_is_the_merged_model(trained):
     pair = (checkpoints.find(trained / name) for name in ("merged", "as_hf"))
     result = verify(*pair, None, (), ReadOptions(), 1 << 28)
     assert result.same, result.differences
-    ours, merged = (our_logits(trained / name) for name in ("run", "merged"))
-    np.testing.assert_allclose(merged, ours, atol=1e-5)
+    native, merged = (our_logits(trained / name) for name in ("run", "merged"))
+    np.testing.assert_allclose(merged, native, atol=1e-5)
     report = inspection.inspect(checkpoints.find(trained / "as_peft"))
     assert (report["format"], report["scale"]) == ("peft", 2.0)
 
@@ -236,8 +236,8 @@ def test_training_goes_on_from_a_peft_adapter(trained):
     config = config_of(trained, "further", lora=section)
     saved = Checkpoints(trained / "further", config.checkpoint, read_only=True)
     started, _ = starting_state(setup(config), saved, open_foreign)
-    own = huggingface.params_of(trained / "run")[1]
-    jax.tree.map(np.testing.assert_array_equal, jax.device_get(started.params), own)
+    params = huggingface.params_of(trained / "run")[1]
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(started.params), params)
 
 
 @pytest.mark.parametrize(
@@ -317,16 +317,16 @@ def test_peft_loads_the_export_of_a_family_with_fused_tensors(fused):
     launch.fit(config_of(path, lora=lora, train={"max_steps": 2}, optimizer={"lr": 0.1}))
     request = Request(checkpoints.find(path / "run"), path / "as_peft", "peft")
     huggingface.convert(request, path / "as_peft")
-    ours = our_logits(path / "run")
+    native = our_logits(path / "run")
     network = theirs(path / "hf", path / "as_peft")
-    np.testing.assert_allclose(ours, huggingface.their_logits(network, tokens()), atol=1e-5)
+    np.testing.assert_allclose(native, huggingface.their_logits(network, tokens()), atol=1e-5)
     plain = huggingface.their_logits(theirs(path / "hf"), tokens())
-    assert np.abs(plain - ours).max() > 0.01
+    assert np.abs(plain - native).max() > 0.01
     config = config_of(path, "further", lora={**lora, "adapter": str(path / "as_peft")})
     saved = Checkpoints(path / "further", config.checkpoint, read_only=True)
     started, _ = starting_state(setup(config), saved, open_foreign)
-    own = huggingface.params_of(path / "run")[1]
-    jax.tree.map(np.testing.assert_array_equal, jax.device_get(started.params), own)
+    params = huggingface.params_of(path / "run")[1]
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(started.params), params)
 
 
 @pytest.mark.parametrize("fused", FAMILIES, indirect=True)

@@ -21,7 +21,7 @@ PLAIN = [
     {"a": 1, 2: "b", (3, 4): [5], None: {"deep": ({"er": (b"\xfe",)},)}},
     ["same", "same", ("same", {"same": "same"})],
 ]  # fmt: skip
-OURS = {("ours", "Record"): Record, ("ours", "pair"): lambda a, b: (a, b), ("ours", "two"): 2}
+NAMES = {("ours", "Record"): Record, ("ours", "pair"): lambda a, b: (a, b), ("ours", "two"): 2}
 
 
 @pytest.mark.parametrize("protocol", [2, 4])
@@ -95,32 +95,32 @@ def test_unpicklable_value_raises_type_error():
 @pytest.mark.parametrize("protocol", [2, 4])
 def test_names_outside_table_are_refused(protocol):
     good = Call(Global("ours", "pair"), (1, [2]))
-    assert pickles.load(pickles.dump(good, protocol), OURS, "here") == (1, [2])
+    assert pickles.load(pickles.dump(good, protocol), NAMES, "here") == (1, [2])
     for module, name in (("ours", "other"), ("other", "pair"), ("builtins", "eval")):
         data = pickles.dump({"deep": [Global(module, name)]}, protocol)
         with pytest.raises(
             UnsafePickleError, match=rf"^here: the pickle names {module}\.{name}, .* refused"
         ):
-            pickles.load(data, OURS, "here")
+            pickles.load(data, NAMES, "here")
 
 
 def test_dotted_name_is_refused():
     """Protocol 4 allows dots in names."""
     data = pickles.dump(Global("ours", "Record.__init__.__globals__"), 4)
     with pytest.raises(UnsafePickleError, match=r"Record\.__init__\.__globals__"):
-        pickles.load(data, OURS, "here")
+        pickles.load(data, NAMES, "here")
 
 
 def test_unexpected_persistent_id_is_refused():
     with pytest.raises(UnsafePickleError, match="here: the pickle refers to objects outside it"):
-        pickles.load(pickles.dump(Persistent(("a",))), OURS, "here")
+        pickles.load(pickles.dump(Persistent(("a",))), NAMES, "here")
 
 
 def test_record_holds_pickled_state():
     data = pickles.dump(New(Global("ours", "Record"), {"a": 1, "b": [2]}))
-    record = pickles.load(data, OURS, "here")
+    record = pickles.load(data, NAMES, "here")
     assert (record.a, record.b) == (1, [2])
-    assert pickles.load(pickles.dump(New(Global("ours", "Record"), (1, 2))), OURS, "x").state == (
+    assert pickles.load(pickles.dump(New(Global("ours", "Record"), (1, 2))), NAMES, "x").state == (
         1, 2,
     )  # fmt: skip
 
@@ -145,7 +145,7 @@ def test_record_holds_pickled_state():
 )
 def test_non_pickle_raises_user_error(data):
     with pytest.raises(UserError, match=r"^here: not a readable pickle"):
-        pickles.load(data, OURS, "here")
+        pickles.load(data, NAMES, "here")
 
 
 @pytest.mark.parametrize("index", [2**23, 2**28, 2**32 - 1])
@@ -155,4 +155,4 @@ def test_memo_size_is_limited(index):
     text = b"\x80\x02Np" + str(index).encode() + b"\n."
     for data in (binary, text):
         with pytest.raises(UserError, match="far more"):
-            pickles.load(data, OURS, "here")
+            pickles.load(data, NAMES, "here")

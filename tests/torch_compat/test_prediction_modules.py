@@ -121,8 +121,8 @@ def test_8_bit_export_keeps_the_input_projection(published, tmp_path):
     path, _ = published
     load(path, tmp_path / "run", "--model.mtp_depth=1")
     written = tensors_of(export(tmp_path / "run", tmp_path / "fp8", dtype="fp8"))
-    own = {key for key in written if key.startswith("model.layers.2.")}
-    scaled = {key.removesuffix("_scale_inv") for key in own if key.endswith("_scale_inv")}
+    module_keys = {key for key in written if key.startswith("model.layers.2.")}
+    scaled = {key.removesuffix("_scale_inv") for key in module_keys if key.endswith("_scale_inv")}
     assert "model.layers.2.mlp.experts.0.up_proj.weight" in scaled
     assert not scaled & {f"model.layers.2.{name}.weight" for name in (*OWN, "embed_tokens")}
 
@@ -152,9 +152,11 @@ def test_dcp_keeps_modules_and_moments(dense_run, dense_dcp, tmp_path):
     config.write_text((dense_run / "config.toml").read_text())
     request = Request(checkpoints.find(dcp), again, "jaxforge", config=config)
     convert(request, again / "checkpoints" / "step_3")
-    ours = setup(config_of(ModelConfig(**DENSE, mtp_depth=2, norm_eps=1e-5)))
+    native = setup(config_of(ModelConfig(**DENSE, mtp_depth=2, norm_eps=1e-5)))
     before, after = (
-        Checkpoints(run, ours.config.checkpoint, read_only=True).restore(ours.abstract_state(), 3)
+        Checkpoints(run, native.config.checkpoint, read_only=True).restore(
+            native.abstract_state(), 3
+        )
         for run in (dense_run, again)
     )
     states = jax.device_get((before[0], after[0]))

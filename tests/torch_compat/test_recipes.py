@@ -36,12 +36,12 @@ FAMILY = '''
 
 from torch_compat.families import common
 from torch_compat.families.common import COMMON
-from torch_compat.families.family import GATED, OURS, OUTSIDE, PRE_NORMS, Family, name_map
+from torch_compat.families.family import GATED, NAME, OUTSIDE, PRE_NORMS, Family, name_map
 from torch_compat.names.table import Rule
 
 _LAYER = "model.layers.{i}.mixer."
 _RULES = tuple(
-    Rule(f"{OURS}{mixer}.{m}_proj.weight", f"{_LAYER}{m}.weight")
+    Rule(f"{NAME}{mixer}.{m}_proj.weight", f"{_LAYER}{m}.weight")
     for mixer, projections in (("attention", "qkvo"), ("decayed_sum", "vo"))
     for m in projections
 )

@@ -164,10 +164,10 @@ def test_groups_by_name_and_wrapped_models_are_imported(tmp_path, names, has_nam
     update(model, optimizer, 0)
     state = read(save((model, optimizer, scheduler), tmp_path / "a.pt", step=1))
     for name, parameter in model.named_parameters():
-        ours = re.sub(r"^(m\.)+", "", name)
-        np.testing.assert_array_equal(state.params[ours].all(), parameter.detach().numpy())
+        native = re.sub(r"^(m\.)+", "", name)
+        np.testing.assert_array_equal(state.params[native].all(), parameter.detach().numpy())
         moment = optimizer.state[parameter]["exp_avg"].numpy()
-        np.testing.assert_array_equal(state.moments["mu"][ours].all(), moment)
+        np.testing.assert_array_equal(state.moments["mu"][native].all(), moment)
     notes = [text for text in state.notes if text.startswith("weight decay was")]
     assert len(notes) == bool(note)
     assert note in "".join(notes)
@@ -327,19 +327,21 @@ def test_keys_that_meet_after_joining_are_refused(tmp_path):
         read(tmp_path / "a.pt")
 
 
-@pytest.mark.parametrize("wide_from", [0, 1000, 2**32 - 1])
-def test_written_file_opens_in_torch_and_zipfile(tmp_path, wide_from):
+@pytest.mark.parametrize("zip64_limit", [10, 1000, zipfile.ZIP64_LIMIT])
+def test_written_file_opens_in_torch_and_zipfile(tmp_path, monkeypatch, zip64_limit):
+    """Beyond the limit, sizes and positions are 64-bit numbers."""
+    monkeypatch.setattr(zipfile, "ZIP64_LIMIT", zip64_limit)
     array = random_array("float32", (7, 11), 0)
     value = {"model": {"a": from_array(array), "b": from_array(array[:, :3].copy())}, "step": 5}
-    torch_zip.write_file(value, tmp_path / "a.pt", block=64, wide_from=wide_from)
+    torch_zip.save(value, tmp_path / "a.pt", block=64)
     loaded = torch.load(tmp_path / "a.pt", weights_only=True)
     np.testing.assert_array_equal(loaded["model"]["a"].numpy(), array)
     np.testing.assert_array_equal(loaded["model"]["b"].numpy(), array[:, :3])
     assert loaded["step"] == 5
     with zipfile.ZipFile(tmp_path / "a.pt") as archive:
         assert archive.testzip() is None
-    ours = torch_file.open_file(Directory(tmp_path), "a.pt")
-    np.testing.assert_array_equal(ours.tensors["model.a"].all(), array)
+    native = torch_file.open_file(Directory(tmp_path), "a.pt")
+    np.testing.assert_array_equal(native.tensors["model.a"].all(), array)
 
 
 def test_huggingface_directory_of_bin_files_is_read(tmp_path):

@@ -112,8 +112,8 @@ def test_reimported_run_resumes_bit_exactly(run, tmp_path, options):
     run, config = run
     dcp = export(run, tmp_path / "dcp", "--to=dcp", "--dialect=gauged", *options)
     keys = open_dcp(Directory(dcp / "step_2")).tensors.keys()
-    ours = {key for key in keys if "router.bias" in key or "gauge" in key}
-    assert ours == {
+    native = {key for key in keys if "router.bias" in key or "gauge" in key}
+    assert native == {
         "model.layers.0.router.bias", "model.layers.1.router.bias", "model.gauge.buffer",
     }, "and no moments"  # fmt: skip
     again = convert_to_run(dcp, tmp_path / "again", config, "--from-dialect=gauged")
@@ -124,13 +124,13 @@ def test_reimported_run_resumes_bit_exactly(run, tmp_path, options):
 def test_run_starts_from_untrained_state(run, tmp_path):
     run, path = run
     dcp = export(run, tmp_path / "dcp", "--to=dcp", "--dialect=gauged")
-    ours = setup(load_config(path))
-    like, expected = ours.abstract_state(), restored(ours, run)
-    with jax.set_mesh(ours.mesh):
-        result, progress = open_foreign(str(dcp), ours.config).restore(like)
-        alone = ours.config.checkpoint.model_copy(update={"exclude_from_loading": ("optimizer",)})
-        job = ours.config.model_copy(update={"checkpoint": alone})
-        started, _ = start_from(open_foreign(str(dcp), job), ours, ("optimizer",))
+    native = setup(load_config(path))
+    like, expected = native.abstract_state(), restored(native, run)
+    with jax.set_mesh(native.mesh):
+        result, progress = open_foreign(str(dcp), native.config).restore(like)
+        alone = native.config.checkpoint.model_copy(update={"exclude_from_loading": ("optimizer",)})
+        job = native.config.model_copy(update={"checkpoint": alone})
+        started, _ = start_from(open_foreign(str(dcp), job), native, ("optimizer",))
     assert progress.step == 2
     for state in (result, started):
         jax.tree.map(np.testing.assert_array_equal, state.variables, expected.variables)
@@ -185,12 +185,12 @@ def test_weights_only_import_uses_initial_state(without, tmp_path, capsys):
     said = "non-trainable state is missing"
     assert said in capsys.readouterr().err
     assert not state_of(run)
-    ours = setup(load_config(path))
-    result = Checkpoints(run, ours.config.checkpoint, read_only=True)
-    with jax.set_mesh(ours.mesh):
-        state, _ = start_from(Saved(result, 0), ours)
+    native = setup(load_config(path))
+    result = Checkpoints(run, native.config.checkpoint, read_only=True)
+    with jax.set_mesh(native.mesh):
+        state, _ = start_from(Saved(result, 0), native)
     result.close()
-    jax.tree.map(np.testing.assert_array_equal, state.model_state, ours.model.initial_state())
+    jax.tree.map(np.testing.assert_array_equal, state.model_state, native.model.initial_state())
     export(run, tmp_path / "again", "--to=dcp", "--weights-only", "--dialect=gauged")
     assert said in capsys.readouterr().err
 
@@ -266,10 +266,10 @@ def test_inspect_and_verify_include_untrained_state(run, tmp_path, capsys):
     assert report["tensors"]["model_state.layers.1.drift"]["shape"] == [64]
     dcp = export(run, tmp_path / "dcp", "--to=dcp", "--dialect=gauged")
     assert cli(["verify", str(run), str(dcp)]) == 0
-    ours, other = setup(load_config(config)), tmp_path / "other"
-    state = restored(ours, run)
+    native, other = setup(load_config(config)), tmp_path / "other"
+    state = restored(native, run)
     changed = {**state.model_state, "gauge": jnp.full(3, 7.0)}
-    saved(other, ours, dataclasses.replace(state, model_state=changed), 2)
+    saved(other, native, dataclasses.replace(state, model_state=changed), 2)
     for options in ([], ["--weights-only"]):
         capsys.readouterr()
         assert cli(["verify", str(other), str(dcp), "--json", *options]) == 1

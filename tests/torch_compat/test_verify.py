@@ -39,8 +39,7 @@ def with_place(dcp, directory, change):
     state = torch_zip.Archive(file, 0, file.size, "").object()
     change(state)
     state["rng"] = {}
-    chunks = torch_zip.archive_blocks(state)
-    (directory / TRAIN_STATE).write_bytes(b"".join(bytes(chunk) for chunk in chunks))
+    torch_zip.save(state, directory / TRAIN_STATE)
     return directory
 
 

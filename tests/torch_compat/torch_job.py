@@ -238,9 +238,9 @@ def main(settings):
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
     decayed = [p for p in model.parameters() if p.ndim > 1]
-    others = [p for p in model.parameters() if p.ndim <= 1]
+    undecayed = [p for p in model.parameters() if p.ndim <= 1]
     optimizer = torch.optim.AdamW(
-        [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}],
+        [{"params": decayed, "weight_decay": 0.1}, {"params": undecayed, "weight_decay": 0.0}],
         lr=3e-3, betas=(0.9, 0.95), eps=1e-8,
     )  # fmt: skip
     scheduler = torch.optim.lr_scheduler.LambdaLR(

@@ -8,7 +8,6 @@ from jaxforge.training import launch
 from tests.conftest import tiny_config
 from torch_compat.convert import conversion
 from torch_compat.convert.source import Request
-from torch_compat.formats.workers import Share, Workers
 
 MODEL = {"vocab_size": 260, "n_layers": 1, "dim": 32, "max_seq_len": 64}
 
@@ -85,4 +84,4 @@ def student(runs, name, teacher="base", **train):
 def export(source, directory):
     """Write a checkpoint as a Hugging Face model."""
     request = Request(source, directory, "hf")
-    conversion.run(request, conversion.plan(request), Share(), lambda _: None, Workers())
+    conversion.run(request, conversion.plan(request), lambda _: None)

@@ -273,14 +273,14 @@ def read_peft(directory: Directory, dialect: NameMap, model: ModelConfig) -> dic
         if missing := [k for k in keys.values() if k not in tensors]:
             raise UserError(f"{where}: {missing[0]} is missing")
         a, b = (tensors.pop(keys[m]) for m in ADAPTER)
-        own = config.of_module(key)
-        if not len(a.shape) == len(b.shape) == 2 or {a.shape[0], b.shape[1]} != {own.rank}:
+        lora = config.of_module(key)
+        if not len(a.shape) == len(b.shape) == 2 or {a.shape[0], b.shape[1]} != {lora.rank}:
             raise UserError(
                 f"{where}: {key} has matrices {list(a.shape)} and {list(b.shape)}, and not the "
-                f"rank {own.rank} of {CONFIG}"
+                f"rank {lora.rank} of {CONFIG}"
             )
-        if not math.isclose(own.scale, config.scale):
-            b = _times(b, own.scale / config.scale)
+        if not math.isclose(lora.scale, config.scale):
+            b = _times(b, lora.scale / config.scale)
         for layer, matrices in _to_jaxforge(Adapter(a, b), layers, config, model).items():
             result |= {f"{layer}.{m}": matrix for m, matrix in zip(ADAPTER, matrices, strict=True)}
     if tensors or not result:
@@ -301,6 +301,7 @@ def _to_jaxforge(
     """
     changes = {layer: _row_change(rule, layer) for layer, rule in layers.items()}
     parts = {0: adapter}
+    # One tensor of q, k and v has one A. Its B is split by rows, with A repeated for each part.
     if fused := [rule.change for rule in layers.values() if isinstance(rule.change, Fused)]:
         rows, outputs = fused[0].layout(model), adapter.b.shape[0]
         if outputs != sum(map(len, rows)):

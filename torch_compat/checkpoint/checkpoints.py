@@ -106,10 +106,14 @@ class CheckpointRef:
     ) -> JobConfig | None:
         """Return the config of the checkpoint, with the `[lora]` section of a run."""
         directory = self.run if self.format == "jaxforge" else self.directory.path
+        # A config may name plugins, which are code: whose run it is decides whether they are
+        # imported.
         trusts = trust.if_granted(directory) if is_compared else trust.of_run(directory)
         if path is not None:
             config = load_config(path, overrides, trusts)
             is_megatron = megatron_files.is_known(self.directory)
+            # The file is KempnerForge's own, so keys that it leaves out have KempnerForge's
+            # defaults.
             if self.is_torch and not is_megatron and (usual := _usual_settings(config)):
                 return load_config(path, [*overrides, *usual], trusts)
             return config
@@ -159,9 +163,10 @@ class CheckpointRef:
                 if options.weights_only
                 else checkpoint
             )
+        # Only runs of jaxforge store an average next to the parameters.
         if options.weights == "ema":
             raise UserError(
-                f"--weights ema: {self} is no run of jaxforge, whose checkpoints may have an "
+                f"--weights ema: {self} is not a run of jaxforge, whose checkpoints may have an "
                 "average of the parameters. Remove --weights"
             )
         mup.check_import(config.model, str(self))
@@ -177,10 +182,10 @@ class CheckpointRef:
         options: ReadOptions,
     ) -> CheckpointState:
         """Return the weights of a run that trains adapters, merged into its base model."""
-        own = config.checkpoint.load_path or stored.checkpoint.load_path
-        if own is None:
+        path = config.checkpoint.load_path or stored.checkpoint.load_path
+        if path is None:
             raise UserError(f"{self}: its config names no base model: give --checkpoint.load_path")
-        base = find(own)
+        base = find(path)
         if base.format == "jaxforge" and base.has_adapters:
             raise UserError(
                 f"{self}: its base model {base} holds adapters. Merge them into a new run: "
@@ -190,6 +195,7 @@ class CheckpointRef:
         if options.weights == "ema":
             checkpoint = checkpoint.averaged(str(self))
         assert checkpoint.progress is not None
+        # Adapters of another base would merge without an error, as shapes agree.
         adapters.check_base(read.params, checkpoint.progress.base, config.model, str(base))
         merged = adapters.merge(read, checkpoint.params, stored.lora.scale)
         notes = ["left out: the optimizer state of the adapters"]
@@ -214,7 +220,7 @@ class CheckpointRef:
         try:
             reference = find(base)
         except UserError as error:
-            raise UserError(f"{where} is no checkpoint on this machine. {remedy}") from error
+            raise UserError(f"{where} is not a checkpoint on this machine. {remedy}") from error
         if reference.has_adapters:
             raise UserError(
                 f"{where} holds adapters. Merge them with `torch_compat convert`, and write the "
@@ -252,7 +258,7 @@ class CheckpointRef:
             weights: "ema" returns the average of the adapters in their place.
 
         Raises:
-            UserError: the checkpoint is no run that trains adapters, or has no average.
+            UserError: the checkpoint is not a run that trains adapters, or has no average.
         """
         checkpoint, stored = (
             orbax_store.open_orbax(self._path) if self.format == "jaxforge" else (None, None)
@@ -270,6 +276,7 @@ class CheckpointRef:
             return dcp_state.read(dcp, target, options)
         notes = megatron_state.check_job(job, config)
         keys = dcp_state.sort_keys(dcp)
+        # The files tell that the further rows are padding, so that the user need not say so.
         if megatron_state.is_padded(keys, job, config.model):
             options = dataclasses.replace(options, resize_vocab=True)
         checkpoint = dcp_state.read(dcp, target, options)
@@ -325,7 +332,7 @@ class CheckpointRef:
 
     @property
     def title(self) -> str:
-        """Last part of the path that is no step and no directory of steps."""
+        """Last part of the path that is neither a step nor a directory of steps."""
         names = [*reversed(self.directory.path.split("/"))]
         if self.file and (stem := self.file.rpartition(".")[0]) not in _GENERIC_STEMS:
             names.insert(0, stem)
@@ -368,6 +375,7 @@ def _find(location: str) -> CheckpointRef:
     if file := torch_file.find_file(location):
         return CheckpointRef("pt", *file)
     directory = Directory(location)
+    # The directory itself first: a checkpoint may contain directories that look like steps.
     for candidate in (directory, *_latest(directory)):
         if is_dcp(candidate):
             return CheckpointRef("dcp", candidate.resolved())

@@ -80,29 +80,34 @@ def sort_keys(dcp: Dcp, dialect: str | None = None) -> DcpKeys:
     state: dict[str, dict[str, Any]] = {}
     groups: dict[str, dict[str, Any]] = {}
     model: dict[str, LazyTensor] = {}
-    others = []
+    unassigned = []
     for key in (*dcp.tensors, *dcp.objects):
         if match := _OPTIMIZER.fullmatch(key):
+            # A parameter's name may contain dots, a field of optimizer state does not.
             owner, _, field = match[2].rpartition(".")
             if match[1] == "state":
                 value = dcp.tensors[key] if key in dcp.tensors else dcp.objects(key)
+                # Nested and flattened dicts give the same flat key, so both layouts are read here.
                 state.setdefault(strip_wrappers(owner), {})[field] = value
             elif field in MAIN_KEYS and key in dcp.objects:
                 groups.setdefault(owner, {})[field] = dcp.objects(key)
             elif field in MAIN_KEYS:
                 groups.setdefault(owner, {})[field] = _number(dcp.tensors[key], key)
         elif _NOT_MODEL.fullmatch(key) or key not in dcp.tensors:
-            others.append(key)
+            # Objects are never weights; RNG states and counters may be tensors.
+            unassigned.append(key)
         else:
             stripped = strip_wrappers(key)
             if stripped in model:
                 raise UserError(f"{dcp.where}: {key} and another key are both {stripped}")
             model[stripped] = dcp.tensors[key]
     result = find_model(model, dialect)
+    # `find_model` has removed a prefix of the model's keys. The optimizer's owners lose the same
+    # one.
     state = {result.owner(owner): fields for owner, fields in state.items()}
-    others += result.left_out
+    unassigned += result.left_out
     return DcpKeys(
-        result.dialect, result.params, state, list(groups.values()), others, result.left_out
+        result.dialect, result.params, state, list(groups.values()), unassigned, result.left_out
     )
 
 
@@ -122,10 +127,12 @@ def read(dcp: Dcp, target: AbstractTarget, options: ReadOptions) -> CheckpointSt
         raise UserError(unknown(keys.params, dcp.where))
     notes: list[str] = []
     if keys.left_out:
-        notes.append(f"left out: {summarize_names(keys.left_out)}, which are no part of the model")
+        notes.append(f"left out: {summarize_names(keys.left_out)}, which are not part of the model")
     by = Translation(keys.dialect, target.config.model, options.resize_vocab, dcp.where)
     if not options.weights_only:
         megatron_state.check_mapped(keys, dcp.where)
+    # Megatron's weights are rounded copies of float32 masters. A run that resumes needs the
+    # masters.
     alone = options.weights_only or not keys.state
     theirs = keys.params if alone else {**keys.params, **keys.masters}
     params, state, more = untrained.translate_model(theirs, target, by, goes_on=not alone)
@@ -168,19 +175,22 @@ def _with_optimizer(
     """Return a checkpoint with its optimizer state and the position in the run."""
     where, notes = train_state.read_train_state(dcp), [*checkpoint.notes]
     if numbered_state.is_numbered(keys.state):
+        # Buffers have no number in `optimizer.state_dict()`.
         trained = {by.dialect.key_for(name) for name in target.params}
         of_model = {key: tensor for key, tensor in keys.params.items() if key in trained}
         assigned = numbered_state.state_by_name(keys.state, of_model, dcp)
         keys = keys._replace(state=assigned.state)
         optimizer, stacking = target.config.optimizer, target.stacking
-        ours = {
+        decays = {
             by.dialect.key_for(n): optimizer.decays(stacking.array_of(n), is_matrix=len(shape) > 1)
             for n, shape in target.params.items() if optimizer.weight_decay
         }  # fmt: skip
-        notes += optimizer_state.decay_disagreements(assigned.decays, ours)
+        notes += optimizer_state.decay_disagreements(assigned.decays, decays)
     states, more = untrained.drop_untrained_moments(keys.state, target, by.dialect)
     notes += more
     counts = _counts(keys, target, dcp.where)
+    # Whether experts have counts of their own decides which moments must exist, so this comes
+    # first.
     settled = expert_counts.resolve_skip_idle_experts(
         states, counts, target, by, where.skips_idle_experts
     )
@@ -240,6 +250,7 @@ def entries(
         entry = Entry(path, value)
         written[entry.key] = entry
 
+    # One state dict in PyTorch: a loader does not tell buffers from parameters.
     with_head = params | state
     if config.tie_embeddings and dialect.writes_tied_head:
         with_head[dialect.key_for(HEAD)] = params[dialect.key_for(EMBEDDING)]
@@ -248,8 +259,8 @@ def entries(
     if weights_only or checkpoint.moments is None:
         return written
     settings = group_settings(checkpoint, target, dialect)
-    for key, own in _state_by_key(checkpoint, target, dialect, settings).items():
-        for field, value in own.items():
+    for key, fields in _state_by_key(checkpoint, target, dialect, settings).items():
+        for field, value in fields.items():
             add(("optimizer", f"state.{owner}{key}.{field}") if flat else
                 ("optimizer", "state", f"{owner}{key}", field), value)  # fmt: skip
     updates = int(checkpoint.scalars["updates"])
@@ -283,13 +294,13 @@ def _state_by_key(
     sums = counts(WEIGHT_SUM) if WEIGHT_SUM in checkpoint.scalars else {}
     result: dict[str, dict[str, Any]] = {}
     for key in keys:
-        own: dict[str, Any] = {}
+        state: dict[str, Any] = {}
         if key in steps:
-            own[STEP] = from_array(np.asarray(steps[key], np.float32))
-        own |= {theirs: tensors[key] for theirs, tensors in fields.items() if key in tensors}
+            state[STEP] = from_array(np.asarray(steps[key], np.float32))
+        state |= {theirs: tensors[key] for theirs, tensors in fields.items() if key in tensors}
         if key in sums:
-            own[WEIGHT_SUM] = sums[key]
-        result[key] = own
+            state[WEIGHT_SUM] = sums[key]
+        result[key] = state
     return result
 
 
@@ -360,9 +371,11 @@ def _moments(
     Parameters in `never_updated` have zero moments, which do not count as missing.
     """
     name, kind = target.config.optimizer.name, optimizer_layout(target.config)
-    fields = {ours: kind.fields[ours] for ours in target.moments if ours in kind.fields}
+    fields = {moment: kind.fields[moment] for moment in target.moments if moment in kind.fields}
+    # Fields of another optimizer are an error even if all needed ones exist: its moments mean other
+    # things.
     present = {field for state in states.values() for field in state} - {STEP, WEIGHT_SUM}
-    needed = {field for ours, field in fields.items() if ours in kind.required}
+    needed = {field for moment, field in fields.items() if moment in kind.required}
     if not needed <= present <= set(fields.values()):
         raise UserError(
             f"{by.where}: its optimizer state has {', '.join(sorted(present))}; that of "
@@ -370,13 +383,13 @@ def _moments(
             "the one that wrote it, or import with --weights-only"
         )
     moments, missing = {}, 0
-    for ours, theirs in fields.items():
+    for moment, theirs in fields.items():
         tensors = {
             key: value
             for key, state in states.items()
             if isinstance(value := state.get(theirs), LazyTensor)
         }
-        shapes = target.moments[ours]
+        shapes = target.moments[moment]
         present_names = by.dialect.to_jaxforge(tensors, shapes, by.model).keys()
         absent = [
             name for name in shapes if name not in present_names and name not in never_updated
@@ -394,8 +407,9 @@ def _moments(
             {name: shape for name, shape in shapes.items() if name in present_names},
             by._replace(where=f"{by.where}: {theirs}"),
         )
+        # All parts of a stacked array must have one dtype (`Stacking.join`).
         dtype = next((tensor.dtype for tensor in result.values()), np.dtype(np.float32))
-        moments[ours] = {
+        moments[moment] = {
             name: result[name] if name in present_names else zeros(shape, dtype)
             for name, shape in shapes.items()
         }
@@ -448,16 +462,18 @@ def _counts_of_experts(
 ) -> dict[str, dict[str, LazyTensor]]:
     """Return the fields of the counters in `_scalars` for each expert."""
     field = WEIGHT_SUM if WEIGHT_SUM in scalars else "updates"
-    own = expert_counts.per_expert_counts(counts, float(scalars[field]), target, by.dialect, absent)
-    steps = own
+    of_experts = expert_counts.per_expert_counts(
+        counts, float(scalars[field]), target, by.dialect, absent
+    )
+    steps = of_experts
     if field == WEIGHT_SUM:
         steps = {
             name: optimizer_state.schedule_free_updates(weight_sum, target.config)
-            for name, weight_sum in own.items()
+            for name, weight_sum in of_experts.items()
         }
     result = {n: optimizer_state.parse_updates(step, by.where) for n, step in steps.items()}
     expert_counts.check(result, int(scalars["updates"]), target, by.where)
-    return expert_counts.fields({field: own, "updates": result})
+    return expert_counts.fields({field: of_experts, "updates": result})
 
 
 def _number(value: Any, what: str) -> float:  # noqa: ANN401 (untrusted)
@@ -466,4 +482,4 @@ def _number(value: Any, what: str) -> float:  # noqa: ANN401 (untrusted)
     except UserError:
         raise
     except ValueError as error:
-        raise UserError(f"{what} is no number ({error})") from error
+        raise UserError(f"{what} is not a number ({error})") from error

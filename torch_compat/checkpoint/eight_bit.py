@@ -54,8 +54,8 @@ def _dequantize(values: LazyTensor, scales: LazyTensor) -> LazyTensor:
         first = rows.start // block
         scale_rows = slice(first, -(-rows.stop // block))
         exponents = scales.read((*outer, scale_rows, columns)).astype(np.uint32)
-        own = slice(rows.start - first * block, rows.stop - first * block)
-        powers = np.repeat((exponents << 23).view(np.float32), block, axis=-2)[..., own, :]
+        in_blocks = slice(rows.start - first * block, rows.stop - first * block)
+        powers = np.repeat((exponents << 23).view(np.float32), block, axis=-2)[..., in_blocks, :]
         q = values.read(index).astype(np.float32) * step
         x = q * np.abs(q) * powers
         return x if values.dtype == np.int8 else np.square(x)

@@ -68,19 +68,19 @@ def resolve_skip_idle_experts(
     if not config.model.is_moe or config.optimizer.skip_idle_experts:
         return target
     keys = set(expert_keys(target, dialect).values())
+    # Parameters outside experts get a gradient in each update: their count is that of the run.
     common = {count for key, count in counts.items() if key not in keys}
-    own = sorted(key for key in keys & counts.keys() if counts[key] not in common)
+    differing = sorted(key for key in keys & counts.keys() if counts[key] not in common)
     if config.optimizer.skip_idle_experts is None:
         if recorded is None:  # no export of jaxforge: the behaviour of KempnerForge
             recorded = dialect.name == "kempnerforge" and config.train.mixed_precision == "fp32"
-        skips = own or unreached(states, target, dialect) or recorded
+        skips = differing or unreached(states, target, dialect) or recorded
         return target.with_idle_experts_skipped() if skips else target
-    if own and common:
+    if differing and common:
         raise UserError(
-            f"{by.where}: {summarize_names(own)} have had fewer updates than other parameters, as "
-            "the run "
-            "skipped experts without tokens, and optimizer.skip_idle_experts is false; leave it "
-            "out, or set it to true"
+            f"{by.where}: {summarize_names(differing)} have had fewer updates than other "
+            "parameters, as the run skipped experts without tokens, and "
+            "optimizer.skip_idle_experts is false; leave it out, or set it to true"
         )
     return target
 
@@ -96,8 +96,8 @@ def unreached(states: States, target: AbstractTarget, dialect: NameMap) -> set[s
     saved = {name for field in kind.required for name in target.moments[field]}
     result: set[str] = set()
     for names in group_by_expert(keys, target):
-        own = [keys[name] for name in names if name in saved and sharing[keys[name]] == 1]
-        if own and not any(key in states for key in own):
+        saved_keys = [keys[name] for name in names if name in saved and sharing[keys[name]] == 1]
+        if saved_keys and not any(key in states for key in saved_keys):
             result.update(names)
     return result
 
@@ -138,9 +138,10 @@ def check(steps: Mapping[str, int], updates: int, target: AbstractTarget, where:
     Raises:
         UserError: an expert has several counts, or more updates than the run.
     """
+    # The matrices of an expert get their gradients together, so they must agree.
     for names in group_by_expert(steps, target):
-        own = {steps[name] for name in names}
-        if len(own) > 1 or max(own) > updates:
+        values = {steps[name] for name in names}
+        if len(values) > 1 or max(values) > updates:
             what = ", ".join(f"{name}: {steps[name]}" for name in names)
             raise UserError(
                 f"{where}: the optimizer has different numbers of updates for one expert, or more "
@@ -177,12 +178,12 @@ def counts_by_torch_key(
     Raises:
         UserError: a tensor of the dialect holds experts whose counters differ.
     """
-    own = (checkpoint.moments or {}).get(EXPERT_FIELD + field, {})
+    of_experts = (checkpoint.moments or {}).get(EXPERT_FIELD + field, {})
     shared = checkpoint.scalars[field]
     names: dict[str, float] = {}
     for name in checkpoint.params:
         key = dialect.key_for(name)
-        value = float(own[name].all() if name in own else shared)
+        value = float(of_experts[name].all() if name in of_experts else shared)
         if names.setdefault(key, value) != value:
             raise UserError(
                 f"{key} holds several experts, which have had different numbers of updates "

@@ -46,10 +46,10 @@ def fuse(parts: Mapping[int, Adapter], rows: Sequence[np.ndarray]) -> Adapter:
         out = len(own_rows)
         no_adapter = Adapter(zeros((rank, inp), dtype), zeros((out, rank), dtype))
         a, b = parts.get(part, no_adapter)
-        others = np.delete(np.arange(n * rank), slots[part])
-        columns = [b.transposed(), zeros((len(others), out), dtype)]
+        free = np.delete(np.arange(n * rank), slots[part])
+        columns = [b.transposed(), zeros((len(free), out), dtype)]
         all_a.append(a)
-        all_b.append(interleave_rows(columns, [slots[part], others]).transposed())
+        all_b.append(interleave_rows(columns, [slots[part], free]).transposed())
     return Adapter(interleave_rows(all_a, slots), interleave_rows(all_b, rows))
 
 

@@ -12,7 +12,7 @@ from jaxforge.config.job import JobConfig
 from jaxforge.config.model import ModelConfig
 from jaxforge.errors import UserError
 from torch_compat.checkpoint.network_settings import network_settings, same
-from torch_compat.families import FAMILIES, RETIRED_FAMILIES, UNSUPPORTED_FAMILIES, Family
+from torch_compat.families import FAMILIES, Family
 from torch_compat.families.common import NEEDED
 from torch_compat.families.values import integer, is_possible
 from torch_compat.formats import limits
@@ -110,17 +110,9 @@ def block_of_scales(config: Mapping[str, Any], where: str) -> tuple[int, int] | 
 
 def _family(config: Mapping[str, Any], where: str) -> Family:
     name = config.get("model_type")
-    if not isinstance(name, str):
-        problem = f"{reprlib.repr(name)} is not one of"
-    elif name in FAMILIES:
+    if isinstance(name, str) and name in FAMILIES:
         return FAMILIES[name]
-    elif name in UNSUPPORTED_FAMILIES:
-        problem = f"{name!r} takes {UNSUPPORTED_FAMILIES[name]}: not built yet; supported are"
-    elif name in RETIRED_FAMILIES:
-        problem = f"{name!r} was retired with its options of [model]; supported are"
-    else:
-        problem = f"{reprlib.repr(name)} is not one of"
-    raise UserError(f"{where}: model_type {problem} {', '.join(FAMILIES)}")
+    raise UserError(f"{where}: model_type {reprlib.repr(name)} is not one of {', '.join(FAMILIES)}")
 
 
 def _complete(config: Mapping[str, Any], family: Family, where: str) -> dict[str, Any]:
@@ -135,6 +127,8 @@ def _complete(config: Mapping[str, Any], family: Family, where: str) -> dict[str
     missing = [family.name_in_family(key) for key in needed if type(usual.get(key)) is not int]
     if missing:
         raise UserError(f"{where}: it does not give {', '.join(missing)}, or not as whole numbers")
+    # Ranges come before arithmetic with the values: sizes of a stranger may overflow or divide by
+    # zero.
     for key, value in usual.items():
         if not is_possible(family, key, value):
             name = family.name_in_family(key)
@@ -145,6 +139,7 @@ def _complete(config: Mapping[str, Any], family: Family, where: str) -> dict[str
             f"{where}: jaxforge's model has no counterpart of {'; '.join(problems)} in "
             f"{family.model_type}"
         )
+    # transformers treats a null flag as false, whatever the flag's default is.
     flags = {key for key, default in family.defaults.items() if isinstance(default, bool)}
     null_flags = {key: False for key in flags if usual.get(key, True) is None}
     complete = {**family.defaults, **usual, **null_flags}
@@ -167,6 +162,7 @@ def _by_usual_names(config: Mapping[str, Any], family: Family, where: str) -> di
     usual: dict[str, Any] = {}
     for key, value in config.items():
         name = family.llama_name(key)
+        # A null repeats the default, which must not hide the value under the key's other name.
         if usual.get(name) is not None and value is None:
             continue
         if usual.get(name, value) not in (None, value):
@@ -175,13 +171,13 @@ def _by_usual_names(config: Mapping[str, Any], family: Family, where: str) -> di
                 f"meaning, {reprlib.repr(usual[name])}. Remove one of them"
             )
         usual[name] = value
-    for own, name in family.names.items():
-        is_read = own in config or name not in config or name in family.aliases
+    for family_key, name in family.names.items():
+        is_read = family_key in config or name not in config or name in family.aliases
         if not is_read and usual[name] not in (None, family.defaults.get(name)):
             raise UserError(
                 f"{where}: transformers does not read {name} in {family.model_type}. Rename "
-                f"{name} = {reprlib.repr(usual[name])} to {own} if the model was trained with it, "
-                "or remove it"
+                f"{name} = {reprlib.repr(usual[name])} to {family_key} if the model was trained "
+                "with it, or remove it"
             )
     return usual
 
@@ -222,6 +218,8 @@ def select_family(
     Raises:
         UserError: no family supports the model, or the requested one does not.
     """
+    # A family fits if its keys, read again, describe the same network: no list of features to
+    # maintain.
     lacks = {
         name: _lacks(family, model)
         for name, family in FAMILIES.items()
@@ -267,6 +265,8 @@ def config_json(
         imported: `config.json` with which the run was imported, if the run has the same tokens.
     """
     before = {key: value for key, value in (imported or {}).items() if key not in _OF_THE_EXPORT}
+    # Keys that describe the same network are kept as they were imported, for loaders that compare
+    # files.
     keys = _model_keys(config.model, FAMILIES[family], before)
     return {
         "bos_token_id": None,
@@ -293,8 +293,8 @@ def _model_keys(model: ModelConfig, family: Family, before: Mapping[str, Any]) -
     if before.get("model_type") != family.model_type:
         return keys
     read = network_settings(ModelConfig(**model_table(before, CONFIG)))
-    wanted = network_settings(model)
-    if not all(same(read[key], wanted[key]) for key in wanted):
+    settings = network_settings(model)
+    if not all(same(read[key], settings[key]) for key in settings):
         return keys
     further = {
         key: model.mtp_depth for key in before
@@ -316,5 +316,9 @@ def _lacks(family: Family, model: ModelConfig) -> list[str]:
         again = ModelConfig(**model_table(written, family.model_type))
     except (UserError, ValueError) as error:
         return [f"{_NO_SUCH} ({error})"]
-    wanted, settings = network_settings(model), network_settings(again)
-    return [f"{key} = {wanted[key]!r}" for key in wanted if not same(wanted[key], settings[key])]
+    settings, written_settings = network_settings(model), network_settings(again)
+    return [
+        f"{key} = {settings[key]!r}"
+        for key in settings
+        if not same(settings[key], written_settings[key])
+    ]

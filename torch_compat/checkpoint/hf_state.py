@@ -114,6 +114,9 @@ def read(directory: Directory, target: AbstractTarget, options: ReadOptions) -> 
             f"{directory}: model.mtp_depth = {model.mtp_depth}, but the files have {len(further)} "
             f"layers that predict further tokens. Set model.mtp_depth to at most {len(further)}"
         )
+    # Layers that predict further tokens follow the model's own layers, and embed the token again:
+    # those that the config leaves out go first, then the copies of embedding and head in the
+    # others.
     by_name, left_out = _drop_layers(by_name, further[model.mtp_depth :])
     by_name = _drop_shared(by_name, further[: model.mtp_depth], dialect, model, str(directory))
     into = Translation(dialect, model, options.resize_vocab, str(directory))
@@ -163,7 +166,7 @@ def write_documents(documents: Mapping[str, bytes], target: Path) -> None:
 
 
 def read_imported_documents(run: Path) -> ImportedDocuments | None:
-    """Read the copies of `write_documents` in a run directory; None for a run that is no import.
+    """Read the copies of `write_documents` in a run directory; None for one that is not an import.
 
     Raises:
         UserError: a file is not a JSON object.
@@ -232,15 +235,16 @@ def tensors_of_export(
     if dtype != IN_8_BITS:
         result = dialect.to_dialect(checkpoint.variables, model)
         return {**result, **{key: result[shared] for key, shared in copies.items()}}
+    # Routers, norms, embedding and head stay in bfloat16, as in DeepSeek-V3's files.
     matrices = {dialect.key_for(name) for name in checkpoint.params if _MATRIX.fullmatch(name)}
     weights = dialect.to_dialect(checkpoint.params, model)
     if packed := [key for key in weights if key in matrices and len(weights[key].shape) != 2]:
         raise UserError(
             f"--dtype {IN_8_BITS}: {packed[0]} holds several matrices. Export with --dtype bfloat16"
         )
-    others = dialect.to_dialect(checkpoint.model_state or {}, model)
+    model_state = dialect.to_dialect(checkpoint.model_state or {}, model)
     weights |= {key: weights[shared] for key, shared in copies.items()}
-    return {**block_scaled.quantize(weights, matrices), **others}
+    return {**block_scaled.quantize(weights, matrices), **model_state}
 
 
 def units(
@@ -294,6 +298,7 @@ def _documents(
 
     Imported files are used if their EOS tokens are those of the run's tokenizer.
     """
+    # With another tokenizer, the imported ids would stop the text at other tokens.
     eos_ids = hf_tokenizer.eos_ids(tokenizer)
     if before is None or not (tokenizer is None or set(before.eos_ids) <= set(eos_ids)):
         return {
@@ -320,6 +325,7 @@ def _rename_to_dialect(
     Raises:
         UserError: two keys belong to one parameter.
     """
+    # "model" of `model.embed_tokens.weight`: the attribute of the class with the output head.
     base = dialect.key_for(EMBEDDING).partition(".")[0]
     names = [strip_wrappers(key) for key in contents]
 
@@ -328,6 +334,7 @@ def _rename_to_dialect(
             dialect.knows(f"{b}{n.removeprefix(prefix)}") for b in ("", f"{base}.") for n in names
         )
 
+    # "" first: names that the dialect knows keep what may look like a prefix.
     wrapper = next(filter(is_prefix, ("", *shared_prefixes(names))), "")
     tensors: dict[str, LazyTensor] = {}
     for key, tensor in contents.items():

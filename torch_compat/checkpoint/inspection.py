@@ -1,6 +1,5 @@
 """Inspection of a checkpoint without a config and without reading its tensors."""
 
-import json
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -29,21 +28,6 @@ def inspect(reference: CheckpointRef) -> dict[str, Any]:
             for name, t in raw.items()
         },
     }
-
-
-def as_json(report: Mapping[str, Any]) -> str:
-    """Return a report as JSON, with one line per entry and per tensor.
-
-    `json.dumps(indent=2)` would write a line per number and take ten times as long.
-    """
-    tensors = _lines(report["tensors"], "    ")
-    others = {key: value for key, value in report.items() if key != "tensors"}
-    inner = f"{{\n{tensors}\n  }}" if tensors else "{}"
-    return f'{{\n{_lines(others, "  ")},\n  "tensors": {inner}\n}}'
-
-
-def _lines(values: Mapping[str, Any], indent: str) -> str:
-    return ",\n".join(f"{indent}{json.dumps(k)}: {json.dumps(v)}" for k, v in values.items())
 
 
 def as_text(report: Mapping[str, Any]) -> str:
@@ -75,7 +59,7 @@ def _dcp(reference: CheckpointRef) -> tuple[dict[str, Any], Tensors]:
         "optimizer fields": sorted(fields),
         "settings": common_settings(keys.groups),
         "place": {k: v for k, v in where._asdict().items() if v is not None},
-        "other keys": keys.others,
+        "other keys": keys.unassigned,
     }, dcp.tensors
 
 

@@ -102,6 +102,8 @@ def read(dcp: Dcp, weights: Mapping[str, LazyTensor]) -> dict[str, dict[str, Laz
             }
             for field in ranks[0][0]
         }  # fmt: skip
+        # Sizes alone may fit several orders, for example of equal matrices. Values of the float32
+        # copies tell whether each parameter got its own range.
         names = [n for n, copy in fields[_MASTER].items() if not _agrees(weights[n], copy)]
         if not names:
             return fields
@@ -195,6 +197,7 @@ def _fill(
     for shape in reversed(shapes):
         if shape is None:
             return None
+        # A bucket ends with or without padding: both positions count as its end.
         start = -(-end // _ALIGNMENT) * _ALIGNMENT
         if lengths[bucket] in (start, end):
             bucket, start = bucket + 1, 0
@@ -223,6 +226,8 @@ def _orders(weights: Mapping[str, LazyTensor], spec: _Spec) -> list[list[str]] |
         ]
         for stage in range(spec.stages)
     ]
+    # A tied head is a copy of the embedding on the last stage. On a single stage it is the same
+    # tensor.
     first = [WORD_EMBEDDINGS, "embedding.position_embeddings.weight"]
     head = "output_layer.weight"
     if head not in weights and spec.stages > 1:
@@ -258,6 +263,7 @@ def _parts(name: str, weights: Mapping[str, LazyTensor], ranks: int) -> list[np.
     halves = 2 if is_gated(name, weights) else 1  # gate and up are split separately
     if axis >= len(shape) or shape[axis] % (halves * ranks):
         return None
+    # [gate or up, rank, row of the rank]: each rank holds its part of gate, then its part of up.
     rows = np.arange(shape[axis]).reshape(halves, ranks, -1)
     return [rows[:, rank].reshape(-1) for rank in range(ranks)]
 
@@ -300,6 +306,7 @@ def _agrees(weight: LazyTensor, copy: LazyTensor) -> bool:
     shape = weight.shape
     indices = [full_index(shape)]
     if len(shape) > 1 and shape[0] > _COMPARED_ROWS:
+        # Rows spread over the matrix: a shifted range differs in most of them.
         rows = {i * (shape[0] - 1) // (_COMPARED_ROWS - 1) for i in range(_COMPARED_ROWS)}
         indices = [(slice(row, row + 1), *full_index(shape[1:])) for row in sorted(rows)]
     return all(

@@ -57,18 +57,18 @@ _OTHER_MODELS = ("gemma", "mamba", "nemotronh", "nemotron_h", "gpt_oss", "_vl", 
 """Parts of names of providers whose models differ from the GPT model in more than settings."""
 
 
-def model_table(given: Settings, where: str) -> Table:
+def model_table(stored: Settings, where: str) -> Table:
     """Return the `[model]` table of a Megatron-Core model.
 
     Args:
-        given: settings of the model.
+        stored: settings of the model.
         where: file of the settings, for messages.
 
     Raises:
         UserError: settings are missing, impossible or not supported.
     """
-    _check(given, where)
-    s = {**_DEFAULTS, **{key: value for key, value in given.items() if value is not None}}
+    _check(stored, where)
+    s = {**_DEFAULTS, **{key: value for key, value in stored.items() if value is not None}}
     heads, dim = s["num_attention_heads"], s["hidden_size"]
     table: Table = {
         "dim": dim,
@@ -84,6 +84,7 @@ def model_table(given: Settings, where: str) -> Table:
     }
     if table["vocab_size"] is None:
         raise UserError(f"{where}: vocab_size or padded_vocab_size is missing")
+    # Megatron writes kv_channels also if it is the default, dim / heads.
     if s["kv_channels"] and s["kv_channels"] * heads != dim:
         table["head_dim"] = s["kv_channels"]
     if s["softmax_scale"] is not None:
@@ -93,30 +94,30 @@ def model_table(given: Settings, where: str) -> Table:
     return table
 
 
-def _check(given: Settings, where: str) -> None:
+def _check(stored: Settings, where: str) -> None:
     """Check that settings are possible and supported.
 
     Raises:
         UserError: a setting is missing, impossible or not supported.
     """
-    target = str(given.get("_target_", "")).lower()
+    target = str(stored.get("_target_", "")).lower()
     if name := next((part for part in _OTHER_MODELS if part in target), None):
         raise UserError(
             f"{where}: {target} differs from Megatron-Core's GPT model in more than settings "
             f"({name}), which is not supported. Export it to Hugging Face with Megatron, and "
             "import that"
         )
-    if missing := [key for key in _REQUIRED if given.get(key) is None]:
+    if missing := [key for key in _REQUIRED if stored.get(key) is None]:
         raise UserError(f"{where}: {', '.join(missing)} is missing")
     for key in (*_SIZES, *_NUMBERS):
-        value = given.get(key)
+        value = stored.get(key)
         is_fine = type(value) is int and 1 <= value <= limits.WIDTH
         if value is not None and not (is_fine or (key in _NUMBERS and is_size(value))):
             raise UserError(f"{where}: {key} = {reprlib.repr(value)} is impossible")
-    limits.check_layers(given["num_layers"], given.get("num_moe_experts"), where)
+    limits.check_layers(stored["num_layers"], stored.get("num_moe_experts"), where)
     for key, only in _SUPPORTED.items():
-        if given.get(key) not in (None, only, False):
-            raise _unsupported(key, given, where)
+        if stored.get(key) not in (None, only, False):
+            raise _unsupported(key, stored, where)
 
 
 def _unsupported(key: str, settings: Settings, where: str) -> UserError:
@@ -276,8 +277,12 @@ def settings(model: ModelConfig) -> Table:
     """
     written = dict(_written(model))
     again = ModelConfig(**model_table(written, "Megatron-Core"))
-    ours, theirs = network_settings(model), network_settings(again)
-    if lacks := [f"{key} = {ours[key]!r}" for key in ours if not same(ours[key], theirs[key])]:
+    wanted_settings, written_settings = network_settings(model), network_settings(again)
+    if lacks := [
+        f"{key} = {wanted_settings[key]!r}"
+        for key in wanted_settings
+        if not same(wanted_settings[key], written_settings[key])
+    ]:
         raise UserError(f"Megatron-Core's GPT model has no {', '.join(lacks)}. Export to dcp or hf")
     return written
 

@@ -78,7 +78,7 @@ def entries(checkpoint: CheckpointState, model: ModelConfig) -> dict[str, Entry]
         float32 = DTYPES["float32"]
         masters = {name: tensor.cast(float32) for name, tensor in checkpoint.params.items()}
         fields = {_MASTER: masters} | {
-            theirs: checkpoint.moments[ours] for ours, theirs in _FIELDS.items()
+            theirs: checkpoint.moments[field] for field, theirs in _FIELDS.items()
         }
         written |= {
             f"optimizer.state.{field}.{key}": tensor

@@ -84,7 +84,7 @@ def latest(directory: Directory) -> Directory | None:
     where = f"{directory}/{TRACKER}"
     text = directory.read(TRACKER, 64).decode("ascii", "replace").strip()
     if text != "release" and not (text.isdecimal() and len(text) < 19):
-        raise UserError(f"{where}: {shown(text)!r} is no iteration. Name the checkpoint itself")
+        raise UserError(f"{where}: {shown(text)!r} is not an iteration. Name the checkpoint itself")
     name = text if text == "release" else f"iter_{int(text):07d}"
     if not (directory / name).names():
         raise UserError(f"{where} names {name}, which does not exist. Name the checkpoint itself")
@@ -192,8 +192,8 @@ def _parse_arguments(arguments: object, where: str) -> Job | None:
 
 
 def _activation(args: Mapping[str, Any]) -> str:
-    others = ("squared_relu", "quick_geglu", "openai_gelu", "onnx_safe")
-    return next((name for name in others if args.get(name)), "gelu")
+    names = ("squared_relu", "quick_geglu", "openai_gelu", "onnx_safe")
+    return next((name for name in names if args.get(name)), "gelu")
 
 
 def _read_yaml(data: bytes, where: str) -> dict[str, dict[str, Any]]:
@@ -228,7 +228,7 @@ def _value(node: yaml.Node, where: str) -> object:
         try:
             return yaml.constructor.SafeConstructor().construct_object(node)
         except (yaml.YAMLError, ValueError, OverflowError) as error:
-            raise UserError(f"{where}: {shown(node.value)} is no value") from error
+            raise UserError(f"{where}: {shown(node.value)} is not a value") from error
     if isinstance(node, yaml.SequenceNode) and len(node.value) <= limits.LAYERS:
         plain = [each for each in node.value if isinstance(each, yaml.ScalarNode)]
         return [_value(each, where) for each in plain]

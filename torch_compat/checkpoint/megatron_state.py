@@ -63,24 +63,26 @@ def sort_keys(dcp: Dcp) -> DcpKeys:
     where = str(dcp.directory)
     model: dict[str, LazyTensor] = {}
     fields: dict[str, dict[str, LazyTensor]] = {}
-    others, left_out = list(dcp.objects), []
+    unassigned, left_out = list(dcp.objects), []
     bare = _without_prefix(dcp)
     for key, tensor in dcp.tensors.items():
         if match := _STATE.fullmatch(key):
             field, name = _field_and_parameter(match[1])
             fields.setdefault(field, {})[strip_wrappers(name)] = tensor
         elif key.startswith(_NOT_MODEL) or key.endswith(_EXTRA):
-            others.append(key)
+            unassigned.append(key)
         elif (name := bare(key)).startswith(_PREDICTION_LAYERS):
             left_out.append(key)
         elif name in model:
             raise UserError(f"{where}: {key} and another key are both {name}")
         else:
             model[name] = tensor
+    # Names per layer and expert, with gate and up apart, whatever the layout of the file is.
     params = megatron.separate(model, where)
     unmapped = ""
     if any(FLAT.match(key) for key in dcp.tensors):
         try:
+            # Buffers hold gate and up as one tensor, so the weights are compared in that form.
             fields |= megatron_buffers.read(dcp, megatron.unstack(model, where))
         except UnmappedBuffersError as error:
             unmapped = str(error)
@@ -97,7 +99,14 @@ def sort_keys(dcp: Dcp) -> DcpKeys:
     if len(set(steps)) > 1:
         raise UserError(f"{where}: its parameter groups report the steps {sorted(set(steps))[:3]}")
     return DcpKeys(
-        MEGATRON, params, state, groups, [*others, *left_out], tuple(left_out), masters, unmapped
+        MEGATRON,
+        params,
+        state,
+        groups,
+        [*unassigned, *left_out],
+        tuple(left_out),
+        masters,
+        unmapped,
     )
 
 
@@ -131,16 +140,16 @@ def config_values(job: Job) -> dict[str, Any]:
         UserError: the model has no counterpart in jaxforge.
     """
     optimizer: dict[str, Any] = {
-        ours: value
-        for ours, theirs in _OPTIMIZER.items()
+        key: value
+        for key, theirs in _OPTIMIZER.items()
         if isinstance(value := job.optimizer.get(theirs), int | float)
     }
     betas = [job.optimizer.get(f"adam_beta{i}") for i in (1, 2)]
     if all(isinstance(beta, float) for beta in betas):
         optimizer["betas"] = betas
     train = {
-        ours: value
-        for ours, theirs in _TRAIN.items()
+        key: value
+        for key, theirs in _TRAIN.items()
         if type(value := job.train.get(theirs)) is int and value > 0
     }
     return {
@@ -151,9 +160,9 @@ def config_values(job: Job) -> dict[str, Any]:
 
 def _schedule(job: Job) -> dict[str, Any]:
     """Return `[scheduler]` of a job; empty for a schedule whose formula jaxforge lacks."""
-    given = {**job.train, **job.optimizer, **job.scheduler}
-    style = given.get("lr_decay_style")
-    numbers = {key: float(value) for key, value in given.items() if is_size(value)}
+    arguments = {**job.train, **job.optimizer, **job.scheduler}
+    style = arguments.get("lr_decay_style")
+    numbers = {key: float(value) for key, value in arguments.items() if is_size(value)}
     lr, least = numbers.get("lr", 0.0), numbers.get("min_lr", 0.0)
     end = int(numbers.get("lr_decay_iters") or numbers.get("train_iters", 0))
     warmup = int(numbers.get("lr_warmup_fraction", 0) * end or numbers.get("lr_warmup_iters", 0))
@@ -226,12 +235,13 @@ def _steps_and_groups(
     if dcp.directory.has(COMMON):
         tables += _dicts(read_common(dcp.directory).get("optimizer"))
     tables += groups.values()
+    # Each rank's group repeats the count. `sort_keys` refuses a checkpoint whose counts differ.
     counts += [each[key] for each in tables for key in (STEP, "common_step") if key in each]
     try:
         steps = [to_number(value) for value in counts]
     except ValueError as error:
         raise UserError(
-            f"{dcp.directory}: {STEP} of the optimizer is no number ({error})"
+            f"{dcp.directory}: {STEP} of the optimizer is not a number ({error})"
         ) from error
     return steps, [_usual(table) for table in tables if "betas" in table]
 

@@ -29,8 +29,8 @@ class DcpKeys(NamedTuple):
         params: parameter name without wrappers and prefixes -> tensor.
         state: parameter name -> field -> tensor or number.
         groups: main settings of each parameter group.
-        others: all other keys.
-        left_out: keys in `others` of tensors outside the model.
+        unassigned: all other keys.
+        left_out: keys in `unassigned` of tensors outside the model.
         masters: parameter name -> the float32 copy that the optimizer updates, if the model's own
             parameters are rounded.
         unmapped: reason why optimizer state cannot be assigned to parameters; "" if it can.
@@ -40,7 +40,7 @@ class DcpKeys(NamedTuple):
     params: dict[str, LazyTensor]
     state: dict[str, dict[str, Any]]
     groups: list[dict[str, Any]]
-    others: list[str]
+    unassigned: list[str]
     left_out: tuple[str, ...] = ()
     masters: Mapping[str, LazyTensor] = MappingProxyType({})
     unmapped: str = ""
@@ -116,8 +116,8 @@ def _below(tensors: Mapping[str, LazyTensor], prefix: str, candidates: list[Name
         for key, tensor in tensors.items()
         if key.startswith(prefix)
     }
-    others = tuple(key for key in tensors if not key.startswith(prefix))
-    return ModelKeys(detect_dialect(list(params), candidates), params, prefix, others)
+    left_out = tuple(key for key in tensors if not key.startswith(prefix))
+    return ModelKeys(detect_dialect(list(params), candidates), params, prefix, left_out)
 
 
 def _tails(prefix: str) -> Iterator[str]:

@@ -107,6 +107,7 @@ def _scale(tensor: LazyTensor, factor: float) -> LazyTensor:
         return tensor
 
     def read(index: Index) -> np.ndarray:
+        # In float32, so that a factor that is not a power of two rounds only once.
         wide = tensor.read(index).astype(np.float32) * np.float32(factor)
         return wide.astype(tensor.dtype)
 

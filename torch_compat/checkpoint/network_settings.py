@@ -32,6 +32,7 @@ def network_settings(model: ModelConfig) -> dict[str, Any]:
     keys |= _mixer_settings(model)
     has_dense_layers = any(parts.feed_forward == "dense" for parts in model.layer_parts)
     keys |= {
+        # Resolved values: a key that is left out equals the same key with its default.
         "n_kv_heads": model.kv_heads,
         "head_dim": model.head_size,
         "ffn_hidden_dim": model.ffn_dim if has_dense_layers else None,

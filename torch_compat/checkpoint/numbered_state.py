@@ -63,6 +63,8 @@ def state_by_name(state: State, params: Mapping[str, LazyTensor], dcp: Dcp) -> A
             _refusal(dcp, f"its groups have {sum(sizes)} parameters, the model {len(params)}")
         )
     named = _by_recorded_names(groups, params)
+    # Shapes decide between the orders that group sizes allow. Two orders that fit both are
+    # ambiguous.
     fits = [
         order for order in ([named] if named else _orders(params, [n for n in sizes if n]))
         if _has_shapes(state, params, order)

@@ -113,12 +113,12 @@ def parse_updates(step: float, where: str) -> int:
     """Return a parameter's `step` as an integer.
 
     Raises:
-        UserError: the value is no possible number of updates.
+        UserError: the value is not a possible number of updates.
     """
     try:
         updates = to_count(step)
     except ValueError as error:
-        raise UserError(f"{where}: {STEP} of the optimizer is no count ({error})") from error
+        raise UserError(f"{where}: {STEP} of the optimizer is not a count ({error})") from error
     if updates >= 2**31:
         raise UserError(f"{where}: it records {updates} updates, which is impossible")
     return updates
@@ -148,6 +148,7 @@ def common_settings(groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         values = [group[key] for group in groups if _is_setting(group.get(key))]
         for value in values:
             _check_range(key, value)
+        # The group of vectors has no decay, so the largest value is that of the config.
         if key == "weight_decay" and values:
             settings[key] = max(values)
         elif values and all(value == values[0] for value in values):
@@ -158,20 +159,20 @@ def common_settings(groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 def disagreements(settings: Mapping[str, Any], config: JobConfig) -> list[str]:
     """Return messages about optimizer settings that differ between checkpoint and config."""
     o = config.optimizer
-    ours = {"initial_lr": o.lr, "betas": o.betas, "eps": o.eps, "weight_decay": o.weight_decay}
+    here = {"initial_lr": o.lr, "betas": o.betas, "eps": o.eps, "weight_decay": o.weight_decay}
     names = {"initial_lr": "lr"}
     return [
         f"optimizer.{names.get(key, key)} was {settings[key]} in PyTorch and is {value} in the "
         "config: the config is used"
-        for key, value in ours.items()
+        for key, value in here.items()
         if key in settings and not _same(settings[key], value)
     ]
 
 
-def decay_disagreements(theirs: Mapping[str, bool], ours: Mapping[str, bool]) -> Iterator[str]:
+def decay_disagreements(theirs: Mapping[str, bool], here: Mapping[str, bool]) -> Iterator[str]:
     """Yield messages about parameters that decay either in PyTorch or with the config."""
     for decayed, key in ((True, "decay_patterns"), (False, "no_decay_patterns")):
-        names = [n for n, value in theirs.items() if value is decayed is not ours.get(n, decayed)]
+        names = [n for n, value in theirs.items() if value is decayed is not here.get(n, decayed)]
         if names:
             states = ("on", "off") if decayed else ("off", "on")
             yield (

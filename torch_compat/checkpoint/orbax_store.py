@@ -44,7 +44,6 @@ from torch_compat.formats.lazy import (
     index_shape,
 )
 from torch_compat.formats.staging import Staging, Unit, batches, naming_failure
-from torch_compat.formats.workers import Share
 
 _RUN_FILES = "beside"
 _CHUNK = 32 << 20  # largest chunk in bytes; a restore reads one at a time
@@ -123,7 +122,7 @@ def _check_files(directory: Path) -> None:
         return
     for path in filter(lambda path: not path.is_dir(), directory.rglob("*")):
         if not path.is_file():
-            raise UserError(f"{directory} is damaged ({path.name} is no regular file)")
+            raise UserError(f"{directory} is damaged ({path.name} is not a regular file)")
         if path.parent.name != ocdbt.DATA and path.stat().st_size > DOCUMENT:
             raise UserError(
                 f"{directory} is damaged ({path.name} has {path.stat().st_size} bytes, more than "
@@ -136,7 +135,6 @@ def stage(
     target: AbstractTarget,
     run: Path,
     plan: dict[str, Any],
-    share: Share,
     block: int,
 ) -> "StagedImport":
     """Begin the import of a checkpoint into a run.
@@ -146,19 +144,18 @@ def stage(
         target: state that the config declares.
         run: run directory.
         plan: identification of the conversion, for resuming one that was stopped.
-        share: share of this process.
         block: bytes that may be in memory at a time.
     """
     assert checkpoint.progress is not None
     check_moment_dtype(checkpoint, target.config, str(run))
     destination = run.absolute() / "checkpoints" / f"step_{checkpoint.progress.step}"
-    if share.process == 0 and finish_import(run, destination):
+    if finish_import(run, destination):
         raise UserError(
             f"{destination} exists: an import that was stopped at its very end is complete now"
         )
     # Raises if the state cannot be written, before anything is created.
     tensors = _tensors(checkpoint, target.stacking)
-    staging = Staging(destination, {**plan, "store": _FORM}, share)
+    staging = Staging(destination, {**plan, "store": _FORM})
     return StagedImport(checkpoint, target, run, tensors, staging, block)
 
 

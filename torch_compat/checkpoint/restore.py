@@ -71,6 +71,8 @@ class ForeignCheckpoint:
             for name, value in self.checkpoint.scalars.items()
         }
         scales_loss = like.guard.loss_scale is not None
+        # No other framework stores the guard's statistics. The count of skipped steps is in the
+        # progress.
         fresh = GuardState.fresh(progress.skipped, scales_loss=scales_loss)
         guard = jax.tree.map(_scalar, fresh, like.guard)
         tree = {
@@ -89,16 +91,16 @@ class ForeignCheckpoint:
         }
         joined = {name: self.stacking.join(part) for name, part in parts.items()}
         saved = {name: unflatten_dict(part, sep=".") for name, part in joined.items()}
-        wanted = layout.drop_unsaved(like, saved)
+        expected = layout.drop_unsaved(like, saved)
         if adapters.adapters_of(self.checkpoint.params):
-            check_adapters(wanted["params"], saved["params"], self.name)
-        return {name: self._arrays(part, wanted[name]) for name, part in parts.items() if part}
+            check_adapters(expected["params"], saved["params"], self.name)
+        return {name: self._arrays(part, expected[name]) for name, part in parts.items() if part}
 
     def _arrays(self, entries: Tensors, like: PyTree) -> PyTree:
         leaves = self.stacking.join(entries)
-        wanted = flatten_dict(like, sep=".")
+        expected = flatten_dict(like, sep=".")
         return unflatten_dict(
-            {name: _array(leaves[name], leaf) for name, leaf in wanted.items()}, sep="."
+            {name: _array(leaves[name], leaf) for name, leaf in expected.items()}, sep="."
         )
 
 

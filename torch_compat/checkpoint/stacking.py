@@ -59,6 +59,7 @@ class Stacking:
         if layers is None or not tail:
             yield name, ()
             return
+        # [layers, experts, ...] for weights of experts, [layers, ...] for all others.
         has_experts = self._has_experts[layers[0]] and tail.startswith(EXPERTS)
         experts, inner = self._experts, tail.removeprefix(EXPERTS)
         sizes = (len(layers), experts) if has_experts else (len(layers),)
@@ -153,6 +154,7 @@ def _stack_entries(parts: Mapping[Index, LazyTensor]) -> LazyTensor:
     if () in parts:
         return parts[()]
     rows: dict[int, dict[Index, LazyTensor]] = {}
+    # Recursion over the positions: first the row of the layer, then the expert.
     for (row, *tail), tensor in parts.items():
         rows.setdefault(row, {})[tuple(tail)] = tensor
     return stack([_stack_entries(rows[row]) for row in range(len(rows))])

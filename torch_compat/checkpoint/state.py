@@ -69,16 +69,16 @@ class CheckpointState:
     def without_layers_from(self, first: int) -> "CheckpointState":
         """Return the checkpoint without layers from an index on."""
 
-        def others(tensors: Tensors) -> Tensors:
+        def retained(tensors: Tensors) -> Tensors:
             layers = {name: layer_of(name) for name in tensors}
             return {n: t for n, t in tensors.items() if (i := layers[n]) is None or i < first}
 
         return dataclasses.replace(
             self,
-            params=others(self.params),
-            model_state=others(self.model_state),
-            ema=others(self.ema),
-            moments=self.moments and {field: others(t) for field, t in self.moments.items()},
+            params=retained(self.params),
+            model_state=retained(self.model_state),
+            ema=retained(self.ema),
+            moments=self.moments and {field: retained(t) for field, t in self.moments.items()},
         )
 
     def averaged(self, where: str) -> "CheckpointState":

@@ -103,6 +103,7 @@ def to_progress(
             f"step within an epoch is: training continues from step {updates}"
         )
         step = updates
+    # The optimizer's count is the one that its moments (bias correction) belong to.
     n_updates = updates if torch_state.updates is None else torch_state.updates
     if n_updates != updates:
         notes.append(
@@ -111,6 +112,7 @@ def to_progress(
         )
     is_constant = len(config.train.stages()) == 1
     samples = torch_state.samples
+    # Tokens of a ramp of batch sizes do not divide into equal steps.
     if samples is None and is_constant:
         samples = _samples_by_tokens(torch_state, step, n_updates, config.train.seq_len)
     if samples is None:
@@ -213,12 +215,13 @@ def to_torch(
     """
     rows = config.train.microbatch_size(ranks)
     epoch, samples = 0, progress.samples
+    # PyTorch's sampler counts within an epoch, jaxforge over all epochs.
     if samples >= rows and config.data.order == "torch":
         epoch, samples = divmod(samples, _epoch_length(config, rows, ranks))
     if samples % rows:
         raise UserError(
-            f"{progress.samples} sequences are read, which is no whole number of batches of "
-            f"{rows}, those of {ranks} ranks (--ranks)"
+            f"{progress.samples} sequences are read, which is not a multiple of {rows}, "
+            f"the sequences that {ranks} ranks read at once (--ranks)"
         )
     seed = data_seed(config)
     # KempnerForge ignores unknown keys and does not write them again.
@@ -309,7 +312,9 @@ def _read_megatron(dcp: Dcp) -> TorchTrainState:
         samples = job and job.train.get("consumed_train_samples")
         return TorchTrainState(step=_optional(step), samples=_optional(samples))
     except ValueError as error:
-        raise UserError(f"{dcp.where}: its iteration or samples are no count ({error})") from error
+        raise UserError(
+            f"{dcp.where}: its iteration or samples are not counts ({error})"
+        ) from error
 
 
 def _parse_bridge_state(state: Mapping[str, Any], where: str) -> TorchTrainState:
@@ -336,7 +341,7 @@ def _parse_train_state(state: Any, where: str) -> TorchTrainState:  # noqa: ANN4
             skips_idle_experts=state.get(SKIPS_IDLE_EXPERTS),
         )
         if not isinstance(torch_state.skips_idle_experts, bool | None):
-            raise ValueError(f"{SKIPS_IDLE_EXPERTS} is no flag")
+            raise ValueError(f"{SKIPS_IDLE_EXPERTS} is not a flag")
         if torch_state.ranks is not None and not 1 <= torch_state.ranks <= limits.WIDTH:
             raise ValueError(f"{torch_state.ranks} ranks")
     except (AttributeError, KeyError, TypeError, ValueError) as error:
@@ -385,7 +390,9 @@ def _number(dcp: Dcp, key: str) -> int | None:
     except UserError:
         raise
     except ValueError as error:
-        raise UserError(f"{dcp.where}: {key} is no number of steps or tokens ({error})") from error
+        raise UserError(
+            f"{dcp.where}: {key} is not a number of steps or tokens ({error})"
+        ) from error
 
 
 def _optional(value: Any) -> int | None:  # noqa: ANN401
@@ -411,6 +418,7 @@ def _epoch_length(config: JobConfig, rows: int, ranks: int) -> int:
 
 def _random_states(seed: int) -> Mapping[str, Any]:
     """Return states of fresh generators; training a text model does not use them."""
+    # torch and NumPy use the same Mersenne Twister with the same seeding, so one state serves both.
     twister: Any = np.random.RandomState(seed % 2**32).get_state()
     keys = np.asarray(twister[1], np.uint32)
     return {

@@ -33,9 +33,10 @@ def translate_model(
             non-trainable state.
     """
     theirs, more = _needed(theirs, target, by)
+    # All or nothing: with one name present, `translate` reports the others as missing.
     names = {name for name in target.model_state if by.dialect.find_key(name) in theirs}
-    wanted = {**target.params, **(target.model_state if names else {})}
-    translated = translate(theirs, wanted, by)
+    declared = {**target.params, **(target.model_state if names else {})}
+    translated = translate(theirs, declared, by)
     notes = more + ([] if names else missing(target, by.where, goes_on=goes_on))
     state = {name: translated.pop(name) for name in (target.model_state if names else ())}
     if wide := [name for name, tensor in state.items() if tensor.dtype == np.float64]:

@@ -27,9 +27,9 @@ def check_fits(
     Raises:
         UserError: the config is of another model or optimizer; the message lists the differences.
     """
-    wanted = {**target.params, **(target.model_state if checkpoint.model_state else {})}
+    expected = {**target.params, **(target.model_state if checkpoint.model_state else {})}
     problems = list(
-        differences(wanted, checkpoint.variables, checkpoint.variables.keys() - wanted.keys())
+        differences(expected, checkpoint.variables, checkpoint.variables.keys() - expected.keys())
     )
     problems += invisible_differences(trained, target.config.model, Structure)
     if checkpoint.moments is not None and checkpoint.moments.keys() != target.moments.keys():

@@ -4,9 +4,10 @@ Tensors are converted in blocks: memory use does not grow with the model.
 """
 
 import argparse
+import contextlib
 import functools
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,11 +21,11 @@ from torch_compat.commands import (
     prepare_process,
     reading_options,
 )
-from torch_compat.formats.workers import Share, Workers
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from torch_compat.checkpoint.checkpoints import CheckpointRef
-    from torch_compat.convert.hub import HubRepository
     from torch_compat.convert.source import Request
 
 _TARGETS = ["jaxforge", "dcp", "pt", "hf", "megatron", "peft"]
@@ -43,12 +44,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     Raises:
         UserError: the source, the destination or an option cannot be used.
     """
-    arguments = list(sys.argv[1:] if argv is None else argv)
-    args, overrides = parser().parse(arguments)
+    args, overrides = parser().parse(argv)
     prepare_process()
     request = _request(args, overrides)
     _check_options(args, request.source)
-    return _run(args, request, _hub_repository(args, request), arguments)
+    return _run(request, is_dry=args.dry_run)
 
 
 def parser() -> CommandParser:
@@ -88,25 +88,8 @@ def parser() -> CommandParser:
     add("--dtype", choices=["float32", "bfloat16", "float16", "fp8"],
         help="dtype of the weights; unchanged by default. fp8 (--to hf): matrices of layers in "
              "e4m3 with a scale per 128 x 128 block, as in DeepSeek-V3's files")  # fmt: skip
-    add("--processes", type=positive_int, default=1, help="number of local worker processes (1)")
-    add("--process", type=_share, default=Share(), metavar="I/N",
-        help="act as process I of N, which are started separately")  # fmt: skip
-    add("--worker", nargs=2, help=argparse.SUPPRESS)  # parent process and source
     add("--dry-run", action="store_true", help="print what would be done")
-    add("--push-to-hub", metavar="OWNER/NAME",
-        help="upload the result to a model of the Hugging Face Hub; the token is that of HF_TOKEN "
-             "or `hf auth login`")  # fmt: skip
-    add("--private", action="store_true", help="create that model as private")
-    add("--revision", metavar="BRANCH", help="branch of that model")
     return parser
-
-
-def _share(text: str) -> Share:
-    process, _, processes = text.partition("/")
-    share = Share(int(process), int(processes))
-    if not 0 <= share.process < share.processes:
-        raise ValueError(text)
-    return share
 
 
 def _selection(text: str) -> int | list[int]:
@@ -123,17 +106,12 @@ def _request(args: argparse.Namespace, overrides: Sequence[str]) -> "Request":
     from torch_compat.convert.source import Request
 
     destination = urls.path(args.destination)
-    if urls.in_bucket(destination) and args.process.processes > 1 and not args.worker:
-        raise UserError(
-            f"{destination}: a conversion into a bucket runs on one machine. Remove --process; "
-            "--processes N uses N of its cores"
-        )
     if args.to == "pt" and urls.in_bucket(destination):
         raise UserError(f"{destination}: --to pt writes a local file. Copy it to the bucket")
     if args.average:
         source, args.weights_only = _average_source(args, destination), True
     else:
-        source = checkpoints.find(args.worker[1] if args.worker else args.source)
+        source = checkpoints.find(args.source)
     return Request(
         source=source,
         destination=destination,
@@ -155,14 +133,12 @@ def _average_source(args: argparse.Namespace, destination: Path) -> "CheckpointR
     """Return the mean of the checkpoints that `--average` names, as a source.
 
     Raises:
-        UserError: a checkpoint does not exist, or an option does not apply to a mean.
+        UserError: a checkpoint does not exist, or the format is another one.
     """
     from torch_compat.convert import average
 
     if args.to != "jaxforge":
         raise UserError("--average writes a run: use --to jaxforge, then convert that run")
-    if args.processes > 1 or args.process.processes > 1:
-        raise UserError("--average runs in a single process: remove --processes or --process")
     source = average.select(args.source, args.average)
     average.check_output(source.run, destination)
     return source
@@ -204,49 +180,11 @@ def _check_options(args: argparse.Namespace, source: "CheckpointRef") -> None:
         raise UserError("--fill-optimizer: no optimizer state is converted. Remove the option")
 
 
-def _hub_repository(args: argparse.Namespace, request: "Request") -> "HubRepository | None":
-    """Return the checked repository of `--push-to-hub`; None without it.
-
-    Raises:
-        UserError: the Hub cannot take the result, or an option does not apply.
-    """
-    from jaxforge.storage import urls
-
-    if args.push_to_hub is None:
-        for option in ("private", "revision"):
-            if getattr(args, option):
-                raise UserError(f"--{option} only applies to --push-to-hub. Add it, or remove this")
-        return None
-    from torch_compat.convert.hub import FORMATS, HubRepository
-
-    if request.to not in FORMATS:
-        formats = " and ".join(f"--to {name}" for name in FORMATS)
-        raise UserError(f"--push-to-hub only applies to {formats}. Remove it with --to {args.to}")
-    if urls.in_bucket(request.destination):
-        raise UserError(
-            f"--push-to-hub uploads a local result, and {request.destination} is in a bucket. "
-            "Export to a local directory"
-        )
-    repository = HubRepository(args.push_to_hub, args.private, args.revision)
-    if args.process.process == 0:
-        repository.check()
-    return repository
-
-
-def _run(
-    args: argparse.Namespace,
-    request: "Request",
-    hub: "HubRepository | None",
-    arguments: Sequence[str],
-) -> int:
-    """Plan a conversion, print a summary, and run it unless this is a dry run.
-
-    Process 0 uploads the result to `hub`, if it is given.
-    """
+def _run(request: "Request", *, is_dry: bool) -> int:
+    """Plan a conversion, print a summary, and run it unless this is a dry run."""
     from rich.console import Console
 
     from jaxforge.storage import urls
-    from torch_compat.checkpoint.progress import bar
     from torch_compat.convert import conversion
 
     console = Console(stderr=True, highlight=False)
@@ -256,28 +194,37 @@ def _run(
         from torch_compat.convert import upload  # its clients take a second to import
 
         notes, run = (*notes, *upload.notes(request)), upload.run
-    if hub is not None:
-        notes = (*notes, hub.note())
-    if args.process.process == 0:
-        console.print(plan.summary, markup=False, soft_wrap=True)
-        for note in notes:
-            console.print(f"note: {note}", style="yellow", markup=False, soft_wrap=True)
-    if args.dry_run:
+    console.print(plan.summary, markup=False, soft_wrap=True)
+    for note in notes:
+        console.print(f"note: {note}", style="yellow", markup=False, soft_wrap=True)
+    if is_dry:
         return 0
-    share, workers = args.process, Workers()
-    if args.worker:
-        share = share._replace(parent=int(args.worker[0]))
-    elif args.processes > 1 and share.processes == 1:
-        share = Share(0, args.processes)
-        workers = Workers(arguments, str(request.source), args.processes)
-    nbytes = plan.source.nbytes // share.processes
-    with workers, bar(nbytes, console, quiet=share.process > 0) as advance:
-        result = run(request, plan, share, advance, workers)
-    if result:
-        print(result)
-    if result and hub is not None:
-        print(hub.push(result, f"Export step {plan.source.progress.step} with jaxforge"))
+    with _bar(plan.source.nbytes, console) as advance:
+        result = run(request, plan, advance)
+    print(result)
     return 0
+
+
+@contextlib.contextmanager
+def _bar(total: int, console: "Console") -> Iterator[Callable[[int], None]]:
+    """Show a progress bar; yield a function that advances it by a number of bytes.
+
+    Nothing is shown if standard error is not a terminal.
+    """
+    from rich import progress
+
+    if not sys.stderr.isatty():
+        yield lambda nbytes: None
+        return
+    columns = (
+        progress.BarColumn(),
+        progress.DownloadColumn(),
+        progress.TransferSpeedColumn(),
+        progress.TimeRemainingColumn(),
+    )
+    with progress.Progress(*columns, console=console) as shown:
+        task = shown.add_task("", total=total)
+        yield lambda nbytes: shown.advance(task, nbytes)
 
 
 entry = functools.partial(run_main, main)

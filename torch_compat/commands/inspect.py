@@ -1,6 +1,7 @@
 """`jaxforge inspect PATH`: describe the contents of a checkpoint."""
 
 import functools
+import json
 from collections.abc import Sequence
 
 from jaxforge.cli.running import run_main
@@ -15,7 +16,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from torch_compat.checkpoint import checkpoints, inspection
 
     report = inspection.inspect(checkpoints.find(args.path))
-    print(inspection.as_json(report) if args.json else inspection.as_text(report))
+    print(json.dumps(report) if args.json else inspection.as_text(report))
     return 0
 
 

@@ -120,7 +120,7 @@ def _compare_models(args: argparse.Namespace, overrides: Sequence[str]) -> int:
         loaded=args.loaded,
     )  # fmt: skip
     report = command.lockstep(job)
-    command.print_report(report, args.json)
+    command.print_report(report, is_json=args.json)
     return 0 if report.same else 1
 
 

@@ -75,6 +75,7 @@ def mean(tensors: Sequence[LazyTensor]) -> LazyTensor:
     """Return the mean of tensors of one shape and dtype."""
 
     def read(index: Index) -> np.ndarray:
+        # A float64 sum rounds far below the result, which is rounded once.
         total = tensors[0].read(index).astype(np.float64)
         for tensor in tensors[1:]:
             total += tensor.read(index)
@@ -122,9 +123,9 @@ def check_output(run: Path, output: Path) -> None:
 
 
 def _check_same_model(member: CheckpointRef, config: JobConfig) -> None:
-    own = orbax_store.open_orbax(urls.path(member.directory.path))[1].model
-    for key in type(own).model_fields:
-        values = [attrgetter(key)(model) for model in (own, config.model)]
+    stored = orbax_store.open_orbax(urls.path(member.directory.path))[1].model
+    for key in type(stored).model_fields:
+        values = [attrgetter(key)(model) for model in (stored, config.model)]
         if values[0] != values[1]:
             raise UserError(
                 f"{member} has model.{key} = {values[0]!r}, and the newest checkpoint "
@@ -133,12 +134,14 @@ def _check_same_model(member: CheckpointRef, config: JobConfig) -> None:
 
 
 def _check_same_tensors(
-    member: CheckpointRef, own: Mapping[str, LazyTensor], newest: Mapping[str, LazyTensor]
+    member: CheckpointRef,
+    tensors_of_member: Mapping[str, LazyTensor],
+    newest: Mapping[str, LazyTensor],
 ) -> None:
-    for name in sorted(own.keys() | newest.keys()):
+    for name in sorted(tensors_of_member.keys() | newest.keys()):
         kinds = [
             f"{t.dtype.name}{list(t.shape)}" if (t := tensors.get(name)) else "absent"
-            for tensors in (own, newest)
+            for tensors in (tensors_of_member, newest)
         ]
         if kinds[0] != kinds[1]:
             raise UserError(

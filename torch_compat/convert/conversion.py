@@ -1,4 +1,4 @@
-"""Conversion of checkpoints between all formats: planned once, then run by one or more processes.
+"""Conversion of checkpoints between all formats: planned, then run.
 
 Tensors are read and written a block at a time, without intermediate files. `upload` runs
 conversions whose destination is in a bucket.
@@ -27,7 +27,6 @@ from torch_compat.convert.to_peft import PeftWriter
 from torch_compat.convert.to_torch_file import TorchFileWriter
 from torch_compat.convert.writer import Writer
 from torch_compat.formats.staging import naming_failure
-from torch_compat.formats.workers import Share, Workers
 from torch_compat.names.megatron import MEGATRON
 
 Advance = Callable[[int], None]
@@ -97,46 +96,40 @@ def plan(request: Request) -> ConversionPlan:
     return ConversionPlan(summary, (*source.notes, *writer.notes()), source, writer.subdirectory)
 
 
-def run(
-    request: Request, plan: ConversionPlan, share: Share, advance: Advance, workers: Workers
-) -> Path | None:
-    """Write this process's share of the result; process 0 waits for all others and commits.
-
-    Returns:
-        The path of the result in process 0, None in others.
+def run(request: Request, plan: ConversionPlan, advance: Advance) -> Path:
+    """Write the result and return its path.
 
     Raises:
         UserError: the destination exists, another conversion writes to it, or the source changes.
         StorageError: the destination cannot be written; the same command resumes the conversion.
     """
-    is_run, is_first = request.to == "jaxforge", not share.process
+    is_run = request.to == "jaxforge"
     lock_of_run = RunLock(request.destination) if is_run else contextlib.nullcontext()
     with contextlib.closing(plan.source), lock_of_run as lock:
-        if lock and is_first:
+        if lock:
             lock.take()
         writer = _create_writer(request, plan.source)
-        with writer.stage(identity(request, plan.source), share) as staging:
-            workers.start()
+        with writer.stage(identity(request, plan.source)) as staging:
             with ThreadPoolExecutor(1) as background:
-                if is_run and is_first:  # takes less time than writing the tensors
+                if is_run:  # takes less time than writing the tensors
                     background.submit(_load_orbax)
                 staging.write(writer.units, advance)
-            if not is_first:
-                return None
-            results = staging.results(writer.units, workers.check)
+            results = staging.results(writer.units)
             with naming_failure(staging.destination):
                 writer.complete(results)
+            # Last: a file that changes from here on has been read already.
             plan.source.check_unchanged()
             writer.commit()
         return staging.destination
 
 
 def identity(request: Request, source: Source) -> dict[str, Any]:
-    """Return JSON that identifies a conversion: equal in all its processes and in no other one.
+    """Return JSON that identifies a conversion: equal when it is repeated, and in no other one.
 
     A command resumes an interrupted conversion of the same identity. It covers the source files by
     size, time and inode, the config with all defaults and overrides, and the requested options.
     """
+    # All fields by default: an option that is forgotten here would mix two results.
     names = [f.name for f in dataclasses.fields(request) if f.name not in _NOT_OPTIONS]
     progress = source.progress
     return {

@@ -148,6 +148,7 @@ def open_source(request: Request) -> Source:
     config = ref.required_config(request.config, request.overrides)
     is_raw = request.options.weights == "raw"
     has_moments = to not in ("hf", "peft") and not request.options.weights_only and is_raw
+    # Before the first read, so that a change at any later time is noticed.
     files = ref.stamps()
     options = dataclasses.replace(
         request.options, weights_only=not has_moments, keep_step=to != "jaxforge"

@@ -133,6 +133,8 @@ def _point_latest(checkpoint: Path) -> None:
     """
     temporary = checkpoint.parent / "latest.tmp"
     try:
+        # A link cannot be replaced in place: the rename is atomic, so that `latest` exists at all
+        # times.
         temporary.unlink(missing_ok=True)
         os.symlink(checkpoint.name, temporary)
         temporary.replace(checkpoint.parent / "latest")

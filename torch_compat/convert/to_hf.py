@@ -40,10 +40,10 @@ class HfWriter(Writer):
 
     def notes(self) -> list[str]:
         """Return notes for the user."""
-        own = [left_out_modules(self._left_out)] if self._left_out else []
+        left_out = [left_out_modules(self._left_out)] if self._left_out else []
         tokenizer, vocab_size = self.source.tokenizer, self.source.target.config.model.vocab_size
         return [
-            *own,
+            *left_out,
             *hf_tokenizer.notes(self.label, tokenizer),
             *hf_tokenizer.vocabulary_notes(tokenizer, vocab_size),
         ]

@@ -12,7 +12,6 @@ from torch_compat.convert import average
 from torch_compat.convert.source import Request, Source
 from torch_compat.convert.writer import Writer
 from torch_compat.formats.staging import Staging, Unit
-from torch_compat.formats.workers import Share
 
 
 class RunWriter(Writer):
@@ -33,12 +32,11 @@ class RunWriter(Writer):
             notes += train_state.absent_data(config.data)
         return notes
 
-    def stage(self, plan: dict[str, Any], share: Share) -> Staging:
+    def stage(self, plan: dict[str, Any]) -> Staging:
         """Begin or resume the checkpoint of the run."""
         self._import = orbax_store.stage(
-            self.source.checkpoint, self.source.target, self.request.destination, plan, share,
-            self.block,
-        )  # fmt: skip
+            self.source.checkpoint, self.source.target, self.request.destination, plan, self.block
+        )
         self.staging = self._import.staging
         return self.staging
 
@@ -51,6 +49,8 @@ class RunWriter(Writer):
         """Write `config.toml` and `tokenizer/`, which `commit` publishes with the checkpoint."""
         from jaxforge.runs import run_directory  # imported here: it imports JAX
 
+        # Staged next to the arrays: `finish_import` moves these files after the checkpoint is
+        # durable, so a run with a config always has a checkpoint.
         beside, ref = self._import.run_files, self.source.ref
         if isinstance(ref, average.AveragedCheckpoint):
             beside.mkdir(parents=True, exist_ok=True)

@@ -48,7 +48,7 @@ class PeftWriter(Writer):
         if self._base is not None:
             return []
         return [
-            "the base model is no local directory of Hugging Face, so adapter_config.json names "
+            "the base model is not a local directory of Hugging Face, so adapter_config.json names "
             "none: export it with --to hf, and pass the model to PeftModel.from_pretrained"
         ]
 

@@ -58,7 +58,7 @@ class TorchFileWriter(Writer):
     def units(self) -> Sequence[Unit]:
         """Unit that writes the file."""
         path, block = self.staging.path / self._file, self.block
-        write = functools.partial(torch_zip.write_file, self._state, path, block)
+        write = functools.partial(torch_zip.save, self._state, path, block)
         return [Unit("file", self.source.nbytes, write)]
 
     def complete(self, results: Mapping[str, Any]) -> None:
@@ -89,8 +89,8 @@ class TorchFileWriter(Writer):
                 inner = inner.setdefault(parent, {})
             inner[entry.path[-1]] = entry.value
         model = nested["model"]
-        others = [key for key in model if key not in set(order)]  # buffers and a tied head
-        nested["model"] = {key: model[key] for key in (*order, *others)}
+        unordered = [key for key in model if key not in set(order)]  # buffers and a tied head
+        nested["model"] = {key: model[key] for key in (*order, *unordered)}
         if self._has_moments:
             progress = self.source.progress
             updates = int(checkpoint.scalars["updates"])
@@ -133,6 +133,7 @@ def module_order(params: Mapping[str, LazyTensor], dialect: NameMap) -> list[str
 
 def _numbered(optimizer: Mapping[str, Any], order: Sequence[str]) -> dict[str, Any]:
     """Return optimizer state by parameter number, like `torch.optim.Optimizer.state_dict`."""
+    # torch numbers parameters over all groups, and each group lists its members in module order.
     rank = {name: i for i, name in enumerate(order)}
     groups: list[dict[str, Any]] = []
     numbers: dict[str, int] = {}

@@ -95,6 +95,7 @@ def verify(
     Raises:
         UserError: a checkpoint is damaged or does not match the config.
     """
+    # One config for both: names of two dialects only meet as jaxforge's names.
     declared = next(
         (c for ref in (a, b) if (c := ref.config(config, overrides, is_compared=True))), None
     )
@@ -156,6 +157,7 @@ def _largest_difference(a: LazyTensor, b: LazyTensor, block: int) -> float:
         if x.dtype == y.dtype and x.dtype.kind in "biu":
             largest = max(largest, float(np.count_nonzero(x != y) > 0))
             continue
+        # bfloat16 and float16 are exact in float32, so equal values stay equal.
         wide = np.float64 if np.float64 in (x.dtype, y.dtype) else np.float32
         x, y = np.asarray(x, wide), np.asarray(y, wide)
         is_equal = (x == y) | (np.isnan(x) & np.isnan(y))

@@ -1,4 +1,4 @@
-"""Interface of writers: units that processes share, then the commit."""
+"""Interface of writers: units that are written several at a time, then the commit."""
 
 import abc
 from collections.abc import Mapping, Sequence
@@ -9,7 +9,6 @@ from torch_compat.checkpoint import dcp_state, optimizer_state, stages
 from torch_compat.checkpoint.name_maps import name_map
 from torch_compat.convert.source import Request, Source
 from torch_compat.formats.staging import Staging, Unit
-from torch_compat.formats.workers import Share
 from torch_compat.names.table import NameMap
 
 _BLOCKS_IN_MEMORY = 24  # memory limit / block: three are in transit, each read, cast and copied
@@ -54,19 +53,19 @@ class Writer(abc.ABC):
         """
         return []
 
-    def stage(self, plan: dict[str, Any], share: Share) -> Staging:
+    def stage(self, plan: dict[str, Any]) -> Staging:
         """Begin the conversion, or resume a conversion of the same plan."""
-        self.staging = Staging(self.path, plan, share)
+        self.staging = Staging(self.path, plan)
         return self.staging
 
     @property
     @abc.abstractmethod
     def units(self) -> Sequence[Unit]:
-        """Units to write, in the same order in every process."""
+        """Units to write."""
 
     @abc.abstractmethod
     def complete(self, results: Mapping[str, Any]) -> None:
-        """Write the remaining files in process 0, and check that the result can be read back.
+        """Write the remaining files, and check that the result can be read back.
 
         Args:
             results: name of a unit -> its return value.

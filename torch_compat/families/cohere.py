@@ -6,10 +6,10 @@ from torch_compat.families import common
 from torch_compat.families.common import COMMON, FULL, SLIDING
 from torch_compat.families.family import (
     GATED,
-    OURS,
+    HF_NAME,
+    NAME,
     OUTSIDE,
     PAIRED_ATTENTION,
-    THEIRS,
     Config,
     Family,
     Table,
@@ -19,9 +19,9 @@ from torch_compat.names.table import InterleavedRotaryOfHeads, Rule
 
 # Command R and R+: a LayerNorm that attention and feed-forward share, scaled logits.
 
-_NORM = Rule(f"{OURS}shared_norm.weight", f"{THEIRS}input_layernorm.weight")
+_NORM = Rule(f"{NAME}shared_norm.weight", f"{HF_NAME}input_layernorm.weight")
 _QK_NORMS = tuple(
-    Rule(f"{OURS}attention.{m}_norm.weight", f"{THEIRS}self_attn.{m}_norm.weight",
+    Rule(f"{NAME}attention.{m}_norm.weight", f"{HF_NAME}self_attn.{m}_norm.weight",
          InterleavedRotaryOfHeads(), optional=True)
     for m in "qk"
 )  # fmt: skip

@@ -67,7 +67,7 @@ _THEIR_ACTIVATIONS = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_pytorch
 def shape(c: Config) -> Table:
     """Read the sizes, norms, ties and initialization of a model with RMSNorm."""
     heads, head = c["num_attention_heads"], c.get("head_dim")
-    table = {ours: c[theirs] for ours, theirs in PLAIN.items()} | {
+    table = {key: c[hf_key] for key, hf_key in PLAIN.items()} | {
         "n_kv_heads": c.get("num_key_value_heads") or heads,
         "norm_eps": c["rms_norm_eps"],
         "tie_embeddings": bool(c["tie_word_embeddings"]),
@@ -150,13 +150,14 @@ def rotary(c: Config, where: str, *, partial: float | None = None) -> Table:
         UserError: the rotary positions are of an unsupported type or incomplete.
     """
     key = "rope_scaling" if c.get("rope_scaling") else "rope_parameters"
-    given = c.get(key) or {}
-    if any(isinstance(value, dict) for value in given.values()):
+    params = c.get(key) or {}
+    if any(isinstance(value, dict) for value in params.values()):
         raise UserError(
-            f"{where}: {key} = {reprlib.repr(given)}: all layers must have the same positions"
+            f"{where}: {key} = {reprlib.repr(params)}: all layers must have the same positions"
         )
-    share = given.get("partial_rotary_factor", c.get("partial_rotary_factor"))
-    table = rotary_from_table(given, c, f"{where}: {key}")
+    # transformers 5 moved the key into the table.
+    share = params.get("partial_rotary_factor", c.get("partial_rotary_factor"))
+    table = rotary_from_table(params, c, f"{where}: {key}")
     if partial is None and share not in (None, 1):
         raise UserError(
             f"{where}: jaxforge's model has no counterpart of partial_rotary_factor = "
@@ -166,24 +167,24 @@ def rotary(c: Config, where: str, *, partial: float | None = None) -> Table:
     return table if share in (None, 1) else {**table, "partial_rotary_factor": share}
 
 
-def rotary_from_table(given: Config, c: Config, what: str) -> Table:
+def rotary_from_table(params: Config, c: Config, what: str) -> Table:
     """Read `rope_theta` and `rope_scaling` from a table of rotary parameters.
 
     Args:
-        given: the table.
+        params: the table.
         c: the config that contains the table.
         what: description of the table, for messages.
 
     Raises:
         UserError: the table is of an unsupported type or incomplete.
     """
-    if unknown := given.keys() - _ROTARY:
+    if unknown := params.keys() - _ROTARY:
         raise UserError(f"{what} has {min(unknown)}, which is not supported")
-    for key, value in given.items():
+    for key, value in params.items():
         if key not in ("rope_type", "type", "truncate", "finetuned") and not _is_valid(key, value):
             raise UserError(f"{what} has {key} = {reprlib.repr(value)}")
-    theta = given.get("rope_theta", c["rope_theta"])
-    kind = given.get("rope_type", given.get("type", "default"))
+    theta = params.get("rope_theta", c["rope_theta"])
+    kind = params.get("rope_type", params.get("type", "default"))
     if kind == "default":
         return {"rope_theta": theta}
     if not isinstance(kind, str) or kind not in _SCALINGS:
@@ -191,23 +192,24 @@ def rotary_from_table(given: Config, c: Config, what: str) -> Table:
             f"{what}: rotary positions of type {reprlib.repr(kind)}; supported are "
             f"default, {', '.join(_SCALINGS)}"
         )
-    return {"rope_theta": theta, "rope_scaling": _scaling(kind, given, c, what)}
+    return {"rope_theta": theta, "rope_scaling": _scaling(kind, params, c, what)}
 
 
-def _scaling(kind: str, given: Config, c: Config, what: str) -> Table:
+def _scaling(kind: str, params: Config, c: Config, what: str) -> Table:
     longest = c["max_position_embeddings"]
-    full = {_ORIGINAL: longest, **given}
+    # transformers takes the longest context if the file does not give the original one.
+    full = {_ORIGINAL: longest, **params}
     if c.get(_ORIGINAL) is not None:
         full[_ORIGINAL] = c[_ORIGINAL]
     if kind in ("yarn", "longrope") and full.get("factor") is None:
         full["factor"] = longest / full[_ORIGINAL]
     names = _SCALINGS[kind]
     if missing := [
-        theirs for ours, theirs in names.items()
-        if full.get(theirs) is None and ours not in _MAY_BE_ABSENT
+        hf_key for key, hf_key in names.items()
+        if full.get(hf_key) is None and key not in _MAY_BE_ABSENT
     ]:  # fmt: skip
         raise UserError(f"{what} does not give {', '.join(missing)}")
-    table = {ours: full[theirs] for ours, theirs in names.items() if full.get(theirs) is not None}
+    table = {key: full[hf_key] for key, hf_key in names.items() if full.get(hf_key) is not None}
     if kind == "dynamic":
         table["original_max_seq_len"] = longest
     if kind == "yarn" and not (full.get("mscale_all_dim") and "kv_lora_rank" in c):
@@ -275,7 +277,7 @@ def windows(c: Config, kinds: Sequence[str], where: str, *, differ: bool = False
         raise UserError(f"{where}: sliding_window must be at least 1, not 0")
     longest = c["max_position_embeddings"]
     if window is None or SLIDING not in kinds or (window >= longest and not differ):
-        return {}  # a window of all positions is no window
+        return {}  # a window of all positions is not a window
     window = min(window, longest)
     pattern = [] if FULL not in kinds else [kind.removesuffix("_attention") for kind in kinds]
     return {"sliding_window": window, "attention_pattern": pattern}
@@ -299,12 +301,12 @@ def rotary_by_layer_kind(c: Config, where: str, local_theta: float | None) -> Ta
         UserError: sliding layers have a scaling of their own.
     """
     key, scaling = "rope_parameters", c.get("rope_scaling") or {}
-    given = c.get(key) or {}
-    by_kind = {kind: given.get(kind) or {} for kind in (FULL, SLIDING)}
-    if not given.keys() & by_kind.keys():
-        by_kind = {FULL: given, SLIDING: {}}
-    elif given.keys() - by_kind.keys() or not all(isinstance(t, dict) for t in by_kind.values()):
-        raise UserError(f"{where}: {key} = {reprlib.repr(given)}: must have {FULL} and {SLIDING}")
+    params = c.get(key) or {}
+    by_kind = {kind: params.get(kind) or {} for kind in (FULL, SLIDING)}
+    if not params.keys() & by_kind.keys():
+        by_kind = {FULL: params, SLIDING: {}}
+    elif params.keys() - by_kind.keys() or not all(isinstance(t, dict) for t in by_kind.values()):
+        raise UserError(f"{where}: {key} = {reprlib.repr(params)}: must have {FULL} and {SLIDING}")
     full = rotary_from_table({**by_kind[FULL], **scaling}, c, f"{where}: {key} of {FULL}")
     local_config = c if local_theta is None else {**c, "rope_theta": local_theta}
     local = rotary_from_table(by_kind[SLIDING], local_config, f"{where}: {key} of {SLIDING}")
@@ -323,7 +325,7 @@ def layer_kinds(model: ModelConfig) -> list[str]:
 def shape_keys(model: ModelConfig) -> Table:
     """Return the keys that `shape` reads."""
     return {
-        **{theirs: getattr(model, ours) for ours, theirs in PLAIN.items()},
+        **{hf_key: getattr(model, key) for key, hf_key in PLAIN.items()},
         "intermediate_size": model.ffn_dim,
         "num_key_value_heads": model.kv_heads,
         "head_dim": model.head_size,
@@ -375,9 +377,9 @@ def _rotary_table(theta: float, scaling: RopeScaling | None) -> Table:
     if scaling is None:
         return {"rope_type": "default", "rope_theta": theta}
     table = {
-        theirs: list(value) if isinstance(value, tuple) else value
-        for ours, theirs in _SCALINGS[scaling.rope_type].items()
-        if (value := getattr(scaling, ours)) is not None
+        hf_key: list(value) if isinstance(value, tuple) else value
+        for key, hf_key in _SCALINGS[scaling.rope_type].items()
+        if (value := getattr(scaling, key)) is not None
     }
     return {"rope_type": scaling.rope_type, "rope_theta": theta, **table}
 

@@ -12,13 +12,13 @@ from torch_compat.families.common import COMMON, FULL, SLIDING
 from torch_compat.families.family import (
     ATTENTION_BIASES,
     GATED,
+    HF_NAME,
     LLAMA,
-    OURS,
+    NAME,
     OUTSIDE,
     PRE_NORMS,
     PREDICTION,
     QK_NORMS,
-    THEIRS,
     Config,
     Family,
     Table,
@@ -41,9 +41,11 @@ _SHARED_KEYS = InterleavedTail(lambda model: model.latent_attention.cached_value
 
 
 def _latent_rule(
-    ours: str, theirs: str, change: InterleavedTail | None = None, *, optional: bool = False
+    name: str, hf_name: str, change: InterleavedTail | None = None, *, optional: bool = False
 ) -> Rule:
-    return Rule(f"{OURS}{LATENT_ATTENTION}.{ours}", f"{THEIRS}self_attn.{theirs}", change, optional)
+    return Rule(
+        f"{NAME}{LATENT_ATTENTION}.{name}", f"{HF_NAME}self_attn.{hf_name}", change, optional
+    )
 
 
 _LATENT_RULES = (
@@ -94,7 +96,7 @@ def _read_latent(c: Config, where: str) -> Table:
     return table | {
         "mixer_pattern": [LATENT_ATTENTION],
         "latent_attention": {
-            ours: c[theirs] for ours, theirs in _SIZES.items() if c[theirs] is not None
+            key: c[hf_key] for key, hf_key in _SIZES.items() if c[hf_key] is not None
         },
     }
 
@@ -105,7 +107,7 @@ def _latent_keys(model: ModelConfig) -> Table:
     del written["head_dim"]
     return {
         **written,
-        **{theirs: getattr(model.latent_attention, ours) for ours, theirs in _SIZES.items()},
+        **{hf_key: getattr(model.latent_attention, key) for key, hf_key in _SIZES.items()},
         "attention_bias": model.qkv_bias and model.o_bias,
     }
 

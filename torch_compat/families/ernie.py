@@ -6,11 +6,11 @@ from torch_compat.families.common import COMMON
 from torch_compat.families.family import (
     GATED,
     GATED_BIASES,
-    OURS,
+    HF_NAME,
+    NAME,
     OUTSIDE,
     PAIRED_ATTENTION,
     PRE_NORMS,
-    THEIRS,
     Config,
     Family,
     Table,
@@ -50,7 +50,7 @@ ERNIE4_5_FAMILY = Family(
 
 _SIZES = ("num_experts", "moe_intermediate_size")
 _BIAS = Rule(
-    f"{OURS}mlp.router.expert_bias", f"{THEIRS}mlp.moe_statics.e_score_correction_bias", OneGroup()
+    f"{NAME}mlp.router.expert_bias", f"{HF_NAME}mlp.moe_statics.e_score_correction_bias", OneGroup()
 )
 _MEMORY = r"(\.mlp)\.gate(\.moe_statics\.)"
 """Name of the bias in the memory of transformers, whose files have another."""

@@ -6,18 +6,18 @@ from typing import Any
 
 from jaxforge.config.model import ModelConfig, every_nth
 from jaxforge.errors import UserError
-from torch_compat.families.family import OURS, THEIRS, Config, Table
+from torch_compat.families.family import HF_NAME, NAME, Config, Table
 from torch_compat.names.table import Rule
 
 _PROJECTIONS = ("gate", "up", "down")
-ROUTER = Rule(f"{OURS}mlp.router.gate.weight", f"{THEIRS}mlp.gate.weight")
-BIAS = Rule(f"{OURS}mlp.router.expert_bias", f"{THEIRS}mlp.gate.e_score_correction_bias")
+ROUTER = Rule(f"{NAME}mlp.router.gate.weight", f"{HF_NAME}mlp.gate.weight")
+BIAS = Rule(f"{NAME}mlp.router.expert_bias", f"{HF_NAME}mlp.gate.e_score_correction_bias")
 EXPERTS = (
     ROUTER,
     *(
         Rule(
-            f"{OURS}mlp.experts.{{j}}.{m}_proj.weight",
-            f"{THEIRS}mlp.experts.{{j}}.{m}_proj.weight",
+            f"{NAME}mlp.experts.{{j}}.{m}_proj.weight",
+            f"{HF_NAME}mlp.experts.{{j}}.{m}_proj.weight",
         )
         for m in _PROJECTIONS
     ),
@@ -27,7 +27,7 @@ EXPERTS = (
 def shared(name: str) -> tuple[Rule, ...]:
     """Return the rules of the shared expert, which each family names differently."""
     return tuple(
-        Rule(f"{OURS}mlp.shared_expert.{m}_proj.weight", f"{THEIRS}mlp.{name}.{m}_proj.weight")
+        Rule(f"{NAME}mlp.shared_expert.{m}_proj.weight", f"{HF_NAME}mlp.{name}.{m}_proj.weight")
         for m in _PROJECTIONS
     )
 
@@ -80,6 +80,7 @@ def sparse(c: Config, where: str) -> Table:
     """
     step, dense = c["decoder_sparse_step"], set(c["mlp_only_layers"] or ())
     layers = range(c["num_hidden_layers"])
+    # Qwen counts layers from 1: with step 2, layers 1, 3, 5, ... of 0, 1, 2, ... have experts.
     kinds = [(i + 1) % step == 0 and i not in dense for i in layers]
     if not any(kinds):
         raise UserError(f"{where}: no layer has experts with decoder_sparse_step = {step}")
@@ -113,6 +114,7 @@ def chosen_layers(layers: Collection[int], c: Config, where: str) -> Table:
     """
     n, first = c["num_hidden_layers"], min(layers, default=c["num_hidden_layers"])
     later = [i for i in layers if i > first]
+    # With a single such layer, any period fits that reaches it first.
     step = min(later) - first if later else first + 1
     if first == n or set(layers) != {i for i in range(first, n) if (i + 1) % step == 0}:
         raise UserError(

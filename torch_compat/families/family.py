@@ -91,7 +91,7 @@ class Family:
         return {self.name_in_family(key): value for key, value in self.write(model).items()}
 
 
-OURS, THEIRS = "layers.{i}.", "model.layers.{i}."
+NAME, HF_NAME = "layers.{i}.", "model.layers.{i}."
 
 OUTSIDE = (
     Rule(EMBEDDING, "model.embed_tokens.weight"),
@@ -99,51 +99,51 @@ OUTSIDE = (
     Rule("norm.weight", "model.norm.weight"),
 )
 ATTENTION = tuple(
-    Rule(f"{OURS}attention.{m}_proj.weight", f"{THEIRS}self_attn.{m}_proj.weight") for m in "qkvo"
+    Rule(f"{NAME}attention.{m}_proj.weight", f"{HF_NAME}self_attn.{m}_proj.weight") for m in "qkvo"
 )
 ATTENTION_BIASES = tuple(
-    Rule(f"{OURS}attention.{m}_proj.bias", f"{THEIRS}self_attn.{m}_proj.bias", optional=True)
+    Rule(f"{NAME}attention.{m}_proj.bias", f"{HF_NAME}self_attn.{m}_proj.bias", optional=True)
     for m in "qkvo"
 )
 _PAIRED = {"q": InterleavedRotary(), "k": InterleavedRotary()}
 PAIRED_ATTENTION = tuple(
-    Rule(f"{OURS}attention.{m}_proj.{kind}", f"{THEIRS}self_attn.{m}_proj.{kind}", _PAIRED.get(m),
+    Rule(f"{NAME}attention.{m}_proj.{kind}", f"{HF_NAME}self_attn.{m}_proj.{kind}", _PAIRED.get(m),
          kind == "bias")
     for m in "qkvo" for kind in ("weight", "bias")
 )  # fmt: skip
 """Rules of attention that rotates neighbouring channels."""
 QK_NORMS = tuple(
-    Rule(f"{OURS}attention.{m}_norm.weight", f"{THEIRS}self_attn.{m}_norm.weight") for m in "qk"
+    Rule(f"{NAME}attention.{m}_norm.weight", f"{HF_NAME}self_attn.{m}_norm.weight") for m in "qk"
 )
 PRE_NORMS = (
-    Rule(f"{OURS}attention_norm.weight", f"{THEIRS}input_layernorm.weight"),
-    Rule(f"{OURS}mlp_norm.weight", f"{THEIRS}post_attention_layernorm.weight"),
+    Rule(f"{NAME}attention_norm.weight", f"{HF_NAME}input_layernorm.weight"),
+    Rule(f"{NAME}mlp_norm.weight", f"{HF_NAME}post_attention_layernorm.weight"),
 )
 NORM_BIASES = (
     Rule("norm.bias", "model.norm.bias"),
-    Rule(f"{OURS}attention_norm.bias", f"{THEIRS}input_layernorm.bias"),
-    Rule(f"{OURS}mlp_norm.bias", f"{THEIRS}post_attention_layernorm.bias"),
+    Rule(f"{NAME}attention_norm.bias", f"{HF_NAME}input_layernorm.bias"),
+    Rule(f"{NAME}mlp_norm.bias", f"{HF_NAME}post_attention_layernorm.bias"),
 )
 POST_NORMS = (
-    Rule(f"{OURS}attention_post_norm.weight", f"{THEIRS}post_attention_layernorm.weight"),
-    Rule(f"{OURS}mlp_post_norm.weight", f"{THEIRS}post_feedforward_layernorm.weight"),
+    Rule(f"{NAME}attention_post_norm.weight", f"{HF_NAME}post_attention_layernorm.weight"),
+    Rule(f"{NAME}mlp_post_norm.weight", f"{HF_NAME}post_feedforward_layernorm.weight"),
 )
 SANDWICH_NORMS = (
-    Rule(f"{OURS}attention_norm.weight", f"{THEIRS}input_layernorm.weight"),
-    Rule(f"{OURS}mlp_norm.weight", f"{THEIRS}pre_feedforward_layernorm.weight"),
+    Rule(f"{NAME}attention_norm.weight", f"{HF_NAME}input_layernorm.weight"),
+    Rule(f"{NAME}mlp_norm.weight", f"{HF_NAME}pre_feedforward_layernorm.weight"),
     *POST_NORMS,
 )
 GATED = tuple(
-    Rule(f"{OURS}mlp.{m}_proj.weight", f"{THEIRS}mlp.{m}_proj.weight")
+    Rule(f"{NAME}mlp.{m}_proj.weight", f"{HF_NAME}mlp.{m}_proj.weight")
     for m in ("gate", "up", "down")
 )
 GATED_BIASES = tuple(
-    Rule(f"{OURS}mlp.{m}_proj.bias", f"{THEIRS}mlp.{m}_proj.bias", optional=True)
+    Rule(f"{NAME}mlp.{m}_proj.bias", f"{HF_NAME}mlp.{m}_proj.bias", optional=True)
     for m in ("gate", "up", "down")
 )
 PREDICTION = tuple(
-    Rule(f"{OURS}{ours}.weight", f"{THEIRS}{theirs}.weight", optional=True)
-    for ours, theirs in (
+    Rule(f"{NAME}{name}.weight", f"{HF_NAME}{hf_name}.weight", optional=True)
+    for name, hf_name in (
         ("embedding_norm", "enorm"),
         ("hidden_norm", "hnorm"),
         ("input_proj", "eh_proj"),
@@ -155,18 +155,6 @@ LLAMA = (*OUTSIDE, *PRE_NORMS, *ATTENTION, *GATED)
 """Rules of Llama without biases."""
 
 _IGNORED = (r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq", r"model\.rotary_emb\..*")
-_REFUSED = {
-    r".*\.router\.expert_ema": "no family chooses experts as KempnerForge's sigmoid router does",
-    r".*\.router\.(expert_bias|gate\.bias)": "this family's router has no bias",
-    r".*\.shared_expert\..*": "this family has no shared expert",
-    r".*\.shared_expert_gate\..*": "this family has no gate of its shared expert",
-    r".*\.attention\.sinks": "this family has no attention sinks; hf-gpt-oss has",
-    r".*\.shared_norm\..*": "attention and feed-forward share no norm in this family",
-    r".*norm\.bias": "this family has no LayerNorm; hf-stablelm has",
-    r".*\.attention\.gate_proj\..*": "this family's attention has no output gate",
-    r".*\.[qk]_norm\.weight": "this family has no q/k norms; hf-qwen3 has",
-    r".*\.[qkv]_proj\.bias": "this family has no biases; hf-qwen2 has",
-}
 
 
 def name_map(name: str, about: str, *rules: Rule, ignored: tuple[str, ...] = (),
@@ -183,7 +171,7 @@ def name_map(name: str, about: str, *rules: Rule, ignored: tuple[str, ...] = (),
         optional_groups: pattern of keys without counterpart -> what an import leaves out.
     """
     return NameMap(
-        name, about, rules, (*_IGNORED, *ignored), _REFUSED, renamed=renamed,
+        name, about, rules, (*_IGNORED, *ignored), renamed=renamed,
         optional_groups=optional_groups or {},
     )  # fmt: skip
 

@@ -103,7 +103,7 @@ def _read_with_caps(c: Config, where: str) -> Table:
     table = _read_any_gemma(c, where) | common.scale(c["query_pre_attn_scalar"] ** -0.5, c)
     caps = {"attn_logit_softcap": "attn_logit_softcapping",
             "final_logit_softcap": "final_logit_softcapping"}  # fmt: skip
-    table |= {ours: c[theirs] for ours, theirs in caps.items() if c[theirs] is not None}
+    table |= {key: c[hf_key] for key, hf_key in caps.items() if c[hf_key] is not None}
     return {**table, "norm_placement": "sandwich"}
 
 

@@ -4,14 +4,14 @@ from jaxforge.config.model import ModelConfig
 from torch_compat.families import common, experts
 from torch_compat.families.common import COMMON
 from torch_compat.families.family import (
+    HF_NAME,
     LLAMA,
-    OURS,
+    NAME,
     OUTSIDE,
     PAIRED_ATTENTION,
     PRE_NORMS,
     PREDICTION,
     QK_NORMS,
-    THEIRS,
     Config,
     Family,
     Table,
@@ -27,11 +27,11 @@ from torch_compat.names.table import Rule
 _PROJECTIONS = (
     *(rule for rule in PAIRED_ATTENTION if not rule.name.endswith("o_proj.bias")),
     *fused(
-        tuple(f"{OURS}mlp.{m}_proj.weight" for m in ("gate", "up")),
-        f"{THEIRS}mlp.gate_up_proj.weight",
+        tuple(f"{NAME}mlp.{m}_proj.weight" for m in ("gate", "up")),
+        f"{HF_NAME}mlp.gate_up_proj.weight",
         lambda model: consecutive_rows(model.ffn_dim, model.ffn_dim),
     ),
-    Rule(f"{OURS}mlp.down_proj.weight", f"{THEIRS}mlp.down_proj.weight"),
+    Rule(f"{NAME}mlp.down_proj.weight", f"{HF_NAME}mlp.down_proj.weight"),
 )
 """Rules of attention and feed-forward."""
 _DEFAULTS = {
@@ -65,10 +65,10 @@ GLM_FAMILY = Family(
 # GLM-4-0414 (9B and 32B): GLM-4 with norms before and after attention and feed-forward.
 
 _NORMS = (
-    Rule(f"{OURS}attention_norm.weight", f"{THEIRS}input_layernorm.weight"),
-    Rule(f"{OURS}attention_post_norm.weight", f"{THEIRS}post_self_attn_layernorm.weight"),
-    Rule(f"{OURS}mlp_norm.weight", f"{THEIRS}post_attention_layernorm.weight"),
-    Rule(f"{OURS}mlp_post_norm.weight", f"{THEIRS}post_mlp_layernorm.weight"),
+    Rule(f"{NAME}attention_norm.weight", f"{HF_NAME}input_layernorm.weight"),
+    Rule(f"{NAME}attention_post_norm.weight", f"{HF_NAME}post_self_attn_layernorm.weight"),
+    Rule(f"{NAME}mlp_norm.weight", f"{HF_NAME}post_attention_layernorm.weight"),
+    Rule(f"{NAME}mlp_post_norm.weight", f"{HF_NAME}post_mlp_layernorm.weight"),
 )
 
 

@@ -8,10 +8,10 @@ from torch_compat.families.common import COMMON, FULL, SLIDING
 from torch_compat.families.family import (
     ATTENTION,
     ATTENTION_BIASES,
-    OURS,
+    HF_NAME,
+    NAME,
     OUTSIDE,
     PRE_NORMS,
-    THEIRS,
     Config,
     Family,
     Table,
@@ -36,10 +36,10 @@ _GPT2_RULES = (
         for what in ("weight", "bias")
         for rule in (
             Rule(f"norm.{what}", f"transformer.ln_f.{what}"),
-            Rule(f"{OURS}attention_norm.{what}", f"{_GPT2_LAYER}ln_1.{what}"),
-            Rule(f"{OURS}mlp_norm.{what}", f"{_GPT2_LAYER}ln_2.{what}"),
+            Rule(f"{NAME}attention_norm.{what}", f"{_GPT2_LAYER}ln_1.{what}"),
+            Rule(f"{NAME}mlp_norm.{what}", f"{_GPT2_LAYER}ln_2.{what}"),
             *fused(
-                tuple(f"{OURS}attention.{m}_proj.{what}" for m in "qkv"),
+                tuple(f"{NAME}attention.{m}_proj.{what}" for m in "qkv"),
                 f"{_GPT2_LAYER}attn.c_attn.{what}",
                 queries_keys_values,
                 transposed=True,
@@ -47,12 +47,12 @@ _GPT2_RULES = (
         )
     ),
     *(
-        Rule(f"{OURS}{ours}.weight", f"{_GPT2_LAYER}{theirs}.weight", Transposed())
-        for ours, theirs in _MATRICES.items()
+        Rule(f"{NAME}{name}.weight", f"{_GPT2_LAYER}{hf_name}.weight", Transposed())
+        for name, hf_name in _MATRICES.items()
     ),
     *(
-        Rule(f"{OURS}{ours}.bias", f"{_GPT2_LAYER}{theirs}.bias")
-        for ours, theirs in _MATRICES.items()
+        Rule(f"{NAME}{name}.bias", f"{_GPT2_LAYER}{hf_name}.bias")
+        for name, hf_name in _MATRICES.items()
     ),
 )  # fmt: skip
 
@@ -69,7 +69,7 @@ def _read_gpt2(c: Config, where: str) -> Table:
 
 def _write_gpt2(model: ModelConfig) -> Table:
     return {
-        **{theirs: getattr(model, ours) for ours, theirs in common.PLAIN.items()},
+        **{hf_key: getattr(model, key) for key, hf_key in common.PLAIN.items()},
         "intermediate_size": model.ffn_dim,
         "hidden_act": common.activation_key(model),
         "rms_norm_eps": model.norm_eps,
@@ -123,9 +123,9 @@ def _rows_by_head(model: ModelConfig) -> list[np.ndarray]:
 
 
 def _qkv(what: str, *, optional: bool = False) -> tuple[Rule, ...]:
-    ours = tuple(f"{OURS}attention.{m}_proj.{what}" for m in "qkv")
+    names = tuple(f"{NAME}attention.{m}_proj.{what}" for m in "qkv")
     theirs = f"{_GPT_NEOX_LAYER}attention.query_key_value.{what}"
-    return fused(ours, theirs, _rows_by_head, optional=optional)
+    return fused(names, theirs, _rows_by_head, optional=optional)
 
 
 _GPT_NEOX_RULES = (
@@ -133,17 +133,17 @@ _GPT_NEOX_RULES = (
     Rule(HEAD, "embed_out.weight"),
     *_qkv("weight"),
     *_qkv("bias", optional=True),
-    Rule(f"{OURS}attention.o_proj.weight", f"{_GPT_NEOX_LAYER}attention.dense.weight"),
-    Rule(f"{OURS}attention.o_proj.bias", f"{_GPT_NEOX_LAYER}attention.dense.bias", optional=True),
+    Rule(f"{NAME}attention.o_proj.weight", f"{_GPT_NEOX_LAYER}attention.dense.weight"),
+    Rule(f"{NAME}attention.o_proj.bias", f"{_GPT_NEOX_LAYER}attention.dense.bias", optional=True),
     *(
         rule
         for what in ("weight", "bias")
         for rule in (
             Rule(f"norm.{what}", f"gpt_neox.final_layer_norm.{what}"),
-            Rule(f"{OURS}attention_norm.{what}", f"{_GPT_NEOX_LAYER}input_layernorm.{what}"),
-            Rule(f"{OURS}mlp_norm.{what}", f"{_GPT_NEOX_LAYER}post_attention_layernorm.{what}"),
-            Rule(f"{OURS}mlp.up_proj.{what}", f"{_UP}.{what}"),
-            Rule(f"{OURS}mlp.down_proj.{what}", f"{_DOWN}.{what}"),
+            Rule(f"{NAME}attention_norm.{what}", f"{_GPT_NEOX_LAYER}input_layernorm.{what}"),
+            Rule(f"{NAME}mlp_norm.{what}", f"{_GPT_NEOX_LAYER}post_attention_layernorm.{what}"),
+            Rule(f"{NAME}mlp.up_proj.{what}", f"{_UP}.{what}"),
+            Rule(f"{NAME}mlp.down_proj.{what}", f"{_DOWN}.{what}"),
         )
     ),
 )
@@ -186,7 +186,7 @@ GPT_NEOX_FAMILY = Family(
 
 # gpt-oss (arXiv:2508.10925): attention sinks, a clamped SwiGLU, windows in every other layer.
 
-_EXPERTS = f"{THEIRS}mlp.experts."
+_EXPERTS = f"{HF_NAME}mlp.experts."
 _ALPHA = 1.702  # of swiglu_oai
 _SIZES = ("num_local_experts", "intermediate_size")
 _YARN = {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0,
@@ -201,8 +201,8 @@ def _alternating_rows(model: ModelConfig) -> list[np.ndarray]:
 
 
 def _gate_up(what: str, theirs: str) -> tuple[Rule, ...]:
-    ours = tuple(f"{OURS}mlp.experts.{{j}}.{m}_proj.{what}" for m in ("gate", "up"))
-    return fused(ours, f"{_EXPERTS}{theirs}", _alternating_rows, transposed=True)
+    names = tuple(f"{NAME}mlp.experts.{{j}}.{m}_proj.{what}" for m in ("gate", "up"))
+    return fused(names, f"{_EXPERTS}{theirs}", _alternating_rows, transposed=True)
 
 
 _GPT_OSS_RULES = (
@@ -210,15 +210,15 @@ _GPT_OSS_RULES = (
     *PRE_NORMS,
     *ATTENTION,
     *ATTENTION_BIASES,
-    Rule(f"{OURS}attention.sinks", f"{THEIRS}self_attn.sinks"),
+    Rule(f"{NAME}attention.sinks", f"{HF_NAME}self_attn.sinks"),
     *(
-        Rule(f"{OURS}mlp.router.gate.{what}", f"{THEIRS}mlp.router.{what}")
+        Rule(f"{NAME}mlp.router.gate.{what}", f"{HF_NAME}mlp.router.{what}")
         for what in ("weight", "bias")
     ),
     *_gate_up("weight", "gate_up_proj"),
     *_gate_up("bias", "gate_up_proj_bias"),
-    Rule(f"{OURS}mlp.experts.{{j}}.down_proj.weight", f"{_EXPERTS}down_proj", Transposed()),
-    Rule(f"{OURS}mlp.experts.{{j}}.down_proj.bias", f"{_EXPERTS}down_proj_bias"),
+    Rule(f"{NAME}mlp.experts.{{j}}.down_proj.weight", f"{_EXPERTS}down_proj", Transposed()),
+    Rule(f"{NAME}mlp.experts.{{j}}.down_proj.bias", f"{_EXPERTS}down_proj_bias"),
 )
 
 

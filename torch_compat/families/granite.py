@@ -12,11 +12,11 @@ from torch_compat.families.family import (
     ATTENTION,
     ATTENTION_BIASES,
     GATED_BIASES,
+    HF_NAME,
     LLAMA,
-    OURS,
+    NAME,
     OUTSIDE,
     PRE_NORMS,
-    THEIRS,
     Config,
     Family,
     Table,
@@ -34,8 +34,8 @@ _MULTIPLIERS = ("embedding_multiplier", "residual_multiplier", "logits_scaling")
 
 def _multipliers(c: Config) -> Table:
     """Read the multipliers of embeddings, residuals, scores and logits."""
-    given = {key: float(c[key]) for key in _MULTIPLIERS if c[key] != 1}
-    return given | common.scale(c["attention_multiplier"], c)
+    values = {key: float(c[key]) for key in _MULTIPLIERS if c[key] != 1}
+    return values | common.scale(c["attention_multiplier"], c)
 
 
 def _multiplier_keys(model: ModelConfig) -> Table:
@@ -71,16 +71,16 @@ GRANITE_FAMILY = Family(
 #
 # `input_linear` holds gate and up of all experts, [experts, 2 x width, model width].
 
-_MOE = f"{THEIRS}block_sparse_moe."
-_GATE_UP = tuple(f"{OURS}mlp.experts.{{j}}.{m}_proj.weight" for m in ("gate", "up"))
+_MOE = f"{HF_NAME}block_sparse_moe."
+_GATE_UP = tuple(f"{NAME}mlp.experts.{{j}}.{m}_proj.weight" for m in ("gate", "up"))
 _EXPERTS = (
-    Rule(f"{OURS}mlp.router.gate.weight", f"{_MOE}router.layer.weight"),
+    Rule(f"{NAME}mlp.router.gate.weight", f"{_MOE}router.layer.weight"),
     *fused(
         _GATE_UP,
         f"{_MOE}input_linear.weight",
         lambda m: consecutive_rows(m.expert_dim, m.expert_dim),
     ),
-    Rule(f"{OURS}mlp.experts.{{j}}.down_proj.weight", f"{_MOE}output_linear.weight"),
+    Rule(f"{NAME}mlp.experts.{{j}}.down_proj.weight", f"{_MOE}output_linear.weight"),
 )
 _GRANITEMOE_RULES = (*OUTSIDE, *PRE_NORMS, *ATTENTION, *ATTENTION_BIASES, *_EXPERTS)
 _RENAMED = tuple(
@@ -129,8 +129,8 @@ GRANITEMOE_FAMILY = Family(
 # Granite 3 with experts and a shared expert, whose gate and up are one tensor.
 
 _WIDTH = "shared_intermediate_size"
-_SHARED_MLP = f"{THEIRS}shared_mlp."
-_SHARED_EXPERT = f"{OURS}mlp.shared_expert."
+_SHARED_MLP = f"{HF_NAME}shared_mlp."
+_SHARED_EXPERT = f"{NAME}mlp.shared_expert."
 _SHARED_RULES = (
     *fused(
         (f"{_SHARED_EXPERT}gate_proj.weight", f"{_SHARED_EXPERT}up_proj.weight"),
@@ -174,11 +174,11 @@ GRANITEMOESHARED_FAMILY = Family(
 _ROPE = "position_embedding_type"
 _DENSE = (
     *fused(
-        (f"{OURS}mlp.gate_proj.weight", f"{OURS}mlp.up_proj.weight"),
-        f"{THEIRS}shared_mlp.input_linear.weight",
+        (f"{NAME}mlp.gate_proj.weight", f"{NAME}mlp.up_proj.weight"),
+        f"{HF_NAME}shared_mlp.input_linear.weight",
         lambda m: consecutive_rows(m.ffn_dim, m.ffn_dim),
     ),
-    Rule(f"{OURS}mlp.down_proj.weight", f"{THEIRS}shared_mlp.output_linear.weight"),
+    Rule(f"{NAME}mlp.down_proj.weight", f"{HF_NAME}shared_mlp.output_linear.weight"),
 )
 
 
@@ -221,7 +221,7 @@ GRANITEMOEHYBRID_FAMILY = Family(
     "granitemoehybrid",
     name_map(
         "hf-granitemoehybrid", "GraniteMoeHybridForCausalLM", *_GRANITEMOE_RULES, *_SHARED_RULES,
-        *_DENSE, *state_space.mamba2_rules(f"{THEIRS}mamba."), renamed=_RENAMED,
+        *_DENSE, *state_space.mamba2_rules(f"{HF_NAME}mamba."), renamed=_RENAMED,
     ),
     {**_DEFAULTS, **state_space.DEFAULTS, _WIDTH: 1024, "layer_types": None, _ROPE: None},
     read=_read_granitemoehybrid,
@@ -240,16 +240,16 @@ _PARTIAL = 0.5  # fraction of a head with rotary positions, which files do not g
 _BAMBA_RULES = (
     *(rule for rule in OUTSIDE if rule.name != "norm.weight"),
     Rule("norm.weight", "model.final_layernorm.weight"),
-    Rule(f"{OURS}attention_norm.weight", f"{THEIRS}input_layernorm.weight"),
-    Rule(f"{OURS}mlp_norm.weight", f"{THEIRS}pre_ff_layernorm.weight"),
+    Rule(f"{NAME}attention_norm.weight", f"{HF_NAME}input_layernorm.weight"),
+    Rule(f"{NAME}mlp_norm.weight", f"{HF_NAME}pre_ff_layernorm.weight"),
     *ATTENTION,
     *ATTENTION_BIASES,
     *(
-        Rule(f"{OURS}mlp.{m}_proj.{kind}", f"{THEIRS}feed_forward.{m}_proj.{kind}",
+        Rule(f"{NAME}mlp.{m}_proj.{kind}", f"{HF_NAME}feed_forward.{m}_proj.{kind}",
              optional=kind == "bias")
         for m, kind in itertools.product(("gate", "up", "down"), ("weight", "bias"))
     ),
-    *state_space.mamba2_rules(f"{THEIRS}mamba."),
+    *state_space.mamba2_rules(f"{HF_NAME}mamba."),
 )  # fmt: skip
 
 

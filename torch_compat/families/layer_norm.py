@@ -6,12 +6,12 @@ from torch_compat.families.common import COMMON
 from torch_compat.families.family import (
     ATTENTION,
     ATTENTION_BIASES,
+    HF_NAME,
     LLAMA,
+    NAME,
     NORM_BIASES,
-    OURS,
     OUTSIDE,
     PRE_NORMS,
-    THEIRS,
     Config,
     Family,
     Table,
@@ -22,7 +22,7 @@ from torch_compat.names.table import Rule
 # StableLM 2 (arXiv:2402.17834): LayerNorm, partial rotary positions, SwiGLU.
 
 _BIASES = tuple(
-    Rule(f"{OURS}attention.{m}_proj.bias", f"{THEIRS}self_attn.{m}_proj.bias", optional=True)
+    Rule(f"{NAME}attention.{m}_proj.bias", f"{HF_NAME}self_attn.{m}_proj.bias", optional=True)
     for m in "qkv"
 )
 
@@ -56,10 +56,10 @@ STABLELM_FAMILY = Family(
 # StarCoder 2 (arXiv:2402.19173): LayerNorm and an ungated feed-forward.
 
 _MLP = (
-    Rule(f"{OURS}mlp.up_proj.weight", f"{THEIRS}mlp.c_fc.weight"),
-    Rule(f"{OURS}mlp.down_proj.weight", f"{THEIRS}mlp.c_proj.weight"),
-    Rule(f"{OURS}mlp.up_proj.bias", f"{THEIRS}mlp.c_fc.bias", optional=True),
-    Rule(f"{OURS}mlp.down_proj.bias", f"{THEIRS}mlp.c_proj.bias", optional=True),
+    Rule(f"{NAME}mlp.up_proj.weight", f"{HF_NAME}mlp.c_fc.weight"),
+    Rule(f"{NAME}mlp.down_proj.weight", f"{HF_NAME}mlp.c_proj.weight"),
+    Rule(f"{NAME}mlp.up_proj.bias", f"{HF_NAME}mlp.c_fc.bias", optional=True),
+    Rule(f"{NAME}mlp.down_proj.bias", f"{HF_NAME}mlp.c_proj.bias", optional=True),
 )
 _RULES = (*OUTSIDE, *PRE_NORMS, *NORM_BIASES, *ATTENTION, *ATTENTION_BIASES, *_MLP)
 

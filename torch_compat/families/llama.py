@@ -19,11 +19,11 @@ from torch_compat.families.family import (
     ATTENTION_BIASES,
     GATED,
     GATED_BIASES,
+    HF_NAME,
     LLAMA,
-    OURS,
+    NAME,
     OUTSIDE,
     PRE_NORMS,
-    THEIRS,
     Config,
     Family,
     Table,
@@ -102,12 +102,12 @@ SMOLLM3_FAMILY = Family(
 
 # Mixtral (arXiv:2401.04088): Mistral with experts in every layer.
 
-_MOE = f"{THEIRS}block_sparse_moe."
+_MOE = f"{HF_NAME}block_sparse_moe."
 _EXPERTS = (
-    Rule(f"{OURS}mlp.router.gate.weight", f"{_MOE}gate.weight"),
+    Rule(f"{NAME}mlp.router.gate.weight", f"{_MOE}gate.weight"),
     *(
-        Rule(f"{OURS}mlp.experts.{{j}}.{ours}_proj.weight", f"{_MOE}experts.{{j}}.{w}.weight")
-        for ours, w in (("gate", "w1"), ("down", "w2"), ("up", "w3"))
+        Rule(f"{NAME}mlp.experts.{{j}}.{name}_proj.weight", f"{_MOE}experts.{{j}}.{w}.weight")
+        for name, w in (("gate", "w1"), ("down", "w2"), ("up", "w3"))
     ),
 )
 _SIZES = ("num_local_experts", "intermediate_size")

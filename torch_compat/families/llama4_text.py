@@ -5,11 +5,11 @@ from jaxforge.errors import UserError
 from torch_compat.families import common, experts
 from torch_compat.families.common import COMMON, FULL
 from torch_compat.families.family import (
-    OURS,
+    HF_NAME,
+    NAME,
     OUTSIDE,
     PAIRED_ATTENTION,
     PRE_NORMS,
-    THEIRS,
     Config,
     Family,
     Table,
@@ -21,14 +21,14 @@ from torch_compat.families.values import LAYER, list_of
 from torch_compat.names.table import Rule, Transposed
 
 _CHUNKED = "chunked_attention"
-_FEED_FORWARD = f"{THEIRS}feed_forward."
-_EXPERT = f"{OURS}mlp.experts.{{j}}."
+_FEED_FORWARD = f"{HF_NAME}feed_forward."
+_EXPERT = f"{NAME}mlp.experts.{{j}}."
 _PROJECTIONS = ("gate", "up", "down")
 _RULES = (
     *OUTSIDE,
     *PRE_NORMS,
     *PAIRED_ATTENTION,
-    Rule(f"{OURS}mlp.router.gate.weight", f"{_FEED_FORWARD}router.weight"),
+    Rule(f"{NAME}mlp.router.gate.weight", f"{_FEED_FORWARD}router.weight"),
     *fused(
         tuple(f"{_EXPERT}{m}_proj.weight" for m in ("gate", "up")),
         f"{_FEED_FORWARD}experts.gate_up_proj",
@@ -37,8 +37,8 @@ _RULES = (
     ),
     Rule(f"{_EXPERT}down_proj.weight", f"{_FEED_FORWARD}experts.down_proj", Transposed()),
     *(
-        Rule(f"{OURS}mlp.{ours}{m}_proj.weight", f"{_FEED_FORWARD}{ours}{m}_proj.weight")
-        for ours in ("shared_expert.", "")
+        Rule(f"{NAME}mlp.{part}{m}_proj.weight", f"{_FEED_FORWARD}{part}{m}_proj.weight")
+        for part in ("shared_expert.", "")
         for m in _PROJECTIONS
     ),
 )

@@ -11,8 +11,8 @@ from torch_compat.families.family import (
     ATTENTION_BIASES,
     GATED,
     GATED_BIASES,
+    NAME,
     NORM_BIASES,
-    OURS,
     OUTSIDE,
     PRE_NORMS,
     Config,
@@ -88,20 +88,20 @@ _NEMOTRON_H_RULES = (
     Rule(EMBEDDING, "backbone.embeddings.weight"),
     Rule(HEAD, "lm_head.weight"),
     Rule("norm.weight", "backbone.norm_f.weight"),
-    Rule(f"{OURS}attention_norm.weight", f"{_LAYER}norm.weight"),
-    Rule(f"{OURS}mlp_norm.weight", f"{_LAYER}norm.weight"),
-    *(Rule(f"{OURS}attention.{m}_proj.weight", f"{_MIXER}{m}_proj.weight") for m in "qkvo"),
+    Rule(f"{NAME}attention_norm.weight", f"{_LAYER}norm.weight"),
+    Rule(f"{NAME}mlp_norm.weight", f"{_LAYER}norm.weight"),
+    *(Rule(f"{NAME}attention.{m}_proj.weight", f"{_MIXER}{m}_proj.weight") for m in "qkvo"),
     *state_space.mamba2_rules(_MIXER),
     *(
-        Rule(f"{OURS}mlp.{m}_proj.{kind}", f"{_MIXER}{m}_proj.{kind}", optional=kind == "bias")
+        Rule(f"{NAME}mlp.{m}_proj.{kind}", f"{_MIXER}{m}_proj.{kind}", optional=kind == "bias")
         for m in ("up", "down")
         for kind in ("weight", "bias")
     ),
-    Rule(f"{OURS}mlp.router.gate.weight", f"{_MIXER}gate.weight"),
-    Rule(f"{OURS}mlp.router.expert_bias", f"{_MIXER}gate.e_score_correction_bias"),
+    Rule(f"{NAME}mlp.router.gate.weight", f"{_MIXER}gate.weight"),
+    Rule(f"{NAME}mlp.router.expert_bias", f"{_MIXER}gate.e_score_correction_bias"),
     *(
-        Rule(f"{OURS}mlp.{ours}.{m}_proj.weight", f"{_MIXER}{theirs}.{m}_proj.weight")
-        for ours, theirs in (("experts.{j}", "experts.{j}"), ("shared_expert", "shared_experts"))
+        Rule(f"{NAME}mlp.{name}.{m}_proj.weight", f"{_MIXER}{hf_name}.{m}_proj.weight")
+        for name, hf_name in (("experts.{j}", "experts.{j}"), ("shared_expert", "shared_experts"))
         for m in ("up", "down")
     ),
 )
@@ -134,7 +134,7 @@ def _read_nemotron_h(c: Config, where: str) -> Table:
         "feed_forward_pattern": feed_forwards,
         "rope_pattern": [False],
         "mlp_bias": c["mlp_bias"],
-        MAMBA2: {ours: c[theirs] for ours, theirs in _MAMBA.items()},
+        MAMBA2: {key: c[hf_key] for key, hf_key in _MAMBA.items()},
     }
     return table | _read_experts(c, where) if "E" in letters else table
 
@@ -149,7 +149,7 @@ def _read_experts(c: Config, where: str) -> Table:
         raise UserError(f"{where}: n_group = {c['n_group']}: a group needs at least two experts")
     if c["mlp_bias"]:
         raise UserError(f"{where}: mlp_bias = true is not supported in layers with experts")
-    return {ours: c[theirs] for ours, theirs in _EXPERTS.items()} | {
+    return {key: c[hf_key] for key, hf_key in _EXPERTS.items()} | {
         "moe_router": "sigmoid_topk",
         "moe_bias_update": "sign",
         "moe_shared_experts": 1,
@@ -161,7 +161,7 @@ def _write_nemotron_h(model: ModelConfig) -> Table:
     pattern = "".join(letters.get(parts, "?") for parts in model.layer_parts)
     keys = {
         **common.shape_keys(model),
-        **{theirs: getattr(model.mamba2, ours) for ours, theirs in _MAMBA.items()},
+        **{hf_key: getattr(model.mamba2, key) for key, hf_key in _MAMBA.items()},
         _PATTERN: pattern,
         "mlp_hidden_act": common.activation_key(model),
         "mlp_bias": model.mlp_bias,
@@ -169,7 +169,7 @@ def _write_nemotron_h(model: ModelConfig) -> Table:
         "mamba_hidden_act": "silu",
     }
     if model.is_moe:
-        keys |= {theirs: getattr(model, ours) for ours, theirs in _EXPERTS.items()}
+        keys |= {hf_key: getattr(model, key) for key, hf_key in _EXPERTS.items()}
         keys |= {"moe_intermediate_size": model.expert_dim, _SHARED_WIDTH: model.shared_expert_dim}
     return keys
 

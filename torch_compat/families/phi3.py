@@ -4,10 +4,10 @@ from jaxforge.config.model import ModelConfig
 from torch_compat.families import common
 from torch_compat.families.common import COMMON
 from torch_compat.families.family import (
-    OURS,
+    HF_NAME,
+    NAME,
     OUTSIDE,
     PRE_NORMS,
-    THEIRS,
     Config,
     Family,
     Table,
@@ -18,30 +18,30 @@ from torch_compat.families.family import (
 )
 from torch_compat.names.table import Rule
 
-_QKV = tuple(f"{OURS}attention.{m}_proj.weight" for m in "qkv")
-_GATE_UP = tuple(f"{OURS}mlp.{m}_proj.weight" for m in ("gate", "up"))
+_QKV = tuple(f"{NAME}attention.{m}_proj.weight" for m in "qkv")
+_GATE_UP = tuple(f"{NAME}mlp.{m}_proj.weight" for m in ("gate", "up"))
 _RULES = (
     *OUTSIDE,
     *PRE_NORMS,
-    *fused(_QKV, f"{THEIRS}self_attn.qkv_proj.weight", queries_keys_values),
-    Rule(f"{OURS}attention.o_proj.weight", f"{THEIRS}self_attn.o_proj.weight"),
+    *fused(_QKV, f"{HF_NAME}self_attn.qkv_proj.weight", queries_keys_values),
+    Rule(f"{NAME}attention.o_proj.weight", f"{HF_NAME}self_attn.o_proj.weight"),
     *fused(
         _GATE_UP,
-        f"{THEIRS}mlp.gate_up_proj.weight",
+        f"{HF_NAME}mlp.gate_up_proj.weight",
         lambda m: consecutive_rows(m.ffn_dim, m.ffn_dim),
     ),
-    Rule(f"{OURS}mlp.down_proj.weight", f"{THEIRS}mlp.down_proj.weight"),
+    Rule(f"{NAME}mlp.down_proj.weight", f"{HF_NAME}mlp.down_proj.weight"),
 )
 
 
 def _read(c: Config, where: str) -> Table:
     key = "rope_scaling" if c["rope_scaling"] else "rope_parameters"
-    given = dict(c[key] or {})
-    kind = given.pop("type", "default") if "rope_type" not in given else given["rope_type"]
+    scaling = dict(c[key] or {})
+    kind = scaling.pop("type", "default") if "rope_type" not in scaling else scaling["rope_type"]
     # The first files of Phi-3 say "su" or "yarn" for LongRoPE.
-    given["rope_type"] = "longrope" if kind in ("su", "yarn") else kind
+    scaling["rope_type"] = "longrope" if kind in ("su", "yarn") else kind
     table = common.shape(c) | common.feed_forward(c, where) | common.uniform_window(c, where)
-    return table | common.rotary({**c, key: given}, where, partial=1.0)
+    return table | common.rotary({**c, key: scaling}, where, partial=1.0)
 
 
 def _write(model: ModelConfig) -> Table:

@@ -8,10 +8,10 @@ from torch_compat.families import common, experts
 from torch_compat.families.common import COMMON, FULL, SLIDING
 from torch_compat.families.family import (
     ATTENTION_BIASES,
+    HF_NAME,
     LLAMA,
-    OURS,
+    NAME,
     QK_NORMS,
-    THEIRS,
     Config,
     Family,
     Table,
@@ -67,7 +67,7 @@ def _window_keys(model: ModelConfig) -> Table:
 
 
 BIASES = tuple(
-    Rule(f"{OURS}attention.{m}_proj.bias", f"{THEIRS}self_attn.{m}_proj.bias") for m in "qkv"
+    Rule(f"{NAME}attention.{m}_proj.bias", f"{HF_NAME}self_attn.{m}_proj.bias") for m in "qkv"
 )
 
 
@@ -112,7 +112,7 @@ QWEN3_FAMILY = Family(
 
 _MOE_SIZES = ("num_experts", "moe_intermediate_size")
 _WIDTH = "shared_expert_intermediate_size"
-_GATE = Rule(f"{OURS}mlp.shared_expert_gate.weight", f"{THEIRS}mlp.shared_expert_gate.weight")
+_GATE = Rule(f"{NAME}mlp.shared_expert_gate.weight", f"{HF_NAME}mlp.shared_expert_gate.weight")
 
 
 def _windows_qwen2_moe(c: Config, where: str) -> Table:

@@ -12,11 +12,11 @@ from torch_compat.families.common import COMMON, FULL
 from torch_compat.families.family import (
     ATTENTION_BIASES,
     GATED,
-    OURS,
+    HF_NAME,
+    NAME,
     OUTSIDE,
     PRE_NORMS,
     QK_NORMS,
-    THEIRS,
     Config,
     Family,
     Table,
@@ -83,7 +83,7 @@ def _mixers(c: Config, where: str) -> Table:
     pattern = _shortest_pattern([ATTENTION if kind == FULL else GATED_DELTA_NET for kind in kinds])
     return {
         "mixer_pattern": pattern,
-        GATED_DELTA_NET: {ours: c[theirs] for ours, theirs in _DELTA.items()},
+        GATED_DELTA_NET: {key: c[hf_key] for key, hf_key in _DELTA.items()},
     }
 
 
@@ -102,7 +102,7 @@ def _layer_keys(model: ModelConfig) -> Table:
     return {
         **common.llama_keys(model),
         **common.rotary_keys(model, partial=True),
-        **{theirs: getattr(settings, ours) for ours, theirs in _DELTA.items()},
+        **{hf_key: getattr(settings, key) for key, hf_key in _DELTA.items()},
         "layer_types": [FULL if p.mixer == ATTENTION else _LINEAR for p in model.layer_parts],
         "attention_bias": model.qkv_bias and model.o_bias,
     }
@@ -141,9 +141,9 @@ def _queries_keys_values(model: ModelConfig) -> list[np.ndarray]:
     return consecutive_rows(c.key_size, c.key_size, c.value_size)
 
 
-_LINEAR_NAME = f"{THEIRS}linear_attn."
+_LINEAR_NAME = f"{HF_NAME}linear_attn."
 """Prefix of the names of Gated DeltaNet in transformers."""
-_NET = f"{OURS}{GATED_DELTA_NET}."
+_NET = f"{NAME}{GATED_DELTA_NET}."
 
 
 def _projections(*names: str) -> tuple[str, ...]:
@@ -152,19 +152,19 @@ def _projections(*names: str) -> tuple[str, ...]:
 
 
 def _with_gates(kind: str, *, optional: bool) -> tuple[Rule, ...]:
-    names = (f"{OURS}attention.q_proj.{kind}", f"{OURS}attention.gate_proj.{kind}")
-    key = f"{THEIRS}self_attn.q_proj.{kind}"
+    names = (f"{NAME}attention.q_proj.{kind}", f"{NAME}attention.gate_proj.{kind}")
+    key = f"{HF_NAME}self_attn.q_proj.{kind}"
     return fused(names, key, queries_with_gates, optional=optional)
 
 
-_QWEN3_NEXT_GATED = f"{THEIRS}self_attn.q_proj."
+_QWEN3_NEXT_GATED = f"{HF_NAME}self_attn.q_proj."
 _LAYER_RULES = (
     *OUTSIDE,
     *PRE_NORMS,
     *QK_NORMS,
     *_with_gates("weight", optional=False),
     *_with_gates("bias", optional=True),
-    *(Rule(f"{OURS}attention.{m}_proj.weight", f"{THEIRS}self_attn.{m}_proj.weight")
+    *(Rule(f"{NAME}attention.{m}_proj.weight", f"{HF_NAME}self_attn.{m}_proj.weight")
       for m in "kvo"),
     *(rule for rule in ATTENTION_BIASES if not rule.key.startswith(_QWEN3_NEXT_GATED)),
     *fused(
@@ -180,7 +180,7 @@ _LAYER_RULES = (
 _EXPERT_RULES = (
     *experts.EXPERTS,
     *experts.shared("shared_expert"),
-    Rule(f"{OURS}mlp.shared_expert_gate.weight", f"{THEIRS}mlp.shared_expert_gate.weight"),
+    Rule(f"{NAME}mlp.shared_expert_gate.weight", f"{HF_NAME}mlp.shared_expert_gate.weight"),
 )
 _QWEN3_NEXT_RULES = (
     *_LAYER_RULES,
@@ -224,10 +224,10 @@ _OF_IMAGES = ("mrope_section", "mrope_interleaved")
 
 def _read_qwen3_5(c: Config, where: str) -> Table:
     """Read the layers; text has the same position in all three dimensions of rotary positions."""
-    given = c["rope_parameters"]
-    if isinstance(given, dict):
-        given = {key: value for key, value in given.items() if key not in _OF_IMAGES}
-    return _read_layers({**c, "rope_parameters": given}, where)
+    rotary = c["rope_parameters"]
+    if isinstance(rotary, dict):
+        rotary = {key: value for key, value in rotary.items() if key not in _OF_IMAGES}
+    return _read_layers({**c, "rope_parameters": rotary}, where)
 
 
 _SINGLE = {"gate": "z", "beta": "b", "decay": "a"}
@@ -235,8 +235,8 @@ _QWEN3_5_RULES = (
     *_LAYER_RULES,
     *fused(_projections("q", "k", "v"), f"{_LINEAR_NAME}in_proj_qkv.weight", _queries_keys_values),
     *(
-        Rule(_projections(ours)[0], f"{_LINEAR_NAME}in_proj_{theirs}.weight")
-        for ours, theirs in _SINGLE.items()
+        Rule(_projections(name)[0], f"{_LINEAR_NAME}in_proj_{hf_name}.weight")
+        for name, hf_name in _SINGLE.items()
     ),
 )
 """Rules of everything but feed-forwards."""

@@ -11,7 +11,7 @@ from jaxforge.config.mixers import MAMBA2
 from jaxforge.config.model import ATTENTION, ModelConfig
 from jaxforge.errors import UserError
 from torch_compat.families.common import FULL
-from torch_compat.families.family import OURS, Config, Table, consecutive_rows, fused
+from torch_compat.families.family import NAME, Config, Table, consecutive_rows, fused
 from torch_compat.families.values import integer
 from torch_compat.names.table import DepthwiseConvolution, Rule
 
@@ -41,30 +41,30 @@ def mamba2_rules(module: str) -> tuple[Rule, ...]:
     Args:
         module: the family's name of the module, such as "model.layers.{i}.mamba.".
     """
-    ours = f"{OURS}{MAMBA2}."
+    prefix = f"{NAME}{MAMBA2}."
     plain = {"a_log": "A_log", "dt_bias": "dt_bias", "skip": "D", "norm.weight": "norm.weight",
              "out_proj.weight": "out_proj.weight"}  # fmt: skip
     return (
-        *(Rule(f"{ours}{name}", f"{module}{key}") for name, key in plain.items()),
-        Rule(f"{ours}out_proj.bias", f"{module}out_proj.bias", optional=True),
+        *(Rule(f"{prefix}{name}", f"{module}{key}") for name, key in plain.items()),
+        Rule(f"{prefix}out_proj.bias", f"{module}out_proj.bias", optional=True),
         *(
             rule
             for kind in ("weight", "bias")
             for rule in fused(
-                tuple(f"{ours}{name}_proj.{kind}" for name in _PROJECTIONS),
+                tuple(f"{prefix}{name}_proj.{kind}" for name in _PROJECTIONS),
                 f"{module}in_proj.{kind}",
                 _projection_rows,
                 optional=kind == "bias",
             )
         ),
         *fused(
-            tuple(f"{ours}{name}_conv.weight" for name in "xbc"),
+            tuple(f"{prefix}{name}_conv.weight" for name in "xbc"),
             f"{module}conv1d.weight",
             _convolution_rows,
             change=DepthwiseConvolution(),
         ),
         *fused(
-            tuple(f"{ours}{name}_conv.bias" for name in "xbc"),
+            tuple(f"{prefix}{name}_conv.bias" for name in "xbc"),
             f"{module}conv1d.bias",
             _convolution_rows,
             optional=True,
@@ -93,7 +93,7 @@ def mamba2(c: Config, where: str) -> Table:
     Raises:
         UserError: the heads do not add up to the width of the layer.
     """
-    table = {ours: c[theirs] for ours, theirs in KEYS.items()}
+    table = {key: c[hf_key] for key, hf_key in KEYS.items()}
     inner = c["mamba_expand"] * c["hidden_size"]
     if table["head_dim"] == "auto":
         table["head_dim"] = max(1, inner // table["heads"])
@@ -109,24 +109,26 @@ def mamba2_keys(model: ModelConfig) -> Table:
     """Return the keys that `mamba2` reads."""
     c = model.mamba2
     return {
-        **{theirs: getattr(c, ours) for ours, theirs in KEYS.items()},
+        **{hf_key: getattr(c, key) for key, hf_key in KEYS.items()},
         "mamba_expand": c.inner_size // model.dim,
         "time_step_limit": time_step_limit_key(model),
     }
 
 
 def time_step_limits(limit: Any, where: str) -> Table:  # noqa: ANN401 (untrusted JSON)
-    """Read the limits of time steps from a pair; an infinite number is no limit.
+    """Read the limits of time steps from a pair; an infinite number is not a limit.
 
     Raises:
-        UserError: it is no pair of such numbers.
+        UserError: it is not a pair of such numbers.
     """
     if limit is None:
         return {}
     pair = [math.inf if x == _INFINITE else x for x in limit] if isinstance(limit, list) else []
     are_numbers = all(type(x) in (int, float) and x >= 0 for x in pair)
     if len(pair) != 2 or not are_numbers or not pair[0] < min(pair[1], 1e30):
-        raise UserError(f"{where}: time_step_limit = {reprlib.repr(limit)} is no range of numbers")
+        raise UserError(
+            f"{where}: time_step_limit = {reprlib.repr(limit)} is not a range of numbers"
+        )
     least, most = map(float, pair)
     return {"time_step_min": least} | ({} if math.isinf(most) else {"time_step_max": most})
 

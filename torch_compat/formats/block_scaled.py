@@ -89,11 +89,11 @@ def _dequantized(
 ) -> LazyTensor:
     if scales is None:
         raise UserError(f"{where}: {name} is in 8 bits, but {name}{SCALE} does not exist")
-    wanted = _number_of_blocks(weight.shape, block) if len(weight.shape) == 2 else None
-    if scales.shape != wanted:
+    expected = _number_of_blocks(weight.shape, block) if len(weight.shape) == 2 else None
+    if scales.shape != expected:
         raise UserError(
             f"{where}: {name}{SCALE} is {list(scales.shape)}, but {name} of {list(weight.shape)} "
-            + (f"has {list(wanted)} blocks of {list(block)}" if wanted else "is no matrix")
+            + (f"has {list(expected)} blocks of {list(block)}" if expected else "is not a matrix")
         )
 
     is_e8m0 = scales.dtype == DTYPES["uint8"]

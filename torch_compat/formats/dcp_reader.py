@@ -161,7 +161,7 @@ class Dcp:
 
 
 class LazyObjects(dict[str, Callable[[bool], Any]]):
-    """Readers of objects that are no tensors; a call with a key reads the object.
+    """Readers of objects that are not tensors; a call with a key reads the object.
 
     A reader's argument is `is_tolerant` of `Archive.object`.
     """
@@ -205,7 +205,7 @@ def open_dcp(directory: Directory) -> Dcp:
     tensors: dict[str, LazyTensor] = {}
     objects = LazyObjects()
     for stage in stages:
-        opened, others = _open_stage(stage)
+        opened, stage_objects = _open_stage(stage)
         # Tied weights are in the first and the last stage and must be equal. Objects such as
         # hyper-parameters are in every stage; the first one counts.
         for key in sorted(opened.keys() & tensors.keys()):
@@ -213,9 +213,9 @@ def open_dcp(directory: Directory) -> Dcp:
                 both = f"{tensors[key].source}, {opened[key].source}"
                 raise UserError(f"{key} is in two pipeline stages and differs: {both}")
         tensors |= opened
-        for key in others.keys() & objects.keys():
-            del others[key]
-        objects.update(others)
+        for key in stage_objects.keys() & objects.keys():
+            del stage_objects[key]
+        objects.update(stage_objects)
     return Dcp(directory, tensors, objects)
 
 
@@ -357,7 +357,7 @@ def _tensor(
         named, shape = metadata.properties.state[0], metadata.size
         chunks = [(c.offsets, c.sizes) for c in metadata.chunks]
         if not all(map(_are_sizes, (shape, *itertools.chain.from_iterable(chunks)))):
-            raise ValueError("sizes are no integers")
+            raise ValueError("sizes are not integers")
         indices = [tuple(slice(o, o + n) for o, n in zip(*chunk, strict=True)) for chunk in chunks]
     except (TypeError, ValueError, AttributeError, IndexError) as error:
         raise UserError(f"{where}: its metadata are damaged ({shown(error)})") from error

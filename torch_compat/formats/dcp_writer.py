@@ -17,7 +17,6 @@ from torch_compat.formats.pickles import Call, Global, New, Pairs
 from torch_compat.formats.staging import Unit, batches
 
 _FILE = 1 << 28  # bytes of data after which the next file begins
-_LARGEST = 1 << 31  # bytes of a chunk: sizes in an archive have 32 bits
 _METADATA_MODULE = "torch.distributed.checkpoint.metadata"
 
 KeyPath = tuple[str | int, ...]
@@ -64,6 +63,7 @@ def units(
         nbytes = sum(item.nbytes for item in items)
         return Unit(f"{prefix}{path.stem}", nbytes, lambda: _write_file(path, items, entries))
 
+    # A file is a unit: large enough that syncing it is cheap, small enough to repeat after a kill.
     files = batches(_items(entries, block), lambda item: item.nbytes, _FILE)
     return [unit(i, items) for i, items in enumerate(files)]
 
@@ -125,7 +125,7 @@ def _items(entries: Mapping[str, Entry], block: int) -> Iterator[_Item]:
 
 
 def _chunks(tensor: LazyTensor, block: int) -> Iterator[Index]:
-    return blocks(tensor.shape, tensor.dtype.itemsize, min(block, _LARGEST))
+    return blocks(tensor.shape, tensor.dtype.itemsize, block)
 
 
 def _write_file(path: Path, items: list[_Item], entries: Mapping[str, Entry]) -> list[Any]:
@@ -135,12 +135,11 @@ def _write_file(path: Path, items: list[_Item], entries: Mapping[str, Entry]) ->
         end = 0
         for key, index, _ in items:
             value = entries[key].value
-            start = end
-            for part in torch_zip.archive_blocks(value if index is None else value.read(index)):
-                put(part, end)
-                end += len(part)
+            content = value if index is None else value.read(index)
+            length = torch_zip.write_archive(content, put, end)
             offset = None if index is None else [s.start for s in index]
-            locations.append([key, offset, path.name, start, end - start])
+            locations.append([key, offset, path.name, end, length])
+            end += length
     return locations
 
 

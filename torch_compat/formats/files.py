@@ -67,7 +67,7 @@ class Directory:
         return posixpath.basename(self.path.rstrip("/"))
 
     def names(self) -> list[str]:
-        """Return the sorted names in the directory; empty if it is no directory."""
+        """Return the sorted names in the directory; empty if it is not a directory."""
         if self._is_remote:
             return files.names(self.path)
         return sorted(os.listdir(self.path)) if os.path.isdir(self.path) else []
@@ -127,6 +127,7 @@ class Directory:
             if self._is_remote:
                 return _Remote(path)
             real = os.path.realpath(path)
+            # The name is untrusted, and so are links in a downloaded directory.
             if not any(real.startswith(root + os.sep) for root in self._real_roots()):
                 raise UserError(f"{self}: {shown(name)!r} is a link out of the checkpoint; refused")
             return _Local(path)
@@ -157,12 +158,13 @@ class _Local:
         with open(path, "rb", opener=lambda p, flags: os.open(p, flags | os.O_NONBLOCK)) as file:
             status = os.fstat(file.fileno())
         if not stat.S_ISREG(status.st_mode):
-            raise OSError("no regular file")
+            raise OSError("not a regular file")
         self.size = status.st_size
 
     def __call__(self, start: int, length: int) -> np.ndarray:
         if not length:
             return np.empty(0, np.uint8)
+        # A map begins at a page.
         first = start // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
         ahead = start - first
         try:
@@ -304,6 +306,7 @@ def _copy_in_kernel(data: np.ndarray, descriptor: int, at: int) -> bool:
 
 def _map_of(data: np.ndarray) -> _Map | None:
     """Return the mapping that an array views, or None."""
+    # Views of views: the chain of bases ends at the object that owns the memory.
     owner: Any = data
     while isinstance(owner, np.ndarray | memoryview):
         owner = owner.base if isinstance(owner, np.ndarray) else owner.obj

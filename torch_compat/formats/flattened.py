@@ -40,10 +40,10 @@ def unflattened(tensor: LazyTensor, shape: tuple[int, ...]) -> LazyTensor:
     grid = tensor.shape[:-1]
     is_whole = len(grid) == len(shape) and is_shape(shape, tensor.dtype.itemsize)
     if not is_whole or any(not n or size % n for n, size in zip(grid, shape, strict=True)):
-        raise UserError(f"{tensor.source}: {list(tensor.shape)} is no flattened {list(shape)}")
+        raise UserError(f"{tensor.source}: {list(tensor.shape)} is not a flattened {list(shape)}")
     local = tuple(size // n for n, size in zip(grid, shape, strict=True))
     if math.prod(local) != tensor.shape[-1]:
-        raise UserError(f"{tensor.source}: {list(tensor.shape)} is no flattened {list(shape)}")
+        raise UserError(f"{tensor.source}: {list(tensor.shape)} is not a flattened {list(shape)}")
 
     def read(index: Index) -> np.ndarray:
         out = np.empty(index_shape(index), tensor.dtype)

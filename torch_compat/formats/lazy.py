@@ -154,12 +154,13 @@ class LazyTensor:
         order = np.asarray(order)
 
         def read(index: Index) -> np.ndarray:
-            wanted = order[index[0]]
-            if not len(wanted):
+            positions = order[index[0]]
+            if not len(positions):
                 return self.read((slice(0, 0), *index[1:]))
-            first = int(wanted.min())
-            window = self.read((slice(first, int(wanted.max()) + 1), *index[1:]))
-            return window[wanted - first]
+            # One contiguous read of the span, as each read of a file may be a request to a server.
+            first = int(positions.min())
+            window = self.read((slice(first, int(positions.max()) + 1), *index[1:]))
+            return window[positions - first]
 
         return dataclasses.replace(self, shape=(len(order), *self.shape[1:]), read=read)
 
@@ -168,8 +169,8 @@ class LazyTensor:
         size = self.shape[0]
 
         def read(index: Index) -> np.ndarray:
-            first, *others = index
-            values = self.read((slice(min(first.start, size), min(first.stop, size)), *others))
+            first, *tail = index
+            values = self.read((slice(min(first.start, size), min(first.stop, size)), *tail))
             missing = (first.stop - first.start) - len(values)
             return np.concatenate([values, np.zeros((missing, *values.shape[1:]), values.dtype)])
 
@@ -185,7 +186,7 @@ def to_number(value: Any) -> float:  # noqa: ANN401 (untrusted)
     """Convert a number or a tensor of one element to a Python number.
 
     Raises:
-        ValueError: the value is no number, or not finite.
+        ValueError: the value is not a number, or not finite.
     """
     if isinstance(value, LazyTensor):
         if math.prod(value.shape) != 1:
@@ -204,11 +205,11 @@ def to_count(value: Any) -> int:  # noqa: ANN401 (untrusted)
     """Convert a number or a tensor of one element to an integer from 0 to 2**53.
 
     Raises:
-        ValueError: the value is no such integer.
+        ValueError: the value is not such an integer.
     """
     number = to_number(value)
     if not 0 <= number <= limits.COUNT or number != int(number):
-        raise ValueError(f"{number:g} is no integer from 0 to 2^53")
+        raise ValueError(f"{number:g} is not an integer from 0 to 2^53")
     return int(number)
 
 
@@ -246,8 +247,8 @@ def interleave_rows(tensors: Sequence[LazyTensor], positions: Sequence[np.ndarra
         owners, rows = owner[index[0]], row[index[0]]
         for i, tensor in enumerate(tensors):
             if (mine := owners == i).any():
-                wanted = tensor.rows(rows[mine])
-                out[mine] = wanted.read((slice(0, wanted.shape[0]), *index[1:]))
+                selected = tensor.rows(rows[mine])
+                out[mine] = selected.read((slice(0, selected.shape[0]), *index[1:]))
         return out
 
     return LazyTensor((n_rows, *first.shape[1:]), first.dtype, read, first.source)
@@ -305,6 +306,7 @@ def blocks(shape: tuple[int, ...], itemsize: int, limit: int) -> Iterator[Index]
         within = list(blocks(shape[1:], itemsize, limit))
         yield from ((slice(i, i + 1), *index) for i in range(shape[0]) for index in within)
         return
+    # Equal blocks: 10 rows with at most 4 each become 4, 3 and 3 and not 4, 4 and 2.
     most = max(1, limit // row) if row else max(1, shape[0])
     n_blocks = max(1, -(-shape[0] // most))
     rows = max(1, -(-shape[0] // n_blocks))

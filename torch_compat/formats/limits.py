@@ -35,10 +35,10 @@ def check_name(name: object, where: str) -> None:
     """Check a name that was read from a file.
 
     Raises:
-        UserError: the value is no name.
+        UserError: the value is not a name.
     """
     if not is_name(name):
-        what = f"{shown(name, 60)!r}, no name" if isinstance(name, str) else "no text"
+        what = f"{shown(name, 60)!r}, not a name" if isinstance(name, str) else "not text"
         raise UserError(f"{where}: a key is {what}")
 
 

@@ -6,6 +6,7 @@
     key {name}/0.1                   chunk (0, 1) of an array
 
 An uncompressed chunk has the same layout in the file as in memory, so it is mapped and not copied.
+Tensorstore would read a whole chunk for each part of it, and a chunk may be a matrix of a layer.
 Tensorstore reads everything else: compressed chunks, arrays with omitted zero chunks, databases in
 buckets and unexpected forms.
 """
@@ -74,6 +75,8 @@ def open_arrays(store: Path) -> dict[str, LazyTensor]:
         OSError: the database cannot be read.
     """
     database = ts.KvStore.open(_database(store)).result()
+    # Only keys are listed. Values are read later, and metadata all at once, since each is a
+    # request.
     keys = [key.decode() for key in database.list().result()]
     described = {key: database.read(key) for key in keys if key.endswith(ZARRAY)}
     locations = tensor_locations(store)
@@ -124,6 +127,7 @@ def tensor_locations(store: Path) -> dict[str, dict[str, Location]]:
     base = ts.KvStore.open(_base(store)).result()
     version = ts.ocdbt.dump(base).result()["versions"][-1]
     locations: dict[str, dict[str, Location]] = {}
+    # An index of several nodes is left to tensorstore.
     if version["root_height"] or "location" not in version["root"]:
         return locations
     for entry in ts.ocdbt.dump(base, version["root"]["location"]).result()["entries"]:

@@ -67,7 +67,7 @@ class PickleMachine:
         """Execute the pickle and return its object.
 
         Raises:
-            Exception: the data are no valid pickle or exceed a limit. Any type is possible.
+            Exception: the data are not a valid pickle or exceed a limit. Any type is possible.
         """
         data = self._data
         while (code := data[self._position]) != _STOP:
@@ -173,7 +173,7 @@ class PickleMachine:
 
     def _push_global(self, module: Any, name: Any) -> None:  # noqa: ANN401
         if not isinstance(module, str) or not isinstance(name, str):
-            raise TypeError("a name that is no text")
+            raise TypeError("a name that is not text")
         stand_in = self._find_class(module, name)
         self._stand_in_types.add(type(stand_in))
         self._stack.append(stand_in)

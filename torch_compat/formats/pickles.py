@@ -34,7 +34,7 @@ def load(
 
     Raises:
         UnsafePickleError: the pickle uses another name. No code was run.
-        UserError: the data are no pickle.
+        UserError: the data are not a pickle.
     """
 
     def find_class(module: str, name: str) -> Any:  # noqa: ANN401

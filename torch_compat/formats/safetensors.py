@@ -1,7 +1,8 @@
 """Reader and writer of safetensors files: 8 bytes of length, a JSON header, row-major data.
 
 Format: https://huggingface.co/docs/safetensors. All shapes are known in advance, so the offset of
-each part is known before anything is written, and several parts are written concurrently.
+each part is known before anything is written, and several parts are written concurrently. The
+package `safetensors` is not used: it reads no URLs, and writes only tensors that are in memory.
 """
 
 import functools
@@ -92,6 +93,7 @@ def open_file(file: Bytes, where: str) -> dict[str, LazyTensor]:
     if file.size < 8:
         raise UserError(f"{where}: too short for a safetensors file")
     (length,) = struct.unpack("<Q", file(0, 8).tobytes())
+    # Before the header is read: the number may claim any size.
     if length > min(DOCUMENT, file.size - 8):
         raise UserError(f"{where}: its header would be {length} bytes: damaged, or another format")
     header = load_object(file(8, length).tobytes(), f"{where}: its header is damaged")
@@ -103,6 +105,7 @@ def open_file(file: Bytes, where: str) -> dict[str, LazyTensor]:
     entries = sorted(header.items(), key=lambda item: item[1]["data_offsets"])
     tensors = {name: lazy_tensor(file, 8 + length, name, e, where) for name, e in entries}
     end = 0
+    # In ascending order without gaps, as the format requires: no byte belongs to two tensors.
     for name, entry in entries:
         start, stop = entry["data_offsets"]
         if start != end:
@@ -208,6 +211,7 @@ def _header(tensors: Mapping[str, LazyTensor]) -> bytes:
         header[name] = {"dtype": code, "shape": list(tensor.shape), "data_offsets": [at, end]}
         at = end
     text = json.dumps(header, separators=(",", ":")).encode()
+    # Data begin at a multiple of 8, so that mapped tensors are aligned.
     text += b" " * (-len(text) % 8)
     return struct.pack("<Q", len(text)) + text
 

@@ -2,16 +2,14 @@
 
     DST/.<name>.partial/         files written so far
     DST/.<name>.partial/marks/   plan.json, and one small file per finished unit
-    DST/.<name>.lock0, 1, ...    each locked by the process of that number
+    DST/.<name>.lock             locked by the conversion
     DST/<name>/                  the result, once every unit is finished
 
-A conversion that was stopped resumes with the units that have no mark. Several processes divide the
-units among them; process 0 waits for all marks and commits.
+A conversion that was stopped resumes with the units that have no mark.
 """
 
 import contextlib
 import errno
-import functools
 import hashlib
 import json
 import os
@@ -26,14 +24,12 @@ from jaxforge.errors import StorageError, UserError
 from jaxforge.storage import locks
 from jaxforge.storage.atomic_directory import partial_of, read_json, write_json
 from torch_compat.formats.files import sync
-from torch_compat.formats.workers import Share
 
 T = TypeVar("T")
 
 _MARKS = "marks"
 _PLAN = "plan.json"
 _OS_ERROR = re.compile(r"\[os_error_code='?(\d+)")  # in messages of tensorstore
-JOIN, LEAVE = 600, 60  # seconds to wait for process 0 to begin, and for others to end
 
 AT_ONCE = 3
 """Number of units written concurrently: while one is synced to disk, others are read."""
@@ -60,25 +56,20 @@ class Staging:
         destination: directory to create.
         plan: JSON description of the conversion. A stored partial result of another plan is
             deleted.
-        share: share of this process.
 
     Raises:
         UserError: the destination exists, or another conversion to it is running.
         StorageError: the destination cannot be written.
     """
 
-    def __init__(self, destination: Path, plan: dict[str, Any], share: Share) -> None:
-        self.destination, self.share = destination, share
+    def __init__(self, destination: Path, plan: dict[str, Any]) -> None:
+        self.destination = destination
         self.path = partial_of(destination)
-        self._fingerprint = hashlib.sha256(json.dumps(plan, sort_keys=True).encode()).hexdigest()
+        fingerprint = hashlib.sha256(json.dumps(plan, sort_keys=True).encode()).hexdigest()
         self._check_free()
         with contextlib.ExitStack() as self._locks, naming_failure(destination):
-            if share.process == 0:
-                self._prepare()
-            else:
-                seconds = JOIN if share.parent is None else LEAVE
-                what = f"for process 0 to begin this at {self.path}"
-                locks.wait_until(self._has_joined, seconds, what)
+            self._prepare({"fingerprint": fingerprint})
+            # Without an exception the lock outlives this block, until `__exit__`.
             self._locks = self._locks.pop_all()
 
     def __enter__(self) -> "Staging":
@@ -88,38 +79,26 @@ class Staging:
         self._locks.close()
 
     def write(self, units: Sequence[Unit], advance: Callable[[int], None]) -> None:
-        """Write the unfinished units of this process's share.
+        """Write the unfinished units.
 
         Args:
-            units: all units, the same in every process.
+            units: all units.
             advance: called with the bytes of each finished unit, including earlier ones.
         """
-        ours = units[self.share.process :: self.share.processes]
-        for_each(lambda unit: self._write_unit(unit, advance), ours, AT_ONCE)
+        for_each(lambda unit: self._write_unit(unit, advance), units, AT_ONCE)
 
     def _write_unit(self, unit: Unit, advance: Callable[[int], None]) -> None:
-        if self.share.parent not in (None, os.getppid()):
-            raise UserError(f"{self.destination}: process 0, which started this one, has ended")
         if not self._mark(unit.name).exists():
             with naming_failure(self.destination):
                 self.set_mark(unit.name, unit.write())
         advance(unit.nbytes)
 
-    def results(
-        self, units: Sequence[Unit], check: Callable[[], None] = lambda: None
-    ) -> dict[str, Any]:
-        """Wait until all processes have finished their units, calling `check`; return results."""
-        names = [unit.name for unit in units]
-
-        def complete() -> bool:
-            check()
-            return all(self._mark(name).exists() for name in names)
-
-        locks.wait_until(complete, 24 * 3600, "for the other processes to do their share")
-        return {name: json.loads(self._mark(name).read_text()) for name in names}
+    def results(self, units: Sequence[Unit]) -> dict[str, Any]:
+        """Return name -> result of finished units."""
+        return {unit.name: json.loads(self._mark(unit.name).read_text()) for unit in units}
 
     def commit(self, file: str = "") -> None:
-        """Sync all files and rename the result to its destination. Only process 0 calls this.
+        """Sync all files and rename the result to its destination.
 
         Args:
             file: file in the directory that is the result; "" if the directory is the result.
@@ -141,63 +120,27 @@ class Staging:
         """Remove the partial directory."""
         shutil.rmtree(self.path, ignore_errors=True)
 
-    def _prepare(self) -> None:
-        """Write the plan if it differs from the stored one, after all helpers have ended.
-
-        A helper holds its lock while it runs and joins only under the stored plan, which therefore
-        tells the number of locks to wait for.
-        """
+    def _prepare(self, plan: dict[str, str]) -> None:
+        """Take the lock, and start anew unless the stored plan is the same."""
         self.destination.parent.mkdir(parents=True, exist_ok=True)
-        if not self._take(0, self._locks):
+        lock = self.destination.with_name(f".{self.destination.name}.lock")
+        if not self._locks.enter_context(locks.hold(lock)):
             raise UserError(
-                f"{self.destination} is being written by {locks.holder(self._lock_of(0))}: wait "
-                "for that conversion, or stop it"
+                f"{self.destination} is being written by {locks.holder(lock)}: wait for that "
+                "conversion, or stop it"
             )
         self._check_free()  # again, now that no other process can create it
-        if (stored := self._plan()) == self._as_planned:
-            return
-        what = f"for other processes that write to {self.path} to end"
-        with contextlib.ExitStack() as helpers:
-            for i in range(1, stored.get("processes", 1)):
-                locks.wait_until(functools.partial(self._take, i, helpers), LEAVE, what)
-            if stored.get("fingerprint") != self._fingerprint and self.path.exists():
+        if read_json(self.path / _MARKS / _PLAN) != plan:
+            if self.path.exists():
                 shutil.rmtree(self.path)
-            (self.path / _MARKS).mkdir(parents=True, exist_ok=True)
-            self.set_mark("plan", self._as_planned)
+            (self.path / _MARKS).mkdir(parents=True)
+            self.set_mark("plan", plan)
 
     def _check_free(self) -> None:
         if self.destination.exists():
             raise UserError(
                 f"{self.destination} is there already; remove it or name another directory"
             )
-
-    def _has_joined(self) -> bool:
-        with contextlib.ExitStack() as own:
-            self._check_free()
-            if not self.path.is_dir() or not self._take(self.share.process, own):
-                return False
-            if self._plan() == self._as_planned:
-                self._locks = own.pop_all()
-                return True
-            if self.share.parent is not None:
-                raise UserError(
-                    f"{self.destination}: the source or the config has changed since process 0 "
-                    "looked: run the same command again"
-                )
-            return False
-
-    def _lock_of(self, process: int) -> Path:
-        return self.destination.with_name(f".{self.destination.name}.lock{process}")
-
-    def _take(self, process: int, locks_held: contextlib.ExitStack) -> bool:
-        return locks_held.enter_context(locks.hold(self._lock_of(process)))
-
-    @property
-    def _as_planned(self) -> dict[str, Any]:
-        return {"fingerprint": self._fingerprint, "processes": self.share.processes}
-
-    def _plan(self) -> dict[str, Any]:
-        return read_json(self.path / _MARKS / _PLAN) or {}
 
     def _mark(self, name: str) -> Path:
         return self.path / _MARKS / f"{name}.json"

@@ -31,9 +31,9 @@ _DEPTH = 64
 
 
 def find_file(path: str) -> tuple[Directory, str] | None:
-    """Return the directory and name of a `torch.save` file; None if the path is no such file."""
-    given = Directory(path)
-    parent, _, name = given.path.rstrip("/").rpartition("/")
+    """Return the directory and name of a `torch.save` file; None if the path is not such a file."""
+    location = Directory(path)
+    parent, _, name = location.path.rstrip("/").rpartition("/")
     if not name.endswith(SUFFIXES):
         return None
     directory = Directory(parent or "/").resolved()

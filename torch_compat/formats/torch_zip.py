@@ -5,17 +5,22 @@
     archive/byteorder   "little"
     archive/version     "3"
 
-Archives are read in place: only the requested bytes are read.
+Archives are read in place: only the requested bytes are read. `zipfile` reads and writes the index.
+`torch.load` is not used, because conversions work without torch, with files at a URL, and with
+files that nobody trusts (`pickle_machine`).
 """
 
 import math
+import os
 import struct
-from collections.abc import Iterable, Iterator, Mapping
+import sys
+import zipfile
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from zlib_ng import zlib_ng  # CRC-32 several times as fast as that of zlib
 
 from jaxforge.errors import UserError
 from torch_compat.formats import limits, pickles
@@ -24,13 +29,6 @@ from torch_compat.formats.lazy import DTYPES, LazyTensor, blocks, is_shape
 from torch_compat.formats.limits import shown
 from torch_compat.formats.pickle_machine import Record
 from torch_compat.formats.pickles import Call, Global, Persistent
-from torch_compat.formats.zip_index import (
-    ChecksummedRecord,
-    FileRange,
-    ZipEntry,
-    data_start,
-    read_index,
-)
 
 _STORAGES = {
     "DoubleStorage": "float64",
@@ -44,6 +42,12 @@ _STORAGES = {
     "ByteStorage": "uint8",
     "BoolStorage": "bool",
 }
+_TAIL = 1024  # bytes at the end of an archive
+_ALIGNMENT = 64  # bytes
+_LOCAL = struct.Struct(
+    "<4s22x2H"
+)  # local header: signature, lengths of the name and of extra fields
+_ZIP64_SIZES = 20  # bytes of the extra field of 64-bit sizes
 _STORAGE_OF = {dtype: storage for storage, dtype in _STORAGES.items()}
 
 
@@ -89,7 +93,7 @@ def _tensor_v3(storage: Any, *details: Any) -> _Tensor:  # noqa: ANN401
 def as_size(sizes: Any) -> tuple:  # noqa: ANN401
     """Return a tuple of sizes, as `torch.Size` does."""
     if not isinstance(sizes, tuple | list):
-        raise TypeError("a size that is no tuple")
+        raise TypeError("a size that is not a tuple")
     return tuple(sizes)
 
 
@@ -159,6 +163,66 @@ _TOLERANT = _Tolerant(
 )
 
 
+class _Range:
+    """Range of a file that is read like a file.
+
+    Args:
+        file: the file.
+        start: first byte of the range.
+        size: length of the range in bytes.
+        crc: CRC-32 of the range, which is then read as a whole each time to verify it; 0: none.
+        where: description of the range for messages.
+    """
+
+    def __init__(self, file: Bytes, start: int, size: int, crc: int = 0, where: str = "") -> None:
+        self._file, self._start, self.size = file, start, size
+        self._crc, self._where = crc, where
+
+    def __call__(self, start: int, length: int) -> np.ndarray:
+        if not self._crc:
+            return self._file(self._start + start, length)
+        data = self._file(self._start, self.size)
+        if zlib.crc32(data.data) != self._crc:
+            raise UserError(f"{self._where}: its checksum differs: the file is damaged")
+        return data[start : start + length]
+
+
+class _Index:
+    """File object in which `zipfile` reads the index of an archive.
+
+    The last bytes, which hold the whole index of a small archive, are read at once: each read of a
+    file at a URL is a request.
+    """
+
+    def __init__(self, archive: Bytes) -> None:
+        self._archive, self._at = archive, 0
+        self._tail = max(0, archive.size - _TAIL)
+        self._last = archive(self._tail, archive.size - self._tail).tobytes()
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        self._at = offset + (0, self._at, self._archive.size)[whence]
+        if self._at < 0:
+            raise OSError("a position before the archive")
+        return self._at
+
+    def read(self, size: int = -1) -> bytes:
+        left = max(0, self._archive.size - self._at)
+        size = left if size < 0 else min(size, left)
+        # An index may claim to fill a sparse file of any size.
+        if size > limits.ENTRIES:
+            raise ValueError(f"an index of {size} bytes")
+        at, self._at = self._at, self._at + size
+        if at >= self._tail:
+            return self._last[at - self._tail : at - self._tail + size]
+        return self._archive(at, size).tobytes()
+
+
 class Archive:
     """`torch.save` archive that is a file or a part of a file.
 
@@ -178,7 +242,7 @@ class Archive:
                 f"{where}: said to lie at bytes {start} to {start + length} of a file of "
                 f"{file.size}: the file is truncated or another one"
             )
-        self._archive, self._where = FileRange(file, start, length), where
+        self._archive, self._where = _Range(file, start, length), where
         self._records = self._find_records()
 
     def object(self, *, is_tolerant: bool = False) -> Any:  # noqa: ANN401 (torch.save holds anything)
@@ -200,11 +264,11 @@ class Archive:
         except RecursionError:
             raise UserError(f"{self._where}: the object is nested too deeply; refused") from None
 
-    def _find_records(self) -> dict[str, ZipEntry]:
+    def _find_records(self) -> dict[str, zipfile.ZipInfo]:
         """Return the index entries by record name, without the archive's prefix."""
         try:
-            entries = list(read_index(self._archive))
-        except (ValueError, struct.error) as error:
+            entries = zipfile.ZipFile(_Index(self._archive)).infolist()
+        except (zipfile.BadZipFile, RuntimeError, OSError, ValueError, struct.error) as error:
             raise UserError(
                 f"{self._where}: no torch.save archive there ({shown(error)}): the file is damaged "
                 "or another one"
@@ -213,8 +277,8 @@ class Archive:
         for entry in entries:
             # `torch.save` stores records as they are, so that they can be memory-mapped. Refusing
             # compression also rules out zip bombs.
-            name = entry.name.decode("utf-8", "backslashreplace")
-            if entry.method or entry.flags & 1 or entry.length != entry.stored:
+            name, is_encrypted = entry.orig_filename, entry.flag_bits & 1
+            if entry.compress_type or is_encrypted or entry.file_size != entry.compress_size:
                 raise UserError(
                     f"{self._where}: record {shown(name)} is compressed or encrypted, which "
                     "torch.save never does; refused"
@@ -232,12 +296,26 @@ class Archive:
         if name not in self._records:
             raise UserError(f"{self._where}: the archive has no record {shown(name)}")
         entry, where = self._records[name], f"{self._where}: record {shown(name)}"
-        try:
-            part = FileRange(self._archive, data_start(self._archive, entry), entry.length)
-        except ValueError as error:
-            raise UserError(f"{where}: {error}") from error
-        small = entry.length <= limits.CHECKED
-        return ChecksummedRecord(part, entry.crc, where) if small and entry.crc else part
+        start, size = self._data_start(entry, where), entry.file_size
+        return _Range(self._archive, start, size, entry.CRC * (size <= limits.CHECKED), where)
+
+    def _data_start(self, entry: zipfile.ZipInfo, where: str) -> int:
+        """Return the first byte of a record's content, after its local header.
+
+        The header is read with one request, where `ZipFile.open` needs three. Only its name tells
+        that it belongs to the record; sizes and checksum are those of the index.
+        """
+        name = entry.orig_filename.encode("utf-8" if entry.flag_bits & 0x800 else "cp437")
+        start, length = entry.header_offset, _LOCAL.size + len(name)
+        if not 0 <= start <= self._archive.size - length:
+            raise UserError(f"{where}: the index is damaged")
+        header = self._archive(start, length).tobytes()
+        signature, name_length, extra = _LOCAL.unpack_from(header)
+        if (signature, name_length, header[_LOCAL.size :]) != (b"PK\3\4", len(name), name):
+            raise UserError(f"{where}: its header is damaged, or another record's")
+        if start + length + extra + entry.file_size > self._archive.size:
+            raise UserError(f"{where}: it is truncated")
+        return start + length + extra
 
     def _read(self, name: str, most: int) -> memoryview:
         record = self._record(name)
@@ -300,126 +378,85 @@ def _storage(pid: Any) -> _Storage:  # noqa: ANN401
     kind, dtype, record, _, length = pid
     is_named = kind == "storage" and isinstance(record, str) and isinstance(dtype, Dtype)
     if not is_named or not isinstance(length, int):
-        raise ValueError("a persistent id that is no tensor storage")
+        raise ValueError("a persistent id that is not a tensor storage")
     return _Storage(record, dtype.numpy, length)
 
 
-_ALIGNMENT = 64  # bytes
-_LOCAL_HEADER, _CENTRAL_HEADER = b"PK\x03\x04", b"PK\x01\x02"
-_MOST32 = 2**32 - 1
-
-
-class _Record(NamedTuple):
-    """Record of an archive that is being written.
-
-    Attributes:
-        name: path in the archive.
-        size: size in bytes.
-        start: offset of the local header in the archive.
-        is_wide: whether sizes are 64-bit numbers (zip64).
-    """
-
-    name: bytes
-    size: int
-    start: int
-    is_wide: bool
-
-    def header(self, crc: int) -> bytes:
-        """Return the local header, padded so that the data are aligned."""
-        # Extra fields: kind 1 holds the 64-bit sizes (zip64); "FB" is torch's padding field. The
-        # content begins after the header (30 bytes), the name and the extra fields.
-        extra = struct.pack("<2H2Q", 1, 16, self.size, self.size) if self.is_wide else b""
-        pad = -(self.start + 30 + len(self.name) + len(extra) + 4) % _ALIGNMENT
-        extra += struct.pack("<2sH", b"FB", pad) + b"Z" * pad
-        return (_LOCAL_HEADER + self._common(crc) + struct.pack("<HH", len(self.name), len(extra))
-                + self.name + extra)  # fmt: skip
-
-    def entry(self, crc: int) -> bytes:
-        """Return the entry of the index."""
-        # In zip64, the 32-bit fields are 2^32 - 1, and kind 1 holds both sizes and the offset.
-        values = [self.size, self.size, self.start] if self.is_wide else []
-        extra = struct.pack(f"<2H{len(values)}Q", 1, 8 * len(values), *values) if values else b""
-        start = _MOST32 if self.is_wide else self.start
-        numbers = struct.pack("<HHHHHII", len(self.name), len(extra), 0, 0, 0, 0, start)
-        return _CENTRAL_HEADER + b"\0\0" + self._common(crc) + numbers + self.name + extra
-
-    def _common(self, crc: int) -> bytes:
-        size, version = (_MOST32, 45) if self.is_wide else (self.size, 0)
-        return struct.pack("<HHHHHIII", version, 0, 0, 0, 0x21, crc, size, size)
-
-
-def archive_blocks(value: Any) -> Iterator[bytes | memoryview]:  # noqa: ANN401
-    """Yield the bytes of `torch.save(value)` without copying arrays.
+class _Output:
+    """File object into which `zipfile` writes an archive.
 
     Args:
-        value: nested dicts, lists and tuples of plain values, of NumPy arrays, which become
-            tensors, and of the types of `pickles.dump`.
+        put: (data, offset in the file) -> None.
+        start: offset of the archive in the file.
     """
-    # Layout of the zip file:
-    #   for each record: local header (30 bytes) | path | extra field with padding | content
-    #   index ("central directory"): entry (46 bytes) | path | extra field for each record
-    #   end record: number of entries, size and offset of the index
-    # The padding aligns each content, as torch does, so that a mapped tensor is aligned, too.
-    index, at = [], 0
-    for name, size, parts in _contents(value, block=_MOST32):
-        if size >= _MOST32:
-            raise ValueError(f"a record of {size} bytes: split it into smaller ones")
-        (data,) = parts
-        record, crc = _Record(name, size, at, is_wide=False), zlib_ng.crc32(data)
-        header = record.header(crc)
-        yield header
-        yield data
-        at += len(header) + size
-        index.append(record.entry(crc))
-    yield _end_of_archive(index, at, is_wide=False)
+
+    def __init__(self, put: Callable[[Any, int], None], start: int) -> None:
+        self._put, self._start, self._at = put, start, 0
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        assert whence == os.SEEK_SET
+        self._at = offset
+        return offset
+
+    def write(self, data: Any) -> int:  # noqa: ANN401 (any buffer)
+        self._put(data, self._start + self._at)
+        self._at += len(data)
+        return len(data)
+
+    def flush(self) -> None: ...
+
+    def close(self) -> None: ...
 
 
-def save(value: Any, path: Path) -> None:  # noqa: ANN401
-    """Write the bytes of `archive_blocks(value)` to a file, and replace its content."""
-    with path.open("wb") as file:
-        file.writelines(archive_blocks(value))
-
-
-def write_file(
+def write_archive(
     value: Any,  # noqa: ANN401
-    path: Path,
-    block: int,
-    wide_from: int = _MOST32,
-) -> None:
-    """Write `torch.save(value)` to a file, reading lazy tensors a block at a time.
+    put: Callable[[Any, int], None],
+    start: int = 0,
+    block: int = sys.maxsize,
+) -> int:
+    """Write the bytes of `torch.save(value)` without copying arrays; return their number.
 
     Args:
-        value: a value for `archive_blocks`, which may also contain lazy tensors.
-        path: file to write.
-        block: bytes that may be in memory at a time.
-        wide_from: size or position in bytes from which a record has 64-bit numbers (zip64).
+        value: nested dicts, lists and tuples of plain values, of NumPy arrays and lazy tensors,
+            which become tensors, and of the types of `pickles.dump`.
+        put: function that writes: (data, offset in the file) -> None.
+        start: offset of the archive in the file.
+        block: bytes of a lazy tensor that may be in memory at a time.
     """
-    index, at = [], 0
+    out = _Output(put, start)
+    with zipfile.ZipFile(out, "w") as archive:
+        for name, parts in _contents(value, block):
+            entry = zipfile.ZipInfo(name)
+            # The content begins after the header, the name, torch's padding field "FB" and the
+            # sizes of zip64. As in torch, it is aligned, so that a mapped tensor is aligned, too.
+            before = out.tell() + _LOCAL.size + len(name) + 4 + _ZIP64_SIZES
+            pad = -before % _ALIGNMENT
+            entry.extra = struct.pack("<2sH", b"FB", pad) + b"Z" * pad
+            with archive.open(entry, "w", force_zip64=True) as record:
+                for part in parts:
+                    record.write(part)
+            entry.extra = b""  # the index needs no padding
+    return out.tell()
+
+
+def save(value: Any, path: Path, block: int = sys.maxsize) -> None:  # noqa: ANN401
+    """Write `torch.save(value)` to a file, and replace its content (see `write_archive`)."""
+    path.unlink(missing_ok=True)
     with writing(path) as put:
-        for name, size, parts in _contents(value, block):
-            record = _Record(name, size, at, is_wide=max(size, at) >= wide_from)
-            # The length of the header does not depend on the checksum, so the content can be
-            # written first, block by block.
-            end, crc = at + len(record.header(0)), 0
-            for part in parts:
-                crc = zlib_ng.crc32(part, crc)
-                put(part, end)
-                end += len(part)
-            put(record.header(crc), at)  # last, because it contains the checksum
-            index.append(record.entry(crc))
-            at = end
-        put(_end_of_archive(index, at, is_wide=at >= wide_from), at)
+        write_archive(value, put, block=block)
 
 
 def _contents(
     value: Any,  # noqa: ANN401
     block: int,
-) -> Iterator[tuple[bytes, int, Iterable[bytes | memoryview]]]:
-    """Yield path, size in bytes and parts of each record of an archive."""
+) -> Iterator[tuple[str, Iterable[bytes | memoryview]]]:
+    """Yield path and parts of each record of an archive."""
     tensors: list[np.ndarray | LazyTensor] = []
-    data = pickles.dump(_with_tensors(value, tensors))
-    yield b"archive/data.pkl", len(data), [data]
-    yield b"archive/byteorder", 6, [b"little"]
+    yield "archive/data.pkl", [pickles.dump(_with_tensors(value, tensors))]
+    yield "archive/byteorder", [b"little"]
     for i, tensor in enumerate(tensors):
         # Blocks are contiguous in row-major order, so their concatenation is the whole storage.
         parts = (
@@ -427,33 +464,12 @@ def _contents(
             if isinstance(tensor, LazyTensor)
             else [_bytes_of(tensor)]
         )
-        yield f"archive/data/{i}".encode(), tensor.nbytes, parts
-    yield b"archive/version", 2, [b"3\n"]
+        yield f"archive/data/{i}", parts
+    yield "archive/version", [b"3\n"]
 
 
 def _bytes_of(array: np.ndarray) -> memoryview:
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
-
-
-def _end_of_archive(index: list[bytes], start: int, *, is_wide: bool) -> bytes:
-    """Return the index and the end record, with a zip64 end record if needed.
-
-    Args:
-        index: entries of the records.
-        start: offset of the index in the archive.
-        is_wide: whether the offset is a 64-bit number.
-    """
-    entries, count = b"".join(index), len(index)
-    if not is_wide and count < 2**16 - 1:
-        numbers = (0, 0, count, count, len(entries), start, 0)
-        return entries + struct.pack("<4sHHHHIIH", b"PK\x05\x06", *numbers)
-    end = struct.pack(
-        "<4sQ2H2I4Q", b"PK\x06\x06", 44, 45, 45, 0, 0, count, count, len(entries), start
-    )
-    locator = struct.pack("<4sIQI", b"PK\x06\x07", 0, start + len(entries), 1)
-    most16 = 2**16 - 1
-    last = struct.pack("<4sHHHHIIH", b"PK\x05\x06", 0, 0, most16, most16, _MOST32, _MOST32, 0)
-    return entries + end + locator + last
 
 
 def _with_tensors(value: Any, arrays: list[np.ndarray | LazyTensor]) -> Any:  # noqa: ANN401

@@ -17,12 +17,19 @@ from torch_compat.checkpoint.dcp_state import ReadOptions
 from torch_compat.checkpoint.name_maps import NAME_MAPS, name_map
 from torch_compat.checkpoint.state import CheckpointState
 from torch_compat.formats.lazy import DTYPES, LazyTensor, from_array
-from torch_compat.lockstep import batches, jaxforge_model, rows, torch_model
+from torch_compat.lockstep import batches, jaxforge_model, torch_model
 from torch_compat.lockstep.batches import Arrays
-from torch_compat.lockstep.comparison import Comparison, comparison_rows
+from torch_compat.lockstep.comparison import (
+    Comparison,
+    Row,
+    as_json,
+    comparison_notes,
+    comparison_rows,
+    first_difference,
+    print_rows,
+)
 from torch_compat.lockstep.jaxforge_model import JaxforgeValues
 from torch_compat.lockstep.module_locations import locations, modules_by_path
-from torch_compat.lockstep.rows import Row, first_difference
 from torch_compat.lockstep.torch_model import TorchSubject
 from torch_compat.names.table import EMBEDDING, HEAD, NameMap, detect_dialect
 from torch_compat.names.translation import summarize_names
@@ -133,10 +140,8 @@ def compare_models(
     updates = None
     if subject.optimizer is not None:
         updates = _updates(jaxforge_values, subject, dialect, config)
-    comparison = Comparison(
-        jaxforge_values, torch_values, weights, updates, dialect, config, batch["labels"], at
-    )
-    return Report(*comparison_rows(comparison))
+    comparison = Comparison(jaxforge_values, torch_values, weights, updates, dialect, config, at)
+    return Report(list(comparison_rows(comparison)), list(comparison_notes(comparison)))
 
 
 def load_config(reference: CheckpointRef, job: Job) -> JobConfig:
@@ -172,12 +177,12 @@ def choose_dialect(
     if named is not None:
         return name_map(named)
     keys = list(subject.trained)
-    own = NAME_MAPS.get(checkpoint.dialect)
-    if own is not None and all(map(own.knows, keys)):
-        return own
+    stored = NAME_MAPS.get(checkpoint.dialect)
+    if stored is not None and all(map(stored.knows, keys)):
+        return stored
     dialect = detect_dialect(keys, NAME_MAPS.values())
-    if dialect is None and own is not None and any(map(own.knows, keys)):
-        return own  # the module has further tensors, or other names of experts
+    if dialect is None and stored is not None and any(map(stored.knows, keys)):
+        return stored  # the module has further tensors, or other names of experts
     if dialect is None:
         raise UserError(
             f"the module's names ({summarize_names(keys)}) match no dialect. Return the module "
@@ -192,12 +197,12 @@ def select_weights(
     config: JobConfig,
 ) -> Mapping[str, LazyTensor]:  # fmt: skip
     """Return the checkpoint's tensors by the module's names: unchanged if the names match."""
-    own, names = _raw_tensors(reference, subject.current_key), set(subject.trained)
+    stored, names = _raw_tensors(reference, subject.current_key), set(subject.trained)
     tied = {dialect.find_key(HEAD)} if config.model.tie_embeddings else set()
-    if own.keys() >= names - tied:
-        return own
+    if stored.keys() >= names - tied:
+        return stored
     weights = dialect.to_dialect(checkpoint.variables, config.model)
-    return max(own, weights, key=lambda tensors: len(tensors.keys() & names))
+    return max(stored, weights, key=lambda tensors: len(tensors.keys() & names))
 
 
 def load_weights(
@@ -218,13 +223,13 @@ def load_weights(
     torch_model.fill(subject, arrays, dtype, allowed)
 
 
-def print_report(report: Report, as_json: bool) -> None:
+def print_report(report: Report, *, is_json: bool) -> None:
     """Print the report to stdout, as a table or as JSON."""
-    if as_json:
-        print(json.dumps({**rows.as_json(report.rows), "notes": report.notes}, indent=2))
+    if is_json:
+        print(json.dumps({**as_json(report.rows), "notes": report.notes}, indent=2))
         return
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 140)
-    rows.print_rows(console, report.rows, ("jaxforge", "PyTorch"))
+    print_rows(console, report.rows)
     for note in report.notes:
         console.print(f"note: {note}", markup=False, soft_wrap=True)
 
@@ -239,6 +244,7 @@ def _updates(
     head = dialect.find_key(HEAD)
     if head in names and head not in grads and config.model.tie_embeddings:
         grads[head] = grads[dialect.key_for(EMBEDDING)]
+    # Such as experts under other names in memory. `_notes` says that they are not compared.
     if missing := [name for name in names if name not in grads]:
         for name in missing:
             grads[name] = np.zeros(tuple(names[name].shape), np.float32)

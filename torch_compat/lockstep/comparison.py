@@ -1,172 +1,176 @@
-"""Rows of the comparison: values of both models in the order of computation, with hints."""
+"""Rows of the comparison: values of both models in the order of computation.
+
+Some models exceed the bounds of `lockstep.rounding`, for example with attention scores in the
+hundreds. The drift of jaxforge's values under rounded weights widens the tolerance there.
+"""
 
 import dataclasses
-import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
 
 from jaxforge.config.job import JobConfig
-from torch_compat.checkpoint.stacking import Stacking
 from torch_compat.formats.lazy import from_array
-from torch_compat.lockstep import hints
 from torch_compat.lockstep.batches import Arrays
-from torch_compat.lockstep.hints import Pair
-from torch_compat.lockstep.jaxforge_model import JaxforgeValues, activation_dtype
-from torch_compat.lockstep.module_locations import ModuleLocation, layer_number
-from torch_compat.lockstep.rounding import tolerance
-from torch_compat.lockstep.rows import (
-    SMALL,
-    Row,
-    gradient_scales,
-    in_backward_order,
+from torch_compat.lockstep.jaxforge_model import (
+    JaxforgeValues,
+    activation_dtype,
     root_mean_square,
-    row,
-    update_tolerance,
 )
+from torch_compat.lockstep.module_locations import ModuleLocation, layer_number
+from torch_compat.lockstep.rounding import LEAST, ROUNDING, tolerance
 from torch_compat.lockstep.torch_model import TorchValues
 from torch_compat.names.table import HEAD, NameMap
 from torch_compat.names.translation import summarize_names
 
+_SMALL = 0.1  # gradients below this fraction of `_gradient_scales` are compared with that size
 _DRIFT_FACTOR = 2  # tolerance: at least this many times the change caused by rounding weights
+_MAX_UNEXPLAINED = 0.02  # fraction of a difference that a constant factor may leave
+_HEAD = "output_head."
+_LAYER = re.compile(r"layers\.(\d+)\.([^.]+)")
 
-RowAndHint = tuple[Row, Callable[[], str]]
-"""Row, and a function that returns its hint if it is the first row that differs."""
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """Comparison of a value in both models.
+
+    Attributes:
+        stage: "weights", "forward", "loss", "gradients", "updates" or "second updates".
+        name: name in jaxforge.
+        other: name in the torch module.
+        error: ‖other - first‖ / ‖first‖; inf if either is not finite.
+        largest: max |other - first| over the root mean square of the first.
+        tolerance: largest `error` that rounding explains.
+        note: differing shapes, or the constant factor between the values.
+    """
+
+    stage: str
+    name: str
+    other: str
+    error: float
+    largest: float
+    tolerance: float
+    note: str = ""
+
+    @property
+    def differs(self) -> bool:
+        """True if rounding does not explain the difference."""
+        return not self.error <= self.tolerance
 
 
 class Comparison(NamedTuple):
     """Values of both models.
 
     Attributes:
-        ours: values of jaxforge's model.
-        theirs: values of the torch model.
+        jaxforge: values of jaxforge's model.
+        torch: values of the torch model.
         weights: parameters and buffers of the torch module, by its names.
         updates: first and second update of its optimizer for jaxforge's gradients, by its names;
             None: no optimizer.
         dialect: dialect of the module's names.
         config: config of jaxforge's model.
-        labels: labels of the batch.
         locations: modules at which values of the forward pass were captured.
     """
 
-    ours: JaxforgeValues
-    theirs: TorchValues
+    jaxforge: JaxforgeValues
+    torch: TorchValues
     weights: Arrays
     updates: tuple[Arrays, Arrays] | None
     dialect: NameMap
     config: JobConfig
-    labels: np.ndarray
     locations: Sequence[ModuleLocation]
 
     def to_jaxforge_names(self, named: Mapping[str, np.ndarray]) -> Arrays:
         """Return tensors of the module by jaxforge's names, in jaxforge's layout."""
         lazy = {key: from_array(array) for key, array in named.items()}
-        tensors = self.dialect.to_jaxforge(lazy, self.ours.params, self.config.model)
+        tensors = self.dialect.to_jaxforge(lazy, self.jaxforge.params, self.config.model)
         return {name: tensor.all() for name, tensor in tensors.items()}
 
     def names(self, name: str) -> tuple[str, str]:
         """Return the names of a parameter in both models."""
         return name, self.dialect.key_for(name)
 
-
-def comparison_rows(comparison: Comparison) -> tuple[list[Row], list[str]]:
-    """Return a row for each value and notes; the first row that differs has a hint."""
-    rows, has_difference = list[Row](), False
-    for row_, hint in _rows(comparison):
-        is_first = row_.differs and not has_difference
-        rows.append(dataclasses.replace(row_, hint=row_.hint or hint()) if is_first else row_)
-        has_difference |= is_first
-    return rows, list(_notes(comparison))
+    def tolerance(self, depth: int) -> float:
+        """Return the relative error that rounding explains after `depth` sublayers."""
+        return tolerance(activation_dtype(self.config), self.config.model.dim, depth)
 
 
-def _rows(comparison: Comparison) -> Iterator[RowAndHint]:
+def comparison_rows(comparison: Comparison) -> Iterator[Row]:
+    """Yield a row for each value."""
     for name, theirs in comparison.to_jaxforge_names(comparison.weights).items():
-        row_ = row("weights", comparison.names(name), comparison.ours.params[name], theirs, 0.0)
-        yield row_, lambda: hints.WEIGHTS_HINT
+        yield _row("weights", comparison.names(name), comparison.jaxforge.params[name], theirs, 0.0)
     yield from _forward(comparison)
-    yield from _loss(comparison)
+    loss, torch_loss = (np.array([values.loss]) for values in comparison[:2])
+    allowed = comparison.tolerance(2 * comparison.config.model.n_layers + 2)
+    yield _row("loss", ("loss", "loss"), loss, torch_loss, allowed)
     yield from _gradients(comparison)
-    yield from _updates(comparison)
+    for i, stage in enumerate(("updates", "second updates") if comparison.updates else ()):
+        assert comparison.updates is not None
+        for name, theirs in comparison.to_jaxforge_names(comparison.updates[i]).items():
+            update, param = comparison.jaxforge.updates[i][name], comparison.jaxforge.params[name]
+            # An update is a difference of two rounded parameters.
+            size = root_mean_square(update)
+            rounding = 2 * ROUNDING * root_mean_square(param) / size if size else 0.0
+            yield _row(stage, comparison.names(name), update, theirs, LEAST + rounding)
 
 
-def _forward(comparison: Comparison) -> Iterator[RowAndHint]:
+def _forward(comparison: Comparison) -> Iterator[Row]:
     modules = {location.point: location.module for location in comparison.locations}
-    pairs = _pairs(comparison.ours.points, comparison.theirs.points)
-    for name, pair in pairs.items():
-        names = name, modules.get(name, name)
-        drift = comparison.ours.point_drift[name]
-        drift_tolerance = _DRIFT_FACTOR * _relative(drift, root_mean_square(pair.ours))
-        allowed = max(_tolerance(comparison, _depth(comparison, name)), drift_tolerance)
-        row_ = row("forward", names, pair.ours, pair.theirs, allowed)
-        yield row_, functools.partial(hints.forward_hint, name, pairs, comparison.config)
+    for name, value in comparison.jaxforge.points.items():
+        if name not in comparison.torch.points:
+            continue
+        theirs = comparison.torch.points[name]
+        if theirs.size == value.size:  # some modules flatten batch and tokens
+            theirs = theirs.reshape(value.shape)
+        drift = _ratio(comparison.jaxforge.point_drift[name], root_mean_square(value))
+        allowed = max(comparison.tolerance(_depth(comparison, name)), _finite(drift))
+        yield _row("forward", (name, modules.get(name, name)), value, theirs, allowed)
 
 
-def _pairs(ours: Arrays, theirs: Arrays) -> dict[str, Pair]:
-    pairs = {}
-    for name, value in ours.items():
-        if name in theirs:
-            other = theirs[name]
-            is_flat = other.size == value.size and other.shape != value.shape
-            pairs[name] = Pair(value, other.reshape(value.shape) if is_flat else other)
-    return pairs
-
-
-def _loss(comparison: Comparison) -> Iterator[RowAndHint]:
-    ours, theirs = comparison.ours.loss, comparison.theirs.loss
-    allowed = _tolerance(comparison, 2 * comparison.config.model.n_layers + 2)
-    row_ = row("loss", ("loss", "loss"), np.array([ours]), np.array([theirs]), allowed)
-    yield row_, lambda: hints.loss_hint(ours, theirs, comparison.labels)
-
-
-def _gradients(comparison: Comparison) -> Iterator[RowAndHint]:
-    ours, layers = comparison.ours.grads, comparison.config.model.n_layers
-    theirs, beside = comparison.to_jaxforge_names(comparison.theirs.grads), gradient_scales(ours)
-    allowed = _tolerance(
-        comparison, 3 * (2 * layers + 2)
-    )  # forward, and two products backward for each
-    has_head = comparison.dialect.find_key(HEAD) in comparison.theirs.grads
-    is_untied = comparison.config.model.tie_embeddings and has_head
+def _gradients(comparison: Comparison) -> Iterator[Row]:
+    grads, layers = comparison.jaxforge.grads, comparison.config.model.n_layers
+    theirs, scales = comparison.to_jaxforge_names(comparison.torch.grads), _gradient_scales(grads)
+    # The forward pass, and two products backward for each of its sublayers.
+    allowed = comparison.tolerance(3 * (2 * layers + 2))
     for name in in_backward_order(theirs, layers):
-        pair = Pair(ours[name], theirs[name])
-        least = SMALL * beside[name]
-        size = max(least, root_mean_square(pair.ours))
-        drift_tolerance = _DRIFT_FACTOR * _relative(comparison.ours.gradient_drift[name], size)
-        row_ = row(
-            "gradients", comparison.names(name), pair.ours, pair.theirs,
-            max(allowed, drift_tolerance), least=least,
+        least = _SMALL * scales[name]
+        size = max(least, root_mean_square(grads[name]))
+        drift = _finite(_ratio(comparison.jaxforge.gradient_drift[name], size))
+        yield _row(
+            "gradients", comparison.names(name), grads[name], theirs[name], max(allowed, drift),
+            least=least,
         )  # fmt: skip
-        yield row_, functools.partial(hints.gradient_hint, pair, is_untied=is_untied)
 
 
-def _updates(comparison: Comparison) -> Iterator[RowAndHint]:
-    if comparison.updates is None:
-        return
-    first, second = map(comparison.to_jaxforge_names, comparison.updates)
-    stacking, o = Stacking(comparison.config.model), comparison.config.optimizer
-    for name, theirs in first.items():
-        pair, param = Pair(comparison.ours.updates[0][name], theirs), comparison.ours.params[name]
-        row_ = row(
-            "updates", comparison.names(name), pair.ours, theirs, update_tolerance(pair.ours, param)
-        )
-        decay = o.weight_decay * o.decays(stacking.array_of(name), is_matrix=param.ndim > 1)
-        grad = comparison.ours.grads[name]
-        yield row_, functools.partial(hints.update_hint, pair, grad, param, decay, o)
-    for name, theirs in second.items():
-        pair = Pair(comparison.ours.updates[1][name], theirs)
-        allowed = update_tolerance(pair.ours, comparison.ours.params[name])
-        yield (
-            row("second updates", comparison.names(name), pair.ours, theirs, allowed),
-            lambda: hints.SECOND_UPDATE_HINT,
-        )
+def in_backward_order(names: Iterable[str], layers: int) -> list[str]:
+    """Sort names of parameters in the order of the backward pass."""
+
+    def order(name: str) -> tuple[int, bool]:
+        if match := _LAYER.match(name):
+            return 2 + layers - int(match[1]), match[2].startswith("attention")
+        return 0 if name.startswith(_HEAD) else 1 if name.startswith("norm.") else 3 + layers, False
+
+    return sorted(names, key=order)
 
 
-def _relative(drift: float, size: float) -> float:
-    return drift / size if size and np.isfinite(drift) else 0.0
+def _gradient_scales(grads: Mapping[str, np.ndarray]) -> dict[str, float]:
+    """Return for each parameter the RMS of the gradients in its part of the model.
 
-
-def _tolerance(comparison: Comparison, depth: int) -> float:
-    return tolerance(activation_dtype(comparison.config), comparison.config.model.dim, depth)
+    Gradients that are zero except for rounding, such as those of some biases, must be compared
+    relative to this scale.
+    """
+    part_of = {name: match[0] if (match := _LAYER.match(name)) else name for name in grads}
+    parts: dict[str, list[np.ndarray]] = {}
+    for name, grad in grads.items():
+        parts.setdefault(part_of[name], []).append(grad.ravel())
+    sizes = {part: root_mean_square(np.concatenate(x)) for part, x in parts.items()}
+    return {name: sizes[part] for name, part in part_of.items()}
 
 
 def _depth(comparison: Comparison, point: str) -> int:
@@ -179,13 +183,101 @@ def _depth(comparison: Comparison, point: str) -> int:
     return 2 * layer + (2 if "attention" in point else 3)
 
 
-def _notes(comparison: Comparison) -> Iterator[str]:
-    if missing := [name for name in comparison.ours.points if name not in comparison.theirs.points]:
+def _row(
+    stage: str, names: tuple[str, str], first: np.ndarray, other: np.ndarray, allowed: float,
+    *, least: float = 0.0,
+) -> Row:  # fmt: skip
+    """Compare a value.
+
+    Args:
+        stage: stage of the step.
+        names: names in both models.
+        first: value in jaxforge.
+        other: value in the torch module; another shape is a difference.
+        allowed: tolerance of the relative error.
+        least: lower bound on the root mean square of the first value.
+    """
+    if first.shape != other.shape:
+        shapes = f"shapes: {list(first.shape)} and {list(other.shape)}"
+        return Row(stage, *names, math.inf, math.inf, allowed, shapes)
+    a, b = (np.asarray(x, np.float64) for x in (first, other))
+    size, error = max(root_mean_square(a), least), root_mean_square(b - a)
+    squares = float(np.vdot(a, a))
+    factor = float(np.vdot(a, b)) / squares if squares > 0 else 1.0
+    is_multiple = root_mean_square(b - factor * a) < _MAX_UNEXPLAINED * error
+    return Row(
+        stage, *names, _ratio(error, size),
+        _ratio(float(np.max(np.abs(b - a), initial=0.0)), size), allowed,
+        f"PyTorch's is {factor:.6g} times jaxforge's" if is_multiple else "",
+    )  # fmt: skip
+
+
+def _ratio(difference: float, size: float) -> float:
+    if not (math.isfinite(difference) and math.isfinite(size)):
+        return math.inf
+    if difference == 0:
+        return 0.0
+    return difference / size if size else math.inf
+
+
+def _finite(drift: float) -> float:
+    return _DRIFT_FACTOR * drift if math.isfinite(drift) else 0.0
+
+
+def comparison_notes(comparison: Comparison) -> Iterator[str]:
+    """Yield notes on what was not compared."""
+    if missing := [
+        name for name in comparison.jaxforge.points if name not in comparison.torch.points
+    ]:
         yield f"not compared, because no torch module computes it: {summarize_names(missing)}"
-    known = {comparison.dialect.find_key(name) for name in comparison.ours.params}
+    known = {comparison.dialect.find_key(name) for name in comparison.jaxforge.params}
     known.add(comparison.dialect.find_key(HEAD))
-    if unknown := [name for name in comparison.theirs.grads if name not in known]:
+    if unknown := [name for name in comparison.torch.grads if name not in known]:
         names = summarize_names(unknown)
         yield f"not compared, because {comparison.dialect.name} has no such name: {names}"
     if comparison.updates is None:
         yield "updates were not compared: the factory returned no optimizer"
+
+
+def first_difference(rows: Sequence[Row]) -> Row | None:
+    """Return the first row that differs; None if no row differs."""
+    return next((row for row in rows if row.differs), None)
+
+
+def as_json(rows: Sequence[Row]) -> dict[str, Any]:
+    """Return all rows as plain values; numbers that are not finite become text."""
+    entries = [
+        {
+            key: str(x) if isinstance(x, float) and not math.isfinite(x) else x
+            for key, x in {**dataclasses.asdict(row), "differs": row.differs}.items()
+        }
+        for row in rows
+    ]
+    first = next((entry for entry in entries if entry["differs"]), None)
+    return {"same": first is None, "first": first, "rows": entries}
+
+
+def print_rows(console: Console, rows: Sequence[Row]) -> None:
+    """Print the value of each stage that is farthest apart, and the first difference."""
+    table = Table("", "values", "farthest apart", "error", "largest", "tolerance", "")
+    for stage in dict.fromkeys(row.stage for row in rows):
+        of_stage = [row for row in rows if row.stage == stage]
+        row = max(of_stage, key=lambda row: row.error)
+        figures = (f"{x:.2g}" for x in (row.error, row.largest, row.tolerance))
+        n_differ = sum(row.differs for row in of_stage)
+        mark, style = (f"{n_differ} differ", "red") if n_differ else ("", None)
+        table.add_row(stage, str(len(of_stage)), escape(row.name), *figures, mark, style=style)
+    console.print(table)
+    console.print(_verdict(rows), markup=False, soft_wrap=True)
+
+
+def _verdict(rows: Sequence[Row]) -> str:
+    first = first_difference(rows)
+    if first is None:
+        return f"nothing differs: {len(rows)} values, all within their tolerance"
+    other = f" ({first.other} of PyTorch)" if first.other != first.name else ""
+    text = (
+        f"first difference: {first.stage}, {first.name}{other}: {first.error:.3g} apart; "
+        f"rounding explains at most {first.tolerance:.2g}"
+    )
+    return f"{text}\n{first.note}" if first.note else text

@@ -25,7 +25,6 @@ from torch_compat.checkpoint.stacking import Stacking
 from torch_compat.checkpoint.state import CheckpointState
 from torch_compat.formats.lazy import DTYPES, LazyTensor, from_array
 from torch_compat.lockstep.batches import Arrays
-from torch_compat.lockstep.rows import root_mean_square
 
 _NO_CLIP = 1e30
 
@@ -74,6 +73,8 @@ def compute(config: JobConfig, checkpoint: CheckpointState, batch: Arrays) -> Ja
         arrays = {name: jnp.asarray(x, jnp.int32) for name, x in batch.items()}
         run = jax.jit(_gradients(model, config))
         grads, (loss, points) = run(params, state, arrays)
+        # The same compiled function: only the weights differ, by as much as rounding changes a
+        # product.
         perturbed = run(_perturb(params, config), state, arrays)
         updates = jax.jit(_two_updates(program))(grads, params)
         entries, gradients, *both = (_entries(stacking, tree) for tree in (params, grads, *updates))
@@ -90,6 +91,11 @@ def _perturb(params: Params, config: JobConfig) -> Params:
     size = 2**-24 * math.sqrt(config.model.dim) if exact else 2**-8
     rng = np.random.default_rng(0)
     return jax.tree.map(lambda p: p * (1 + size * rng.standard_normal(p.shape, np.float32)), params)
+
+
+def root_mean_square(x: np.ndarray) -> float:
+    """Return √(Σ x² / n); 0 for an empty array."""
+    return float(np.sqrt(np.mean(np.square(x, dtype=np.float64)))) if x.size else 0.0
 
 
 def _drift(a: Arrays, b: Arrays) -> dict[str, float]:
@@ -142,6 +148,7 @@ def _by_layer(model: Model, points: Mapping[str, PyTree], params: Arrays) -> Arr
     """Return points by name and layer, with the sums and norms between them."""
     layers = jax.device_get(dict(points[LAYERS]))
     seen = {name: np.asarray(model.stack.unstack(x)) for name, x in layers.items()}
+    # [batch, tokens, d_model]; layer i adds its attention and its feed-forward to it.
     stream = np.asarray(points["embed"])
     values = {"embed": stream}
     for i in range(model.config.n_layers):

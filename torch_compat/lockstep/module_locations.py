@@ -53,6 +53,7 @@ def locations(
     locations = [ModuleLocation("embed", _layer(keys, 0), is_input=True)]
     for i in range(model.n_layers):
         locations += _layer_locations(keys, i, model)
+    # jaxforge divides the logits, so that its final norm equals the module's.
     scale = 1 / model.logits_scaling
     locations.append(ModuleLocation("final_norm", _owner(keys.get(_NORM, "")), factor=scale))
     locations = [_in_memory(location, modules) for location in locations]

@@ -176,6 +176,8 @@ def compute_two_updates(
     named = subject.trained
     optimizer = subject.optimizer(list(named.values()))
     updates = []
+    # The opposite sign: running means then differ from the gradient, which reveals their decay
+    # rates.
     for scale in (1.0, -0.5):
         before = {name: p.detach().clone() for name, p in named.items()}
         for name, p in named.items():
@@ -245,6 +247,7 @@ def _call(factory: Callable[..., Any], spec: str, config: JobConfig) -> Any:  # 
 
 def _hook(module: Any, location: ModuleLocation, points: dict[str, Any]) -> Any:  # noqa: ANN401 (torch's)
     def record(value: Any) -> None:  # noqa: ANN401
+        # A module may run more than once, for example under activation checkpointing.
         if (tensor := _first(value)) is not None and location.point not in points:
             points[location.point] = _array(tensor) * location.factor
 

@@ -21,8 +21,8 @@ from torch_compat.formats.lazy import LazyTensor, interleave_rows, stack
 from torch_compat.names.table import EMBEDDING, HEAD, POSITIONS, Fused, NameMap, Rule
 
 WORD_EMBEDDINGS = "embedding.word_embeddings.weight"
-_OURS, _THEIRS = "layers.{i}.", "decoder.layers.{i}."
-_ATTENTION, _MLP = f"{_THEIRS}self_attention.", f"{_THEIRS}mlp."
+_NAME, _KEY = "layers.{i}.", "decoder.layers.{i}."
+_ATTENTION, _MLP = f"{_KEY}self_attention.", f"{_KEY}mlp."
 _EXPERTS = f"{_MLP}experts.experts.{{j}}."
 
 
@@ -30,17 +30,18 @@ def rows_by_group(model: ModelConfig) -> list[np.ndarray]:
     """Return the rows of queries, keys and values of a fused matrix, grouped by key head."""
     queries = model.n_heads // model.kv_heads
     rows = np.arange((queries + 2) * model.kv_heads * model.head_size)
+    # [group, queries of the group + key + value, channel]
     groups = rows.reshape(model.kv_heads, queries + 2, model.head_size)
     return [groups[:, :queries].reshape(-1), groups[:, -2].reshape(-1), groups[:, -1].reshape(-1)]
 
 
-def _linears(ours: str, theirs: str, *, biases: bool = True) -> Iterator[Rule]:
+def _linears(prefix: str, key: str, *, biases: bool = True) -> Iterator[Rule]:
     """Yield the rules of a feed-forward network."""
     for kind in ("weight", "bias") if biases else ("weight",):
         optional = kind == "bias"
-        yield Rule(f"{ours}gate_proj.{kind}", f"{theirs}linear_fc1.{kind}_w", optional=optional)
-        yield Rule(f"{ours}up_proj.{kind}", f"{theirs}linear_fc1.{kind}_v", optional=optional)
-        yield Rule(f"{ours}down_proj.{kind}", f"{theirs}linear_fc2.{kind}", optional=optional)
+        yield Rule(f"{prefix}gate_proj.{kind}", f"{key}linear_fc1.{kind}_w", optional=optional)
+        yield Rule(f"{prefix}up_proj.{kind}", f"{key}linear_fc1.{kind}_v", optional=optional)
+        yield Rule(f"{prefix}down_proj.{kind}", f"{key}linear_fc2.{kind}", optional=optional)
 
 
 MEGATRON = NameMap(
@@ -55,36 +56,31 @@ MEGATRON = NameMap(
             for kind in ("weight", "bias")
             for rule in (
                 Rule(f"norm.{kind}", f"decoder.final_layernorm.{kind}"),
-                Rule(f"{_OURS}attention_norm.{kind}", f"{_ATTENTION}linear_qkv.layer_norm_{kind}"),
-                Rule(f"{_OURS}mlp_norm.{kind}", f"{_MLP}linear_fc1.layer_norm_{kind}"),
+                Rule(f"{_NAME}attention_norm.{kind}", f"{_ATTENTION}linear_qkv.layer_norm_{kind}"),
+                Rule(f"{_NAME}mlp_norm.{kind}", f"{_MLP}linear_fc1.layer_norm_{kind}"),
                 *(
                     Rule(
-                        f"{_OURS}attention.{m}_proj.{kind}",
+                        f"{_NAME}attention.{m}_proj.{kind}",
                         f"{_ATTENTION}linear_qkv.{kind}",
                         Fused(part, rows_by_group),
                     )
                     for part, m in enumerate("qkv")
                 ),
-                Rule(f"{_OURS}attention.o_proj.{kind}", f"{_ATTENTION}linear_proj.{kind}"),
+                Rule(f"{_NAME}attention.o_proj.{kind}", f"{_ATTENTION}linear_proj.{kind}"),
             )
         ),
         *(
-            Rule(f"{_OURS}attention.{m}_norm.weight", f"{_ATTENTION}{m}_layernorm.weight")
+            Rule(f"{_NAME}attention.{m}_norm.weight", f"{_ATTENTION}{m}_layernorm.weight")
             for m in "qk"
         ),
-        *_linears(f"{_OURS}mlp.", _MLP),
-        Rule(f"{_OURS}mlp.router.gate.weight", f"{_MLP}router.weight"),
-        Rule(f"{_OURS}mlp.router.gate.bias", f"{_MLP}router.bias", optional=True),
-        Rule(f"{_OURS}mlp.router.expert_bias", f"{_MLP}router.expert_bias", optional=True),
-        *_linears(f"{_OURS}mlp.experts.{{j}}.", _EXPERTS),
-        *_linears(f"{_OURS}mlp.shared_expert.", f"{_MLP}shared_experts.", biases=False),
-        Rule(f"{_OURS}mlp.shared_expert_gate.weight", f"{_MLP}shared_experts.gate_weight"),
+        *_linears(f"{_NAME}mlp.", _MLP),
+        Rule(f"{_NAME}mlp.router.gate.weight", f"{_MLP}router.weight"),
+        Rule(f"{_NAME}mlp.router.gate.bias", f"{_MLP}router.bias", optional=True),
+        Rule(f"{_NAME}mlp.router.expert_bias", f"{_MLP}router.expert_bias", optional=True),
+        *_linears(f"{_NAME}mlp.experts.{{j}}.", _EXPERTS),
+        *_linears(f"{_NAME}mlp.shared_expert.", f"{_MLP}shared_experts.", biases=False),
+        Rule(f"{_NAME}mlp.shared_expert_gate.weight", f"{_MLP}shared_experts.gate_weight"),
     ),
-    refused={
-        r".*_post_norm\..*": "the GPT model has no norm after attention or feed-forward",
-        r".*\.attention\.sinks": "attention sinks are not supported by this export",
-        r".*\.router\.expert_ema": "its router has no running mean of the load",
-    },
 )
 
 _RENAMED = (
@@ -173,6 +169,7 @@ def _split_gates(tensors: Mapping[str, LazyTensor]) -> Iterator[tuple[str, LazyT
         if width is None:
             yield key, tensor
         elif is_gated(key, tensors):
+            # First the rows of the gate, then those of up.
             yield f"{key}_w", tensor.rows(np.arange(width))
             yield f"{key}_v", tensor.rows(np.arange(width, 2 * width))
         else:
@@ -192,6 +189,7 @@ def to_torch_dist(tensors: Mapping[str, LazyTensor], model: ModelConfig) -> dict
     single = dict(join_gates(tensors))
     renamed = {_usual_name(key, model): tensor for key, tensor in single.items()}
     experts = _restacked(renamed, re.compile(r"(.*\.mlp\.experts\.experts\.)(\d+)\.(.+)"))
+    # `torch_dist` can only stack layers that have the same parameters.
     if len(model.stacks) > 1:
         return experts
     return _restacked(experts, re.compile(r"(decoder\.layers\.)(\d+)\.(.+)"))

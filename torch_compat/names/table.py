@@ -227,7 +227,6 @@ class NameMap:
         about: the code base and its versions.
         rules: the table.
         ignored: patterns of keys without trained values (computed tables).
-        refused: pattern of jaxforge's names without a counterpart -> reason.
         writes_tied_head: whether a tied output head is written as a copy of the embedding.
         has_stages: whether its pipeline jobs save a checkpoint per stage.
         has_one_group: whether its optimizer has a single parameter group, in which torch rejects
@@ -240,7 +239,6 @@ class NameMap:
     about: str
     rules: tuple[Rule, ...]
     ignored: tuple[str, ...] = ()
-    refused: Mapping[str, str] = dataclasses.field(default_factory=dict)
     writes_tied_head: bool = False
     has_stages: bool = False
     has_one_group: bool = False
@@ -349,6 +347,7 @@ class NameMap:
 
     def _find(self, name: str) -> tuple[Rule, str, int]:
         """Return the rule of a name, the dialect's key, and the number of the expert."""
+        # A list of patterns and not a dict: layers and experts have numbers.
         for pattern, rule in self._name_patterns:
             if match := pattern.fullmatch(name):
                 numbers = match.groupdict()
@@ -358,9 +357,6 @@ class NameMap:
                 f"{name} cannot be written as {self.name}, which has no modules of multi-token "
                 "prediction. Export with --model.mtp_depth=0, which leaves them out"
             )
-        for refused, why in self.refused.items():
-            if re.fullmatch(refused, name):
-                raise UserError(f"{name} cannot be written as {self.name}: {why}")
         raise UserError(f"{name} has no counterpart in {self.name} ({self.about})")
 
 
@@ -372,44 +368,42 @@ def strip_wrappers(key: str) -> str:
 def detect_dialect(keys: Sequence[str], dialects: Iterable[NameMap]) -> NameMap | None:
     """Return the dialect whose table has every key, or the nearest of several such dialects."""
     candidates = [d for d in dialects if keys and all(d.knows(key) for key in keys)]
+    # Keys of computed tables alone say nothing about the dialect.
     candidates = [d for d in candidates if any(d.knows(k) and not d.ignores(k) for k in keys)]
     return min(candidates, key=lambda d: d.distance(keys), default=None)
 
 
 def differences(
-    wanted: Mapping[str, tuple[int, ...]],
+    shapes: Mapping[str, tuple[int, ...]],
     tensors: Mapping[str, LazyTensor],
     left_over: Iterable[str],
 ) -> Iterator[str]:
     """Yield the reasons why tensors do not match the model.
 
     Args:
-        wanted: name -> shape, for every tensor of the model.
+        shapes: name -> shape, for every tensor of the model.
         tensors: name -> tensor.
         left_over: unused keys of the dialect.
     """
-    lost = _lost_experts(wanted, tensors)
-    if lost:
-        n_present, total = lost
-        yield (
-            f"only {n_present} of {total} experts exist: a job with distributed.ep = "
-            f"{total // n_present} wrote the experts of every rank under the same keys, so that "
-            "the others are lost and cannot be recovered"
-        )
-        wanted = {name: shape for name, shape in wanted.items() if not _EXPERT.fullmatch(name)}
     left_over = list(left_over)
-    depth, stored = _modules(wanted), _modules([*tensors, *left_over])
+    depth, stored = _modules(shapes), _modules([*tensors, *left_over])
     if depth != stored:
         yield (
             f"model.mtp_depth = {len(depth)}, but the checkpoint has {len(stored)} modules of "
             f"multi-token prediction: set model.mtp_depth = {len(stored)}"
         )
-        others = tuple(f"layers.{layer}." for layer in depth ^ stored)
-        wanted = {name: shape for name, shape in wanted.items() if not name.startswith(others)}
-        left_over = [key for key in left_over if not key.startswith(others)]
-    yield from (f"missing: {name}" for name in wanted if name not in tensors)
+        prefixes = tuple(f"layers.{layer}." for layer in depth ^ stored)
+        shapes = {name: shape for name, shape in shapes.items() if not name.startswith(prefixes)}
+        left_over = [key for key in left_over if not key.startswith(prefixes)]
+    missing = [name for name in shapes if name not in tensors]
+    if any(map(_EXPERT.fullmatch, missing)):
+        yield (
+            "experts are missing: KempnerForge's jobs with distributed.ep > 1 write the experts of "
+            "all ranks under the same keys, so that only those of one rank exist"
+        )
+    yield from (f"missing: {name}" for name in missing)
     yield from (f"left over: {key}" for key in left_over)
-    for name, shape in wanted.items():
+    for name, shape in shapes.items():
         if name in tensors and tensors[name].shape != shape:
             yield f"{name} is {list(tensors[name].shape)}, but {list(shape)} in the model"
         if name in tensors and tensors[name].dtype.kind == "c":
@@ -419,32 +413,6 @@ def differences(
 def _modules(names: Iterable[str]) -> set[int]:
     """Return the layers that are modules of multi-token prediction."""
     return {int(match[1]) for name in names if (match := _MODULE.fullmatch(name))}
-
-
-def _lost_experts(
-    wanted: Mapping[str, tuple[int, ...]], tensors: Mapping[str, LazyTensor]
-) -> tuple[int, int] | None:
-    """Return the present and expected numbers of experts if only one rank's share exists.
-
-    A share is the same in every layer, begins at expert 0 and divides the number of experts. The
-    router is complete: expert-parallel jobs do not shard it.
-    """
-    numbers = {name: int(m[1]) for name in wanted if (m := _EXPERT.fullmatch(name))}
-    routers = [name for name in wanted if _ROUTER.fullmatch(name)]
-    if not all(name in tensors and tensors[name].shape == wanted[name] for name in routers):
-        return None
-
-    def is_present(name: str) -> bool:
-        tensor, shape = tensors.get(name), wanted[name]
-        if tensor is not None and len(tensor.shape) == len(shape) + 1:  # packed: [E, in, out]
-            return tensor.shape[1:] == shape[::-1] and numbers[name] < tensor.shape[0]
-        return tensor is not None
-
-    present = {j for name, j in numbers.items() if is_present(name)}
-    n, total = len(present), 1 + max(numbers.values(), default=-1)
-    is_share = present == set(range(n)) and 0 < n < total and total % n == 0
-    is_uniform = all(is_present(name) == (j in present) for name, j in numbers.items())
-    return (n, total) if is_share and is_uniform else None
 
 
 def _merge(
@@ -463,6 +431,7 @@ def _merge(
 
 
 def _pattern(template: str) -> re.Pattern[str]:
+    # Named groups: "{i}" is the layer, "{j}" the expert, and both may occur in name and key.
     escaped = re.escape(template)
     for letter in "ij":
         escaped = escaped.replace(re.escape(f"{{{letter}}}"), rf"(?P<{letter}>\d+)")
@@ -471,6 +440,7 @@ def _pattern(template: str) -> re.Pattern[str]:
 
 def _even_then_odd(rows: int, config: ModelConfig) -> np.ndarray:
     channels, rotated = np.arange(config.head_size), config.rotary_size
+    # Meta's order rotates (0, 1), (2, 3), ...; jaxforge's rotates (0, h/2), (1, h/2 + 1), ...
     pairs = channels[:rotated]
     order = np.concatenate([pairs[::2], pairs[1::2], channels[rotated:]])
     return (np.arange(0, rows, config.head_size)[:, None] + order).reshape(-1)

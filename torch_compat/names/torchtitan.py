@@ -25,10 +25,6 @@ def _llama(name: str, about: str, qkv: str, head: str, *, has_one_group: bool) -
             Rule(f"{layer}mlp.up_proj.weight", f"{layer}feed_forward.w3.weight"),
         ),
         ignored=_FREQUENCIES,
-        refused={
-            r".*\.[qk]_norm\.weight": "its Llama has no q/k norms",
-            r".*\.bias": "its Llama has no biases",
-        },
         writes_tied_head=True,
         has_one_group=has_one_group,
     )

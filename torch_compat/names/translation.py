@@ -56,6 +56,7 @@ def translate(
             else tensor
             for name, tensor in translated.items()
         }
+    # Whatever is neither used nor ignored is an error: a weight must not vanish.
     used = {by.dialect.key_for(name) for name in translated}
     unused = [key for key in tensors if key not in used and not by.dialect.ignores(key)]
     if by.model.tie_embeddings and (head := by.dialect.key_for(HEAD)) in unused:
@@ -109,8 +110,11 @@ def _advice(translated: Mapping[str, LazyTensor], model: ModelConfig) -> list[st
     }
     advice = []
     for name, (what, key, how) in counts.items():
-        rows, wanted = translated[name].shape[:1] if name in translated else (), getattr(model, key)
-        if rows not in ((), (wanted,)):
+        rows, value = (
+            translated[name].shape[:1] if name in translated else (),
+            getattr(model, key),
+        )
+        if rows not in ((), (value,)):
             found_rows = f"{what} {rows[0]} rows in the checkpoint"
-            advice.append(f"{found_rows} and model.{key} is {wanted}: {how}")
+            advice.append(f"{found_rows} and model.{key} is {value}: {how}")
     return advice
