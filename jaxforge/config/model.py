@@ -10,8 +10,7 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 
 from jaxforge.config.facts import Constant, Needs, Requires, SplitBy, Structure, facts
 from jaxforge.config.mixers import LATENT_ATTENTION, MIXER_TABLES, MixerConfig, MixerTables
-from jaxforge.config.problems import Problem, multiples, not_multiple
-from jaxforge.config.section import MOST_LAYERS, Section
+from jaxforge.config.section import MOST_LAYERS, Section, not_multiple
 from jaxforge.registry import Registry
 
 LAYERS = "layers"
@@ -518,15 +517,13 @@ class ModelConfig(MixerTables):
             return "kempnerforge" if self.moe_router == "sigmoid_topk" else "none"
         return self.moe_bias_update
 
-    def _problems(self) -> Iterator[str | Problem]:
+    def _problems(self) -> Iterator[str]:
         if self.head_dim is None and self.dim % self.n_heads and not self.has_latent_attention:
-            problem = not_multiple("dim", self.dim, "n_heads", self.n_heads)
-            widths = multiples("head_dim", self.dim // self.n_heads, 2)
-            yield Problem(problem.what, *problem.fixes, widths)
+            yield f"{not_multiple('dim', self.dim, 'n_heads', self.n_heads)}, or set head_dim"
         elif self.position_embedding == "rotary":
             yield from self._rotary_problems()
         if self.n_heads % self.kv_heads:
-            yield not_multiple("n_heads", self.n_heads, "n_kv_heads", self.kv_heads, keeps_key=True)
+            yield not_multiple("n_heads", self.n_heads, "n_kv_heads", self.kv_heads)
         if self.activation == "swiglu_oai" and not self.is_gated:
             yield 'activation = "swiglu_oai" is always gated: remove gated_mlp'
         if self.swiglu_limit is not None and not self.is_gated:
@@ -632,14 +629,10 @@ class ModelConfig(MixerTables):
                 shown = str(value).lower() if isinstance(value, bool) else value
                 yield f'{key} = {shown} is not possible with mixer "latent_attention": remove it'
 
-    def _expert_problems(self) -> Iterator[str | Problem]:
+    def _expert_problems(self) -> Iterator[str]:
         experts, groups = self.num_experts, self.moe_groups
         if not 0 < self.moe_top_k <= experts:
-            yield Problem(
-                f"moe_top_k = {self.moe_top_k} must be from 1 to num_experts = {experts}",
-                {"moe_top_k": min(experts, max(1, self.moe_top_k))},
-                {"num_experts": max(experts, self.moe_top_k)},
-            )
+            yield f"moe_top_k = {self.moe_top_k} must be from 1 to num_experts = {experts}"
             return
         if not self.is_moe and "experts" in (self.feed_forward_pattern or ("experts",)):
             yield (

@@ -8,7 +8,6 @@ from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
 from jaxforge.config.duration import Steps
 from jaxforge.config.facts import Needs
-from jaxforge.config.problems import Problem
 from jaxforge.config.section import Options, OptionTable, Section, Weights, WeightTable
 from jaxforge.errors import UserError
 from jaxforge.registry import Registry
@@ -172,12 +171,11 @@ class OptimizerConfig(Section):
                         + ", ".join(names)
                     )
 
-    def _problems(self) -> Iterator[str | Problem]:
+    def _problems(self) -> Iterator[str]:
         if self.lr_scale_rule != "none" and self.lr_base_batch is None:
-            yield Problem(
+            yield (
                 f'lr_scale_rule = "{self.lr_scale_rule}" requires lr_base_batch, the sequences per '
-                "update for which lr was chosen",
-                {"lr_scale_rule": "none"},
+                "update for which lr was chosen"
             )
         if self.options and not self.name.startswith(OPTIMIZERS.family):
             yield (
@@ -185,17 +183,13 @@ class OptimizerConfig(Section):
                 "remove options, or name one, such as optax.adan"
             )
         if self.skip_idle_experts and not self.traits.skips_experts:
-            yield Problem(
+            yield (
                 f'skip_idle_experts = true does not support name = "{self.name}", which changes '
-                "all experts at once",
-                {"skip_idle_experts": False},
+                "all experts at once: set it to false"
             )
         if self.cautious_weight_decay and not self.traits.decays_cautiously:
             names = ", ".join(n for n, traits in BUILT_IN.items() if traits.decays_cautiously)
-            yield Problem(
-                f'cautious_weight_decay does not support name = "{self.name}", only {names}',
-                {"cautious_weight_decay": False},
-            )
+            yield f'cautious_weight_decay does not support name = "{self.name}", only {names}'
         yield from self.large_rates(LARGEST_LR)
         for key in _PATTERNS:
             for pattern in getattr(self, key):

@@ -23,7 +23,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from jaxforge.config import rules
 from jaxforge.config.axes import BATCH_AXES, Mesh, data_parallel
 from jaxforge.config.job import JobConfig, short_toml
-from jaxforge.config.problems import divisors
 from jaxforge.config.reading.unresolved import EpochLength, UnresolvedConfig
 from jaxforge.config.train import BatchStage, TrainConfig
 from jaxforge.errors import UserError
@@ -212,9 +211,9 @@ def _data_axes(config: JobConfig, mesh: Mesh, full: int, n_devices: int) -> dict
     if n_devices % group:
         axes = " * ".join(axis for axis in mesh if axis not in BATCH_AXES[:2] and mesh[axis] > 1)
         raise UserError(
-            f"{n_devices} of {full} devices are no multiple of distributed.{axes} = {group}: these "
-            f"devices hold one copy of the model. Start a job of {n_devices // group * group} "
-            "devices"
+            f"{n_devices} of {full} devices are not a multiple of distributed.{axes} = {group}: "
+            "these devices hold one copy of the model. Start a job of "
+            f"{n_devices // group * group} devices"
         )
     left, shards = n_devices // group, mesh["dp_shard"]
     if left % shards == 0:
@@ -230,7 +229,7 @@ def _accumulating(config: JobConfig, before: int, ranks: int) -> TrainConfig:
     if len(sizes) > 1:
         # Batches of several sizes are not padded, so each must consist of whole microbatches.
         unit = math.gcd(*sizes)
-        fitting = [n for n in divisors(unit) if n <= per_rank and unit % (n * ranks) == 0]
+        fitting = [n for n in range(1, per_rank + 1) if unit % (n * ranks) == 0]
         if not fitting:
             raise UserError(
                 f"the batch ramp has updates of {', '.join(map(str, sizes))} sequences, which "

@@ -1,10 +1,9 @@
 """Common base of all config sections."""
 
 import ctypes
-import functools
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping
 from typing import Annotated, Generic, NoReturn, Self, TypeVar, get_args, get_origin
 
 from pydantic import (
@@ -23,7 +22,6 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from jaxforge.config.facts import Flag, Location, Requires, facts
-from jaxforge.config.problems import Change, Problem, problems_by_message
 
 OUT_OF_RANGE = "out_of_range"
 """Type of the error of a number that devices cannot represent."""
@@ -46,7 +44,7 @@ class Section(BaseModel):
         allow_inf_nan=False,
     )
 
-    def _problems(self) -> Iterator[str | Problem]:
+    def _problems(self) -> Iterator[str]:
         """Yield each broken rule between keys of this section, with key names relative to it."""
         yield from ()
 
@@ -74,20 +72,9 @@ class Section(BaseModel):
 
     @model_validator(mode="after")
     def _obey_the_rules(self) -> Self:
-        broken = self._broken()
-        messages = (
-            problem.message_with_fix(functools.partial(self._leaves_only, broken.keys() - {what}))
-            for what, problem in broken.items()
-        )
-        if broken:
-            raise ValueError("\n".join(messages))
+        if problems := dict.fromkeys((*self._unmet(), *self._problems())):
+            raise ValueError("\n".join(problems))
         return self
-
-    def _leaves_only(self, known: Set[str], change: Change) -> bool:
-        return self.model_copy(update=change)._broken().keys() <= known
-
-    def _broken(self) -> dict[str, Problem]:
-        return problems_by_message((*self._unmet(), *self._problems()))
 
     @field_validator("*", mode="wrap")
     @classmethod
@@ -225,6 +212,11 @@ OptionTable = Annotated[
 def _is_list(annotation: object) -> bool:
     """Return whether a field is a list, so that a bare item may stand for it."""
     return get_origin(annotation) is tuple and get_args(annotation)[-1] is ...
+
+
+def not_multiple(key: str, value: int, unit_key: str, unit: int) -> str:
+    """Return the message for a value that is not a multiple of the value of another key."""
+    return f"{key} = {value} must be a multiple of {unit_key} = {unit}: change {key} or {unit_key}"
 
 
 MOST_LAYERS = 10_000

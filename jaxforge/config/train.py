@@ -10,7 +10,6 @@ from jaxforge.config.batch_ramp import BatchRamp, Stage
 from jaxforge.config.duration import Every, PositiveSteps, Steps
 from jaxforge.config.facts import Flag, Interval, Needs, SplitBy
 from jaxforge.config.fine_tuning import Objective
-from jaxforge.config.problems import Problem
 from jaxforge.config.section import (
     AnyPath,
     BucketPath,
@@ -200,14 +199,13 @@ class TrainConfig(Section):
     train_sync_interval: Every = 0
     """Updates between synchronizations with the devices; 0 synchronizes only to log."""
 
-    def _problems(self) -> Iterator[str | Problem]:
+    def _problems(self) -> Iterator[str]:
         for key in ("seed", "data_seed"):
             seed = getattr(self, key)
             if seed is not None and seed != seed % 2**32:
-                yield Problem(
+                yield (
                     f"{key} = {seed} must be from 0 to {2**32 - 1}, because seeds that differ by "
-                    "2^32 make the same random numbers",
-                    {key: seed % 2**32},
+                    f"2^32 make the same random numbers: set {key} to {seed % 2**32}"
                 )
         if self.batch_ramp:
             yield from self._ramp_problems()
@@ -219,11 +217,9 @@ class TrainConfig(Section):
         if self.mixed_precision == "fp16":
             yield from self._loss_scale_problems()
         if self.param_rounding != "nearest" and self.param_dtype != "bfloat16":
-            yield Problem(
-                f'param_rounding = "{self.param_rounding}" requires bfloat16 parameters, not '
-                f'param_dtype = "{self.param_dtype}"',
-                {"param_rounding": "nearest"},
-                {"param_dtype": "bfloat16"},
+            yield (
+                f'param_rounding = "{self.param_rounding}" requires param_dtype = "bfloat16", not '
+                f'"{self.param_dtype}"'
             )
         if "activations" in self.offload and self.activation_checkpointing not in _CAN_OFFLOAD:
             yield (
@@ -231,12 +227,10 @@ class TrainConfig(Section):
                 f'change activation_checkpointing from "{self.activation_checkpointing}" to '
                 + " or ".join(f'"{saved}"' for saved in _CAN_OFFLOAD)
             )
-
         if "optimizer" in self.offload and self.opt_state_dtype == EIGHT_BIT:
-            yield Problem(
+            yield (
                 'offload = ["optimizer"] requires moments of a floating-point dtype, not '
-                'opt_state_dtype = "8bit"',
-                {"opt_state_dtype": "bfloat16"},
+                'opt_state_dtype = "8bit": set it to "bfloat16"'
             )
 
     def _loss_scale_problems(self) -> Iterator[str]:
