@@ -11,7 +11,7 @@ from jaxforge.config.facts import Flag, flagged
 from jaxforge.config.job import JobConfig
 from jaxforge.config.reading import forms, kempnerforge, toml
 from jaxforge.config.reading.explain import Setting, Sources
-from jaxforge.config.reading.kempnerforge import STORED_AS, renamed, without_retired_defaults
+from jaxforge.config.reading.kempnerforge import STORED_AS, renamed
 from jaxforge.config.reading.schema import Node, expected, is_table, node_at
 from jaxforge.config.reading.toml import Path as KeyPath
 from jaxforge.config.reading.toml import key_lines, read_text
@@ -36,11 +36,9 @@ def load_unresolved(
             message has a line per problem, with its location and remedy.
     """
     file = None if path is None else urls.path(path, "--config")
-    text = "" if file is None else read_text(file)
     if file is not None and file.suffix.lower() in (".yaml", ".yml", ".json"):
-        from jaxforge.config.reading.other_formats import refusal  # few need YAML
-
-        raise refusal(file, text)
+        raise UserError(f"{file}: a config is a TOML file; see docs/configs.md")
+    text = "" if file is None else read_text(file)
     document = toml.parse(text, str(path))
     return _unresolved(document, overrides, str(path or ""), text, trusts)
 
@@ -88,7 +86,7 @@ def make_config(
 
 
 def _without_side_effects(values: Mapping[str, Any]) -> dict[str, Any]:
-    removed = {*flagged(JobConfig, Flag.SIDE_EFFECT), "data.mixture_file"}
+    removed = flagged(JobConfig, Flag.SIDE_EFFECT)
 
     def is_kept(section: str, key: str) -> bool:
         stored = kempnerforge.STORED_AS.get((section, key), (section, key))
@@ -104,7 +102,7 @@ def _without_side_effects(values: Mapping[str, Any]) -> dict[str, Any]:
 def _unresolved(
     values: dict[Any, Any], overrides: Sequence[str], source: str, text: str, trusts: Decision
 ) -> UnresolvedConfig:
-    values, lines = kempnerforge.rewrite(without_retired_defaults(values), key_lines(text), source)
+    values, lines = kempnerforge.rewrite(values, key_lines(text), source)
     settings = parse_overrides(overrides)
     for setting in settings:
         _assign(values, setting.path, setting.value)
