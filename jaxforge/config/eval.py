@@ -160,9 +160,7 @@ class EvalConfig(Section):
     activations_layers: Annotated[tuple[NonNegativeInt, ...], Needs("activations_interval")] = ()
     """Indices of the captured layers, from 0; [] captures all."""
     activations_sequences: Annotated[PositiveInt, Needs("activations_interval")] = 8
-    """Number of captured sequences, always the first of the set."""
-    activations_set: Annotated[str, Needs("activations_interval")] = ""
-    """Name of the captured evaluation set; if empty, the first set."""
+    """Number of captured sequences, the first of the first evaluation set."""
 
     def _problems(self) -> Iterator[str]:
         if self.sample_interval and not self.sample_prompts:
@@ -224,10 +222,6 @@ class EvalConfig(Section):
     def reads_data(self) -> bool:
         """True if a run reads evaluation sets, to evaluate or to capture activations."""
         return self.enabled or self.activations_interval > 0
-
-    def captured_set(self) -> str:
-        """Return the name of the captured set, a key of `sources`."""
-        return self.activations_set or next(iter(self.sources()))
 
     def sources(self) -> dict[str, EvalDataset]:
         """Return the evaluation sets by name; a single set may have the name ""."""

@@ -50,7 +50,7 @@ class SchedulerConfig(Section):
         return self.warmup_steps, begin, end
 
 
-CONDITIONS = ("patience_steps", "target", "max_steps", "max_loss", "min_lr", "max_grad_norm")
+CONDITIONS = ("patience_steps", "target", "max_steps", "max_loss")
 """Keys that are conditions."""
 
 
@@ -74,10 +74,6 @@ class EarlyStopConfig(Section):
     """End after this many updates; the schedule still follows train.max_steps."""
     max_loss: PositiveFloat | None = None
     """End when train/loss exceeds this value."""
-    min_lr: PositiveFloat | None = None
-    """End when train/lr falls below this value."""
-    max_grad_norm: PositiveFloat | None = None
-    """End when train/grad_norm, before clipping, exceeds this value."""
 
     @property
     def uses_metric(self) -> bool:

@@ -95,11 +95,6 @@ def _read_leniently(value: object, annotation: object) -> object:
     return value
 
 
-def as_float32(number: float) -> float:
-    """Return the float32 nearest to a number; infinite if there is none."""
-    return ctypes.c_float(number).value
-
-
 def _check_on_devices(value: object, is_for_host: bool = False) -> None:
     """Check that devices, which compute in 32 bits, can represent the numbers of a key."""
     match value:
@@ -120,7 +115,7 @@ def _check_rounded(value: object, read: Callable[[object], object]) -> None:
     numbers = value if isinstance(value, tuple) else (value,)
     if not numbers or not all(isinstance(number, float) for number in numbers):
         return
-    rounded = tuple(map(as_float32, numbers))
+    rounded = tuple(ctypes.c_float(number).value for number in numbers)  # the nearest float32
     try:
         read(rounded if isinstance(value, tuple) else rounded[0])
     except ValidationError:

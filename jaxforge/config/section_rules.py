@@ -309,20 +309,11 @@ def eval_has_source(config: JobConfig, mesh: Mesh) -> Iterator[str]:
 
 def captures_have_source(config: JobConfig, mesh: Mesh) -> Iterator[str]:
     """Require an evaluation set for captured activations."""
-    section, names = config.eval, list(config.eval.sources())
-    if not section.activations_interval:
-        return
-    if not names:
+    if config.eval.activations_interval and not config.eval.datasets:
         yield (
-            f"eval.activations_interval = {section.activations_interval} requires data: set "
+            f"eval.activations_interval = {config.eval.activations_interval} requires data: set "
             "eval.datasets, or eval.activations_interval = 0"
         )
-    elif section.activations_set and section.activations_set not in names:
-        asked = f'eval.activations_set = "{section.activations_set}"'
-        if names == [""]:
-            yield f"{asked}: the only evaluation set has no name; remove it"
-        else:
-            yield f"{asked} is not an evaluation set{choices(section.activations_set, names)}"
 
 
 def captured_layers_exist(config: JobConfig, mesh: Mesh) -> Iterator[str]:

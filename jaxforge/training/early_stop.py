@@ -23,9 +23,7 @@ class EarlyStop:
     Attributes:
         config: the `[early_stop]` section.
         memory: values that a resumed run restores (`Progress.early_stop`), updated in place:
-            "best" and "best_step" of "metric", the name of the metric; "lr_was_above", True once
-            the learning rate has reached `early_stop.min_lr` (it is lower at the start of a
-            warm-up).
+            "best" and "best_step" of "metric", the name of the metric.
         is_higher_better: direction of `early_stop.metric`, if only its task knows it.
     """
 
@@ -102,10 +100,9 @@ class EarlyStop:
             )
         if stop.max_steps is not None and step >= stop.max_steps:
             yield f"early_stop.max_steps = {stop.max_steps} is reached"
-        yield from self._above("max_loss", "train/loss", metrics)
-        if self._lr_fell(metrics):
-            yield f"train/lr = {metrics['train/lr']:g} is below early_stop.min_lr = {stop.min_lr:g}"
-        yield from self._above("max_grad_norm", "train/grad_norm", metrics)
+        loss = metrics.get("train/loss", -math.inf)
+        if stop.max_loss is not None and loss > stop.max_loss:
+            yield f"train/loss = {loss:g} exceeds early_stop.max_loss = {stop.max_loss:g}"
 
     def _ran_out(self, step: int, metrics: Mapping[str, float]) -> bool:
         """Update the best value and return whether patience has run out; NaN is no improvement."""
@@ -136,15 +133,3 @@ class EarlyStop:
         is_higher_better = higher_is_better(self.config.metric, self.config.mode)
         assert is_higher_better is not None, "the rules of the config refuse unknown directions"
         return is_higher_better
-
-    def _lr_fell(self, metrics: Mapping[str, float]) -> bool:
-        if self.config.min_lr is None or "train/lr" not in metrics:
-            return False
-        is_above = metrics["train/lr"] >= self.config.min_lr
-        self.memory["lr_was_above"] = is_above or self.memory.get("lr_was_above", False)
-        return self.memory["lr_was_above"] and not is_above
-
-    def _above(self, key: str, metric: str, metrics: Mapping[str, float]) -> Iterator[str]:
-        limit = getattr(self.config, key)
-        if limit is not None and metrics.get(metric, limit) > limit:
-            yield f"{metric} = {metrics[metric]:g} exceeds early_stop.{key} = {limit:g}"

@@ -179,8 +179,7 @@ def _activations(config: JobConfig) -> Iterator[str]:
         yield "none"
         return
     captures = config.train.max_steps // interval
-    dataset = f"set {section.captured_set()}" if section.captured_set() else "the evaluation set"
-    yield f"every {interval:,} updates, of {n:,} sequences of {dataset}"
+    yield f"every {interval:,} updates, of {n:,} sequences of the first evaluation set"
     size = n * _captured_bytes(config)
     yield f"{captures:,} in all, {gigabytes(size)} each: {', '.join(section.captured_points)}"
 

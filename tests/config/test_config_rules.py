@@ -105,19 +105,6 @@ CASES = [
     ),
     (
         1,
-        [*CAPTURING, "eval.activations_set=code"],
-        [*CAPTURING, "eval.activations_set=cod"],
-        'eval.activations_set = "cod" is not an evaluation set; did you mean "code"? Choose '
-        "from web, code",
-    ),
-    (
-        1,
-        ["eval.activations_interval=2", "eval.dataset_path=a"],
-        ["eval.activations_interval=2", "eval.dataset_path=a", "eval.activations_set=a"],
-        'eval.activations_set = "a": the only evaluation set has no name; remove it',
-    ),
-    (
-        1,
         [*CAPTURING, "model.n_layers=3", "eval.activations_layers=[0,2]"],
         [*CAPTURING, "model.n_layers=3", "eval.activations_layers=[0,3]"],
         "eval.activations_layers: layer 3 does not exist: the layers of model.n_layers = 3 are "

@@ -29,7 +29,7 @@ from jaxforge.training.health.watchdog import Limits, Watchdog
 
 def main():
     setup_logging(wide_console(sys.stdout))
-    with Watchdog(Limits(0, 0, 0), lambda message: dog.die(message, linger=2)) as dog:
+    with Watchdog(Limits(0, 0), lambda message: dog.die(message, linger=2)) as dog:
         multihost.initialize()
         with dog.watching_peers(10), multihost.exit_at_once_on_failure(dog.note_failure):
             for step in range(10**9):

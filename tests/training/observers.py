@@ -192,7 +192,7 @@ def saver(config, events):
 
 
 def instruments(config, tracker):
-    return Instruments(tracker, Watchdog(Limits(0, 0, 0)), Profiler(config.profiling, Path()))
+    return Instruments(tracker, Watchdog(Limits(0, 0)), Profiler(config.profiling, Path()))
 
 
 def batch():

@@ -49,7 +49,7 @@ class ActivationCapture(RunCallback):
         section = run.config.eval
         if not section.activations_interval:
             return None
-        return cls(run.config, run.mesh, run.model, run.eval_data[section.captured_set()])
+        return cls(run.config, run.mesh, run.model, next(iter(run.eval_data.values())))
 
     follows_evaluation = True
 
@@ -88,7 +88,7 @@ class ActivationCapture(RunCallback):
         layers = section.activations_layers or range(self._config.model.n_layers)
         about = {
             "step": step,
-            "set": section.captured_set(),
+            "set": section.datasets[0].name,
             "points": list(section.captured_points),
             "layers": list(layers),
             "sequences": list(self._numbers),

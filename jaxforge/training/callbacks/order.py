@@ -77,7 +77,7 @@ ORDER = (
           WeightHashes),
     Event("stragglers", "every `metrics.straggler_report_interval` steps, slow hosts are named",
           f"`{CALLBACKS}/speed.py`, {WATCHING}", Stragglers),
-    Event("device speed", "every `metrics.device_speed_interval` steps, slow devices are named",
+    Event("device speed", "every `metrics.straggler_report_interval` steps, slow devices are named",
           f"`{CALLBACKS}/speed.py`, {WATCHING}", DeviceSpeed),
     Event("`on_interval`", "your callbacks, at their interval `every`",
           f"`{CALLBACKS}/callback.py`, [library.md](library.md)", Callback),

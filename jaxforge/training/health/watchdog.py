@@ -1,7 +1,7 @@
 """Watchdog: ends a hanging process with the stacks of all threads.
 
-A thread counts the seconds since the loop last made progress. Setup with compilation, steps, and
-checkpoints have separate limits (`[train] watchdog_*_sec`):
+A thread counts the seconds since the loop last made progress. Steps have a limit of their own, and
+setup with compilation and saves have another one (`[train] watchdog_*_sec`):
 
     with Watchdog(limits) as watchdog:        # "training": the setup limit until the first tick,
         watchdog.tick(step)                   # then the step limit; each tick is progress
@@ -79,21 +79,18 @@ class Limits:
     """Longest times without progress, in seconds; 0 means no limit.
 
     Attributes:
-        setup: until the first step: joining the processes, data, restoring, compiling.
+        setup: until the first step (joining the processes, data, restoring, compiling), and for a
+            save.
         step: between two steps, including waiting for data and callbacks.
-        checkpoint: one save, or waiting for one.
     """
 
     setup: float
     step: float
-    checkpoint: float
 
     @classmethod
     def of(cls, config: TrainConfig) -> "Limits":
         """Return the limits of a config."""
-        return cls(
-            config.watchdog_setup_sec, config.watchdog_step_sec, config.watchdog_checkpoint_sec
-        )
+        return cls(config.watchdog_setup_sec, config.watchdog_step_sec)
 
 
 @dataclasses.dataclass
@@ -269,9 +266,6 @@ class Watchdog:
     def _new(self, name: SectionName) -> _Section:
         if name in ("data", "end"):
             return _Section(name, 0.0, "", _ACTIVITIES[name])
-        if name == "checkpoint":
-            limit = self._limits.checkpoint
-            return _Section(name, limit, "watchdog_checkpoint_sec", _ACTIVITIES[name])
         return _Section(name, self._limits.setup, "watchdog_setup_sec", _ACTIVITIES[name])
 
     def _watch(self) -> None:

@@ -49,6 +49,7 @@ def test_health_callbacks_are_disabled_by_default(calls):
     }  # fmt: skip
     assert names(train=every, metrics={"straggler_report_interval": 100})[2:] == [
         "CollectGarbage", "Synchronize", "CollectiveHealth", "WeightHashes", "Stragglers",
+        "DeviceSpeed",
     ]  # fmt: skip
 
 
