@@ -76,11 +76,8 @@ class ElasticSupervisor:
     """Runs the processes of one host in each roster that includes the host.
 
     Args:
-        command: command of each process.
         per_host: number of processes of each host.
-        policy: restart policy.
         run: run directory, for progress and the log.
-        hosts: the hosts of the job.
     """
 
     def __init__(

@@ -56,7 +56,6 @@ class Members:
 
     Args:
         addresses: address of each host, as "name:port".
-        host: number of this host.
         key: secret of the job.
         timeout: seconds without a status after which a host is silent.
         status: returns the status of this host.

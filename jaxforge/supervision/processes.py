@@ -37,8 +37,6 @@ class Group:
     """The processes of one start, each in its own process group together with its children.
 
     Args:
-        command: command of each process.
-        environments: environment of each process.
         events: queue that receives the end of each process.
     """
 

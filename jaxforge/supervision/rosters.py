@@ -82,10 +82,6 @@ class Status:
     def from_json(cls, text: str | bytes, n_hosts: int) -> "Status":
         """Return a status from JSON.
 
-        Args:
-            text: the JSON.
-            n_hosts: number of hosts of the job.
-
         Raises:
             ValueError: the text is not a status of a host of the job.
         """

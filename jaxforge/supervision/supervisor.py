@@ -129,9 +129,6 @@ class Supervisor:
     """Runs a command until it succeeds, is stopped, or fails too often.
 
     Args:
-        command: command to run.
-        count: number of processes on this machine.
-        policy: restart policy.
         run: run directory, for progress and the log; None if unknown.
     """
 

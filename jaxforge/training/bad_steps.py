@@ -134,14 +134,7 @@ class BadSteps:
         progress: Progress,
         saver: Saver,
     ) -> "BadSteps":
-        """Return the tracker with the reactions and checks that `[train]` enables.
-
-        Args:
-            program: the program of the run.
-            dataset: the training data.
-            progress: the counters of the run.
-            saver: the checkpoints of the run.
-        """
+        """Return the tracker with the reactions and checks that `[train]` enables."""
         config, mesh = program.config, program.mesh
 
         def restore(step: int) -> tuple[TrainState, Progress]:

@@ -188,12 +188,7 @@ def _frozen(frozen: FrozenFields | None) -> str:
 
 
 def describe_average(train: TrainConfig, nbytes: int) -> str:
-    """Describe the average of the parameters; empty without one.
-
-    Args:
-        train: the `[train]` section.
-        nbytes: bytes of the average on a device.
-    """
+    """Describe the average of the parameters; empty without one."""
     if not train.averages_weights:
         return ""
     every = f", every {train.ema_interval} updates" if train.ema_interval > 1 else ""

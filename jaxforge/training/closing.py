@@ -26,12 +26,6 @@ log = logging.getLogger(__name__)
 def end_training(reason: Exit, exits: Exits, config: JobConfig, saves: Saves) -> Exit:
     """Wait for the last saves and log why training ended.
 
-    Args:
-        reason: why the loop ended.
-        exits: logs requested ends.
-        config: the config of the run.
-        saves: the saves of the run.
-
     Returns:
         `reason`, or `Exit.NON_FINITE` if the state of the last steps no longer changed.
 
@@ -203,10 +197,6 @@ def log_already_complete(config: TrainConfig, progress: Progress) -> None:
 
 def check_learned(config: TrainConfig, progress: Progress) -> None:
     """Check that a completed run has applied at least one update.
-
-    Args:
-        config: the `[train]` section.
-        progress: the counters of the run.
 
     Raises:
         UserError: no update was applied.

@@ -157,8 +157,6 @@ class Evaluator:
 
     Args:
         config: `[train]` determines the size of a batch.
-        mesh: the mesh of the parameters.
-        model: the model.
         datasets: sets by name; a single set has the name "".
         tokenizer: the tokenizer of the sets, for bits per byte; None without one.
         frozen: adds the fields of `train.objective` to batches; None: only the cross-entropy and

@@ -52,7 +52,6 @@ class FrozenFields:
     """Adds the fields of `train.objective` to batches.
 
     Args:
-        model: the frozen model.
         params: its parameters; None: the base model of the run's adapters.
     """
 

@@ -237,8 +237,6 @@ class Exits:
     """Reasons to stop after a step, in the order of Megatron: signal, duration, interval.
 
     Args:
-        config: the `[train]` section.
-        signals: signals to this process.
         since: when the command began, by `time.monotonic`; None means now.
     """
 

@@ -60,7 +60,6 @@ class Saver:
     """Saves the checkpoints of a run.
 
     Args:
-        config: the `[checkpoint]` section.
         policy: decides after which steps a permanent checkpoint is due.
         permanent: the checkpoints in the run directory.
         local: checkpoints in `checkpoint.non_persistent_dir`; None without them.
@@ -181,10 +180,6 @@ class Saver:
 
     def replicate(self, progress: Progress, state: TrainState) -> dict[str, float]:
         """Start to copy the state to the memory of this host and of its peer.
-
-        Args:
-            progress: the counters of the run.
-            state: the state of the same step.
 
         Returns:
             The metrics of the call.

@@ -82,11 +82,6 @@ class RunFiles:
 
         A start that is refused does not warn: without data, a new model trains on random tokens,
         and weights of a checkpoint are refused.
-
-        Args:
-            resolved: the resolved config.
-            program: the program of the run.
-            progress: the counters at this start.
         """
         config, recorded = program.config, resolved.recorded or resolved.config
         run = mirror.files(config.checkpoint.dir)

@@ -27,10 +27,6 @@ _SHOWN = 8  # steps per list
 def write_summary(run: Path, text: str) -> None:
     """Write the file into a run directory. A restart replaces it.
 
-    Args:
-        run: the run directory.
-        text: result of `schedule_summary`.
-
     Raises:
         UserError: the file cannot be written.
         StorageError: the disk is full or fails.
@@ -81,12 +77,7 @@ def _length(config: JobConfig, ramp: BatchRamp, per_epoch: int | None) -> Iterat
 
 
 def epoch_rounding(per_epoch: int, per_update: int) -> str:
-    """Return the end of a sentence about epochs, if whole updates change their number visibly.
-
-    Args:
-        per_epoch: sequences of an epoch.
-        per_update: sequences of an update.
-    """
+    """Return the end of a sentence about epochs, if whole updates change their number visibly."""
     is_visible = per_update > per_epoch / 20
     return f", in whole updates of {per_update:,} sequences" if is_visible else ""
 

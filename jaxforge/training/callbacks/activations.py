@@ -30,9 +30,6 @@ class ActivationCapture(RunCallback):
 
     Args:
         config: `[eval]` has the points, layers and interval.
-        mesh: the mesh of the parameters.
-        model: the model.
-        dataset: the evaluation set.
     """
 
     def __init__(self, config: JobConfig, mesh: Mesh, model: Model, dataset: Dataset) -> None:

@@ -37,8 +37,6 @@ class Evaluation(RunCallback):
     """Evaluates on the sets and tasks of `[eval]`.
 
     Args:
-        config: the resolved config.
-        evaluation: evaluates all sets.
         progress: the counters of the run; a run may resume within an evaluation.
     """
 
@@ -153,7 +151,6 @@ class ResumableEvaluation:
     """Evaluation of all sets and tasks of `[eval]` that resumes where it was stopped.
 
     Args:
-        evaluator: evaluates one set.
         steps: batches of each set by name.
         tasks: the tasks; None without any.
     """

@@ -85,11 +85,7 @@ _POLL = 0.2  # seconds
 
 
 class Exporter(RunCallback):
-    """Exports every n-th checkpoint, and the last one if `checkpoint.export_last` is set.
-
-    Args:
-        config: the `[checkpoint]` section.
-    """
+    """Exports every n-th checkpoint, and the last one if `checkpoint.export_last` is set."""
 
     def __init__(self, config: CheckpointConfig) -> None:
         self._config, self._saves = config, 0

@@ -22,9 +22,6 @@ class CollectGarbage(RunCallback):
 
     It collects while the devices compute. Objects that are alive at the first collection are frozen
     and not scanned again. Source: Megatron's `manual_gc`, torchtitan's `gc_freq`.
-
-    Args:
-        interval: interval in steps.
     """
 
     waits = False
@@ -70,11 +67,7 @@ def collecting_garbage(config: JobConfig) -> Iterator[None]:
 
 
 class Synchronize(RunCallback):
-    """Waits for the devices, so that the host is at most one interval ahead.
-
-    Args:
-        interval: interval in steps.
-    """
+    """Waits for the devices, so that the host is at most one interval ahead."""
 
     def __init__(self, interval: int) -> None:
         self.every = interval
@@ -118,11 +111,7 @@ class MemoryReport(RunCallback):
 
 
 class DirectoryLock(RunCallback):
-    """Ends a run whose directory another job has locked, before it overwrites files there.
-
-    Args:
-        lock: the lock of the run directory.
-    """
+    """Ends a run whose directory another job has locked, before it overwrites files there."""
 
     every = 1
     waits = False

@@ -21,7 +21,6 @@ class ProgressTxt(RunCallback):
     Durability is checked at the next evaluation or checkpoint and at the end. Only for process 0.
 
     Args:
-        config: the resolved config.
         progress: the counters of the run, read at each checkpoint.
     """
 

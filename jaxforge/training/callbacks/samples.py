@@ -25,8 +25,6 @@ class Sampler(RunCallback):
 
     Args:
         config: `[eval]` has the prompts and the interval.
-        mesh: the mesh of the parameters.
-        model: the model.
         tokenizer: the tokenizer of the run; None without one.
 
     Raises:

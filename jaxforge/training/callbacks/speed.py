@@ -35,11 +35,7 @@ _ANSWER_SEC = 10.0
 
 
 class DeviceSpeed(RunCallback):
-    """Times a chain of matrix products on each device and names slow devices.
-
-    Args:
-        config: the `[metrics]` section.
-    """
+    """Times a chain of matrix products on each device and names slow devices."""
 
     def __init__(self, config: MetricsConfig) -> None:
         self.every, self._config = config.straggler_report_interval, config
@@ -129,10 +125,6 @@ class CollectiveHealth(RunCallback):
     Each process judges the results of its own devices, so one process may end while others still
     wait for it. The others get no answer at their next check, or the watchdog ends them. Nothing
     can be saved then: neither the state nor the other processes can be reached.
-
-    Args:
-        interval: steps between two checks.
-        mesh: mesh of all devices.
     """
 
     checks_start = True
@@ -266,11 +258,7 @@ class Report(NamedTuple):
 
 
 class Stragglers(RunCallback):
-    """Reports the time that hosts spend on their own and names slow hosts.
-
-    Args:
-        config: the `[metrics]` section.
-    """
+    """Reports the time that hosts spend on their own and names slow hosts."""
 
     def __init__(self, config: MetricsConfig) -> None:
         self.every, self._config = config.straggler_report_interval, config

@@ -33,12 +33,7 @@ Outliers = dict[jax.Device, list[str]]
 
 
 class WeightHashes(RunCallback):
-    """Compares the replicas of every shard of every parameter, over all devices of the job.
-
-    Args:
-        interval: steps between comparisons.
-        mesh: the mesh of the run.
-    """
+    """Compares the replicas of every shard of every parameter, over all devices of the job."""
 
     checks_start = True
     judges_state = True

@@ -26,8 +26,6 @@ class AttentionLogits:
 
     Args:
         interval: `metrics.max_attention_logit_interval`.
-        model: the model.
-        mesh: the mesh of the parameters.
     """
 
     def __init__(self, interval: int, model: Model, mesh: Mesh) -> None:

@@ -109,10 +109,6 @@ def find_fault(first: Metrics, second: Metrics) -> str | None:
     Every device has its own copy of loss and gradient norm, and all processes compare all copies.
     Collective.
 
-    Args:
-        first: metrics of one execution.
-        second: metrics of the other execution.
-
     Returns:
         A sentence that names devices; None if the results are equal on every device.
     """

@@ -91,7 +91,6 @@ class Heartbeats:
     """Thread that publishes beats, and reads those of all processes while it listens.
 
     Args:
-        job: the job that this process belongs to.
         beat: returns the beat to publish.
         longest_period: most seconds between two beats.
 
@@ -206,9 +205,6 @@ def _parse(text: str) -> tuple[int, Beat]:
 
 def locate(thread: int) -> tuple[bool, str]:
     """Return where a thread is.
-
-    Args:
-        thread: identifier of the thread.
 
     Returns:
         Whether its innermost call is one of JAX, and the innermost line outside of libraries.

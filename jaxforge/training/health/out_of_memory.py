@@ -20,9 +20,6 @@ from jaxforge.program import Program
 def explained(program: Program) -> Iterator[None]:
     """Turn out-of-memory errors within the block into an explanation.
 
-    Args:
-        program: the program of the run.
-
     Raises:
         UserError: a device or the host is out of memory. Another start would fail the same way.
     """
@@ -35,12 +32,7 @@ def explained(program: Program) -> Iterator[None]:
 
 
 def explanation(message: str, program: Program) -> str:
-    """Return what needs the memory, and remedies, the cheapest first.
-
-    Args:
-        message: text of the error.
-        program: the program of the run.
-    """
+    """Return what needs the memory, and remedies, the cheapest first."""
     config, mesh, state = program.config, program.mesh, program.abstract_state()
     params = bytes_per_device(state.params)
     moments = bytes_per_device((state.opt_state, state.ema))

@@ -42,7 +42,6 @@ class PeerWatch:
 
     Args:
         timeout: `train.hang_timeout` in seconds.
-        job: the job that this process belongs to.
         status: returns the state of the training thread, which is the calling thread.
     """
 

@@ -107,7 +107,6 @@ class Watchdog:
     """Ends this process when it makes no progress; see the docstring of the module.
 
     Args:
-        limits: limits of the sections.
         expire: called with the message of an expired limit; by default `die`.
         since: start of the process, by `time.perf_counter`; None means now.
 
