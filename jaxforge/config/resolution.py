@@ -23,6 +23,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from jaxforge.config import rules
 from jaxforge.config.axes import BATCH_AXES, Mesh, data_parallel
 from jaxforge.config.job import JobConfig, short_toml
+from jaxforge.config.model import ModelConfig
 from jaxforge.config.reading.unresolved import EpochLength, UnresolvedConfig
 from jaxforge.config.train import BatchStage, TrainConfig
 from jaxforge.errors import UserError
@@ -48,15 +49,22 @@ class ResolvedRun:
     Attributes:
         config: the config.
         reasons: dotted key -> reason of its value.
-        recorded: the config that the run directory and checkpoints record; None: `config`. It has
-            "auto" where the devices of this start decide, since those of the next may differ.
+        written: the config with "auto" where the devices of this start decide, since those of the
+            next may differ; None: `config`.
         notes: lines about keys of the config that have no effect.
+        teacher: `[model]` of `distillation.teacher`; None without one.
     """
 
     config: JobConfig
     reasons: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    recorded: JobConfig | None = None
+    written: JobConfig | None = None
     notes: Sequence[str] = ()
+    teacher: ModelConfig | None = None
+
+    @property
+    def recorded(self) -> JobConfig:
+        """The config that the run directory and checkpoints record."""
+        return self.written or self.config
 
     def after(self, config: JobConfig, reason: str) -> "ResolvedRun":
         """Return the run with another config; the reason applies to the keys that differ."""

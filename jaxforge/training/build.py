@@ -50,7 +50,7 @@ def build_trainer(run: ResolvedRun, program: Program, session: Session) -> Train
     files = RunFiles.open(run, program.model, watchdog, session.attempt)
     with watchdog.naming("restoring a checkpoint" if files.has_begun else "initializing"):
         state, progress = files.saver.start(program, open_foreign)
-        frozen = open_frozen(program, open_foreign, progress)
+        frozen = open_frozen(program, open_foreign, progress, run.teacher)
     data = TrainingData.of(program, data_sets, progress, has_begun=files.has_begun)
     tracked = config.metrics.writer("wandb")
     progress.run_id = (tracked.run_id if tracked else "") or progress.run_id

@@ -94,7 +94,10 @@ def _signature(batch: AbstractBatch | Batch) -> _Signature:
 
 
 def open_frozen(
-    program: Program, open_foreign: OpenForeign, progress: Progress
+    program: Program,
+    open_foreign: OpenForeign,
+    progress: Progress,
+    teacher: ModelConfig | None = None,
 ) -> FrozenFields | None:
     """Load the frozen model of `train.objective`. Collective.
 
@@ -106,8 +109,9 @@ def open_frozen(
 
     Args:
         program: program of the run.
-        open_foreign: opens a reference that is no jaxforge run.
+        open_foreign: opens a reference that is not a jaxforge run.
         progress: counters of the run; the hashes are compared, and recorded at the first start.
+        teacher: `[model]` of the teacher; None: it is read.
 
     Raises:
         UserError: the model does not exist, does not fit, or is not the recorded one.
@@ -130,7 +134,7 @@ def open_frozen(
                 "pairs of answers need a reference model: set dpo.reference to its path"
             )
     assert path
-    settings = frozen_config(config, teacher_model(config))
+    settings = frozen_config(config, teacher or teacher_model(config))
     try:
         rules.check(settings, program.mesh.size)
     except UserError as error:

@@ -86,7 +86,7 @@ class Trainer:
                     else:
                         position.state, metrics = step(position.state, batch, controls)
                     self._count(step, batch, controls, metrics)
-                due = self.callbacks.due(progress.step, tracker.paused)
+                due = self.callbacks.due(progress.step)
                 if self._depends_on_step(due) and self._had_halted():
                     reason = self._roll_back()
                     continue
@@ -125,7 +125,6 @@ class Trainer:
             self.updates.compile(progress, signals, self.instruments.watchdog)
             self.callbacks.call(Callback.on_compiled, self.updates.step)
             reason = self._fulfil_first_requests(exits)
-            self.callbacks.start_clock()
         elif reason is None:
             log_already_complete(self.config.train, progress)
             reason = Exit.COMPLETED

@@ -43,9 +43,9 @@ def resolve_run(config: JobConfig | UnresolvedConfig, watchdog: Watchdog) -> Res
     run = run.after(with_branch(run.config), "the checkpoint that the run branched off from")
     run = run.after(with_base(run.config), "the absolute path")
     run = with_idle_experts(run)
-    config, recorded = run.config, run.config
-    config, why = with_execution(config, make_mesh(config), teacher=teacher_model(config))
-    return dataclasses.replace(run.after(config, why), recorded=recorded)
+    written, teacher = run.config, teacher_model(run.config)
+    config, why = with_execution(written, make_mesh(written), teacher=teacher)
+    return dataclasses.replace(run.after(config, why), written=written, teacher=teacher)
 
 
 def with_branch(config: JobConfig) -> JobConfig:

@@ -57,7 +57,7 @@ class RunFiles:
         Raises:
             UserError: the run had checkpoints that no longer exist.
         """
-        config = run.recorded or run.config
+        config = run.recorded
         copier = run_directory.open_mirror(config)
         files = mirror.files(config.checkpoint.dir)
         add_log_file(files)
@@ -83,7 +83,7 @@ class RunFiles:
         A start that is refused does not warn: without data, a new model trains on random tokens,
         and weights of a checkpoint are refused.
         """
-        config, recorded = program.config, resolved.recorded or resolved.config
+        config, recorded = program.config, resolved.recorded
         run = mirror.files(config.checkpoint.dir)
         run_directory.prepare(run, recorded)
         run_directory.record_start(run, recorded, progress.step)

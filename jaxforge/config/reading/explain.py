@@ -133,8 +133,9 @@ def suggestion(path: Path) -> str:
 
 def _keys_of_unknown(path: Path, value: object) -> list[Path]:
     """Return the keys of an unknown table, or the table itself if a known one resembles it."""
-    is_table = isinstance(value, Mapping) and value
-    if not is_table or nearest_keys(path) or _vision_section(path):
+    if not (isinstance(value, Mapping) and value):
+        return [path]
+    if nearest_keys(path) or _vision_section(path):
         return [path]
     keys = (key for name in value for key in _keys_of_unknown((*path, name), value[name]))
     return list(islice(keys, _MOST))

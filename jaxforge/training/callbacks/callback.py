@@ -5,7 +5,7 @@ import dataclasses
 import importlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol
+from typing import Any, Protocol
 
 from jaxtyping import PyTree
 
@@ -19,28 +19,9 @@ from jaxforge.telemetry.tracker import Tracker
 from jaxforge.training.callbacks.control import Control
 from jaxforge.training.health.watchdog import Watchdog
 
-_OTHER_NAMES = {
-    "model": "state.params",
-    "params": "state.params",
-    "optimizer": "state.opt_state",
-    "opt_state": "state.opt_state",
-}
-"""Attribute of a context in other frameworks -> attribute here."""
-
-
-class _Context:
-    if not TYPE_CHECKING:  # type checkers report missing attributes themselves
-
-        def __getattr__(self, name: str) -> NoReturn:
-            """Name the attribute to use instead of one that only other frameworks have."""
-            names = ", ".join(attribute for attribute in dir(self) if not attribute.startswith("_"))
-            elsewhere = _OTHER_NAMES.get(name)
-            instead = f"Use context.{elsewhere}" if elsewhere else f"It has {names}"
-            raise AttributeError(f"{type(self).__name__} has no {name!r}. {instead}")
-
 
 @dataclasses.dataclass(frozen=True)
-class StepContext(_Context):
+class StepContext:
     """A step as callbacks see it. Reading a scalar fetches it from the device.
 
     Attributes:
@@ -87,7 +68,7 @@ class StepContext(_Context):
 
 
 @dataclasses.dataclass(frozen=True)
-class EvalContext(_Context):
+class EvalContext:
     """A run at the end of an evaluation.
 
     Attributes:
@@ -109,7 +90,7 @@ class Notifier(Protocol):
 
 
 @dataclasses.dataclass(frozen=True)
-class IntervalContext(_Context):
+class IntervalContext:
     """A run between two steps, as `Callback.on_interval` sees it.
 
     Attributes:
@@ -159,12 +140,8 @@ class Callback:
     an event raises SystemExit, the run ends after a save, with the code of the exception.
     """
 
-    every: int | str | None = None
-    """Interval of `on_interval`: steps, or a duration such as "90s", "10m" or "2h".
-
-    None: never. Durations follow the clock of process 0. Among several processes, they are checked
-    every `runner.CHECK_INTERVAL` steps.
-    """
+    every: int | None = None
+    """Steps between two calls of `on_interval`; None: never."""
 
     collect: tuple[str, ...] = ()
     """Additional metrics of each step, among `step.collect.COLLECTED`."""
@@ -189,8 +166,8 @@ class Callback:
     """True if `on_interval` may return `Exit.UNHEALTHY`: a save then waits for its result."""
 
     def is_due(self, step: int) -> bool:
-        """Return whether `on_interval` is due after `step`, for intervals in steps."""
-        return isinstance(self.every, int) and self.every > 0 and step % self.every == 0
+        """Return whether `on_interval` is due after `step`."""
+        return self.every is not None and self.every > 0 and step % self.every == 0
 
     def on_train_begin(self, config: JobConfig) -> None:
         """Handle the start of training, before anything is compiled."""

@@ -23,7 +23,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from jaxforge.training.health.heartbeats import Beat, Status
 
 _LISTED = 8  # most processes in a line
-_COLUMNS = ("process", "host", "state", "step", "activity", "idle s", "quiet s", "location")
 
 
 class State(enum.Enum):
@@ -149,29 +148,6 @@ class Autopsy:
             )
         idle = f"without progress for {beat.status.idle:.0f} s"
         return f"{name}, {state.value}: alive, {idle}, {_position(beat)}"
-
-    def table(self) -> str:
-        """Return a table of all processes for the file of stacks."""
-        rows = [_COLUMNS, *(self._row(i) for i in range(len(self.states)))]
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = [
-            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-            for row in rows
-        ]
-        return "\n".join([*lines, *["* culprit"][: len(self.culprits)]])
-
-    def _row(self, index: int) -> tuple[str, ...]:
-        number = f"{index}{'*' if index in self.culprits else ''}"
-        state, beat = self.states[index].value, self.evidence.beats.get(index)
-        quiet = self.evidence.quiet.get(index)
-        heard = "" if quiet is None else f"{quiet:.0f}"
-        if beat is None:
-            return number, "", state, "", "", "", heard, ""
-        status = beat.status
-        step = "" if status.step is None else str(status.step)
-        doing = beat.reason or _activity(status)
-        location = f"{beat.location} in JAX" if beat.is_in_jax else beat.location
-        return number, beat.host, state, step, doing, f"{status.idle:.0f}", heard, location
 
 
 def examine(evidence: Evidence) -> Autopsy:

@@ -128,7 +128,6 @@ class Watchdog:
         self._stall = Stall()
         self._peers: PeerWatch | None = None
         self._stacks: Path | None = None
-        self._table = ""  # processes of the job, for the report
         self._has_expired = False
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
@@ -291,7 +290,6 @@ class Watchdog:
             return None
         is_end = message is not None or autopsy.has_lost_process
         line = f"{message or self._describe_stall(is_end=is_end)}; {autopsy.verdict()}"
-        self._table = autopsy.table()
         if is_end:
             peers.note_hang()
             return line
@@ -330,14 +328,13 @@ class Watchdog:
         threading.Thread(target=self._report, args=(message, is_end), daemon=True).start()
 
     def _report(self, message: str, is_end: bool) -> None:
-        text = f"{message}\n{self._table}".strip()
         if is_end:
             with contextlib.suppress(OSError, ValueError):  # stderr may be closed
                 if sys.__stderr__ is not None:
-                    _dump(text, sys.__stderr__)
+                    _dump(message, sys.__stderr__)
         if self._stacks is not None:
             with TextIOWrapper(safe_files.open_to_append(self._stacks)) as file:
-                _dump(text, file)
+                _dump(message, file)
         if is_end:
             log.error("%s; exiting with code %d", message, Exit.HUNG.code)
         else:
