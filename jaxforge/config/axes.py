@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterator, Mapping
 from operator import attrgetter
 
 from jaxforge.config.eval import ATTENTION_WEIGHTS
-from jaxforge.config.facts import SplitBy, facts
 from jaxforge.config.job import JobConfig
 from jaxforge.config.mixers import LATENT_ATTENTION
 from jaxforge.config.model import ATTENTION, NO_MIXER
+from jaxforge.config.section import SplitBy, facts
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "ep", "tp")
 """Mesh axes, slowest network first: devices adjacent along tp are adjacent in the machine."""

@@ -8,8 +8,17 @@ from pydantic import NonNegativeInt
 
 from jaxforge.config.duration import Every, PositiveSteps, Steps
 from jaxforge.config.eval import Mode
-from jaxforge.config.facts import Flag, Interval, Needs, Requires
-from jaxforge.config.section import AnyPath, BucketPath, DiskPath, MemoryPath, Section
+from jaxforge.config.section import (
+    AnyPath,
+    BucketPath,
+    DiskPath,
+    Flag,
+    Interval,
+    MemoryPath,
+    Needs,
+    Requires,
+    Section,
+)
 
 
 class DynCkptWindow(Section):

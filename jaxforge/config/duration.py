@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 
-from jaxforge.config.facts import Interval
+from jaxforge.config.section import Interval
 
 _FORM = re.compile(
     r"(?P<number>\d[\d_]*\.?\d*|\.\d+)\s*"

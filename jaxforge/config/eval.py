@@ -10,8 +10,7 @@ from pydantic import NonNegativeFloat, NonNegativeInt, PositiveInt
 
 from jaxforge.cli.suggestions import choices
 from jaxforge.config.duration import PositiveSteps, Steps
-from jaxforge.config.facts import Interval, Needs
-from jaxforge.config.section import BucketPath, LocalPath, Section
+from jaxforge.config.section import BucketPath, Interval, LocalPath, Needs, Section
 from jaxforge.registry import Registry
 
 METRICS = ("loss", "perplexity", "bits_per_byte")

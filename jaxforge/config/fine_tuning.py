@@ -6,8 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from jaxforge.config.facts import Requires
-from jaxforge.config.section import AnyPath, BucketPath, Section
+from jaxforge.config.section import AnyPath, BucketPath, Requires, Section
 
 Objective = Literal["next_token", "dpo", "distillation"]
 """Values of `train.objective`."""

@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from jaxforge.config.eval import TASKS_PREFIX, EvalSchedule
-from jaxforge.config.facts import Needs, Requires, WithinRun, facts
 from jaxforge.config.job import JobConfig, short_toml
 from jaxforge.config.optimizer import UNUSUAL_LR
+from jaxforge.config.section import Needs, Requires, WithinRun, facts
 from jaxforge.storage import urls
 
 

@@ -7,8 +7,7 @@ from typing import Annotated, Literal, get_args
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 from jaxforge.config.duration import Every
-from jaxforge.config.facts import Flag, Interval, Needs, WithinRun
-from jaxforge.config.section import AnyPath, RunPath, Section
+from jaxforge.config.section import AnyPath, Flag, Interval, Needs, RunPath, Section, WithinRun
 from jaxforge.storage import urls
 
 Extra = Literal["grad_norms_per_layer", "num_zeros_in_grad", "params_norm", "update_norm"]

@@ -9,8 +9,7 @@ from typing import Annotated, ClassVar
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
-from jaxforge.config.facts import Constant, SplitBy, Structure
-from jaxforge.config.section import Section, not_multiple
+from jaxforge.config.section import Constant, Section, SplitBy, Structure, not_multiple
 
 
 class MixerConfig(Section):

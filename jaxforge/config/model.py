@@ -8,9 +8,18 @@ from typing import Annotated, Literal, NamedTuple
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from jaxforge.config.facts import Constant, Needs, Requires, SplitBy, Structure, facts
 from jaxforge.config.mixers import LATENT_ATTENTION, MIXER_TABLES, MixerConfig, MixerTables
-from jaxforge.config.section import MOST_LAYERS, Section, not_multiple
+from jaxforge.config.section import (
+    MOST_LAYERS,
+    Constant,
+    Needs,
+    Requires,
+    Section,
+    SplitBy,
+    Structure,
+    facts,
+    not_multiple,
+)
 from jaxforge.registry import Registry
 
 LAYERS = "layers"

@@ -12,9 +12,9 @@ from jaxforge.config.eval import (
     higher_is_better,
     unknown_direction,
 )
-from jaxforge.config.facts import Location, facts
 from jaxforge.config.job import JobConfig, short_toml
 from jaxforge.config.optimizer import BUILT_IN
+from jaxforge.config.section import Location, facts
 from jaxforge.config.train import CROSS_ENTROPIES, EIGHT_BIT
 from jaxforge.storage import urls
 

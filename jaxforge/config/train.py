@@ -8,9 +8,18 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 
 from jaxforge.config.batch_ramp import BatchRamp, Stage
 from jaxforge.config.duration import Every, PositiveSteps, Steps
-from jaxforge.config.facts import Flag, Interval, Needs, SplitBy
 from jaxforge.config.fine_tuning import Objective
-from jaxforge.config.section import AnyPath, BucketPath, Section, Words, WordTable
+from jaxforge.config.section import (
+    AnyPath,
+    BucketPath,
+    Flag,
+    Interval,
+    Needs,
+    Section,
+    SplitBy,
+    Words,
+    WordTable,
+)
 from jaxforge.registry import Registry
 
 CROSS_ENTROPIES = ("cross_entropy", "chunked_cross_entropy")

@@ -32,8 +32,7 @@ from jaxforge.state.train_state import TrainState, with_counts
 from jaxforge.step.train_step import Batch, Controls, Metrics, TrainStep
 from jaxforge.training.foreign import open_foreign
 from jaxforge.training.health.attribution import Attribution, make_row_losses, run_twice
-from jaxforge.training.position import Position
-from jaxforge.training.saving import Saver
+from jaxforge.training.saving import Position, Saver
 
 log = logging.getLogger(__name__)
 

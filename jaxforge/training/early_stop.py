@@ -8,7 +8,7 @@ from typing import Any
 
 from jaxforge.cli.suggestions import choices
 from jaxforge.config.eval import higher_is_better
-from jaxforge.config.scheduler import EarlyStopConfig
+from jaxforge.config.optimizer import EarlyStopConfig
 from jaxforge.errors import UserError
 from jaxforge.exit_codes import Exit
 from jaxforge.state.progress import Progress

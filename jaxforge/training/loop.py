@@ -22,9 +22,9 @@ from jaxforge.training.callbacks.runner import Callbacks
 from jaxforge.training.closing import close_run, end_training, log_already_complete
 from jaxforge.training.early_stop import EarlyStop
 from jaxforge.training.instruments import Instruments
-from jaxforge.training.position import Position
 from jaxforge.training.preemption import Exit, Exits, Interrupted, Signals
 from jaxforge.training.saves import Saves
+from jaxforge.training.saving import Position
 from jaxforge.training.updates import Updates
 
 

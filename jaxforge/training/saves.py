@@ -8,9 +8,8 @@ from jaxforge.training.bad_steps import BadSteps
 from jaxforge.training.callbacks.callback import Callback
 from jaxforge.training.callbacks.runner import Callbacks
 from jaxforge.training.instruments import Instruments
-from jaxforge.training.position import Position
 from jaxforge.training.preemption import Signals
-from jaxforge.training.saving import Saver
+from jaxforge.training.saving import Position, Saver
 
 
 @dataclasses.dataclass(frozen=True)

@@ -27,6 +27,7 @@ from jaxforge.state.train_state import TrainState
 from jaxforge.storage import mirror as mirrors
 from jaxforge.storage import urls
 from jaxforge.storage.mirror import Mirror
+from jaxforge.telemetry.tracker import Tracker
 
 log = logging.getLogger(__name__)
 
@@ -37,6 +38,38 @@ def open_checkpoints(config: JobConfig, model: Model) -> Checkpoints:
     """Open the checkpoints in `checkpoint.dir`, which may be empty."""
     resolved, run = config.model_dump(mode="json"), run_directory.root(config)
     return Checkpoints(run, config.checkpoint, model.axes, resolved, stack=model.stack)
+
+
+@dataclasses.dataclass
+class Position:
+    """The state on the devices and the counters of the host.
+
+    Attributes:
+        state: parameters, optimizer state and counters; replaced by every step.
+        progress: the counters of the host. Those of bad steps are behind the device until
+            `follow_device`.
+        max_steps: steps of the whole run.
+    """
+
+    state: TrainState
+    progress: Progress
+    max_steps: int
+
+    @property
+    def step(self) -> int:
+        """Steps attempted."""
+        return self.progress.step
+
+    @property
+    def is_last(self) -> bool:
+        """True after the last step of the run."""
+        return self.progress.step >= self.max_steps
+
+    def follow_device(self, tracker: Tracker) -> None:
+        """Synchronize the counters from the device state, after the metrics of all its steps."""
+        tracker.flush()
+        state = self.state
+        self.progress.sync_from_device(*jax.device_get((state.step, state.guard, state.counts)))
 
 
 @dataclasses.dataclass(frozen=True)

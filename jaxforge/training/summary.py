@@ -14,7 +14,7 @@ from jaxforge.checkpoint.save_policy import SavePolicy
 from jaxforge.config.batch_ramp import BatchRamp
 from jaxforge.config.eval import ATTENTION_WEIGHTS, LOGITS, STREAM
 from jaxforge.config.job import JobConfig, toml
-from jaxforge.config.scheduler import SCHEDULERS
+from jaxforge.config.optimizer import SCHEDULERS
 from jaxforge.errors import file_error
 from jaxforge.optim.schedule import learning_rate_after
 from jaxforge.parallel.device_memory import gigabytes

@@ -8,8 +8,7 @@ import pytest
 
 from jaxforge.config.data import DataConfig
 from jaxforge.step.train_step import Controls
-from jaxforge.training.phases import Phases
-from jaxforge.training.training_data import TrainingData
+from jaxforge.training.training_data import Phases, TrainingData
 from tests.conftest import tiny_config
 from tests.helpers import random_batches, setup
 

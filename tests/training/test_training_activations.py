@@ -11,7 +11,8 @@ from jaxforge.errors import UserError
 from jaxforge.exit_codes import Exit
 from jaxforge.model.transformer import build_model
 from jaxforge.parallel.mesh import make_mesh
-from jaxforge.training import activation_files, launch
+from jaxforge.training import launch
+from jaxforge.training.callbacks import activations as activation_files
 from jaxforge.training.callbacks import activations as capturing
 from jaxforge.training.callbacks.activations import ActivationCapture
 from jaxforge.training.summary import schedule_summary

@@ -14,8 +14,8 @@ from typing import Any
 
 from jaxforge.config.job import JobConfig
 from jaxforge.config.model import ModelConfig
+from jaxforge.config.optimizer import SchedulerConfig
 from jaxforge.config.reading.toml import Path
-from jaxforge.config.scheduler import SchedulerConfig
 from jaxforge.errors import UserError
 
 _HEAD_DIM = "head_dim_override"

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxforge.config.facts import Flag, flagged
 from jaxforge.config.job import JobConfig
 from jaxforge.config.reading import forms, kempnerforge, toml
 from jaxforge.config.reading.explain import Setting, Sources
@@ -16,6 +15,7 @@ from jaxforge.config.reading.schema import Node, expected, is_table, node_at
 from jaxforge.config.reading.toml import Path as KeyPath
 from jaxforge.config.reading.toml import key_lines, read_text
 from jaxforge.config.reading.unresolved import UnresolvedConfig
+from jaxforge.config.section import Flag, flagged
 from jaxforge.errors import UserError
 from jaxforge.storage import trust, urls
 from jaxforge.storage.trust import Decision

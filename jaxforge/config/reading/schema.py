@@ -7,12 +7,11 @@ from typing import Any
 
 from jaxforge.config.data import DATASETS
 from jaxforge.config.eval import EVAL_FUNCTIONS
-from jaxforge.config.facts import Needs, facts
 from jaxforge.config.job import JobConfig
 from jaxforge.config.model import MIXERS, MODELS
-from jaxforge.config.optimizer import OPTIMIZERS
+from jaxforge.config.optimizer import OPTIMIZERS, SCHEDULERS
 from jaxforge.config.reading.toml import Path
-from jaxforge.config.scheduler import SCHEDULERS
+from jaxforge.config.section import Needs, facts
 from jaxforge.config.train import LOSSES
 
 Node = dict[str, Any]

@@ -25,12 +25,12 @@ from pydantic import ValidationError
 from jaxforge.config.axes import data_parallel
 from jaxforge.config.batch_ramp import BatchRamp, Stage
 from jaxforge.config.duration import Duration, parse_duration
-from jaxforge.config.facts import Interval, facts
 from jaxforge.config.job import JobConfig
 from jaxforge.config.reading.explain import Sources, explain, explain_value
 from jaxforge.config.reading.schema import node_at
 from jaxforge.config.reading.toml import Path
 from jaxforge.config.rules import mesh_shape
+from jaxforge.config.section import Interval, facts
 from jaxforge.errors import UserError
 from jaxforge.storage import trust
 from jaxforge.storage.trust import Decision

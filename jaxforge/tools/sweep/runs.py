@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 from jaxforge import exit_codes
 from jaxforge.cli.process import listening, new_command_env, stop_message
-from jaxforge.config.facts import Flag, flagged
+from jaxforge.config.section import Flag, flagged
 from jaxforge.config.job import JobConfig
 from jaxforge.errors import UserError
 from jaxforge.exit_codes import Exit

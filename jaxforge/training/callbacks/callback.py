@@ -1,22 +1,33 @@
-"""The base class of callbacks, and the contexts that they receive."""
+"""The base classes of callbacks, the contexts that they receive, and what they are built from."""
 
+import abc
 import contextlib
 import dataclasses
+import functools
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
+from jax.sharding import Mesh
 from jaxtyping import PyTree
 
 from jaxforge.config.job import JobConfig
+from jaxforge.data.corpus.tokenizer import Tokenizer
+from jaxforge.data.dataset import Dataset
 from jaxforge.errors import UserError
 from jaxforge.exit_codes import Exit
+from jaxforge.model.transformer import Model
+from jaxforge.program import Program
+from jaxforge.runs import run_directory
 from jaxforge.state.progress import Progress
 from jaxforge.state.train_state import TrainState
 from jaxforge.step.train_step import CompiledSteps
+from jaxforge.storage import mirror
+from jaxforge.storage.run_lock import RunLock
 from jaxforge.telemetry.tracker import Tracker
 from jaxforge.training.callbacks.control import Control
+from jaxforge.training.frozen import FrozenFields
 from jaxforge.training.health.watchdog import Watchdog
 
 
@@ -297,3 +308,60 @@ def named_callbacks(config: JobConfig) -> list[Callback]:
         UserError: a name is not a class of callbacks.
     """
     return [named_callback(path) for path in config.plugins.callbacks]
+
+
+@dataclasses.dataclass(frozen=True)
+class RunParts:
+    """The parts of a run that callbacks are built from.
+
+    Attributes:
+        program: the program of the run.
+        eval_data: evaluation sets by name.
+        progress: the counters of the run.
+        lock: lock of the run directory.
+        frozen: adds fields of the reference or teacher to batches, if the objective has one.
+        directions: config key of a metric -> whether higher values are better. `Evaluation` adds
+            the metrics of the config that it computes.
+    """
+
+    program: Program
+    eval_data: Mapping[str, Dataset]
+    progress: Progress
+    lock: RunLock
+    frozen: FrozenFields | None = None
+    directions: dict[str, bool] = dataclasses.field(default_factory=dict)
+
+    @property
+    def config(self) -> JobConfig:
+        """The resolved config."""
+        return self.program.config
+
+    @property
+    def mesh(self) -> Mesh:
+        """The mesh of the run."""
+        return self.program.mesh
+
+    @property
+    def model(self) -> Model:
+        """The model."""
+        return self.program.model
+
+    @functools.cached_property
+    def tokenizer(self) -> Tokenizer | None:
+        """The tokenizer of the run, read once; None if its data have none."""
+        return run_directory.tokenizer_for(mirror.files(self.config.checkpoint.dir), self.config)
+
+
+class RunCallback(Callback, abc.ABC):
+    """Base class of the callbacks in `order.ORDER`."""
+
+    judges_state = False
+
+    @classmethod
+    @abc.abstractmethod
+    def of_run(cls, run: RunParts) -> Self | None:
+        """Return the callback of a run, or None if its config does not ask for it.
+
+        Raises:
+            UserError: the callback lacks something it needs, such as a tokenizer.
+        """

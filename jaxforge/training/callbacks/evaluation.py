@@ -25,9 +25,14 @@ from jaxforge.state.progress import Progress, Validation
 from jaxforge.state.train_state import TrainState
 from jaxforge.tasks.opening import open_tasks
 from jaxforge.tasks.task import Tasks
-from jaxforge.training.callbacks.callback import Callback, EvalContext, IntervalContext
+from jaxforge.training.callbacks.callback import (
+    Callback,
+    EvalContext,
+    IntervalContext,
+    RunCallback,
+    RunParts,
+)
 from jaxforge.training.callbacks.host import collecting_garbage
-from jaxforge.training.callbacks.run_callback import RunCallback, RunParts
 from jaxforge.training.evaluation import Evaluator, SetSums, summary
 
 _AVERAGE = "ema/"  # before the name of a set, which has no slash

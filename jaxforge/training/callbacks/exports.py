@@ -21,7 +21,7 @@ from jaxforge.config.checkpoint import CheckpointConfig
 from jaxforge.errors import StorageError, UserError
 from jaxforge.exit_codes import Exit
 from jaxforge.storage import urls
-from jaxforge.training.callbacks.run_callback import RunCallback, RunParts
+from jaxforge.training.callbacks.callback import RunCallback, RunParts
 
 log = logging.getLogger(__name__)
 

@@ -11,8 +11,7 @@ from jaxforge.config.job import JobConfig
 from jaxforge.step.train_step import CompiledSteps
 from jaxforge.storage.run_lock import RunLock
 from jaxforge.telemetry.measures import describe_memory
-from jaxforge.training.callbacks.callback import IntervalContext
-from jaxforge.training.callbacks.run_callback import RunCallback, RunParts
+from jaxforge.training.callbacks.callback import IntervalContext, RunCallback, RunParts
 
 log = logging.getLogger(__name__)
 

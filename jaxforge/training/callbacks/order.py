@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from jaxforge.training.callbacks.activations import ActivationCapture
-from jaxforge.training.callbacks.callback import Callback
+from jaxforge.training.callbacks.callback import Callback, RunCallback, RunParts
 from jaxforge.training.callbacks.evaluation import Evaluation
 from jaxforge.training.callbacks.exports import Exporter
 from jaxforge.training.callbacks.host import (
@@ -14,7 +14,6 @@ from jaxforge.training.callbacks.host import (
     Synchronize,
 )
 from jaxforge.training.callbacks.progress_txt import ProgressTxt
-from jaxforge.training.callbacks.run_callback import RunCallback, RunParts
 from jaxforge.training.callbacks.samples import Sampler
 from jaxforge.training.callbacks.speed import CollectiveHealth, DeviceSpeed, Stragglers
 from jaxforge.training.callbacks.weight_hash import WeightHashes

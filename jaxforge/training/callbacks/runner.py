@@ -18,12 +18,11 @@ from jaxforge.state.progress import Progress
 from jaxforge.state.train_state import TrainState
 from jaxforge.step.train_step import Metrics
 from jaxforge.telemetry.tracker import Tracker
-from jaxforge.training.callbacks.callback import Callback, IntervalContext, StepContext
+from jaxforge.training.callbacks.callback import Callback, IntervalContext, RunCallback, StepContext
 from jaxforge.training.callbacks.control import Control, Requests
 from jaxforge.training.callbacks.evaluation import Evaluation
 from jaxforge.training.callbacks.exports import decode, encode
 from jaxforge.training.callbacks.order import position
-from jaxforge.training.callbacks.run_callback import RunCallback
 
 log = logging.getLogger(__name__)
 

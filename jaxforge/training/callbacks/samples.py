@@ -14,8 +14,7 @@ from jaxforge.model.sampling import Sampling
 from jaxforge.model.transformer import Model, Params
 from jaxforge.tasks.prompts import Prompt, continuation, encode
 from jaxforge.telemetry.sinks import Sample
-from jaxforge.training.callbacks.callback import IntervalContext
-from jaxforge.training.callbacks.run_callback import RunCallback, RunParts
+from jaxforge.training.callbacks.callback import IntervalContext, RunCallback, RunParts
 
 _NUMBERS = 2**31  # distinct random streams
 

@@ -21,8 +21,7 @@ from jaxforge.config.metrics import MetricsConfig
 from jaxforge.exit_codes import Exit
 from jaxforge.step.train_step import CompiledSteps
 from jaxforge.telemetry.tracker import HostTimes
-from jaxforge.training.callbacks.callback import IntervalContext
-from jaxforge.training.callbacks.run_callback import RunCallback, RunParts
+from jaxforge.training.callbacks.callback import IntervalContext, RunCallback, RunParts
 
 log = logging.getLogger(__name__)
 

@@ -22,8 +22,7 @@ from jaxtyping import Array, UInt32
 from jaxforge.exit_codes import Exit
 from jaxforge.model.transformer import Params
 from jaxforge.state.checksum import checksum
-from jaxforge.training.callbacks.callback import IntervalContext
-from jaxforge.training.callbacks.run_callback import RunCallback, RunParts
+from jaxforge.training.callbacks.callback import IntervalContext, RunCallback, RunParts
 
 log = logging.getLogger(__name__)
 
