@@ -76,7 +76,6 @@ class ElasticSupervisor:
     """Runs the processes of one host in each roster that includes the host.
 
     Args:
-        per_host: number of processes of each host.
         run: run directory, for progress and the log.
     """
 

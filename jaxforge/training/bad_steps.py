@@ -167,15 +167,7 @@ class BadSteps:
         controls: Controls,
         paused: Callable[[], AbstractContextManager[None]],
     ) -> Metrics:
-        """Execute the next step twice; different results are a `fault`.
-
-        Args:
-            step: the train step.
-            position: its state is replaced.
-            batch: the batch of the step.
-            controls: the controls of the step.
-            paused: excludes the first execution from step times.
-        """
+        """Execute the next step twice; different results are a `fault`."""
         position.state, metrics, self.fault = run_twice(
             step, position.state, batch, controls, paused
         )
@@ -193,14 +185,6 @@ class BadSteps:
         """Attribute the latest step, if it was bad and `train.rerun_bad_steps` asks for it.
 
         The host waits for the step, which may end the run with a `fault`.
-
-        Args:
-            step: the train step.
-            position: its state may be replaced by an equal one.
-            batch: the batch of the step.
-            metrics: the metrics of the step.
-            controls: the controls of the step.
-            first: sequences drawn before the step.
         """
         if self._attribution is None or self.fault or self.had_halted(position.progress):
             return

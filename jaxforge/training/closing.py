@@ -61,13 +61,6 @@ def close_run(
 
     Each of these actions takes place even if an earlier one fails.
 
-    Args:
-        reason: why training ended; None if it failed.
-        progress: the counters of the run.
-        callbacks: the callbacks of the run.
-        saver: the checkpoints of the run.
-        instruments: metrics, watchdog and profiler.
-
     Returns:
         Why the process ends: `Exit.STORAGE` if metrics or logs are lost, the code of a callback
         that raised SystemExit here, otherwise `reason`.
@@ -131,14 +124,7 @@ def close_run(
 def log_exit_reason(
     reason: Exit, job: JobConfig, progress: Progress, last_saved: int | None
 ) -> None:
-    """Log how a run ended and what the user can do.
-
-    Args:
-        reason: why the run ended.
-        job: config of the run.
-        progress: the counters of the run.
-        last_saved: step of the newest checkpoint; None without one.
-    """
+    """Log how a run ended and what the user can do."""
     step, tokens, config = progress.step, f"{progress.tokens:,}", job.train
     if reason is Exit.COMPLETED:
         log.info("Training complete: %d steps, %s tokens", step, tokens)
@@ -169,13 +155,7 @@ def log_exit_reason(
 
 
 def log_failed_callback(event: str, reason: Exit, last_saved: Path | None) -> None:
-    """Log that a callback failed after the end of training, and that the run is safe.
-
-    Args:
-        event: class and method of the callback.
-        reason: why training ended.
-        last_saved: the newest checkpoint; None without one.
-    """
+    """Log that a callback failed after the end of training, and that the run is safe."""
     saved = "no checkpoint was saved"
     if last_saved is not None:
         saved = f"the last checkpoint is complete: {last_saved}"
@@ -223,12 +203,7 @@ def check_learned(config: TrainConfig, progress: Progress) -> None:
 
 
 def exit_code(reason: Exit | None, failure: BaseException | None) -> int:
-    """Return the exit code of the process, as `cli.run_main` derives it from a failure.
-
-    Args:
-        reason: why the run ended; None if it failed.
-        failure: the exception that ended the run, or one raised while it was closed.
-    """
+    """Return the exit code of the process, as `cli.run_main` derives it from a failure."""
     if reason and not failure:
         return reason.code
     return exit_code_of(failure) if failure else Exit.ERROR.code

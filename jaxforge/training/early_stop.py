@@ -59,9 +59,6 @@ class EarlyStop:
 
         Which of them a run logs is known only after its first step: a model or loss may add some.
 
-        Args:
-            logged: metrics of a logged step; empty if none was logged.
-
         Raises:
             UserError: the metric is never logged, so the condition could never end the run.
         """

@@ -196,10 +196,6 @@ class Evaluator:
     def direction(self, metric: str, key: str = BEST_METRIC) -> bool | None:
         """Return whether higher values of a metric are better; None if it is unknown.
 
-        Args:
-            metric: name of the metric.
-            key: the config key that names it.
-
         Raises:
             UserError: the evaluation does not report the metric.
         """

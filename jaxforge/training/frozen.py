@@ -61,22 +61,12 @@ class FrozenFields:
         self._compiled: dict[_Signature, jax.stages.Compiled] = {}
 
     def __call__(self, policy: Params, batch: Batch) -> Batch:
-        """Return a batch with further fields.
-
-        Args:
-            policy: variables of the trained model.
-            batch: the batch.
-        """
+        """Return a batch with further fields."""
         program = self._compiled.get(_signature(batch), self._add)
         return program(self._params_of(policy), batch)
 
     def lower(self, policy: Params, batches: Iterable[AbstractBatch]) -> LoweredFields:
-        """Trace the program for batches; return the results by the signature of the batch.
-
-        Args:
-            policy: shapes and shardings of the variables of the trained model.
-            batches: shapes and shardings of batches.
-        """
+        """Trace the program for batches; return the results by the signature of the batch."""
         params = self._params_of(policy)
         return {_signature(batch): self._add.lower(params, batch) for batch in batches}
 

@@ -57,10 +57,6 @@ class Trainer:
     def train(self, signals: Signals, since: float | None = None) -> Exit:
         """Train until `max_steps` or until there is another reason to stop.
 
-        Args:
-            signals: signals to this process.
-            since: when the command began, by `time.monotonic`; None means now.
-
         Returns:
             The reason why training ended.
         """
@@ -102,9 +98,6 @@ class Trainer:
 
     def close(self, reason: Exit | None) -> Exit | None:
         """End the run, also after a failure: wait for saves, notify callbacks, close the sinks.
-
-        Args:
-            reason: the result of `train`; None if it failed.
 
         Returns:
             Why the process ends: `Exit.STORAGE` if metrics or logs are lost.

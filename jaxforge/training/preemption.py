@@ -53,9 +53,6 @@ class Interrupted(BaseException):
 class Signals:
     """Turns signals (`cli.process.stop_signals`) into a stop of all processes after the same step.
 
-    Args:
-        timeout_seconds: `train.shutdown_timeout_sec`.
-
     Attributes:
         has_background_thread: True if a thread still compiles or reads. The interpreter would wait
             for this thread, so the process must end by `os._exit`.
@@ -234,11 +231,7 @@ def _give_up(seconds: float) -> None:
 
 
 class Exits:
-    """Reasons to stop after a step, in the order of Megatron: signal, duration, interval.
-
-    Args:
-        since: when the command began, by `time.monotonic`; None means now.
-    """
+    """Reasons to stop after a step, in the order of Megatron: signal, duration, interval."""
 
     def __init__(self, config: TrainConfig, signals: Signals, since: float | None = None) -> None:
         self._config, self._signals = config, signals
@@ -256,12 +249,7 @@ class Exits:
         return None
 
     def log_reason(self, reason: Exit, step: int) -> None:
-        """Log the message of Megatron for a requested stop, after the last save.
-
-        Args:
-            reason: why the run ended; ends that nobody requested have other messages.
-            step: the last step.
-        """
+        """Log the message of Megatron for a requested stop, after the last save."""
         messages = {
             Exit.DURATION: f"exiting program after {self._minutes} minutes",
             Exit.INTERVAL: f"exiting program at iteration {step}",

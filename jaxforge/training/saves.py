@@ -42,12 +42,7 @@ class Saves:
             self.save()
 
     def save(self, evaluation: dict[str, float] | None = None, *, permanent: bool = True) -> None:
-        """Start to save, unless the run has halted: then the last good checkpoint remains.
-
-        Args:
-            evaluation: metrics of the step.
-            permanent: False for a non-persistent checkpoint.
-        """
+        """Start to save, unless the run has halted: then the last good checkpoint remains."""
         progress = self.position.progress
         with self.instruments.tracker.paused(), self.instruments.watchdog.section("checkpoint"):
             self.position.follow_device(self.instruments.tracker)

@@ -96,7 +96,6 @@ class Saver:
         policy: decides after which steps a permanent checkpoint is due.
         permanent: the checkpoints in the run directory.
         local: checkpoints in `checkpoint.non_persistent_dir`; None without them.
-        mirror: copies the other files of the run to its bucket; None for a run on disk.
         replicas: copies of the state in memory; None without them.
 
     Attributes:
@@ -123,11 +122,6 @@ class Saver:
     def of_run(cls, config: JobConfig, model: Model, mirror: Mirror | None) -> "Saver":
         """Open the checkpoints of a run.
 
-        Args:
-            config: the resolved config.
-            model: the model.
-            mirror: copies the other files of the run to its bucket; None for a run on disk.
-
         Raises:
             UserError: `checkpoint.non_persistent_dir` or `checkpoint.replica_dir` cannot be used.
         """
@@ -147,12 +141,7 @@ class Saver:
     def start(
         self, program: Program, open_foreign: Callable[[str, JobConfig], Source]
     ) -> tuple[TrainState, Progress]:
-        """Return the state and progress from which this start continues.
-
-        Args:
-            program: program of the run.
-            open_foreign: see `starting_state`.
-        """
+        """Return the state and progress from which this start continues."""
         sources = self.replicas.sources if self.replicas else ()
         state, progress = starting_state(program, self.permanent, open_foreign, self.local, sources)
         if not sources or not self.replicas:
@@ -192,13 +181,7 @@ class Saver:
         )
 
     def is_due(self, step: int, ended_epochs: range = range(0), *, new_best: bool = False) -> bool:
-        """Return whether a permanent checkpoint is due, by schedule or as a new best.
-
-        Args:
-            step: steps attempted.
-            ended_epochs: numbers of the epochs that ended with the step.
-            new_best: the latest evaluation is the best so far.
-        """
+        """Return whether a permanent checkpoint is due, by schedule or as a new best."""
         every = self._config.epoch_interval
         ends_interval = every > 0 and any(epoch % every == 0 for epoch in ended_epochs)
         return self._policy(step) or ends_interval or (new_best and self._config.keep_best_n > 0)
@@ -231,12 +214,6 @@ class Saver:
         permanent: bool = True,
     ) -> tuple[Path | None, dict[str, float]]:
         """Start to save a checkpoint.
-
-        Args:
-            progress: the counters of the run.
-            state: the state of the same step.
-            evaluation: metrics of the step, which decide the best checkpoints to keep.
-            permanent: False for a non-persistent checkpoint.
 
         Returns:
             The path, or None if the checkpoint exists already; and the metrics of the call.
@@ -311,11 +288,7 @@ class Saver:
         self.write_amendment()
 
     def close(self, *, together: bool = True) -> None:
-        """Wait for all saves and close the checkpoints.
-
-        Args:
-            together: see `Checkpoints.close`.
-        """
+        """Wait for all saves and close the checkpoints."""
         with contextlib.ExitStack() as stack:  # each is closed, even if another fails
             if self.replicas:  # the last to be closed, when the newest checkpoint is durable
                 stack.callback(self._close_replicas, self.replicas, together=together)

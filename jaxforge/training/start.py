@@ -48,12 +48,6 @@ class RunFiles:
     ) -> "RunFiles":
         """Open the run directory, whose lock is held. Only logs are written.
 
-        Args:
-            run: the resolved config.
-            model: the model.
-            watchdog: writes the stacks of a hanging process into the directory.
-            attempt: records this attempt in the directory.
-
         Raises:
             UserError: the run had checkpoints that no longer exist.
         """

@@ -40,13 +40,7 @@ def write_summary(run: Path, text: str) -> None:
 
 
 def schedule_summary(config: JobConfig, dp: int, sequences_per_epoch: int | None = None) -> str:
-    """Return the schedule of a run as text, with one paragraph per subject.
-
-    Args:
-        config: the resolved config.
-        dp: number of data-parallel ranks.
-        sequences_per_epoch: length of an epoch; None if the data have no epochs.
-    """
+    """Return the schedule of a run as text, with one paragraph per subject."""
     ramp = config.train.ramp(dp)
     subjects = {
         "length": _length(config, ramp, sequences_per_epoch),

@@ -65,12 +65,7 @@ class Phases:
 
     @classmethod
     def of(cls, data: DataConfig, limits: Mapping[str, int] | None = None) -> "Phases":
-        """Return the phases of `[data]`.
-
-        Args:
-            data: `[data]`.
-            limits: `segments.limits_of` the data.
-        """
+        """Return the phases of `[data]`."""
         phases, as_torch = data.phases, data.order == "torch"
         weights = [data.weights(phase) for phase in (None, *phases)]
         return cls(
@@ -174,12 +169,6 @@ class TrainingData:
 
         The data are recorded in `progress`; nothing is read yet.
 
-        Args:
-            program: the program of the run.
-            data_sets: the data of the run.
-            progress: the counters at this start.
-            has_begun: True if the run starts from a checkpoint.
-
         Raises:
             UserError: as `record_data`; or the data end before the run.
         """
@@ -212,12 +201,7 @@ class TrainingData:
         progress.mixtures = [segment.to_json() for segment in segments]
 
     def controls(self, step: int, iterations_to_skip: Container[int]) -> Controls:
-        """Return the controls of the step that is launched after `step` steps.
-
-        Args:
-            step: steps attempted.
-            iterations_to_skip: `train.iterations_to_skip`; the updates of these steps are skipped.
-        """
+        """Return the controls of the step that is launched after `step` steps."""
         scale, next_scale = self._phases.lr_scale(step), self._phases.lr_scale(step + 1)
         return Controls(scale, step + 1 not in iterations_to_skip, next_scale)
 
@@ -268,13 +252,6 @@ def check_not_exhausted(
     point: tuple[int, int],
 ) -> None:
     """Refuse a run whose datasets all reach their limits before its last update.
-
-    Args:
-        config: the resolved config.
-        dataset: the training data.
-        segments: the mixtures of the run.
-        ramp: sizes of the batch over the run.
-        point: updates attempted and sequences drawn at a point of the run.
 
     Raises:
         UserError: no dataset is left before the end.

@@ -54,11 +54,6 @@ class StepCompiler(NamedTuple):
 
         All sizes of a batch are traced here and compiled together before the first step, so that a
         run never compiles the step again.
-
-        Args:
-            program: the program of the run.
-            frozen: adds the fields of `train.objective` to batches.
-            batch: the first batch.
         """
         fields: LoweredFields = {}
         if frozen is not None:

@@ -201,9 +201,6 @@ class Callback:
 
         Also called for the first step after a resume within the epoch. Streams, mixtures and random
         tokens have no epochs.
-
-        Args:
-            epoch: the epoch that begins; the first one is 1.
         """
 
     def on_epoch_end(self, epoch: int, context: StepContext) -> None:
@@ -215,11 +212,7 @@ class Callback:
         """
 
     def on_step_begin(self, step: int) -> None:
-        """Handle the start of a step, before its batch is awaited.
-
-        Args:
-            step: the step that begins; the first one is 1.
-        """
+        """Handle the start of a step, before its batch is awaited."""
 
     def on_step_end(self, context: StepContext) -> None:
         """Handle the end of each step, after its metrics are logged if they are due."""
@@ -287,9 +280,6 @@ class Callback:
 
 def named_callback(path: str) -> Callback:
     """Return a new instance of a class that `plugins.callbacks` names.
-
-    Args:
-        path: module and class, such as "my_module.MyCallback".
 
     Raises:
         UserError: the class is not a subclass of `Callback`.

@@ -77,12 +77,7 @@ class Control:
         self._pending = self._pending.merge(Requests(exit_code=exit_code))
 
     def note_exit(self, error: SystemExit, origin: str) -> None:
-        """Turn a SystemExit of a callback into a request to stop.
-
-        Args:
-            error: the exception.
-            origin: the callback and event that raised it, for the log.
-        """
+        """Turn a SystemExit of a callback into a request to stop."""
         code = error.code
         if code is None or isinstance(code, int):
             log.info("%s raised SystemExit: the run ends after a save", origin)

@@ -77,12 +77,7 @@ class Callbacks:
         ]
 
     def run(self, due: Sequence[Callback], context: IntervalContext) -> Exit | None:
-        """Call `on_interval` of callbacks until the first reason to end the run.
-
-        Args:
-            due: result of `due` or `due_on_resume`.
-            context: the run after the step.
-        """
+        """Call `on_interval` of callbacks until the first reason to end the run."""
         for callback in due:
             pauses = callback.waits and not callback.follows_evaluation
             reason = None
@@ -138,12 +133,6 @@ class Callbacks:
         """Call the events after a step: of the step, and of the epochs that ended with it.
 
         Nothing waits for the step if no callback handles them.
-
-        Args:
-            progress: the counters of the run.
-            state: the state after the step.
-            metrics: the metrics of the step, on the devices.
-            tracker: logs them before the callbacks see them.
         """
         if not self.watches_end_of_step(progress):
             return
@@ -178,12 +167,6 @@ class Callbacks:
         With several processes, requests wait until the processes agree: after an `on_interval` of
         users (if all processes have the same callbacks) or an evaluation, every `CHECK_INTERVAL`
         steps, and if `is_forced`. Without callbacks of users there is nothing to agree on.
-
-        Args:
-            step: steps attempted.
-            due: the callbacks that were due after the step.
-            paused: waits for launched steps and excludes the block from step times.
-            is_forced: agree at this step.
         """
         if jax.process_count() == 1:
             return self.control.take()

@@ -296,13 +296,7 @@ class Stragglers(RunCallback):
 def describe(
     report: Report, slow: Bool[np.ndarray, "hosts"], hosts: Sequence[str]
 ) -> Iterator[tuple[int, str]]:
-    """Yield log levels and messages: the spread over all hosts, then each slow host.
-
-    Args:
-        report: times of all hosts.
-        slow: True for slow hosts.
-        hosts: names of the hosts.
-    """
+    """Yield log levels and messages: the spread over all hosts, then each slow host."""
     spread = ", ".join(
         f"{name.replace('_', ' ')} {times.min():.4f}/{np.median(times):.4f}/{times.max():.4f}"
         for name, times in report._asdict().items()

@@ -69,10 +69,6 @@ class WeightHashes(RunCallback):
 def make_hasher(params: Params, mesh: Mesh) -> Hasher:
     """Return a jitted function that hashes, on each device, its shard of each parameter.
 
-    Args:
-        params: arrays on the mesh, or their shapes and shardings.
-        mesh: the mesh.
-
     Returns:
         `params -> table`: a row per device in the order of the mesh, a column per parameter.
     """

@@ -38,15 +38,7 @@ class AttentionLogits:
     def log_if_due(
         self, number: int, params: Params, batch: Batch, tracker: Tracker, watchdog: Watchdog
     ) -> None:
-        """Log the largest logit of a step before the step replaces its parameters.
-
-        Args:
-            number: number of the step.
-            params: parameters with non-trainable state.
-            batch: batch of the step.
-            tracker: logs metrics.
-            watchdog: ends the process if it hangs.
-        """
+        """Log the largest logit of a step before the step replaces its parameters."""
         if number % self._interval:
             return
         with (
@@ -58,10 +50,6 @@ class AttentionLogits:
 
     def measure(self, params: Params, batch: Batch) -> float:
         """Return the largest logit. Collective; waits for the devices.
-
-        Args:
-            params: parameters with non-trainable state.
-            batch: batch [microbatches, rows, tokens].
 
         Raises:
             UserError: the model does not provide its logits.

@@ -49,13 +49,6 @@ def run_twice(
 ) -> tuple[TrainState, Metrics, Exit | None]:
     """Execute a step twice, and compare loss and gradient norm bit for bit. Collective.
 
-    Args:
-        step: the train step.
-        state: the state before the step; donated.
-        batch: the batch of the step.
-        controls: the controls of the step.
-        paused: excludes the first execution from step times.
-
     Returns:
         State and metrics after the step, and `Exit.MACHINE` if the results differ.
 
@@ -88,12 +81,6 @@ def run_unapplied(
     """Execute a step without applying its update.
 
     Such a step changes only the counters, which are saved and restored.
-
-    Args:
-        step: the train step.
-        state: the state; donated.
-        batch: the batch of the step.
-        controls: the controls of the step.
 
     Returns:
         The state, unchanged, and the metrics of the step.
@@ -130,11 +117,7 @@ def find_fault(first: Metrics, second: Metrics) -> str | None:
 
 
 def outlier_devices(devices: Sequence[jax.Device] | None = None) -> list[jax.Device]:
-    """Return the devices of all processes whose checksum differs from that of most devices.
-
-    Args:
-        devices: devices of all processes; by default all. Collective.
-    """
+    """Return the devices of all processes whose checksum differs from that of most devices."""
     devices = jax.devices() if devices is None else devices
     local = [device for device in devices if device.process_index == jax.process_index()]
     table = np.array([(device.id, device_checksum(device)) for device in local], np.uint32)
@@ -209,14 +192,6 @@ class Attribution:
         first: int,
     ) -> tuple[TrainState, Exit | None]:
         """Rerun a bad step and log its cause.
-
-        Args:
-            step: the train step.
-            state: the state after the step; donated.
-            batch: the batch of the step.
-            metrics: the metrics of the step.
-            controls: the controls of the step.
-            first: data position of the first sequence of the batch.
 
         Returns:
             The state, unchanged, and `Exit.MACHINE` for a hardware fault.

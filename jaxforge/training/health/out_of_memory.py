@@ -78,13 +78,7 @@ def smaller_state(config: JobConfig, whole: int, limit: int) -> Iterator[str]:
 
 
 def smaller_step(config: JobConfig, rows: int, *, reduces_whole: bool) -> Iterator[str]:
-    """Yield changes that shrink a step of `rows` sequences per device, the cheapest first.
-
-    Args:
-        config: the resolved config.
-        rows: sequences of a microbatch per device.
-        reduces_whole: True if gradients are reduced once per update.
-    """
+    """Yield changes that shrink a step of `rows` sequences per device, the cheapest first."""
     train = config.train
     if reduces_whole:
         yield 'train.grad_sync = "microbatch": weights and gradients are whole for one layer only'

@@ -100,11 +100,7 @@ class PeerWatch:
         self._heartbeats.wake()
 
     def note_failure(self, error: BaseException) -> None:
-        """Publish the error that ends this process; log which process is lost, if one is.
-
-        Args:
-            error: the error; `PeerLostError` after a broken connection.
-        """
+        """Publish the error that ends this process; log which process is lost, if one is."""
         if isinstance(error, PeerLostError):
             self._identify_lost()
             return

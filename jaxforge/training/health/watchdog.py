@@ -204,11 +204,7 @@ class Watchdog:
 
     @contextlib.contextmanager
     def watching_peers(self, timeout: float) -> Iterator[None]:
-        """Watch the other processes of the job within the block.
-
-        Args:
-            timeout: `train.hang_timeout` in seconds; 0 watches nothing.
-        """
+        """Watch the other processes of the job within the block."""
         job = multihost.joined_job()
         if not timeout or job is None:
             yield
@@ -270,11 +266,7 @@ class Watchdog:
 
     @contextlib.contextmanager
     def naming(self, activity: str) -> Iterator[None]:
-        """Name the activity of the block, without a change of limits.
-
-        Args:
-            activity: activity, such as "compiling".
-        """
+        """Name the activity of the block, without a change of limits."""
         section = self._sections[-1]
         before, section.activity, section.since = section.activity, activity, time.monotonic()
         try:
@@ -335,12 +327,7 @@ class Watchdog:
                 return
 
     def _examine_job(self, peers: PeerWatch, message: str | None) -> str | None:
-        """Return the message of a hang of the job, or None.
-
-        Args:
-            peers: watch over the other processes.
-            message: message of an expired limit of this process, or None.
-        """
+        """Return the message of a hang of the job, or None."""
         autopsy = peers.suspect(POLL_SEC)
         if message:
             autopsy = peers.examine()
