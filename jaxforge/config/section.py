@@ -7,7 +7,6 @@ A fact stands where its key is declared, and checks, messages and pages are deri
 A fact of a field that is a table applies to all keys of the table.
 """
 
-import ctypes
 import enum
 import functools
 import json
@@ -35,7 +34,6 @@ from pydantic import (
     Field,
     NonNegativeFloat,
     PlainSerializer,
-    ValidationError,
     ValidationInfo,
     field_validator,
     model_validator,
@@ -245,7 +243,6 @@ class Section(BaseModel):
         field = cls.model_fields[info.field_name or ""]
         parsed = read(_read_leniently(value, field.annotation))
         _check_on_devices(parsed, Flag.HOST_INTEGER in field.metadata)
-        _check_rounded(parsed, read)
         return parsed
 
 
@@ -271,19 +268,6 @@ def _check_on_devices(value: object, is_for_host: bool = False) -> None:
         case tuple() | Mapping():
             for item in value.values() if isinstance(value, Mapping) else value:
                 _check_on_devices(item, is_for_host)
-
-
-def _check_rounded(value: object, read: Callable[[object], object]) -> None:
-    """Check that numbers are in the range of their key when they are rounded to float32."""
-    numbers = value if isinstance(value, tuple) else (value,)
-    if not numbers or not all(isinstance(number, float) for number in numbers):
-        return
-    rounded = tuple(ctypes.c_float(number).value for number in numbers)  # the nearest float32
-    try:
-        read(rounded if isinstance(value, tuple) else rounded[0])
-    except ValidationError:
-        text = ", ".join(f"{number:g}" for number in rounded)
-        _refuse(f"rounds to {text} in float32, which is out of range: use a smaller number")
 
 
 def _refuse(problem: str) -> NoReturn:

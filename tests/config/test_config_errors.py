@@ -228,7 +228,6 @@ def test_command_line_errors_are_reported(error_text, settings, message):
 
 
 ZERO, LARGEST = "rounds to 0 in float32: use at least 1.19e-38", "use at most 2,147,483,647"
-ROUNDED = "in float32, which is out of range: use a smaller number"
 
 
 @pytest.mark.parametrize(
@@ -240,9 +239,6 @@ ROUNDED = "in float32, which is out of range: use a smaller number"
         ("model.norm_eps=1e-50", ZERO),
         ("model.rope_theta=1e39", "rounds to infinity in float32: use at most 3.4e+38"),
         ("optimizer.betas=[1e-60,0.9]", ZERO),
-        ("optimizer.betas=[0.9,0.99999999]", f"rounds to 0.9, 1 {ROUNDED}"),
-        ("train.ema_decay=0.99999999", f"rounds to 1 {ROUNDED}"),
-        ("dpo.label_smoothing=0.499999999", f"rounds to 0.5 {ROUNDED}"),
         ("optimizer.lr_patterns={'head':1e-50}", ZERO),
         ("optimizer.options={'b1':1e-50}", ZERO),
         ("data.datasets=[{'path':'a','weight':1e-50}]", ZERO),
@@ -263,7 +259,6 @@ def test_numbers_that_32_bits_cannot_hold_are_refused(error_text, setting, probl
         "train.max_steps=2147483647",
         "optimizer.weight_decay=0",
         "optimizer.betas=[0.0,0.9999999]",
-        "scheduler.min_lr_ratio=0.99999999",  # 1 is allowed
         "data.datasets=[{'path':'a','max_tokens':'3T tok'}]",
         "train.seed=4294967295",
     ],

@@ -199,8 +199,8 @@ class Callback:
     def on_epoch_begin(self, epoch: int) -> None:
         """Handle the start of an epoch of the data, before `on_step_begin` of its first step.
 
-        Also called for the first step after a resume within the epoch. Streams, mixtures and random
-        tokens have no epochs.
+        The first epoch is 1. Also called for the first step after a resume within the epoch.
+        Streams, mixtures and random tokens have no epochs.
         """
 
     def on_epoch_end(self, epoch: int, context: StepContext) -> None:
@@ -212,7 +212,7 @@ class Callback:
         """
 
     def on_step_begin(self, step: int) -> None:
-        """Handle the start of a step, before its batch is awaited."""
+        """Handle the start of a step, before its batch is awaited; the first step is 1."""
 
     def on_step_end(self, context: StepContext) -> None:
         """Handle the end of each step, after its metrics are logged if they are due."""
