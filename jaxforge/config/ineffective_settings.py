@@ -32,8 +32,8 @@ def ineffective_settings(config: JobConfig, platform: str) -> list[str]:
 def answers(config: JobConfig) -> list[str]:
     """Return a line for each key whose default differs from KempnerForge's."""
     scheduler, usual = config.scheduler, config.usual_warmup(10**9)
-    is_ours = not config.is_set("scheduler.warmup_steps") and scheduler.warmup_steps < usual
-    if is_ours and scheduler.name != "none":
+    is_shortened = not config.is_set("scheduler.warmup_steps") and scheduler.warmup_steps < usual
+    if is_shortened and scheduler.name != "none":
         return [
             f"scheduler.warmup_steps is not set: {scheduler.warmup_steps:,} updates, a tenth of "
             f"the run (in KempnerForge {usual:,})"

@@ -434,11 +434,11 @@ class ModelConfig(MixerTables):
         """Attention chunk size of each layer in tokens; None for layers without chunks."""
         return self._in_layers("chunked", self.attention_chunk_size)
 
-    def _in_layers(self, wanted: str, tokens: int | None) -> tuple[int | None, ...]:
-        """Return `tokens` for each layer with attention of kind `wanted`, else None."""
-        pattern = itertools.cycle(self.attention_pattern or (wanted,))
+    def _in_layers(self, selected_kind: str, tokens: int | None) -> tuple[int | None, ...]:
+        """Return `tokens` for each layer with attention of kind `selected_kind`, else None."""
+        pattern = itertools.cycle(self.attention_pattern or (selected_kind,))
         kinds = itertools.islice(pattern, self.n_layers)
-        return tuple(tokens if kind == wanted else None for kind in kinds)
+        return tuple(tokens if kind == selected_kind else None for kind in kinds)
 
     @property
     def ropes(self) -> tuple[tuple[float, RopeScaling | None] | None, ...]:

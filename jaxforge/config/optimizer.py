@@ -187,8 +187,8 @@ class OptimizerConfig(Section):
             )
         if self.options and not self.name.startswith(OPTIMIZERS.family):
             yield (
-                f'options are arguments of optimizers of optax, and name = "{self.name}" is none: '
-                "remove options, or name one, such as optax.adan"
+                f'options are arguments of optimizers of optax, and name = "{self.name}" is not '
+                "one of them: remove options, or name one, such as optax.adan"
             )
         if self.skip_idle_experts and not self.traits.skips_experts:
             yield (
@@ -209,7 +209,7 @@ class OptimizerConfig(Section):
     def large_rates(self, bound: float) -> Iterator[str]:
         """Yield a sentence for each learning rate of a built-in optimizer above a bound."""
         for key, rate in (("lr", self.lr), ("muon.adam_lr", self.muon.adam_lr)):
-            if self.name in OPTIMIZERS.ours and rate is not None and rate > bound:
+            if self.name in OPTIMIZERS.built_in and rate is not None and rate > bound:
                 yield (
                     f"{key} = {rate:g} moves every weight by about {rate:g} per update, but "
                     f"initial weights are about 0.02{_suggest_rate(rate)}"

@@ -413,5 +413,5 @@ def _evaluation_metrics(config: JobConfig) -> tuple[str, ...]:
 def _has_terms(config: JobConfig) -> bool:
     """Return whether a loss, evaluation function or model may add metrics, known once built."""
     train = config.train
-    own = train.loss_fn not in CROSS_ENTROPIES or train.objective != "next_token"
-    return bool(own or config.eval.functions) or config.model.model_type != "transformer"
+    is_custom = train.loss_fn not in CROSS_ENTROPIES or train.objective != "next_token"
+    return bool(is_custom or config.eval.functions) or config.model.model_type != "transformer"

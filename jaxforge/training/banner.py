@@ -127,11 +127,11 @@ def _memory(program: Program, state: TrainState, frozen: FrozenFields | None) ->
         bytes_per_device(frozen.params) if frozen and frozen.params is not None else 0,
     ).total  # fmt: skip
     has = device_memory.capacity_per_device()
-    others = ""
+    more = ""
     if jax.default_backend() == "cpu":
-        others = "; libraries, compiler, data and saves need more"
+        more = "; libraries, compiler, data and saves need more"
     return (
-        f"about {gigabytes(needs)} of {gigabytes(has)} per device, for the arrays of a step{others}"
+        f"about {gigabytes(needs)} of {gigabytes(has)} per device, for the arrays of a step{more}"
     )
 
 

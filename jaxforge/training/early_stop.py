@@ -102,7 +102,7 @@ class EarlyStop:
             yield f"train/loss = {loss:g} exceeds early_stop.max_loss = {stop.max_loss:g}"
 
     def _ran_out(self, step: int, metrics: Mapping[str, float]) -> bool:
-        """Update the best value and return whether patience has run out; NaN is no improvement."""
+        """Update the best value, except by NaN, and return whether patience has run out."""
         stop = self.config
         if stop.patience_steps is None or stop.metric not in metrics:
             return False

@@ -124,7 +124,7 @@ def make_eval_step(
     """
     compute_functions = build_eval_functions(functions, config, model)
     abstract = flatten_dict(join(model.abstract, model.state.abstract))
-    own_loss = None if config.loss_fn in CROSS_ENTROPIES else build_loss(config, model)
+    custom_loss = None if config.loss_fn in CROSS_ENTROPIES else build_loss(config, model)
 
     def eval_step(params: Params, batch: Batch, byte_lengths: Int[Array, "v"]) -> BatchSums:
         params = unflatten_dict(  # an average may have another dtype
@@ -140,8 +140,8 @@ def make_eval_step(
         loss = cross_entropy(hidden, head, labels, tiles_of(config, labels, head, model))
         is_valid = labels != IGNORE
         lengths = jnp.where(is_valid, byte_lengths[jnp.where(is_valid, labels, 0)], 0)
-        own = own_loss(params, hidden, microbatch, loss_weights) if own_loss else AuxOutputs()
-        terms = own.with_layer_losses(out.aux).loss_terms
+        aux = custom_loss(params, hidden, microbatch, loss_weights) if custom_loss else AuxOutputs()
+        terms = aux.with_layer_losses(out.aux).loss_terms
         results = compute_functions(params, hidden, microbatch)
         if objective is not None:
             metrics = objective(params, hidden, microbatch, loss_weights).metrics
@@ -282,8 +282,8 @@ def summary(
     metrics = {f"eval/{prefix}{key}": value for key, value in total.items()}
     for name, sums in sets.items():
         if name:
-            own = sums.metrics().items()
-            metrics |= {f"eval/{name}/{prefix}{key}": value for key, value in own}
+            of_set = sums.metrics().items()
+            metrics |= {f"eval/{name}/{prefix}{key}": value for key, value in of_set}
     return metrics
 
 

@@ -2,7 +2,7 @@
 
 With `distillation.logits`, no teacher is loaded: its fields are read with the data.
 
-The frozen model is no part of the training state. It is loaded again at each start. A checkpoint
+The frozen model is not a part of the training state. It is loaded again at each start. A checkpoint
 holds only a hash of each of its arrays (`Progress.frozen`), by which a resume with other weights is
 refused.
 """

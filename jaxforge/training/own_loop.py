@@ -78,10 +78,10 @@ class StepResult:
 
         The terms in `metrics["losses"]` are added, reduced by `reduce_loss`.
         """
-        others = self.metrics.get("losses", {})
+        terms = self.metrics.get("losses", {})
         return {
             "lm loss": float(self.metrics["loss"]),
-            **{name: reduce_loss(name, value) for name, value in others.items()},
+            **{name: reduce_loss(name, value) for name, value in terms.items()},
         }
 
     @property

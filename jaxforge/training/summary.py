@@ -102,7 +102,7 @@ def _turns(config: JobConfig) -> dict[int, list[str]]:
     turns: dict[int, list[str]] = {0: ["first update"]}
     if config.optimizer.name == "schedule_free_adamw":
         warmed = begin = end = config.optimizer.schedule_free_adamw.warmup_steps
-    elif config.scheduler.name == "none" or config.scheduler.name not in SCHEDULERS.ours:
+    elif config.scheduler.name == "none" or config.scheduler.name not in SCHEDULERS.built_in:
         warmed = begin = end = 0
     else:
         warmed, begin, end = config.scheduler.boundaries(config.train.max_steps)

@@ -55,4 +55,4 @@ def test_facts_name_settings_that_exist():
     for key, fact in facts(ModelConfig, Invisible):
         attrgetter(fact.resolved or key)(config.model)
     assert {needs.value for key, needs in facts(JobConfig, Needs)
-            if needs.absolute(key) == "optimizer.name"} <= set(OPTIMIZERS.ours)  # fmt: skip
+            if needs.absolute(key) == "optimizer.name"} <= set(OPTIMIZERS.built_in)  # fmt: skip

@@ -14,17 +14,17 @@ def stop(**keys):
     return EarlyStop(EarlyStopConfig(**keys))
 
 
-def ends_at(ours, values, metric="eval/loss", every=10):
+def ends_at(stopper, values, metric="eval/loss", every=10):
     """Return the step of the first reason to stop, with a value every `every` steps."""
     for i, value in enumerate(values, start=1):
-        if ours.reason(every * i, {metric: value}):
+        if stopper.reason(every * i, {metric: value}):
             return every * i
     return None
 
 
 def test_early_stop_is_off_by_default():
-    ours = EarlyStop(EarlyStopConfig())
-    assert ours.reason(9, {"train/loss": 5.0, "eval/loss": 5.0}) is None
+    stopper = EarlyStop(EarlyStopConfig())
+    assert stopper.reason(9, {"train/loss": 5.0, "eval/loss": 5.0}) is None
 
 
 def test_patience_runs_from_the_best_value():
@@ -42,15 +42,15 @@ def test_gain_below_min_delta_is_no_improvement():
     "metric", ["eval/loss", "train/loss", "eval/perplexity", "eval/bits_per_byte"]
 )
 def test_loss_improves_when_lower(metric):
-    ours = stop(patience_steps=10, metric=metric)
-    assert ends_at(ours, [5, 4, 3], metric) is None
-    assert ends_at(ours, [3.5], metric, every=40) == 40
+    stopper = stop(patience_steps=10, metric=metric)
+    assert ends_at(stopper, [5, 4, 3], metric) is None
+    assert ends_at(stopper, [3.5], metric, every=40) == 40
 
 
 def test_other_metric_improves_when_higher():
-    ours = stop(patience_steps=10, metric="model/accuracy")
-    assert ends_at(ours, [0.1, 0.2, 0.3], "model/accuracy") is None
-    assert "0.3 (step 30)" in ours.reason(40, {"model/accuracy": 0.2})
+    stopper = stop(patience_steps=10, metric="model/accuracy")
+    assert ends_at(stopper, [0.1, 0.2, 0.3], "model/accuracy") is None
+    assert "0.3 (step 30)" in stopper.reason(40, {"model/accuracy": 0.2})
 
 
 @pytest.mark.parametrize(
@@ -65,12 +65,12 @@ def test_other_metric_improves_when_higher():
 )
 def test_direction_determines_target_and_patience(keys, is_higher_better):
     better, worse = (0.6, 0.4) if is_higher_better else (0.4, 0.6)
-    ours = stop(target=better, patience_steps=30, **keys)
+    stopper = stop(target=better, patience_steps=30, **keys)
     metric = keys["metric"]
-    assert ours.reason(10, {metric: worse}) is None
-    assert ours.reason(30, {metric: 0.5}) is None
-    assert "has not improved on 0.5 (step 30)" in ours.reason(60, {metric: worse})
-    assert "has reached" in ours.reason(70, {metric: better})
+    assert stopper.reason(10, {metric: worse}) is None
+    assert stopper.reason(30, {metric: 0.5}) is None
+    assert "has not improved on 0.5 (step 30)" in stopper.reason(60, {metric: worse})
+    assert "has reached" in stopper.reason(70, {metric: better})
 
 
 def test_best_value_of_another_metric_does_not_count():
@@ -83,10 +83,10 @@ def test_best_value_of_another_metric_does_not_count():
 
 
 def test_patience_ignores_steps_without_the_metric():
-    ours = stop(patience_steps=10)
-    assert ours.reason(10, {"eval/loss": 4.0}) is None
-    assert ours.reason(500, {"train/loss": 9.0}) is None
-    assert ours.reason(510, {"eval/loss": 4.0}) is not None
+    stopper = stop(patience_steps=10)
+    assert stopper.reason(10, {"eval/loss": 4.0}) is None
+    assert stopper.reason(500, {"train/loss": 9.0}) is None
+    assert stopper.reason(510, {"eval/loss": 4.0}) is not None
 
 
 def test_nan_is_never_the_best_value():
@@ -106,10 +106,10 @@ def test_limits_give_their_reason():
 
 def test_metric_that_steps_do_not_log_raises():
     logged = {"train/loss": 5.0, "train/lr": 1e-3, "smoothed/loss": 5.0}
-    ours = stop(patience_steps=5, metric="train/losses")
-    ours.check_metric({})
+    stopper = stop(patience_steps=5, metric="train/losses")
+    stopper.check_metric({})
     with pytest.raises(UserError, match=r'"train/losses" is not logged by .* mean "train/loss"\?'):
-        ours.check_metric(logged)
+        stopper.check_metric(logged)
     for keys in ({"patience_steps": 5, "metric": "train/loss"}, {"patience_steps": 5},
                  {"max_steps": 5, "metric": "train/losses"}):  # fmt: skip
         stop(**keys).check_metric(logged)

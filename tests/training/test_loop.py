@@ -190,7 +190,7 @@ def test_sinks_receive_exit_code_of_failure(error, at_the_end):
     assert events == [f"sink closed, code {code}"]
 
 
-def test_failing_callback_does_not_stop_others_at_end():
+def test_failing_callback_does_not_stop_later_callbacks_at_end():
     class Loses(Callback):
         def on_train_end(self, step, tokens_seen, reason):
             raise StorageError("a line is lost")

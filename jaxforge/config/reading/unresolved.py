@@ -311,8 +311,8 @@ def _with_lists(values: Mapping[Any, Any]) -> dict[Any, Any]:
 def _is_list(section: str, key: str) -> bool:
     """Return whether a key takes a list, without building the schema, which is slow."""
     table = JobConfig.model_fields.get(section)
-    wanted = getattr(table and table.annotation, "model_fields", {}).get(key)
-    return wanted is not None and get_origin(wanted.annotation) is tuple
+    field_info = getattr(table and table.annotation, "model_fields", {}).get(key)
+    return field_info is not None and get_origin(field_info.annotation) is tuple
 
 
 def _without(values: dict[Any, Any], durations: Mapping[Path, Duration]) -> dict[Any, Any]:

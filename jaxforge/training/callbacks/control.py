@@ -92,9 +92,9 @@ class Control:
 
     def agree(self) -> Requests:
         """Return and clear the requests of all processes. Collective: all processes must call."""
-        own = self.take()
-        code = _NO_STOP if own.exit_code is None else own.exit_code
-        encoded = np.array([own.save, own.evaluation, code], np.int32)
+        pending = self.take()
+        code = _NO_STOP if pending.exit_code is None else pending.exit_code
+        encoded = np.array([pending.save, pending.evaluation, code], np.int32)
         if jax.process_count() > 1:
             encoded = multihost_utils.process_allgather(encoded).max(axis=0)
         save, evaluation, code = encoded.tolist()

@@ -58,9 +58,9 @@ class Callbacks:
         """
         if jax.process_count() == 1:
             return
-        own = [[type(callback).__qualname__, str(callback.every)] for callback in self
+        kinds = [[type(callback).__qualname__, str(callback.every)] for callback in self
                if not isinstance(callback, RunCallback)]  # fmt: skip
-        texts = agreement.gather(json.dumps(own))
+        texts = agreement.gather(json.dumps(kinds))
         self._has_users = any(map(json.loads, texts))
         self._are_alike = len(set(texts)) == 1
 

@@ -92,8 +92,8 @@ class Autopsy:
     @property
     def is_isolated(self) -> bool:
         """True if all other processes, at least two, are silent."""
-        others = [state for i, state in enumerate(self.states) if i != self.evidence.index]
-        return len(others) > 1 and set(others) == {State.SILENT}
+        peer_states = [state for i, state in enumerate(self.states) if i != self.evidence.index]
+        return len(peer_states) > 1 and set(peer_states) == {State.SILENT}
 
     def verdict(self) -> str:
         """Return a line about the culprits and the processes that wait for them."""
@@ -203,27 +203,27 @@ def _is_busy(beat: Beat) -> bool:
 
 
 def _culprits(evidence: Evidence, states: Sequence[State]) -> Iterator[int]:
-    def of(*wanted: State) -> list[int]:
-        return [i for i, state in enumerate(states) if state in wanted]
+    def in_state(*kinds: State) -> list[int]:
+        return [i for i, state in enumerate(states) if state in kinds]
 
-    silent, others = of(State.SILENT), evidence.count - 1
-    if len(silent) == others > 1 and not evidence.is_cut_off:
+    silent, n_peers = in_state(State.SILENT), evidence.count - 1
+    if len(silent) == n_peers > 1 and not evidence.is_cut_off:
         yield evidence.index
     elif silent:
         yield from silent
-    elif failed := of(State.FAILED):
+    elif failed := in_state(State.FAILED):
         yield from failed
-    elif not of(State.WAITING):
+    elif not in_state(State.WAITING):
         return
-    elif finished := of(State.FINISHED):
+    elif finished := in_state(State.FINISHED):
         yield from finished
-    elif behind := of(State.BEHIND):
+    elif behind := in_state(State.BEHIND):
         beats = evidence.beats
         behind = [i for i in behind if not beats[i].is_in_jax] or behind  # they may wait in JAX
         earliest = min(_step(beats[i]) for i in behind)
         yield from (i for i in behind if _step(beats[i]) == earliest)
     else:
-        yield from of(State.BUSY)
+        yield from in_state(State.BUSY)
 
 
 def _step(beat: Beat) -> int:

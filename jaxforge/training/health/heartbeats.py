@@ -31,7 +31,7 @@ _RATE = 250  # beats per second of a large job
 _CLOSE_SEC = 2.0  # longest wait for the last beat
 
 _JAX = str(Path(jax.__file__).parent)
-_OURS = str(Path(__file__).parents[2])
+_PACKAGE = str(Path(__file__).parents[2])
 _STANDARD_LIBRARY = sysconfig.get_path("stdlib")
 _PACKAGES = ("/site-packages/", "/dist-packages/")
 
@@ -161,15 +161,15 @@ class Listener:
 
     Args:
         heartbeats: read while they listen.
-        others: indices of the other processes.
+        peers: indices of the other processes.
 
     Attributes:
         quiet: seconds in which a process had no new beat; empty unless the heartbeats listen.
         unanswered: seconds in which the service answered no call.
     """
 
-    def __init__(self, heartbeats: Heartbeats, others: Sequence[int]) -> None:
-        self._heartbeats, self._others = heartbeats, others
+    def __init__(self, heartbeats: Heartbeats, peers: Sequence[int]) -> None:
+        self._heartbeats, self._peers = heartbeats, peers
         self._answers, self._readings = heartbeats.answers, heartbeats.readings
         self._since_reading = 0.0
         self._sequences: dict[int, int] = {}
@@ -188,12 +188,12 @@ class Listener:
         self._since_reading += seconds
         if readings == self._readings:
             return
-        sequences = {i: received[i][0] for i in self._others if i in received}
+        sequences = {i: received[i][0] for i in self._peers if i in received}
         self.quiet = {
             i: self.quiet[i] + self._since_reading
             if i in self.quiet and sequences.get(i) == self._sequences.get(i)
             else 0.0
-            for i in self._others
+            for i in self._peers
         }
         self._sequences, self._readings, self._since_reading = sequences, readings, 0.0
 
@@ -220,7 +220,7 @@ def locate(thread: int) -> tuple[bool, str]:
 
 
 def _is_library(file: str) -> bool:
-    if file.startswith(_OURS):
+    if file.startswith(_PACKAGE):
         return False
     is_installed = any(folder in file for folder in _PACKAGES)
     return is_installed or file.startswith((_STANDARD_LIBRARY, "<"))

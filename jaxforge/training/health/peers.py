@@ -140,8 +140,8 @@ class PeerWatch:
         return Beat(self._host, status, is_in_jax, location, self._ending, self._reason)
 
     def _new_listener(self) -> Listener:
-        others = [i for i in range(self._job.count) if i != self._job.index]
-        return Listener(self._heartbeats, others)
+        peers = [i for i in range(self._job.count) if i != self._job.index]
+        return Listener(self._heartbeats, peers)
 
     def _examine(self, listener: Listener, silent_after: float) -> Autopsy:
         beats = {i: beat for i, (_, beat) in self._heartbeats.received.items()}

@@ -93,7 +93,7 @@ class Stall:
     """Counts seconds without progress: launched or finished steps, and changes of the section.
 
     The host launches steps ahead of the devices and then waits, perhaps for many steps. The end of
-    each step on the devices shows that the wait is no hang.
+    each step on the devices shows that the wait is not a hang.
 
     The training thread calls `progress` and `launch`, and the watchdog's thread calls `count`.
 
