@@ -52,7 +52,9 @@ def with_equal_shards(config: JobConfig, mesh: Mesh) -> dict[str, int]:
     """
     latents = config.model.latent_attention
     ranks = (latents.q_rank or 0, latents.kv_rank) if config.model.has_latent_attention else ()
+    # Every matrix has an axis of one of these sizes, along which it is sharded.
     width = math.gcd(config.model.dim, *ranks)
+    # cp and ep shard the same axis of the parameters.
     shards = math.gcd(mesh["dp_shard"], width // (mesh["cp"] * mesh["ep"]))
     copies = mesh["dp_shard"] // shards
     return {**mesh, "dp_replicate": mesh["dp_replicate"] * copies, "dp_shard": shards}
@@ -76,6 +78,7 @@ def shares_are_equal(config: JobConfig, mesh: Mesh) -> Iterator[str]:
         value = getattr(attrgetter(table)(config), split.resolved or name)
         axes = {axis: mesh[axis] for axis in split.axes.split() if mesh[axis] > 1}
         size = math.prod(axes.values())
+        # A key without effect may have any value.
         is_used = table == "train" or config.model.uses(key.removeprefix("model."))
         if not is_used or not value or value % size == 0:
             continue
@@ -99,6 +102,7 @@ def heads_divide_by_cp(config: JobConfig, mesh: Mesh) -> Iterator[str]:
 
 def seq_len_divides_by_ring_chunks(config: JobConfig, mesh: Mesh) -> Iterator[str]:
     """Require for "ring" that a sequence divides into two chunks per context-parallel rank."""
+    # Two chunks per rank, one from each end, balance the causal mask.
     length, parts = config.train.seq_len, 2 * mesh["cp"]
     if mesh["cp"] > 1 and cp_strategy(config) == "ring" and length % parts:
         yield (
@@ -112,6 +116,7 @@ def convolutions_fit_parts(config: JobConfig, mesh: Mesh) -> Iterator[str]:
     parts = mesh["cp"]
     if parts == 1:
         return
+    # A convolution reads tokens of the preceding part only.
     parts *= 2 if cp_strategy(config) == "ring" else 1
     for mixer, table in config.model.mixer_tables.items():
         size = getattr(table, "conv_size", 1)  # some mixers have no convolution
@@ -234,6 +239,7 @@ def biased_stages_have_equal_layers(config: JobConfig, mesh: Mesh) -> Iterator[s
     if len(config.model.stacks) > 1:
         return
     model, parts = config.model, mesh["pp"] * config.distributed.chunks
+    # A LayerNorm after a part has a bias in the output of the layer.
     after = model.norm_type == "layernorm" and model.norm_placement != "pre"
     if mesh["pp"] > 1 and model.n_layers % parts and (model.o_bias or model.mlp_bias or after):
         what = "a layernorm after its parts" if after else "model.o_bias or mlp_bias"

@@ -215,6 +215,7 @@ def _never_due(
 def _metrics_of_all_sets(config: JobConfig) -> Iterator[str]:
     """Yield keys whose metric covers all sets, if no step evaluates all sets."""
     schedules, last = config.eval.schedules(), config.train.max_steps
+    # All sets are evaluated together at common multiples of their intervals only.
     interval = math.lcm(*(schedule.interval for schedule in schedules.values()))
     start = max(schedule.start_step for schedule in schedules.values())
     if EvalSchedule(interval, start, 1).due_steps(last):

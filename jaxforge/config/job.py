@@ -201,6 +201,7 @@ class JobConfig(Section):
 
     def _is_moot(self, key: str) -> bool:
         """Return whether a written-out `key` would be a setting that the user did not make."""
+        # Reloaded as a user's setting, it would conflict on another mesh.
         follows = key == "train.batch_size" and self.train.global_batch_size is not None
         return follows and not self.is_set(key)
 

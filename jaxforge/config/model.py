@@ -444,6 +444,7 @@ class ModelConfig(MixerTables):
     def ropes(self) -> tuple[tuple[float, RopeScaling | None] | None, ...]:
         """Rotary base and scaling of each layer; None for layers without rotary positions."""
         turns = itertools.cycle(self.rope_pattern or (self.position_embedding == "rotary",))
+        # Sliding layers see a short context: Gemma 3 neither scales nor stretches their positions.
         full, local = (self.rope_theta, self.rope_scaling), self.local_rope_theta
         sliding = full if local is None else (local, None)
         of_layers = zip(self.windows, turns, strict=False)

@@ -166,6 +166,7 @@ class OptimizerConfig(Section):
             UserError: a pattern matches no parameter, or all parameters are frozen.
         """
         names = sorted(names)
+        # Names are known only once the model is built, so this is not a rule of the section.
         if all(map(self.freezes, names)):
             raise UserError(
                 f"optimizer.freeze_patterns = {list(self.freeze_patterns)} freezes all parameters: "

@@ -104,6 +104,7 @@ def resolve(
     run = ResolvedRun(known)
     if isinstance(config, UnresolvedConfig):
         run = _with_lengths(ResolvedRun(known, notes=config.notes), config, full, epoch_length)
+    # Checked for all sizes now: a job that cannot shrink would fail when a host is lost.
     check_shrinkable(run.config, full)
     reason = f"{world.devices} of the {full} devices of the whole job have started"
     run = run.after(shrink(run.config, full, world.devices), reason)
@@ -224,6 +225,7 @@ def _data_axes(config: JobConfig, mesh: Mesh, full: int, n_devices: int) -> dict
             f"{n_devices // group * group} devices"
         )
     left, shards = n_devices // group, mesh["dp_shard"]
+    # Whole replicas leave: the remaining ones keep their sharding.
     if left % shards == 0:
         return {"dp_replicate": left // shards, "dp_shard": shards}
     return {"dp_replicate": 1, "dp_shard": left}
@@ -258,6 +260,7 @@ def _accumulating(config: JobConfig, before: int, ranks: int) -> TrainConfig:
         "global_batch_size": sizes[-1],
         "batch_ramp": ramp if len(ramp) > 1 else (),
     }  # fmt: skip
+    # The user's batch_size was that of the whole job.
     return TrainConfig.model_construct(train.model_fields_set - {"batch_size"}, **values)
 
 

@@ -35,6 +35,7 @@ def check(config: JobConfig, n_devices: int) -> None:
 def broken(config: JobConfig, n_devices: int) -> list[str]:
     """Return a message for each broken rule; the rules apply to the axes as written if need be."""
     problems = list(_mesh_problems(config, n_devices))
+    # Rules are checked even if the mesh is wrong, so that one start reports everything.
     mesh = declared_sizes(config) if problems else mesh_shape(config, n_devices)
     problems += (problem for rule in RULES for problem in rule(config, mesh))
     return list(dict.fromkeys(problems))

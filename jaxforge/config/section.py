@@ -250,6 +250,7 @@ def _read_leniently(value: object, annotation: object) -> object:
     kinds = (annotation, *get_args(annotation))
     if isinstance(value, bool) and bool not in kinds:  # pydantic reads True as 1
         raise PydanticCustomError("no_bool", "true and false are not values of this key")
+    # `--eval.tasks=piqa` is a list of one item.
     if _is_list(annotation) and not isinstance(value, list | tuple):
         return (value,)
     return value
@@ -258,9 +259,11 @@ def _read_leniently(value: object, annotation: object) -> object:
 def _check_on_devices(value: object, is_for_host: bool = False) -> None:
     """Check that devices, which compute in 32 bits, can represent the numbers of a key."""
     match value:
+        # A larger integer would wrap, or fail in the middle of a start.
         case int() if not (is_for_host or value in _INT32):
             bound = f"most {_INT32[-1]:,}" if value > 0 else f"least {_INT32[0]:,}"
             _refuse(f"devices compute with integers of 32 bits: use at {bound}")
+        # Accelerators flush subnormal numbers to 0.
         case float() if 0 < abs(value) < _SMALLEST:
             _refuse(f"rounds to 0 in float32: use at least {_SMALLEST * 1.01:.3g}")
         case float() if abs(value) > _LARGEST:

@@ -266,6 +266,7 @@ class TrainConfig(Section):
         """Return the batch ramp in sequences, on `dp` data-parallel ranks."""
         rows = self.microbatch_size(dp)
         size = self.update_sequences(self.grad_accum_steps * rows)
+        # Only an elastic job that has lost processes pads its last microbatch.
         is_padded = size < self.grad_accum_steps * rows
         return BatchRamp(self.stages(), rows, size if is_padded else None)
 

@@ -64,12 +64,14 @@ class Rollback:
         if len(progress.rollbacks) >= self._limit:
             log.error("no further rollback: train.max_rollbacks = %d is reached", self._limit)
             return None
+        # A save in the background may become the newest good checkpoint.
         self._checkpoints.wait()
         good = [
             step
             for step in self._checkpoints.steps()
             if self._checkpoints.progress(step).consecutive_bad == 0
         ]
+        # Twice the same target: its state may be the cause, so an earlier one is used.
         is_repeated = progress.rollbacks and good and progress.rollbacks[-1]["to"] == good[-1]
         return good[-2 if is_repeated and len(good) > 1 else -1] if good else None
 
@@ -86,6 +88,7 @@ class Rollback:
         """
         jax.tree.map(lambda array: array.delete(), state)  # two states would not fit
         state, earlier = self._restore(target)
+        # Later checkpoints hold the bad steps, and their numbers will be used again.
         for checkpoints in filter(None, (self._checkpoints, self._local)):
             checkpoints.discard_after(target)
         if self._replicas:
@@ -94,6 +97,7 @@ class Rollback:
             "rolled back from step %d to step %d; the %d samples drawn since then are skipped",
             progress.step, target, progress.samples - earlier.samples,
         )  # fmt: skip
+        # Positions in the data do not roll back: the bad span is skipped.
         progress.roll_back_to(earlier)
         return with_counts(state, progress)
 
@@ -186,6 +190,7 @@ class BadSteps:
 
         The host waits for the step, which may end the run with a `fault`.
         """
+        # After a halt, steps change nothing: there is no new step to examine.
         if self._attribution is None or self.fault or self.had_halted(position.progress):
             return
         if int(metrics["consecutive"]):
@@ -202,6 +207,7 @@ class BadSteps:
 
         This reads the result of the previous step, while the device computes the latest one.
         """
+        # Element 0 is the previous step, which the device has finished or soon will.
         if len(self._consecutive) == 2:
             before = int(self._consecutive[0])
             if before >= self._limit:

@@ -35,6 +35,7 @@ def end_training(reason: Exit, exits: Exits, config: JobConfig, saves: Saves) ->
     position, bad_steps, instruments = saves.position, saves.bad_steps, saves.instruments
     position.follow_device(instruments.tracker)
     instruments.watchdog.clock.end_steps()
+    # Steps after the halt were launched, but changed nothing: the run did not complete.
     has_halted = bad_steps.has_halted(position.progress)
     if has_halted and not bad_steps.rollback and reason is not Exit.MACHINE:
         reason = Exit.NON_FINITE
@@ -69,6 +70,7 @@ def close_run(
         Exception: the last failure of an action, such as that of a callback.
     """
     losses: list[StorageError] = []
+    # After the loop nobody fulfils requests.
     callbacks.control.take()  # requests that came too late
     instruments.watchdog.clock.end_steps()  # also after a failure
 

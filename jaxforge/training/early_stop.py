@@ -46,6 +46,7 @@ class EarlyStop:
         Raises:
             UserError: `early_stop.metric` is never logged.
         """
+        # A rollback replaces the dict, so it is looked up at each call.
         self.memory = progress.early_stop
         self.check_metric(logged)
         explanation = self.reason(progress.step, {**logged, **evaluation})
@@ -107,6 +108,7 @@ class EarlyStop:
         if stop.patience_steps is None or stop.metric not in metrics:
             return False
         value, best = metrics[stop.metric], self.memory.get("best")
+        # Another metric starts anew: values of two metrics are not comparable.
         if best is None or self.memory.get("metric", stop.metric) != stop.metric:
             self.memory.pop("best", None)
             if not math.isnan(value):

@@ -132,6 +132,7 @@ def make_eval_step(
         )
         batch = spread_sequences(model, batch)
         loss_weights = update_loss_weights(batch, config)
+        # Batches have an axis of microbatches, of length 1 in an evaluation.
         loss_weights = loss_weights._replace(token=loss_weights.token[0])
         microbatch = jax.tree.map(lambda leaf: leaf[0], batch)
         labels = microbatch["labels"]
@@ -139,6 +140,7 @@ def make_eval_step(
         head = model.head(params)
         loss = cross_entropy(hidden, head, labels, tiles_of(config, labels, head, model))
         is_valid = labels != IGNORE
+        # Label -100 must not index the table.
         lengths = jnp.where(is_valid, byte_lengths[jnp.where(is_valid, labels, 0)], 0)
         aux = custom_loss(params, hidden, microbatch, loss_weights) if custom_loss else AuxOutputs()
         terms = aux.with_layer_losses(out.aux).loss_terms
@@ -208,6 +210,7 @@ class Evaluator:
                 "tokenizer of the data. Set data.tokenizer_path, or use one of "
                 f"{', '.join(known)}"
             )
+        # Shapes of one batch are enough to know the names: nothing is computed.
         batch = next(eval_batches(self._config, self._mesh, next(iter(self._datasets.values()))))
         sums = jax.eval_shape(self._sums, self._abstract, batch)
         if metric in self._reports(sums.terms):  # terms of loss and layers
@@ -278,6 +281,7 @@ def summary(
         are_all: False to leave out the metrics of all sets, because some sets were not evaluated.
         prefix: prefix of the names within a set, such as "ema_" in `eval/<name>/ema_loss`.
     """
+    # A mean over a part of the sets would not be comparable with earlier steps.
     total = merge_sums(sets.values()).metrics() if are_all else {}
     metrics = {f"eval/{prefix}{key}": value for key, value in total.items()}
     for name, sums in sets.items():
@@ -334,6 +338,7 @@ def _byte_table(
     lengths: Int[np.ndarray, "n"] | None, vocab_size: int, mesh: Mesh
 ) -> Int[Array, "v"]:
     """Return the bytes of each token id on every device; 0 for ids without a token."""
+    # Padded ids of the vocabulary have no text.
     table = np.zeros(vocab_size, np.int32)
     if lengths is not None:
         table[: len(lengths)] = lengths[:vocab_size]

@@ -109,6 +109,7 @@ def open_frozen(
     config, objective = program.config, program.config.train.objective
     if objective == "next_token":
         return None
+    # Saved logits are fields of the data: no second model has to fit into memory.
     if objective == "distillation" and (logits := config.distillation.logits):
         manifest = Manifest.read(urls.path(logits))
         agreement.check({"distillation.logits": manifest.to_json()})
@@ -130,6 +131,7 @@ def open_frozen(
     except UserError as error:
         raise UserError(f"{_KEYS[objective]} = {path}: {error}") from error
     model = FrozenModel(settings, config, program.mesh, kernel_target(program.mesh))
+    # Adapters leave the base model untouched, so it is the reference without a copy.
     if objective == "dpo" and config.dpo.reference is None and config.lora.rank:
         return FrozenFields(model, None)
     return FrozenFields(model, _load(model, path, _KEYS[objective], open_foreign, progress))
@@ -160,6 +162,7 @@ def _load(
     with opened(at_path(config, path), config, open_foreign) as source:
         log.info("%s is %s", key, source.name)
         restored, record = restore_recorded(source, by_layer(like, stack))
+    # Compared before use: a resume with other weights would silently change the loss.
     _record(key, path, record, progress)
     return variables(by_stage(restored, stack, drop_unsaved(like, restored)))
 

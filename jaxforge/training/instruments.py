@@ -133,6 +133,7 @@ def open_tracker(session: Session, program: Program, progress: Progress) -> Trac
         session.console, config, progress.run_id, progress.step, cost, examples, session.live,
         repeats_evaluation=progress.validation is not None,
     )  # fmt: skip
+    # Prometheus is scraped at any time, so it has the values of the console.
     if session.metrics is not None:
         writers.append(MetricWriter("Prometheus", session.metrics, config.metrics.log_interval))
     names = [dataset.label for dataset in config.data.datasets]

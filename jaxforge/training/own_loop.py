@@ -164,5 +164,6 @@ def reduce_loss(name: str, value: Any) -> float:  # noqa: ANN401  # what numpy t
         )
     if array.shape[1] == 1:
         return float(array.mean())
+    # Summed before the division: microbatches with few tokens count less.
     total, divisor = array.sum(axis=0)
     return float(total / divisor) if divisor else float("nan")

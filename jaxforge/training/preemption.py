@@ -91,6 +91,7 @@ class Signals:
         The main thread may hold the lock of a stream, of the log or of the live line when a signal
         interrupts it. So the message comes from a thread: a handler that logs waits forever.
         """
+        # Schedulers signal twice; only a second Ctrl-C is meant as one.
         if self._received is not None and number != signal.SIGINT:
             return
         self._received = signal.Signals(number)
@@ -135,6 +136,7 @@ class Signals:
         """
         if not self._shared:
             return self._reason() if self._received else None
+        # The number of the call is the step by which processes agree.
         self._asked += 1
         # The service reports the agreed point only once; later calls must return the same.
         if not self._agreed and multihost_utils.reached_preemption_sync_point(self._asked):
@@ -207,6 +209,7 @@ class Signals:
             except BaseException as error:
                 failures.append(error)
 
+        # A daemon, because an interrupted compilation cannot be stopped.
         thread = threading.Thread(target=run, daemon=True)
         with self.interrupting():
             thread.start()

@@ -37,6 +37,7 @@ class Saves:
 
     def save_first(self) -> None:
         """Save before the first step, if that is due or if a rollback needs a checkpoint."""
+        # A rollback within the first interval needs the initial state.
         is_due = self.position.step == 0 and self.saver.is_due(0)
         if (self.bad_steps.rollback or is_due) and self.saver.latest() is None:
             self.save()
@@ -45,6 +46,7 @@ class Saves:
         """Start to save, unless the run has halted: then the last good checkpoint remains."""
         progress = self.position.progress
         with self.instruments.tracker.paused(), self.instruments.watchdog.section("checkpoint"):
+            # Counters of the host are behind the device; a checkpoint must hold both of one step.
             self.position.follow_device(self.instruments.tracker)
             if self.bad_steps.has_halted(progress):
                 return
@@ -60,11 +62,13 @@ class Saves:
     def save_if_due(self, evaluation: dict[str, float], *, is_requested: bool = False) -> None:
         """Save on the schedule or a request, after the last step, and after a new best."""
         position = self.position
+        # Noted even if no save is due, or a later worse value would count as the best.
         new_best = self.saver.note_best(position.progress, evaluation)
         if position.is_last or is_requested or self._is_due(new_best=new_best):
             self.save(evaluation)
         elif self.saver.is_local_due(position.step):
             self.save(permanent=False)
+        # The last step has a durable checkpoint, which a replica would only repeat.
         if self.saver.is_replica_due(position.step) and not position.is_last:
             self._replicate()
 
@@ -112,6 +116,7 @@ class Saves:
 
     def note_load(self, path: Path) -> None:
         """Restore the states of callbacks and report the restored checkpoint to them."""
+        # States first: the event may use them.
         self.callbacks.load_states(self.position.progress.callbacks)
         self.callbacks.call(Callback.on_checkpoint_load, self.position.step, path)
 

@@ -133,6 +133,7 @@ class Saver:
             run, origin = run_directory.root(config), _origin(config)
             replicas = Replicas(section, run, origin, resolved, model.stack)
         saver = cls(section, SavePolicy(config), permanent, local, mirror, replicas)
+        # Local checkpoints and replicas may be newer than the permanent one.
         saver.loaded = saver.newest()
         if saver.loaded is None and section.start_path:
             saver.loaded = urls.path(section.start_path, "checkpoint.load_path")
@@ -149,6 +150,7 @@ class Saver:
         restored = self.replicas.note_start(progress.step)
         self.loaded = restored.path if restored else self.newest() or self.loaded
         for checkpoints in self._checkpoints.values():
+            # The state is already stored there: a save of the same step has nothing to do.
             if checkpoints.latest() == progress.step:
                 checkpoints.saved_step = progress.step
         return state, progress
@@ -219,6 +221,7 @@ class Saver:
             The path, or None if the checkpoint exists already; and the metrics of the call.
         """
         name = _PERMANENT if permanent else _LOCAL
+        # The amendment belongs to the previous checkpoint, and must not overtake this save.
         if permanent and progress.step != self.permanent.saved_step:
             self.write_amendment()
         start = time.perf_counter()
@@ -228,6 +231,7 @@ class Saver:
         seconds = time.perf_counter() - start
         if path is None:
             return None, {}
+        # A copy, because the loop continues to count in the original.
         if permanent:
             self._stored = copy.deepcopy(progress)
         log.info(
@@ -259,6 +263,7 @@ class Saver:
     def newest(self) -> Path | None:
         """Return the newest checkpoint, permanent or not, or replica; None without one."""
         sources = self.replicas.sources if self.replicas else []
+        # Of equal steps the first is taken: memory is read faster than a disk.
         newest = [(replica.step, replica.path) for replica in sources]
         newest += [
             (step, checkpoints.path(step))

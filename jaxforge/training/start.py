@@ -60,6 +60,7 @@ class RunFiles:
         for answer in (*run.notes, *answers(config)):
             log.info("%s", answer)
         watchdog.write_stacks_to(files / "logs" / f"stacks_{jax.process_index()}.txt")
+        # Logs are open by now, so that the messages of a failed restore are in the run.
         saver = Saver.of_run(config, model, copier)
         is_new = saver.is_empty()
         if is_new:
@@ -85,6 +86,7 @@ class RunFiles:
             for warning in ineffective_settings(config, jax.default_backend()):
                 log.warning("%s", warning)
             more: dict[str, Any] = {"derived": dict(resolved.reasons)} if resolved.reasons else {}
+            # Only at the first start: later ones resume from the run itself.
             if self.is_new and config.checkpoint.start_path:
                 keep_documents(config.checkpoint.start_path, run)
                 more["parent"] = _parent(config.checkpoint, progress)

@@ -85,6 +85,7 @@ class Phases:
 
     def lr_scale(self, step: int) -> float:
         """Return the learning rate factor of the update that is launched after `step` steps."""
+        # KempnerForge applies the factor one update late (`data.phase_lr_lag`).
         return self.lr_scales[self.index(step - self.lag)]
 
     def recorded(self, history: Sequence[Segment], step: int, samples: int) -> list[Segment]:
@@ -99,6 +100,7 @@ class Phases:
             samples: sequences drawn from the data.
         """
         segments = (Segment(*fields) for fields in history)
+        # A segment of the config that no update has reached may have changed since.
         begun = [segment for segment in segments if segment.start < samples]  # others drew nothing
         return self._with_segment(begun, samples, self.mixtures[self.index(step)])
 
@@ -118,6 +120,7 @@ class Phases:
             samples_at: returns the data position of the update that is launched after a number
                 of attempted steps.
         """
+        # The past as it was drawn, the future as the config says.
         known, now = self.recorded(history, step, samples), self.index(step)
         for start, mixture in zip(self.starts[now:], self.mixtures[now + 1 :], strict=True):
             known = self._with_segment(known, samples_at(start), mixture)
@@ -188,6 +191,7 @@ class TrainingData:
     def peek(self) -> Batch:
         """Return the next batch without consuming it."""
         first = next(self._batches)
+        # Loaders prefetch, so a batch cannot be put back into them.
         self._batches = itertools.chain([first], self._batches)
         return first
 
@@ -234,6 +238,7 @@ def batches_from(
     segments = phases.segments(progress.mixtures, *start, lambda step: ramp.samples_at(step, start))
     if isinstance(dataset, Mixture) and phases.limits:
         check_not_exhausted(config, dataset, segments, ramp, start)
+    # A span has one batch size, hence one compiled program.
     spans = ramp.spans(progress.step, config.train.max_steps - progress.step)
     return itertools.chain.from_iterable(
         loader.training_batches(
@@ -261,6 +266,7 @@ def check_not_exhausted(
     exhausted = exhausted_at(segments, end, data_seed(config))
     if exhausted is None:
         return
+    # `exhausted` is a position of the data; users count in updates.
     updates = bisect_right(range(last), exhausted, key=lambda n: ramp.samples_at(n, point)) - 1
     limits = ", ".join(
         f"{name} {most:,} ({most / dataset.sizes[name]:.4g} epochs)"
@@ -281,6 +287,7 @@ def open_data(config: JobConfig) -> DataSets:
     Raises:
         UserError: the data are missing, damaged, do not fit the model, or differ between processes.
     """
+    # Every process must reach the comparison, or those without an error would wait forever.
     failure = None
     try:
         dataset = sources.open_training_data(config)
@@ -315,6 +322,7 @@ def record_data(
         UserError: the data changed in a way that `data.on_change` refuses, or have no epochs for
             `checkpoint.epoch_interval`.
     """
+    # Random tokens have no files by which a change could be noticed.
     if has_begun:
         check_random_tokens(config.data, progress.data)
     now = data_sets.identity

@@ -66,6 +66,7 @@ class _Problem(NamedTuple):
 def explain(error: ValidationError, sources: Sources) -> str:
     """Return a line per problem: first of the file, in its order, then of the command line."""
     every = error.errors()
+    # An explanation walks the schema: of thousands, only the first in the file are shown.
     if len(every) > _MOST:
         every.sort(key=lambda details: line_of(details["loc"], sources.lines) or 0)
     problems = [problem for details in every[:_MOST] for problem in _problems(details, sources)]

@@ -128,8 +128,10 @@ def _rewrite(reading: Reading, path: Path, form: Form) -> None:
     if (written := reading.take(path)) is None:
         return
     value, stored = reading.checked(path, written, form.kind), STORED_AS[path]
+    # KempnerForge's files write defaults, which must not count as settings.
     if value == form.neutral and not reading.overrides(path, stored):
         return
+    # Two forms at one place: neither can be meant to win, unless KempnerForge says which.
     if reading.get(stored) and not reading.overrides(path, stored):
         if form.yields or reading.overrides(stored, path):
             return
@@ -229,6 +231,7 @@ def _evaluation_set(reading: Reading) -> None:
     values = {key: value for key, value in taken.items() if value is not None}
     sets: Path = ("eval", "datasets")
     sources = [key for key in ("dataset_path", "hf_dataset_name") if values.get(key)]
+    # A key on the command line changes the single set of the file.
     is_new = any(reading.overrides(paths[key], sets) for key in values)
     if not is_new and (not sources or reading.is_on_command_line(sets)):
         return

@@ -100,6 +100,7 @@ def drop_ineffective(values: dict[Any, Any]) -> tuple[str, ...]:
         table = values.get(section)
         if isinstance(table, dict) and table.pop(key, None) is not None:
             notes.append(f"{section}.{key} has no effect: {answer}")
+    # Such a file means KempnerForge's default warm-up, not a tenth of the run.
     if notes and isinstance(scheduler := values.setdefault("scheduler", {}), dict):
         usual = SchedulerConfig.model_fields["warmup_steps"].default
         scheduler.setdefault("warmup_steps", usual)
@@ -130,6 +131,7 @@ def _with_new_names(section: str, table: object, source: str) -> object:
     for name, value in table.items():
         *parents, key = paths[name][1:]
         owner = result.setdefault(parents[0], {}) if parents else result
+        # A value of another type is refused by validation, with its line.
         if name in result or not isinstance(owner, dict):
             continue
         if owner.get(key, value) != value:

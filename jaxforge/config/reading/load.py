@@ -65,6 +65,7 @@ def load_config_of_run(path: Path, run: Path, overrides: Sequence[str] = ()) -> 
         UserError: As `load_config`.
     """
     text = read_text(path)
+    # Before validation: already reading a path of a stranger's config would be an effect.
     values = _without_side_effects(toml.parse(text, str(path)))
     if isinstance(checkpoint := values.get("checkpoint", {}), Mapping):
         values["checkpoint"] = {**checkpoint, "dir": str(run)}
@@ -104,6 +105,7 @@ def _unresolved(
 ) -> UnresolvedConfig:
     values, lines = kempnerforge.rewrite(values, key_lines(text), source)
     settings = parse_overrides(overrides)
+    # Settings come before rewriting, so that both forms of a key can be on the command line.
     for setting in settings:
         _assign(values, setting.path, setting.value)
     notes = kempnerforge.drop_ineffective(values)

@@ -180,6 +180,7 @@ def _all_keys(registered: tuple[tuple[str, ...], ...]) -> dict[str, Node]:
 
 def _plain(node: Node) -> Node:
     """Resolve references, join unions, and drop the "or null" of optional keys."""
+    # Optional keys are "X or null" in the schema; TOML has no null.
     options = [option for option in node.get("anyOf", ()) if option.get("type") != "null"]
     value = options[0] if options else node
     if len(options) > 1:

@@ -115,10 +115,12 @@ class UnresolvedConfig:
         Raises:
             UserError: If a duration cannot be resolved, or the numbers break a rule.
         """
+        # Most configs: nothing depends on devices or data.
         if not self._durations and self._known.optimizer.lr_scale_rule == "none":
             return self._known
         batch = _Batch(self._known, self._durations, n_devices, epoch_length)
         updates = self._updates(batch)
+        # Validated from scratch, so that resolved numbers obey all rules of their sections.
         values = copy.deepcopy(self._values)
         for path, steps in updates.items():
             _put(values, path, steps)
@@ -230,6 +232,7 @@ class _Batch:
             for i, (start, accum) in enumerate(self.known.train.stages())
         ]
         key = ".".join(part for part in path if isinstance(part, str))
+        # An interval in tokens counts full batches, or it would change along the ramp.
         if key in dict(facts(JobConfig, Interval)):
             stages = [Stage(0, stages[-1].accum)]
         elif path[:2] == _RAMP:  # the preceding stages
@@ -242,6 +245,7 @@ class _Batch:
         if self.epoch_length is None:
             raise _Unknown("the training data are not read here: give updates, a share or tokens")
         config = self.known
+        # A placeholder number must not be read as a length.
         for (section, key, *_), duration in self.durations.items():
             config = config.with_values({f"{section}.{key}": duration})
         assert self.rows is not None

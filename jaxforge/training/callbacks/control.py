@@ -83,6 +83,7 @@ class Control:
             log.info("%s raised SystemExit: the run ends after a save", origin)
         else:
             log.error("%s raised SystemExit: %s", origin, code)
+        # As `sys.exit`: None means 0, text means 1; shells see the lowest 8 bits.
         self.request_stop((code or 0) & 0xFF if code is None or isinstance(code, int) else 1)
 
     def take(self) -> Requests:
@@ -96,6 +97,7 @@ class Control:
         code = _NO_STOP if pending.exit_code is None else pending.exit_code
         encoded = np.array([pending.save, pending.evaluation, code], np.int32)
         if jax.process_count() > 1:
+            # The maximum is "any process" for flags, and the highest exit code.
             encoded = multihost_utils.process_allgather(encoded).max(axis=0)
         save, evaluation, code = encoded.tolist()
         return Requests(bool(save), bool(evaluation), None if code == _NO_STOP else code)

@@ -81,9 +81,11 @@ class Evaluation(RunCallback):
         """
         step, progress = context.step, context.progress
         if progress.validation is None:
+            # Pending sets go into the checkpoint of the step: a stopped evaluation resumes there.
             progress.begin_validation(*self._due(step))
             context.start_save()
         assert progress.validation is not None
+        # An evaluation that resumes has announced its beginning before.
         if not progress.validation.has_begun:
             progress.validation.has_begun = True
             context.callbacks.call(Callback.on_eval_begin, step)
@@ -194,6 +196,7 @@ class ResumableEvaluation:
         if not state.ema:  # the average was dropped at this start
             validation.retain_sets(lambda name: not name.startswith(_AVERAGE))
         validation.retain_tasks(self.task_names)  # those of the stopped run may be others
+        # A set leaves the list only when it is complete, so that no batch is lost or repeated.
         while validation.pending:
             if not self._run_set(validation.pending[0], state, validation, stop, note_batch):
                 return None
@@ -244,6 +247,7 @@ class ResumableEvaluation:
             name.removeprefix(_AVERAGE): s for name, s in sums.items() if name.startswith(_AVERAGE)
         }
         sets = {name: s for name, s in sums.items() if not name.startswith(_AVERAGE)}
+        # Sets may have intervals of their own; only a full round has a mean over all.
         are_all = bool(sets) and len(sets) == len(self._evaluator.names)
         metrics = summary(sets, are_all=are_all)
         if average:

@@ -130,6 +130,7 @@ class Exporter(RunCallback):
         return run.absolute() / CHECKPOINTS / f"{PREFIX}_{step}"
 
     def _begin(self, path: Path) -> None:
+        # Exports read the checkpoint from disk, so one process is enough.
         if jax.process_index() == 0 and path not in self._threads:
             self._threads[path] = threading.Thread(target=self._export, args=(path,))
             self._threads[path].start()
@@ -143,6 +144,7 @@ class Exporter(RunCallback):
         if target.exists():
             log.info("%s exists already: not exported again", target)
             return
+        # A process of its own: an export needs torch_compat and memory, and may fail.
         command = [sys.executable, "-m", "jaxforge", "convert", str(path), str(target)]
         dtype, weights = self._config.export_dtype, self._config.export_weights
         options = ["--to=hf", f"--dtype={dtype}", f"--weights={weights}"]

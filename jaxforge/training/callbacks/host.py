@@ -42,8 +42,10 @@ class CollectGarbage(RunCallback):
 
     def on_interval(self, context: IntervalContext) -> None:
         """Collect garbage; freeze all living objects the first time."""
+        # All hosts collect at the same step: none waits for the pause of another one.
         gc.collect()
         if not self._is_frozen:
+            # Model, config and modules live as long as the run; scanning them again costs seconds.
             gc.freeze()
             self._is_frozen = True
 

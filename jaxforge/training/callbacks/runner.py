@@ -41,6 +41,7 @@ class Callbacks:
     """
 
     def __init__(self, callbacks: Sequence[Callback] = ()) -> None:
+        # A stable sort: callbacks of users keep the order in which they came.
         self._callbacks = sorted(callbacks, key=position)
         self.collect = tuple(name for callback in callbacks for name in callback.collect)
         self._watches_steps = self._handled(Callback.on_step_end)
@@ -61,6 +62,7 @@ class Callbacks:
         kinds = [[type(callback).__qualname__, str(callback.every)] for callback in self
                if not isinstance(callback, RunCallback)]  # fmt: skip
         texts = agreement.gather(json.dumps(kinds))
+        # A request of one process needs the agreement of all, even of those without callbacks.
         self._has_users = any(map(json.loads, texts))
         self._are_alike = len(set(texts)) == 1
 
@@ -118,6 +120,7 @@ class Callbacks:
 
     def begin_step(self, progress: Progress) -> None:
         """Call the events before a step: of an epoch, unless it has begun, and of the step."""
+        # Also after a resume within an epoch, where `_epoch` is not known yet.
         if progress.epoch is not None and progress.epoch != self._epoch:
             self._epoch = progress.epoch
             self.call(Callback.on_epoch_begin, progress.epoch + 1)
@@ -137,6 +140,7 @@ class Callbacks:
         if not self.watches_end_of_step(progress):
             return
         tracker.flush()
+        # Metrics of this step are logged by now: a callback may end the run.
         context = StepContext(progress.step, state, metrics, self.control)
         self.call(Callback.on_step_end, context)
         ended = self.ended_epochs(progress)
@@ -219,6 +223,7 @@ class Callbacks:
                 "a callback requested an evaluation, but eval.enabled = false. Set eval.enabled = "
                 "true and a data set in [eval]"
             )
+        # Nothing is due at this step, so the callback evaluates all sets.
         evaluations[0].on_interval(context)
 
     def states(self) -> dict[str, Any]:

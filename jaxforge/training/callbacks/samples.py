@@ -88,6 +88,7 @@ class Sampler(RunCallback):
         sampling = Sampling(section.sample_temperature, vocab_size=self._tokenizer.vocab_size)
         decoder = Decoder(self._model, params, section.sample_tokens, sampling,
                           self._tokenizer.eos_ids, self._config.train.seed, self._mesh)  # fmt: skip
+        # A stream per step and prompt, so that a resumed run writes the same samples.
         numbers = [(step * n + i) % _NUMBERS for i in range(n)]
         completions = decoder.complete(self._ids, numbers)
         texts = (

@@ -52,6 +52,7 @@ class DeviceSpeed(RunCallback):
     def on_interval(self, context: IntervalContext) -> Exit | None:
         """Log the times; return `Exit.STRAGGLER` if that is enabled, on every process alike."""
         local = [(device.id, seconds_of(device)) for device in jax.local_devices()]
+        # [devices, 2]: id and seconds; float32 holds ids up to 2^24 exactly.
         table = np.reshape(multihost_utils.process_allgather(np.array(local, np.float32)), (-1, 2))
         seconds = {int(device): float(time_) for device, time_ in table}
         slow = slow_devices(seconds)
@@ -147,6 +148,7 @@ class CollectiveHealth(RunCallback):
         n = self._mesh.devices.size
         sharding = NamedSharding(self._mesh, PartitionSpec(self._mesh.axis_names))
         rows = np.eye(n, dtype=np.int32)
+        # [n, n]: each device contributes its row of the unit matrix.
         self._counts = jax.make_array_from_callback((n, n), sharding, lambda index: rows[index])
         self._sum = _compile_sum(self._mesh, self._counts)
         jax.block_until_ready(self._sum(self._counts))
@@ -154,6 +156,7 @@ class CollectiveHealth(RunCallback):
     def on_interval(self, context: IntervalContext) -> Exit | None:
         """Log a failure of the check; return `Exit.UNHEALTHY` then."""
         self._answer, step = None, context.step
+        # A broken collective never returns, so it must not run in this thread.
         answer = _in_background(self._missing)
         try:
             missing = answer.result(_ANSWER_SEC)
@@ -280,6 +283,7 @@ class Stragglers(RunCallback):
         self._since = step, now
         if since is None:
             return None  # these steps include the setup
+        # Seconds per step since the last report; `host_times` are totals.
         mean = (np.subtract(now, since[1]) / (step - since[0])).astype(np.float32)  # per step
         clock, data_wait, launch = multihost_utils.process_allgather(mean).T
         report = Report(data_wait, launch, clock)
@@ -315,6 +319,7 @@ def describe(
 
 def _host_names() -> list[str]:
     """Return the host name of every process."""
+    # Collectives exchange arrays of equal shape, so a name is padded with zeros.
     encoded = np.zeros(_NAME_BYTES, np.uint8)
     name = socket.gethostname().encode()[:_NAME_BYTES]
     encoded[: len(name)] = np.frombuffer(name, np.uint8)

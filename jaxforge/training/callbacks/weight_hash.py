@@ -52,6 +52,7 @@ class WeightHashes(RunCallback):
         step, params = context.step, context.state.params
         if self._hash is None:
             self._hash = make_hasher(params, self._mesh)
+        # [devices, parameters]: rows in the order of the mesh, on every process.
         table = multihost_utils.process_allgather(self._hash(params), tiled=True)
         outliers = find_outliers(table, params, self._mesh)
         for device, names in outliers.items():
@@ -106,6 +107,7 @@ def find_outliers(
             replicas[str(index)].append(device)
         for devices in replicas.values():
             counts = collections.Counter(hashes[device] for device in devices)
+            # The majority is taken as right; with two replicas there is none.
             ((usual, _),) = counts.most_common(1)
             for device in devices:
                 if hashes[device] != usual:

@@ -56,6 +56,7 @@ def run_twice(
         UserError: the step applies an update that `controls.apply` forbids.
     """
     with paused():
+        # The step donates its state, so the first execution must hand it back unchanged.
         state, first = run_unapplied(step, state, batch, controls)
         jax.block_until_ready(state)
     if bool(first.get("applied", False)):
@@ -85,6 +86,7 @@ def run_unapplied(
     Returns:
         The state, unchanged, and the metrics of the step.
     """
+    # Copies, because the step donates the originals.
     count, guard, counts = jax.tree.map(jnp.copy, (state.step, state.guard, state.counts))
     state, metrics = step(state, batch, controls._replace(apply=False))
     return dataclasses.replace(state, step=count, guard=guard, counts=counts), metrics
@@ -108,6 +110,7 @@ def find_fault(first: Metrics, second: Metrics) -> str | None:
     changed = [by_id[int(device)] for device in table[differs, 0]]
     if not changed:
         return None
+    # If all devices changed, a collective has spread the fault: each computes alone now.
     if len(changed) < len(table) or len(table) == 1:
         return f"The result changed on {_names(changed)}"
     outliers = outlier_devices()
@@ -142,6 +145,7 @@ def _checksum(seed: Array) -> Array:
 
     def product(_: int, x: Array) -> Array:
         x = x @ start
+        # Rescaled in each round, or a chain of products would overflow.
         return x / jnp.max(jnp.abs(x))
 
     result = jax.lax.fori_loop(0, _ROUNDS, product, start)
@@ -153,6 +157,7 @@ def _hashes(metrics: Metrics) -> dict[int, list[int]]:
 
     CRC-32 differs for any two values of at most 32 bits.
     """
+    # {device id: [hash of the loss, hash of the gradient norm]}
     hashes: dict[int, list[int]] = {}
     for name in _COMPARED:
         for shard in metrics[name].addressable_shards:

@@ -131,6 +131,7 @@ class Heartbeats:
         while True:
             is_last = self._stopped.is_set()
             self._wake.clear()
+            # The number proves life: a beat with the same content is news, an old one is not.
             sequence += 1
             try:
                 self._exchange(sequence)
@@ -189,6 +190,7 @@ class Listener:
         if readings == self._readings:
             return
         sequences = {i: received[i][0] for i in self._peers if i in received}
+        # Silence counts from the first reading on: a process may be slower to start.
         self.quiet = {
             i: self.quiet[i] + self._since_reading
             if i in self.quiet and sequences.get(i) == self._sequences.get(i)

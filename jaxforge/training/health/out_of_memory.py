@@ -37,6 +37,7 @@ def explanation(message: str, program: Program) -> str:
     params = bytes_per_device(state.params)
     moments = bytes_per_device((state.opt_state, state.ema))
     limit = device_memory.capacity()
+    # Parameters and gradients have one size; the average is with the moments.
     whole = 2 * params + moments
     dp = data_parallel_size(mesh)
     rows, length = config.train.microbatch_size(dp) // dp, config.train.seq_len

@@ -76,6 +76,7 @@ class PeerWatch:
         status = self._status()
         if status.section == "end":  # the others may have ended long ago
             return None
+        # A healthy job does not read: n processes that read n beats would load process 0.
         should_listen = status.idle >= _LISTEN_AFTER * self._timeout
         self._heartbeats.is_listening = should_listen or self._is_searching
         self._listener.count(seconds)
@@ -83,6 +84,7 @@ class PeerWatch:
             self._note_progress()
             return None
         autopsy = self.examine()
+        # A process that is gone will never arrive, so there is nothing to wait for.
         if autopsy.has_lost_process:
             return autopsy
         if self._has_reported or not (status.is_unusual and self._is_waited_for(autopsy)):
@@ -145,6 +147,7 @@ class PeerWatch:
 
     def _examine(self, listener: Listener, silent_after: float) -> Autopsy:
         beats = {i: beat for i, (_, beat) in self._heartbeats.received.items()}
+        # The state of this process is known here and now; its published beat is older.
         beats[self._job.index] = self._beat()
         return examine(
             Evidence(

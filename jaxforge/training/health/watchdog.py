@@ -209,6 +209,7 @@ class Watchdog:
         if not timeout or job is None:
             yield
             return
+        # Peers are watched only inside a job: a single process waits for nobody.
         with PeerWatch(timeout, job, self.status) as self._peers:
             try:
                 yield
@@ -236,6 +237,7 @@ class Watchdog:
                 self._stall.progress()
             else:
                 self._stall.launch(result if self._peers else None)
+            # From the first tick on everything is compiled: the short limit holds.
             if section.name in ("training", "evaluation"):
                 section.limit, section.key = self._limits.step, _STEP_KEY
             if section.name == "training":
@@ -285,6 +287,7 @@ class Watchdog:
         """Return the state of the training thread for the other processes of the job."""
         with self._lock:
             section, stall = self._sections[-1], self._stall
+            # The usual time between steps is known only while the loop steps.
             is_training = section.name == "training" and section.key == _STEP_KEY
             return Status(
                 self._last_step, section.name, section.activity,
@@ -302,6 +305,7 @@ class Watchdog:
         with self._lock:
             section = self._sections[-1]
             section.idle += seconds
+            # A limit of 0 never expires.
             if not 0 < section.limit <= section.idle:
                 return None
             after = "the first step" if self._last_step is None else f"step {self._last_step}"
@@ -335,6 +339,7 @@ class Watchdog:
             return None
         is_end = message is not None or autopsy.has_lost_process
         line = f"{message or self._describe_stall(is_end=is_end)}; {autopsy.verdict()}"
+        # Others must not take the end of this process for the cause.
         if is_end:
             peers.note_hang()
             return line
