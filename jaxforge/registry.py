@@ -64,6 +64,7 @@ class Registry:
         Raises:
             UserError: the name is not registered.
         """
+        # One builder serves all names of a family, such as those of optax.
         is_of_family = self.family and name.startswith(self.family)
         builder = self._builders.get(self.family if is_of_family else name)
         if builder is None:
@@ -84,6 +85,7 @@ class Registry:
     def __get_pydantic_json_schema__(
         self, schema: CoreSchema, handler: GetJsonSchemaHandler
     ) -> dict[str, Any]:
+        # The schema lists what is registered now: plugins are imported before.
         names = {"enum": list(self.names()), "registered": True}
         return {**handler(schema), **names, **({"family": self.family} if self.family else {})}
 

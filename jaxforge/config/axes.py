@@ -160,6 +160,7 @@ def batch_sizes_agree(config: JobConfig, mesh: Mesh) -> Iterator[str]:
     """Require that batch_size and global_batch_size agree if both are set."""
     train, dp = config.train, data_parallel(mesh)
     total = train.batch_size * dp * train.grad_accum_steps
+    # The default of batch_size is not a wish.
     wrote_both = train.global_batch_size and config.is_set("train.batch_size")
     if wrote_both and total != train.global_batch_size:
         yield (
@@ -206,6 +207,7 @@ def different_stages_exchange_in_groups(config: JobConfig, mesh: Mesh) -> Iterat
     A permutation of XLA involves the devices of all stages, which then run different layers.
     """
     pp, cp, chunks = mesh["pp"], mesh["cp"], config.distributed.chunks
+    # Stages with equal layers run one program, in which all exchange at the same time.
     if pp == 1 or cp == 1 or _stages_are_equal(config, pp * chunks):
         return
     where = (
@@ -236,6 +238,7 @@ def biased_stages_have_equal_layers(config: JobConfig, mesh: Mesh) -> Iterator[s
     In a model of one kind of layers, a shorter stage is padded with a layer of zeros, whose output
     bias would receive gradients.
     """
+    # Stages of different layers are not padded.
     if len(config.model.stacks) > 1:
         return
     model, parts = config.model, mesh["pp"] * config.distributed.chunks

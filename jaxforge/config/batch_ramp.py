@@ -106,6 +106,7 @@ class BatchRamp:
     def updates(self, samples: int, since: int = 0) -> int:
         """Return the fewest updates after the first `since` that draw `samples` sequences."""
         end = self.samples(since) + samples
+        # The last stage that begins before the end; the samples left are counted in its batches.
         start, accum = [stage for stage in self.stages if self.samples(stage.start) <= end][-1]
         left = end - self.samples(start)
         return start + -(-left // self.sequences(accum)) - since

@@ -107,6 +107,7 @@ class EvalSchedule(NamedTuple):
 
     def due_steps(self, last: int) -> range:
         """Return the updates after which the set is evaluated, up to `last`."""
+        # The first multiple of the interval that is not before start_step, nor step 0.
         first = -(-max(self.start_step, 1) // self.interval) * self.interval
         return range(first, last + 1, self.interval)
 
@@ -238,6 +239,7 @@ def higher_is_better(metric: str, mode: Mode = "auto") -> bool | None:
     if mode != "auto":
         return mode == "max"
     group, *parts = metric.split("/")
+    # Parts that count layers or depths do not name the metric.
     names = [part for part in parts if not part.startswith(("layers.", "depths."))]
     name = names[-1].removeprefix(AVERAGE_PREFIX) if names else group
     if name in _HIGHER_NAMES:

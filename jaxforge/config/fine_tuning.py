@@ -86,6 +86,7 @@ class LoraConfig(Section):
 
     def freezes(self, name: str) -> bool:
         """Return whether adapters are trained and a parameter does not belong to one."""
+        # Everything else keeps the weights of the base model, bit for bit.
         return bool(self.rank) and not is_adapter(name)
 
     def _problems(self) -> Iterator[str]:

@@ -50,6 +50,7 @@ class PluginsConfig(Section):
         context = {} if info.context is None else info.context
         trusts = context.get("trusts", trust.always)
         named = _KEYS if trusts(self.names) else context.get("on_command_line", ())
+        # Names of plugins that were not imported may be valid: they are checked when used.
         left_out = [key for key in _KEYS if key not in named and getattr(self, key)]
         context["may_be_unknown"] = trusts is trust.never or bool(left_out)
         if problems := list(self._import_problems(named)):

@@ -223,6 +223,7 @@ class OptimizerConfig(Section):
             name: such as "layers.attention.q_proj.weight", without the layer index.
             is_matrix: whether it has more than one dimension, not counting the layer axis.
         """
+        # no_decay wins over decay: it is the safer of two matching patterns.
         if any(re.search(pattern, name) for pattern in self.no_decay_patterns):
             return False
         return is_matrix or any(re.search(pattern, name) for pattern in self.decay_patterns)

@@ -223,6 +223,7 @@ def moment_storage_is_supported(config: JobConfig, mesh: Mesh) -> Iterator[str]:
     name = config.optimizer.name
     if config.optimizer.traits.updates_by_rows:
         return
+    # Moments move between host and device part by part, within the update.
     if "optimizer" in config.train.offload:
         yield (
             f'train.offload = ["optimizer"] does not support optimizer.name = "{name}": its '
@@ -275,6 +276,7 @@ def locations_are_supported(config: JobConfig, mesh: Mesh) -> Iterator[str]:
     locations = dict(facts(JobConfig, Location))
     for key, line, value in _strings(config):
         location, fault = locations.get(key), urls.fault(value)
+        # Text of other keys may look like a URL, such as a prompt.
         if location is None or not urls.in_bucket(value):
             continue
         if location.urls == "none":
@@ -413,5 +415,6 @@ def _evaluation_metrics(config: JobConfig) -> tuple[str, ...]:
 def _has_terms(config: JobConfig) -> bool:
     """Return whether a loss, evaluation function or model may add metrics, known once built."""
     train = config.train
+    # Names of further metrics are known only once loss and model are built.
     is_custom = train.loss_fn not in CROSS_ENTROPIES or train.objective != "next_token"
     return bool(is_custom or config.eval.functions) or config.model.model_type != "transformer"

@@ -122,6 +122,7 @@ def _memory(program: Program, state: TrainState, frozen: FrozenFields | None) ->
     On CPU, the same memory also holds Python with its libraries, the compiler while it runs, data
     workers, and the copy of a state that is being saved.
     """
+    # The frozen model stays on the devices during the whole run.
     needs = step_memory(
         program.config, program.model, program.mesh, bytes_per_device(state),
         bytes_per_device(frozen.params) if frozen and frozen.params is not None else 0,
@@ -160,6 +161,7 @@ def _optimizer(config: JobConfig) -> str:
     """Describe the optimizer and the storage formats of moments and parameters."""
     rounding = config.train.param_rounding
     rounded = "" if rounding == "nearest" else f", parameters rounded: {rounding}"
+    # Vectors are few, and blocks of 8 bits would be wider than some of them.
     moments = config.train.opt_state_dtype.replace("8bit", "8 bits, vectors in float32")
     idle = ", experts without tokens skipped" if config.skips_idle_experts else ""
     o = config.optimizer

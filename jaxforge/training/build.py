@@ -45,6 +45,7 @@ def build_trainer(run: ResolvedRun, program: Program, session: Session) -> Train
     with watchdog.section("data"):
         data_sets = open_data(config)
         check_task_names(config.eval)
+    # Flags of XLA are checked before the lock: their mistakes need no run directory.
     compiler = StepCompiler.of(program)
     agreement.call_on_first(session.lock.take)
     files = RunFiles.open(run, program.model, watchdog, session.attempt)
@@ -53,12 +54,14 @@ def build_trainer(run: ResolvedRun, program: Program, session: Session) -> Train
         frozen = open_frozen(program, open_foreign, progress, run.teacher)
     data = TrainingData.of(program, data_sets, progress, has_begun=files.has_begun)
     tracked = config.metrics.writer("wandb")
+    # A tracker continues the run of the checkpoint, unless the config names another one.
     progress.run_id = (tracked.run_id if tracked else "") or progress.run_id
     parts = RunParts(program, data_sets.evaluation, progress, session.lock, frozen)
     callbacks = Callbacks([*session.callbacks, *callbacks_of(parts)])
     files.saver.set_direction(parts.directions.get(BEST_METRIC))
     if jax.process_index() == 0:
         session.show_banner(rows(program, state, progress, frozen, run.rows()))
+    # Before the writers open their files.
     files.rename_old_metrics(config)
     instruments = Instruments.open(session, program, progress, profiler)
     files.record_start(run, program, progress)

@@ -33,6 +33,7 @@ def end_training(reason: Exit, exits: Exits, config: JobConfig, saves: Saves) ->
         UserError: a completed run has not applied any update.
     """
     position, bad_steps, instruments = saves.position, saves.bad_steps, saves.instruments
+    # The last steps may still run: their counters decide about the reason below.
     position.follow_device(instruments.tracker)
     instruments.watchdog.clock.end_steps()
     # Steps after the halt were launched, but changed nothing: the run did not complete.
@@ -90,6 +91,7 @@ def close_run(
                 name = f"{type(callback).__name__}.{event.__name__}"
                 log_failed_callback(name, reason, saver.latest_path())
             raise
+        # SystemExit in an event became a request; an error code replaces a success.
         requested = callbacks.control.take().exit
         if reason is not None and requested is not None and requested.code:
             reason = requested
@@ -183,6 +185,7 @@ def check_learned(config: TrainConfig, progress: Progress) -> None:
     Raises:
         UserError: no update was applied.
     """
+    # Tokens count in applied updates only.
     if progress.tokens or not progress.step:
         return
     counts = {

@@ -114,6 +114,7 @@ class EarlyStop:
             if not math.isnan(value):
                 self.memory.update(best=value, best_step=step, metric=stop.metric)
             return False
+        # A NaN compares as no gain.
         gain = value - best if self._is_higher_better() else best - value
         if gain > stop.min_delta:
             self.memory.update(best=value, best_step=step)

@@ -85,7 +85,7 @@ class Trainer:
                     else:
                         position.state, metrics = step(position.state, batch, controls)
                     self._count(step, batch, controls, metrics)
-                # A step launched after a halt changed nothing: no callback may take it for progress.
+                # A step launched after a halt changed nothing, so no callback may act on it.
                 due = self.callbacks.due(progress.step)
                 if self._depends_on_step(due) and self._had_halted():
                     reason = self._roll_back()

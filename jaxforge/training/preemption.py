@@ -161,6 +161,7 @@ class Signals:
     def _reason(self) -> Exit:
         if self._announcement is not None:  # comes before the messages of the save
             self._announcement.join(_MESSAGE_SEC)
+        # A failed save comes first: the stop is its consequence.
         if self._has_failed:
             return Exit.STORAGE
         if self._received is None and self._is_time_up:

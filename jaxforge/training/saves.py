@@ -91,6 +91,7 @@ class Saves:
         try:
             self.saver.check()
         except Exception:
+            # Raised at once, it would leave the other processes in a collective.
             if not signals.stop_for_failed_save():
                 raise
 

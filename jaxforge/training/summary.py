@@ -72,6 +72,7 @@ def _length(config: JobConfig, ramp: BatchRamp, per_epoch: int | None) -> Iterat
 
 def epoch_rounding(per_epoch: int, per_update: int) -> str:
     """Return the end of a sentence about epochs, if whole updates change their number visibly."""
+    # Below a twentieth, rounding does not change the printed digits of the epochs.
     is_visible = per_update > per_epoch / 20
     return f", in whole updates of {per_update:,} sequences" if is_visible else ""
 
@@ -108,6 +109,7 @@ def _turns(config: JobConfig) -> dict[int, list[str]]:
         warmed, begin, end = config.scheduler.boundaries(config.train.max_steps)
     if warmed:
         turns.setdefault(warmed, []).append("warm-up ends")
+    # A run that is too short for its decay has no such turn.
     if end > begin and config.scheduler.name != "constant":
         turns.setdefault(begin, []).append("decay begins")
         turns.setdefault(end, []).append("decay ends")
@@ -187,6 +189,7 @@ def _checkpoints(config: JobConfig) -> Iterator[str]:
     if window:
         yield f"steps {window.start:,} to {window.stop:,}: a window of its own, kept for good"
     due = SavePolicy(config)
+    # The last step is always saved.
     at_the_end = [] if due(last) else [last]
     count = sum(1 for _ in due.steps(last)) + len(at_the_end)
     yield _listed(itertools.chain(due.steps(last), at_the_end), count)

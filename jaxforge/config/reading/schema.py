@@ -183,6 +183,7 @@ def _plain(node: Node) -> Node:
     # Optional keys are "X or null" in the schema; TOML has no null.
     options = [option for option in node.get("anyOf", ()) if option.get("type") != "null"]
     value = options[0] if options else node
+    # A union of fixed values is one choice; "float32 | 8bit" lists all of them.
     if len(options) > 1:
         names = [name for option in options for name in alternatives(option)]
         value = {"type": "string", "enum": names} if names else {"type": _UNION, _UNION: options}

@@ -262,6 +262,7 @@ def _rank(path: Path) -> int:
     """Return the rank of a duration; lower ranks are resolved first."""
     if path[:2] == _RAMP:
         return int(path[2])
+    # A plateau begins at the end of the warm-up, and a decay at the end of the plateau.
     first = (_MAX_STEPS, _WARMUP, _PLATEAU)
     return 1000 + (first.index(path) if path in first else len(first))
 
@@ -281,6 +282,7 @@ def _scaled(config: JobConfig, rows: int | None) -> dict[str, Any]:
         )
     assert base is not None
     batch = rows * config.train.grad_accum_steps
+    # The rate of the full batch: the ramp does not change it.
     factor = batch / base if rule == "linear" else math.sqrt(batch / base)
     scaled = {"lr": optimizer.lr * factor, "lr_scale_rule": "none", "lr_base_batch": batch}
     if optimizer.muon.adam_lr is not None:

@@ -45,6 +45,7 @@ def encode(value: Any, name: str) -> Any:  # noqa: ANN401 (any JSON)
             if type(key) is not str or key in (_ARRAY, _BYTES, _TUPLE):
                 raise UserError(f"{name} has the key {key!r}. Use other text as the key")
         return {key: encode(part, f"{name}[{key!r}]") for key, part in value.items()}
+    # Exact types: a subclass, such as a named tuple, would come back as another type.
     if type(value) in (list, tuple):
         parts = [encode(part, f"{name}[{i}]") for i, part in enumerate(value)]
         return parts if type(value) is list else {_TUPLE: parts}
@@ -52,6 +53,7 @@ def encode(value: Any, name: str) -> Any:  # noqa: ANN401 (any JSON)
         return {_BYTES: base64.b64encode(value).decode()}
     if isinstance(value, np.ndarray | np.generic | jax.Array):
         array = np.asarray(value)
+        # bfloat16 has kind V, as structured arrays, but those have no type of their name.
         if array.dtype.kind not in "biufcV" or np.dtype(array.dtype.name) != array.dtype:
             raise UserError(f"{name} is an array of {array.dtype}. Use an array of numbers")
         content = base64.b64encode(array.tobytes()).decode()

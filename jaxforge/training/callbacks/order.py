@@ -112,5 +112,6 @@ def callbacks_of(run: RunParts) -> Iterator[Callback]:
 
 def position(callback: Callback) -> int:
     """Return the index of the row of `ORDER` for a callback."""
+    # A subclass has the row of its nearest base: users derive from built-in callbacks, too.
     rows = {event.callback: i for i, event in enumerate(ORDER)}
     return next(rows[base] for base in type(callback).__mro__ if base in rows)

@@ -55,6 +55,7 @@ class DeviceSpeed(RunCallback):
         # [devices, 2]: id and seconds; float32 holds ids up to 2^24 exactly.
         table = np.reshape(multihost_utils.process_allgather(np.array(local, np.float32)), (-1, 2))
         seconds = {int(device): float(time_) for device, time_ in table}
+        # Every process has the whole table, so that all come to the same verdict.
         slow = slow_devices(seconds)
         if jax.process_index() == 0:
             _report(context.step, seconds, slow)
@@ -176,6 +177,7 @@ class CollectiveHealth(RunCallback):
         """Return the devices whose count is not 1 on some device of this process. Blocks."""
         self._answer = self._sum(self._counts)
         counts = [np.asarray(shard.data)[0] for shard in self._answer.addressable_shards]
+        # [local devices, n]: column i is the contribution of device i.
         wrong = np.any(np.stack(counts) != 1, axis=0)
         return [device for device, bad in zip(self._devices, wrong, strict=True) if bad]
 
@@ -183,6 +185,7 @@ class CollectiveHealth(RunCallback):
         """Return the devices of this process that have no answer yet."""
         if self._answer is None:
             return jax.local_devices()
+        # The check itself hangs, so the state of its result is all that can be asked.
         shards = self._answer.addressable_shards
         return [shard.device for shard in shards if not shard.data.is_ready()]
 

@@ -162,6 +162,7 @@ def _states(evidence: Evidence) -> list[State]:
         for i in range(evidence.count)
         if (beat := evidence.beats.get(i)) is not None and _fate(evidence, i) is None
     }
+    # A process that compiles or saves has another step for good reasons.
     stepping = [beat for beat in alive.values() if not _is_busy(beat)]
     newest = max(map(_step, stepping), default=0)
     # A call of compiled code from a callback or an evaluation shows no frame of JAX. If all are at
@@ -175,6 +176,7 @@ def _states(evidence: Evidence) -> list[State]:
         beat = alive[index]
         if _is_busy(beat):
             return State.BUSY
+        # An activity at the newest step, such as loading data, is not a collective.
         is_at_newest = _step(beat) == newest and not beat.status.activity
         arrived = is_at_newest and (beat.is_in_jax or are_together)
         return State.WAITING if arrived else State.BEHIND
@@ -191,6 +193,7 @@ def _fate(evidence: Evidence, index: int) -> State | None:
         return None  # it may have ended; its last state counts
     if beat is not None and beat.ending:
         return _ENDED[beat.ending]
+    # Without the service nothing is known of the others, but process 0 runs it.
     if evidence.is_cut_off:
         return State.SILENT if index == 0 else State.UNKNOWN
     if evidence.quiet.get(index, 0.0) >= evidence.silent_after:
@@ -207,12 +210,14 @@ def _culprits(evidence: Evidence, states: Sequence[State]) -> Iterator[int]:
         return [i for i, state in enumerate(states) if state in kinds]
 
     silent, n_peers = in_state(State.SILENT), evidence.count - 1
+    # All others at once: rather the network of this process than all of them.
     if len(silent) == n_peers > 1 and not evidence.is_cut_off:
         yield evidence.index
     elif silent:
         yield from silent
     elif failed := in_state(State.FAILED):
         yield from failed
+    # Nobody waits, so the job is slow and does not hang.
     elif not in_state(State.WAITING):
         return
     elif finished := in_state(State.FINISHED):

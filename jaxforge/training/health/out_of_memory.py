@@ -84,6 +84,7 @@ def smaller_step(config: JobConfig, rows: int, *, reduces_whole: bool) -> Iterat
     if reduces_whole:
         yield 'train.grad_sync = "microbatch": weights and gradients are whole for one layer only'
     if rows > 1:
+        # Fewer rows and more microbatches make the same update.
         half = rows // 2
         accum = math.ceil(train.grad_accum_steps * rows / half)
         key = "" if train.global_batch_size else f"train.batch_size = {half} and "
