@@ -376,6 +376,7 @@ class ModelConfig(MixerTables):
 
     def uses(self, key: str) -> bool:
         """Return whether a key, or a key of a table, affects the model."""
+        # Two keys give it an effect, which one `Needs` cannot say.
         if key == "qk_norm_eps":
             return self.qk_norm or self.qk_l2_norm
         if (table := key.partition(".")[0]) in MIXER_TABLES:
@@ -489,6 +490,7 @@ class ModelConfig(MixerTables):
         stack tells the parts that differ: "dense_layers" and "moe_layers", or "mamba2_layers".
         """
         parts = self.layer_parts
+        # Parameters of equal shapes are stacked [layers, ...] and run by one scan.
         if len(set(parts)) == 1:
             return {LAYERS: tuple(range(self.n_layers))}
         mixers_differ, feed_forwards_differ = (
@@ -591,6 +593,7 @@ class ModelConfig(MixerTables):
                 yield f'attention_pattern has "{kind}", which requires {key}'
             if self.attention_pattern and not has_kind and tokens is not None:
                 yield (f'{key} = {tokens} has no effect: no layer of attention_pattern is "{kind}"')
+        # Without a pattern all layers are of one kind.
         both = self.sliding_window is not None and self.attention_chunk_size is not None
         if both and not self.attention_pattern:
             yield (
@@ -607,6 +610,7 @@ class ModelConfig(MixerTables):
             )
         mixers, fields = {mixer for mixer, _ in parts}, type(self).model_fields
         for mixer in MIXER_TABLES:
+            # A table that nothing uses is more likely a missing name than a default.
             if mixer not in mixers and getattr(self, mixer) != fields[mixer].default:
                 yield (
                     f'[model.{mixer}] has no effect: mixer_pattern has no "{mixer}". Add it there, '
@@ -631,6 +635,7 @@ class ModelConfig(MixerTables):
             )
 
     def _latent_problems(self) -> Iterator[str]:
+        # Both would share the sizes of heads, which the latents determine.
         if ATTENTION in self.mixer_pattern:
             yield 'mixer_pattern has both "attention" and "latent_attention": choose one of them'
         for key in ("head_dim", "n_kv_heads", "partial_rotary_factor", "qk_norm",

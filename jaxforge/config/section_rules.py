@@ -78,6 +78,7 @@ def dpo_has_pairs_and_reference(config: JobConfig, mesh: Mesh) -> Iterator[str]:
             f"{dpo} requires pairs of answers: set data.dataset_path to the output of jaxforge "
             "prepare --preferences"
         )
+    # The loss of pairs has no mean over tokens to which such terms could be added.
     if weight := config.train.z_loss_weight:
         yield f"{dpo} has no z-loss: set train.z_loss_weight = {weight:g} to 0"
     if depth := config.model.mtp_depth:
@@ -102,6 +103,7 @@ def tokens_of_an_update_fit_int32(config: JobConfig, mesh: Mesh) -> Iterator[str
     train = config.train
     rows = train.microbatch_size(data_parallel(mesh))
     sequences = train.update_sequences(train.grad_accum_steps * rows)
+    # Counters of tokens on the devices are int32, as x64 is off.
     if sequences * train.seq_len >= 2**31:
         size = "global_batch_size" if train.global_batch_size else "batch_size"
         yield (
@@ -242,6 +244,7 @@ def logits_can_be_clipped(config: JobConfig, mesh: Mesh) -> Iterator[str]:
     model, asked = config.model, f"optimizer.qk_clip = {config.optimizer.qk_clip}"
     if config.optimizer.qk_clip is None:
         return
+    # QK-Clip scales the weights: each of these breaks the proportion of logits to them.
     reasons = {
         "model.qk_norm": (model.qk_norm, "normalizes queries and keys, which bounds their logits"),
         "model.qk_l2_norm": (model.qk_l2_norm, "normalizes them, which bounds their logits"),
@@ -260,6 +263,7 @@ def logits_can_be_clipped(config: JobConfig, mesh: Mesh) -> Iterator[str]:
 def hang_is_reported_before_the_end(config: JobConfig, mesh: Mesh) -> Iterator[str]:
     """Require that a hang is reported before JAX ends the processes of the job."""
     heartbeat, timeout = config.distributed.heartbeat_timeout_sec, config.train.hang_timeout
+    # When its own heartbeat expires, JAX ends processes without a report.
     if timeout and timeout > heartbeat - _REPORT_SEC:
         yield (
             f"train.hang_timeout = {timeout:g} requires distributed.heartbeat_timeout_sec of at "
@@ -336,6 +340,7 @@ def best_metric_is_logged(config: JobConfig, mesh: Mesh) -> Iterator[str]:
         return
     if metric.startswith(TASKS_PREFIX):
         yield from _tasks_are_named(BEST_METRIC, config)
+    # Losses and functions of users name their terms, so an unknown name may be right.
     elif metric not in known and not _has_terms(config):
         near = choices(metric, known)
         yield f'checkpoint.best_metric = "{metric}" is not a metric of [eval]{near}'
@@ -351,6 +356,7 @@ def early_stop_metric_is_logged(config: JobConfig, mesh: Mesh) -> Iterator[str]:
     stop, known = config.early_stop, _evaluation_metrics(config)
     if not stop.uses_metric:
         return
+    # Names of step metrics are known after the first step (`EarlyStop.check_metric`).
     if not stop.metric.startswith("eval/"):
         if stop.metric.partition("/")[0] not in _STEP_METRIC_GROUPS:
             near = choices(stop.metric, (*_STEP_METRICS, *known))

@@ -87,6 +87,7 @@ def close_run(
         try:
             note_loss(callbacks.call_callback, callback, event, *arguments)
         except Exception:
+            # The run itself is complete: this is said before the error hides it.
             if reason is not None:
                 name = f"{type(callback).__name__}.{event.__name__}"
                 log_failed_callback(name, reason, saver.latest_path())

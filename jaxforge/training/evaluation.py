@@ -295,6 +295,7 @@ def merge_sums(sets: Iterable[SetSums]) -> SetSums:
     """Return the sums over several sets, in which every token has the same weight."""
     nats, tokens, n_bytes, batches, terms, functions = zip(*sets, strict=True)
     known = [count for count in n_bytes if count is not None]
+    # One set of unknown bytes makes those of all sets unknown.
     all_bytes = sum(known) if len(known) == len(n_bytes) else None
     results = functools.reduce(_sum_functions, functions)
     return SetSums(sum(nats), sum(tokens), all_bytes, sum(batches), _sum_terms(terms), results)
@@ -350,6 +351,7 @@ def _was_made_by(tokenizer: Tokenizer | None, dataset: Dataset, name: str) -> bo
     manifest = dataset.source.manifest if isinstance(dataset.source, TokenFiles) else None
     if tokenizer is None or manifest is None:
         return tokenizer is not None
+    # Bytes of another tokenizer's ids would be wrong without notice.
     if manifest.tokenizer_sha256 == tokenizer.fingerprint:
         if manifest.bos_ids != tokenizer.prefix and not manifest.conversations:
             log.warning(

@@ -62,6 +62,7 @@ class FrozenFields:
 
     def __call__(self, policy: Params, batch: Batch) -> Batch:
         """Return a batch with further fields."""
+        # Batches of other shapes, such as those of an evaluation, compile at their first use.
         program = self._compiled.get(_signature(batch), self._add)
         return program(self._params_of(policy), batch)
 

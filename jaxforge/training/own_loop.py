@@ -43,6 +43,7 @@ def open_batches(program: Program, progress: Progress) -> Iterator[Batch]:
     Raises:
         UserError: the data are missing or damaged, or do not fit the model.
     """
+    # From the recorded position on, so that a resumed loop draws what an uninterrupted one would.
     config, dataset = program.config, open_training_data(program.config)
     n_updates = config.train.max_steps - progress.step
     return training_batches(config, program.mesh, dataset, progress.samples, n_updates=n_updates)

@@ -71,6 +71,7 @@ class Signals:
         self._interruptible = self.has_background_thread = False
 
     def __enter__(self) -> "Signals":
+        # Python delivers signals to the main thread only.
         if threading.current_thread() is not threading.main_thread():
             return self
         # With several processes, SIGTERM belongs to JAX's preemption service, which forwards it.

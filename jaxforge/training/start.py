@@ -111,6 +111,7 @@ def _note_trust(config: JobConfig) -> None:
     """Let commands that open this run import its plugins without `--trust-plugins`."""
     try:
         trust.note(run_directory.root(config), config.plugins.names)
+    # The record only spares users an option, so its loss must not end the run.
     except OSError as error:
         log.warning(
             "commands that open this run need --trust-plugins: cannot write %s: %s",

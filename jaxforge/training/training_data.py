@@ -328,6 +328,7 @@ def record_data(
     now = data_sets.identity
     for change in check_unchanged(config.data.on_change, progress.data, now, progress.step):
         log.warning("the data changed since step %d: %s", progress.step, change)
+    # Later starts compare with the data of this one.
     progress.data = now
     progress.sequences_per_epoch = sequences_per_epoch(config, rows, data_sets.training)
     if config.checkpoint.epoch_interval and not progress.sequences_per_epoch:

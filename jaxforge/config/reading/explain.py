@@ -110,6 +110,7 @@ def _located(text: str, path: Path, rule: str, sources: Sources) -> _Problem:
 
 def _setting_of(path: Path, rule: str, sources: Sources) -> Setting | None:
     """Return the last setting of `path`, a parent or a child; children must occur in `rule`."""
+    # Of several settings of a key, the last one holds.
     for setting in reversed(sources.settings):
         around = path[: len(setting.path)] == setting.path
         inside = setting.path[: len(path)] == path

@@ -79,6 +79,7 @@ def rewrite(
         UserError: If the file gives a key different values by two names.
     """
     values, lines = dict(values), dict(lines)
+    # The files of KempnerForge's configs/model have keys without a table.
     if _is_model_alone(values):
         values = {"model": values}
         lines = {("model", *path): line for path, line in lines.items()}

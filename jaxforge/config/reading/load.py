@@ -150,6 +150,7 @@ def _parse(argument: str) -> Setting:
         raise UserError(f"{argument}: expected --section.key=value")
     key, equals, text = argument[2:].partition("=")
     path = renamed(tuple(key.split(".")))
+    # A form that is only read has no schema: the stored key tells whether its value is text.
     stored = node_at(STORED_AS[path]) if path in STORED_AS else None
     is_text = stored is not None and stored["type"] == "string"
     node = node_at(path) or (stored if stored and is_text else {})

@@ -135,6 +135,7 @@ class UnresolvedConfig:
         for _, paths in groupby(
             sorted(self._durations, key=_rank), key=lambda path: _rank(path) > _rank(_MAX_STEPS)
         ):  # the ramp and max_steps first, then the durations that depend on them
+            # Problems of one rank do not depend on each other: all are reported.
             problems = []
             for path in paths:
                 try:
@@ -216,6 +217,7 @@ class _Batch:
         if path == _PLATEAU:
             return self._number(_WARMUP)
         if path == _DECAY:
+            # Only wsd has a plateau before its decay.
             is_wsd = self.known.scheduler.name == "wsd"
             return self._number(_WARMUP) + (self._number(_PLATEAU) if is_wsd else 0)
         return 0
@@ -328,6 +330,7 @@ def _without(values: dict[Any, Any], durations: Mapping[Path, Duration]) -> dict
     """
     values = copy.deepcopy(values)
     for section, key in {path[:2] for path in durations}:
+        # Rules need the sizes of the ramp; its starts only have to increase.
         if (section, key) == _RAMP:
             values["train"][key] = list(_with_some_starts(values["train"][key]))
         elif (section, key) in durations:

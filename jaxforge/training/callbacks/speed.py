@@ -82,6 +82,7 @@ def seconds_of(device: jax.Device) -> float:
             start = time.perf_counter()
             jax.block_until_ready(_multiply(x))
             times.append(time.perf_counter() - start)
+    # The shortest: longer ones include pauses of the host.
     return min(times)
 
 

@@ -50,6 +50,7 @@ class WeightHashes(RunCallback):
     def on_interval(self, context: IntervalContext) -> Exit | None:
         """Log that all replicas match, or the devices and parameters that differ."""
         step, params = context.step, context.state.params
+        # Compiled at the first check: shardings are known from the arrays themselves.
         if self._hash is None:
             self._hash = make_hasher(params, self._mesh)
         # [devices, parameters]: rows in the order of the mesh, on every process.

@@ -60,6 +60,7 @@ class AttentionLogits:
 def _largest_logit(model: Model, params: Params, batch: Batch) -> Float[Array, ""]:
     def of_microbatch(microbatch: Batch) -> Float[Array, ""]:
         _, out = model.forward(params, microbatch, capture=Capture((MAX_LOGITS,)))
+        # A registered model may leave captures out; models without attention have no logits.
         if MAX_LOGITS not in out.activations:
             raise UserError(
                 f'model.model_type = "{model.config.model_type}" does not provide its attention '

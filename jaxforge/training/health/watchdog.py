@@ -326,12 +326,14 @@ class Watchdog:
             if peers:
                 message = self._examine_job(peers, message)
             if message:
+                # Set before the report, for which `note_failure` then waits.
                 self._has_expired = True
                 self._expire(message)
                 return
 
     def _examine_job(self, peers: PeerWatch, message: str | None) -> str | None:
         """Return the message of a hang of the job, or None."""
+        # Called in each poll, since it counts the seconds of silence.
         autopsy = peers.suspect(POLL_SEC)
         if message:
             autopsy = peers.examine()
@@ -379,6 +381,7 @@ class Watchdog:
 
     def _report(self, message: str, is_end: bool) -> None:
         if is_end:
+            # stderr first: the disk may be what hangs.
             with contextlib.suppress(OSError, ValueError):  # stderr may be closed
                 if sys.__stderr__ is not None:
                     _dump(message, sys.__stderr__)
