@@ -46,8 +46,7 @@ from jaxforge.program import Program
 from jaxforge.runs import run_directory
 from jaxforge.state.progress import Progress
 from jaxforge.telemetry.sinks import JsonlSink, as_json
-from jaxforge.training.phases import Phases
-from jaxforge.training.training_data import batch_ramp, batches_from
+from jaxforge.training.training_data import Phases, batch_ramp, batches_from
 
 SEQ, ROWS = 1024, 8
 SHARD_TOKENS = 10_000_000

@@ -86,6 +86,7 @@ class AuxOutputs(NamedTuple):
         """Return these outputs with the loss terms of stacked layers added."""
         terms = dict(self.loss_terms)
         for name, by_layer in layers.loss_terms.items():
+            # [layers] -> []: the loss terms of all layers of a stack add up.
             total = jnp.sum(by_layer, axis=0)
             terms[name] = terms[name] + total if name in terms else total
         return self._replace(loss_terms=terms)
@@ -106,6 +107,7 @@ def combine(add: Callable[..., Array], largest: Callable[..., Array], *parts: Py
     """
 
     def combine_leaves(*leaves: Any) -> Any:  # noqa: ANN401 (a Max or an array)
+        # A sum of maxima would depend on the number of parts, such as microbatches.
         if isinstance(leaves[0], Max):
             return Max(largest(*(leaf.value for leaf in leaves)))
         return add(*leaves)

@@ -89,6 +89,7 @@ class Program:
     @functools.cached_property
     def mesh(self) -> Mesh:
         """The devices and their axes."""
+        # A program in a user's own loop has not passed `resolve_run`.
         rules.check(self._unresolved, jax.device_count())
         return make_mesh(self._unresolved)
 
@@ -99,6 +100,7 @@ class Program:
         The config of a run has no "auto" (`training.resolution`), and is returned as it is.
         Otherwise collective: all processes must access it.
         """
+        # Of `vars`, or a model would be built for the estimate only.
         return with_execution(self._unresolved, self.mesh, model=vars(self).get("model"))[0]
 
     @functools.cached_property
@@ -109,6 +111,7 @@ class Program:
     @functools.cached_property
     def optimizer(self) -> optax.GradientTransformationExtraArgs:
         """The optimizer of `[optimizer]` and `[scheduler]`."""
+        # The optimizer must not depend on the execution: its state is in checkpoints.
         return build_optimizer(self._unresolved, self.model.axes)
 
     @functools.cached_property
@@ -130,6 +133,7 @@ class Program:
         train, data = self.config.train, self.config.data
         rows = train.microbatch_size(data_parallel_size(self.mesh))
         shape: tuple[int, ...] = (train.grad_accum_steps, rows, train.seq_len)
+        # [microbatches, sequences of all ranks, tokens]
         shapes = {"input_ids": shape, "labels": shape}
         has_pairs = train.objective == "dpo"
         shapes |= {"segment_ids": shape} if data.pack_sequences or has_pairs else {}
@@ -202,6 +206,7 @@ class Program:
         """
         batch = self.abstract_batch() if batch is None else batch
         controls = Controls(next_lr_scale=1.0)  # as `TrainingData.controls` passes them
+        # The reference or teacher adds its fields in a program of its own, before the step.
         batch = with_frozen_fields(self.config, self.mesh, batch)
         with self.context():
             return self.step.lower(self.abstract_state(), batch, controls)
@@ -239,6 +244,7 @@ class Program:
         batch = self.abstract_batch() if batch is None else batch
         if not self.pads_batches:
             return {n: self.lower(_resized(batch, n)) for n in self.sizes}
+        # One program for all sizes: the traced number tells how many microbatches are real.
         largest = self.sizes[-1]
         count = jax.ShapeDtypeStruct((), jnp.int32, sharding=NamedSharding(self.mesh, P()))
         return {largest: self.lower(_resized(batch, largest) | {N_MICROBATCHES: count})}

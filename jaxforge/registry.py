@@ -27,14 +27,14 @@ class Registry:
 
     Args:
         key: the key, such as "optimizer.name".
-        ours: built-in names.
+        built_in: built-in names.
         family: prefix of further names, such as "optax.", whose builder is registered for the
             prefix and checks the rest of the name; "" for none.
     """
 
-    def __init__(self, key: str, *ours: str, family: str = "") -> None:
-        self.key, self.ours, self.family = key, ours, family
-        self._builders: dict[str, Callable[..., Any] | None] = dict.fromkeys(ours)
+    def __init__(self, key: str, *built_in: str, family: str = "") -> None:
+        self.key, self.built_in, self.family = key, built_in, family
+        self._builders: dict[str, Callable[..., Any] | None] = dict.fromkeys(built_in)
 
     def names(self) -> tuple[str, ...]:
         """Return all names in the order of registration, without those of the family."""
@@ -64,6 +64,7 @@ class Registry:
         Raises:
             UserError: the name is not registered.
         """
+        # One builder serves all names of a family, such as those of optax.
         is_of_family = self.family and name.startswith(self.family)
         builder = self._builders.get(self.family if is_of_family else name)
         if builder is None:
@@ -84,6 +85,7 @@ class Registry:
     def __get_pydantic_json_schema__(
         self, schema: CoreSchema, handler: GetJsonSchemaHandler
     ) -> dict[str, Any]:
+        # The schema lists what is registered now: plugins are imported before.
         names = {"enum": list(self.names()), "registered": True}
         return {**handler(schema), **names, **({"family": self.family} if self.family else {})}
 

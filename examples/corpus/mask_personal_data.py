@@ -3,7 +3,7 @@
     jaxforge prepare texts/ --output data --map examples/corpus/mask_personal_data.py:mask
 
 Patterns find what has the form of such data. Names, postal addresses and numbers in unusual forms
-stay, and some other numbers are masked, so this is no anonymization. The replacements are
+stay, and some other numbers are masked, so this is not an anonymization. The replacements are
 addresses and a number that are reserved for examples, so that a model still learns their form.
 """
 

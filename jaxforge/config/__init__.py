@@ -13,15 +13,13 @@ from jaxforge.config.distributed import DistributedConfig
 from jaxforge.config.eval import EvalConfig, EvalDataset
 from jaxforge.config.fine_tuning import DistillationConfig, DpoConfig, LoraConfig
 from jaxforge.config.ineffective_settings import answers
-from jaxforge.config.job import JobConfig
+from jaxforge.config.job import JobConfig, PluginsConfig
 from jaxforge.config.metrics import MetricsConfig, ProfilingConfig
 from jaxforge.config.model import ModelConfig, RopeScaling
-from jaxforge.config.optimizer import OptimizerConfig
-from jaxforge.config.plugins import PluginsConfig
+from jaxforge.config.optimizer import EarlyStopConfig, OptimizerConfig, SchedulerConfig
 from jaxforge.config.reading.load import load_config, load_unresolved
 from jaxforge.config.reading.unresolved import UnresolvedConfig
 from jaxforge.config.rules import check, mesh_shape
-from jaxforge.config.scheduler import EarlyStopConfig, SchedulerConfig
 from jaxforge.config.train import BatchStage, TrainConfig
 
 __all__ = [

@@ -6,11 +6,10 @@ from collections.abc import Callable, Iterator, Mapping
 from operator import attrgetter
 
 from jaxforge.config.eval import ATTENTION_WEIGHTS
-from jaxforge.config.facts import SplitBy, facts
 from jaxforge.config.job import JobConfig
 from jaxforge.config.mixers import LATENT_ATTENTION
 from jaxforge.config.model import ATTENTION, NO_MIXER
-from jaxforge.config.problems import Change, Problem, divisors, multiples, nearest
+from jaxforge.config.section import SplitBy, facts
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "ep", "tp")
 """Mesh axes, slowest network first: devices adjacent along tp are adjacent in the machine."""
@@ -24,8 +23,8 @@ DATA_AXES = ("dp_replicate", "dp_shard", "cp", "ep")
 Mesh = Mapping[str, int]
 """Size of each axis."""
 
-Rule = Callable[[JobConfig, Mesh], Iterator[str | Problem]]
-"""A rule yields a message or a `Problem` for each violation (`rules.py`)."""
+Rule = Callable[[JobConfig, Mesh], Iterator[str]]
+"""A rule yields a message for each violation (`rules.py`)."""
 
 
 def declared_sizes(config: JobConfig) -> dict[str, int]:
@@ -53,7 +52,9 @@ def with_equal_shards(config: JobConfig, mesh: Mesh) -> dict[str, int]:
     """
     latents = config.model.latent_attention
     ranks = (latents.q_rank or 0, latents.kv_rank) if config.model.has_latent_attention else ()
+    # Every matrix has an axis of one of these sizes, along which it is sharded.
     width = math.gcd(config.model.dim, *ranks)
+    # cp and ep shard the same axis of the parameters.
     shards = math.gcd(mesh["dp_shard"], width // (mesh["cp"] * mesh["ep"]))
     copies = mesh["dp_shard"] // shards
     return {**mesh, "dp_replicate": mesh["dp_replicate"] * copies, "dp_shard": shards}
@@ -67,14 +68,7 @@ def cp_strategy(config: JobConfig) -> str:
     return "ring" if config.model.n_heads % (d.cp * d.tp) else "ulysses"
 
 
-def smaller_axis(config: JobConfig, axis: str, size: int) -> tuple[Change, ...]:
-    """Return smaller sizes of a mesh axis, largest first; dp_shard takes the freed devices."""
-    is_open = config.distributed.dp_shard == -1
-    others = {} if is_open or axis == "dp_shard" else {"distributed.dp_shard": -1}
-    return tuple({f"distributed.{axis}": new, **others} for new in divisors(size)[-2::-1])
-
-
-def shares_are_equal(config: JobConfig, mesh: Mesh) -> Iterator[Problem]:
+def shares_are_equal(config: JobConfig, mesh: Mesh) -> Iterator[str]:
     """Require equal shares of what mesh axes split (`facts.SplitBy`).
 
     An indivisible dp_shard is reduced instead (`with_equal_shards`).
@@ -84,74 +78,69 @@ def shares_are_equal(config: JobConfig, mesh: Mesh) -> Iterator[Problem]:
         value = getattr(attrgetter(table)(config), split.resolved or name)
         axes = {axis: mesh[axis] for axis in split.axes.split() if mesh[axis] > 1}
         size = math.prod(axes.values())
+        # A key without effect may have any value.
         is_used = table == "train" or config.model.uses(key.removeprefix("model."))
         if not is_used or not value or value % size == 0:
             continue
         product = " * ".join(map(str, axes.values())) + (f" = {size}" if len(axes) > 1 else "")
-        yield Problem(
-            f"{key} = {value} must be a multiple of distributed.{' * '.join(axes)} = {product}",
-            multiples(key, value, size),
-            *(smaller_axis(config, axis, n) for axis, n in axes.items()),
+        yield (
+            f"{key} = {value} must be a multiple of distributed.{' * '.join(axes)} = {product}: "
+            "change one of them"
         )
 
 
-def heads_divide_by_cp(config: JobConfig, mesh: Mesh) -> Iterator[Problem]:
+def heads_divide_by_cp(config: JobConfig, mesh: Mesh) -> Iterator[str]:
     """Require for "ulysses" that the heads of a tensor-parallel rank divide over cp."""
     n_heads, product = config.model.n_heads, mesh["cp"] * mesh["tp"]
     if cp_strategy(config) == "ulysses" and n_heads % mesh["tp"] == 0 and n_heads % product:
-        yield Problem(
+        yield (
             f'distributed.cp_strategy = "ulysses" splits heads: model.n_heads = {n_heads} must be '
-            f"a multiple of distributed.cp * tp = {mesh['cp']} * {mesh['tp']} = {product}",
-            {"distributed.cp_strategy": "ring"},
-            smaller_axis(config, "cp", mesh["cp"]),
+            f"a multiple of distributed.cp * tp = {mesh['cp']} * {mesh['tp']} = {product}. Set "
+            'cp_strategy to "ring", or lower cp'
         )
 
 
-def seq_len_divides_by_ring_chunks(config: JobConfig, mesh: Mesh) -> Iterator[Problem]:
+def seq_len_divides_by_ring_chunks(config: JobConfig, mesh: Mesh) -> Iterator[str]:
     """Require for "ring" that a sequence divides into two chunks per context-parallel rank."""
+    # Two chunks per rank, one from each end, balance the causal mask.
     length, parts = config.train.seq_len, 2 * mesh["cp"]
     if mesh["cp"] > 1 and cp_strategy(config) == "ring" and length % parts:
-        unit = math.lcm(parts, mesh["cp"] * mesh["tp"])
-        yield Problem(
+        yield (
             f"train.seq_len = {length} must be a multiple of 2 * distributed.cp = {parts} with "
-            f'distributed.cp_strategy = "ring"',
-            multiples("train.seq_len", length, unit),
-            smaller_axis(config, "cp", mesh["cp"]),
+            'distributed.cp_strategy = "ring": change train.seq_len or distributed.cp'
         )
 
 
-def convolutions_fit_parts(config: JobConfig, mesh: Mesh) -> Iterator[Problem]:
+def convolutions_fit_parts(config: JobConfig, mesh: Mesh) -> Iterator[str]:
     """Require parts of sequences that are as long as the reach of the mixers' convolutions."""
     parts = mesh["cp"]
     if parts == 1:
         return
+    # A convolution reads tokens of the preceding part only.
     parts *= 2 if cp_strategy(config) == "ring" else 1
     for mixer, table in config.model.mixer_tables.items():
         size = getattr(table, "conv_size", 1)  # some mixers have no convolution
         if config.train.seq_len // parts < size - 1:
-            yield Problem(
+            yield (
                 f"train.seq_len = {config.train.seq_len} in {parts} parts is shorter than the "
-                f"{size - 1} earlier tokens that model.{mixer}.conv_size = {size} reaches",
-                {"train.seq_len": parts * max(size - 1, mesh["tp"])},
-                smaller_axis(config, "cp", mesh["cp"]),
+                f"{size - 1} earlier tokens that model.{mixer}.conv_size = {size} reaches: raise "
+                "it, or lower distributed.cp"
             )
 
 
-def attention_weights_need_whole_sequences(config: JobConfig, mesh: Mesh) -> Iterator[Problem]:
+def attention_weights_need_whole_sequences(config: JobConfig, mesh: Mesh) -> Iterator[str]:
     """Refuse to capture attention weights with cp, where no device has all keys of a query."""
     section = config.eval
-    wanted = section.activations_interval and ATTENTION_WEIGHTS in section.captured_points
-    if wanted and mesh["cp"] > 1:
-        yield Problem(
+    is_captured = section.activations_interval and ATTENTION_WEIGHTS in section.captured_points
+    if is_captured and mesh["cp"] > 1:
+        yield (
             f"eval.activations_points = {json.dumps(section.activations_points)} includes "
             f"{ATTENTION_WEIGHTS}, but with distributed.cp = {mesh['cp']} no device has all keys "
-            "of a query",
-            smaller_axis(config, "cp", mesh["cp"]),
-            {"eval.activations_points": "residual"},
+            "of a query: remove it, or set distributed.cp to 1"
         )
 
 
-def global_batch_divides(config: JobConfig, mesh: Mesh) -> Iterator[Problem]:
+def global_batch_divides(config: JobConfig, mesh: Mesh) -> Iterator[str]:
     """Require a global batch that divides into microbatches and equal shares per rank.
 
     An elastic job that has lost processes pads its batches instead (`config.resolution`).
@@ -161,84 +150,78 @@ def global_batch_divides(config: JobConfig, mesh: Mesh) -> Iterator[Problem]:
     if batch and batch % (accum * dp) and not config.distributed.elastic_processes:
         axes = BATCH_AXES if mesh["ep"] > 1 else BATCH_AXES[:2]
         sizes = " * ".join(str(mesh[axis]) for axis in axes)
-        fitting = (steps for steps in divisors(batch) if batch % (steps * dp) == 0)
-        yield Problem(
+        yield (
             f"train.global_batch_size = {batch} must be a multiple of train.grad_accum_steps * "
-            f"distributed.{' * '.join(axes)} = {accum} * {sizes} = {accum * dp}",
-            multiples("train.global_batch_size", batch, accum * dp),
-            nearest("train.grad_accum_steps", accum, fitting),
+            f"distributed.{' * '.join(axes)} = {accum} * {sizes} = {accum * dp}: change one of them"
         )
 
 
-def batch_sizes_agree(config: JobConfig, mesh: Mesh) -> Iterator[Problem]:
+def batch_sizes_agree(config: JobConfig, mesh: Mesh) -> Iterator[str]:
     """Require that batch_size and global_batch_size agree if both are set."""
     train, dp = config.train, data_parallel(mesh)
     total = train.batch_size * dp * train.grad_accum_steps
+    # The default of batch_size is not a wish.
     wrote_both = train.global_batch_size and config.is_set("train.batch_size")
     if wrote_both and total != train.global_batch_size:
-        share = train.microbatch_size(dp) // dp
-        yield Problem(
+        yield (
             f"train.global_batch_size = {train.global_batch_size}, but train.batch_size = "
             f"{train.batch_size} on {dp} data-parallel ranks with train.grad_accum_steps = "
-            f"{train.grad_accum_steps} makes {total}",
-            {"train.batch_size": share},
-            {"train.global_batch_size": total},
+            f"{train.grad_accum_steps} makes {total}: remove train.batch_size, which follows"
         )
 
 
-def every_stage_has_layers(config: JobConfig, mesh: Mesh) -> Iterator[Problem]:
+def every_stage_has_layers(config: JobConfig, mesh: Mesh) -> Iterator[str]:
     """Require at least one layer per virtual stage."""
     layers, chunks = config.model.n_layers, config.distributed.chunks
     if layers < mesh["pp"] * chunks:
-        product, fewer = f" = {mesh['pp']}", smaller_axis(config, "pp", mesh["pp"])
+        product, lower = f" = {mesh['pp']}", "it"
         if chunks > 1:
             product = f" * pp_chunks = {mesh['pp']} * {chunks} = {mesh['pp'] * chunks}"
-        lower = tuple({"distributed.pp_chunks": n} for n in range(chunks - 1, 1, -1))
-        what = f"model.n_layers = {layers} is less than distributed.pp{product}"
-        yield Problem(what, fewer, lower)
+            lower = "one of them"
+        yield f"model.n_layers = {layers} is less than distributed.pp{product}: lower {lower}"
 
 
-def microbatches_fill_pipeline(config: JobConfig, mesh: Mesh) -> Iterator[str | Problem]:
+def microbatches_fill_pipeline(config: JobConfig, mesh: Mesh) -> Iterator[str]:
     """Require enough microbatches for all stages, and a multiple of pp when interleaved."""
     pp, train = mesh["pp"], config.train
     sizes = {f"train.batch_ramp[{i}]": x.accum for i, x in enumerate(train.stages()[:-1])}
     sizes["train.grad_accum_steps"] = train.grad_accum_steps
     for key, accum in sizes.items() if pp > 1 else ():
         is_stage = not key.endswith("_steps")
-        what, unit = f"{key} = {accum}" + (" microbatches" if is_stage else ""), pp
+        count = f"{key} = {accum}" + (" microbatches" if is_stage else "")
         if accum < pp:
-            what += f" leaves some of the distributed.pp = {pp} stages idle all the time"
-            unit = pp if config.distributed.chunks > 1 else 1
-        elif config.distributed.chunks > 1 and accum % pp:
-            what += (
-                f" must be a multiple of distributed.pp = {pp} with distributed.pp_schedule = "
-                '"interleaved_1f1b"'
+            yield (
+                f"{count} leaves some of the distributed.pp = {pp} stages idle all the time: set "
+                f"it to {pp}"
             )
-        else:
-            continue
-        least = max(pp, math.ceil(accum / unit) * unit)
-        if is_stage:
-            yield f"{what}: set it to {least}"
-        else:
-            yield Problem(what, multiples(key, least, unit))
+        elif config.distributed.chunks > 1 and accum % pp:
+            yield (
+                f"{count} must be a multiple of distributed.pp = {pp} with distributed.pp_schedule "
+                f'= "interleaved_1f1b": set it to {math.ceil(accum / pp) * pp}'
+            )
 
 
-def different_stages_exchange_in_groups(config: JobConfig, mesh: Mesh) -> Iterator[Problem]:
+def different_stages_exchange_in_groups(config: JobConfig, mesh: Mesh) -> Iterator[str]:
     """Refuse neighbour exchanges over cp in stages with different layers.
 
     A permutation of XLA involves the devices of all stages, which then run different layers.
     """
     pp, cp, chunks = mesh["pp"], mesh["cp"], config.distributed.chunks
+    # Stages with equal layers run one program, in which all exchange at the same time.
     if pp == 1 or cp == 1 or _stages_are_equal(config, pp * chunks):
         return
-    fixes = smaller_axis(config, "pp", pp), smaller_axis(config, "cp", cp)
-    where = f"with distributed.cp = {cp} in {pp * chunks} pipeline stages of different layers"
+    where = (
+        f"with distributed.cp = {cp} in {pp * chunks} pipeline stages of different layers: set "
+        "distributed.pp or cp to 1"
+    )
     recurrent = sorted({*config.model.mixers} - {ATTENTION, LATENT_ATTENTION, NO_MIXER})
     if recurrent:
-        yield Problem(f"mixers {', '.join(recurrent)} are not supported {where}", *fixes)
+        yield f"mixers {', '.join(recurrent)} are not supported {where}"
     elif cp_strategy(config) == "ring":
-        ulysses = {"distributed.cp_strategy": "ulysses"}
-        yield Problem(f'distributed.cp_strategy = "ring" is not supported {where}', ulysses, *fixes)
+        yield (
+            f'distributed.cp_strategy = "ring" is not supported {where}, or cp_strategy to '
+            '"ulysses"'
+        )
 
 
 def _stages_are_equal(config: JobConfig, stages: int) -> bool:
@@ -249,54 +232,52 @@ def _stages_are_equal(config: JobConfig, stages: int) -> bool:
     return len(set(parts)) == 1 or (not longer and is_periodic)
 
 
-def biased_stages_have_equal_layers(config: JobConfig, mesh: Mesh) -> Iterator[Problem]:
+def biased_stages_have_equal_layers(config: JobConfig, mesh: Mesh) -> Iterator[str]:
     """Require equal layers per stage if the output of a layer has a bias.
 
     In a model of one kind of layers, a shorter stage is padded with a layer of zeros, whose output
     bias would receive gradients.
     """
+    # Stages of different layers are not padded.
     if len(config.model.stacks) > 1:
         return
     model, parts = config.model, mesh["pp"] * config.distributed.chunks
+    # A LayerNorm after a part has a bias in the output of the layer.
     after = model.norm_type == "layernorm" and model.norm_placement != "pre"
     if mesh["pp"] > 1 and model.n_layers % parts and (model.o_bias or model.mlp_bias or after):
         what = "a layernorm after its parts" if after else "model.o_bias or mlp_bias"
-        yield Problem(
+        yield (
             f"model.n_layers = {model.n_layers} must be a multiple of {parts} pipeline stages in a "
-            f"model with {what}",
-            multiples("model.n_layers", model.n_layers, parts),
-            smaller_axis(config, "pp", mesh["pp"]),
+            f"model with {what}: change model.n_layers or distributed.pp"
         )
 
 
-def ep_has_experts(config: JobConfig, mesh: Mesh) -> Iterator[Problem]:
+def ep_has_experts(config: JobConfig, mesh: Mesh) -> Iterator[str]:
     """Require experts if the mesh has an axis for them."""
     if mesh["ep"] > 1 and not config.model.is_moe:
-        yield Problem(
-            f"distributed.ep = {mesh['ep']} requires a model with experts",
-            smaller_axis(config, "ep", mesh["ep"]),
-            multiples("model.num_experts", mesh["ep"], mesh["ep"]),
+        yield (
+            f"distributed.ep = {mesh['ep']} requires a model with experts: set it to 1, or "
+            "model.num_experts"
         )
 
 
-def fp8_experts_have_no_stages(config: JobConfig, mesh: Mesh) -> Iterator[Problem]:
+def fp8_experts_have_no_stages(config: JobConfig, mesh: Mesh) -> Iterator[str]:
     """Refuse stages for 8-bit experts: the layers that stay in bf16 are known only at run time."""
     train = config.train
     stay = any(part in "layers.mlp.experts" for part in train.fp8_exclude)
-    wanted = config.model.is_moe and train.mixed_precision == "fp8" and not stay
-    if mesh["pp"] > 1 and wanted:
-        yield Problem(
+    has_fp8_experts = config.model.is_moe and train.mixed_precision == "fp8" and not stay
+    if mesh["pp"] > 1 and has_fp8_experts:
+        yield (
             f'train.mixed_precision = "fp8" for experts with distributed.pp = {mesh["pp"]} is not '
-            'supported: add "experts" to train.fp8_exclude',
-            smaller_axis(config, "pp", mesh["pp"]),
+            'supported: add "experts" to train.fp8_exclude, or set distributed.pp to 1'
         )
 
 
-def pipeline_offloads_nothing(config: JobConfig, mesh: Mesh) -> Iterator[Problem]:
+def pipeline_offloads_nothing(config: JobConfig, mesh: Mesh) -> Iterator[str]:
     """Refuse to offload with stages, whose ring buffer of activations stays on the device."""
     if mesh["pp"] > 1 and config.train.offload:
-        yield Problem(
+        yield (
             f"train.offload = {json.dumps(config.train.offload)} with distributed.pp = "
-            f"{mesh['pp']} is not supported: the arrays of a stage stay on its device",
-            smaller_axis(config, "pp", mesh["pp"]),
+            f"{mesh['pp']} is not supported, as the arrays of a stage stay on its device: remove "
+            "one of them"
         )

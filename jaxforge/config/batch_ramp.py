@@ -20,7 +20,7 @@ class Stage(NamedTuple):
     """Microbatches per update."""
 
 
-class Span(NamedTuple):
+class RampSpan(NamedTuple):
     """Consecutive updates with one batch size."""
 
     start: int
@@ -106,14 +106,15 @@ class BatchRamp:
     def updates(self, samples: int, since: int = 0) -> int:
         """Return the fewest updates after the first `since` that draw `samples` sequences."""
         end = self.samples(since) + samples
+        # The last stage that begins before the end; the samples left are counted in its batches.
         start, accum = [stage for stage in self.stages if self.samples(stage.start) <= end][-1]
         left = end - self.samples(start)
         return start + -(-left // self.sequences(accum)) - since
 
-    def spans(self, step: int, n_updates: int) -> Iterator[Span]:
+    def spans(self, step: int, n_updates: int) -> Iterator[RampSpan]:
         """Split the `n_updates` updates after `step` into non-empty spans of one batch size."""
         end = step + n_updates
         inside = [stage.start for stage in self.stages if step < stage.start < end]
         for first, beyond in pairwise([step, *inside, end]):
             if first < beyond:
-                yield Span(first, beyond - first, self.accum(first))
+                yield RampSpan(first, beyond - first, self.accum(first))

@@ -8,8 +8,17 @@ from pydantic import NonNegativeInt
 
 from jaxforge.config.duration import Every, PositiveSteps, Steps
 from jaxforge.config.eval import Mode
-from jaxforge.config.facts import Flag, Interval, Needs, Requires
-from jaxforge.config.section import AnyPath, BucketPath, DiskPath, MemoryPath, Section
+from jaxforge.config.section import (
+    AnyPath,
+    BucketPath,
+    DiskPath,
+    Flag,
+    Interval,
+    MemoryPath,
+    Needs,
+    Requires,
+    Section,
+)
 
 
 class DynCkptWindow(Section):
@@ -110,6 +119,7 @@ class CheckpointConfig(Section):
         branch = Branch.parse(text)
         if branch is None:
             yield f'branch_from = "{text}" must be RUN@STEP or RUN@latest'
+        # A run that branches off from itself would overwrite the checkpoint that it starts from.
         elif Path(branch.run).absolute() == Path(self.dir).absolute():
             yield f'branch_from = "{text}" is the run in dir itself: change dir to a new directory'
         if self.load_path is not None:

@@ -8,8 +8,7 @@ from typing import Annotated, Literal
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 from jaxforge.config.duration import Steps, TokenCount
-from jaxforge.config.facts import Flag, Needs
-from jaxforge.config.section import BucketPath, DiskPath, Section, Weights, WeightTable
+from jaxforge.config.section import BucketPath, DiskPath, Flag, Needs, Section, Weights, WeightTable
 from jaxforge.registry import Registry
 
 DATASETS = Registry("data.dataset_type", "auto", "synthetic")

@@ -5,8 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, PositiveInt
 
-from jaxforge.config.facts import Needs
-from jaxforge.config.section import MOST_DEVICES, MOST_LAYERS, AxisSize, Section
+from jaxforge.config.section import MOST_DEVICES, MOST_LAYERS, AxisSize, Needs, Section
 
 
 class DistributedConfig(Section):

@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 
-from jaxforge.config.facts import Interval
+from jaxforge.config.section import Interval
 
 _FORM = re.compile(
     r"(?P<number>\d[\d_]*\.?\d*|\.\d+)\s*"
@@ -84,6 +84,7 @@ def parse_duration(text: str) -> Duration | None:
     match = _FORM.fullmatch(text.strip()) if len(text) < _LONG else None
     if match is None:
         return None
+    # Exact: a share of 10^12 tokens must not depend on binary rounding.
     number = Fraction(match["number"].replace("_", ""))
     if match["unit"] == "%":
         return Duration(number / 100, "run", text)

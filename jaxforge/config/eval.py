@@ -10,8 +10,7 @@ from pydantic import NonNegativeFloat, NonNegativeInt, PositiveInt
 
 from jaxforge.cli.suggestions import choices
 from jaxforge.config.duration import PositiveSteps, Steps
-from jaxforge.config.facts import Interval, Needs
-from jaxforge.config.section import BucketPath, LocalPath, Section
+from jaxforge.config.section import BucketPath, Interval, LocalPath, Needs, Section
 from jaxforge.registry import Registry
 
 METRICS = ("loss", "perplexity", "bits_per_byte")
@@ -108,6 +107,7 @@ class EvalSchedule(NamedTuple):
 
     def due_steps(self, last: int) -> range:
         """Return the updates after which the set is evaluated, up to `last`."""
+        # The first multiple of the interval that is not before start_step, nor step 0.
         first = -(-max(self.start_step, 1) // self.interval) * self.interval
         return range(first, last + 1, self.interval)
 
@@ -160,9 +160,7 @@ class EvalConfig(Section):
     activations_layers: Annotated[tuple[NonNegativeInt, ...], Needs("activations_interval")] = ()
     """Indices of the captured layers, from 0; [] captures all."""
     activations_sequences: Annotated[PositiveInt, Needs("activations_interval")] = 8
-    """Number of captured sequences, always the first of the set."""
-    activations_set: Annotated[str, Needs("activations_interval")] = ""
-    """Name of the captured evaluation set; if empty, the first set."""
+    """Number of captured sequences, the first of the first evaluation set."""
 
     def _problems(self) -> Iterator[str]:
         if self.sample_interval and not self.sample_prompts:
@@ -225,10 +223,6 @@ class EvalConfig(Section):
         """True if a run reads evaluation sets, to evaluate or to capture activations."""
         return self.enabled or self.activations_interval > 0
 
-    def captured_set(self) -> str:
-        """Return the name of the captured set, a key of `sources`."""
-        return self.activations_set or next(iter(self.sources()))
-
     def sources(self) -> dict[str, EvalDataset]:
         """Return the evaluation sets by name; a single set may have the name ""."""
         return {dataset.name: dataset for dataset in self.datasets}
@@ -245,6 +239,7 @@ def higher_is_better(metric: str, mode: Mode = "auto") -> bool | None:
     if mode != "auto":
         return mode == "max"
     group, *parts = metric.split("/")
+    # Parts that count layers or depths do not name the metric.
     names = [part for part in parts if not part.startswith(("layers.", "depths."))]
     name = names[-1].removeprefix(AVERAGE_PREFIX) if names else group
     if name in _HIGHER_NAMES:

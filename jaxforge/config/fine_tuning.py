@@ -6,8 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from jaxforge.config.facts import Requires
-from jaxforge.config.section import AnyPath, BucketPath, Section
+from jaxforge.config.section import AnyPath, BucketPath, Requires, Section
 
 Objective = Literal["next_token", "dpo", "distillation"]
 """Values of `train.objective`."""
@@ -87,6 +86,7 @@ class LoraConfig(Section):
 
     def freezes(self, name: str) -> bool:
         """Return whether adapters are trained and a parameter does not belong to one."""
+        # Everything else keeps the weights of the base model, bit for bit.
         return bool(self.rank) and not is_adapter(name)
 
     def _problems(self) -> Iterator[str]:

@@ -9,10 +9,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from jaxforge.config.eval import TASKS_PREFIX, EvalSchedule
-from jaxforge.config.facts import Needs, Requires, WithinRun, facts
 from jaxforge.config.job import JobConfig, short_toml
 from jaxforge.config.optimizer import UNUSUAL_LR
-from jaxforge.config.problems import describe_change
+from jaxforge.config.section import Needs, Requires, WithinRun, facts
 from jaxforge.storage import urls
 
 
@@ -33,8 +32,8 @@ def ineffective_settings(config: JobConfig, platform: str) -> list[str]:
 def answers(config: JobConfig) -> list[str]:
     """Return a line for each key whose default differs from KempnerForge's."""
     scheduler, usual = config.scheduler, config.usual_warmup(10**9)
-    is_ours = not config.is_set("scheduler.warmup_steps") and scheduler.warmup_steps < usual
-    if is_ours and scheduler.name != "none":
+    is_shortened = not config.is_set("scheduler.warmup_steps") and scheduler.warmup_steps < usual
+    if is_shortened and scheduler.name != "none":
         return [
             f"scheduler.warmup_steps is not set: {scheduler.warmup_steps:,} updates, a tenth of "
             f"the run (in KempnerForge {usual:,})"
@@ -83,7 +82,7 @@ def _precision(config: JobConfig, platform: str) -> Iterator[str]:
     if platform == "cpu" and precision != "fp32":
         yield (
             f'train.mixed_precision = "{precision}" is slow on CPUs, which compute in float32: '
-            f"change {describe_change({'train.mixed_precision': 'fp32'})}"
+            f'change train.mixed_precision to "fp32"'
         )
 
 
@@ -125,15 +124,15 @@ def _average(config: JobConfig) -> Iterator[str]:
         yield (
             f"train.ema_interval = {train.ema_interval:,} and train.ema_start = "
             f"{train.ema_start:,} leave no update of the average up to train.max_steps = "
-            f"{train.max_steps:,}: change {describe_change({'train.ema_interval': 1})}"
+            f"{train.max_steps:,}: change train.ema_interval to 1"
         )
     # An update rounds by up to a digit: a variance of 1/6 of its square, for evenly spread values.
     digits = math.sqrt(1 / 6 / (1 - train.ema_decay**2))
     if train.ema_dtype == "bfloat16" and digits > _LARGE_ERROR:
         yield (
             f'train.ema_dtype = "bfloat16" adds a random error of about {digits:.0f} in the last '
-            f"digit with train.ema_decay = {train.ema_decay:g}: change "
-            + describe_change({"train.ema_dtype": "float32"})
+            f"digit with train.ema_decay = {train.ema_decay:g}: change train.ema_dtype to "
+            '"float32"'
         )
 
 
@@ -144,32 +143,33 @@ def schedule(config: JobConfig) -> Iterator[str]:
     """Yield parts of the schedule that the run is too short for."""
     last, scheduler = config.train.max_steps, config.scheduler
     warmup, decay, _ = scheduler.boundaries(last)
-    tenth = max(1, last // 10)
     if scheduler.name != "none" and warmup >= last:
         yield (
             f"scheduler.warmup_steps = {warmup:,} is not less than train.max_steps = {last:,}, so "
-            "the learning rate never reaches optimizer.lr: change "
-            + describe_change({"scheduler.warmup_steps": last // 50})
+            "the learning rate never reaches optimizer.lr: lower scheduler.warmup_steps"
         )
     elif scheduler.name == "wsd" and not scheduler.stable_steps:
         yield (
             'scheduler.name = "wsd" without scheduler.stable_steps decays from the end of the '
-            "warm-up: change "
-            + describe_change({"scheduler.stable_steps": max(1, last * 9 // 10 - warmup)})
+            "warm-up: set scheduler.stable_steps"
         )
     elif scheduler.name not in ("none", "constant") and decay >= last:
         yield (
             f"scheduler.stable_steps = {scheduler.stable_steps:,} ends at update {decay:,}, not "
-            f"before train.max_steps = {last:,}, so the learning rate never decays: change "
-            + describe_change({"scheduler.stable_steps": max(0, last * 9 // 10 - warmup)})
+            f"before train.max_steps = {last:,}, so the learning rate never decays: lower "
+            "scheduler.stable_steps"
         )
-    yield from _phases(config)
+    for i, phase in enumerate(config.data.phases):
+        if phase.start_step >= last:
+            yield (
+                f"data.phases[{i}].start_step = {phase.start_step:,} is not less than "
+                f"train.max_steps = {last:,}, so the phase never begins: change one of them"
+            )
     yield from _evaluation(config)
     if config.checkpoint.interval > last and not config.checkpoint.epoch_interval:
         yield (
             f"checkpoint.interval = {config.checkpoint.interval:,} exceeds train.max_steps = "
-            f"{last:,}, so a killed run cannot resume: change "
-            + describe_change({"checkpoint.interval": tenth})
+            f"{last:,}, so a killed run cannot resume: lower checkpoint.interval"
         )
 
 
@@ -179,10 +179,7 @@ def _evaluation(config: JobConfig) -> Iterator[str]:
     if not section.enabled:
         if section.has_tasks:
             key = "eval.tasks" if section.tasks else "eval.tasks_core"
-            yield (
-                f"{key} has no effect with eval.enabled = false: change "
-                + describe_change({"eval.enabled": True})
-            )
+            yield f"{key} has no effect with eval.enabled = false: change eval.enabled to true"
         return
     messages: list[str] = []
     for i, schedule in enumerate(section.schedules().values()):
@@ -206,19 +203,19 @@ def _never_due(
     if schedule.interval > last:
         yield (
             f"{interval_key} = {schedule.interval:,} exceeds train.max_steps = {last:,}, so "
-            f"{what}: change {describe_change({interval_key: max(1, last // 10)})}"
+            f"{what}: lower {interval_key}"
         )
     elif not schedule.due_steps(last):
         yield (
             f"{start_key} = {schedule.start_step:,} leaves no multiple of {interval_key} = "
-            f"{schedule.interval:,} up to train.max_steps = {last:,}, so {what}: "
-            f"change {describe_change({start_key: 0})}"
+            f"{schedule.interval:,} up to train.max_steps = {last:,}, so {what}: lower {start_key}"
         )
 
 
 def _metrics_of_all_sets(config: JobConfig) -> Iterator[str]:
     """Yield keys whose metric covers all sets, if no step evaluates all sets."""
     schedules, last = config.eval.schedules(), config.train.max_steps
+    # All sets are evaluated together at common multiples of their intervals only.
     interval = math.lcm(*(schedule.interval for schedule in schedules.values()))
     start = max(schedule.start_step for schedule in schedules.values())
     if EvalSchedule(interval, start, 1).due_steps(last):
@@ -233,27 +230,11 @@ def _metrics_of_all_sets(config: JobConfig) -> Iterator[str]:
             continue
         prefix, _, name = metric.partition("/")
         if prefix == "eval" and name.partition("/")[0] not in schedules:
-            of_set = f"eval/{next(iter(schedules))}/{name}"
             yield (
                 f'{key} = "{metric}" is never logged, because no step up to train.max_steps = '
-                f"{last:,} evaluates all sets: change {describe_change({key: of_set})}"
+                f"{last:,} evaluates all sets: name the metric of one set, such as "
+                f"eval/{next(iter(schedules))}/{name}"
             )
-
-
-def _phases(config: JobConfig) -> Iterator[str]:
-    """Yield phases that start after the end of the run."""
-    section, last, previous = config.data, config.train.max_steps, 0
-    for i, phase in enumerate(section.phases):
-        key = f"data.phases[{i}].start_step"
-        earlier = max(previous + 1, last * 9 // 10)
-        fixes = [describe_change({key: earlier})] if earlier < last else []
-        fixes.append(describe_change({"train.max_steps": 10 * phase.start_step // 9 + 1}))
-        if phase.start_step >= last:
-            yield (
-                f"{key} = {phase.start_step:,} is not less than train.max_steps = {last:,}, so the "
-                f"phase never begins: change {' or '.join(fixes)}"
-            )
-        previous = phase.start_step
 
 
 def _intervals(config: JobConfig) -> Iterator[str]:
@@ -264,8 +245,8 @@ def _intervals(config: JobConfig) -> Iterator[str]:
         steps = config.settings.get(key) or 0  # keys of tables in lists have rules of their own
         if steps > last and is_used and fact.is_reported:
             yield (
-                f"{key} = {steps:,} exceeds train.max_steps = {last:,}, so it has no "
-                "effect: change " + describe_change({key: max(1, last // 10)})
+                f"{key} = {steps:,} exceeds train.max_steps = {last:,}, so it has no effect: lower "
+                "it"
             )
     saves = config.checkpoint
     every = saves.export_interval
@@ -275,6 +256,5 @@ def _intervals(config: JobConfig) -> Iterator[str]:
         if every > n_saves:
             yield (
                 f"checkpoint.export_interval = {every:,} exceeds the {n_saves:,} checkpoints of "
-                "the run, so nothing is exported: change "
-                + describe_change({"checkpoint.export_last": True})
+                "the run, so nothing is exported: lower it, or set checkpoint.export_last"
             )

@@ -1,26 +1,91 @@
-"""`JobConfig`: the complete configuration of a run as one immutable value."""
+"""`JobConfig`: the complete configuration of a run as one immutable value; and `[plugins]`."""
 
+import importlib
 import json
 import re
+import sys
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationInfo, model_validator
 
 from jaxforge.cli.redaction import redacted
 from jaxforge.config.checkpoint import CheckpointConfig
 from jaxforge.config.data import DataConfig
 from jaxforge.config.distributed import DistributedConfig
 from jaxforge.config.eval import EvalConfig
-from jaxforge.config.facts import Flag, Needs
 from jaxforge.config.fine_tuning import DistillationConfig, DpoConfig, LoraConfig
 from jaxforge.config.metrics import MetricsConfig, ProfilingConfig
 from jaxforge.config.model import ModelConfig
-from jaxforge.config.optimizer import OptimizerConfig
-from jaxforge.config.plugins import PluginsConfig
-from jaxforge.config.scheduler import EarlyStopConfig, SchedulerConfig
-from jaxforge.config.section import Section
+from jaxforge.config.optimizer import EarlyStopConfig, OptimizerConfig, SchedulerConfig
+from jaxforge.config.section import Flag, Needs, Section
 from jaxforge.config.train import TrainConfig
+from jaxforge.errors import UserError, reason_and_line
+from jaxforge.storage import trust
+
+_KEYS = ("modules", "callbacks")
+
+
+class PluginsConfig(Section):
+    """User modules, imported before the other sections are read."""
+
+    modules: tuple[str, ...] = ()
+    """Importable modules that register losses, optimizers and other components."""
+
+    callbacks: tuple[str, ...] = ()
+    """Classes such as my_module.MyCallback, constructed without arguments."""
+
+    @property
+    def names(self) -> trust.PluginNames:
+        """Names of all plugins, for trust decisions."""
+        return trust.PluginNames(self.modules, self.callbacks)
+
+    @model_validator(mode="after")
+    def _import(self, info: ValidationInfo) -> Self:
+        """Import all plugins, or only those on the command line, depending on the context.
+
+        `reading.unresolved` passes the validation context. If plugins are not imported, other
+        sections may contain unregistered names (`Registry`).
+        """
+        context = {} if info.context is None else info.context
+        trusts = context.get("trusts", trust.always)
+        named = _KEYS if trusts(self.names) else context.get("on_command_line", ())
+        # Names of plugins that were not imported may be valid: they are checked when used.
+        left_out = [key for key in _KEYS if key not in named and getattr(self, key)]
+        context["may_be_unknown"] = trusts is trust.never or bool(left_out)
+        if problems := list(self._import_problems(named)):
+            raise ValueError("\n".join(problems))
+        return self
+
+    def _import_problems(self, keys: tuple[str, ...]) -> Iterator[str]:
+        """Import the modules; yield those that do not exist, fail, or register a name twice."""
+        for name in self.modules if "modules" in keys else ():
+            yield from _import_problems("modules", name)
+        for callback in self.callbacks if "callbacks" in keys else ():
+            module, _, name = callback.rpartition(".")
+            if not module:
+                yield f'callbacks: "{callback}" has no module; write my_module.{callback}'
+            elif problems := list(_import_problems("callbacks", module)):
+                yield from problems
+            elif not hasattr(sys.modules[module], name):
+                yield f"callbacks: {module} has no {name}"
+
+
+def _import_problems(key: str, name: str) -> Iterator[str]:
+    try:
+        importlib.import_module(name)
+    except UserError as error:
+        yield f"{key}: {name}: {error}"
+    except (Exception, SystemExit) as error:
+        if _is_missing(name, error):
+            yield f'{key}: module "{name}" does not exist; is its directory in PYTHONPATH?'
+        else:
+            yield f"{key}: {name} cannot be imported: {reason_and_line(error)}"
+
+
+def _is_missing(name: str, error: BaseException) -> bool:
+    """Return whether the module itself, or its package, is missing, not an import inside it."""
+    return isinstance(error, ModuleNotFoundError) and f"{name}.".startswith(f"{error.name}.")
 
 
 class JobConfig(Section):
@@ -137,6 +202,7 @@ class JobConfig(Section):
 
     def _is_moot(self, key: str) -> bool:
         """Return whether a written-out `key` would be a setting that the user did not make."""
+        # Reloaded as a user's setting, it would conflict on another mesh.
         follows = key == "train.batch_size" and self.train.global_batch_size is not None
         return follows and not self.is_set(key)
 

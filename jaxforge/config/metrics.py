@@ -7,8 +7,7 @@ from typing import Annotated, Literal, get_args
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 from jaxforge.config.duration import Every
-from jaxforge.config.facts import Flag, Interval, Needs, WithinRun
-from jaxforge.config.section import AnyPath, RunPath, Section
+from jaxforge.config.section import AnyPath, Flag, Interval, Needs, RunPath, Section, WithinRun
 from jaxforge.storage import urls
 
 Extra = Literal["grad_norms_per_layer", "num_zeros_in_grad", "params_norm", "update_norm"]
@@ -62,12 +61,8 @@ class MetricsConfig(Section):
     log_progress: Annotated[bool, Flag.SIDE_EFFECT] = False
     """Write progress.txt, Megatron's log of jobs, checkpoints and throughput."""
     straggler_report_interval: Every = 0
-    """Updates between comparisons of the host time of all processes, which report slow hosts; 0
-    disables them."""
-    device_speed_interval: Every = 0
-    """Updates between timings of each device that reveal slow devices; 0 disables them."""
-    straggler_threshold: float = Field(default=0.7, gt=0, lt=1)
-    """A host or device is slow if the fastest one's time divided by its own is below this value."""
+    """Updates between comparisons of the time of all hosts and of all devices, which name slow
+    ones; 0 disables them."""
     stop_if_detected_straggler: bool = False
     """Save and end the run when a host or device is slow, so that it can restart elsewhere."""
     collect: tuple[Extra, ...] = ()
@@ -112,8 +107,6 @@ class ProfilingConfig(Section):
     """Directory of the trace, relative to the run directory."""
     hosts: tuple[NonNegativeInt, ...] = (0,)
     """Indices of the processes that write a trace."""
-    python_tracer: bool = False
-    """Trace Python calls as well, which slows down the host and produces large files."""
 
     def _problems(self) -> Iterator[str]:
         if self.end_step <= self.start_step:

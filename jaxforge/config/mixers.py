@@ -9,9 +9,7 @@ from typing import Annotated, ClassVar
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
-from jaxforge.config.facts import Constant, SplitBy, Structure
-from jaxforge.config.problems import Problem, not_multiple
-from jaxforge.config.section import Section
+from jaxforge.config.section import Constant, Section, SplitBy, Structure, not_multiple
 
 
 class MixerConfig(Section):
@@ -49,11 +47,9 @@ class GatedDeltaNetConfig(MixerConfig):
         """Channels of all value heads."""
         return self.value_heads * self.value_head_dim
 
-    def _problems(self) -> Iterator[str | Problem]:
+    def _problems(self) -> Iterator[str]:
         if self.value_heads % self.key_heads:
-            yield not_multiple(
-                "value_heads", self.value_heads, "key_heads", self.key_heads, keeps_key=True
-            )
+            yield not_multiple("value_heads", self.value_heads, "key_heads", self.key_heads)
 
 
 MAMBA2 = "mamba2"
@@ -112,7 +108,7 @@ class Mamba2Config(MixerConfig):
         largest = self.time_step_max
         return self.time_step_min, float("inf") if largest is None else largest
 
-    def _problems(self) -> Iterator[str | Problem]:
+    def _problems(self) -> Iterator[str]:
         if self.heads % self.groups:
             yield not_multiple("heads", self.heads, "groups", self.groups)
         for first, last in (

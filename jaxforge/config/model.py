@@ -8,10 +8,18 @@ from typing import Annotated, Literal, NamedTuple
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from jaxforge.config.facts import Constant, Needs, Requires, SplitBy, Structure, facts
 from jaxforge.config.mixers import LATENT_ATTENTION, MIXER_TABLES, MixerConfig, MixerTables
-from jaxforge.config.problems import Problem, multiples, not_multiple
-from jaxforge.config.section import MOST_LAYERS, Section
+from jaxforge.config.section import (
+    MOST_LAYERS,
+    Constant,
+    Needs,
+    Requires,
+    Section,
+    SplitBy,
+    Structure,
+    facts,
+    not_multiple,
+)
 from jaxforge.registry import Registry
 
 LAYERS = "layers"
@@ -368,6 +376,7 @@ class ModelConfig(MixerTables):
 
     def uses(self, key: str) -> bool:
         """Return whether a key, or a key of a table, affects the model."""
+        # Two keys give it an effect, which one `Needs` cannot say.
         if key == "qk_norm_eps":
             return self.qk_norm or self.qk_l2_norm
         if (table := key.partition(".")[0]) in MIXER_TABLES:
@@ -426,16 +435,17 @@ class ModelConfig(MixerTables):
         """Attention chunk size of each layer in tokens; None for layers without chunks."""
         return self._in_layers("chunked", self.attention_chunk_size)
 
-    def _in_layers(self, wanted: str, tokens: int | None) -> tuple[int | None, ...]:
-        """Return `tokens` for each layer with attention of kind `wanted`, else None."""
-        pattern = itertools.cycle(self.attention_pattern or (wanted,))
+    def _in_layers(self, selected_kind: str, tokens: int | None) -> tuple[int | None, ...]:
+        """Return `tokens` for each layer with attention of kind `selected_kind`, else None."""
+        pattern = itertools.cycle(self.attention_pattern or (selected_kind,))
         kinds = itertools.islice(pattern, self.n_layers)
-        return tuple(tokens if kind == wanted else None for kind in kinds)
+        return tuple(tokens if kind == selected_kind else None for kind in kinds)
 
     @property
     def ropes(self) -> tuple[tuple[float, RopeScaling | None] | None, ...]:
         """Rotary base and scaling of each layer; None for layers without rotary positions."""
         turns = itertools.cycle(self.rope_pattern or (self.position_embedding == "rotary",))
+        # Sliding layers see a short context: Gemma 3 neither scales nor stretches their positions.
         full, local = (self.rope_theta, self.rope_scaling), self.local_rope_theta
         sliding = full if local is None else (local, None)
         of_layers = zip(self.windows, turns, strict=False)
@@ -480,6 +490,7 @@ class ModelConfig(MixerTables):
         stack tells the parts that differ: "dense_layers" and "moe_layers", or "mamba2_layers".
         """
         parts = self.layer_parts
+        # Parameters of equal shapes are stacked [layers, ...] and run by one scan.
         if len(set(parts)) == 1:
             return {LAYERS: tuple(range(self.n_layers))}
         mixers_differ, feed_forwards_differ = (
@@ -518,15 +529,13 @@ class ModelConfig(MixerTables):
             return "kempnerforge" if self.moe_router == "sigmoid_topk" else "none"
         return self.moe_bias_update
 
-    def _problems(self) -> Iterator[str | Problem]:
+    def _problems(self) -> Iterator[str]:
         if self.head_dim is None and self.dim % self.n_heads and not self.has_latent_attention:
-            problem = not_multiple("dim", self.dim, "n_heads", self.n_heads)
-            widths = multiples("head_dim", self.dim // self.n_heads, 2)
-            yield Problem(problem.what, *problem.fixes, widths)
+            yield f"{not_multiple('dim', self.dim, 'n_heads', self.n_heads)}, or set head_dim"
         elif self.position_embedding == "rotary":
             yield from self._rotary_problems()
         if self.n_heads % self.kv_heads:
-            yield not_multiple("n_heads", self.n_heads, "n_kv_heads", self.kv_heads, keeps_key=True)
+            yield not_multiple("n_heads", self.n_heads, "n_kv_heads", self.kv_heads)
         if self.activation == "swiglu_oai" and not self.is_gated:
             yield 'activation = "swiglu_oai" is always gated: remove gated_mlp'
         if self.swiglu_limit is not None and not self.is_gated:
@@ -584,6 +593,7 @@ class ModelConfig(MixerTables):
                 yield f'attention_pattern has "{kind}", which requires {key}'
             if self.attention_pattern and not has_kind and tokens is not None:
                 yield (f'{key} = {tokens} has no effect: no layer of attention_pattern is "{kind}"')
+        # Without a pattern all layers are of one kind.
         both = self.sliding_window is not None and self.attention_chunk_size is not None
         if both and not self.attention_pattern:
             yield (
@@ -600,6 +610,7 @@ class ModelConfig(MixerTables):
             )
         mixers, fields = {mixer for mixer, _ in parts}, type(self).model_fields
         for mixer in MIXER_TABLES:
+            # A table that nothing uses is more likely a missing name than a default.
             if mixer not in mixers and getattr(self, mixer) != fields[mixer].default:
                 yield (
                     f'[model.{mixer}] has no effect: mixer_pattern has no "{mixer}". Add it there, '
@@ -624,6 +635,7 @@ class ModelConfig(MixerTables):
             )
 
     def _latent_problems(self) -> Iterator[str]:
+        # Both would share the sizes of heads, which the latents determine.
         if ATTENTION in self.mixer_pattern:
             yield 'mixer_pattern has both "attention" and "latent_attention": choose one of them'
         for key in ("head_dim", "n_kv_heads", "partial_rotary_factor", "qk_norm",
@@ -632,14 +644,10 @@ class ModelConfig(MixerTables):
                 shown = str(value).lower() if isinstance(value, bool) else value
                 yield f'{key} = {shown} is not possible with mixer "latent_attention": remove it'
 
-    def _expert_problems(self) -> Iterator[str | Problem]:
+    def _expert_problems(self) -> Iterator[str]:
         experts, groups = self.num_experts, self.moe_groups
         if not 0 < self.moe_top_k <= experts:
-            yield Problem(
-                f"moe_top_k = {self.moe_top_k} must be from 1 to num_experts = {experts}",
-                {"moe_top_k": min(experts, max(1, self.moe_top_k))},
-                {"num_experts": max(experts, self.moe_top_k)},
-            )
+            yield f"moe_top_k = {self.moe_top_k} must be from 1 to num_experts = {experts}"
             return
         if not self.is_moe and "experts" in (self.feed_forward_pattern or ("experts",)):
             yield (

@@ -1,4 +1,4 @@
-"""`[optimizer]`: the update rule."""
+"""`[optimizer]`, `[scheduler]` and `[early_stop]`: update rule, its rate, and the early end."""
 
 import re
 from collections.abc import Iterable, Iterator
@@ -6,10 +6,17 @@ from typing import Annotated, Literal, NamedTuple
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
-from jaxforge.config.duration import Steps
-from jaxforge.config.facts import Needs
-from jaxforge.config.problems import Problem
-from jaxforge.config.section import Options, OptionTable, Section, Weights, WeightTable
+from jaxforge.config.duration import PositiveSteps, Steps
+from jaxforge.config.eval import Mode
+from jaxforge.config.section import (
+    Interval,
+    Needs,
+    Options,
+    OptionTable,
+    Section,
+    Weights,
+    WeightTable,
+)
 from jaxforge.errors import UserError
 from jaxforge.registry import Registry
 
@@ -159,6 +166,7 @@ class OptimizerConfig(Section):
             UserError: a pattern matches no parameter, or all parameters are frozen.
         """
         names = sorted(names)
+        # Names are known only once the model is built, so this is not a rule of the section.
         if all(map(self.freezes, names)):
             raise UserError(
                 f"optimizer.freeze_patterns = {list(self.freeze_patterns)} freezes all parameters: "
@@ -172,30 +180,25 @@ class OptimizerConfig(Section):
                         + ", ".join(names)
                     )
 
-    def _problems(self) -> Iterator[str | Problem]:
+    def _problems(self) -> Iterator[str]:
         if self.lr_scale_rule != "none" and self.lr_base_batch is None:
-            yield Problem(
+            yield (
                 f'lr_scale_rule = "{self.lr_scale_rule}" requires lr_base_batch, the sequences per '
-                "update for which lr was chosen",
-                {"lr_scale_rule": "none"},
+                "update for which lr was chosen"
             )
         if self.options and not self.name.startswith(OPTIMIZERS.family):
             yield (
-                f'options are arguments of optimizers of optax, and name = "{self.name}" is none: '
-                "remove options, or name one, such as optax.adan"
+                f'options are arguments of optimizers of optax, and name = "{self.name}" is not '
+                "one of them: remove options, or name one, such as optax.adan"
             )
         if self.skip_idle_experts and not self.traits.skips_experts:
-            yield Problem(
+            yield (
                 f'skip_idle_experts = true does not support name = "{self.name}", which changes '
-                "all experts at once",
-                {"skip_idle_experts": False},
+                "all experts at once: set it to false"
             )
         if self.cautious_weight_decay and not self.traits.decays_cautiously:
             names = ", ".join(n for n, traits in BUILT_IN.items() if traits.decays_cautiously)
-            yield Problem(
-                f'cautious_weight_decay does not support name = "{self.name}", only {names}',
-                {"cautious_weight_decay": False},
-            )
+            yield f'cautious_weight_decay does not support name = "{self.name}", only {names}'
         yield from self.large_rates(LARGEST_LR)
         for key in _PATTERNS:
             for pattern in getattr(self, key):
@@ -207,7 +210,7 @@ class OptimizerConfig(Section):
     def large_rates(self, bound: float) -> Iterator[str]:
         """Yield a sentence for each learning rate of a built-in optimizer above a bound."""
         for key, rate in (("lr", self.lr), ("muon.adam_lr", self.muon.adam_lr)):
-            if self.name in OPTIMIZERS.ours and rate is not None and rate > bound:
+            if self.name in OPTIMIZERS.built_in and rate is not None and rate > bound:
                 yield (
                     f"{key} = {rate:g} moves every weight by about {rate:g} per update, but "
                     f"initial weights are about 0.02{_suggest_rate(rate)}"
@@ -220,6 +223,7 @@ class OptimizerConfig(Section):
             name: such as "layers.attention.q_proj.weight", without the layer index.
             is_matrix: whether it has more than one dimension, not counting the layer axis.
         """
+        # no_decay wins over decay: it is the safer of two matching patterns.
         if any(re.search(pattern, name) for pattern in self.no_decay_patterns):
             return False
         return is_matrix or any(re.search(pattern, name) for pattern in self.decay_patterns)
@@ -240,3 +244,80 @@ def _suggest_rate(rate: float) -> str:
     """Return a suggestion for a rate whose exponent may lack its sign, else ""."""
     digits, exponent = f"{rate:e}".split("e")
     return f"; did you mean {float(f'{digits}e-{int(exponent)}'):g}?" if int(exponent) else ""
+
+
+SCHEDULERS = Registry("scheduler.name", "cosine", "linear", "wsd", "constant", "rex", "none")
+"""Registered schedules (`optim.schedule`)."""
+
+
+class SchedulerConfig(Section):
+    """Factor of each update on optimizer.lr."""
+
+    name: Annotated[str, SCHEDULERS] = "cosine"
+    """Shape after the warm-up; none is a constant 1 without warm-up."""
+    warmup_steps: Steps = 2000
+    """Updates in which the factor rises from 0 to 1; by default at most a tenth of the run."""
+    warmup_offset: Annotated[int, Field(ge=0, le=1)] = 0
+    """1 gives the first update the factor 1/warmup_steps instead of 0."""
+    decay_steps: Steps | None = None
+    """Updates of the decay to min_lr_ratio; if 0 or not set, all remaining updates."""
+    min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = 0.1
+    """Factor at the end of the decay."""
+    stable_steps: Annotated[Steps | None, Needs("name", "wsd")] = None
+    """Updates at factor 1 between warm-up and decay."""
+    wsd_decay_type: Annotated[Literal["cosine", "linear", "sqrt"], Needs("name", "wsd")] = "cosine"
+    """Shape of the decay."""
+    rex_alpha: Annotated[PositiveFloat, Needs("name", "rex")] = 1.0
+    """Exponent of the decay."""
+    unit: Literal["updates", "samples"] = "updates"
+    """Unit in which the factor progresses; it matters only with train.batch_ramp."""
+
+    def boundaries(self, max_steps: int) -> tuple[int, int, int]:
+        """Return the updates at the end of the warm-up, at the start of the decay and at its end.
+
+        Returns:
+            Three step counts. The last is not the largest if the run is too short for a decay.
+        """
+        stable = (self.stable_steps or 0) if self.name == "wsd" else 0
+        begin = self.warmup_steps + stable
+        end = begin + self.decay_steps if self.decay_steps else max_steps
+        if self.name == "rex":
+            end = max(end, begin + 1)
+        return self.warmup_steps, begin, end
+
+
+CONDITIONS = ("patience_steps", "target", "max_steps", "max_loss")
+"""Keys that are conditions."""
+
+
+class EarlyStopConfig(Section):
+    """Conditions that end a run before train.max_steps, checked in the order of the keys.
+
+    Without a condition, a run does not end early.
+    """
+
+    metric: str = "eval/loss"
+    """Metric that must improve, such as eval/loss, train/loss or eval/tasks/<task>/acc."""
+    mode: Mode = "auto"
+    """Direction of metric: lower ("min") or higher ("max") is better; by default from its name."""
+    patience_steps: Annotated[PositiveSteps | None, Interval()] = None
+    """End after this many updates without improvement, checked whenever the metric is logged."""
+    min_delta: NonNegativeFloat = 0.0
+    """Smallest change of the metric that counts as an improvement."""
+    target: float | None = None
+    """End once the metric is at least as good as this value: the run measures the time to it."""
+    max_steps: PositiveSteps | None = None
+    """End after this many updates; the schedule still follows train.max_steps."""
+    max_loss: PositiveFloat | None = None
+    """End when train/loss exceeds this value."""
+
+    @property
+    def uses_metric(self) -> bool:
+        """True if a condition depends on `metric`."""
+        return self.patience_steps is not None or self.target is not None
+
+    @property
+    def conditions(self) -> dict[str, float]:
+        """The conditions that are set, by key."""
+        values = {key: getattr(self, key) for key in CONDITIONS}
+        return {key: value for key, value in values.items() if value is not None}

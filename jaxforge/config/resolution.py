@@ -23,7 +23,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from jaxforge.config import rules
 from jaxforge.config.axes import BATCH_AXES, Mesh, data_parallel
 from jaxforge.config.job import JobConfig, short_toml
-from jaxforge.config.problems import divisors
+from jaxforge.config.model import ModelConfig
 from jaxforge.config.reading.unresolved import EpochLength, UnresolvedConfig
 from jaxforge.config.train import BatchStage, TrainConfig
 from jaxforge.errors import UserError
@@ -49,15 +49,22 @@ class ResolvedRun:
     Attributes:
         config: the config.
         reasons: dotted key -> reason of its value.
-        recorded: the config that the run directory and checkpoints record; None: `config`. It has
-            "auto" where the devices of this start decide, since those of the next may differ.
+        written: the config with "auto" where the devices of this start decide, since those of the
+            next may differ; None: `config`.
         notes: lines about keys of the config that have no effect.
+        teacher: `[model]` of `distillation.teacher`; None without one.
     """
 
     config: JobConfig
     reasons: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    recorded: JobConfig | None = None
+    written: JobConfig | None = None
     notes: Sequence[str] = ()
+    teacher: ModelConfig | None = None
+
+    @property
+    def recorded(self) -> JobConfig:
+        """The config that the run directory and checkpoints record."""
+        return self.written or self.config
 
     def after(self, config: JobConfig, reason: str) -> "ResolvedRun":
         """Return the run with another config; the reason applies to the keys that differ."""
@@ -97,6 +104,7 @@ def resolve(
     run = ResolvedRun(known)
     if isinstance(config, UnresolvedConfig):
         run = _with_lengths(ResolvedRun(known, notes=config.notes), config, full, epoch_length)
+    # Checked for all sizes now: a job that cannot shrink would fail when a host is lost.
     check_shrinkable(run.config, full)
     reason = f"{world.devices} of the {full} devices of the whole job have started"
     run = run.after(shrink(run.config, full, world.devices), reason)
@@ -212,11 +220,12 @@ def _data_axes(config: JobConfig, mesh: Mesh, full: int, n_devices: int) -> dict
     if n_devices % group:
         axes = " * ".join(axis for axis in mesh if axis not in BATCH_AXES[:2] and mesh[axis] > 1)
         raise UserError(
-            f"{n_devices} of {full} devices are no multiple of distributed.{axes} = {group}: these "
-            f"devices hold one copy of the model. Start a job of {n_devices // group * group} "
-            "devices"
+            f"{n_devices} of {full} devices are not a multiple of distributed.{axes} = {group}: "
+            "these devices hold one copy of the model. Start a job of "
+            f"{n_devices // group * group} devices"
         )
     left, shards = n_devices // group, mesh["dp_shard"]
+    # Whole replicas leave: the remaining ones keep their sharding.
     if left % shards == 0:
         return {"dp_replicate": left // shards, "dp_shard": shards}
     return {"dp_replicate": 1, "dp_shard": left}
@@ -230,7 +239,7 @@ def _accumulating(config: JobConfig, before: int, ranks: int) -> TrainConfig:
     if len(sizes) > 1:
         # Batches of several sizes are not padded, so each must consist of whole microbatches.
         unit = math.gcd(*sizes)
-        fitting = [n for n in divisors(unit) if n <= per_rank and unit % (n * ranks) == 0]
+        fitting = [n for n in range(1, per_rank + 1) if unit % (n * ranks) == 0]
         if not fitting:
             raise UserError(
                 f"the batch ramp has updates of {', '.join(map(str, sizes))} sequences, which "
@@ -251,6 +260,7 @@ def _accumulating(config: JobConfig, before: int, ranks: int) -> TrainConfig:
         "global_batch_size": sizes[-1],
         "batch_ramp": ramp if len(ramp) > 1 else (),
     }  # fmt: skip
+    # The user's batch_size was that of the whole job.
     return TrainConfig.model_construct(train.model_fields_set - {"batch_size"}, **values)
 
 

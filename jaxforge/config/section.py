@@ -1,11 +1,30 @@
-"""Common base of all config sections."""
+"""Base of all config sections, and the facts about keys that their fields have as metadata.
 
-import ctypes
+A fact stands where its key is declared, and checks, messages and pages are derived from it:
+
+    ema_dtype: Annotated[Literal["float32", "bfloat16"], Needs("ema_decay")] = "float32"
+
+A fact of a field that is a table applies to all keys of the table.
+"""
+
+import enum
 import functools
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Set
-from typing import Annotated, Generic, NoReturn, Self, TypeVar, get_args, get_origin
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import (
+    Annotated,
+    Any,
+    Generic,
+    Literal,
+    NoReturn,
+    Self,
+    TypeVar,
+    cast,
+    get_args,
+    get_origin,
+)
 
 from pydantic import (
     AfterValidator,
@@ -15,15 +34,155 @@ from pydantic import (
     Field,
     NonNegativeFloat,
     PlainSerializer,
-    ValidationError,
     ValidationInfo,
     field_validator,
     model_validator,
 )
 from pydantic_core import PydanticCustomError
 
-from jaxforge.config.facts import Flag, Location, Requires, facts
-from jaxforge.config.problems import Change, Problem, problems_by_message
+_OFF = (None, 0, "", "off", "none", ())
+"""Values that disable what a key sets; 0 includes false."""
+
+
+@dataclass(frozen=True)
+class Needs:
+    """Setting without which a key has no effect, which is a warning.
+
+    Attributes:
+        key: name of a key of the same table, or name with its section, as in "train.objective".
+        value: value of that key; None: any that does not disable it.
+    """
+
+    key: str
+    value: bool | str | None = None
+
+    def is_met(self, value: object) -> bool:
+        """Return whether the value of `key` gives the effect."""
+        return value not in _OFF if self.value is None else value == self.value
+
+    def absolute(self, key: str) -> str:
+        """Return the dotted name of the needed setting of `key`."""
+        return self.key if "." in self.key else f"{key.rpartition('.')[0]}.{self.key}"
+
+    def describe(self, key: str) -> str:
+        """Return the setting that `key` needs, such as `optimizer.name = "muon"`."""
+        value = "" if self.value is None else f" = {json.dumps(self.value)}"
+        return self.absolute(key) + value
+
+    def message(self, settings: Sequence[str], needed: str, value: object) -> str:
+        """Return the message about settings without effect."""
+        verb, them = ("have", "them") if len(settings) > 1 else ("has", "it")
+        without = f"without {needed}" if value is None else f"with {needed} = {json.dumps(value)}"
+        remedy = needed if self.value is None else f"{needed} to {json.dumps(self.value)}"
+        return f"{', '.join(settings)} {verb} no effect {without}: remove {them}, or set {remedy}"
+
+
+class Requires(Needs):
+    """Setting of the same table without which a key is refused."""
+
+
+@dataclass(frozen=True)
+class WithinRun:
+    """Number of updates that has no effect in a run of fewer updates, which is a warning.
+
+    Attributes:
+        is_reported: the warning for all such keys covers this one; others have a rule of their own
+            in `ineffective_settings`, or always an effect.
+    """
+
+    is_reported: bool = True
+
+
+class Interval(WithinRun):
+    """Updates between two events, counted in updates of the full batch."""
+
+
+@dataclass(frozen=True)
+class SplitBy:
+    """Axes of the mesh that split what a key counts into equal shares.
+
+    Attributes:
+        axes: names of the axes, whose product must divide the value.
+        resolved: property of the table with the value that applies, if it is not that of the key.
+    """
+
+    axes: str
+    resolved: str = ""
+
+
+@dataclass(frozen=True)
+class Invisible:
+    """Effect on what trained weights compute, of a key that does not change their shapes.
+
+    Attributes:
+        resolved: property of the section with the value that applies, if the key may be not set.
+    """
+
+    resolved: str = ""
+
+
+class Structure(Invisible):
+    """Effect without which trained weights are useless."""
+
+
+class Constant(Invisible):
+    """Effect that a user may change on purpose."""
+
+
+@dataclass(frozen=True)
+class Location:
+    """Kind of location that a path key may name in addition to local files.
+
+    Attributes:
+        urls: "bucket": URLs of buckets; "any": also other URLs, which the reader of the key checks;
+            "none": no URLs.
+        instead: what a message about a URL tells to name, if there are none.
+    """
+
+    urls: Literal["bucket", "any", "none"]
+    instead: str = ""
+
+
+class Flag(enum.Enum):
+    """Facts that need no value."""
+
+    HOST_INTEGER = "only the host computes with the integer, in any number of bits"
+    PER_HOST = "may differ between the processes of a job"
+    SIDE_EFFECT = "writes files or loads compiled code, which the config of a stranger must not"
+    NO_RESULT = "does not affect the results of a run, so that it may change at a resume"
+
+
+F = TypeVar("F")
+
+
+def facts(table: type[BaseModel], kind: type[F]) -> tuple[tuple[str, F], ...]:
+    """Return the facts of a kind with the dotted names of their keys, such as "datasets.path"."""
+    return _facts(table, cast("Any", kind))  # mypy: a type is hashable
+
+
+def flagged(table: type[BaseModel], flag: Flag) -> frozenset[str]:
+    """Return the dotted names of the keys and tables with a flag."""
+    return frozenset(key for key, each in facts(table, Flag) if each is flag)
+
+
+@functools.cache
+def _facts(table: Any, kind: Any) -> tuple[tuple[str, Any], ...]:  # noqa: ANN401  # hashable types
+    pairs = []
+    for name, field in table.model_fields.items():
+        for part in (*field.metadata, *_parts(field.annotation)):
+            if isinstance(part, kind):
+                pairs.append((name, part))
+            elif isinstance(part, type) and issubclass(part, BaseModel):
+                pairs += [(f"{name}.{key}", fact) for key, fact in _facts(part, kind)]
+    return tuple(pairs)
+
+
+def _parts(annotation: object) -> Iterator[object]:
+    """Yield the members and metadata of a type, as of `Annotated[int, X] | None`."""
+    yield annotation
+    for part in get_args(annotation):
+        yield from _parts(part)
+
 
 OUT_OF_RANGE = "out_of_range"
 """Type of the error of a number that devices cannot represent."""
@@ -46,7 +205,7 @@ class Section(BaseModel):
         allow_inf_nan=False,
     )
 
-    def _problems(self) -> Iterator[str | Problem]:
+    def _problems(self) -> Iterator[str]:
         """Yield each broken rule between keys of this section, with key names relative to it."""
         yield from ()
 
@@ -74,20 +233,9 @@ class Section(BaseModel):
 
     @model_validator(mode="after")
     def _obey_the_rules(self) -> Self:
-        broken = self._broken()
-        messages = (
-            problem.message_with_fix(functools.partial(self._leaves_only, broken.keys() - {what}))
-            for what, problem in broken.items()
-        )
-        if broken:
-            raise ValueError("\n".join(messages))
+        if problems := dict.fromkeys((*self._unmet(), *self._problems())):
+            raise ValueError("\n".join(problems))
         return self
-
-    def _leaves_only(self, known: Set[str], change: Change) -> bool:
-        return self.model_copy(update=change)._broken().keys() <= known
-
-    def _broken(self) -> dict[str, Problem]:
-        return problems_by_message((*self._unmet(), *self._problems()))
 
     @field_validator("*", mode="wrap")
     @classmethod
@@ -95,7 +243,6 @@ class Section(BaseModel):
         field = cls.model_fields[info.field_name or ""]
         parsed = read(_read_leniently(value, field.annotation))
         _check_on_devices(parsed, Flag.HOST_INTEGER in field.metadata)
-        _check_rounded(parsed, read)
         return parsed
 
 
@@ -103,22 +250,20 @@ def _read_leniently(value: object, annotation: object) -> object:
     kinds = (annotation, *get_args(annotation))
     if isinstance(value, bool) and bool not in kinds:  # pydantic reads True as 1
         raise PydanticCustomError("no_bool", "true and false are not values of this key")
+    # `--eval.tasks=piqa` is a list of one item.
     if _is_list(annotation) and not isinstance(value, list | tuple):
         return (value,)
     return value
 
 
-def as_float32(number: float) -> float:
-    """Return the float32 nearest to a number; infinite if there is none."""
-    return ctypes.c_float(number).value
-
-
 def _check_on_devices(value: object, is_for_host: bool = False) -> None:
     """Check that devices, which compute in 32 bits, can represent the numbers of a key."""
     match value:
+        # A larger integer would wrap, or fail in the middle of a start.
         case int() if not (is_for_host or value in _INT32):
             bound = f"most {_INT32[-1]:,}" if value > 0 else f"least {_INT32[0]:,}"
             _refuse(f"devices compute with integers of 32 bits: use at {bound}")
+        # Accelerators flush subnormal numbers to 0.
         case float() if 0 < abs(value) < _SMALLEST:
             _refuse(f"rounds to 0 in float32: use at least {_SMALLEST * 1.01:.3g}")
         case float() if abs(value) > _LARGEST:
@@ -126,19 +271,6 @@ def _check_on_devices(value: object, is_for_host: bool = False) -> None:
         case tuple() | Mapping():
             for item in value.values() if isinstance(value, Mapping) else value:
                 _check_on_devices(item, is_for_host)
-
-
-def _check_rounded(value: object, read: Callable[[object], object]) -> None:
-    """Check that numbers are in the range of their key when they are rounded to float32."""
-    numbers = value if isinstance(value, tuple) else (value,)
-    if not numbers or not all(isinstance(number, float) for number in numbers):
-        return
-    rounded = tuple(map(as_float32, numbers))
-    try:
-        read(rounded if isinstance(value, tuple) else rounded[0])
-    except ValidationError:
-        text = ", ".join(f"{number:g}" for number in rounded)
-        _refuse(f"rounds to {text} in float32, which is out of range: use a smaller number")
 
 
 def _refuse(problem: str) -> NoReturn:
@@ -225,6 +357,11 @@ OptionTable = Annotated[
 def _is_list(annotation: object) -> bool:
     """Return whether a field is a list, so that a bare item may stand for it."""
     return get_origin(annotation) is tuple and get_args(annotation)[-1] is ...
+
+
+def not_multiple(key: str, value: int, unit_key: str, unit: int) -> str:
+    """Return the message for a value that is not a multiple of the value of another key."""
+    return f"{key} = {value} must be a multiple of {unit_key} = {unit}: change {key} or {unit_key}"
 
 
 MOST_LAYERS = 10_000

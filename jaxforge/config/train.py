@@ -8,16 +8,17 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 
 from jaxforge.config.batch_ramp import BatchRamp, Stage
 from jaxforge.config.duration import Every, PositiveSteps, Steps
-from jaxforge.config.facts import Flag, Interval, Needs, SplitBy
 from jaxforge.config.fine_tuning import Objective
-from jaxforge.config.problems import Problem
 from jaxforge.config.section import (
     AnyPath,
     BucketPath,
+    Flag,
+    Interval,
+    Needs,
     Section,
+    SplitBy,
     Words,
     WordTable,
-    as_float32,
 )
 from jaxforge.registry import Registry
 
@@ -102,15 +103,9 @@ class TrainConfig(Section):
     num_layers_at_end_in_bf16: Annotated[NonNegativeInt, Needs("mixed_precision", "fp8")] = 1
     """Number of last layers that stay in bf16."""
     initial_loss_scale: Annotated[PositiveFloat, Needs("mixed_precision", "fp16")] = 65536.0
-    """Initial loss scale."""
-    min_loss_scale: Annotated[PositiveFloat, Needs("mixed_precision", "fp16")] = 1.0
-    """Minimum loss scale; an overflow at this scale is handled by on_nonfinite."""
+    """Initial loss scale, halved by each overflow down to 1."""
     loss_scale_window: Annotated[PositiveInt, Needs("mixed_precision", "fp16")] = 2000
-    """Consecutive steps without overflow after which the loss scale grows."""
-    loss_scale_growth_factor: Annotated[PositiveFloat, Needs("mixed_precision", "fp16")] = 2.0
-    """Factor by which the loss scale grows."""
-    loss_scale_backoff_factor: Annotated[PositiveFloat, Needs("mixed_precision", "fp16")] = 0.5
-    """Factor on the loss scale after an overflow."""
+    """Consecutive steps without overflow after which the loss scale doubles."""
     param_dtype: Dtype = "float32"
     """Storage dtype of parameters."""
     param_rounding: Literal["nearest", "stochastic", "kahan"] = "nearest"
@@ -182,17 +177,14 @@ class TrainConfig(Section):
     shutdown_timeout_sec: NonNegativeFloat = 600.0
     """Seconds between a termination signal and a forced exit."""
     watchdog_setup_sec: Annotated[NonNegativeFloat, Flag.NO_RESULT] = 3600.0
-    """Timeout for the first step in seconds, after which a hung process ends; 0 disables it."""
+    """Timeout for the first step, or for a save, in seconds, after which a hung process ends; 0
+    disables it."""
     watchdog_step_sec: Annotated[NonNegativeFloat, Flag.NO_RESULT] = 1800.0
     """Timeout between steps in seconds; allow for 32 steps, as the host runs ahead of devices."""
-    watchdog_checkpoint_sec: Annotated[NonNegativeFloat, Flag.NO_RESULT] = 1800.0
-    """Timeout for saving a checkpoint in seconds."""
     hang_timeout: Annotated[NonNegativeFloat, Flag.NO_RESULT] = 30.0
     """Seconds until a hanging job names the culprit, and ends if one is silent; 0 disables it."""
     nccl_health_check_interval: Every = 0
     """Updates between checks of the communication between devices; 0 disables them."""
-    health_check_timeout_sec: Annotated[PositiveFloat, Needs("nccl_health_check_interval")] = 10.0
-    """Timeout of the communication check in seconds, including the wait for slower processes."""
     check_weight_hash_across_dp_replicas_interval: Every = 0
     """Updates between bitwise comparisons of parameter replicas; 0 disables them."""
     manual_gc_interval: Every = 0
@@ -200,14 +192,13 @@ class TrainConfig(Section):
     train_sync_interval: Every = 0
     """Updates between synchronizations with the devices; 0 synchronizes only to log."""
 
-    def _problems(self) -> Iterator[str | Problem]:
+    def _problems(self) -> Iterator[str]:
         for key in ("seed", "data_seed"):
             seed = getattr(self, key)
             if seed is not None and seed != seed % 2**32:
-                yield Problem(
+                yield (
                     f"{key} = {seed} must be from 0 to {2**32 - 1}, because seeds that differ by "
-                    "2^32 make the same random numbers",
-                    {key: seed % 2**32},
+                    f"2^32 make the same random numbers: set {key} to {seed % 2**32}"
                 )
         if self.batch_ramp:
             yield from self._ramp_problems()
@@ -216,14 +207,15 @@ class TrainConfig(Section):
                 f"hang_timeout = {self.hang_timeout:g} must be 0 (off) or at least "
                 f"{SHORTEST_HANG_TIMEOUT:g}: processes have a heartbeat per second"
             )
-        if self.mixed_precision == "fp16":
-            yield from self._loss_scale_problems()
+        if self.mixed_precision == "fp16" and self.param_dtype == "float16":
+            yield (
+                'mixed_precision = "fp16" with param_dtype = "float16" would lose small updates in '
+                'the parameters: change param_dtype to "float32"'
+            )
         if self.param_rounding != "nearest" and self.param_dtype != "bfloat16":
-            yield Problem(
-                f'param_rounding = "{self.param_rounding}" requires bfloat16 parameters, not '
-                f'param_dtype = "{self.param_dtype}"',
-                {"param_rounding": "nearest"},
-                {"param_dtype": "bfloat16"},
+            yield (
+                f'param_rounding = "{self.param_rounding}" requires param_dtype = "bfloat16", not '
+                f'"{self.param_dtype}"'
             )
         if "activations" in self.offload and self.activation_checkpointing not in _CAN_OFFLOAD:
             yield (
@@ -231,30 +223,10 @@ class TrainConfig(Section):
                 f'change activation_checkpointing from "{self.activation_checkpointing}" to '
                 + " or ".join(f'"{saved}"' for saved in _CAN_OFFLOAD)
             )
-
         if "optimizer" in self.offload and self.opt_state_dtype == EIGHT_BIT:
-            yield Problem(
+            yield (
                 'offload = ["optimizer"] requires moments of a floating-point dtype, not '
-                'opt_state_dtype = "8bit"',
-                {"opt_state_dtype": "bfloat16"},
-            )
-
-    def _loss_scale_problems(self) -> Iterator[str]:
-        if self.param_dtype == "float16":
-            yield (
-                'mixed_precision = "fp16" with param_dtype = "float16" would lose small updates in '
-                'the parameters: change param_dtype to "float32"'
-            )
-        if self.initial_loss_scale < self.min_loss_scale:
-            yield (
-                f"initial_loss_scale = {self.initial_loss_scale:g} must be at least "
-                f"min_loss_scale = {self.min_loss_scale:g}"
-            )
-        growth = as_float32(self.loss_scale_growth_factor)
-        if growth <= 1 or as_float32(self.loss_scale_backoff_factor) >= 1:
-            yield (
-                f"loss_scale_growth_factor = {self.loss_scale_growth_factor:g} must be above 1, "
-                f"and loss_scale_backoff_factor = {self.loss_scale_backoff_factor:g} below 1"
+                'opt_state_dtype = "8bit": set it to "bfloat16"'
             )
 
     def _ramp_problems(self) -> Iterator[str]:
@@ -294,6 +266,7 @@ class TrainConfig(Section):
         """Return the batch ramp in sequences, on `dp` data-parallel ranks."""
         rows = self.microbatch_size(dp)
         size = self.update_sequences(self.grad_accum_steps * rows)
+        # Only an elastic job that has lost processes pads its last microbatch.
         is_padded = size < self.grad_accum_steps * rows
         return BatchRamp(self.stages(), rows, size if is_padded else None)
 

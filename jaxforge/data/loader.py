@@ -56,7 +56,7 @@ def training_batches(
         dataset: result of `open_training_data`.
         first: first position; begins a microbatch.
         n_updates: number of batches.
-        segments: all segments of a mixture (`training.phases.Phases.segments`).
+        segments: all segments of a mixture (`training.training_data.Phases.segments`).
         accum: microbatches of an update; by default as the config.
     """
     rows = config.train.microbatch_size(data_parallel_size(mesh))

@@ -25,7 +25,7 @@ from jaxforge.runs import run_directory
 from jaxforge.runs.reading import read_metrics
 from jaxforge.storage import trust, urls
 from jaxforge.tasks.prompts import Prompt, encode
-from jaxforge.training import activation_files
+from jaxforge.training.callbacks import activations as activation_files
 
 
 class Run:

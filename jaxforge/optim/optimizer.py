@@ -27,7 +27,7 @@ from jaxforge.optim.trees import split
 OptimizerBuilder = Callable[[JobConfig, Rate, PyTree], optax.GradientTransformationExtraArgs]
 """(config, learning rate by updates made, logical axes of every parameter) -> update rule."""
 
-for _name in OPTIMIZERS.ours:  # each has a file of its name, which registers its builder
+for _name in OPTIMIZERS.built_in:  # each has a file of its name, which registers its builder
     importlib.import_module(f"jaxforge.optim.{_name}")
 
 
@@ -64,7 +64,7 @@ def _links(config: JobConfig, rate: Rate, axes: PyTree) -> Links:
     optimizer = config.optimizer
     parts = Parts(optimizer, config.model, axes, _moment_storage(config.train, axes))
     build = OPTIMIZERS[optimizer.name]
-    if optimizer.name in OPTIMIZERS.ours:
+    if optimizer.name in OPTIMIZERS.built_in:
         links: Links = build(parts)
         return links
     # Rules of users and optax contain their rate. Factors multiply their changes.

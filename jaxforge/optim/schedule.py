@@ -29,7 +29,7 @@ import numpy as np
 
 from jaxforge.config.batch_ramp import Stage
 from jaxforge.config.job import JobConfig
-from jaxforge.config.scheduler import SCHEDULERS, SchedulerConfig
+from jaxforge.config.optimizer import SCHEDULERS, SchedulerConfig
 
 Number = Any
 """A scalar of JAX or NumPy."""

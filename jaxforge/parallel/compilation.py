@@ -17,7 +17,6 @@ from pathlib import Path
 import jax
 
 from jaxforge.config.job import JobConfig
-from jaxforge.config.problems import describe_change
 from jaxforge.config.train import TrainConfig
 from jaxforge.errors import UserError
 from jaxforge.parallel.xla_flags import DEFAULT, Option, compiler_options, traits
@@ -130,7 +129,7 @@ def flag_error_message(name: str, value: str, platform: str) -> str:
     return (
         f"{key} = {value}: XLA for {platform} in jaxlib {version('jaxlib')} does not "
         "have this flag, or not this value. Correct it, or remove it: change "
-        f"{describe_change({key: DEFAULT})}"
+        f'{key} to "{DEFAULT}"'
     )
 
 

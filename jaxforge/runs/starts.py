@@ -17,10 +17,10 @@ from typing import Any
 
 import jaxforge
 from jaxforge.cli.redaction import redacted_command
-from jaxforge.config.facts import Flag, flagged
 from jaxforge.config.job import JobConfig
 from jaxforge.config.reading.unresolved import UnresolvedConfig
 from jaxforge.config.resolution import known_config
+from jaxforge.config.section import Flag, flagged
 from jaxforge.errors import UserError, file_error
 from jaxforge.storage import safe_files
 from jaxforge.storage.line_file import keep_sound_lines

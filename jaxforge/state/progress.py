@@ -74,7 +74,7 @@ class Progress:
         best_metric: best value so far of `checkpoint.best_metric`.
         best_step: the step of that value.
         best_name: name of that metric; empty in older checkpoints.
-        mixtures: mixtures used so far and their first samples, as in `training.phases`.
+        mixtures: mixtures used so far and their first samples, as in `training_data.Phases`.
         rollbacks: step, target step and skipped samples of each rollback.
         early_stop: state of early stopping.
         callbacks: states of callbacks by class, as `training.callbacks.exports` encodes them.

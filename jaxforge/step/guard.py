@@ -19,11 +19,10 @@ underflow in fp16. Gradients are divided by the scale before all other uses. The
 the work of PyTorch's `GradScaler`:
 
     overflow   the loss is finite, but the gradient norm is not: the update is not applied, and the
-               scale is multiplied by loss_scale_backoff_factor. An overflow is not a bad step,
-               unless the scale is already min_loss_scale: then the step is "not finite"
+               scale is halved. An overflow is not a bad step, unless the scale is 1 already: then
+               the step is "not finite"
 
-After loss_scale_window steps in a row without overflow, the scale is multiplied by
-loss_scale_growth_factor.
+After loss_scale_window steps in a row without overflow, the scale doubles.
 """
 
 from collections.abc import Callable
@@ -40,6 +39,8 @@ T = TypeVar("T")
 
 _MAD_TO_STD = 1.4826  # standard deviation / median absolute deviation of a normal distribution
 _MIN_SPREAD = 0.01  # relative to the median
+_BACKOFF, _GROWTH = 0.5, 2.0  # factors on the loss scale, as in torch's `GradScaler`
+_MIN_LOSS_SCALE = 1.0  # the smallest scale that still helps against underflow, as in Megatron-LM
 
 
 class Guard:
@@ -101,12 +102,12 @@ class Guard:
         assert scale is not None
         assert state.loss_scale_tracker is not None
         overflow = jnp.asarray(apply) & jnp.isfinite(loss) & ~jnp.isfinite(grad_norm)
-        smaller = jnp.maximum(scale * config.loss_scale_backoff_factor, config.min_loss_scale)
+        smaller = jnp.maximum(scale * _BACKOFF, _MIN_LOSS_SCALE)
         lowered = overflow & (smaller < scale)
         unscaled = state._replace(loss_scale=None, loss_scale_tracker=None)
         good, verdict = self.judge(unscaled, loss, grad_norm, apply & ~lowered)
         tracker = state.loss_scale_tracker + jnp.asarray(apply).astype(jnp.int32)
-        larger = scale * config.loss_scale_growth_factor
+        larger = scale * _GROWTH
         grows = (tracker >= config.loss_scale_window) & ~overflow & jnp.isfinite(larger)
         return good, verdict._replace(
             loss_scale=jnp.where(lowered, smaller, jnp.where(grows, larger, scale)),

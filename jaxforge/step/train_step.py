@@ -40,7 +40,7 @@ from jaxforge.step.token_weights import valid_tokens, valid_tokens_by_dataset
 from jaxforge.step.update_loss import Batch, Loss, unscale, with_dataset_mask
 
 Metrics = dict[str, Any]
-"""Results of a step, on the device; `training.result.StepResult` is a typed view.
+"""Results of a step, on the device; `training.own_loop.StepResult` is a typed view.
 
 For a mixture they include `dataset_nll` and `dataset_tokens` [datasets]: Σ -log p over valid
 labels, and the number of valid labels.

@@ -76,11 +76,7 @@ class ElasticSupervisor:
     """Runs the processes of one host in each roster that includes the host.
 
     Args:
-        command: command of each process.
-        per_host: number of processes of each host.
-        policy: restart policy.
         run: run directory, for progress and the log.
-        hosts: the hosts of the job.
     """
 
     def __init__(
@@ -121,9 +117,11 @@ class ElasticSupervisor:
         )
         with members, listening(self._events.put):
             while self._final is None:
+                # This thread alone changes the state; others only send the published status.
                 self._handle(self._next_event(), members)
                 self._look()
                 view = members.view()
+                # Adopting comes first: decisions below must follow the newest roster.
                 self._adopt(view)
                 if self._group is not None:
                     self._watch(self._group, view)
@@ -159,6 +157,7 @@ class ElasticSupervisor:
                 self._stopping = event
                 self._status = replace(self._status, leaves=True)
                 log.info("%s: this host leaves the job", event.name)
+                # The others hear it before the processes end, and do not count it as a failure.
                 members.publish()
                 if self._group is None:
                     self._final = stop_code(event)
@@ -183,6 +182,7 @@ class ElasticSupervisor:
         known = self._status.roster
         if roster and (known is None or roster.number > known.number):
             self._record(view)
+            # Published before the start: the leader counts this host as running from here on.
             self._status = replace(self._status, roster=roster)
             if self._group is not None:
                 log.warning(
@@ -191,6 +191,7 @@ class ElasticSupervisor:
                 )
                 self._group.kill()
         roster = self._status.roster
+        # A roster is run at most once by a host. After its end the leader makes another one.
         if roster is None or self._group is not None or roster.number <= self._status.attempt:
             return
         if self._hosts.index in roster.hosts and self._stopping is None:
@@ -204,6 +205,7 @@ class ElasticSupervisor:
         self._status = replace(
             self._status, phase="running", attempt=roster.number, code=None, regroup=0
         )
+        # The count of progress begins at the checkpoint that this start resumes from.
         self._deadline, self._spare_step, self._asked_to_save = math.inf, None, False
         self._began, self._first_step = time.time(), newest_step(self._run)
         self._started = time.monotonic()
@@ -211,6 +213,7 @@ class ElasticSupervisor:
         self._supervisors = {
             host: status.incarnation for host, status in view.alive.items() if host in roster.hosts
         }
+        # Processes are numbered through the hosts of the roster, so that devices stay contiguous.
         first = rosters.first_process(roster, self._hosts.index, self._per_host)
         env = environments(
             {**self._env, ROSTER_VARIABLE: f"{self._job} {roster.number}"},
@@ -223,6 +226,7 @@ class ElasticSupervisor:
         roster, now = self._status.roster, time.monotonic()
         assert roster is not None
         for host in roster.hosts:
+            # A host that was slow to start is known from its first message on.
             if host in view.alive:
                 self._supervisors.setdefault(host, view.alive[host].incarnation)
         # A host that was never heard may still be starting, until the timeout has passed.
@@ -230,6 +234,7 @@ class ElasticSupervisor:
                 if host in view.alive or host in view.gone
                 or now - self._started > self._hosts.timeout]  # fmt: skip
         codes = {view.alive[host].code if host in view.alive else None for host in lost}
+        # An agreed end takes place at the same step everywhere, so nobody waits in a collective.
         if lost and self._deadline == math.inf and not codes <= _AGREED_CODES:
             log.warning("%s left the job: the processes of this host have %g s to end",
                         rosters.describe(lost), self._policy.peer_grace)  # fmt: skip
@@ -245,6 +250,7 @@ class ElasticSupervisor:
         leader = view.alive.get(min(roster.hosts))
         if leader is not None and leader.regroup == roster.number:
             self._status = replace(self._status, regroup=roster.number)
+        # One host decides, so that all processes are asked once.
         if self._hosts.index != min(roster.hosts):
             return
         if not rosters.can_grow(roster, view, self._hosts.multiple):
@@ -253,6 +259,7 @@ class ElasticSupervisor:
         if self._spare_step is None:
             self._spare_step = self._status.step
             log.info("a host has come: it joins after the next save")
+        # Waiting for a save costs the newcomers minutes, but the job no step.
         if self._status.step > self._spare_step:
             self._status = replace(self._status, regroup=roster.number)
         # All hosts must know the reason first, or they would take the stop for an ordinary one.
@@ -270,6 +277,7 @@ class ElasticSupervisor:
         has_shrunk = any(host not in view.alive or view.alive[host].leaves for host in hosts)
         # A host that is lost or joins is not a failure of the command, and costs no restart.
         self._failures = 0 if progress or has_shrunk or self._status.regroup else self._failures + 1
+        # Only the leader's pause matters: it publishes the next roster.
         delay = self._decide(code)
         self._not_before = time.monotonic() + (delay or 0.0)
         self._ended_at = time.time()
@@ -283,6 +291,7 @@ class ElasticSupervisor:
             self._final = stop_code(self._stopping)
         elif code in _STOPS:
             return 0.0  # `_while_idle` finds out who has asked for the stop
+        # Success, or a mistake that another start repeats: both end the job for all hosts.
         elif code == 0 or not self._policy.runs_again(code):
             self._final = code
         elif self._failures == 0:
@@ -309,11 +318,14 @@ class ElasticSupervisor:
             return
         now, least = time.monotonic(), self._hosts.least
         if roster is None and now - self._created < self._hosts.join_timeout:
+            # Hosts start at different times: a job of a part of them would restart soon.
             least = len(self._hosts.addresses)  # the first roster waits for all hosts
         hosts = rosters.next_hosts(view, least, self._hosts.multiple)
         self._log_waiting(view, hosts, least)
         if hosts and view.is_leader and now >= self._not_before:
             # Process 0, the coordinator of JAX, runs on the first host, which is this one.
+            # Numbers only grow: a host that returns sees that its roster is old, and ends its
+            # processes.
             known = view.newest_roster.number if view.newest_roster else 0
             number = max(known, self._status.attempt) + 1
             self._record(view)
@@ -327,6 +339,7 @@ class ElasticSupervisor:
         if roster is None or local.code not in _STOPS or local.attempt != roster.number:
             return False
         statuses = [view.alive.get(host) for host in roster.hosts]
+        # All stopped, and no host leaves or joins: somebody has signalled the processes.
         return not local.regroup and all(
             status is not None
             and not status.leaves
@@ -357,6 +370,7 @@ class ElasticSupervisor:
         if roster is None or local.attempt != roster.number or self._ended_at is None:
             return
         alive = {*view.alive, self._hosts.index}
+        # One line per attempt, by the first host that lived to see its end.
         if self._hosts.index == min(host for host in roster.hosts if host in alive):
             line = {
                 "start": roster.number,

@@ -56,7 +56,6 @@ class Members:
 
     Args:
         addresses: address of each host, as "name:port".
-        host: number of this host.
         key: secret of the job.
         timeout: seconds without a status after which a host is silent.
         status: returns the status of this host.
@@ -75,6 +74,7 @@ class Members:
     ) -> None:
         self._key, self._timeout, self._status = key.encode(), timeout, status
         self._host, self._n_hosts = host, len(addresses)
+        # All hosts have the same list, so that an index names the same host everywhere.
         parsed = [parse_address(address) for address in addresses]
         self.name = parsed[host][0]
         self._peers = {i: _Peer(address) for i, address in enumerate(parsed) if i != host}
@@ -89,6 +89,7 @@ class Members:
 
     def __enter__(self) -> "Members":
         threading.Thread(target=self._server.serve_forever, args=(0.1,), daemon=True).start()
+        # A thread per host: one that does not answer must not delay the statuses of others.
         for host in self._peers:
             threading.Thread(target=self._converse, args=(host,), daemon=True).start()
         return self
@@ -105,6 +106,7 @@ class Members:
             remote = {
                 host: peer.status
                 for host, peer in self._peers.items()
+                # `heard` is this host's clock: clocks of two hosts are never compared.
                 if peer.status and now - peer.heard < self._timeout and peer.refusals < _REFUSALS
             }
             gone = {host for host, peer in self._peers.items() if peer.refusals >= _REFUSALS}
@@ -118,6 +120,7 @@ class Members:
             patience: seconds in which hosts that are alive but do not answer are tried again.
         """
         deadline = time.monotonic() + patience
+        # Only a delivered status counts: the receiver acts on it before its next beat.
         left = list(self._peers)
         while left := [host for host in left if not self._exchange(host)]:
             alive = self.view().alive
@@ -135,6 +138,7 @@ class Members:
         peer = self._peers[host]
         try:
             with socket.create_connection(peer.address, timeout=_ANSWER_SEC) as connection:
+                # The key authenticates both ends: a stranger can neither send nor read a status.
                 channel = Channel(connection, self._key, is_client=True, seconds=_ANSWER_SEC)
                 channel.send(self._status().to_json().encode())
                 return self._note(channel.receive(_MESSAGE_BYTES), host)
@@ -149,6 +153,7 @@ class Members:
         """Answer the status of another host with that of this host."""
         try:
             channel = Channel(connection, self._key, is_client=False, seconds=_ANSWER_SEC)
+            # Only a host that proved to be of the job learns the state of this one.
             if self._note(channel.receive(_MESSAGE_BYTES)):
                 channel.send(self._status().to_json().encode())
         except OSError as error:  # a stranger, or a host that is gone: its next message tells
@@ -172,6 +177,7 @@ class Members:
                         sender, status.host)  # fmt: skip
             return False
         with self._lock:
+            # Any message proves that the supervisor runs, whoever opened the connection.
             peer.status, peer.heard, peer.refusals = status, time.monotonic(), 0
         return True
 

@@ -37,8 +37,6 @@ class Group:
     """The processes of one start, each in its own process group together with its children.
 
     Args:
-        command: command of each process.
-        environments: environment of each process.
         events: queue that receives the end of each process.
     """
 
@@ -68,6 +66,7 @@ class Group:
         del self._running[event.index]
         self.codes[event.index] = event.code
         peer_lost_error = self._cause == Exit.ABORTED.code and not self._is_killed
+        # The first failure is the cause, unless it only reports the loss of another process.
         if event.code and (self._cause is None or peer_lost_error):
             self._cause = event.code
 
@@ -87,6 +86,7 @@ class Group:
 
     def send(self, sig: signal.Signals) -> None:
         """Send a signal to each process, but not to its children."""
+        # Data workers must live until their parent has saved.
         for process in self._running.values():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process.pid, sig)
@@ -127,6 +127,7 @@ def free_port(host: str = "") -> int:
 
 def _start(command: Sequence[str], env: Mapping[str, str]) -> "subprocess.Popen[bytes]":
     try:
+        # Its own process group: Ctrl-C reaches the supervisor alone, which forwards it.
         return subprocess.Popen(
             command, env=env, stdin=subprocess.DEVNULL, process_group=0,
             preexec_fn=stop_with_parent,

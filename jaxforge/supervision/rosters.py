@@ -82,10 +82,6 @@ class Status:
     def from_json(cls, text: str | bytes, n_hosts: int) -> "Status":
         """Return a status from JSON.
 
-        Args:
-            text: the JSON.
-            n_hosts: number of hosts of the job.
-
         Raises:
             ValueError: the text is not a status of a host of the job.
         """
@@ -93,6 +89,7 @@ class Status:
             status = _JSON.validate_json(text)
         except ValidationError as error:
             raise ValueError(f"not a status of a host: {first_problem(error)}") from error
+        # Numbers index the addresses of this host: a number beyond them is from another job.
         hosts = status.roster.hosts if status.roster else ()
         if len(set(hosts)) < len(hosts) or max((status.host, *hosts)) >= n_hosts:
             raise ValueError(f"not a status of a host: hosts {status.host} and {hosts[:9]}")
@@ -123,6 +120,7 @@ class View:
     @property
     def alive(self) -> dict[int, Status]:
         """Statuses of all hosts that are alive, by number."""
+        # Sorted: the lowest number decides ties and leads, on every host alike.
         return dict(sorted({**self.remote, self.local.host: self.local}.items()))
 
     @property
@@ -131,6 +129,7 @@ class View:
         return {
             host: status
             for host, status in self.alive.items()
+            # A host that leaves still ends its processes: alive, but not part of the next roster.
             if status.phase != "ended" and not status.leaves
         }
 
@@ -138,11 +137,13 @@ class View:
     def newest_roster(self) -> Roster | None:
         """The roster with the highest number that a host knows."""
         rosters = [status.roster for status in self.alive.values() if status.roster]
+        # Each roster needs a majority of the previous one, so two rosters never have one number.
         return max(rosters, key=lambda roster: roster.number, default=None)
 
     @property
     def is_leader(self) -> bool:
         """True if this host publishes the next roster."""
+        # No election: every host that hears the same hosts comes to the same result.
         return self.local.host == min(self.candidates, default=-1)
 
 
@@ -157,6 +158,7 @@ def lost_hosts(roster: Roster, view: View, incarnations: Mapping[int, str]) -> l
     lost = []
     for host in roster.hosts:
         status = view.alive.get(host)
+        # A restarted supervisor answers at once, but its predecessor's processes died with it.
         has_restarted = status and incarnations.get(host, status.incarnation) != status.incarnation
         has_ended = status and status.attempt == roster.number and status.code is not None
         if status is None or has_restarted or has_ended:
@@ -174,7 +176,9 @@ def has_majority(previous: Collection[int], view: View) -> bool:
         view: the hosts.
     """
     alive = {host for host in previous if host in view.alive}
+    # Hosts that refuse connections run nothing, so they cannot form a group of their own.
     silent = {host for host in previous if host not in view.alive and host not in view.gone}
+    # At most one of two separated groups may continue, or two jobs would write one run.
     if len(alive) == len(silent):
         return min(alive, default=view.n_hosts) < min(silent, default=view.n_hosts)
     return len(alive) > len(silent)
@@ -203,8 +207,10 @@ def next_hosts(view: View, least: int, multiple: int) -> tuple[int, ...]:
         multiple: number of hosts that hold a copy of the model together.
     """
     hosts = list(view.candidates)
+    # Processes of the old roster may still write a checkpoint.
     if is_running(view):
         return ()
+    # A copy of the model must be complete; the last hosts wait for more.
     hosts = hosts[: len(hosts) // multiple * multiple]
     previous = view.newest_roster.hosts if view.newest_roster else range(view.n_hosts)
     if len(hosts) < max(least, 1) or not has_majority(previous, view):
@@ -225,6 +231,7 @@ def verdict(roster: Roster, view: View) -> int | None:
     for host in roster.hosts:
         status = view.last.get(host)
         has_ended = status and status.phase == "ended" and status.attempt == roster.number
+        # A host that leaves ends for a reason of its own, which is not a verdict on the job.
         if status and has_ended and status.code and not status.leaves:
             return status.code
     return None

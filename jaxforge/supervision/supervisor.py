@@ -81,12 +81,14 @@ def command_env(policy: Policy) -> dict[str, str]:
 
     The time limit of a job covers all starts, unless reaching it leads to a restart.
     """
+    # With a restart at the limit, the limit is that of each start.
     has_limit = Exit.DURATION.code not in policy.again
     return {**new_command_env(), **(began_env() if has_limit else {})}
 
 
 def newest_step(run: Path | None) -> int:
     """Return the step of the newest complete checkpoint of a run, or -1."""
+    # Names of unfinished saves are not counted: a torn checkpoint is not progress.
     names = filter(is_durable, (run / "checkpoints").glob("step_*")) if run else ()
     steps = [int(number) for p in names if (number := p.name.partition("_")[2]).isdigit()]
     return max(steps, default=-1)
@@ -94,6 +96,7 @@ def newest_step(run: Path | None) -> int:
 
 def progressed(run: Path | None, step_before: int, seconds: float) -> bool:
     """Return whether a start wrote a newer checkpoint; for other commands, ran for an hour."""
+    # A command without a run directory has no checkpoints by which to judge it.
     if run is None:
         return seconds >= _HEALTHY_SEC
     return newest_step(run) > step_before
@@ -129,9 +132,6 @@ class Supervisor:
     """Runs a command until it succeeds, is stopped, or fails too often.
 
     Args:
-        command: command to run.
-        count: number of processes on this machine.
-        policy: restart policy.
         run: run directory, for progress and the log; None if unknown.
     """
 
@@ -151,6 +151,7 @@ class Supervisor:
             The exit code of the last start, or of a stop if stopped between two starts.
         """
         with listening(self._events.put):
+            # The wall clock is for the log; durations must not jump with it.
             while True:
                 began, clock, step = time.time(), time.monotonic(), newest_step(self._run)
                 group = self._run_once()
@@ -177,6 +178,7 @@ class Supervisor:
     def _environments(self) -> list[dict[str, str]]:
         if self._count == 1:
             return [self._env]
+        # A new port for each start: the old one may linger in TIME_WAIT.
         coordinator = f"127.0.0.1:{free_port('127.0.0.1')}"
         return environments(self._env, coordinator, 0, self._count, self._count)
 
@@ -191,11 +193,13 @@ class Supervisor:
                     return min(deadline, time.monotonic() + self._policy.peer_grace)
                 return deadline
             case signal.Signals():
+                # The processes save and end by themselves; the deadline is for those that hang.
                 self._stopping = event
                 log.info("%s: forwarded; SIGKILL in %g s", event.name, self._policy.grace)
                 group.send(event)
                 return min(deadline, time.monotonic() + self._policy.grace)
             case None:
+                # The ends of killed processes are awaited without another deadline.
                 log.warning("still running: SIGKILL")
                 group.kill()
                 return math.inf

@@ -32,8 +32,7 @@ from jaxforge.state.train_state import TrainState, with_counts
 from jaxforge.step.train_step import Batch, Controls, Metrics, TrainStep
 from jaxforge.training.foreign import open_foreign
 from jaxforge.training.health.attribution import Attribution, make_row_losses, run_twice
-from jaxforge.training.position import Position
-from jaxforge.training.saving import Saver
+from jaxforge.training.saving import Position, Saver
 
 log = logging.getLogger(__name__)
 
@@ -65,12 +64,14 @@ class Rollback:
         if len(progress.rollbacks) >= self._limit:
             log.error("no further rollback: train.max_rollbacks = %d is reached", self._limit)
             return None
+        # A save in the background may become the newest good checkpoint.
         self._checkpoints.wait()
         good = [
             step
             for step in self._checkpoints.steps()
             if self._checkpoints.progress(step).consecutive_bad == 0
         ]
+        # Twice the same target: its state may be the cause, so an earlier one is used.
         is_repeated = progress.rollbacks and good and progress.rollbacks[-1]["to"] == good[-1]
         return good[-2 if is_repeated and len(good) > 1 else -1] if good else None
 
@@ -87,6 +88,7 @@ class Rollback:
         """
         jax.tree.map(lambda array: array.delete(), state)  # two states would not fit
         state, earlier = self._restore(target)
+        # Later checkpoints hold the bad steps, and their numbers will be used again.
         for checkpoints in filter(None, (self._checkpoints, self._local)):
             checkpoints.discard_after(target)
         if self._replicas:
@@ -95,6 +97,7 @@ class Rollback:
             "rolled back from step %d to step %d; the %d samples drawn since then are skipped",
             progress.step, target, progress.samples - earlier.samples,
         )  # fmt: skip
+        # Positions in the data do not roll back: the bad span is skipped.
         progress.roll_back_to(earlier)
         return with_counts(state, progress)
 
@@ -134,14 +137,7 @@ class BadSteps:
         progress: Progress,
         saver: Saver,
     ) -> "BadSteps":
-        """Return the tracker with the reactions and checks that `[train]` enables.
-
-        Args:
-            program: the program of the run.
-            dataset: the training data.
-            progress: the counters of the run.
-            saver: the checkpoints of the run.
-        """
+        """Return the tracker with the reactions and checks that `[train]` enables."""
         config, mesh = program.config, program.mesh
 
         def restore(step: int) -> tuple[TrainState, Progress]:
@@ -175,15 +171,7 @@ class BadSteps:
         controls: Controls,
         paused: Callable[[], AbstractContextManager[None]],
     ) -> Metrics:
-        """Execute the next step twice; different results are a `fault`.
-
-        Args:
-            step: the train step.
-            position: its state is replaced.
-            batch: the batch of the step.
-            controls: the controls of the step.
-            paused: excludes the first execution from step times.
-        """
+        """Execute the next step twice; different results are a `fault`."""
         position.state, metrics, self.fault = run_twice(
             step, position.state, batch, controls, paused
         )
@@ -201,15 +189,8 @@ class BadSteps:
         """Attribute the latest step, if it was bad and `train.rerun_bad_steps` asks for it.
 
         The host waits for the step, which may end the run with a `fault`.
-
-        Args:
-            step: the train step.
-            position: its state may be replaced by an equal one.
-            batch: the batch of the step.
-            metrics: the metrics of the step.
-            controls: the controls of the step.
-            first: sequences drawn before the step.
         """
+        # After a halt, steps change nothing: there is no new step to examine.
         if self._attribution is None or self.fault or self.had_halted(position.progress):
             return
         if int(metrics["consecutive"]):
@@ -226,6 +207,7 @@ class BadSteps:
 
         This reads the result of the previous step, while the device computes the latest one.
         """
+        # Element 0 is the previous step, which the device has finished or soon will.
         if len(self._consecutive) == 2:
             before = int(self._consecutive[0])
             if before >= self._limit:

@@ -122,16 +122,17 @@ def _memory(program: Program, state: TrainState, frozen: FrozenFields | None) ->
     On CPU, the same memory also holds Python with its libraries, the compiler while it runs, data
     workers, and the copy of a state that is being saved.
     """
+    # The frozen model stays on the devices during the whole run.
     needs = step_memory(
         program.config, program.model, program.mesh, bytes_per_device(state),
         bytes_per_device(frozen.params) if frozen and frozen.params is not None else 0,
     ).total  # fmt: skip
     has = device_memory.capacity_per_device()
-    others = ""
+    more = ""
     if jax.default_backend() == "cpu":
-        others = "; libraries, compiler, data and saves need more"
+        more = "; libraries, compiler, data and saves need more"
     return (
-        f"about {gigabytes(needs)} of {gigabytes(has)} per device, for the arrays of a step{others}"
+        f"about {gigabytes(needs)} of {gigabytes(has)} per device, for the arrays of a step{more}"
     )
 
 
@@ -160,6 +161,7 @@ def _optimizer(config: JobConfig) -> str:
     """Describe the optimizer and the storage formats of moments and parameters."""
     rounding = config.train.param_rounding
     rounded = "" if rounding == "nearest" else f", parameters rounded: {rounding}"
+    # Vectors are few, and blocks of 8 bits would be wider than some of them.
     moments = config.train.opt_state_dtype.replace("8bit", "8 bits, vectors in float32")
     idle = ", experts without tokens skipped" if config.skips_idle_experts else ""
     o = config.optimizer
@@ -188,12 +190,7 @@ def _frozen(frozen: FrozenFields | None) -> str:
 
 
 def describe_average(train: TrainConfig, nbytes: int) -> str:
-    """Describe the average of the parameters; empty without one.
-
-    Args:
-        train: the `[train]` section.
-        nbytes: bytes of the average on a device.
-    """
+    """Describe the average of the parameters; empty without one."""
     if not train.averages_weights:
         return ""
     every = f", every {train.ema_interval} updates" if train.ema_interval > 1 else ""

@@ -11,16 +11,16 @@ from jaxforge.program import Program
 from jaxforge.tasks.opening import check_task_names
 from jaxforge.training.bad_steps import BadSteps
 from jaxforge.training.banner import rows
+from jaxforge.training.callbacks.callback import RunParts
 from jaxforge.training.callbacks.order import callbacks_of
-from jaxforge.training.callbacks.run_callback import RunParts
 from jaxforge.training.callbacks.runner import Callbacks
 from jaxforge.training.early_stop import EarlyStop
 from jaxforge.training.foreign import open_foreign
 from jaxforge.training.frozen import open_frozen
 from jaxforge.training.instruments import Instruments, Session, open_profiler
 from jaxforge.training.loop import Trainer
-from jaxforge.training.position import Position
 from jaxforge.training.saves import Saves
+from jaxforge.training.saving import Position
 from jaxforge.training.start import RunFiles
 from jaxforge.training.training_data import TrainingData, open_data
 from jaxforge.training.updates import StepCompiler, Updates
@@ -45,20 +45,23 @@ def build_trainer(run: ResolvedRun, program: Program, session: Session) -> Train
     with watchdog.section("data"):
         data_sets = open_data(config)
         check_task_names(config.eval)
+    # Flags of XLA are checked before the lock: their mistakes need no run directory.
     compiler = StepCompiler.of(program)
     agreement.call_on_first(session.lock.take)
     files = RunFiles.open(run, program.model, watchdog, session.attempt)
     with watchdog.naming("restoring a checkpoint" if files.has_begun else "initializing"):
         state, progress = files.saver.start(program, open_foreign)
-        frozen = open_frozen(program, open_foreign, progress)
+        frozen = open_frozen(program, open_foreign, progress, run.teacher)
     data = TrainingData.of(program, data_sets, progress, has_begun=files.has_begun)
     tracked = config.metrics.writer("wandb")
+    # A tracker continues the run of the checkpoint, unless the config names another one.
     progress.run_id = (tracked.run_id if tracked else "") or progress.run_id
-    parts = RunParts.of(program, data_sets.evaluation, progress, session.lock, frozen)
+    parts = RunParts(program, data_sets.evaluation, progress, session.lock, frozen)
     callbacks = Callbacks([*session.callbacks, *callbacks_of(parts)])
     files.saver.set_direction(parts.directions.get(BEST_METRIC))
     if jax.process_index() == 0:
         session.show_banner(rows(program, state, progress, frozen, run.rows()))
+    # Before the writers open their files.
     files.rename_old_metrics(config)
     instruments = Instruments.open(session, program, progress, profiler)
     files.record_start(run, program, progress)

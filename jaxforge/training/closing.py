@@ -26,12 +26,6 @@ log = logging.getLogger(__name__)
 def end_training(reason: Exit, exits: Exits, config: JobConfig, saves: Saves) -> Exit:
     """Wait for the last saves and log why training ended.
 
-    Args:
-        reason: why the loop ended.
-        exits: logs requested ends.
-        config: the config of the run.
-        saves: the saves of the run.
-
     Returns:
         `reason`, or `Exit.NON_FINITE` if the state of the last steps no longer changed.
 
@@ -39,8 +33,10 @@ def end_training(reason: Exit, exits: Exits, config: JobConfig, saves: Saves) ->
         UserError: a completed run has not applied any update.
     """
     position, bad_steps, instruments = saves.position, saves.bad_steps, saves.instruments
+    # The last steps may still run: their counters decide about the reason below.
     position.follow_device(instruments.tracker)
     instruments.watchdog.clock.end_steps()
+    # Steps after the halt were launched, but changed nothing: the run did not complete.
     has_halted = bad_steps.has_halted(position.progress)
     if has_halted and not bad_steps.rollback and reason is not Exit.MACHINE:
         reason = Exit.NON_FINITE
@@ -67,13 +63,6 @@ def close_run(
 
     Each of these actions takes place even if an earlier one fails.
 
-    Args:
-        reason: why training ended; None if it failed.
-        progress: the counters of the run.
-        callbacks: the callbacks of the run.
-        saver: the checkpoints of the run.
-        instruments: metrics, watchdog and profiler.
-
     Returns:
         Why the process ends: `Exit.STORAGE` if metrics or logs are lost, the code of a callback
         that raised SystemExit here, otherwise `reason`.
@@ -82,6 +71,7 @@ def close_run(
         Exception: the last failure of an action, such as that of a callback.
     """
     losses: list[StorageError] = []
+    # After the loop nobody fulfils requests.
     callbacks.control.take()  # requests that came too late
     instruments.watchdog.clock.end_steps()  # also after a failure
 
@@ -97,10 +87,12 @@ def close_run(
         try:
             note_loss(callbacks.call_callback, callback, event, *arguments)
         except Exception:
+            # The run itself is complete: this is said before the error hides it.
             if reason is not None:
                 name = f"{type(callback).__name__}.{event.__name__}"
                 log_failed_callback(name, reason, saver.latest_path())
             raise
+        # SystemExit in an event became a request; an error code replaces a success.
         requested = callbacks.control.take().exit
         if reason is not None and requested is not None and requested.code:
             reason = requested
@@ -137,14 +129,7 @@ def close_run(
 def log_exit_reason(
     reason: Exit, job: JobConfig, progress: Progress, last_saved: int | None
 ) -> None:
-    """Log how a run ended and what the user can do.
-
-    Args:
-        reason: why the run ended.
-        job: config of the run.
-        progress: the counters of the run.
-        last_saved: step of the newest checkpoint; None without one.
-    """
+    """Log how a run ended and what the user can do."""
     step, tokens, config = progress.step, f"{progress.tokens:,}", job.train
     if reason is Exit.COMPLETED:
         log.info("Training complete: %d steps, %s tokens", step, tokens)
@@ -175,13 +160,7 @@ def log_exit_reason(
 
 
 def log_failed_callback(event: str, reason: Exit, last_saved: Path | None) -> None:
-    """Log that a callback failed after the end of training, and that the run is safe.
-
-    Args:
-        event: class and method of the callback.
-        reason: why training ended.
-        last_saved: the newest checkpoint; None without one.
-    """
+    """Log that a callback failed after the end of training, and that the run is safe."""
     saved = "no checkpoint was saved"
     if last_saved is not None:
         saved = f"the last checkpoint is complete: {last_saved}"
@@ -204,13 +183,10 @@ def log_already_complete(config: TrainConfig, progress: Progress) -> None:
 def check_learned(config: TrainConfig, progress: Progress) -> None:
     """Check that a completed run has applied at least one update.
 
-    Args:
-        config: the `[train]` section.
-        progress: the counters of the run.
-
     Raises:
         UserError: no update was applied.
     """
+    # Tokens count in applied updates only.
     if progress.tokens or not progress.step:
         return
     counts = {
@@ -233,12 +209,7 @@ def check_learned(config: TrainConfig, progress: Progress) -> None:
 
 
 def exit_code(reason: Exit | None, failure: BaseException | None) -> int:
-    """Return the exit code of the process, as `cli.run_main` derives it from a failure.
-
-    Args:
-        reason: why the run ended; None if it failed.
-        failure: the exception that ended the run, or one raised while it was closed.
-    """
+    """Return the exit code of the process, as `cli.run_main` derives it from a failure."""
     if reason and not failure:
         return reason.code
     return exit_code_of(failure) if failure else Exit.ERROR.code

@@ -8,7 +8,7 @@ from typing import Any
 
 from jaxforge.cli.suggestions import choices
 from jaxforge.config.eval import higher_is_better
-from jaxforge.config.scheduler import EarlyStopConfig
+from jaxforge.config.optimizer import EarlyStopConfig
 from jaxforge.errors import UserError
 from jaxforge.exit_codes import Exit
 from jaxforge.state.progress import Progress
@@ -23,9 +23,7 @@ class EarlyStop:
     Attributes:
         config: the `[early_stop]` section.
         memory: values that a resumed run restores (`Progress.early_stop`), updated in place:
-            "best" and "best_step" of "metric", the name of the metric; "lr_was_above", True once
-            the learning rate has reached `early_stop.min_lr` (it is lower at the start of a
-            warm-up).
+            "best" and "best_step" of "metric", the name of the metric.
         is_higher_better: direction of `early_stop.metric`, if only its task knows it.
     """
 
@@ -48,6 +46,7 @@ class EarlyStop:
         Raises:
             UserError: `early_stop.metric` is never logged.
         """
+        # A rollback replaces the dict, so it is looked up at each call.
         self.memory = progress.early_stop
         self.check_metric(logged)
         explanation = self.reason(progress.step, {**logged, **evaluation})
@@ -60,9 +59,6 @@ class EarlyStop:
         """Check that `early_stop.metric` is among the metrics of a logged step, if it is of steps.
 
         Which of them a run logs is known only after its first step: a model or loss may add some.
-
-        Args:
-            logged: metrics of a logged step; empty if none was logged.
 
         Raises:
             UserError: the metric is never logged, so the condition could never end the run.
@@ -102,22 +98,23 @@ class EarlyStop:
             )
         if stop.max_steps is not None and step >= stop.max_steps:
             yield f"early_stop.max_steps = {stop.max_steps} is reached"
-        yield from self._above("max_loss", "train/loss", metrics)
-        if self._lr_fell(metrics):
-            yield f"train/lr = {metrics['train/lr']:g} is below early_stop.min_lr = {stop.min_lr:g}"
-        yield from self._above("max_grad_norm", "train/grad_norm", metrics)
+        loss = metrics.get("train/loss", -math.inf)
+        if stop.max_loss is not None and loss > stop.max_loss:
+            yield f"train/loss = {loss:g} exceeds early_stop.max_loss = {stop.max_loss:g}"
 
     def _ran_out(self, step: int, metrics: Mapping[str, float]) -> bool:
-        """Update the best value and return whether patience has run out; NaN is no improvement."""
+        """Update the best value, except by NaN, and return whether patience has run out."""
         stop = self.config
         if stop.patience_steps is None or stop.metric not in metrics:
             return False
         value, best = metrics[stop.metric], self.memory.get("best")
+        # Another metric starts anew: values of two metrics are not comparable.
         if best is None or self.memory.get("metric", stop.metric) != stop.metric:
             self.memory.pop("best", None)
             if not math.isnan(value):
                 self.memory.update(best=value, best_step=step, metric=stop.metric)
             return False
+        # A NaN compares as no gain.
         gain = value - best if self._is_higher_better() else best - value
         if gain > stop.min_delta:
             self.memory.update(best=value, best_step=step)
@@ -136,15 +133,3 @@ class EarlyStop:
         is_higher_better = higher_is_better(self.config.metric, self.config.mode)
         assert is_higher_better is not None, "the rules of the config refuse unknown directions"
         return is_higher_better
-
-    def _lr_fell(self, metrics: Mapping[str, float]) -> bool:
-        if self.config.min_lr is None or "train/lr" not in metrics:
-            return False
-        is_above = metrics["train/lr"] >= self.config.min_lr
-        self.memory["lr_was_above"] = is_above or self.memory.get("lr_was_above", False)
-        return self.memory["lr_was_above"] and not is_above
-
-    def _above(self, key: str, metric: str, metrics: Mapping[str, float]) -> Iterator[str]:
-        limit = getattr(self.config, key)
-        if limit is not None and metrics.get(metric, limit) > limit:
-            yield f"{metric} = {metrics[metric]:g} exceeds early_stop.{key} = {limit:g}"

@@ -51,6 +51,7 @@ def build_eval_functions(
         UserError: a function is not registered. When called: two functions return the same name, or
             a function returns the name of a built-in metric or a maximum.
     """
+    # Names of metrics of the average are taken as well.
     averaged = [AVERAGE_PREFIX + name for name in METRICS]
     functions = {name: EVAL_FUNCTIONS[name](config, model) for name in names}
 
@@ -71,6 +72,7 @@ def build_eval_functions(
 
 def add_sums(first: Sequence[float], second: Sequence[float]) -> list[float]:
     """Return the sums of two parts of a set; no numbers stand for an empty part."""
+    # A set that was stopped before its first batch has no sums.
     if not first or not second:
         return [*first, *second]
     return [a + b for a, b in zip(first, second, strict=True)]

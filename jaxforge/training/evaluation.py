@@ -124,7 +124,7 @@ def make_eval_step(
     """
     compute_functions = build_eval_functions(functions, config, model)
     abstract = flatten_dict(join(model.abstract, model.state.abstract))
-    own_loss = None if config.loss_fn in CROSS_ENTROPIES else build_loss(config, model)
+    custom_loss = None if config.loss_fn in CROSS_ENTROPIES else build_loss(config, model)
 
     def eval_step(params: Params, batch: Batch, byte_lengths: Int[Array, "v"]) -> BatchSums:
         params = unflatten_dict(  # an average may have another dtype
@@ -132,6 +132,7 @@ def make_eval_step(
         )
         batch = spread_sequences(model, batch)
         loss_weights = update_loss_weights(batch, config)
+        # Batches have an axis of microbatches, of length 1 in an evaluation.
         loss_weights = loss_weights._replace(token=loss_weights.token[0])
         microbatch = jax.tree.map(lambda leaf: leaf[0], batch)
         labels = microbatch["labels"]
@@ -139,9 +140,10 @@ def make_eval_step(
         head = model.head(params)
         loss = cross_entropy(hidden, head, labels, tiles_of(config, labels, head, model))
         is_valid = labels != IGNORE
+        # Label -100 must not index the table.
         lengths = jnp.where(is_valid, byte_lengths[jnp.where(is_valid, labels, 0)], 0)
-        own = own_loss(params, hidden, microbatch, loss_weights) if own_loss else AuxOutputs()
-        terms = own.with_layer_losses(out.aux).loss_terms
+        aux = custom_loss(params, hidden, microbatch, loss_weights) if custom_loss else AuxOutputs()
+        terms = aux.with_layer_losses(out.aux).loss_terms
         results = compute_functions(params, hidden, microbatch)
         if objective is not None:
             metrics = objective(params, hidden, microbatch, loss_weights).metrics
@@ -157,8 +159,6 @@ class Evaluator:
 
     Args:
         config: `[train]` determines the size of a batch.
-        mesh: the mesh of the parameters.
-        model: the model.
         datasets: sets by name; a single set has the name "".
         tokenizer: the tokenizer of the sets, for bits per byte; None without one.
         frozen: adds the fields of `train.objective` to batches; None: only the cross-entropy and
@@ -198,10 +198,6 @@ class Evaluator:
     def direction(self, metric: str, key: str = BEST_METRIC) -> bool | None:
         """Return whether higher values of a metric are better; None if it is unknown.
 
-        Args:
-            metric: name of the metric.
-            key: the config key that names it.
-
         Raises:
             UserError: the evaluation does not report the metric.
         """
@@ -214,6 +210,7 @@ class Evaluator:
                 "tokenizer of the data. Set data.tokenizer_path, or use one of "
                 f"{', '.join(known)}"
             )
+        # Shapes of one batch are enough to know the names: nothing is computed.
         batch = next(eval_batches(self._config, self._mesh, next(iter(self._datasets.values()))))
         sums = jax.eval_shape(self._sums, self._abstract, batch)
         if metric in self._reports(sums.terms):  # terms of loss and layers
@@ -284,12 +281,13 @@ def summary(
         are_all: False to leave out the metrics of all sets, because some sets were not evaluated.
         prefix: prefix of the names within a set, such as "ema_" in `eval/<name>/ema_loss`.
     """
+    # A mean over a part of the sets would not be comparable with earlier steps.
     total = merge_sums(sets.values()).metrics() if are_all else {}
     metrics = {f"eval/{prefix}{key}": value for key, value in total.items()}
     for name, sums in sets.items():
         if name:
-            own = sums.metrics().items()
-            metrics |= {f"eval/{name}/{prefix}{key}": value for key, value in own}
+            of_set = sums.metrics().items()
+            metrics |= {f"eval/{name}/{prefix}{key}": value for key, value in of_set}
     return metrics
 
 
@@ -297,6 +295,7 @@ def merge_sums(sets: Iterable[SetSums]) -> SetSums:
     """Return the sums over several sets, in which every token has the same weight."""
     nats, tokens, n_bytes, batches, terms, functions = zip(*sets, strict=True)
     known = [count for count in n_bytes if count is not None]
+    # One set of unknown bytes makes those of all sets unknown.
     all_bytes = sum(known) if len(known) == len(n_bytes) else None
     results = functools.reduce(_sum_functions, functions)
     return SetSums(sum(nats), sum(tokens), all_bytes, sum(batches), _sum_terms(terms), results)
@@ -340,6 +339,7 @@ def _byte_table(
     lengths: Int[np.ndarray, "n"] | None, vocab_size: int, mesh: Mesh
 ) -> Int[Array, "v"]:
     """Return the bytes of each token id on every device; 0 for ids without a token."""
+    # Padded ids of the vocabulary have no text.
     table = np.zeros(vocab_size, np.int32)
     if lengths is not None:
         table[: len(lengths)] = lengths[:vocab_size]
@@ -351,6 +351,7 @@ def _was_made_by(tokenizer: Tokenizer | None, dataset: Dataset, name: str) -> bo
     manifest = dataset.source.manifest if isinstance(dataset.source, TokenFiles) else None
     if tokenizer is None or manifest is None:
         return tokenizer is not None
+    # Bytes of another tokenizer's ids would be wrong without notice.
     if manifest.tokenizer_sha256 == tokenizer.fingerprint:
         if manifest.bos_ids != tokenizer.prefix and not manifest.conversations:
             log.warning(

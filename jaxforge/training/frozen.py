@@ -2,7 +2,7 @@
 
 With `distillation.logits`, no teacher is loaded: its fields are read with the data.
 
-The frozen model is no part of the training state. It is loaded again at each start. A checkpoint
+The frozen model is not a part of the training state. It is loaded again at each start. A checkpoint
 holds only a hash of each of its arrays (`Progress.frozen`), by which a resume with other weights is
 refused.
 """
@@ -52,7 +52,6 @@ class FrozenFields:
     """Adds the fields of `train.objective` to batches.
 
     Args:
-        model: the frozen model.
         params: its parameters; None: the base model of the run's adapters.
     """
 
@@ -62,22 +61,13 @@ class FrozenFields:
         self._compiled: dict[_Signature, jax.stages.Compiled] = {}
 
     def __call__(self, policy: Params, batch: Batch) -> Batch:
-        """Return a batch with further fields.
-
-        Args:
-            policy: variables of the trained model.
-            batch: the batch.
-        """
+        """Return a batch with further fields."""
+        # Batches of other shapes, such as those of an evaluation, compile at their first use.
         program = self._compiled.get(_signature(batch), self._add)
         return program(self._params_of(policy), batch)
 
     def lower(self, policy: Params, batches: Iterable[AbstractBatch]) -> LoweredFields:
-        """Trace the program for batches; return the results by the signature of the batch.
-
-        Args:
-            policy: shapes and shardings of the variables of the trained model.
-            batches: shapes and shardings of batches.
-        """
+        """Trace the program for batches; return the results by the signature of the batch."""
         params = self._params_of(policy)
         return {_signature(batch): self._add.lower(params, batch) for batch in batches}
 
@@ -95,7 +85,10 @@ def _signature(batch: AbstractBatch | Batch) -> _Signature:
 
 
 def open_frozen(
-    program: Program, open_foreign: OpenForeign, progress: Progress
+    program: Program,
+    open_foreign: OpenForeign,
+    progress: Progress,
+    teacher: ModelConfig | None = None,
 ) -> FrozenFields | None:
     """Load the frozen model of `train.objective`. Collective.
 
@@ -107,8 +100,9 @@ def open_frozen(
 
     Args:
         program: program of the run.
-        open_foreign: opens a reference that is no jaxforge run.
+        open_foreign: opens a reference that is not a jaxforge run.
         progress: counters of the run; the hashes are compared, and recorded at the first start.
+        teacher: `[model]` of the teacher; None: it is read.
 
     Raises:
         UserError: the model does not exist, does not fit, or is not the recorded one.
@@ -116,6 +110,7 @@ def open_frozen(
     config, objective = program.config, program.config.train.objective
     if objective == "next_token":
         return None
+    # Saved logits are fields of the data: no second model has to fit into memory.
     if objective == "distillation" and (logits := config.distillation.logits):
         manifest = Manifest.read(urls.path(logits))
         agreement.check({"distillation.logits": manifest.to_json()})
@@ -131,12 +126,13 @@ def open_frozen(
                 "pairs of answers need a reference model: set dpo.reference to its path"
             )
     assert path
-    settings = frozen_config(config, teacher_model(config))
+    settings = frozen_config(config, teacher or teacher_model(config))
     try:
         rules.check(settings, program.mesh.size)
     except UserError as error:
         raise UserError(f"{_KEYS[objective]} = {path}: {error}") from error
     model = FrozenModel(settings, config, program.mesh, kernel_target(program.mesh))
+    # Adapters leave the base model untouched, so it is the reference without a copy.
     if objective == "dpo" and config.dpo.reference is None and config.lora.rank:
         return FrozenFields(model, None)
     return FrozenFields(model, _load(model, path, _KEYS[objective], open_foreign, progress))
@@ -167,6 +163,7 @@ def _load(
     with opened(at_path(config, path), config, open_foreign) as source:
         log.info("%s is %s", key, source.name)
         restored, record = restore_recorded(source, by_layer(like, stack))
+    # Compared before use: a resume with other weights would silently change the loss.
     _record(key, path, record, progress)
     return variables(by_stage(restored, stack, drop_unsaved(like, restored)))
 

@@ -101,10 +101,6 @@ def serving_metrics(config: JobConfig, watchdog: Watchdog) -> Iterator[RunMetric
 
     Every process of the job must call this: several of one host use consecutive ports.
 
-    Args:
-        config: the resolved config.
-        watchdog: tells the activity of this process, and whether it hangs.
-
     Raises:
         UserError: the library is not installed.
     """
@@ -128,13 +124,7 @@ def serving_metrics(config: JobConfig, watchdog: Watchdog) -> Iterator[RunMetric
 
 
 def open_tracker(session: Session, program: Program, progress: Progress) -> Tracker:
-    """Open the writers of metrics.
-
-    Args:
-        session: its console and live line show metrics.
-        program: the program of the run.
-        progress: the counters of the run.
-    """
+    """Open the writers of metrics."""
     config = program.config
     ramp = config.train.ramp(data_parallel_size(program.mesh))
     cost = StepCost.of(config, ramp.sequences(config.train.grad_accum_steps))
@@ -143,6 +133,7 @@ def open_tracker(session: Session, program: Program, progress: Progress) -> Trac
         session.console, config, progress.run_id, progress.step, cost, examples, session.live,
         repeats_evaluation=progress.validation is not None,
     )  # fmt: skip
+    # Prometheus is scraped at any time, so it has the values of the console.
     if session.metrics is not None:
         writers.append(MetricWriter("Prometheus", session.metrics, config.metrics.log_interval))
     names = [dataset.label for dataset in config.data.datasets]

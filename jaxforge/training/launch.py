@@ -52,6 +52,7 @@ def fit(
     since = began()  # `train.exit_duration_in_mins` counts from the start of the process
     console = begin_run()
     known = known_config(config)
+    # The watchdog comes first: joining the other processes may already hang.
     with Watchdog(Limits.of(known.train), since=process_start()) as watchdog:
         multihost.initialize(known.distributed.heartbeat_timeout_sec)
         with (
@@ -61,6 +62,7 @@ def fit(
         ):
             run = resolve_run(config, watchdog)
             config = run.config
+            # Callbacks decide what the step collects, so they exist before the program.
             users = [*callbacks, *named_callbacks(config)]
             program = Program(config, collect=[name for user in users for name in user.collect])
             with (

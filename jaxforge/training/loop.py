@@ -22,9 +22,9 @@ from jaxforge.training.callbacks.runner import Callbacks
 from jaxforge.training.closing import close_run, end_training, log_already_complete
 from jaxforge.training.early_stop import EarlyStop
 from jaxforge.training.instruments import Instruments
-from jaxforge.training.position import Position
 from jaxforge.training.preemption import Exit, Exits, Interrupted, Signals
 from jaxforge.training.saves import Saves
+from jaxforge.training.saving import Position
 from jaxforge.training.updates import Updates
 
 
@@ -57,16 +57,13 @@ class Trainer:
     def train(self, signals: Signals, since: float | None = None) -> Exit:
         """Train until `max_steps` or until there is another reason to stop.
 
-        Args:
-            signals: signals to this process.
-            since: when the command began, by `time.monotonic`; None means now.
-
         Returns:
             The reason why training ended.
         """
         exits = Exits(self.config.train, signals, since)
         position, progress = self.position, self.position.progress
         tracker = self.instruments.tracker
+        # Before any other collective: processes with different callbacks must know it.
         self.callbacks.compare_processes()
         self.callbacks.call(Callback.on_train_begin, self.config)
         self.saves.begin()
@@ -78,7 +75,9 @@ class Trainer:
                     step, batch, controls = self.updates.next_batch(
                         progress, signals, self.instruments
                     )
+                    # Before the step, which donates the parameters that the logits belong to.
                     self._measure_logits(batch)
+                    # Both executions begin with the same state, which the first must not change.
                     if self.bad_steps.should_verify(progress.step + 1):
                         metrics = self.bad_steps.execute_twice(
                             step, position, batch, controls, tracker.paused
@@ -86,7 +85,8 @@ class Trainer:
                     else:
                         position.state, metrics = step(position.state, batch, controls)
                     self._count(step, batch, controls, metrics)
-                due = self.callbacks.due(progress.step, tracker.paused)
+                # A step launched after a halt changed nothing, so no callback may act on it.
+                due = self.callbacks.due(progress.step)
                 if self._depends_on_step(due) and self._had_halted():
                     reason = self._roll_back()
                     continue
@@ -95,6 +95,7 @@ class Trainer:
         except Interrupted:  # between steps: while compiling, or waiting for data
             reason = exits.requested(progress.step)
             assert reason is not None
+            # All state is that of the last complete step, since no step was in flight.
             self.saves.save()
         if reason is Exit.UNHEALTHY:  # no further call may wait for these devices
             return reason
@@ -102,9 +103,6 @@ class Trainer:
 
     def close(self, reason: Exit | None) -> Exit | None:
         """End the run, also after a failure: wait for saves, notify callbacks, close the sinks.
-
-        Args:
-            reason: the result of `train`; None if it failed.
 
         Returns:
             Why the process ends: `Exit.STORAGE` if metrics or logs are lost.
@@ -117,6 +115,7 @@ class Trainer:
         position, progress = self.position, self.position.progress
         self.saves.save_first()
         reason = self._check_health_at_start(exits)
+        # The evaluation that a stop interrupted continues before the step is compiled.
         if reason is None and progress.validation:
             due = self.callbacks.due_on_resume(progress.step)
             reason = self._between_steps(signals, exits, due)
@@ -125,10 +124,10 @@ class Trainer:
             self.updates.compile(progress, signals, self.instruments.watchdog)
             self.callbacks.call(Callback.on_compiled, self.updates.step)
             reason = self._fulfil_first_requests(exits)
-            self.callbacks.start_clock()
         elif reason is None:
             log_already_complete(self.config.train, progress)
             reason = Exit.COMPLETED
+        # Compilation is not step time.
         self.instruments.tracker.start_clock()
         return reason
 
@@ -140,6 +139,7 @@ class Trainer:
         if not due:
             return None
         # Its collectives would mix with those of the checks.
+        # The initial state may still be computed or read.
         jax.block_until_ready(self.position.state)
         return self.callbacks.run(due, self._context(exits, due))
 
@@ -172,6 +172,7 @@ class Trainer:
         sequences = self.config.train.update_sequences(microbatches * rows)
         progress.advance(sequences, sequences * length)
         self.instruments.tracker.end_step(progress.step, metrics)
+        # The value stays on the device, so that the host never waits for this step.
         self.bad_steps.note(metrics["consecutive"])
         self.instruments.watchdog.tick(progress.step, metrics["consecutive"])
         self.bad_steps.examine(step, self.position, batch, metrics, controls, first)
@@ -189,13 +190,16 @@ class Trainer:
     ) -> Exit | None:
         if self.bad_steps.fault:
             return self.bad_steps.fault  # unsaved: results of these devices cannot be trusted
+        # A failed save stops the run now: later checkpoints would fail as well.
         self.saves.check(signals)
         self.saves.note_durable()
         context = self._context(exits, due)
         reason = self.callbacks.run(due, context)
         if reason is Exit.UNHEALTHY:
             return reason  # unsaved, for the same reason
+        # There is no later step at which processes could agree on requests.
         is_forced = self.position.is_last or reason is not None
+        # Scheduled actions come before requests, so that a requested evaluation is not done twice.
         requests = self.callbacks.take_requests(context, due, self._had_halted, is_forced=is_forced)
         self.saves.save_if_due(context.evaluation, is_requested=requests.save)
         reason = reason or self._early_end(context.evaluation) or requests.exit
@@ -218,6 +222,7 @@ class Trainer:
         )  # fmt: skip
 
     def _early_end(self, evaluation: dict[str, float]) -> Exit | None:
+        # Every process logs the same metrics, so all come to the same decision.
         logged = self.instruments.tracker.take_logged()
         return self.early_stop.requested(self.position.progress, logged, evaluation)
 
@@ -225,6 +230,7 @@ class Trainer:
         if stop := exits.requested(self.position.step):
             self.saves.save()  # raises if the reason is a failed save, on any process
             return stop
+        # A signal wins over a rollback: the restart rolls back.
         if self.bad_steps.has_halted(self.position.progress):
             return self._roll_back()
         return Exit.COMPLETED if self.position.is_last else None
@@ -247,6 +253,7 @@ class Trainer:
             self.instruments.watchdog.section("checkpoint"),
             self.instruments.watchdog.naming("rolling back"),
         ):
+            # The old state is deleted first: two states would not fit.
             position.state = rollback.go(position.state, position.progress, target)
             self.updates.data.open(position.progress)
         tracker.rewind()

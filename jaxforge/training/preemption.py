@@ -53,9 +53,6 @@ class Interrupted(BaseException):
 class Signals:
     """Turns signals (`cli.process.stop_signals`) into a stop of all processes after the same step.
 
-    Args:
-        timeout_seconds: `train.shutdown_timeout_sec`.
-
     Attributes:
         has_background_thread: True if a thread still compiles or reads. The interpreter would wait
             for this thread, so the process must end by `os._exit`.
@@ -74,6 +71,7 @@ class Signals:
         self._interruptible = self.has_background_thread = False
 
     def __enter__(self) -> "Signals":
+        # Python delivers signals to the main thread only.
         if threading.current_thread() is not threading.main_thread():
             return self
         # With several processes, SIGTERM belongs to JAX's preemption service, which forwards it.
@@ -94,6 +92,7 @@ class Signals:
         The main thread may hold the lock of a stream, of the log or of the live line when a signal
         interrupts it. So the message comes from a thread: a handler that logs waits forever.
         """
+        # Schedulers signal twice; only a second Ctrl-C is meant as one.
         if self._received is not None and number != signal.SIGINT:
             return
         self._received = signal.Signals(number)
@@ -138,6 +137,7 @@ class Signals:
         """
         if not self._shared:
             return self._reason() if self._received else None
+        # The number of the call is the step by which processes agree.
         self._asked += 1
         # The service reports the agreed point only once; later calls must return the same.
         if not self._agreed and multihost_utils.reached_preemption_sync_point(self._asked):
@@ -162,6 +162,7 @@ class Signals:
     def _reason(self) -> Exit:
         if self._announcement is not None:  # comes before the messages of the save
             self._announcement.join(_MESSAGE_SEC)
+        # A failed save comes first: the stop is its consequence.
         if self._has_failed:
             return Exit.STORAGE
         if self._received is None and self._is_time_up:
@@ -210,6 +211,7 @@ class Signals:
             except BaseException as error:
                 failures.append(error)
 
+        # A daemon, because an interrupted compilation cannot be stopped.
         thread = threading.Thread(target=run, daemon=True)
         with self.interrupting():
             thread.start()
@@ -234,13 +236,7 @@ def _give_up(seconds: float) -> None:
 
 
 class Exits:
-    """Reasons to stop after a step, in the order of Megatron: signal, duration, interval.
-
-    Args:
-        config: the `[train]` section.
-        signals: signals to this process.
-        since: when the command began, by `time.monotonic`; None means now.
-    """
+    """Reasons to stop after a step, in the order of Megatron: signal, duration, interval."""
 
     def __init__(self, config: TrainConfig, signals: Signals, since: float | None = None) -> None:
         self._config, self._signals = config, signals
@@ -258,12 +254,7 @@ class Exits:
         return None
 
     def log_reason(self, reason: Exit, step: int) -> None:
-        """Log the message of Megatron for a requested stop, after the last save.
-
-        Args:
-            reason: why the run ended; ends that nobody requested have other messages.
-            step: the last step.
-        """
+        """Log the message of Megatron for a requested stop, after the last save."""
         messages = {
             Exit.DURATION: f"exiting program after {self._minutes} minutes",
             Exit.INTERVAL: f"exiting program at iteration {step}",

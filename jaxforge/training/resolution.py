@@ -34,6 +34,7 @@ def resolve_run(config: JobConfig | UnresolvedConfig, watchdog: Watchdog) -> Res
         UserError: processes have different configs, the run was moved, the config breaks a rule, or
             the checkpoint to start from cannot be used.
     """
+    # Collectives below would hang if processes disagreed about them.
     agreement.check(starts.facts_of_start(config) if jax.process_count() > 1 else {})
     if isinstance(config, UnresolvedConfig):
         run_directory.check_not_moved(config)
@@ -43,9 +44,10 @@ def resolve_run(config: JobConfig | UnresolvedConfig, watchdog: Watchdog) -> Res
     run = run.after(with_branch(run.config), "the checkpoint that the run branched off from")
     run = run.after(with_base(run.config), "the absolute path")
     run = with_idle_experts(run)
-    config, recorded = run.config, run.config
-    config, why = with_execution(config, make_mesh(config), teacher=teacher_model(config))
-    return dataclasses.replace(run.after(config, why), recorded=recorded)
+    # Execution comes last: it depends on all values above, and is not recorded.
+    written, teacher = run.config, teacher_model(run.config)
+    config, why = with_execution(written, make_mesh(written), teacher=teacher)
+    return dataclasses.replace(run.after(config, why), written=written, teacher=teacher)
 
 
 def with_branch(config: JobConfig) -> JobConfig:
@@ -65,6 +67,7 @@ def with_branch(config: JobConfig) -> JobConfig:
         branch = _begun_branch(section, section.branch) or Branch(*_start(section))
     except UserError as error:
         failure = error
+    # Hosts with different views of a shared disk would start from different states.
     agreement.check({"checkpoint.branch_from": str(failure or branch)})
     if failure:
         raise failure
@@ -91,6 +94,7 @@ def with_idle_experts(run: ResolvedRun) -> ResolvedRun:
     config, section = run.config, run.config.checkpoint
     if not config.model.is_moe or config.optimizer.skip_idle_experts is not None:
         return run
+    # A run keeps the rule that it began with, even if the default changes.
     start = _begun_run(section)
     if start is None and "optimizer" not in section.exclude_from_loading:
         start = section.start_path

@@ -8,9 +8,8 @@ from jaxforge.training.bad_steps import BadSteps
 from jaxforge.training.callbacks.callback import Callback
 from jaxforge.training.callbacks.runner import Callbacks
 from jaxforge.training.instruments import Instruments
-from jaxforge.training.position import Position
 from jaxforge.training.preemption import Signals
-from jaxforge.training.saving import Saver
+from jaxforge.training.saving import Position, Saver
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,19 +37,16 @@ class Saves:
 
     def save_first(self) -> None:
         """Save before the first step, if that is due or if a rollback needs a checkpoint."""
+        # A rollback within the first interval needs the initial state.
         is_due = self.position.step == 0 and self.saver.is_due(0)
         if (self.bad_steps.rollback or is_due) and self.saver.latest() is None:
             self.save()
 
     def save(self, evaluation: dict[str, float] | None = None, *, permanent: bool = True) -> None:
-        """Start to save, unless the run has halted: then the last good checkpoint remains.
-
-        Args:
-            evaluation: metrics of the step.
-            permanent: False for a non-persistent checkpoint.
-        """
+        """Start to save, unless the run has halted: then the last good checkpoint remains."""
         progress = self.position.progress
         with self.instruments.tracker.paused(), self.instruments.watchdog.section("checkpoint"):
+            # Counters of the host are behind the device; a checkpoint must hold both of one step.
             self.position.follow_device(self.instruments.tracker)
             if self.bad_steps.has_halted(progress):
                 return
@@ -66,11 +62,13 @@ class Saves:
     def save_if_due(self, evaluation: dict[str, float], *, is_requested: bool = False) -> None:
         """Save on the schedule or a request, after the last step, and after a new best."""
         position = self.position
+        # Noted even if no save is due, or a later worse value would count as the best.
         new_best = self.saver.note_best(position.progress, evaluation)
         if position.is_last or is_requested or self._is_due(new_best=new_best):
             self.save(evaluation)
         elif self.saver.is_local_due(position.step):
             self.save(permanent=False)
+        # The last step has a durable checkpoint, which a replica would only repeat.
         if self.saver.is_replica_due(position.step) and not position.is_last:
             self._replicate()
 
@@ -93,6 +91,7 @@ class Saves:
         try:
             self.saver.check()
         except Exception:
+            # Raised at once, it would leave the other processes in a collective.
             if not signals.stop_for_failed_save():
                 raise
 
@@ -118,6 +117,7 @@ class Saves:
 
     def note_load(self, path: Path) -> None:
         """Restore the states of callbacks and report the restored checkpoint to them."""
+        # States first: the event may use them.
         self.callbacks.load_states(self.position.progress.callbacks)
         self.callbacks.call(Callback.on_checkpoint_load, self.position.step, path)
 

@@ -27,6 +27,7 @@ from jaxforge.state.train_state import TrainState
 from jaxforge.storage import mirror as mirrors
 from jaxforge.storage import urls
 from jaxforge.storage.mirror import Mirror
+from jaxforge.telemetry.tracker import Tracker
 
 log = logging.getLogger(__name__)
 
@@ -37,6 +38,38 @@ def open_checkpoints(config: JobConfig, model: Model) -> Checkpoints:
     """Open the checkpoints in `checkpoint.dir`, which may be empty."""
     resolved, run = config.model_dump(mode="json"), run_directory.root(config)
     return Checkpoints(run, config.checkpoint, model.axes, resolved, stack=model.stack)
+
+
+@dataclasses.dataclass
+class Position:
+    """The state on the devices and the counters of the host.
+
+    Attributes:
+        state: parameters, optimizer state and counters; replaced by every step.
+        progress: the counters of the host. Those of bad steps are behind the device until
+            `follow_device`.
+        max_steps: steps of the whole run.
+    """
+
+    state: TrainState
+    progress: Progress
+    max_steps: int
+
+    @property
+    def step(self) -> int:
+        """Steps attempted."""
+        return self.progress.step
+
+    @property
+    def is_last(self) -> bool:
+        """True after the last step of the run."""
+        return self.progress.step >= self.max_steps
+
+    def follow_device(self, tracker: Tracker) -> None:
+        """Synchronize the counters from the device state, after the metrics of all its steps."""
+        tracker.flush()
+        state = self.state
+        self.progress.sync_from_device(*jax.device_get((state.step, state.guard, state.counts)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,11 +93,9 @@ class Saver:
     """Saves the checkpoints of a run.
 
     Args:
-        config: the `[checkpoint]` section.
         policy: decides after which steps a permanent checkpoint is due.
         permanent: the checkpoints in the run directory.
         local: checkpoints in `checkpoint.non_persistent_dir`; None without them.
-        mirror: copies the other files of the run to its bucket; None for a run on disk.
         replicas: copies of the state in memory; None without them.
 
     Attributes:
@@ -91,11 +122,6 @@ class Saver:
     def of_run(cls, config: JobConfig, model: Model, mirror: Mirror | None) -> "Saver":
         """Open the checkpoints of a run.
 
-        Args:
-            config: the resolved config.
-            model: the model.
-            mirror: copies the other files of the run to its bucket; None for a run on disk.
-
         Raises:
             UserError: `checkpoint.non_persistent_dir` or `checkpoint.replica_dir` cannot be used.
         """
@@ -107,6 +133,7 @@ class Saver:
             run, origin = run_directory.root(config), _origin(config)
             replicas = Replicas(section, run, origin, resolved, model.stack)
         saver = cls(section, SavePolicy(config), permanent, local, mirror, replicas)
+        # Local checkpoints and replicas may be newer than the permanent one.
         saver.loaded = saver.newest()
         if saver.loaded is None and section.start_path:
             saver.loaded = urls.path(section.start_path, "checkpoint.load_path")
@@ -115,12 +142,7 @@ class Saver:
     def start(
         self, program: Program, open_foreign: Callable[[str, JobConfig], Source]
     ) -> tuple[TrainState, Progress]:
-        """Return the state and progress from which this start continues.
-
-        Args:
-            program: program of the run.
-            open_foreign: see `starting_state`.
-        """
+        """Return the state and progress from which this start continues."""
         sources = self.replicas.sources if self.replicas else ()
         state, progress = starting_state(program, self.permanent, open_foreign, self.local, sources)
         if not sources or not self.replicas:
@@ -128,6 +150,7 @@ class Saver:
         restored = self.replicas.note_start(progress.step)
         self.loaded = restored.path if restored else self.newest() or self.loaded
         for checkpoints in self._checkpoints.values():
+            # The state is already stored there: a save of the same step has nothing to do.
             if checkpoints.latest() == progress.step:
                 checkpoints.saved_step = progress.step
         return state, progress
@@ -160,13 +183,7 @@ class Saver:
         )
 
     def is_due(self, step: int, ended_epochs: range = range(0), *, new_best: bool = False) -> bool:
-        """Return whether a permanent checkpoint is due, by schedule or as a new best.
-
-        Args:
-            step: steps attempted.
-            ended_epochs: numbers of the epochs that ended with the step.
-            new_best: the latest evaluation is the best so far.
-        """
+        """Return whether a permanent checkpoint is due, by schedule or as a new best."""
         every = self._config.epoch_interval
         ends_interval = every > 0 and any(epoch % every == 0 for epoch in ended_epochs)
         return self._policy(step) or ends_interval or (new_best and self._config.keep_best_n > 0)
@@ -181,10 +198,6 @@ class Saver:
 
     def replicate(self, progress: Progress, state: TrainState) -> dict[str, float]:
         """Start to copy the state to the memory of this host and of its peer.
-
-        Args:
-            progress: the counters of the run.
-            state: the state of the same step.
 
         Returns:
             The metrics of the call.
@@ -204,16 +217,11 @@ class Saver:
     ) -> tuple[Path | None, dict[str, float]]:
         """Start to save a checkpoint.
 
-        Args:
-            progress: the counters of the run.
-            state: the state of the same step.
-            evaluation: metrics of the step, which decide the best checkpoints to keep.
-            permanent: False for a non-persistent checkpoint.
-
         Returns:
             The path, or None if the checkpoint exists already; and the metrics of the call.
         """
         name = _PERMANENT if permanent else _LOCAL
+        # The amendment belongs to the previous checkpoint, and must not overtake this save.
         if permanent and progress.step != self.permanent.saved_step:
             self.write_amendment()
         start = time.perf_counter()
@@ -223,6 +231,7 @@ class Saver:
         seconds = time.perf_counter() - start
         if path is None:
             return None, {}
+        # A copy, because the loop continues to count in the original.
         if permanent:
             self._stored = copy.deepcopy(progress)
         log.info(
@@ -254,6 +263,7 @@ class Saver:
     def newest(self) -> Path | None:
         """Return the newest checkpoint, permanent or not, or replica; None without one."""
         sources = self.replicas.sources if self.replicas else []
+        # Of equal steps the first is taken: memory is read faster than a disk.
         newest = [(replica.step, replica.path) for replica in sources]
         newest += [
             (step, checkpoints.path(step))
@@ -283,11 +293,7 @@ class Saver:
         self.write_amendment()
 
     def close(self, *, together: bool = True) -> None:
-        """Wait for all saves and close the checkpoints.
-
-        Args:
-            together: see `Checkpoints.close`.
-        """
+        """Wait for all saves and close the checkpoints."""
         with contextlib.ExitStack() as stack:  # each is closed, even if another fails
             if self.replicas:  # the last to be closed, when the newest checkpoint is durable
                 stack.callback(self._close_replicas, self.replicas, together=together)

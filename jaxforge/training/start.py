@@ -48,16 +48,10 @@ class RunFiles:
     ) -> "RunFiles":
         """Open the run directory, whose lock is held. Only logs are written.
 
-        Args:
-            run: the resolved config.
-            model: the model.
-            watchdog: writes the stacks of a hanging process into the directory.
-            attempt: records this attempt in the directory.
-
         Raises:
             UserError: the run had checkpoints that no longer exist.
         """
-        config = run.recorded or run.config
+        config = run.recorded
         copier = run_directory.open_mirror(config)
         files = mirror.files(config.checkpoint.dir)
         add_log_file(files)
@@ -66,6 +60,7 @@ class RunFiles:
         for answer in (*run.notes, *answers(config)):
             log.info("%s", answer)
         watchdog.write_stacks_to(files / "logs" / f"stacks_{jax.process_index()}.txt")
+        # Logs are open by now, so that the messages of a failed restore are in the run.
         saver = Saver.of_run(config, model, copier)
         is_new = saver.is_empty()
         if is_new:
@@ -82,13 +77,8 @@ class RunFiles:
 
         A start that is refused does not warn: without data, a new model trains on random tokens,
         and weights of a checkpoint are refused.
-
-        Args:
-            resolved: the resolved config.
-            program: the program of the run.
-            progress: the counters at this start.
         """
-        config, recorded = program.config, resolved.recorded or resolved.config
+        config, recorded = program.config, resolved.recorded
         run = mirror.files(config.checkpoint.dir)
         run_directory.prepare(run, recorded)
         run_directory.record_start(run, recorded, progress.step)
@@ -96,6 +86,7 @@ class RunFiles:
             for warning in ineffective_settings(config, jax.default_backend()):
                 log.warning("%s", warning)
             more: dict[str, Any] = {"derived": dict(resolved.reasons)} if resolved.reasons else {}
+            # Only at the first start: later ones resume from the run itself.
             if self.is_new and config.checkpoint.start_path:
                 keep_documents(config.checkpoint.start_path, run)
                 more["parent"] = _parent(config.checkpoint, progress)
@@ -120,6 +111,7 @@ def _note_trust(config: JobConfig) -> None:
     """Let commands that open this run import its plugins without `--trust-plugins`."""
     try:
         trust.note(run_directory.root(config), config.plugins.names)
+    # The record only spares users an option, so its loss must not end the run.
     except OSError as error:
         log.warning(
             "commands that open this run need --trust-plugins: cannot write %s: %s",

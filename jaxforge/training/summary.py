@@ -14,7 +14,7 @@ from jaxforge.checkpoint.save_policy import SavePolicy
 from jaxforge.config.batch_ramp import BatchRamp
 from jaxforge.config.eval import ATTENTION_WEIGHTS, LOGITS, STREAM
 from jaxforge.config.job import JobConfig, toml
-from jaxforge.config.scheduler import SCHEDULERS
+from jaxforge.config.optimizer import SCHEDULERS
 from jaxforge.errors import file_error
 from jaxforge.optim.schedule import learning_rate_after
 from jaxforge.parallel.device_memory import gigabytes
@@ -26,10 +26,6 @@ _SHOWN = 8  # steps per list
 
 def write_summary(run: Path, text: str) -> None:
     """Write the file into a run directory. A restart replaces it.
-
-    Args:
-        run: the run directory.
-        text: result of `schedule_summary`.
 
     Raises:
         UserError: the file cannot be written.
@@ -44,13 +40,7 @@ def write_summary(run: Path, text: str) -> None:
 
 
 def schedule_summary(config: JobConfig, dp: int, sequences_per_epoch: int | None = None) -> str:
-    """Return the schedule of a run as text, with one paragraph per subject.
-
-    Args:
-        config: the resolved config.
-        dp: number of data-parallel ranks.
-        sequences_per_epoch: length of an epoch; None if the data have no epochs.
-    """
+    """Return the schedule of a run as text, with one paragraph per subject."""
     ramp = config.train.ramp(dp)
     subjects = {
         "length": _length(config, ramp, sequences_per_epoch),
@@ -81,12 +71,8 @@ def _length(config: JobConfig, ramp: BatchRamp, per_epoch: int | None) -> Iterat
 
 
 def epoch_rounding(per_epoch: int, per_update: int) -> str:
-    """Return the end of a sentence about epochs, if whole updates change their number visibly.
-
-    Args:
-        per_epoch: sequences of an epoch.
-        per_update: sequences of an update.
-    """
+    """Return the end of a sentence about epochs, if whole updates change their number visibly."""
+    # Below a twentieth, rounding does not change the printed digits of the epochs.
     is_visible = per_update > per_epoch / 20
     return f", in whole updates of {per_update:,} sequences" if is_visible else ""
 
@@ -117,12 +103,13 @@ def _turns(config: JobConfig) -> dict[int, list[str]]:
     turns: dict[int, list[str]] = {0: ["first update"]}
     if config.optimizer.name == "schedule_free_adamw":
         warmed = begin = end = config.optimizer.schedule_free_adamw.warmup_steps
-    elif config.scheduler.name == "none" or config.scheduler.name not in SCHEDULERS.ours:
+    elif config.scheduler.name == "none" or config.scheduler.name not in SCHEDULERS.built_in:
         warmed = begin = end = 0
     else:
         warmed, begin, end = config.scheduler.boundaries(config.train.max_steps)
     if warmed:
         turns.setdefault(warmed, []).append("warm-up ends")
+    # A run that is too short for its decay has no such turn.
     if end > begin and config.scheduler.name != "constant":
         turns.setdefault(begin, []).append("decay begins")
         turns.setdefault(end, []).append("decay ends")
@@ -179,8 +166,7 @@ def _activations(config: JobConfig) -> Iterator[str]:
         yield "none"
         return
     captures = config.train.max_steps // interval
-    dataset = f"set {section.captured_set()}" if section.captured_set() else "the evaluation set"
-    yield f"every {interval:,} updates, of {n:,} sequences of {dataset}"
+    yield f"every {interval:,} updates, of {n:,} sequences of the first evaluation set"
     size = n * _captured_bytes(config)
     yield f"{captures:,} in all, {gigabytes(size)} each: {', '.join(section.captured_points)}"
 
@@ -203,6 +189,7 @@ def _checkpoints(config: JobConfig) -> Iterator[str]:
     if window:
         yield f"steps {window.start:,} to {window.stop:,}: a window of its own, kept for good"
     due = SavePolicy(config)
+    # The last step is always saved.
     at_the_end = [] if due(last) else [last]
     count = sum(1 for _ in due.steps(last)) + len(at_the_end)
     yield _listed(itertools.chain(due.steps(last), at_the_end), count)

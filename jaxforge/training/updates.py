@@ -54,11 +54,6 @@ class StepCompiler(NamedTuple):
 
         All sizes of a batch are traced here and compiled together before the first step, so that a
         run never compiles the step again.
-
-        Args:
-            program: the program of the run.
-            frozen: adds the fields of `train.objective` to batches.
-            batch: the first batch.
         """
         fields: LoweredFields = {}
         if frozen is not None:
@@ -84,6 +79,7 @@ class StepCompiler(NamedTuple):
         if frozen is not None:
             frozen.compile(fields)
         pad = {n: program.compile() for n, program in paddings.items()}
+        # Lowered programs are compared with those in the file, so that stale code never runs.
         if self.saved is not None:
             steps = self.saved.load(lowered, config)
             log.info("loaded the train step from %s; nothing is compiled", config.train.executable)
@@ -115,11 +111,13 @@ class Updates:
             Interrupted: a signal has arrived.
         """
         with signals.interrupting(), watchdog.naming("loading data"):
+            # The first batch gives the shapes; it is drawn again by the first update.
             self.data.open(progress)
             batch = self.data.peek()
         with watchdog.naming("compiling"):
             with signals.interrupting():
                 compile_step = self.lower(batch)
+            # XLA compiles for minutes without returning to Python, which handles signals.
             self.step = signals.wait_for(compile_step)
 
     def next_batch(
@@ -133,6 +131,7 @@ class Updates:
         waiting = instruments.watchdog.naming("waiting for data")
         with instruments.tracker.waiting_for_data(), waiting, signals.interrupting():
             batch = next(self.data)
+        # After the batch was drawn: an interrupted wait must not record it.
         self.data.note_mixture(progress)
         controls = self.data.controls(progress.step, self.iterations_to_skip)
         return self.step[batch["labels"].shape[0]], batch, controls

@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 from jaxforge.config import TrainConfig
-from jaxforge.config.batch_ramp import BatchRamp, Span, Stage
+from jaxforge.config.batch_ramp import BatchRamp, RampSpan, Stage
 from jaxforge.config.reading.load import make_config
 
 RAMP = BatchRamp((Stage(0, 2), Stage(3, 4), Stage(10, 6)), rows=5)
@@ -49,7 +49,7 @@ def test_samples_count_from_known_point_in_both_directions():
     ],
 )
 def test_spans_have_one_batch_size(step, n, spans):
-    assert list(RAMP.spans(step, n)) == [Span(*span) for span in spans]
+    assert list(RAMP.spans(step, n)) == [RampSpan(*span) for span in spans]
 
 
 def megatron_sizes(start, increment, samples, full, n_updates):

@@ -3,8 +3,7 @@
 import pytest
 from pydantic import ValidationError
 
-from jaxforge.config import JobConfig, check, load_config
-from jaxforge.config.problems import divisors
+from jaxforge.config import JobConfig, load_config
 from jaxforge.config.reading.explain import Sources, explain
 from jaxforge.config.reading.load import Setting
 from jaxforge.errors import UserError
@@ -127,10 +126,10 @@ NAMES = "cosine, linear, wsd, constant, rex, none"
         ),
         (
             "[train]\nseed = 1\n[model]\ndim = 65\nn_heads = 4\nn_kv_heads = 3",
-            "x.toml:3: [model] dim = 65 must be a multiple of n_heads = 4: change dim to 72 or "
-            "head_dim to 16\n"
-            "x.toml:3: [model] n_heads = 4 must be a multiple of n_kv_heads = 3: change n_kv_heads "
-            "to 2",
+            "x.toml:3: [model] dim = 65 must be a multiple of n_heads = 4: change dim or "
+            "n_heads, or set head_dim\n"
+            "x.toml:3: [model] n_heads = 4 must be a multiple of n_kv_heads = 3: change n_heads or "
+            "n_kv_heads",
         ),
         (
             "[model]\ndim = 64\nn_heads = 4\nhead_dim = 15",
@@ -229,7 +228,6 @@ def test_command_line_errors_are_reported(error_text, settings, message):
 
 
 ZERO, LARGEST = "rounds to 0 in float32: use at least 1.19e-38", "use at most 2,147,483,647"
-ROUNDED = "in float32, which is out of range: use a smaller number"
 
 
 @pytest.mark.parametrize(
@@ -241,9 +239,6 @@ ROUNDED = "in float32, which is out of range: use a smaller number"
         ("model.norm_eps=1e-50", ZERO),
         ("model.rope_theta=1e39", "rounds to infinity in float32: use at most 3.4e+38"),
         ("optimizer.betas=[1e-60,0.9]", ZERO),
-        ("optimizer.betas=[0.9,0.99999999]", f"rounds to 0.9, 1 {ROUNDED}"),
-        ("train.ema_decay=0.99999999", f"rounds to 1 {ROUNDED}"),
-        ("dpo.label_smoothing=0.499999999", f"rounds to 0.5 {ROUNDED}"),
         ("optimizer.lr_patterns={'head':1e-50}", ZERO),
         ("optimizer.options={'b1':1e-50}", ZERO),
         ("data.datasets=[{'path':'a','weight':1e-50}]", ZERO),
@@ -264,7 +259,6 @@ def test_numbers_that_32_bits_cannot_hold_are_refused(error_text, setting, probl
         "train.max_steps=2147483647",
         "optimizer.weight_decay=0",
         "optimizer.betas=[0.0,0.9999999]",
-        "scheduler.min_lr_ratio=0.99999999",  # 1 is allowed
         "data.datasets=[{'path':'a','max_tokens':'3T tok'}]",
         "train.seed=4294967295",
     ],
@@ -278,7 +272,7 @@ def test_numbers_that_32_bits_can_hold_are_accepted(setting):
 def test_seeds_that_repeat_another_one_are_refused(error_text, key, seed, same):
     assert error_text("", f"--train.{key}={seed}") == (
         f"--train.{key}={seed}: [train] {key} = {seed} must be from 0 to 4294967295, because seeds "
-        f"that differ by 2^32 make the same random numbers: change {key} to {same}"
+        f"that differ by 2^32 make the same random numbers: set {key} to {same}"
     )
 
 
@@ -306,21 +300,6 @@ def test_numbers_of_many_digits_have_a_short_message(error_text, key):
         assert len(error_text("", f"--{key}={'9' * digits}")) < 1000
 
 
-def test_fixes_are_searched_among_few_values(error_text):
-    """The largest accepted sizes, which few numbers divide."""
-    message = error_text("[model]\ndim = 2147483629\nn_heads = 2\nn_kv_heads = 2147483587")
-    assert "dim = 2147483629 must be a multiple of n_heads = 2: change" in message
-    settings = ["--model.max_seq_len=2147483646", "--train.seq_len=2147483647"]
-    known = load_config(None, [*settings, "--distributed.tp=1048573", "--train.batch_size=1"])
-    with pytest.raises(UserError, match="must be a multiple of distributed"):
-        check(known, 1048573)
-
-
-def test_divisors_are_ascending():
-    for n in (1, 2, 36, 97, 2310):
-        assert list(divisors(n)) == [d for d in range(1, n + 1) if n % d == 0]
-
-
 def test_problems_are_reported_together_in_file_order(error_text):
     text = "[train]\nseed = 'x'\nlr = 1\n[eval]\nsteps = 0\n[optimizer]\nlr = -1"
     assert error_text(text, "--metrics.log_interval=0").splitlines() == [
@@ -335,8 +314,7 @@ def test_problems_are_reported_together_in_file_order(error_text):
 def test_broken_rule_names_its_setting(error_text):
     text = "[model]\ndim = 64\nn_heads = 4"
     rule = (
-        "[model] dim = 64 must be a multiple of n_heads = 5: change dim to 70 or n_heads to 4 or "
-        "head_dim to 12"
+        "[model] dim = 64 must be a multiple of n_heads = 5: change dim or n_heads, or set head_dim"
     )
     assert error_text(text, "--model.n_heads=5") == f"--model.n_heads=5: {rule}"
     wrong = "[model]\ndim = 64\nn_heads = 5"

@@ -1,8 +1,6 @@
 """Rules between sections and the mesh, each with a violating and a valid config."""
 
 import math
-import random
-import re
 
 import pytest
 
@@ -11,10 +9,8 @@ from jaxforge.config import (
     check,
     load_config,
     mesh_shape,
-    rules,
     section_rules,
 )
-from jaxforge.config.problems import Problem
 from jaxforge.errors import UserError
 
 SMALL = [
@@ -40,7 +36,7 @@ CAPTURING = [
     "eval.datasets=[{'name':'web','dataset_path':'a'},{'name':'code','dataset_path':'b'}]",
 ]
 DPO = ["train.objective=dpo", "checkpoint.load_path=base", "data.dataset_path=pairs"]
-STOPPING = ["early_stop.active", "early_stop.patience_steps=5"]
+STOPPING = ["early_stop.patience_steps=5"]
 
 
 def small(*overrides: str):
@@ -63,38 +59,35 @@ CASES = [
         1,
         ["distributed.heartbeat_timeout_sec=50"],
         ["distributed.heartbeat_timeout_sec=49"],
-        "train.hang_timeout = 30 requires distributed.heartbeat_timeout_sec of at least 50, "
-        "not 49, so that processes report a hang before JAX ends them: change "
-        "train.hang_timeout to 29 or distributed.heartbeat_timeout_sec to 50",
+        "train.hang_timeout = 30 requires distributed.heartbeat_timeout_sec of at least 50, not"
+        " 49, so that processes report a hang before JAX ends them: change one of them",
     ),
     (
         1,
         ["distributed.heartbeat_timeout_sec=10", "train.hang_timeout=0"],
         ["distributed.heartbeat_timeout_sec=10", "train.hang_timeout=10"],
-        "train.hang_timeout = 10 requires distributed.heartbeat_timeout_sec of at least 30, "
-        "not 10, so that processes report a hang before JAX ends them: change "
-        "train.hang_timeout to 0 or distributed.heartbeat_timeout_sec to 30",
+        "train.hang_timeout = 10 requires distributed.heartbeat_timeout_sec of at least 30, not"
+        " 10, so that processes report a hang before JAX ends them: change one of them",
     ),
     (
         1,
         ["train.seq_len=64"],
         ["train.seq_len=65"],
-        "train.seq_len = 65 exceeds model.max_seq_len = 64: change train.seq_len to 64 or "
-        "model.max_seq_len to 65",
+        "train.seq_len = 65 exceeds model.max_seq_len = 64: lower the first, or raise the second",
     ),
     (
         2,
         ["train.global_batch_size=67108862"],
         ["train.global_batch_size=67108864"],
-        "an update of 67,108,864 sequences of train.seq_len = 32 has 2,147,483,648 tokens, which "
-        "must be less than 2^31: change train.global_batch_size to 67108862",
+        "an update of 67,108,864 sequences of train.seq_len = 32 has 2,147,483,648 tokens, "
+        "which must be less than 2^31: lower train.global_batch_size or train.grad_accum_steps",
     ),
     (
         2,
         ["train.batch_size=8388607", "train.grad_accum_steps=4"],
         ["train.batch_size=8388608", "train.grad_accum_steps=4"],
-        "an update of 67,108,864 sequences of train.seq_len = 32 has 2,147,483,648 tokens, which "
-        "must be less than 2^31: change train.batch_size to 8388607 or train.grad_accum_steps to 3",
+        "an update of 67,108,864 sequences of train.seq_len = 32 has 2,147,483,648 tokens, "
+        "which must be less than 2^31: lower train.batch_size or train.grad_accum_steps",
     ),
     (
         1,
@@ -112,19 +105,6 @@ CASES = [
     ),
     (
         1,
-        [*CAPTURING, "eval.activations_set=code"],
-        [*CAPTURING, "eval.activations_set=cod"],
-        'eval.activations_set = "cod" is not an evaluation set; did you mean "code"? Choose '
-        "from web, code",
-    ),
-    (
-        1,
-        ["eval.activations_interval=2", "eval.dataset_path=a"],
-        ["eval.activations_interval=2", "eval.dataset_path=a", "eval.activations_set=a"],
-        'eval.activations_set = "a": the only evaluation set has no name; remove it',
-    ),
-    (
-        1,
         [*CAPTURING, "model.n_layers=3", "eval.activations_layers=[0,2]"],
         [*CAPTURING, "model.n_layers=3", "eval.activations_layers=[0,3]"],
         "eval.activations_layers: layer 3 does not exist: the layers of model.n_layers = 3 are "
@@ -134,9 +114,8 @@ CASES = [
         2,
         [*CAPTURING, "distributed.cp=2"],
         [*CAPTURING, "distributed.cp=2", "eval.activations_points=att*"],
-        'eval.activations_points = ["att*"] includes attention_weights, but with '
-        "distributed.cp = 2 no device has all keys of a query: change distributed.cp to 1 or "
-        'eval.activations_points to "residual"',
+        'eval.activations_points = ["att*"] includes attention_weights, but with distributed.cp'
+        " = 2 no device has all keys of a query: remove it, or set distributed.cp to 1",
     ),
     (
         1,
@@ -244,84 +223,77 @@ CASES = [
         8,
         ["distributed.tp=4"],
         ["distributed.tp=8"],
-        "model.n_heads = 4 must be a multiple of distributed.tp = 8: change model.n_heads to 8 "
-        "or distributed.tp to 4",
+        "model.n_heads = 4 must be a multiple of distributed.tp = 8: change one of them",
     ),
     (
         4,
         ["distributed.tp=2", "model.n_kv_heads=2"],
         ["distributed.tp=4", "model.n_kv_heads=2"],
-        "model.n_kv_heads = 2 must be a multiple of distributed.tp = 4: change "
-        "model.n_kv_heads to 4 or distributed.tp to 2",
+        "model.n_kv_heads = 2 must be a multiple of distributed.tp = 4: change one of them",
     ),
     (
         2,
         ["distributed.tp=2", "train.seq_len=30"],
         ["distributed.tp=2", "train.seq_len=31"],
-        "train.seq_len = 31 must be a multiple of distributed.tp = 2: change train.seq_len to "
-        "32 or distributed.tp to 1",
+        "train.seq_len = 31 must be a multiple of distributed.tp = 2: change one of them",
     ),
     (
         2,
         ["distributed.tp=2", "model.ffn_hidden_dim=98"],
         ["distributed.tp=2", "model.ffn_hidden_dim=99"],
-        "model.ffn_hidden_dim = 99 must be a multiple of distributed.tp = 2: change "
-        "model.ffn_hidden_dim to 100 or distributed.tp to 1",
+        "model.ffn_hidden_dim = 99 must be a multiple of distributed.tp = 2: change one of them",
     ),
     (
         2,
         ["distributed.tp=2", "model.vocab_size=50258"],
         ["distributed.tp=2", "model.vocab_size=50257"],
-        "model.vocab_size = 50257 must be a multiple of distributed.tp = 2: change "
-        "model.vocab_size to 50258 or distributed.tp to 1",
+        "model.vocab_size = 50257 must be a multiple of distributed.tp = 2: change one of them",
     ),
     (
         4,
         [*PIPELINED, "distributed.tp=2", "model.vocab_size=50260"],
         [*PIPELINED, "distributed.tp=2", "model.vocab_size=50258"],
-        "model.vocab_size = 50258 must be a multiple of distributed.pp * tp = 2 * 2 = 4: "
-        "change model.vocab_size to 50260 or distributed.pp to 1 or distributed.tp to 1",
+        "model.vocab_size = 50258 must be a multiple of distributed.pp * tp = 2 * 2 = 4: change"
+        " one of them",
     ),
     (
         2,
         [*PIPELINED, "model.vocab_size=50258"],
         [*PIPELINED, "model.vocab_size=50257"],
-        "model.vocab_size = 50257 must be a multiple of distributed.pp = 2: change "
-        "model.vocab_size to 50258 or distributed.pp to 1",
+        "model.vocab_size = 50257 must be a multiple of distributed.pp = 2: change one of them",
     ),
     (
         2,
         [*PIPELINED, "model.n_layers=4", "model.o_bias=true"],
         [*PIPELINED, "model.n_layers=3", "model.o_bias=true"],
         "model.n_layers = 3 must be a multiple of 2 pipeline stages in a model with "
-        "model.o_bias or mlp_bias: change model.n_layers to 4 or distributed.pp to 1",
+        "model.o_bias or mlp_bias: change model.n_layers or distributed.pp",
     ),
     (
         2,
         [*PIPELINED, "model.n_layers=2"],
         [*PIPELINED, "model.n_layers=1"],
-        "model.n_layers = 1 is less than distributed.pp = 2: change distributed.pp to 1",
+        "model.n_layers = 1 is less than distributed.pp = 2: lower it",
     ),
     (
         2,
         [*PIPELINED, *INTERLEAVED, "model.n_layers=6"],
         [*PIPELINED, *INTERLEAVED, "model.n_layers=5"],
-        "model.n_layers = 5 is less than distributed.pp * pp_chunks = 2 * 3 = 6: change "
-        "distributed.pp to 1 or distributed.pp_chunks to 2",
+        "model.n_layers = 5 is less than distributed.pp * pp_chunks = 2 * 3 = 6: lower one of them",
     ),
     (
         2,
         [*PIPELINED, "train.grad_accum_steps=3"],
         [*PIPELINED, "train.grad_accum_steps=1"],
         "train.grad_accum_steps = 1 leaves some of the distributed.pp = 2 stages idle all the "
-        "time: change train.grad_accum_steps to 2",
+        "time: set it to 2",
     ),
     (
         2,
         [*PIPELINED, *INTERLEAVED, "model.n_layers=6", "train.grad_accum_steps=4"],
         [*PIPELINED, *INTERLEAVED, "model.n_layers=6", "train.grad_accum_steps=3"],
         "train.grad_accum_steps = 3 must be a multiple of distributed.pp = 2 with "
-        'distributed.pp_schedule = "interleaved_1f1b": change train.grad_accum_steps to 4',
+        'distributed.pp_schedule = "interleaved_1f1b": set it to 4',
     ),
     (
         2,
@@ -357,8 +329,8 @@ CASES = [
     ),
     (
         1,
-        ["early_stop.active", "early_stop.target=3", "early_stop.metric=train/loss"],
-        ["early_stop.active", "early_stop.target=3"],
+        ["early_stop.target=3", "early_stop.metric=train/loss"],
+        ["early_stop.target=3"],
         'early_stop.metric = "eval/loss" requires eval.enabled = true; or use "train/loss"',
     ),
     (
@@ -380,61 +352,53 @@ CASES = [
         3,
         ["model.dim=72", "model.num_experts=6", "distributed.ep=3"],
         ["model.num_experts=6", "distributed.ep=3"],
-        "model.dim = 64 must be a multiple of distributed.ep = 3: change model.dim to 72 or "
-        "distributed.ep to 1",  # 66 / n_heads is not a valid head size
+        "model.dim = 64 must be a multiple of distributed.ep = 3: change one of them",
     ),
     (
         6,
         ["distributed.tp=2"],
         ["distributed.tp=3", "model.vocab_size=258", "train.seq_len=33", "model.ffn_hidden_dim=96"],
-        "model.n_heads = 4 must be a multiple of distributed.tp = 3: change distributed.tp to "
-        "1",  # no other head count divides the width
+        "model.n_heads = 4 must be a multiple of distributed.tp = 3: change one of them",
     ),
     (
         4,
         ["distributed.tp=2", "distributed.dp_shard=2", "model.n_kv_heads=2"],
         ["distributed.tp=4", "distributed.dp_shard=1", "model.n_kv_heads=2"],
-        "model.n_kv_heads = 2 must be a multiple of distributed.tp = 4: change "
-        "model.n_kv_heads to 4 or distributed.tp to 2 and distributed.dp_shard to -1",
+        "model.n_kv_heads = 2 must be a multiple of distributed.tp = 4: change one of them",
     ),
     (
         2,
         ["distributed.tp=2", "train.seq_len=62", "model.max_seq_len=63"],
         ["distributed.tp=2", "train.seq_len=63", "model.max_seq_len=63"],
-        "train.seq_len = 63 must be a multiple of distributed.tp = 2: change train.seq_len to "
-        "62 or distributed.tp to 1",  # the maximum length is 63
+        "train.seq_len = 63 must be a multiple of distributed.tp = 2: change one of them",
     ),
     (
         2,
         ["train.global_batch_size=12", "train.grad_accum_steps=3"],
         ["train.global_batch_size=15", "train.grad_accum_steps=3"],
         "train.global_batch_size = 15 must be a multiple of train.grad_accum_steps * "
-        "distributed.dp_replicate * dp_shard = 3 * 1 * 2 = 6: change train.global_batch_size "
-        "to 18",  # no number of microbatches divides 15 evenly
+        "distributed.dp_replicate * dp_shard = 3 * 1 * 2 = 6: change one of them",
     ),
     (
         1,
         ["train.global_batch_size=12", "train.grad_accum_steps=3"],
         ["train.global_batch_size=13", "train.grad_accum_steps=3"],
         "train.global_batch_size = 13 must be a multiple of train.grad_accum_steps * "
-        "distributed.dp_replicate * dp_shard = 3 * 1 * 1 = 3: change train.global_batch_size "
-        "to 15 or train.grad_accum_steps to 1",
+        "distributed.dp_replicate * dp_shard = 3 * 1 * 1 = 3: change one of them",
     ),
     (
         2,
         ["train.global_batch_size=16", "train.batch_size=8"],
         ["train.global_batch_size=16", "train.batch_size=4"],
         "train.global_batch_size = 16, but train.batch_size = 4 on 2 data-parallel ranks with "
-        "train.grad_accum_steps = 1 makes 8: change train.batch_size to 8 or "
-        "train.global_batch_size to 8",
+        "train.grad_accum_steps = 1 makes 8: remove train.batch_size, which follows",
     ),
     (
         2,
         ["train.global_batch_size=2"],  # the default batch_size = 8 does not conflict
         ["train.global_batch_size=2", "train.batch_size=8"],
         "train.global_batch_size = 2, but train.batch_size = 8 on 2 data-parallel ranks with "
-        "train.grad_accum_steps = 1 makes 16: change train.batch_size to 1 or "
-        "train.global_batch_size to 16",
+        "train.grad_accum_steps = 1 makes 16: remove train.batch_size, which follows",
     ),
     (
         1,
@@ -448,8 +412,8 @@ CASES = [
         4,
         ["distributed.dp_shard=2", "distributed.tp=2"],
         ["distributed.dp_shard=4", "distributed.tp=2"],
-        "distributed.dp_shard = 4 * distributed.tp = 2 needs 8 devices, not 4: change "
-        "distributed.dp_shard to -1",
+        "distributed.dp_shard = 4 * distributed.tp = 2 needs 8 devices, not 4: set "
+        "distributed.dp_shard to -1, or change an axis",
     ),
     (
         4,
@@ -463,104 +427,29 @@ CASES = [
             "train.seq_len=33",
             "model.ffn_hidden_dim=96",
         ],
-        "distributed.dp_shard = 2 * distributed.tp = 3 needs 6 devices, not 4: change "
-        "distributed.tp to 1 and distributed.dp_shard to -1",  # 2 does not divide the heads
+        "distributed.dp_shard = 2 * distributed.tp = 3 needs 6 devices, not 4: set "
+        "distributed.dp_shard to -1, or change an axis",  # 2 does not divide the heads
     ),
     (
         4,
         ["distributed.tp=4"],
         ["distributed.dp_replicate=3"],
-        "distributed.dp_replicate = 3 needs a multiple of 3 devices, not 4: change "
-        "distributed.dp_replicate to 2",
+        "distributed.dp_replicate = 3 needs a multiple of 3 devices, not 4: lower an axis",
     ),
     (
         4,
         ["distributed.dp_shard=4"],
         ["distributed.dp_shard=1"],
-        "distributed.dp_shard = 1 needs 1 devices, not 4: change distributed.dp_shard to -1",
+        "distributed.dp_shard = 1 needs 1 devices, not 4: set distributed.dp_shard to -1, or "
+        "change an axis",
     ),
 ]
 
 
 @pytest.mark.parametrize(("n_devices", "good", "bad", "message"), CASES)
-def test_broken_rule_proposes_change(n_devices, good, bad, message):
+def test_broken_rule_names_keys_and_remedy(n_devices, good, bad, message):
     check(small(*good), n_devices)
     assert complaints(small(*bad), n_devices) == [message]
-
-
-def proposals(message):
-    """Yield the alternatives that a message proposes, as overrides."""
-    changes = message.rpartition(": change ")[2] if ": change " in message else ""
-    for item in changes.split(" or "):
-        if pairs := re.findall(r"([a-z_]+\.[a-z_]+) to (-?\d+)", item):
-            yield [f"{key}={value}" for key, value in pairs]
-
-
-PROPOSED = [(n, [*bad, *change]) for n, _, bad, message in CASES for change in proposals(message)]
-
-
-@pytest.mark.parametrize(("n_devices", "settings"), PROPOSED, ids=str)
-def test_proposed_changes_fix_the_rule(n_devices, settings):
-    check(small(*settings), n_devices)
-
-
-CHOICES = {
-    "model.dim": (48, 60, 64, 96), "model.n_heads": (2, 3, 4, 6, 8),
-    "model.n_kv_heads": (None, 1, 2, 3), "model.vocab_size": (250, 256, 257),
-    "model.ffn_hidden_dim": (95, 96), "model.n_layers": (1, 2, 3, 5),
-    "model.num_experts": (0, 4, 6), "model.moe_first_dense_layers": (0, 1),
-    "model.o_bias": ("true", "false"), "train.seq_len": (31, 32, 48, 64),
-    "train.global_batch_size": (None, 8, 12, 15), "train.grad_accum_steps": (1, 2, 3, 4),
-    "distributed.tp": (1, 2, 3, 4, 8), "distributed.pp": (1, 2, 3), "distributed.ep": (1, 2, 3),
-    "distributed.dp_shard": (-1, 2, 4), "distributed.pp_schedule": ("1f1b", "interleaved_1f1b"),
-}  # fmt: skip
-
-
-SEVERAL = re.compile(r"these (\d+) problems: ")
-
-
-def broken(config, n_devices):
-    """Return what is wrong with a config, without the search for changes."""
-    try:
-        mesh, wrong = mesh_shape(config, n_devices), set()
-    except UserError as error:
-        mesh, wrong = axes.declared_sizes(config), {str(error).partition(": change ")[0]}
-    problems = (problem for rule in rules.RULES for problem in rule(config, mesh))
-    return wrong | {getattr(problem, "what", problem) for problem in problems}
-
-
-@pytest.mark.slow
-def test_proposals_break_no_other_rule():
-    """Proposals are valid also if other rules are broken."""
-    rng, tried = random.Random(0), 0
-    for _ in range(45):
-        settings = [f"{key}={rng.choice(values)}" for key, values in CHOICES.items()]
-        n_devices = rng.choice((4, 6, 8, 12, 24))
-        try:
-            config = small(*settings)
-        except UserError:
-            continue  # an invalid section
-        before = broken(config, n_devices)
-        for message in complaints(config, n_devices) if before else ():
-            what = message.partition(": change ")[0]
-            for change in proposals(message):
-                after = broken(small(*settings, *change), n_devices)
-                if match := SEVERAL.match(message):
-                    assert after <= before, (settings, message)
-                    assert len(before) - len(after) == int(match[1])
-                    settings, before = [*settings, *change], after  # of the following lines
-                elif " devices, not " in what:  # other rules may then propose other numbers
-                    assert not any(" devices, not " in item for item in after), (settings, message)
-                else:
-                    assert after <= before - {what}, (settings, message)
-                tried += 1
-    assert tried > 40
-
-
-def test_all_proposals_are_tested():
-    assert len(PROPOSED) > 30
-    messages = [message for *_, message in CASES if re.search(r": change .* to ", message)]
-    assert all(list(proposals(message)) for message in messages)
 
 
 @pytest.mark.parametrize(
@@ -574,8 +463,8 @@ def test_all_proposals_are_tested():
         ),
         (
             axes.different_stages_exchange_in_groups,
-            ["model.mixer=mamba2", "distributed.pp=2", "distributed.cp=2"],
-            ["model.mixer=mamba2", *DIFFERENT],
+            ["model.mixer_pattern=mamba2", "distributed.pp=2", "distributed.cp=2"],
+            ["model.mixer_pattern=mamba2", *DIFFERENT],
             ("distributed.pp", "distributed.cp"),
         ),
         (
@@ -600,13 +489,13 @@ def test_all_proposals_are_tested():
             section_rules.used_average_exists,
             ["checkpoint.export_weights=ema", "train.ema_decay=0.9"],
             ["checkpoint.export_weights=ema"],
-            ("train.ema_decay to 0.999", 'checkpoint.export_weights to "raw"'),
+            ("train.ema_decay", 'checkpoint.export_weights to "raw"'),
         ),
         (
             section_rules.adapters_have_model,
             ["lora.rank=2", 'checkpoint.exclude_from_loading=["optimizer"]'],
             ["lora.rank=2", 'checkpoint.exclude_from_loading=["model"]'],
-            ("lora.rank to 0",),
+            ("lora.rank", "checkpoint.exclude_from_loading"),
         ),
         (
             section_rules.distillation_has_teacher,
@@ -624,7 +513,7 @@ def test_all_proposals_are_tested():
             section_rules.distillation_has_teacher,
             ["train.objective=distillation", "distillation.teacher=run"],
             ["train.objective=distillation", "distillation.teacher=run", "distillation.top_k=300"],
-            ("distillation.top_k to 256",),
+            ("distillation.top_k", "model.vocab_size"),
         ),
         (
             section_rules.dpo_has_pairs_and_reference,
@@ -648,19 +537,19 @@ def test_all_proposals_are_tested():
             section_rules.dpo_has_pairs_and_reference,
             DPO,
             [*DPO, "train.z_loss_weight=0.1"],
-            ("train.z_loss_weight to 0.0",),
+            ("train.z_loss_weight",),
         ),
         (
             section_rules.dpo_has_pairs_and_reference,
             DPO,
             [*DPO, "model.mtp_depth=1"],
-            ("model.mtp_depth to 0",),
+            ("model.mtp_depth",),
         ),
         (
             section_rules.fp8_has_layers,
             ["train.mixed_precision=fp8", "distributed.tp=2", "model.n_layers=3"],
             ["train.mixed_precision=fp8", "model.n_layers=2"],
-            ("num_layers_at_start_in_bf16 to 0", "num_layers_at_end_in_bf16 to 0", "bf16"),
+            ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"),
         ),
         (
             axes.fp8_experts_have_no_stages,
@@ -696,18 +585,15 @@ def test_all_proposals_are_tested():
 def test_partial_mesh_rules_report_their_keys(rule, good, bad, keys):
     assert list(rule(small(*good), mesh_shape(small(*good), 8))) == []
     [problem] = rule(small(*bad), mesh_shape(small(*bad), 8))
-    what = getattr(problem, "what", problem)
-    assert any(line.startswith(what) for line in complaints(small(*bad), 8))
-    fixes = getattr(problem, "fixes", ())
-    message = Problem(what, *fixes).message_with_fix(lambda _: True)
-    assert all(key in message for key in keys)
+    assert problem in complaints(small(*bad), 8)
+    assert all(key in problem for key in keys)
 
 
 def test_objective_refuses_a_registered_loss():
     config = small(*DPO)
     assert not list(section_rules.objective_has_one_loss(config, mesh_shape(config, 1)))
     train = config.train.model_copy(update={"loss_fn": "smoothed"})
-    with pytest.raises(UserError, match=r'change train.loss_fn to "cross_entropy"'):
+    with pytest.raises(UserError, match=r"remove train\.loss_fn"):
         check(config.model_copy(update={"train": train}), 1)
 
 
@@ -742,27 +628,3 @@ def test_indivisible_dp_shard_is_replicated(dim, sizes, built):
     assert (mesh["dp_replicate"], mesh["dp_shard"]) == built
     assert {**mesh, "dp_replicate": 0, "dp_shard": 0} == {**asked, "dp_replicate": 0, "dp_shard": 0}
     assert axes.data_parallel(mesh) == axes.data_parallel(asked)
-
-
-def test_change_that_fixes_several_problems_is_proposed_once():
-    config = small("train.seq_len=65", "distributed.tp=3")
-    assert complaints(config, 8) == [
-        "distributed.tp = 3 needs a multiple of 3 devices, not 8",
-        "model.n_heads = 4 must be a multiple of distributed.tp = 3",
-        "model.vocab_size = 256 must be a multiple of distributed.tp = 3",
-        "model.ffn_hidden_dim = 256 must be a multiple of distributed.tp = 3",
-        "train.seq_len = 65 must be a multiple of distributed.tp = 3",
-        "these 5 problems: change distributed.tp to 1",
-        "train.seq_len = 65 exceeds model.max_seq_len = 64: change train.seq_len to 64 or "
-        "model.max_seq_len to 65",
-    ]
-
-
-def test_independent_problems_keep_their_own_changes():
-    config = small("train.seq_len=65", "model.num_experts=5", "distributed.ep=2")
-    assert complaints(config, 2) == [
-        "train.seq_len = 65 exceeds model.max_seq_len = 64: change train.seq_len to 64 or "
-        "model.max_seq_len to 65",
-        "model.num_experts = 5 must be a multiple of distributed.ep = 2: change "
-        "model.num_experts to 6 or distributed.ep to 1",
-    ]

@@ -3,10 +3,10 @@
 from operator import attrgetter
 
 from jaxforge.config import JobConfig
-from jaxforge.config.facts import Interval, Invisible, Location, Needs, SplitBy, facts
 from jaxforge.config.model import ModelConfig
 from jaxforge.config.optimizer import OPTIMIZERS
 from jaxforge.config.reading.schema import all_keys
+from jaxforge.config.section import Interval, Invisible, Location, Needs, SplitBy, facts
 
 KEYS = {key: node for key, node in all_keys().items() if "." in key}
 SWITCHES = {
@@ -55,4 +55,4 @@ def test_facts_name_settings_that_exist():
     for key, fact in facts(ModelConfig, Invisible):
         attrgetter(fact.resolved or key)(config.model)
     assert {needs.value for key, needs in facts(JobConfig, Needs)
-            if needs.absolute(key) == "optimizer.name"} <= set(OPTIMIZERS.ours)  # fmt: skip
+            if needs.absolute(key) == "optimizer.name"} <= set(OPTIMIZERS.built_in)  # fmt: skip

@@ -42,7 +42,7 @@ def error_text(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("given", "updates"),
+    ("text", "updates"),
     [
         ("500", 500),
         ("7%", 70),
@@ -54,11 +54,11 @@ def error_text(tmp_path, monkeypatch):
         ("41 samples", 5),
     ],
 )
-def test_units_parse_from_command_line_and_file(tmp_path, given, updates):
+def test_units_parse_from_command_line_and_file(tmp_path, text, updates):
     path = tmp_path / "x.toml"
-    path.write_text(f"[scheduler]\nwarmup_steps = '{given}'\n[train]\nmax_steps = 1000")
+    path.write_text(f"[scheduler]\nwarmup_steps = '{text}'\n[train]\nmax_steps = 1000")
     for pending in (
-        unresolved(f"scheduler.warmup_steps={given}", "train.max_steps=1000"),
+        unresolved(f"scheduler.warmup_steps={text}", "train.max_steps=1000"),
         unresolved(file=path),
     ):
         config = pending.resolve(1, epoch_of(104))

@@ -12,7 +12,7 @@ from jaxforge.data.corpus.tokenizer_files import tokenizer_of
 from jaxforge.data.mixture import GrainMixture, TorchMixture
 from jaxforge.errors import UserError
 from jaxforge.parallel.mesh import make_mesh
-from jaxforge.training.phases import Phases
+from jaxforge.training.training_data import Phases
 from tests.conftest import tiny_config
 from tests.data.manifest_writer import ShardWriter
 

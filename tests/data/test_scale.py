@@ -20,8 +20,7 @@ from jaxforge.data.segments import block_counts
 from jaxforge.data.tokens import TokenShards
 from jaxforge.parallel.mesh import make_mesh
 from jaxforge.state.progress import Progress
-from jaxforge.training.phases import Phases
-from jaxforge.training.training_data import batch_ramp, batches_from
+from jaxforge.training.training_data import Phases, batch_ramp, batches_from
 
 SEQ = 127
 

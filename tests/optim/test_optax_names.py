@@ -119,7 +119,7 @@ def test_mistakes_are_explained(name, options, message):
 
 
 def test_options_need_an_optimizer_of_optax():
-    with pytest.raises(ValueError, match='name = "adamw" is none: remove options'):
+    with pytest.raises(ValueError, match='name = "adamw" is not one of them: remove options'):
         OptimizerConfig(options={"b1": 0.9})
 
 

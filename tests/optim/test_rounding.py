@@ -67,6 +67,5 @@ def test_kahan_accumulates_small_updates(update):
 
 @pytest.mark.parametrize("rounding", ["stochastic", "kahan"])
 def test_param_rounding_requires_bfloat16_parameters(rounding):
-    with pytest.raises(UserError, match=r"change .*param_rounding to .nearest.") as caught:
+    with pytest.raises(UserError, match='requires param_dtype = "bfloat16"'):
         load_config(None, [f"--train.param_rounding={rounding}"])
-    assert 'param_dtype to "bfloat16"' in str(caught.value)

@@ -10,7 +10,7 @@ import optax
 import pytest
 
 from jaxforge.config.batch_ramp import Stage
-from jaxforge.config.scheduler import SchedulerConfig
+from jaxforge.config.optimizer import SchedulerConfig
 from jaxforge.optim.optimizer import build_optimizer
 from jaxforge.optim.schedule import build_schedule, learning_rate
 from tests.conftest import tiny_config

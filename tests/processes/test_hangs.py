@@ -29,7 +29,7 @@ from jaxforge.training.health.watchdog import Limits, Watchdog
 
 def main():
     setup_logging(wide_console(sys.stdout))
-    with Watchdog(Limits(0, 0, 0), lambda message: dog.die(message, linger=2)) as dog:
+    with Watchdog(Limits(0, 0), lambda message: dog.die(message, linger=2)) as dog:
         multihost.initialize()
         with dog.watching_peers(10), multihost.exit_at_once_on_failure(dog.note_failure):
             for step in range(10**9):
@@ -69,7 +69,6 @@ def test_suspended_process_is_named_and_ends_the_job():
     (line,) = re.findall("^.*exiting with code 70.*$", output, re.MULTILINE)
     assert re.search(r"culprit: process 1 \(.+\), silent: no heartbeat for \d+ s", line)
     assert "Process 0 of 2 waits after launching step" in line
-    assert re.search(r"^1\* .* silent", output, re.MULTILINE)
     assert "in process_allgather" in output
 
 
@@ -155,7 +154,7 @@ def test_all_processes_name_suspended_process(new_job, victim):
     assert [job.finish(i) for i in survivors] == [Exit.HUNG.code] * 3
     for i in survivors:
         assert f"culprit: process {victim}" in job.log(i)
-        assert re.search(rf"^{victim}\* .* silent ", job.stacks(i), re.MULTILINE)
+        assert f"culprit: process {victim}" in job.stacks(i)
         assert "most recent call first" in job.stacks(i)
 
 

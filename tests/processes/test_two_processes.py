@@ -20,7 +20,7 @@ from torch_compat.formats.ocdbt import open_arrays
 pytestmark = pytest.mark.usefixtures("one_device")
 
 OVERRIDES = ["--train.max_steps=20", "--checkpoint.interval=10"]
-WATCH = ["--train.nccl_health_check_interval=1", "--metrics.device_speed_interval=1",
+WATCH = ["--train.nccl_health_check_interval=1", "--metrics.straggler_report_interval=1",
          "--train.check_weight_hash_across_dp_replicas_interval=1"]  # fmt: skip
 
 

@@ -39,9 +39,9 @@ def test_overflow_halves_loss_scale_without_bad_step():
 
 
 def test_overflow_at_minimum_scale_is_bad_step():
-    config = {"initial_loss_scale": 4.0, "min_loss_scale": 2.0, "nan_consecutive_max": 2}
+    config = {"initial_loss_scale": 2.0, "nan_consecutive_max": 2}
     _, scales, is_halted, state = judge([INF, INF], **config)
-    assert (scales, is_halted, int(state.nonfinite)) == ([2.0, 2.0], False, 1)
+    assert (scales, is_halted, int(state.nonfinite)) == ([1.0, 1.0], False, 1)
     assert judge([INF, INF, INF], **config)[2]
 
 

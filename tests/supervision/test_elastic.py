@@ -155,7 +155,7 @@ def test_job_shrinks_twice_grows_again_and_completes(new_job):
 
 
 @pytest.mark.slow
-def test_stopped_host_is_left_out_and_ends_its_own_processes_when_it_returns(new_job):
+def test_stopped_host_is_left_out_and_ends_its_processes_when_it_returns(new_job):
     job = new_job(3, silent_after=1.5)
     job.start(0, 1, 2)
     job.await_roster(0, 1, 2)
@@ -199,7 +199,7 @@ def test_mistake_of_the_user_ends_the_job(new_job):
     assert job.codes(0, 1) == [2, 2]
 
 
-def test_preempted_host_leaves_and_the_others_continue(new_job):
+def test_preempted_host_leaves_and_the_job_continues(new_job):
     job = new_job(3)
     job.start(0, 1, 2)
     job.await_roster(0, 1, 2)

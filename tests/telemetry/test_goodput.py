@@ -78,7 +78,7 @@ def test_steps_up_to_the_furthest_are_rework(time):
 
 def test_sections_and_pauses_of_a_run_are_attributed_once(time):
     """Watchdog and tracker of a run have the same clock."""
-    watchdog, sink = Watchdog(Limits(0, 0, 0), since=time.now), RecordingSink()
+    watchdog, sink = Watchdog(Limits(0, 0), since=time.now), RecordingSink()
     clock = watchdog.clock
     writers = [MetricWriter("a", sink, 1)]
     tracker = Tracker(writers, StepCost(100), Progress(), 10**9, clock=clock)

@@ -172,7 +172,7 @@ def test_terminal_shows_cursor(screen):
 
 
 def test_sections_are_shown_by_name():
-    watchdog = Watchdog(Limits(0, 0, 0))
+    watchdog = Watchdog(Limits(0, 0))
 
     def name():
         return watchdog.activity().name
@@ -210,7 +210,7 @@ def test_live_line_requires_terminal(terminal, dumb, log_format, is_live, tmp_pa
     environment = {"TERM": "dumb"} if dumb else {"TERM": "xterm"}
     console = Console(file=io.StringIO(), force_terminal=terminal, _environ=environment)
     config = tiny_config(metrics={"log_format": log_format}, checkpoint={"dir": str(tmp_path)})
-    live = open_live_line(console, config, Watchdog(Limits(0, 0, 0)))
+    live = open_live_line(console, config, Watchdog(Limits(0, 0)))
     assert isinstance(live, LiveLine) is is_live
     if is_live:
         *_, writer = open_writers(console, config, "id", 3, live=live)

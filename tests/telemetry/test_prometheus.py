@@ -118,7 +118,7 @@ def test_run_serves_metrics_and_readiness(tmp_path):
 @pytest.fixture
 def server():
     """The server of a process that has logged every metric, with its watchdog."""
-    watchdog = Watchdog(Limits(60, 30, 30))
+    watchdog = Watchdog(Limits(60, 30))
     metrics = RunMetrics(3, 100, watchdog.clock, watchdog.activity)
     metrics.write(7, {"train/secret": 1.0} | dict.fromkeys(GAUGES, 2.0) | {"train/loss": math.nan})
     server = MetricsServer(metrics, watchdog.clock, lambda: watchdog.idle(0.0), "127.0.0.1", 0)
@@ -177,7 +177,7 @@ def test_taken_port_is_reported_and_the_run_continues(monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         config = tiny_config(metrics={"prometheus_port": port, "prometheus_address": "127.0.0.1"})
-        with serving_metrics(config, Watchdog(Limits(0, 0, 0))) as metrics:
+        with serving_metrics(config, Watchdog(Limits(0, 0))) as metrics:
             metrics.write(1, {"train/loss": 1.0})
     message = records.queue.get_nowait().getMessage()
     assert records.queue.empty()
@@ -186,13 +186,13 @@ def test_taken_port_is_reported_and_the_run_continues(monkeypatch):
 
 
 def test_server_is_off_by_default():
-    with serving_metrics(tiny_config(), Watchdog(Limits(0, 0, 0))) as metrics:
+    with serving_metrics(tiny_config(), Watchdog(Limits(0, 0))) as metrics:
         assert metrics is None
 
 
 def test_missing_library_is_explained(monkeypatch):
     monkeypatch.setattr(prometheus, "_LIBRARY", "no_such_library")
     config = tiny_config(metrics={"prometheus_port": 1})
-    context = serving_metrics(config, Watchdog(Limits(0, 0, 0)))
+    context = serving_metrics(config, Watchdog(Limits(0, 0)))
     with pytest.raises(UserError, match=r"pip install 'jaxforge\[prometheus\]'"):
         context.__enter__()

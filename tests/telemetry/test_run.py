@@ -23,9 +23,8 @@ from tests.telemetry.traces import steps_in
 pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("one_device")]
 
 ALL = [
-    "--metrics.enable_tensorboard", "--metrics.enable_wandb", "--metrics.log_interval=5",
-    "--metrics.tensorboard_interval=4", "--metrics.wandb_interval=3", "--profiling.enable",
-    "--profiling.start_step=11", "--profiling.end_step=15",
+    "--metrics.log_interval=5", "--profiling.enable", "--profiling.start_step=11",
+    "--profiling.end_step=15",
     "--metrics.collect=['params_norm','update_norm','num_zeros_in_grad']",
 ]  # fmt: skip
 
@@ -36,10 +35,15 @@ def run(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("WANDB_MODE", "offline")
         run = Run(tmp_path_factory.mktemp("sinks"), "run")
-        run.finish_here(*ALL, "--train.max_steps=12", "--metrics.wandb_run_id=ours")
+        run.finish_here(*ALL, writers("ours"), "--train.max_steps=12")
         shutil.rmtree(run.directory / "checkpoints" / "step_12")
-        run.finish_here(*ALL, "--train.max_steps=16")
+        run.finish_here(*ALL, writers(""), "--train.max_steps=16")
     return run
+
+
+def writers(run_id):
+    wandb = {"name": "wandb", "interval": 3, "run_id": run_id}
+    return f"--metrics.writers={[{'name': 'tensorboard', 'interval': 4}, wandb]}"
 
 
 def test_sinks_have_steps_of_their_interval(run):

@@ -4,8 +4,8 @@ import itertools
 
 import pytest
 
-from jaxforge.config.facts import Invisible
 from jaxforge.config.model import ModelConfig
+from jaxforge.config.section import Invisible
 from jaxforge.model.mixer import parameter_shapes
 from tests.conftest import tiny_config
 from torch_compat.checkpoint import training_state

@@ -69,8 +69,8 @@ def prepare_data(directory, **sections):
     for name, more in (("pairs.jsonl", ["--preferences", "--validation-fraction=0.3"]),
                        ("text.txt", [])):  # fmt: skip
         output = directory / name.partition(".")[0]
-        given = [directory / name, "--output", output, "--workers", "1", *more]
-        assert prepare.main([str(x) for x in given]) == 0
+        arguments = [directory / name, "--output", output, "--workers", "1", *more]
+        assert prepare.main([str(x) for x in arguments]) == 0
     assert (
         launch.fit(config(directory, "base", train={"max_steps": 2}, **sections)) is Exit.COMPLETED
     )

@@ -24,11 +24,9 @@ from jaxforge.training.early_stop import EarlyStop
 from jaxforge.training.health.watchdog import Limits, Watchdog
 from jaxforge.training.instruments import Instruments
 from jaxforge.training.loop import Trainer
-from jaxforge.training.phases import Phases
-from jaxforge.training.position import Position
 from jaxforge.training.saves import Saves
-from jaxforge.training.saving import Saver
-from jaxforge.training.training_data import TrainingData
+from jaxforge.training.saving import Position, Saver
+from jaxforge.training.training_data import Phases, TrainingData
 from jaxforge.training.updates import Updates
 from tests.conftest import tiny_config
 
@@ -192,7 +190,7 @@ def saver(config, events):
 
 
 def instruments(config, tracker):
-    return Instruments(tracker, Watchdog(Limits(0, 0, 0)), Profiler(config.profiling, Path()))
+    return Instruments(tracker, Watchdog(Limits(0, 0)), Profiler(config.profiling, Path()))
 
 
 def batch():

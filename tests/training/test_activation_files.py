@@ -6,7 +6,7 @@ import json
 import numpy as np
 import pytest
 
-from jaxforge.training import activation_files
+from jaxforge.training.callbacks import activations as activation_files
 
 
 def sequences(n, of=1.0):

@@ -31,7 +31,7 @@ def test_step_is_at_most_five_frames_below_the_command(tmp_path, monkeypatch):
     monkeypatch.delenv("XLA_FLAGS", raising=False)  # would be checked by a fork of this process
     train.entry()
     assert codes == [0]
-    own = [f for f in stacks[0] if Path(f.filename).is_relative_to(PACKAGE)]
-    assert own[-1].name == "train"
+    frames = [f for f in stacks[0] if Path(f.filename).is_relative_to(PACKAGE)]
+    assert frames[-1].name == "train"
     assert len(stacks) == 2
-    assert len(own) <= MOST, [f"{frame.filename}:{frame.name}" for frame in own]
+    assert len(frames) <= MOST, [f"{frame.filename}:{frame.name}" for frame in frames]

@@ -8,8 +8,7 @@ import pytest
 
 from jaxforge.config.data import DataConfig
 from jaxforge.step.train_step import Controls
-from jaxforge.training.phases import Phases
-from jaxforge.training.training_data import TrainingData
+from jaxforge.training.training_data import Phases, TrainingData
 from tests.conftest import tiny_config
 from tests.helpers import random_batches, setup
 
@@ -44,14 +43,14 @@ def batches(n=2):
 @functools.cache
 def reference_sums():
     """Return the sums of the first batch, computed from the logits."""
-    ours, batch = setup(config()), batches()[0]
+    parts, batch = setup(config()), batches()[0]
     labels = batch["labels"].reshape(-1, 16)
 
     @jax.jit
     def log_p(params, tokens):
-        return jax.nn.log_softmax(ours.model.logits(params, ours.model.hidden(params, tokens)))
+        return jax.nn.log_softmax(parts.model.logits(params, parts.model.hidden(params, tokens)))
 
-    result = np.asarray(log_p(ours.state().params, batch["input_ids"].reshape(-1, 16)))
+    result = np.asarray(log_p(parts.state().params, batch["input_ids"].reshape(-1, 16)))
     label_logits = np.take_along_axis(result, np.maximum(labels, 0)[..., None], -1)[..., 0]
     nats = -np.sum(np.where(labels >= 0, label_logits, 0.0), -1)
     numbers = batch["dataset_idx"].reshape(-1)
@@ -68,10 +67,10 @@ def compiled():
     base = config()
     optimizer = base.optimizer.model_copy(update={"name": "lion", "lr": 0.01, "weight_decay": 0.0})
     scheduler = base.scheduler.model_copy(update={"name": "constant", "warmup_steps": 0})
-    ours = setup(base.model_copy(update={"optimizer": optimizer, "scheduler": scheduler}))
-    with jax.set_mesh(ours.mesh):
-        lowered = ours.step.lower(ours.state(), ours.put(batches()[0]), CONTROLS)
-        return ours, lowered.compile()
+    parts = setup(base.model_copy(update={"optimizer": optimizer, "scheduler": scheduler}))
+    with jax.set_mesh(parts.mesh):
+        lowered = parts.step.lower(parts.state(), parts.put(batches()[0]), CONTROLS)
+        return parts, lowered.compile()
 
 
 VOCAB_CHUNKS = {"loss_fn": "chunked_cross_entropy", "ce_vocab_chunk": 12}
@@ -88,20 +87,20 @@ TOKEN_CHUNKS = {"loss_fn": "chunked_cross_entropy", "ce_chunk_size": 24}
     ids=str,
 )
 def test_dataset_sums_do_not_depend_on_mesh(train, axes):
-    ours = setup(config(train, **axes))
-    assert_sums_are_those_of_the_logits(ours, ours.step)
+    parts = setup(config(train, **axes))
+    assert_sums_are_those_of_the_logits(parts, parts.step)
 
 
 def test_dataset_sums_match_logits(compiled):
     assert_sums_are_those_of_the_logits(*compiled)
 
 
-def assert_sums_are_those_of_the_logits(ours, step):
+def assert_sums_are_those_of_the_logits(parts, step):
     nats, tokens = reference_sums()
     assert tokens.tolist()[2:] == [0, 0]
     assert min(tokens[:2]) > 0
-    with jax.set_mesh(ours.mesh):
-        _, metrics = step(ours.state(), ours.put(batches()[0]), CONTROLS)
+    with jax.set_mesh(parts.mesh):
+        _, metrics = step(parts.state(), parts.put(batches()[0]), CONTROLS)
     for name in ("dataset_nll", "dataset_tokens", "valid_tokens"):
         assert metrics[name].sharding.is_fully_replicated  # else no host could read the value
     np.testing.assert_allclose(metrics["dataset_nll"], nats, rtol=1e-5)
@@ -113,14 +112,14 @@ def assert_sums_are_those_of_the_logits(ours, step):
 @pytest.mark.parametrize("lag", [False, True])
 def test_phase_scales_learning_rate_without_recompilation(compiled, lag):
     """Updates of plain Lion have the size of the learning rate; the next rate is logged."""
-    ours, step = compiled
+    parts, step = compiled
     phases = [{"start_step": 3, "lr_scale": 0.25}, {"start_step": 5, "lr_scale": 0.5}]
     data_source = TrainingData(iter, Phases.of(DataConfig(phases=phases, phase_lr_lag=lag)))
-    state, moved, logged = ours.state(), [], []
-    with jax.set_mesh(ours.mesh):
+    state, moved, logged = parts.state(), [], []
+    with jax.set_mesh(parts.mesh):
         for n, batch in enumerate(batches(7)):
             before = np.asarray(state.params["norm"]["weight"])
-            state, metrics = step(state, ours.put(batch), data_source.controls(n, ()))
+            state, metrics = step(state, parts.put(batch), data_source.controls(n, ()))
             logged.append(metrics["lr"])
             moved.append(np.abs(np.asarray(state.params["norm"]["weight"]) - before).max())
     scales = [1, 1, 1, 0.25, 0.25, 0.5, 0.5]

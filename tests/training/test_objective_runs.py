@@ -74,7 +74,7 @@ def test_changed_reference_is_refused(runs, whole, other):
 
 
 @pytest.mark.slow
-def test_run_that_starts_from_dpo_has_a_reference_of_its_own(runs, whole):
+def test_run_that_starts_from_dpo_has_another_reference(runs, whole):
     start = {"load_path": str(whole), "exclude_from_loading": []}
     assert (
         launch.fit(dpo(runs, "second", checkpoint=start, train={"max_steps": 5})) is Exit.COMPLETED

@@ -22,11 +22,11 @@ def doubled(program):
 
 @pytest.mark.slow
 def test_make_step_replaces_usual_update(tmp_path):
-    usual, own = Run(tmp_path, "usual"), Run(tmp_path, "own")
+    usual, doubling = Run(tmp_path, "usual"), Run(tmp_path, "doubling")
     settings = ["--train.max_steps=3"]
-    for run, make_step in ((usual, None), (own, doubled)):
+    for run, make_step in ((usual, None), (doubling, doubled)):
         config = jf.load_config(run.config, [*settings, f"--checkpoint.dir={run.directory}"])
         assert jf.fit(config, make_step=make_step).code == 0
     expected = {step: 2 * loss for step, loss in usual.losses().items()}
-    assert own.losses() == pytest.approx(expected, rel=1e-6)
-    assert own.steps() == usual.steps()
+    assert doubling.losses() == pytest.approx(expected, rel=1e-6)
+    assert doubling.steps() == usual.steps()

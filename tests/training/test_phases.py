@@ -6,7 +6,7 @@ import pytest
 
 from jaxforge.config.data import DataConfig
 from jaxforge.data.segments import Segment
-from jaxforge.training.phases import Phases
+from jaxforge.training.training_data import Phases
 
 SOURCES = [{"name": "web", "path": "w", "weight": 3}, {"name": "code", "path": "c"}]
 WEB, EVEN, CODE = ({"web": w, "code": 1 - w} for w in (0.75, 0.5, 0.0))

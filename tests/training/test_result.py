@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from jaxforge.config.train import TrainConfig
-from jaxforge.training.result import StepResult, reduce_loss
+from jaxforge.training.own_loop import StepResult, reduce_loss
 
 CONFIG = TrainConfig(nan_consecutive_max=3)
 GOOD = {"loss": 2.5, "grad_norm": 0.5, "lr": 1e-3, "applied": True, "consecutive": 0}

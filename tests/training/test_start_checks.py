@@ -40,7 +40,7 @@ def test_devices_and_weights_are_checked_before_compilation_of_each_start(tmp_pa
     record(DeviceSpeed, "on_interval", "speed")
     settings = ["--train.nccl_health_check_interval=2", "--model.n_layers=1", "--train.max_steps=3",
                 "--train.check_weight_hash_across_dp_replicas_interval=3",
-                "--metrics.device_speed_interval=3"]  # fmt: skip
+                "--metrics.straggler_report_interval=3"]  # fmt: skip
     Run(tmp_path, "run").finish_here(*settings, "--train.exit_interval=1", code=75)
     assert events == ["devices", "weights", "compilation"]
     events.clear()

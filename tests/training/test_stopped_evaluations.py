@@ -60,8 +60,8 @@ def through_json(progress):
 
 @pytest.mark.parametrize("batches_between_stops", [1, 2, 3, 5, 7])
 def test_stopped_evaluation_resumes_without_skips_or_repeats(validations, batches_between_stops):
-    ours, drawn_batches = validations
-    whole = run(ours, Progress(), lambda: False)
+    validation, drawn_batches = validations
+    whole = run(validation, Progress(), lambda: False)
     once = dict(drawn_batches)
     assert set(once.values()) == {1}
     assert len(once) == 3 + 2 + 3
@@ -69,7 +69,7 @@ def test_stopped_evaluation_resumes_without_skips_or_repeats(validations, batche
     assert whole["eval/sum"] == pytest.approx(0.1 * (3 + 1 + 3))
     drawn_batches.clear()
     progress, stops = Progress(step=4), 0
-    while (metrics := run(ours, progress, after(batches_between_stops))) is None:
+    while (metrics := run(validation, progress, after(batches_between_stops))) is None:
         stops += 1
         assert stops < 10, "it comes no further"
         progress = through_json(progress)
@@ -80,9 +80,9 @@ def test_stopped_evaluation_resumes_without_skips_or_repeats(validations, batche
 
 
 def test_stopped_evaluation_stores_pending_sets_and_sums(validations):
-    ours, _ = validations
+    validation, _ = validations
     progress = Progress()
-    assert run(ours, progress, after(4)) is None
+    assert run(validation, progress, after(4)) is None
     at = progress.validation
     assert (at.pending, at.completed) == (["b", "c"], ["a"])
     assert {name: sums["batches"] for name, sums in at.sums.items()} == {"a": 3, "b": 1}
@@ -91,7 +91,7 @@ def test_stopped_evaluation_stores_pending_sets_and_sums(validations):
 
 @pytest.mark.parametrize("batches_between_stops", [1, 3, 20])
 def test_average_is_evaluated_after_parameters(validations, batches_between_stops):
-    ours, _ = validations
+    validation, _ = validations
     state, seen = dataclasses.replace(STATE, params={"w": "raw"}, ema={"w": "average"}), []
 
     def step(params, batch, _):
@@ -99,11 +99,13 @@ def test_average_is_evaluated_after_parameters(validations, batches_between_stop
         loss = 2.0 if params["w"] == "average" else 3.0
         return BatchSums(np.float32(loss), np.float32(1), np.int32(1))
 
-    ours._evaluator._step = step
+    validation._evaluator._step = step
     names = passes(SETS, tiny_config(train={"ema_decay": 0.9}).train)
     progress, notes = Progress(step=4), []
     progress.begin_validation(names)
-    while not (metrics := ours.run(state, progress, after(batches_between_stops), note(notes))):
+    while not (
+        metrics := validation.run(state, progress, after(batches_between_stops), note(notes))
+    ):
         progress = through_json(progress)
     batches = [("a", i) for i in range(3)] + [("b", i) for i in range(2)]
     batches += [("c", i) for i in range(3)]
@@ -122,9 +124,9 @@ def note(notes):
 
 
 def test_stopped_evaluation_of_dropped_average_ends(validations):
-    ours, drawn_batches = validations
+    validation, drawn_batches = validations
     progress = Progress(step=4)
     progress.begin_validation(passes(SETS, tiny_config(train={"ema_decay": 0.9}).train))
-    metrics = run(ours, progress, lambda: False)
+    metrics = run(validation, progress, lambda: False)
     assert not [name for name in metrics if "ema" in name]
     assert set(drawn_batches.values()) == {1}

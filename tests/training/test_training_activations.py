@@ -11,7 +11,8 @@ from jaxforge.errors import UserError
 from jaxforge.exit_codes import Exit
 from jaxforge.model.transformer import build_model
 from jaxforge.parallel.mesh import make_mesh
-from jaxforge.training import activation_files, launch
+from jaxforge.training import launch
+from jaxforge.training.callbacks import activations as activation_files
 from jaxforge.training.callbacks import activations as capturing
 from jaxforge.training.callbacks.activations import ActivationCapture
 from jaxforge.training.summary import schedule_summary
@@ -29,14 +30,13 @@ def config(path, name, interval=2, **section):
         data.mkdir()
         text = np.frombuffer(b"the quick brown fox jumps over the lazy dog. " * 200, np.uint8)
         np.save(data / "a.npy", text.astype(np.uint16))
-    sets = [{"name": name, "dataset_path": str(data)} for name in ("other", "web")]
+    sets = [{"name": name, "dataset_path": str(data)} for name in ("web", "other")]
     return tiny_config(
         train={"max_steps": 6, "batch_size": 8, **section},
         data={"dataset_path": str(data)},
         eval={
             "datasets": sets, "activations_interval": interval, "activations_sequences": 10,
             "activations_points": ["res*", "*weights", "logits"], "activations_layers": [1],
-            "activations_set": "web",
         },
         checkpoint={"dir": str(path / name), "interval": 100},
     )  # fmt: skip
@@ -133,7 +133,10 @@ def test_summary_lists_captures(runs):
     each = 10 * LENGTH * (64 + 4 * LENGTH + 256) * 4
     assert sum(x.nbytes for name, x in jaxforge.Run(runs / "whole").activations(2).items()
                if name != "tokens") == each  # fmt: skip
-    assert "activations\n  every 2 updates, of 10 sequences of set web\n  3 in all, " in text
+    assert (
+        "activations\n  every 2 updates, of 10 sequences of the first evaluation set\n  3 in all, "
+        in text
+    )
     assert f"{each / 1e9:.3g} GB each: residual, attention_weights, logits" in text
     assert "activations\n  none\n" in schedule_summary(config(runs, "x", interval=0), 1)
 

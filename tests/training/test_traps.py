@@ -17,7 +17,7 @@ from jaxforge.state.progress import Progress
 from jaxforge.step.train_step import CompiledSteps
 from jaxforge.training import training_data
 from jaxforge.training.evaluation import make_eval_step
-from jaxforge.training.phases import Phases
+from jaxforge.training.training_data import Phases
 from tests.conftest import tiny_config
 from tests.helpers import progress_of, random_batches, setup
 

@@ -107,7 +107,7 @@ def test_wrong_bit_ends_run_unsaved_and_names_device(tmp_path, monkeypatch, caps
     assert run.losses() == undisturbed.losses()
 
 
-def test_own_step_that_ignores_controls_is_refused(tmp_path):
+def test_step_that_ignores_controls_is_refused(tmp_path):
     def always_applied(program):
         usual = program.step
         return jax.jit(

@@ -12,8 +12,8 @@ from jaxforge.checkpoint.paths import PREFIX, SUBDIRECTORY, Weights, has_run, st
 from jaxforge.checkpoint.paths import find as find_step
 from jaxforge.cli.suggestions import path_hint
 from jaxforge.config.job import JobConfig
+from jaxforge.config.optimizer import SchedulerConfig
 from jaxforge.config.reading.load import load_config, make_config
-from jaxforge.config.scheduler import SchedulerConfig
 from jaxforge.errors import UserError, file_error
 from jaxforge.storage import trust, urls
 from torch_compat.checkpoint import (

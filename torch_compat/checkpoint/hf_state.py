@@ -7,10 +7,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jaxforge.config.facts import Invisible
 from jaxforge.config.job import JobConfig
 from jaxforge.config.model import ModelConfig
 from jaxforge.config.reading.load import make_config
+from jaxforge.config.section import Invisible
 from jaxforge.errors import UserError
 from jaxforge.storage.untrusted_json import load_object
 from torch_compat.checkpoint import hf_tokenizer, untrained

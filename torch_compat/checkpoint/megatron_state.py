@@ -11,9 +11,9 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from jaxforge.config.facts import Structure
 from jaxforge.config.job import JobConfig
 from jaxforge.config.model import ModelConfig
+from jaxforge.config.section import Structure
 from jaxforge.errors import UserError
 from torch_compat.checkpoint import megatron_buffers
 from torch_compat.checkpoint.megatron_buffers import FLAT, UnmappedBuffersError

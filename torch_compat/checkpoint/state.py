@@ -183,7 +183,7 @@ def abstract_target(config: JobConfig) -> AbstractTarget:
 
 def _shapes(config: JobConfig) -> tuple[Mapping[str, Shape], Mapping[str, Shape]]:
     """Return the shapes of parameters and of non-trainable state."""
-    if config.model.model_type in MODELS.ours:
+    if config.model.model_type in MODELS.built_in:
         return parameters(config.model), untrained(config.model)
     from torch_compat.checkpoint.training_state import model_shapes  # imports JAX: two seconds
 

@@ -4,8 +4,8 @@ from collections.abc import Iterator, Mapping
 from operator import attrgetter
 from typing import Any
 
-from jaxforge.config.facts import Constant, Invisible, Structure, facts
 from jaxforge.config.model import ModelConfig
+from jaxforge.config.section import Constant, Invisible, Structure, facts
 from jaxforge.errors import StorageError, UserError
 from torch_compat.checkpoint.state import AbstractTarget, CheckpointState
 from torch_compat.formats.lazy import LazyTensor

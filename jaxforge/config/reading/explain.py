@@ -12,13 +12,12 @@ from pydantic_core import ErrorDetails
 
 from jaxforge.cli.suggestions import hint
 from jaxforge.config.job import short_toml
-from jaxforge.config.reading.foreign_names import advice, key_of, note_of
+from jaxforge.config.reading.kempnerforge import NO_EFFECT
 from jaxforge.config.reading.schema import (
     Path,
     alternatives,
     dotted,
     expected,
-    is_misspelt_table,
     nearest_keys,
     node_at,
     without_member,
@@ -67,6 +66,7 @@ class _Problem(NamedTuple):
 def explain(error: ValidationError, sources: Sources) -> str:
     """Return a line per problem: first of the file, in its order, then of the command line."""
     every = error.errors()
+    # An explanation walks the schema: of thousands, only the first in the file are shown.
     if len(every) > _MOST:
         every.sort(key=lambda details: line_of(details["loc"], sources.lines) or 0)
     problems = [problem for details in every[:_MOST] for problem in _problems(details, sources)]
@@ -110,6 +110,7 @@ def _located(text: str, path: Path, rule: str, sources: Sources) -> _Problem:
 
 def _setting_of(path: Path, rule: str, sources: Sources) -> Setting | None:
     """Return the last setting of `path`, a parent or a child; children must occur in `rule`."""
+    # Of several settings of a key, the last one holds.
     for setting in reversed(sources.settings):
         around = path[: len(setting.path)] == setting.path
         inside = setting.path[: len(path)] == path
@@ -126,16 +127,17 @@ def _unknown(path: Path) -> str:
 
 def suggestion(path: Path) -> str:
     """Return the end of a message about an unknown key: the key that may be meant, or ""."""
+    if note := NO_EFFECT.get(path):
+        return f": {note}"
     keys = " or ".join(nearest_keys(path))
-    return advice(path) or (f"; did you mean {keys}?" if keys else "")
+    return f"; did you mean {keys}?" if keys else ""
 
 
 def _keys_of_unknown(path: Path, value: object) -> list[Path]:
-    """Return the keys of an unknown table that no known table resembles, else the table itself."""
+    """Return the keys of an unknown table, or the table itself if a known one resembles it."""
     if not (isinstance(value, Mapping) and value):
         return [path]
-    is_misspelt = is_misspelt_table(path, value) and key_of(path) is None
-    if is_misspelt or note_of(path) or _vision_section(path):
+    if nearest_keys(path) or _vision_section(path):
         return [path]
     keys = (key for name in value for key in _keys_of_unknown((*path, name), value[name]))
     return list(islice(keys, _MOST))

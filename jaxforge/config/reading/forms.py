@@ -1,9 +1,8 @@
 """Settings that are read in one form and stored in another.
 
-KempnerForge's files, configs of older runs and short forms of the command line have keys that no
-section has. They are rewritten here, before values are validated: all other code knows only the
-stored form. A value on the command line overrides the other form in the file, and at the same place
-two forms of one setting exclude each other.
+KempnerForge's files have keys that no section has. They are rewritten here, before values are
+validated: all other code knows only the stored form. A value on the command line overrides the
+other form in the file, and at the same place two forms of one setting exclude each other.
 """
 
 from collections.abc import Callable, Mapping
@@ -12,13 +11,11 @@ from typing import Annotated, Any, Literal, NamedTuple
 from pydantic import Field, PositiveFloat, PositiveInt, TypeAdapter, ValidationError
 
 from jaxforge.config.batch_ramp import SampleRamp
-from jaxforge.config.metrics import WRITERS
-from jaxforge.config.model import ATTENTION, ModelConfig, every_nth, scaled_expert, scaled_width
+from jaxforge.config.model import ModelConfig, every_nth, scaled_expert, scaled_width
 from jaxforge.config.reading.explain import Sources, explain_value
 from jaxforge.config.reading.kempnerforge import STORED_AS
 from jaxforge.config.reading.schema import dotted, expected_of
 from jaxforge.config.reading.toml import Path
-from jaxforge.config.scheduler import CONDITIONS
 from jaxforge.config.section import MOST_LAYERS
 from jaxforge.errors import UserError
 
@@ -123,9 +120,7 @@ def rewrite(reading: Reading) -> None:
     """
     for path, form in FORMS.items():
         _rewrite(reading, path, form)
-    for rewrite_group in (
-        _mixture, _annealing, _evaluation_set, _writers, _stragglers, _early_stop, _window,
-    ):  # fmt: skip
+    for rewrite_group in (_annealing, _evaluation_set, _writers, _window):
         rewrite_group(reading)
 
 
@@ -133,8 +128,10 @@ def _rewrite(reading: Reading, path: Path, form: Form) -> None:
     if (written := reading.take(path)) is None:
         return
     value, stored = reading.checked(path, written, form.kind), STORED_AS[path]
+    # KempnerForge's files write defaults, which must not count as settings.
     if value == form.neutral and not reading.overrides(path, stored):
         return
+    # Two forms at one place: neither can be meant to win, unless KempnerForge says which.
     if reading.get(stored) and not reading.overrides(path, stored):
         if form.yields or reading.overrides(stored, path):
             return
@@ -192,7 +189,6 @@ def _stages(sizes: tuple[int, int, int], reading: Reading) -> list[dict[str, int
 
 
 FORMS: dict[Path, Form] = {
-    ("model", "mixer"): Form(str, ATTENTION, lambda mixer, reading: [mixer]),
     ("model", "moe_frequency"): Form(
         Annotated[int, Field(ge=0, le=MOST_LAYERS)], 1, _feed_forwards
     ),
@@ -201,23 +197,6 @@ FORMS: dict[Path, Form] = {
     ("train", "rampup_batch_size"): Form(tuple[PositiveInt, PositiveInt, PositiveInt], (), _stages),
 }
 """Keys whose value alone is converted."""
-
-
-def _mixture(reading: Reading) -> None:
-    """Replace `data.mixture_file` by the datasets and phases of the file."""
-    path: Path = ("data", "mixture_file")
-    if not (file := reading.take(path)):
-        return
-    from jaxforge.config.reading.mixture import tables  # few configs need YAML and its schema
-
-    data = reading.values["data"]
-    for key in ("datasets", "phases", "anneal_start_step", "anneal_weights"):
-        other: Path = ("data", key)
-        if reading.overrides(path, other):
-            data.pop(key, None)
-        elif data.get(key):
-            raise _exclude(reading, path, file, other)
-    data.update(tables(str(file), data.get("mix_temperature", 1)))
 
 
 def _annealing(reading: Reading) -> None:
@@ -252,6 +231,7 @@ def _evaluation_set(reading: Reading) -> None:
     values = {key: value for key, value in taken.items() if value is not None}
     sets: Path = ("eval", "datasets")
     sources = [key for key in ("dataset_path", "hf_dataset_name") if values.get(key)]
+    # A key on the command line changes the single set of the file.
     is_new = any(reading.overrides(paths[key], sets) for key in values)
     if not is_new and (not sources or reading.is_on_command_line(sets)):
         return
@@ -275,7 +255,7 @@ def _writers(reading: Reading) -> None:
     """Move `metrics.enable_<writer>` and the keys of a writer to `[[metrics.writers]]`."""
     stored: Path = ("metrics", "writers")
     writers = reading.tables(stored)
-    for name in WRITERS:
+    for name in ("tensorboard", "wandb"):
         switch: Path = ("metrics", f"enable_{name}")
         paths = {
             key[-1]: path for path, key in STORED_AS.items() if str(path[1]).startswith(f"{name}_")
@@ -298,36 +278,6 @@ def _writers(reading: Reading) -> None:
             reading.note((*stored, index, key), paths[key])
     if writers or reading.get(stored):
         reading.values["metrics"]["writers"] = writers
-
-
-def _stragglers(reading: Reading) -> None:
-    """Drop `metrics.log_straggler`: hosts are compared if there is an interval."""
-    path: Path = ("metrics", "log_straggler")
-    if (is_on := reading.take(path)) is None:
-        return
-    interval = STORED_AS[path]
-    if reading.checked(path, is_on, bool):
-        reading.put(interval, reading.get(interval) or _USUAL_REPORT_INTERVAL, path)
-    elif not reading.overrides(interval, path):
-        reading.take(interval)
-
-
-_USUAL_REPORT_INTERVAL = 100
-
-
-def _early_stop(reading: Reading) -> None:
-    """Drop `early_stop.active`: the run stops early if there is a condition."""
-    path: Path = ("early_stop", "active")
-    if (is_active := reading.take(path)) is None:
-        return
-    conditions: list[Path] = [("early_stop", key) for key in CONDITIONS]
-    if reading.checked(path, is_active, bool):
-        if all(reading.get(each) is None for each in conditions):
-            raise reading.refusal(path, True, f"requires one of {', '.join(CONDITIONS)}")
-        return
-    for each in conditions:
-        if not reading.overrides(each, path):
-            reading.take(each)
 
 
 def _window(reading: Reading) -> None:

@@ -38,6 +38,7 @@ def topic(name: str) -> Group:
         UserError: no section or key has this name.
     """
     name = name.strip("-[]")
+    # A section is shown with its tables, such as optimizer with optimizer.muon.
     shown = [key for key in tables() if name == _ALL or f"{key}.".startswith(f"{name}.")]
     if name == _ALL or name in shown:
         return Group(*(_table(*tables()[key]) for key in shown))

@@ -7,15 +7,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxforge.config.facts import Flag, flagged
 from jaxforge.config.job import JobConfig
 from jaxforge.config.reading import forms, kempnerforge, toml
 from jaxforge.config.reading.explain import Setting, Sources
-from jaxforge.config.reading.kempnerforge import STORED_AS, renamed, without_retired_defaults
+from jaxforge.config.reading.kempnerforge import STORED_AS, renamed
 from jaxforge.config.reading.schema import Node, expected, is_table, node_at
 from jaxforge.config.reading.toml import Path as KeyPath
 from jaxforge.config.reading.toml import key_lines, read_text
 from jaxforge.config.reading.unresolved import UnresolvedConfig
+from jaxforge.config.section import Flag, flagged
 from jaxforge.errors import UserError
 from jaxforge.storage import trust, urls
 from jaxforge.storage.trust import Decision
@@ -36,11 +36,9 @@ def load_unresolved(
             message has a line per problem, with its location and remedy.
     """
     file = None if path is None else urls.path(path, "--config")
-    text = "" if file is None else read_text(file)
     if file is not None and file.suffix.lower() in (".yaml", ".yml", ".json"):
-        from jaxforge.config.reading.other_formats import refusal  # few need YAML
-
-        raise refusal(file, text)
+        raise UserError(f"{file}: a config is a TOML file; see docs/configs.md")
+    text = "" if file is None else read_text(file)
     document = toml.parse(text, str(path))
     return _unresolved(document, overrides, str(path or ""), text, trusts)
 
@@ -67,6 +65,7 @@ def load_config_of_run(path: Path, run: Path, overrides: Sequence[str] = ()) -> 
         UserError: As `load_config`.
     """
     text = read_text(path)
+    # Before validation: already reading a path of a stranger's config would be an effect.
     values = _without_side_effects(toml.parse(text, str(path)))
     if isinstance(checkpoint := values.get("checkpoint", {}), Mapping):
         values["checkpoint"] = {**checkpoint, "dir": str(run)}
@@ -88,7 +87,7 @@ def make_config(
 
 
 def _without_side_effects(values: Mapping[str, Any]) -> dict[str, Any]:
-    removed = {*flagged(JobConfig, Flag.SIDE_EFFECT), "data.mixture_file"}
+    removed = flagged(JobConfig, Flag.SIDE_EFFECT)
 
     def is_kept(section: str, key: str) -> bool:
         stored = kempnerforge.STORED_AS.get((section, key), (section, key))
@@ -104,8 +103,9 @@ def _without_side_effects(values: Mapping[str, Any]) -> dict[str, Any]:
 def _unresolved(
     values: dict[Any, Any], overrides: Sequence[str], source: str, text: str, trusts: Decision
 ) -> UnresolvedConfig:
-    values, lines = kempnerforge.rewrite(without_retired_defaults(values), key_lines(text), source)
+    values, lines = kempnerforge.rewrite(values, key_lines(text), source)
     settings = parse_overrides(overrides)
+    # Settings come before rewriting, so that both forms of a key can be on the command line.
     for setting in settings:
         _assign(values, setting.path, setting.value)
     notes = kempnerforge.drop_ineffective(values)
@@ -150,6 +150,7 @@ def _parse(argument: str) -> Setting:
         raise UserError(f"{argument}: expected --section.key=value")
     key, equals, text = argument[2:].partition("=")
     path = renamed(tuple(key.split(".")))
+    # A form that is only read has no schema: the stored key tells whether its value is text.
     stored = node_at(STORED_AS[path]) if path in STORED_AS else None
     is_text = stored is not None and stored["type"] == "string"
     node = node_at(path) or (stored if stored and is_text else {})

@@ -124,6 +124,7 @@ def _numbered(names: Path, items: Counter[Path], is_item: bool) -> Path:
         path += (name,)
         if is_item and end == len(names):
             items[path] += 1
+        # A header below a list of tables belongs to the latest table of the list.
         if path in items:
             path += (items[path] - 1,)
     return path

@@ -25,12 +25,12 @@ from pydantic import ValidationError
 from jaxforge.config.axes import data_parallel
 from jaxforge.config.batch_ramp import BatchRamp, Stage
 from jaxforge.config.duration import Duration, parse_duration
-from jaxforge.config.facts import Interval, facts
 from jaxforge.config.job import JobConfig
 from jaxforge.config.reading.explain import Sources, explain, explain_value
 from jaxforge.config.reading.schema import node_at
 from jaxforge.config.reading.toml import Path
 from jaxforge.config.rules import mesh_shape
+from jaxforge.config.section import Interval, facts
 from jaxforge.errors import UserError
 from jaxforge.storage import trust
 from jaxforge.storage.trust import Decision
@@ -115,10 +115,12 @@ class UnresolvedConfig:
         Raises:
             UserError: If a duration cannot be resolved, or the numbers break a rule.
         """
+        # Most configs: nothing depends on devices or data.
         if not self._durations and self._known.optimizer.lr_scale_rule == "none":
             return self._known
         batch = _Batch(self._known, self._durations, n_devices, epoch_length)
         updates = self._updates(batch)
+        # Validated from scratch, so that resolved numbers obey all rules of their sections.
         values = copy.deepcopy(self._values)
         for path, steps in updates.items():
             _put(values, path, steps)
@@ -133,6 +135,7 @@ class UnresolvedConfig:
         for _, paths in groupby(
             sorted(self._durations, key=_rank), key=lambda path: _rank(path) > _rank(_MAX_STEPS)
         ):  # the ramp and max_steps first, then the durations that depend on them
+            # Problems of one rank do not depend on each other: all are reported.
             problems = []
             for path in paths:
                 try:
@@ -214,6 +217,7 @@ class _Batch:
         if path == _PLATEAU:
             return self._number(_WARMUP)
         if path == _DECAY:
+            # Only wsd has a plateau before its decay.
             is_wsd = self.known.scheduler.name == "wsd"
             return self._number(_WARMUP) + (self._number(_PLATEAU) if is_wsd else 0)
         return 0
@@ -230,6 +234,7 @@ class _Batch:
             for i, (start, accum) in enumerate(self.known.train.stages())
         ]
         key = ".".join(part for part in path if isinstance(part, str))
+        # An interval in tokens counts full batches, or it would change along the ramp.
         if key in dict(facts(JobConfig, Interval)):
             stages = [Stage(0, stages[-1].accum)]
         elif path[:2] == _RAMP:  # the preceding stages
@@ -242,6 +247,7 @@ class _Batch:
         if self.epoch_length is None:
             raise _Unknown("the training data are not read here: give updates, a share or tokens")
         config = self.known
+        # A placeholder number must not be read as a length.
         for (section, key, *_), duration in self.durations.items():
             config = config.with_values({f"{section}.{key}": duration})
         assert self.rows is not None
@@ -258,6 +264,7 @@ def _rank(path: Path) -> int:
     """Return the rank of a duration; lower ranks are resolved first."""
     if path[:2] == _RAMP:
         return int(path[2])
+    # A plateau begins at the end of the warm-up, and a decay at the end of the plateau.
     first = (_MAX_STEPS, _WARMUP, _PLATEAU)
     return 1000 + (first.index(path) if path in first else len(first))
 
@@ -277,6 +284,7 @@ def _scaled(config: JobConfig, rows: int | None) -> dict[str, Any]:
         )
     assert base is not None
     batch = rows * config.train.grad_accum_steps
+    # The rate of the full batch: the ramp does not change it.
     factor = batch / base if rule == "linear" else math.sqrt(batch / base)
     scaled = {"lr": optimizer.lr * factor, "lr_scale_rule": "none", "lr_base_batch": batch}
     if optimizer.muon.adam_lr is not None:
@@ -311,8 +319,8 @@ def _with_lists(values: Mapping[Any, Any]) -> dict[Any, Any]:
 def _is_list(section: str, key: str) -> bool:
     """Return whether a key takes a list, without building the schema, which is slow."""
     table = JobConfig.model_fields.get(section)
-    wanted = getattr(table and table.annotation, "model_fields", {}).get(key)
-    return wanted is not None and get_origin(wanted.annotation) is tuple
+    field_info = getattr(table and table.annotation, "model_fields", {}).get(key)
+    return field_info is not None and get_origin(field_info.annotation) is tuple
 
 
 def _without(values: dict[Any, Any], durations: Mapping[Path, Duration]) -> dict[Any, Any]:
@@ -322,6 +330,7 @@ def _without(values: dict[Any, Any], durations: Mapping[Path, Duration]) -> dict
     """
     values = copy.deepcopy(values)
     for section, key in {path[:2] for path in durations}:
+        # Rules need the sizes of the ramp; its starts only have to increase.
         if (section, key) == _RAMP:
             values["train"][key] = list(_with_some_starts(values["train"][key]))
         elif (section, key) in durations:

@@ -15,7 +15,6 @@ from jaxforge.cli.suggestions import path_hint
 from jaxforge.config.axes import data_parallel
 from jaxforge.config.job import JobConfig, short_toml
 from jaxforge.config.model import ModelConfig
-from jaxforge.config.problems import describe_change
 from jaxforge.config.rules import mesh_shape
 from jaxforge.data.foreign_layouts import is_prefix
 from jaxforge.data.sources import open_training_data, sequences_per_epoch
@@ -116,7 +115,7 @@ def disk_warnings(config: JobConfig) -> Iterator[str]:
     # A save is complete before the oldest checkpoint is removed: one more must fit.
     if size * (n_kept + 1) > free:
         room = free // size - 1 - config.checkpoint.keep_best_n
-        fewer = [describe_change({"checkpoint.keep_last_n": room})] if room > 0 else []
+        fewer = [f"checkpoint.keep_last_n to {room}"] if room > 0 else []
         yield (
             f"checkpoint.keep_last_n = {config.checkpoint.keep_last_n}: {n_kept:,} checkpoints of "
             f"{gigabytes(size)} and one being written need {gigabytes(size * (n_kept + 1))}, and "

@@ -138,7 +138,7 @@ def search(
 
 def configured_candidate(config: JobConfig, topology: Topology) -> Iterator[Candidate]:
     """Yield the config itself if it is valid, so that the result is never worse."""
-    if not rules.allows(config, topology.n_devices):
+    if rules.broken(config, topology.n_devices):
         return
     mesh, chip = rules.mesh_shape(config, topology.n_devices), CHIPS[topology.chip]
     dp = axes.data_parallel(mesh)
@@ -212,7 +212,7 @@ def splits(config: JobConfig, topology: Topology, mesh: Mapping[str, int]) -> It
         variant = replaced(
             config, {**split, "activation_checkpointing": save, "grad_sync": sync}, mesh
         )
-        if rules.allows(variant, topology.n_devices):
+        if not rules.broken(variant, topology.n_devices):
             yield variant
 
 

@@ -22,8 +22,8 @@ from typing import NamedTuple
 
 from jaxforge import exit_codes
 from jaxforge.cli.process import listening, new_command_env, stop_message
-from jaxforge.config.facts import Flag, flagged
 from jaxforge.config.job import JobConfig
+from jaxforge.config.section import Flag, flagged
 from jaxforge.errors import UserError
 from jaxforge.exit_codes import Exit
 from jaxforge.runs.run_directory import changes, shown_config

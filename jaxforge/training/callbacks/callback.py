@@ -1,46 +1,38 @@
-"""The base class of callbacks, and the contexts that they receive."""
+"""The base classes of callbacks, the contexts that they receive, and what they are built from."""
 
+import abc
 import contextlib
 import dataclasses
+import functools
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol
+from typing import Any, Protocol, Self
 
+from jax.sharding import Mesh
 from jaxtyping import PyTree
 
 from jaxforge.config.job import JobConfig
+from jaxforge.data.corpus.tokenizer import Tokenizer
+from jaxforge.data.dataset import Dataset
 from jaxforge.errors import UserError
 from jaxforge.exit_codes import Exit
+from jaxforge.model.transformer import Model
+from jaxforge.program import Program
+from jaxforge.runs import run_directory
 from jaxforge.state.progress import Progress
 from jaxforge.state.train_state import TrainState
 from jaxforge.step.train_step import CompiledSteps
+from jaxforge.storage import mirror
+from jaxforge.storage.run_lock import RunLock
 from jaxforge.telemetry.tracker import Tracker
 from jaxforge.training.callbacks.control import Control
+from jaxforge.training.frozen import FrozenFields
 from jaxforge.training.health.watchdog import Watchdog
-
-_OTHER_NAMES = {
-    "model": "state.params",
-    "params": "state.params",
-    "optimizer": "state.opt_state",
-    "opt_state": "state.opt_state",
-}
-"""Attribute of a context in other frameworks -> attribute here."""
-
-
-class _Context:
-    if not TYPE_CHECKING:  # type checkers report missing attributes themselves
-
-        def __getattr__(self, name: str) -> NoReturn:
-            """Name the attribute to use instead of one that only other frameworks have."""
-            names = ", ".join(attribute for attribute in dir(self) if not attribute.startswith("_"))
-            elsewhere = _OTHER_NAMES.get(name)
-            instead = f"Use context.{elsewhere}" if elsewhere else f"It has {names}"
-            raise AttributeError(f"{type(self).__name__} has no {name!r}. {instead}")
 
 
 @dataclasses.dataclass(frozen=True)
-class StepContext(_Context):
+class StepContext:
     """A step as callbacks see it. Reading a scalar fetches it from the device.
 
     Attributes:
@@ -87,7 +79,7 @@ class StepContext(_Context):
 
 
 @dataclasses.dataclass(frozen=True)
-class EvalContext(_Context):
+class EvalContext:
     """A run at the end of an evaluation.
 
     Attributes:
@@ -109,7 +101,7 @@ class Notifier(Protocol):
 
 
 @dataclasses.dataclass(frozen=True)
-class IntervalContext(_Context):
+class IntervalContext:
     """A run between two steps, as `Callback.on_interval` sees it.
 
     Attributes:
@@ -159,12 +151,8 @@ class Callback:
     an event raises SystemExit, the run ends after a save, with the code of the exception.
     """
 
-    every: int | str | None = None
-    """Interval of `on_interval`: steps, or a duration such as "90s", "10m" or "2h".
-
-    None: never. Durations follow the clock of process 0. Among several processes, they are checked
-    every `runner.CHECK_INTERVAL` steps.
-    """
+    every: int | None = None
+    """Steps between two calls of `on_interval`; None: never."""
 
     collect: tuple[str, ...] = ()
     """Additional metrics of each step, among `step.collect.COLLECTED`."""
@@ -189,8 +177,8 @@ class Callback:
     """True if `on_interval` may return `Exit.UNHEALTHY`: a save then waits for its result."""
 
     def is_due(self, step: int) -> bool:
-        """Return whether `on_interval` is due after `step`, for intervals in steps."""
-        return isinstance(self.every, int) and self.every > 0 and step % self.every == 0
+        """Return whether `on_interval` is due after `step`."""
+        return self.every is not None and self.every > 0 and step % self.every == 0
 
     def on_train_begin(self, config: JobConfig) -> None:
         """Handle the start of training, before anything is compiled."""
@@ -211,11 +199,8 @@ class Callback:
     def on_epoch_begin(self, epoch: int) -> None:
         """Handle the start of an epoch of the data, before `on_step_begin` of its first step.
 
-        Also called for the first step after a resume within the epoch. Streams, mixtures and random
-        tokens have no epochs.
-
-        Args:
-            epoch: the epoch that begins; the first one is 1.
+        The first epoch is 1. Also called for the first step after a resume within the epoch.
+        Streams, mixtures and random tokens have no epochs.
         """
 
     def on_epoch_end(self, epoch: int, context: StepContext) -> None:
@@ -227,11 +212,7 @@ class Callback:
         """
 
     def on_step_begin(self, step: int) -> None:
-        """Handle the start of a step, before its batch is awaited.
-
-        Args:
-            step: the step that begins; the first one is 1.
-        """
+        """Handle the start of a step, before its batch is awaited; the first step is 1."""
 
     def on_step_end(self, context: StepContext) -> None:
         """Handle the end of each step, after its metrics are logged if they are due."""
@@ -300,9 +281,6 @@ class Callback:
 def named_callback(path: str) -> Callback:
     """Return a new instance of a class that `plugins.callbacks` names.
 
-    Args:
-        path: module and class, such as "my_module.MyCallback".
-
     Raises:
         UserError: the class is not a subclass of `Callback`.
     """
@@ -320,3 +298,60 @@ def named_callbacks(config: JobConfig) -> list[Callback]:
         UserError: a name is not a class of callbacks.
     """
     return [named_callback(path) for path in config.plugins.callbacks]
+
+
+@dataclasses.dataclass(frozen=True)
+class RunParts:
+    """The parts of a run that callbacks are built from.
+
+    Attributes:
+        program: the program of the run.
+        eval_data: evaluation sets by name.
+        progress: the counters of the run.
+        lock: lock of the run directory.
+        frozen: adds fields of the reference or teacher to batches, if the objective has one.
+        directions: config key of a metric -> whether higher values are better. `Evaluation` adds
+            the metrics of the config that it computes.
+    """
+
+    program: Program
+    eval_data: Mapping[str, Dataset]
+    progress: Progress
+    lock: RunLock
+    frozen: FrozenFields | None = None
+    directions: dict[str, bool] = dataclasses.field(default_factory=dict)
+
+    @property
+    def config(self) -> JobConfig:
+        """The resolved config."""
+        return self.program.config
+
+    @property
+    def mesh(self) -> Mesh:
+        """The mesh of the run."""
+        return self.program.mesh
+
+    @property
+    def model(self) -> Model:
+        """The model."""
+        return self.program.model
+
+    @functools.cached_property
+    def tokenizer(self) -> Tokenizer | None:
+        """The tokenizer of the run, read once; None if its data have none."""
+        return run_directory.tokenizer_for(mirror.files(self.config.checkpoint.dir), self.config)
+
+
+class RunCallback(Callback, abc.ABC):
+    """Base class of the callbacks in `order.ORDER`."""
+
+    judges_state = False
+
+    @classmethod
+    @abc.abstractmethod
+    def of_run(cls, run: RunParts) -> Self | None:
+        """Return the callback of a run, or None if its config does not ask for it.
+
+        Raises:
+            UserError: the callback lacks something it needs, such as a tokenizer.
+        """

@@ -77,17 +77,13 @@ class Control:
         self._pending = self._pending.merge(Requests(exit_code=exit_code))
 
     def note_exit(self, error: SystemExit, origin: str) -> None:
-        """Turn a SystemExit of a callback into a request to stop.
-
-        Args:
-            error: the exception.
-            origin: the callback and event that raised it, for the log.
-        """
+        """Turn a SystemExit of a callback into a request to stop."""
         code = error.code
         if code is None or isinstance(code, int):
             log.info("%s raised SystemExit: the run ends after a save", origin)
         else:
             log.error("%s raised SystemExit: %s", origin, code)
+        # As `sys.exit`: None means 0, text means 1; shells see the lowest 8 bits.
         self.request_stop((code or 0) & 0xFF if code is None or isinstance(code, int) else 1)
 
     def take(self) -> Requests:
@@ -97,10 +93,11 @@ class Control:
 
     def agree(self) -> Requests:
         """Return and clear the requests of all processes. Collective: all processes must call."""
-        own = self.take()
-        code = _NO_STOP if own.exit_code is None else own.exit_code
-        encoded = np.array([own.save, own.evaluation, code], np.int32)
+        pending = self.take()
+        code = _NO_STOP if pending.exit_code is None else pending.exit_code
+        encoded = np.array([pending.save, pending.evaluation, code], np.int32)
         if jax.process_count() > 1:
+            # The maximum is "any process" for flags, and the highest exit code.
             encoded = multihost_utils.process_allgather(encoded).max(axis=0)
         save, evaluation, code = encoded.tolist()
         return Requests(bool(save), bool(evaluation), None if code == _NO_STOP else code)

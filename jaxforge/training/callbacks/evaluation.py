@@ -25,9 +25,14 @@ from jaxforge.state.progress import Progress, Validation
 from jaxforge.state.train_state import TrainState
 from jaxforge.tasks.opening import open_tasks
 from jaxforge.tasks.task import Tasks
-from jaxforge.training.callbacks.callback import Callback, EvalContext, IntervalContext
+from jaxforge.training.callbacks.callback import (
+    Callback,
+    EvalContext,
+    IntervalContext,
+    RunCallback,
+    RunParts,
+)
 from jaxforge.training.callbacks.host import collecting_garbage
-from jaxforge.training.callbacks.run_callback import RunCallback, RunParts
 from jaxforge.training.evaluation import Evaluator, SetSums, summary
 
 _AVERAGE = "ema/"  # before the name of a set, which has no slash
@@ -37,8 +42,6 @@ class Evaluation(RunCallback):
     """Evaluates on the sets and tasks of `[eval]`.
 
     Args:
-        config: the resolved config.
-        evaluation: evaluates all sets.
         progress: the counters of the run; a run may resume within an evaluation.
     """
 
@@ -78,9 +81,11 @@ class Evaluation(RunCallback):
         """
         step, progress = context.step, context.progress
         if progress.validation is None:
+            # Pending sets go into the checkpoint of the step: a stopped evaluation resumes there.
             progress.begin_validation(*self._due(step))
             context.start_save()
         assert progress.validation is not None
+        # An evaluation that resumes has announced its beginning before.
         if not progress.validation.has_begun:
             progress.validation.has_begun = True
             context.callbacks.call(Callback.on_eval_begin, step)
@@ -153,7 +158,6 @@ class ResumableEvaluation:
     """Evaluation of all sets and tasks of `[eval]` that resumes where it was stopped.
 
     Args:
-        evaluator: evaluates one set.
         steps: batches of each set by name.
         tasks: the tasks; None without any.
     """
@@ -192,6 +196,7 @@ class ResumableEvaluation:
         if not state.ema:  # the average was dropped at this start
             validation.retain_sets(lambda name: not name.startswith(_AVERAGE))
         validation.retain_tasks(self.task_names)  # those of the stopped run may be others
+        # A set leaves the list only when it is complete, so that no batch is lost or repeated.
         while validation.pending:
             if not self._run_set(validation.pending[0], state, validation, stop, note_batch):
                 return None
@@ -242,6 +247,7 @@ class ResumableEvaluation:
             name.removeprefix(_AVERAGE): s for name, s in sums.items() if name.startswith(_AVERAGE)
         }
         sets = {name: s for name, s in sums.items() if not name.startswith(_AVERAGE)}
+        # Sets may have intervals of their own; only a full round has a mean over all.
         are_all = bool(sets) and len(sets) == len(self._evaluator.names)
         metrics = summary(sets, are_all=are_all)
         if average:

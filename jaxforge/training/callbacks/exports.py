@@ -21,7 +21,7 @@ from jaxforge.config.checkpoint import CheckpointConfig
 from jaxforge.errors import StorageError, UserError
 from jaxforge.exit_codes import Exit
 from jaxforge.storage import urls
-from jaxforge.training.callbacks.run_callback import RunCallback, RunParts
+from jaxforge.training.callbacks.callback import RunCallback, RunParts
 
 log = logging.getLogger(__name__)
 
@@ -45,6 +45,7 @@ def encode(value: Any, name: str) -> Any:  # noqa: ANN401 (any JSON)
             if type(key) is not str or key in (_ARRAY, _BYTES, _TUPLE):
                 raise UserError(f"{name} has the key {key!r}. Use other text as the key")
         return {key: encode(part, f"{name}[{key!r}]") for key, part in value.items()}
+    # Exact types: a subclass, such as a named tuple, would come back as another type.
     if type(value) in (list, tuple):
         parts = [encode(part, f"{name}[{i}]") for i, part in enumerate(value)]
         return parts if type(value) is list else {_TUPLE: parts}
@@ -52,6 +53,7 @@ def encode(value: Any, name: str) -> Any:  # noqa: ANN401 (any JSON)
         return {_BYTES: base64.b64encode(value).decode()}
     if isinstance(value, np.ndarray | np.generic | jax.Array):
         array = np.asarray(value)
+        # bfloat16 has kind V, as structured arrays, but those have no type of their name.
         if array.dtype.kind not in "biufcV" or np.dtype(array.dtype.name) != array.dtype:
             raise UserError(f"{name} is an array of {array.dtype}. Use an array of numbers")
         content = base64.b64encode(array.tobytes()).decode()
@@ -85,11 +87,7 @@ _POLL = 0.2  # seconds
 
 
 class Exporter(RunCallback):
-    """Exports every n-th checkpoint, and the last one if `checkpoint.export_last` is set.
-
-    Args:
-        config: the `[checkpoint]` section.
-    """
+    """Exports every n-th checkpoint, and the last one if `checkpoint.export_last` is set."""
 
     def __init__(self, config: CheckpointConfig) -> None:
         self._config, self._saves = config, 0
@@ -134,6 +132,7 @@ class Exporter(RunCallback):
         return run.absolute() / CHECKPOINTS / f"{PREFIX}_{step}"
 
     def _begin(self, path: Path) -> None:
+        # Exports read the checkpoint from disk, so one process is enough.
         if jax.process_index() == 0 and path not in self._threads:
             self._threads[path] = threading.Thread(target=self._export, args=(path,))
             self._threads[path].start()
@@ -147,6 +146,7 @@ class Exporter(RunCallback):
         if target.exists():
             log.info("%s exists already: not exported again", target)
             return
+        # A process of its own: an export needs torch_compat and memory, and may fail.
         command = [sys.executable, "-m", "jaxforge", "convert", str(path), str(target)]
         dtype, weights = self._config.export_dtype, self._config.export_weights
         options = ["--to=hf", f"--dtype={dtype}", f"--weights={weights}"]

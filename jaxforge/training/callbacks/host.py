@@ -11,8 +11,7 @@ from jaxforge.config.job import JobConfig
 from jaxforge.step.train_step import CompiledSteps
 from jaxforge.storage.run_lock import RunLock
 from jaxforge.telemetry.measures import describe_memory
-from jaxforge.training.callbacks.callback import IntervalContext
-from jaxforge.training.callbacks.run_callback import RunCallback, RunParts
+from jaxforge.training.callbacks.callback import IntervalContext, RunCallback, RunParts
 
 log = logging.getLogger(__name__)
 
@@ -22,9 +21,6 @@ class CollectGarbage(RunCallback):
 
     It collects while the devices compute. Objects that are alive at the first collection are frozen
     and not scanned again. Source: Megatron's `manual_gc`, torchtitan's `gc_freq`.
-
-    Args:
-        interval: interval in steps.
     """
 
     waits = False
@@ -46,8 +42,10 @@ class CollectGarbage(RunCallback):
 
     def on_interval(self, context: IntervalContext) -> None:
         """Collect garbage; freeze all living objects the first time."""
+        # All hosts collect at the same step: none waits for the pause of another one.
         gc.collect()
         if not self._is_frozen:
+            # Model, config and modules live as long as the run; scanning them again costs seconds.
             gc.freeze()
             self._is_frozen = True
 
@@ -70,11 +68,7 @@ def collecting_garbage(config: JobConfig) -> Iterator[None]:
 
 
 class Synchronize(RunCallback):
-    """Waits for the devices, so that the host is at most one interval ahead.
-
-    Args:
-        interval: interval in steps.
-    """
+    """Waits for the devices, so that the host is at most one interval ahead."""
 
     def __init__(self, interval: int) -> None:
         self.every = interval
@@ -118,11 +112,7 @@ class MemoryReport(RunCallback):
 
 
 class DirectoryLock(RunCallback):
-    """Ends a run whose directory another job has locked, before it overwrites files there.
-
-    Args:
-        lock: the lock of the run directory.
-    """
+    """Ends a run whose directory another job has locked, before it overwrites files there."""
 
     every = 1
     waits = False

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from jaxforge.training.callbacks.activations import ActivationCapture
-from jaxforge.training.callbacks.callback import Callback
+from jaxforge.training.callbacks.callback import Callback, RunCallback, RunParts
 from jaxforge.training.callbacks.evaluation import Evaluation
 from jaxforge.training.callbacks.exports import Exporter
 from jaxforge.training.callbacks.host import (
@@ -14,7 +14,6 @@ from jaxforge.training.callbacks.host import (
     Synchronize,
 )
 from jaxforge.training.callbacks.progress_txt import ProgressTxt
-from jaxforge.training.callbacks.run_callback import RunCallback, RunParts
 from jaxforge.training.callbacks.samples import Sampler
 from jaxforge.training.callbacks.speed import CollectiveHealth, DeviceSpeed, Stragglers
 from jaxforge.training.callbacks.weight_hash import WeightHashes
@@ -77,7 +76,7 @@ ORDER = (
           WeightHashes),
     Event("stragglers", "every `metrics.straggler_report_interval` steps, slow hosts are named",
           f"`{CALLBACKS}/speed.py`, {WATCHING}", Stragglers),
-    Event("device speed", "every `metrics.device_speed_interval` steps, slow devices are named",
+    Event("device speed", "every `metrics.straggler_report_interval` steps, slow devices are named",
           f"`{CALLBACKS}/speed.py`, {WATCHING}", DeviceSpeed),
     Event("`on_interval`", "your callbacks, at their interval `every`",
           f"`{CALLBACKS}/callback.py`, [library.md](library.md)", Callback),
@@ -113,5 +112,6 @@ def callbacks_of(run: RunParts) -> Iterator[Callback]:
 
 def position(callback: Callback) -> int:
     """Return the index of the row of `ORDER` for a callback."""
+    # A subclass has the row of its nearest base: users derive from built-in callbacks, too.
     rows = {event.callback: i for i, event in enumerate(ORDER)}
     return next(rows[base] for base in type(callback).__mro__ if base in rows)

@@ -11,8 +11,7 @@ from jaxforge.model.flops import causal_flops_per_token
 from jaxforge.state.progress import Progress
 from jaxforge.storage import mirror
 from jaxforge.telemetry.progress_log import NAME, ProgressLog
-from jaxforge.training.callbacks.callback import EvalContext
-from jaxforge.training.callbacks.run_callback import RunCallback, RunParts
+from jaxforge.training.callbacks.callback import EvalContext, RunCallback, RunParts
 
 
 class ProgressTxt(RunCallback):
@@ -21,7 +20,6 @@ class ProgressTxt(RunCallback):
     Durability is checked at the next evaluation or checkpoint and at the end. Only for process 0.
 
     Args:
-        config: the resolved config.
         progress: the counters of the run, read at each checkpoint.
     """
 

@@ -5,15 +5,11 @@ import inspect
 import itertools
 import json
 import logging
-import re
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
-import numpy as np
-from jax.experimental import multihost_utils
 
 from jaxforge.errors import UserError
 from jaxforge.exit_codes import Exit
@@ -22,19 +18,16 @@ from jaxforge.state.progress import Progress
 from jaxforge.state.train_state import TrainState
 from jaxforge.step.train_step import Metrics
 from jaxforge.telemetry.tracker import Tracker
-from jaxforge.training.callbacks.callback import Callback, IntervalContext, StepContext
+from jaxforge.training.callbacks.callback import Callback, IntervalContext, RunCallback, StepContext
 from jaxforge.training.callbacks.control import Control, Requests
 from jaxforge.training.callbacks.evaluation import Evaluation
 from jaxforge.training.callbacks.exports import decode, encode
 from jaxforge.training.callbacks.order import position
-from jaxforge.training.callbacks.run_callback import RunCallback
 
 log = logging.getLogger(__name__)
 
 CHECK_INTERVAL = 10
-"""Steps between two checks with several processes, which must agree on clocks and requests."""
-
-_SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0}
+"""Steps between two checks with several processes, which must agree on requests."""
 
 
 class Callbacks:
@@ -45,19 +38,11 @@ class Callbacks:
 
     Attributes:
         control: takes the requests of the callbacks.
-
-    Raises:
-        UserError: an interval is neither a number of steps nor a duration.
     """
 
     def __init__(self, callbacks: Sequence[Callback] = ()) -> None:
+        # A stable sort: callbacks of users keep the order in which they came.
         self._callbacks = sorted(callbacks, key=position)
-        self._durations = {
-            i: seconds_of(callback)
-            for i, callback in enumerate(self._callbacks)
-            if isinstance(callback.every, str)
-        }
-        self._previous = dict.fromkeys(self._durations, time.monotonic())
         self.collect = tuple(name for callback in callbacks for name in callback.collect)
         self._watches_steps = self._handled(Callback.on_step_end)
         self._watches_epochs = self._handled(Callback.on_epoch_end)
@@ -74,25 +59,16 @@ class Callbacks:
         """
         if jax.process_count() == 1:
             return
-        own = [[type(callback).__qualname__, str(callback.every)] for callback in self
+        kinds = [[type(callback).__qualname__, str(callback.every)] for callback in self
                if not isinstance(callback, RunCallback)]  # fmt: skip
-        texts = agreement.gather(json.dumps(own))
+        texts = agreement.gather(json.dumps(kinds))
+        # A request of one process needs the agreement of all, even of those without callbacks.
         self._has_users = any(map(json.loads, texts))
         self._are_alike = len(set(texts)) == 1
 
-    def due(self, step: int, paused: Callable[[], AbstractContextManager[None]]) -> list[Callback]:
-        """Return the callbacks whose `on_interval` is due. Call this once per step.
-
-        Args:
-            step: steps attempted.
-            paused: waits for launched steps and excludes the block from step times.
-        """
-        elapsed = self._elapsed(step, paused) if self._durations else set()
-        return [
-            callback
-            for i, callback in enumerate(self._callbacks)
-            if i in elapsed or callback.is_due(step)
-        ]
+    def due(self, step: int) -> list[Callback]:
+        """Return the callbacks whose `on_interval` is due after `step`."""
+        return [callback for callback in self._callbacks if callback.is_due(step)]
 
     def due_on_resume(self, step: int) -> list[Callback]:
         """Return the callbacks that are due when a run resumes within an evaluation."""
@@ -103,12 +79,7 @@ class Callbacks:
         ]
 
     def run(self, due: Sequence[Callback], context: IntervalContext) -> Exit | None:
-        """Call `on_interval` of callbacks until the first reason to end the run.
-
-        Args:
-            due: result of `due` or `due_on_resume`.
-            context: the run after the step.
-        """
+        """Call `on_interval` of callbacks until the first reason to end the run."""
         for callback in due:
             pauses = callback.waits and not callback.follows_evaluation
             reason = None
@@ -149,6 +120,7 @@ class Callbacks:
 
     def begin_step(self, progress: Progress) -> None:
         """Call the events before a step: of an epoch, unless it has begun, and of the step."""
+        # Also after a resume within an epoch, where `_epoch` is not known yet.
         if progress.epoch is not None and progress.epoch != self._epoch:
             self._epoch = progress.epoch
             self.call(Callback.on_epoch_begin, progress.epoch + 1)
@@ -164,16 +136,11 @@ class Callbacks:
         """Call the events after a step: of the step, and of the epochs that ended with it.
 
         Nothing waits for the step if no callback handles them.
-
-        Args:
-            progress: the counters of the run.
-            state: the state after the step.
-            metrics: the metrics of the step, on the devices.
-            tracker: logs them before the callbacks see them.
         """
         if not self.watches_end_of_step(progress):
             return
         tracker.flush()
+        # Metrics of this step are logged by now: a callback may end the run.
         context = StepContext(progress.step, state, metrics, self.control)
         self.call(Callback.on_step_end, context)
         ended = self.ended_epochs(progress)
@@ -204,12 +171,6 @@ class Callbacks:
         With several processes, requests wait until the processes agree: after an `on_interval` of
         users (if all processes have the same callbacks) or an evaluation, every `CHECK_INTERVAL`
         steps, and if `is_forced`. Without callbacks of users there is nothing to agree on.
-
-        Args:
-            step: steps attempted.
-            due: the callbacks that were due after the step.
-            paused: waits for launched steps and excludes the block from step times.
-            is_forced: agree at this step.
         """
         if jax.process_count() == 1:
             return self.control.take()
@@ -262,6 +223,7 @@ class Callbacks:
                 "a callback requested an evaluation, but eval.enabled = false. Set eval.enabled = "
                 "true and a data set in [eval]"
             )
+        # Nothing is due at this step, so the callback evaluates all sets.
         evaluations[0].on_interval(context)
 
     def states(self) -> dict[str, Any]:
@@ -295,32 +257,6 @@ class Callbacks:
             keys[next(key for key in names if key not in keys)] = callback
         return keys
 
-    def _elapsed(self, step: int, paused: Callable[[], AbstractContextManager[None]]) -> set[int]:
-        """Return the indices of callbacks whose duration is over by the clock of process 0.
-
-        With several processes the broadcast is a collective on the devices, so launched steps
-        finish first (`paused`).
-        """
-        is_alone = jax.process_count() == 1
-        if not is_alone and step % CHECK_INTERVAL:
-            return set()
-        now = time.monotonic()
-        is_over = {i: now - self._previous[i] >= x for i, x in self._durations.items()}
-        shared = [i for i in is_over
-                  if self._are_alike or isinstance(self._callbacks[i], RunCallback)]  # fmt: skip
-        if shared and not is_alone:
-            with paused():
-                verdicts = np.array([is_over[i] for i in shared], np.int32)
-                verdicts = multihost_utils.broadcast_one_to_all(verdicts).astype(bool)
-                is_over.update(zip(shared, verdicts.tolist(), strict=True))
-        elapsed = {i for i, over in is_over.items() if over}
-        self._previous.update(dict.fromkeys(elapsed, now))
-        return elapsed
-
-    def start_clock(self) -> None:
-        """Restart all durations, so that compilation does not count."""
-        self._previous = dict.fromkeys(self._durations, time.monotonic())
-
     def __iter__(self) -> Iterator[Callback]:
         """Iterate over the callbacks in order."""
         return iter(self._callbacks)
@@ -337,19 +273,3 @@ def _positional_count(method: Callable[..., None]) -> int | None:
     if any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters):
         return None
     return sum(parameter.kind is not parameter.KEYWORD_ONLY for parameter in parameters)
-
-
-def seconds_of(callback: Callback) -> float:
-    """Return the seconds of an interval that is a duration.
-
-    Raises:
-        UserError: the text is not a duration.
-    """
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?|\.\d+)\s*([smh])\s*", str(callback.every))
-    seconds = float(match[1]) * _SECONDS[match[2]] if match else 0.0
-    if not seconds:
-        raise UserError(
-            f'{type(callback).__name__}.every = "{callback.every}" is not a duration. Write a '
-            'number and a unit, such as "90s", "10m" or "2h"; or a number of steps without quotes'
-        )
-    return seconds

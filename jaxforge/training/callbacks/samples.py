@@ -14,8 +14,7 @@ from jaxforge.model.sampling import Sampling
 from jaxforge.model.transformer import Model, Params
 from jaxforge.tasks.prompts import Prompt, continuation, encode
 from jaxforge.telemetry.sinks import Sample
-from jaxforge.training.callbacks.callback import IntervalContext
-from jaxforge.training.callbacks.run_callback import RunCallback, RunParts
+from jaxforge.training.callbacks.callback import IntervalContext, RunCallback, RunParts
 
 _NUMBERS = 2**31  # distinct random streams
 
@@ -25,8 +24,6 @@ class Sampler(RunCallback):
 
     Args:
         config: `[eval]` has the prompts and the interval.
-        mesh: the mesh of the parameters.
-        model: the model.
         tokenizer: the tokenizer of the run; None without one.
 
     Raises:
@@ -91,6 +88,7 @@ class Sampler(RunCallback):
         sampling = Sampling(section.sample_temperature, vocab_size=self._tokenizer.vocab_size)
         decoder = Decoder(self._model, params, section.sample_tokens, sampling,
                           self._tokenizer.eos_ids, self._config.train.seed, self._mesh)  # fmt: skip
+        # A stream per step and prompt, so that a resumed run writes the same samples.
         numbers = [(step * n + i) % _NUMBERS for i in range(n)]
         completions = decoder.complete(self._ids, numbers)
         texts = (

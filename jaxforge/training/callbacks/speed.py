@@ -18,33 +18,31 @@ from jaxtyping import Array, BFloat16, Bool, Float, Int
 
 from jaxforge.config.job import JobConfig
 from jaxforge.config.metrics import MetricsConfig
-from jaxforge.config.train import TrainConfig
 from jaxforge.exit_codes import Exit
 from jaxforge.step.train_step import CompiledSteps
 from jaxforge.telemetry.tracker import HostTimes
-from jaxforge.training.callbacks.callback import IntervalContext
-from jaxforge.training.callbacks.run_callback import RunCallback, RunParts
+from jaxforge.training.callbacks.callback import IntervalContext, RunCallback, RunParts
 
 log = logging.getLogger(__name__)
 
 _SIZE, _CPU_SIZE = 4096, 256  # of the matrices
 _PRODUCTS, _REPETITIONS = 16, 3  # 2.2 TFLOP each time: milliseconds on an accelerator
+_SLOW = 0.7
+"""A host or device is slow if the fastest one's time / its own is below this, as in NVRx."""
+_ANSWER_SEC = 10.0
+"""Longest wait for the sum of a health check, which also waits for slower processes."""
 
 
 class DeviceSpeed(RunCallback):
-    """Times a chain of matrix products on each device and names slow devices.
-
-    Args:
-        config: the `[metrics]` section.
-    """
+    """Times a chain of matrix products on each device and names slow devices."""
 
     def __init__(self, config: MetricsConfig) -> None:
-        self.every, self._config = config.device_speed_interval, config
+        self.every, self._config = config.straggler_report_interval, config
 
     @classmethod
     def of_run(cls, run: RunParts) -> "DeviceSpeed | None":
-        """Return the callback if `metrics.device_speed_interval` is set."""
-        return cls(run.config.metrics) if run.config.metrics.device_speed_interval else None
+        """Return the callback if `metrics.straggler_report_interval` is set."""
+        return cls(run.config.metrics) if run.config.metrics.straggler_report_interval else None
 
     def on_train_begin(self, config: JobConfig) -> None:
         """Compile the products for each device."""
@@ -54,9 +52,11 @@ class DeviceSpeed(RunCallback):
     def on_interval(self, context: IntervalContext) -> Exit | None:
         """Log the times; return `Exit.STRAGGLER` if that is enabled, on every process alike."""
         local = [(device.id, seconds_of(device)) for device in jax.local_devices()]
+        # [devices, 2]: id and seconds; float32 holds ids up to 2^24 exactly.
         table = np.reshape(multihost_utils.process_allgather(np.array(local, np.float32)), (-1, 2))
         seconds = {int(device): float(time_) for device, time_ in table}
-        slow = slow_devices(seconds, self._config.straggler_threshold)
+        # Every process has the whole table, so that all come to the same verdict.
+        slow = slow_devices(seconds)
         if jax.process_index() == 0:
             _report(context.step, seconds, slow)
         if slow and self._config.stop_if_detected_straggler:
@@ -65,10 +65,10 @@ class DeviceSpeed(RunCallback):
         return None
 
 
-def slow_devices(seconds: Mapping[int, float], threshold: float) -> list[int]:
-    """Return the ids of devices for which the fastest time / their own time < threshold."""
+def slow_devices(seconds: Mapping[int, float]) -> list[int]:
+    """Return the ids of slow devices."""
     fastest = min(seconds.values())
-    return [device for device, time_ in seconds.items() if fastest < threshold * time_]
+    return [device for device, time_ in seconds.items() if fastest < _SLOW * time_]
 
 
 def seconds_of(device: jax.Device) -> float:
@@ -82,6 +82,7 @@ def seconds_of(device: jax.Device) -> float:
             start = time.perf_counter()
             jax.block_until_ready(_multiply(x))
             times.append(time.perf_counter() - start)
+    # The shortest: longer ones include pauses of the host.
     return min(times)
 
 
@@ -126,25 +127,21 @@ class CollectiveHealth(RunCallback):
     Each process judges the results of its own devices, so one process may end while others still
     wait for it. The others get no answer at their next check, or the watchdog ends them. Nothing
     can be saved then: neither the state nor the other processes can be reached.
-
-    Args:
-        config: the `[train]` section, for interval and timeout.
-        mesh: mesh of all devices.
     """
 
     checks_start = True
     judges_state = True
 
-    def __init__(self, config: TrainConfig, mesh: Mesh) -> None:
-        self.every, self._mesh = config.nccl_health_check_interval, mesh
-        self._seconds, self._devices = config.health_check_timeout_sec, list(mesh.devices.flat)
+    def __init__(self, interval: int, mesh: Mesh) -> None:
+        self.every, self._mesh = interval, mesh
+        self._devices = list(mesh.devices.flat)
         self._answer: Array | None = None
 
     @classmethod
     def of_run(cls, run: RunParts) -> "CollectiveHealth | None":
         """Return the callback if `train.nccl_health_check_interval` is set."""
         interval = run.config.train.nccl_health_check_interval
-        return cls(run.config.train, run.mesh) if interval else None
+        return cls(interval, run.mesh) if interval else None
 
     def on_train_begin(self, config: JobConfig) -> None:
         """Compile the check and connect the devices, which may take minutes."""
@@ -153,6 +150,7 @@ class CollectiveHealth(RunCallback):
         n = self._mesh.devices.size
         sharding = NamedSharding(self._mesh, PartitionSpec(self._mesh.axis_names))
         rows = np.eye(n, dtype=np.int32)
+        # [n, n]: each device contributes its row of the unit matrix.
         self._counts = jax.make_array_from_callback((n, n), sharding, lambda index: rows[index])
         self._sum = _compile_sum(self._mesh, self._counts)
         jax.block_until_ready(self._sum(self._counts))
@@ -160,12 +158,13 @@ class CollectiveHealth(RunCallback):
     def on_interval(self, context: IntervalContext) -> Exit | None:
         """Log a failure of the check; return `Exit.UNHEALTHY` then."""
         self._answer, step = None, context.step
+        # A broken collective never returns, so it must not run in this thread.
         answer = _in_background(self._missing)
         try:
-            missing = answer.result(self._seconds)
+            missing = answer.result(_ANSWER_SEC)
         except concurrent.futures.TimeoutError:
-            self._log(step, f"no answer within train.health_check_timeout_sec = {self._seconds:g} "
-                      f"s; still waiting: {_names(self._waiting())}")  # fmt: skip
+            waiting = _names(self._waiting())
+            self._log(step, f"no answer within {_ANSWER_SEC:g} s; still waiting: {waiting}")
             return Exit.UNHEALTHY
         except jax.errors.JaxRuntimeError as error:
             self._log(step, str(error))
@@ -179,6 +178,7 @@ class CollectiveHealth(RunCallback):
         """Return the devices whose count is not 1 on some device of this process. Blocks."""
         self._answer = self._sum(self._counts)
         counts = [np.asarray(shard.data)[0] for shard in self._answer.addressable_shards]
+        # [local devices, n]: column i is the contribution of device i.
         wrong = np.any(np.stack(counts) != 1, axis=0)
         return [device for device, bad in zip(self._devices, wrong, strict=True) if bad]
 
@@ -186,6 +186,7 @@ class CollectiveHealth(RunCallback):
         """Return the devices of this process that have no answer yet."""
         if self._answer is None:
             return jax.local_devices()
+        # The check itself hangs, so the state of its result is all that can be asked.
         shards = self._answer.addressable_shards
         return [shard.device for shard in shards if not shard.data.is_ready()]
 
@@ -225,7 +226,7 @@ def _names(devices: list[jax.Device]) -> str:
 
 _NAME_BYTES = 64
 _NOTICEABLE = 0.1
-"""Share of a step below which the own time of a host is noise."""
+"""Share of a step below which the time of a host is noise."""
 
 
 class Report(NamedTuple):
@@ -242,31 +243,28 @@ class Report(NamedTuple):
     step: Float[np.ndarray, "hosts"]
 
     @property
-    def own(self) -> Float[np.ndarray, "hosts"]:
+    def host_time(self) -> Float[np.ndarray, "hosts"]:
         """Time that each host spends before its step can run."""
         return self.data_wait + self.launch
 
     @property
     def scores(self) -> Float[np.ndarray, "hosts"]:
-        """Time of the fastest host / own time, 1 for the fastest: NVRx's relative score."""
-        return self.own.min() / np.maximum(self.own, 1e-9)
+        """Time of the fastest host / time of each, 1 for the fastest: NVRx's relative score."""
+        return self.host_time.min() / np.maximum(self.host_time, 1e-9)
 
     @property
     def z_scores(self) -> Float[np.ndarray, "hosts"]:
         """Standard deviations above the mean."""
-        return (self.own - self.own.mean()) / max(self.own.std(), 1e-9)
+        return (self.host_time - self.host_time.mean()) / max(self.host_time.std(), 1e-9)
 
-    def slow(self, threshold: float) -> Bool[np.ndarray, "hosts"]:
-        """Return which hosts score below the threshold with an own time above noise."""
-        return (self.scores < threshold) & (self.own > _NOTICEABLE * self.step)
+    @property
+    def slow(self) -> Bool[np.ndarray, "hosts"]:
+        """True for hosts that are slow, and whose time is above noise."""
+        return (self.scores < _SLOW) & (self.host_time > _NOTICEABLE * self.step)
 
 
 class Stragglers(RunCallback):
-    """Reports the own time of hosts and names slow hosts.
-
-    Args:
-        config: the `[metrics]` section.
-    """
+    """Reports the time that hosts spend on their own and names slow hosts."""
 
     def __init__(self, config: MetricsConfig) -> None:
         self.every, self._config = config.straggler_report_interval, config
@@ -289,10 +287,11 @@ class Stragglers(RunCallback):
         self._since = step, now
         if since is None:
             return None  # these steps include the setup
+        # Seconds per step since the last report; `host_times` are totals.
         mean = (np.subtract(now, since[1]) / (step - since[0])).astype(np.float32)  # per step
         clock, data_wait, launch = multihost_utils.process_allgather(mean).T
         report = Report(data_wait, launch, clock)
-        slow = report.slow(self._config.straggler_threshold)
+        slow = report.slow
         if jax.process_index() == 0:
             for level, text in describe(report, slow, self._hosts):
                 log.log(level, "step %d: %s", step, text)
@@ -305,13 +304,7 @@ class Stragglers(RunCallback):
 def describe(
     report: Report, slow: Bool[np.ndarray, "hosts"], hosts: Sequence[str]
 ) -> Iterator[tuple[int, str]]:
-    """Yield log levels and messages: the spread over all hosts, then each slow host.
-
-    Args:
-        report: times of all hosts.
-        slow: True for slow hosts.
-        hosts: names of the hosts.
-    """
+    """Yield log levels and messages: the spread over all hosts, then each slow host."""
     spread = ", ".join(
         f"{name.replace('_', ' ')} {times.min():.4f}/{np.median(times):.4f}/{times.max():.4f}"
         for name, times in report._asdict().items()
@@ -330,6 +323,7 @@ def describe(
 
 def _host_names() -> list[str]:
     """Return the host name of every process."""
+    # Collectives exchange arrays of equal shape, so a name is padded with zeros.
     encoded = np.zeros(_NAME_BYTES, np.uint8)
     name = socket.gethostname().encode()[:_NAME_BYTES]
     encoded[: len(name)] = np.frombuffer(name, np.uint8)

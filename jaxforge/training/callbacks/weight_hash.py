@@ -22,8 +22,7 @@ from jaxtyping import Array, UInt32
 from jaxforge.exit_codes import Exit
 from jaxforge.model.transformer import Params
 from jaxforge.state.checksum import checksum
-from jaxforge.training.callbacks.callback import IntervalContext
-from jaxforge.training.callbacks.run_callback import RunCallback, RunParts
+from jaxforge.training.callbacks.callback import IntervalContext, RunCallback, RunParts
 
 log = logging.getLogger(__name__)
 
@@ -33,12 +32,7 @@ Outliers = dict[jax.Device, list[str]]
 
 
 class WeightHashes(RunCallback):
-    """Compares the replicas of every shard of every parameter, over all devices of the job.
-
-    Args:
-        interval: steps between comparisons.
-        mesh: the mesh of the run.
-    """
+    """Compares the replicas of every shard of every parameter, over all devices of the job."""
 
     checks_start = True
     judges_state = True
@@ -56,8 +50,10 @@ class WeightHashes(RunCallback):
     def on_interval(self, context: IntervalContext) -> Exit | None:
         """Log that all replicas match, or the devices and parameters that differ."""
         step, params = context.step, context.state.params
+        # Compiled at the first check: shardings are known from the arrays themselves.
         if self._hash is None:
             self._hash = make_hasher(params, self._mesh)
+        # [devices, parameters]: rows in the order of the mesh, on every process.
         table = multihost_utils.process_allgather(self._hash(params), tiled=True)
         outliers = find_outliers(table, params, self._mesh)
         for device, names in outliers.items():
@@ -74,10 +70,6 @@ class WeightHashes(RunCallback):
 
 def make_hasher(params: Params, mesh: Mesh) -> Hasher:
     """Return a jitted function that hashes, on each device, its shard of each parameter.
-
-    Args:
-        params: arrays on the mesh, or their shapes and shardings.
-        mesh: the mesh.
 
     Returns:
         `params -> table`: a row per device in the order of the mesh, a column per parameter.
@@ -116,6 +108,7 @@ def find_outliers(
             replicas[str(index)].append(device)
         for devices in replicas.values():
             counts = collections.Counter(hashes[device] for device in devices)
+            # The majority is taken as right; with two replicas there is none.
             ((usual, _),) = counts.most_common(1)
             for device in devices:
                 if hashes[device] != usual:

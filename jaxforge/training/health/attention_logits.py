@@ -26,8 +26,6 @@ class AttentionLogits:
 
     Args:
         interval: `metrics.max_attention_logit_interval`.
-        model: the model.
-        mesh: the mesh of the parameters.
     """
 
     def __init__(self, interval: int, model: Model, mesh: Mesh) -> None:
@@ -40,15 +38,7 @@ class AttentionLogits:
     def log_if_due(
         self, number: int, params: Params, batch: Batch, tracker: Tracker, watchdog: Watchdog
     ) -> None:
-        """Log the largest logit of a step before the step replaces its parameters.
-
-        Args:
-            number: number of the step.
-            params: parameters with non-trainable state.
-            batch: batch of the step.
-            tracker: logs metrics.
-            watchdog: ends the process if it hangs.
-        """
+        """Log the largest logit of a step before the step replaces its parameters."""
         if number % self._interval:
             return
         with (
@@ -61,10 +51,6 @@ class AttentionLogits:
     def measure(self, params: Params, batch: Batch) -> float:
         """Return the largest logit. Collective; waits for the devices.
 
-        Args:
-            params: parameters with non-trainable state.
-            batch: batch [microbatches, rows, tokens].
-
         Raises:
             UserError: the model does not provide its logits.
         """
@@ -74,6 +60,7 @@ class AttentionLogits:
 def _largest_logit(model: Model, params: Params, batch: Batch) -> Float[Array, ""]:
     def of_microbatch(microbatch: Batch) -> Float[Array, ""]:
         _, out = model.forward(params, microbatch, capture=Capture((MAX_LOGITS,)))
+        # A registered model may leave captures out; models without attention have no logits.
         if MAX_LOGITS not in out.activations:
             raise UserError(
                 f'model.model_type = "{model.config.model_type}" does not provide its attention '

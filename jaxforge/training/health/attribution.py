@@ -49,13 +49,6 @@ def run_twice(
 ) -> tuple[TrainState, Metrics, Exit | None]:
     """Execute a step twice, and compare loss and gradient norm bit for bit. Collective.
 
-    Args:
-        step: the train step.
-        state: the state before the step; donated.
-        batch: the batch of the step.
-        controls: the controls of the step.
-        paused: excludes the first execution from step times.
-
     Returns:
         State and metrics after the step, and `Exit.MACHINE` if the results differ.
 
@@ -63,6 +56,7 @@ def run_twice(
         UserError: the step applies an update that `controls.apply` forbids.
     """
     with paused():
+        # The step donates its state, so the first execution must hand it back unchanged.
         state, first = run_unapplied(step, state, batch, controls)
         jax.block_until_ready(state)
     if bool(first.get("applied", False)):
@@ -89,15 +83,10 @@ def run_unapplied(
 
     Such a step changes only the counters, which are saved and restored.
 
-    Args:
-        step: the train step.
-        state: the state; donated.
-        batch: the batch of the step.
-        controls: the controls of the step.
-
     Returns:
         The state, unchanged, and the metrics of the step.
     """
+    # Copies, because the step donates the originals.
     count, guard, counts = jax.tree.map(jnp.copy, (state.step, state.guard, state.counts))
     state, metrics = step(state, batch, controls._replace(apply=False))
     return dataclasses.replace(state, step=count, guard=guard, counts=counts), metrics
@@ -108,10 +97,6 @@ def find_fault(first: Metrics, second: Metrics) -> str | None:
 
     Every device has its own copy of loss and gradient norm, and all processes compare all copies.
     Collective.
-
-    Args:
-        first: metrics of one execution.
-        second: metrics of the other execution.
 
     Returns:
         A sentence that names devices; None if the results are equal on every device.
@@ -125,6 +110,7 @@ def find_fault(first: Metrics, second: Metrics) -> str | None:
     changed = [by_id[int(device)] for device in table[differs, 0]]
     if not changed:
         return None
+    # If all devices changed, a collective has spread the fault: each computes alone now.
     if len(changed) < len(table) or len(table) == 1:
         return f"The result changed on {_names(changed)}"
     outliers = outlier_devices()
@@ -134,11 +120,7 @@ def find_fault(first: Metrics, second: Metrics) -> str | None:
 
 
 def outlier_devices(devices: Sequence[jax.Device] | None = None) -> list[jax.Device]:
-    """Return the devices of all processes whose checksum differs from that of most devices.
-
-    Args:
-        devices: devices of all processes; by default all. Collective.
-    """
+    """Return the devices of all processes whose checksum differs from that of most devices."""
     devices = jax.devices() if devices is None else devices
     local = [device for device in devices if device.process_index == jax.process_index()]
     table = np.array([(device.id, device_checksum(device)) for device in local], np.uint32)
@@ -163,6 +145,7 @@ def _checksum(seed: Array) -> Array:
 
     def product(_: int, x: Array) -> Array:
         x = x @ start
+        # Rescaled in each round, or a chain of products would overflow.
         return x / jnp.max(jnp.abs(x))
 
     result = jax.lax.fori_loop(0, _ROUNDS, product, start)
@@ -174,6 +157,7 @@ def _hashes(metrics: Metrics) -> dict[int, list[int]]:
 
     CRC-32 differs for any two values of at most 32 bits.
     """
+    # {device id: [hash of the loss, hash of the gradient norm]}
     hashes: dict[int, list[int]] = {}
     for name in _COMPARED:
         for shard in metrics[name].addressable_shards:
@@ -213,14 +197,6 @@ class Attribution:
         first: int,
     ) -> tuple[TrainState, Exit | None]:
         """Rerun a bad step and log its cause.
-
-        Args:
-            step: the train step.
-            state: the state after the step; donated.
-            batch: the batch of the step.
-            metrics: the metrics of the step.
-            controls: the controls of the step.
-            first: data position of the first sequence of the batch.
 
         Returns:
             The state, unchanged, and `Exit.MACHINE` for a hardware fault.

@@ -23,7 +23,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from jaxforge.training.health.heartbeats import Beat, Status
 
 _LISTED = 8  # most processes in a line
-_COLUMNS = ("process", "host", "state", "step", "activity", "idle s", "quiet s", "location")
 
 
 class State(enum.Enum):
@@ -93,8 +92,8 @@ class Autopsy:
     @property
     def is_isolated(self) -> bool:
         """True if all other processes, at least two, are silent."""
-        others = [state for i, state in enumerate(self.states) if i != self.evidence.index]
-        return len(others) > 1 and set(others) == {State.SILENT}
+        peer_states = [state for i, state in enumerate(self.states) if i != self.evidence.index]
+        return len(peer_states) > 1 and set(peer_states) == {State.SILENT}
 
     def verdict(self) -> str:
         """Return a line about the culprits and the processes that wait for them."""
@@ -150,29 +149,6 @@ class Autopsy:
         idle = f"without progress for {beat.status.idle:.0f} s"
         return f"{name}, {state.value}: alive, {idle}, {_position(beat)}"
 
-    def table(self) -> str:
-        """Return a table of all processes for the file of stacks."""
-        rows = [_COLUMNS, *(self._row(i) for i in range(len(self.states)))]
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = [
-            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-            for row in rows
-        ]
-        return "\n".join([*lines, *["* culprit"][: len(self.culprits)]])
-
-    def _row(self, index: int) -> tuple[str, ...]:
-        number = f"{index}{'*' if index in self.culprits else ''}"
-        state, beat = self.states[index].value, self.evidence.beats.get(index)
-        quiet = self.evidence.quiet.get(index)
-        heard = "" if quiet is None else f"{quiet:.0f}"
-        if beat is None:
-            return number, "", state, "", "", "", heard, ""
-        status = beat.status
-        step = "" if status.step is None else str(status.step)
-        doing = beat.reason or _activity(status)
-        location = f"{beat.location} in JAX" if beat.is_in_jax else beat.location
-        return number, beat.host, state, step, doing, f"{status.idle:.0f}", heard, location
-
 
 def examine(evidence: Evidence) -> Autopsy:
     """Classify the processes of a hanging job and find the culprits."""
@@ -186,6 +162,7 @@ def _states(evidence: Evidence) -> list[State]:
         for i in range(evidence.count)
         if (beat := evidence.beats.get(i)) is not None and _fate(evidence, i) is None
     }
+    # A process that compiles or saves has another step for good reasons.
     stepping = [beat for beat in alive.values() if not _is_busy(beat)]
     newest = max(map(_step, stepping), default=0)
     # A call of compiled code from a callback or an evaluation shows no frame of JAX. If all are at
@@ -199,6 +176,7 @@ def _states(evidence: Evidence) -> list[State]:
         beat = alive[index]
         if _is_busy(beat):
             return State.BUSY
+        # An activity at the newest step, such as loading data, is not a collective.
         is_at_newest = _step(beat) == newest and not beat.status.activity
         arrived = is_at_newest and (beat.is_in_jax or are_together)
         return State.WAITING if arrived else State.BEHIND
@@ -215,6 +193,7 @@ def _fate(evidence: Evidence, index: int) -> State | None:
         return None  # it may have ended; its last state counts
     if beat is not None and beat.ending:
         return _ENDED[beat.ending]
+    # Without the service nothing is known of the others, but process 0 runs it.
     if evidence.is_cut_off:
         return State.SILENT if index == 0 else State.UNKNOWN
     if evidence.quiet.get(index, 0.0) >= evidence.silent_after:
@@ -227,27 +206,29 @@ def _is_busy(beat: Beat) -> bool:
 
 
 def _culprits(evidence: Evidence, states: Sequence[State]) -> Iterator[int]:
-    def of(*wanted: State) -> list[int]:
-        return [i for i, state in enumerate(states) if state in wanted]
+    def in_state(*kinds: State) -> list[int]:
+        return [i for i, state in enumerate(states) if state in kinds]
 
-    silent, others = of(State.SILENT), evidence.count - 1
-    if len(silent) == others > 1 and not evidence.is_cut_off:
+    silent, n_peers = in_state(State.SILENT), evidence.count - 1
+    # All others at once: rather the network of this process than all of them.
+    if len(silent) == n_peers > 1 and not evidence.is_cut_off:
         yield evidence.index
     elif silent:
         yield from silent
-    elif failed := of(State.FAILED):
+    elif failed := in_state(State.FAILED):
         yield from failed
-    elif not of(State.WAITING):
+    # Nobody waits, so the job is slow and does not hang.
+    elif not in_state(State.WAITING):
         return
-    elif finished := of(State.FINISHED):
+    elif finished := in_state(State.FINISHED):
         yield from finished
-    elif behind := of(State.BEHIND):
+    elif behind := in_state(State.BEHIND):
         beats = evidence.beats
         behind = [i for i in behind if not beats[i].is_in_jax] or behind  # they may wait in JAX
         earliest = min(_step(beats[i]) for i in behind)
         yield from (i for i in behind if _step(beats[i]) == earliest)
     else:
-        yield from of(State.BUSY)
+        yield from in_state(State.BUSY)
 
 
 def _step(beat: Beat) -> int:

@@ -31,7 +31,7 @@ _RATE = 250  # beats per second of a large job
 _CLOSE_SEC = 2.0  # longest wait for the last beat
 
 _JAX = str(Path(jax.__file__).parent)
-_OURS = str(Path(__file__).parents[2])
+_PACKAGE = str(Path(__file__).parents[2])
 _STANDARD_LIBRARY = sysconfig.get_path("stdlib")
 _PACKAGES = ("/site-packages/", "/dist-packages/")
 
@@ -91,7 +91,6 @@ class Heartbeats:
     """Thread that publishes beats, and reads those of all processes while it listens.
 
     Args:
-        job: the job that this process belongs to.
         beat: returns the beat to publish.
         longest_period: most seconds between two beats.
 
@@ -132,6 +131,7 @@ class Heartbeats:
         while True:
             is_last = self._stopped.is_set()
             self._wake.clear()
+            # The number proves life: a beat with the same content is news, an old one is not.
             sequence += 1
             try:
                 self._exchange(sequence)
@@ -162,15 +162,15 @@ class Listener:
 
     Args:
         heartbeats: read while they listen.
-        others: indices of the other processes.
+        peers: indices of the other processes.
 
     Attributes:
         quiet: seconds in which a process had no new beat; empty unless the heartbeats listen.
         unanswered: seconds in which the service answered no call.
     """
 
-    def __init__(self, heartbeats: Heartbeats, others: Sequence[int]) -> None:
-        self._heartbeats, self._others = heartbeats, others
+    def __init__(self, heartbeats: Heartbeats, peers: Sequence[int]) -> None:
+        self._heartbeats, self._peers = heartbeats, peers
         self._answers, self._readings = heartbeats.answers, heartbeats.readings
         self._since_reading = 0.0
         self._sequences: dict[int, int] = {}
@@ -189,12 +189,13 @@ class Listener:
         self._since_reading += seconds
         if readings == self._readings:
             return
-        sequences = {i: received[i][0] for i in self._others if i in received}
+        sequences = {i: received[i][0] for i in self._peers if i in received}
+        # Silence counts from the first reading on: a process may be slower to start.
         self.quiet = {
             i: self.quiet[i] + self._since_reading
             if i in self.quiet and sequences.get(i) == self._sequences.get(i)
             else 0.0
-            for i in self._others
+            for i in self._peers
         }
         self._sequences, self._readings, self._since_reading = sequences, readings, 0.0
 
@@ -206,9 +207,6 @@ def _parse(text: str) -> tuple[int, Beat]:
 
 def locate(thread: int) -> tuple[bool, str]:
     """Return where a thread is.
-
-    Args:
-        thread: identifier of the thread.
 
     Returns:
         Whether its innermost call is one of JAX, and the innermost line outside of libraries.
@@ -224,7 +222,7 @@ def locate(thread: int) -> tuple[bool, str]:
 
 
 def _is_library(file: str) -> bool:
-    if file.startswith(_OURS):
+    if file.startswith(_PACKAGE):
         return False
     is_installed = any(folder in file for folder in _PACKAGES)
     return is_installed or file.startswith((_STANDARD_LIBRARY, "<"))

@@ -20,9 +20,6 @@ from jaxforge.program import Program
 def explained(program: Program) -> Iterator[None]:
     """Turn out-of-memory errors within the block into an explanation.
 
-    Args:
-        program: the program of the run.
-
     Raises:
         UserError: a device or the host is out of memory. Another start would fail the same way.
     """
@@ -35,16 +32,12 @@ def explained(program: Program) -> Iterator[None]:
 
 
 def explanation(message: str, program: Program) -> str:
-    """Return what needs the memory, and remedies, the cheapest first.
-
-    Args:
-        message: text of the error.
-        program: the program of the run.
-    """
+    """Return what needs the memory, and remedies, the cheapest first."""
     config, mesh, state = program.config, program.mesh, program.abstract_state()
     params = bytes_per_device(state.params)
     moments = bytes_per_device((state.opt_state, state.ema))
     limit = device_memory.capacity()
+    # Parameters and gradients have one size; the average is with the moments.
     whole = 2 * params + moments
     dp = data_parallel_size(mesh)
     rows, length = config.train.microbatch_size(dp) // dp, config.train.seq_len
@@ -86,17 +79,12 @@ def smaller_state(config: JobConfig, whole: int, limit: int) -> Iterator[str]:
 
 
 def smaller_step(config: JobConfig, rows: int, *, reduces_whole: bool) -> Iterator[str]:
-    """Yield changes that shrink a step of `rows` sequences per device, the cheapest first.
-
-    Args:
-        config: the resolved config.
-        rows: sequences of a microbatch per device.
-        reduces_whole: True if gradients are reduced once per update.
-    """
+    """Yield changes that shrink a step of `rows` sequences per device, the cheapest first."""
     train = config.train
     if reduces_whole:
         yield 'train.grad_sync = "microbatch": weights and gradients are whole for one layer only'
     if rows > 1:
+        # Fewer rows and more microbatches make the same update.
         half = rows // 2
         accum = math.ceil(train.grad_accum_steps * rows / half)
         key = "" if train.global_batch_size else f"train.batch_size = {half} and "

@@ -42,7 +42,6 @@ class PeerWatch:
 
     Args:
         timeout: `train.hang_timeout` in seconds.
-        job: the job that this process belongs to.
         status: returns the state of the training thread, which is the calling thread.
     """
 
@@ -77,6 +76,7 @@ class PeerWatch:
         status = self._status()
         if status.section == "end":  # the others may have ended long ago
             return None
+        # A healthy job does not read: n processes that read n beats would load process 0.
         should_listen = status.idle >= _LISTEN_AFTER * self._timeout
         self._heartbeats.is_listening = should_listen or self._is_searching
         self._listener.count(seconds)
@@ -84,6 +84,7 @@ class PeerWatch:
             self._note_progress()
             return None
         autopsy = self.examine()
+        # A process that is gone will never arrive, so there is nothing to wait for.
         if autopsy.has_lost_process:
             return autopsy
         if self._has_reported or not (status.is_unusual and self._is_waited_for(autopsy)):
@@ -101,11 +102,7 @@ class PeerWatch:
         self._heartbeats.wake()
 
     def note_failure(self, error: BaseException) -> None:
-        """Publish the error that ends this process; log which process is lost, if one is.
-
-        Args:
-            error: the error; `PeerLostError` after a broken connection.
-        """
+        """Publish the error that ends this process; log which process is lost, if one is."""
         if isinstance(error, PeerLostError):
             self._identify_lost()
             return
@@ -145,11 +142,12 @@ class PeerWatch:
         return Beat(self._host, status, is_in_jax, location, self._ending, self._reason)
 
     def _new_listener(self) -> Listener:
-        others = [i for i in range(self._job.count) if i != self._job.index]
-        return Listener(self._heartbeats, others)
+        peers = [i for i in range(self._job.count) if i != self._job.index]
+        return Listener(self._heartbeats, peers)
 
     def _examine(self, listener: Listener, silent_after: float) -> Autopsy:
         beats = {i: beat for i, (_, beat) in self._heartbeats.received.items()}
+        # The state of this process is known here and now; its published beat is older.
         beats[self._job.index] = self._beat()
         return examine(
             Evidence(

@@ -1,7 +1,7 @@
 """Watchdog: ends a hanging process with the stacks of all threads.
 
-A thread counts the seconds since the loop last made progress. Setup with compilation, steps, and
-checkpoints have separate limits (`[train] watchdog_*_sec`):
+A thread counts the seconds since the loop last made progress. Steps have a limit of their own, and
+setup with compilation and saves have another one (`[train] watchdog_*_sec`):
 
     with Watchdog(limits) as watchdog:        # "training": the setup limit until the first tick,
         watchdog.tick(step)                   # then the step limit; each tick is progress
@@ -23,6 +23,7 @@ Only seconds in which the thread ran count. A process that was suspended (SIGSTO
 a gang scheduler) does not expire when it resumes, and clock changes do not matter.
 """
 
+import collections
 import contextlib
 import dataclasses
 import faulthandler
@@ -33,7 +34,7 @@ import time
 from collections.abc import Callable, Iterator
 from io import TextIOWrapper
 from pathlib import Path
-from typing import Literal, TextIO
+from typing import Literal, Protocol, TextIO
 
 from jaxforge.cli.process import end_now
 from jaxforge.config.train import TrainConfig
@@ -45,7 +46,6 @@ from jaxforge.telemetry.console import Activity
 from jaxforge.telemetry.goodput import ActivityClock, Category
 from jaxforge.training.health.heartbeats import Status
 from jaxforge.training.health.peers import PeerWatch
-from jaxforge.training.health.stall import Result, Stall
 
 log = logging.getLogger(__name__)
 
@@ -74,26 +74,81 @@ _LINGER_SEC = 10.0  # between the report of a hang and the end of the process
 _COORDINATOR_SEC = 5.0  # additional time of process 0: without its service, JAX ends the others
 
 
+class Result(Protocol):
+    """A result of a step, such as a `jax.Array`."""
+
+    def is_ready(self) -> bool:
+        """Return whether the devices have finished the step, without waiting for them."""
+
+    def is_deleted(self) -> bool:
+        """Return whether the result was deleted, for example by a callback."""
+
+
+_HISTORY = 2  # finished steps after which the usual time between two of them is known
+_PATIENCE = 3.0  # multiple of the longest stall so far that is unusual
+_MAX_LAUNCHED = 64  # steps in flight whose end is awaited; runtimes allow about 32
+
+
+class Stall:
+    """Counts seconds without progress: launched or finished steps, and changes of the section.
+
+    The host launches steps ahead of the devices and then waits, perhaps for many steps. The end of
+    each step on the devices shows that the wait is not a hang.
+
+    The training thread calls `progress` and `launch`, and the watchdog's thread calls `count`.
+
+    Attributes:
+        seconds: time since the last progress.
+    """
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._longest, self._finished = 0.0, 0
+        self._launched: collections.deque[Result] = collections.deque(maxlen=_MAX_LAUNCHED)
+
+    def progress(self) -> None:
+        """Note progress that says nothing about the time between steps."""
+        self.seconds = 0.0
+
+    def launch(self, result: Result | None = None) -> None:
+        """Note the launch of a step."""
+        if self._finished >= _HISTORY:
+            self._longest = max(self._longest, self.seconds)
+        self.seconds = 0.0
+        if result is not None:
+            self._launched.append(result)
+
+    def count(self, seconds: float) -> None:
+        """Add seconds, unless the devices have finished a step since the last call."""
+        self.seconds += seconds
+        # With jaxlib 0.10, `is_ready` of a deleted array ends the process (SIGSEGV).
+        while self._launched and (self._launched[0].is_deleted() or self._launched[0].is_ready()):
+            self._launched.popleft()
+            self._finished += 1
+            self._longest, self.seconds = max(self._longest, self.seconds), 0.0
+
+    def is_unusual(self) -> bool:
+        """Return whether the current stall is much longer than all others of a running loop."""
+        return self._finished >= _HISTORY and self.seconds >= _PATIENCE * self._longest
+
+
 @dataclasses.dataclass(frozen=True)
 class Limits:
     """Longest times without progress, in seconds; 0 means no limit.
 
     Attributes:
-        setup: until the first step: joining the processes, data, restoring, compiling.
+        setup: until the first step (joining the processes, data, restoring, compiling), and for a
+            save.
         step: between two steps, including waiting for data and callbacks.
-        checkpoint: one save, or waiting for one.
     """
 
     setup: float
     step: float
-    checkpoint: float
 
     @classmethod
     def of(cls, config: TrainConfig) -> "Limits":
         """Return the limits of a config."""
-        return cls(
-            config.watchdog_setup_sec, config.watchdog_step_sec, config.watchdog_checkpoint_sec
-        )
+        return cls(config.watchdog_setup_sec, config.watchdog_step_sec)
 
 
 @dataclasses.dataclass
@@ -110,7 +165,6 @@ class Watchdog:
     """Ends this process when it makes no progress; see the docstring of the module.
 
     Args:
-        limits: limits of the sections.
         expire: called with the message of an expired limit; by default `die`.
         since: start of the process, by `time.perf_counter`; None means now.
 
@@ -132,7 +186,6 @@ class Watchdog:
         self._stall = Stall()
         self._peers: PeerWatch | None = None
         self._stacks: Path | None = None
-        self._table = ""  # processes of the job, for the report
         self._has_expired = False
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
@@ -151,15 +204,12 @@ class Watchdog:
 
     @contextlib.contextmanager
     def watching_peers(self, timeout: float) -> Iterator[None]:
-        """Watch the other processes of the job within the block.
-
-        Args:
-            timeout: `train.hang_timeout` in seconds; 0 watches nothing.
-        """
+        """Watch the other processes of the job within the block."""
         job = multihost.joined_job()
         if not timeout or job is None:
             yield
             return
+        # Peers are watched only inside a job: a single process waits for nobody.
         with PeerWatch(timeout, job, self.status) as self._peers:
             try:
                 yield
@@ -187,6 +237,7 @@ class Watchdog:
                 self._stall.progress()
             else:
                 self._stall.launch(result if self._peers else None)
+            # From the first tick on everything is compiled: the short limit holds.
             if section.name in ("training", "evaluation"):
                 section.limit, section.key = self._limits.step, _STEP_KEY
             if section.name == "training":
@@ -217,11 +268,7 @@ class Watchdog:
 
     @contextlib.contextmanager
     def naming(self, activity: str) -> Iterator[None]:
-        """Name the activity of the block, without a change of limits.
-
-        Args:
-            activity: activity, such as "compiling".
-        """
+        """Name the activity of the block, without a change of limits."""
         section = self._sections[-1]
         before, section.activity, section.since = section.activity, activity, time.monotonic()
         try:
@@ -240,6 +287,7 @@ class Watchdog:
         """Return the state of the training thread for the other processes of the job."""
         with self._lock:
             section, stall = self._sections[-1], self._stall
+            # The usual time between steps is known only while the loop steps.
             is_training = section.name == "training" and section.key == _STEP_KEY
             return Status(
                 self._last_step, section.name, section.activity,
@@ -257,6 +305,7 @@ class Watchdog:
         with self._lock:
             section = self._sections[-1]
             section.idle += seconds
+            # A limit of 0 never expires.
             if not 0 < section.limit <= section.idle:
                 return None
             after = "the first step" if self._last_step is None else f"step {self._last_step}"
@@ -269,9 +318,6 @@ class Watchdog:
     def _new(self, name: SectionName) -> _Section:
         if name in ("data", "end"):
             return _Section(name, 0.0, "", _ACTIVITIES[name])
-        if name == "checkpoint":
-            limit = self._limits.checkpoint
-            return _Section(name, limit, "watchdog_checkpoint_sec", _ACTIVITIES[name])
         return _Section(name, self._limits.setup, "watchdog_setup_sec", _ACTIVITIES[name])
 
     def _watch(self) -> None:
@@ -280,17 +326,14 @@ class Watchdog:
             if peers:
                 message = self._examine_job(peers, message)
             if message:
+                # Set before the report, for which `note_failure` then waits.
                 self._has_expired = True
                 self._expire(message)
                 return
 
     def _examine_job(self, peers: PeerWatch, message: str | None) -> str | None:
-        """Return the message of a hang of the job, or None.
-
-        Args:
-            peers: watch over the other processes.
-            message: message of an expired limit of this process, or None.
-        """
+        """Return the message of a hang of the job, or None."""
+        # Called in each poll, since it counts the seconds of silence.
         autopsy = peers.suspect(POLL_SEC)
         if message:
             autopsy = peers.examine()
@@ -298,7 +341,7 @@ class Watchdog:
             return None
         is_end = message is not None or autopsy.has_lost_process
         line = f"{message or self._describe_stall(is_end=is_end)}; {autopsy.verdict()}"
-        self._table = autopsy.table()
+        # Others must not take the end of this process for the cause.
         if is_end:
             peers.note_hang()
             return line
@@ -337,14 +380,14 @@ class Watchdog:
         threading.Thread(target=self._report, args=(message, is_end), daemon=True).start()
 
     def _report(self, message: str, is_end: bool) -> None:
-        text = f"{message}\n{self._table}".strip()
         if is_end:
+            # stderr first: the disk may be what hangs.
             with contextlib.suppress(OSError, ValueError):  # stderr may be closed
                 if sys.__stderr__ is not None:
-                    _dump(text, sys.__stderr__)
+                    _dump(message, sys.__stderr__)
         if self._stacks is not None:
             with TextIOWrapper(safe_files.open_to_append(self._stacks)) as file:
-                _dump(text, file)
+                _dump(message, file)
         if is_end:
             log.error("%s; exiting with code %d", message, Exit.HUNG.code)
         else:

@@ -3,12 +3,7 @@
 import contextlib
 import types
 
-import jax
-import pytest
-
-from jaxforge.errors import UserError
 from jaxforge.exit_codes import Exit
-from jaxforge.training.callbacks import runner
 from jaxforge.training.callbacks.callback import Callback
 from jaxforge.training.callbacks.runner import Callbacks
 from tests.training.callbacks.contexts import after
@@ -34,15 +29,7 @@ def act(callbacks, step, events):
         events.append("continue")
 
     context = after(step, tracker=types.SimpleNamespace(paused=paused))
-    return callbacks.run(callbacks.due(step, paused), context)
-
-
-@pytest.fixture
-def clock(monkeypatch):
-    """A clock that the test sets, in seconds."""
-    now = types.SimpleNamespace(seconds=1000.0)
-    monkeypatch.setattr(runner, "time", types.SimpleNamespace(monotonic=lambda: now.seconds))
-    return now
+    return callbacks.run(callbacks.due(step), context)
 
 
 def test_callbacks_act_at_their_interval_in_order():
@@ -67,38 +54,3 @@ def test_callbacks_without_an_interval_never_act():
     nothing = Callbacks([Acts("a", None, events), Acts("b", 0, events)])
     assert [act(nothing, step, events) for step in range(5)] == [None] * 5
     assert events == []
-
-
-@pytest.mark.parametrize(("text", "seconds"), [("90s", 90), ("1.5m", 90), ("2 h", 7200)])
-def test_durations_count_from_first_step(clock, text, seconds):
-    events = []
-    callbacks = Callbacks([Acts("a", text, events, waits=False)])
-    clock.seconds += 5 * seconds  # compilation
-    callbacks.start_clock()
-    for step, later in enumerate([0.5, 0.4, 0.2, 0.8, 0.2, 3.0, 0.9, 0.2], 1):
-        clock.seconds += later * seconds  # since the last call: .5, .9, 1.1; .8, 1.; 3.; .9, 1.1
-        act(callbacks, step, events)
-    assert events == ["a 3", "a 5", "a 6", "a 8"]
-
-
-def test_processes_follow_clock_of_process_zero(clock, monkeypatch):
-    """The clock of this process is ignored; ten seconds are over on the clock of process 0."""
-    events, sent = [], []
-    monkeypatch.setattr(jax, "process_count", lambda: 2)
-
-    def from_first(verdicts):
-        sent.append(verdicts.tolist())
-        return verdicts * 0 + 1
-
-    monkeypatch.setattr(runner.multihost_utils, "broadcast_one_to_all", from_first)
-    callbacks = Callbacks([Acts("a", "10s", events, waits=False)])
-    for step in range(1, 21):
-        act(callbacks, step, events)
-    assert events == ["pause", "continue", "a 10", "pause", "continue", "a 20"]
-    assert sent == [[0], [0]]
-
-
-@pytest.mark.parametrize("text", ["10", "m", "10 min", "-1s", "0m", ""])
-def test_invalid_duration_raises(text):
-    with pytest.raises(UserError, match=r'Acts.every = ".*" is not a duration. Write a number and'):
-        Callbacks([Acts("a", text, [])])

@@ -6,8 +6,8 @@ import jax
 import numpy as np
 import pytest
 
-from jaxforge.config.train import TrainConfig
 from jaxforge.exit_codes import Exit
+from jaxforge.training.callbacks import speed
 from jaxforge.training.callbacks.speed import CollectiveHealth
 from tests.training.callbacks.contexts import after
 
@@ -19,7 +19,7 @@ def mesh():
 
 @pytest.fixture(scope="module")
 def compiled(mesh):
-    check = CollectiveHealth(TrainConfig(nccl_health_check_interval=5), mesh)
+    check = CollectiveHealth(5, mesh)
     check.on_train_begin(None)
     return check
 
@@ -54,13 +54,13 @@ def test_device_with_wrong_contribution_is_named(check, mesh, messages):
 def test_missing_answer_fails_after_timeout(check, monkeypatch, messages):
     released = threading.Event()
     monkeypatch.setattr(check, "_sum", lambda counts: released.wait())
-    monkeypatch.setattr(check, "_seconds", 0.01)
+    monkeypatch.setattr(speed, "_ANSWER_SEC", 0.01)
     try:
         assert check.on_interval(after(20)) is Exit.UNHEALTHY
     finally:
         released.set()
     [message] = messages.messages
-    assert "no answer within train.health_check_timeout_sec = 0.01 s; still waiting: " in message
+    assert "no answer within 0.01 s; still waiting: " in message
     assert all(str(device) in message for device in jax.local_devices())
 
 

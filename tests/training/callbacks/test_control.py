@@ -175,7 +175,7 @@ def test_processes_agree_only_at_common_steps(monkeypatch):
     users, ours = Callbacks([Looking([])]), Callbacks([])
     paused = contextlib.nullcontext
     for step in range(1, 21):
-        due = users.due(step, paused) if step == 4 else []
+        due = users.due(step) if step == 4 else []
         users.control.request_save()
         if users.requests(step, due, paused).save:
             asked.append(step)
@@ -202,7 +202,7 @@ def test_callback_of_one_process_causes_no_collective_that_the_other_lacks(monke
         callbacks.compare_processes()
         collectives.append([])
         for step in range(1, 21):
-            due = callbacks.due(step, contextlib.nullcontext)
+            due = callbacks.due(step)
             callbacks.control.request_save()
             if callbacks.requests(step, due, contextlib.nullcontext).save:
                 collectives[-1].append(step)

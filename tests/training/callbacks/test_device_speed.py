@@ -27,8 +27,8 @@ def test_products_run_on_the_device_that_is_timed(monkeypatch):
 
 
 def test_slow_devices_follow_threshold():
-    assert slow_devices({0: 1.0, 1: 1.42, 2: 1.43, 7: 2.0}, 0.7) == [2, 7]
-    assert slow_devices({0: 1.0}, 0.7) == []
+    assert slow_devices({0: 1.0, 1: 1.42, 2: 1.43, 7: 2.0}) == [2, 7]
+    assert slow_devices({0: 1.0}) == []
 
 
 @pytest.mark.parametrize("stop", [True, False])
@@ -36,7 +36,7 @@ def test_throttled_device_is_named(monkeypatch, messages, stop):
     messages.set_level(logging.INFO, "jaxforge")
     throttled = jax.devices()[3]
     monkeypatch.setattr(speed, "seconds_of", lambda d: 0.005 if d is throttled else 0.002)
-    config = MetricsConfig(device_speed_interval=50, stop_if_detected_straggler=stop)
+    config = MetricsConfig(straggler_report_interval=50, stop_if_detected_straggler=stop)
     check = DeviceSpeed(config)
     check.on_train_begin(None)
     assert check.every == 50

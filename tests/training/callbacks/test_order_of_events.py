@@ -117,7 +117,6 @@ def test_every_callback_class_has_one_row():
         "__init__",
         "control",
         "order",
-        "run_callback",
         "runner",
     }
     assert Callback in classes

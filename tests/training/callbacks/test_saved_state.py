@@ -120,7 +120,7 @@ class Memory(Callback):
         self.state = state
 
 
-def test_callbacks_of_one_class_have_states_of_their_own():
+def test_callbacks_of_one_class_have_separate_states():
     states = Callbacks([Memory({"n": 1}), Memory({"n": 2}), Memory({})]).states()
     name = f"{__name__}.Memory"
     assert states == {name: {"n": 1}, f"{name}#2": {"n": 2}}

@@ -8,6 +8,7 @@ import jax
 import pytest
 
 from jaxforge.training.callbacks import host
+from jaxforge.training.callbacks.callback import RunParts
 from jaxforge.training.callbacks.host import (
     CollectGarbage,
     MemoryReport,
@@ -15,7 +16,6 @@ from jaxforge.training.callbacks.host import (
     collecting_garbage,
 )
 from jaxforge.training.callbacks.order import callbacks_of
-from jaxforge.training.callbacks.run_callback import RunParts
 from tests.conftest import tiny_config
 from tests.training.callbacks.contexts import after
 
@@ -38,7 +38,8 @@ def test_health_callbacks_are_disabled_by_default(calls):
     mesh = jax.make_mesh((1,), ("dp",), devices=jax.devices()[:1])
 
     def names(**sections):
-        parts = RunParts(tiny_config(**sections), mesh, None, {}, None, None)
+        program = types.SimpleNamespace(config=tiny_config(**sections), mesh=mesh, model=None)
+        parts = RunParts(program, {}, None, None)
         return [type(callback).__name__ for callback in callbacks_of(parts)]
 
     assert names() == ["DirectoryLock", "MemoryReport"]
@@ -49,6 +50,7 @@ def test_health_callbacks_are_disabled_by_default(calls):
     }  # fmt: skip
     assert names(train=every, metrics={"straggler_report_interval": 100})[2:] == [
         "CollectGarbage", "Synchronize", "CollectiveHealth", "WeightHashes", "Stragglers",
+        "DeviceSpeed",
     ]  # fmt: skip
 
 

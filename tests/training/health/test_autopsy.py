@@ -1,7 +1,6 @@
 """States of the processes of a hanging job, and the culprits."""
 
 import dataclasses
-import re
 
 import pytest
 
@@ -148,17 +147,3 @@ def test_verdict_lists_few_of_many_processes():
 )
 def test_only_processes_that_never_arrive_are_lost(arguments, is_lost):
     assert autopsy(**arguments).has_lost_process == is_lost
-
-
-def test_table_has_a_row_for_each_process():
-    table = autopsy(quiet={3: 25}, absent=[3], p1=DATA, p2=VICTIM).table()
-    rows = [re.split(r"\s{2,}", line) for line in table.splitlines()]
-    assert rows == [
-        ["process", "host", "state", "step", "activity", "idle s", "quiet s", "location"],
-        ["0", "host0", "waiting", "7", "training", "30", "loop.py:9 in JAX"],
-        ["1", "host1", "behind", "7", "training: waiting for data", "30", "0", "loop.py:9"],
-        ["2", "host2", "victim", "7", "another process is lost", "30", "0",
-         "loop.py:9 in JAX"],
-        ["3*", "silent", "25"],
-        ["* culprit"],
-    ]  # fmt: skip

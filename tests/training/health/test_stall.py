@@ -2,7 +2,7 @@
 
 import jax.numpy as jnp
 
-from jaxforge.training.health.stall import Stall
+from jaxforge.training.health.watchdog import Stall
 
 
 class Step:

@@ -11,7 +11,7 @@ from jaxforge.exit_codes import Exit
 from jaxforge.training.health.watchdog import Limits, Watchdog
 from tests.machine import PATIENCE
 
-LIMITS = Limits(setup=100, step=10, checkpoint=50)
+LIMITS = Limits(setup=100, step=10)
 ROOT = Path(__file__).parents[3]
 
 
@@ -42,11 +42,10 @@ def test_checkpoint_limit_pauses_step_limit(watchdog):
     watchdog.tick(7)
     assert watchdog.idle(9) is None
     with watchdog.section("checkpoint"):
-        assert watchdog.idle(49) is None
+        assert watchdog.idle(99) is None
         message = watchdog.idle(1)
     assert message == (
-        "hung: no progress in checkpoint for 50 s, after step 7 "
-        "(train.watchdog_checkpoint_sec = 50)"
+        "hung: no progress in checkpoint for 100 s, after step 7 (train.watchdog_setup_sec = 100)"
     )
     assert "10 s" in watchdog.idle(1)  # 9 s before the checkpoint, 1 s after
 
@@ -62,9 +61,9 @@ def test_unlimited_sections_never_expire(watchdog, name):
 def test_tick_in_checkpoint_restarts_its_count(watchdog):
     with watchdog.section("checkpoint"):
         for _ in range(3):
-            assert watchdog.idle(49) is None
+            assert watchdog.idle(99) is None
             watchdog.tick()
-        assert "train.watchdog_checkpoint_sec" in watchdog.idle(50)
+        assert "train.watchdog_setup_sec" in watchdog.idle(100)
 
 
 def test_evaluation_has_setup_limit_then_step_limit(watchdog):
@@ -88,7 +87,7 @@ def test_section_ends_with_exception(watchdog):
 
 
 def test_zero_limit_never_expires():
-    watchdog = Watchdog(Limits(0, 0, 0))
+    watchdog = Watchdog(Limits(0, 0))
     assert watchdog.idle(1e9) is None
     watchdog.tick(1)
     with watchdog.section("checkpoint"):
@@ -105,7 +104,7 @@ watchdog.POLL_SEC = 0.05
 logging.basicConfig()
 short, long = 0.1, 1e9
 where, stacks = sys.argv[1], Path(sys.argv[2])
-limits = Limits(*(short if where == name else long for name in ("setup", "step", "checkpoint")))
+limits = Limits(long, short) if where == "step" else Limits(short, long)
 dog = Watchdog(limits)
 dog._expire = lambda message: dog.die(message, linger=0.5)
 
@@ -130,14 +129,14 @@ with dog:
 
 
 @pytest.mark.parametrize(
-    ("where", "said"),
+    ("where", "limit", "said"),
     [
-        ("setup", "in evaluation for 0 s, before the first step"),
-        ("step", "in evaluation for 0 s, after step 5"),
-        ("checkpoint", "in checkpoint for 0 s, after step 4"),
+        ("setup", "setup", "in evaluation for 0 s, before the first step"),
+        ("step", "step", "in evaluation for 0 s, after step 5"),
+        ("checkpoint", "setup", "in checkpoint for 0 s, after step 4"),
     ],
 )
-def test_hanging_process_exits_with_stacks_and_code(where, said, tmp_path):
+def test_hanging_process_exits_with_stacks_and_code(where, limit, said, tmp_path):
     stacks = tmp_path / "stacks.txt"
     done = subprocess.run(
         [sys.executable, "-c", HANG, where, stacks],
@@ -145,7 +144,7 @@ def test_hanging_process_exits_with_stacks_and_code(where, said, tmp_path):
     )  # fmt: skip
     assert done.returncode == Exit.HUNG.code, done.stderr
     for text in (done.stderr, stacks.read_text()):
-        assert f"hung: no progress {said} (train.watchdog_{where}_sec = 0.1)" in text
+        assert f"hung: no progress {said} (train.watchdog_{limit}_sec = 0.1)" in text
         assert text.count("in stuck_in_a_lock") == 1
         assert text.count("most recent call first") >= 3  # main, the other thread, the watchdog
     assert ("exiting with code 70" in done.stderr) == (where != "checkpoint")
@@ -153,7 +152,7 @@ def test_hanging_process_exits_with_stacks_and_code(where, said, tmp_path):
 
 def test_progressing_run_does_not_expire(tmp_path):
     expired = []
-    with Watchdog(Limits(60, 60, 60), expired.append) as watchdog:
+    with Watchdog(Limits(60, 60), expired.append) as watchdog:
         watchdog.tick(1)
     assert expired == []
     assert not watchdog._thread.is_alive()
@@ -164,5 +163,5 @@ def test_watchdog_only_reports_in_notebook(monkeypatch, caplog):
     ended = []
     monkeypatch.setattr(os, "_exit", ended.append)
     monkeypatch.setattr(sys, "ps1", "In : ", raising=False)
-    Watchdog(Limits(1, 1, 1)).die("hung: for a test", linger=0)
+    Watchdog(Limits(1, 1)).die("hung: for a test", linger=0)
     assert not ended
