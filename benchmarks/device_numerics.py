@@ -158,7 +158,7 @@ def losses(size: Size) -> Iterator[results.Claim]:
 def mixers(size: Size) -> Iterator[results.Claim]:
     """Yield claims on losses of models with other mixers than attention."""
     return of_models(
-        {name: ({"mixer_pattern": [name], name: keys}, 1e-3) for name, keys in MIXERS.items()}, size
+        {name: ({"mixer": name, name: keys}, 1e-3) for name, keys in MIXERS.items()}, size
     )
 
 

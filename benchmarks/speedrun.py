@@ -49,7 +49,7 @@ def run(name: str, settings: Settings, seed: int, data: Path) -> float:
         own = {
             "data.dataset_path": data / "train", "eval.dataset_path": data / "validation",
             "data.tokenizer_path": data / "tokenizer", "checkpoint.dir": directory,
-            "checkpoint.interval": 10**6, "early_stop": "{}", "train.seed": seed,
+            "checkpoint.interval": 10**6, "early_stop.active": "false", "train.seed": seed,
         }  # fmt: skip
         flags = [f"--{key}={value}" for key, value in {**own, **settings}.items()]
         command = [sys.executable, "-m", "jaxforge.train", "--config", str(CONFIG), *flags]

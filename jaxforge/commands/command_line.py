@@ -130,6 +130,10 @@ class CommandParser(argparse.ArgumentParser):
         name = option.strip("-").replace("-", "_")
         meant = {x.strip("-").replace("-", "_"): [x] for x in self._option_string_actions}
         if self._takes_settings:
+            from jaxforge.config.reading import foreign_names  # as slow as the schema
+
+            if name not in meant and (foreign := foreign_names.advice((name,), "--")):
+                return foreign
             meant |= _settings_by_name()
         close = difflib.get_close_matches(name, meant, n=1, cutoff=suggestions.ALIKE)
         return f"; did you mean {' or '.join(meant[close[0]])}?" if close else ""

@@ -109,9 +109,10 @@ def _unused(config: JobConfig) -> Iterator[str]:
 
 def _unmet(config: JobConfig) -> Iterator[tuple[str, str, Needs]]:
     """Yield each key or table without effect, the setting that it needs, and the need itself."""
+    settings = config.settings  # made of all sections, by each access
     for key, needs in facts(JobConfig, Needs):
         is_refused = isinstance(needs, Requires)
-        if not is_refused and not needs.is_met(config.settings[needs.absolute(key)]):
+        if not is_refused and not needs.is_met(settings[needs.absolute(key)]):
             yield key, needs.absolute(key), needs
 
 
@@ -240,9 +241,10 @@ def _metrics_of_all_sets(config: JobConfig) -> Iterator[str]:
 def _intervals(config: JobConfig) -> Iterator[str]:
     """Yield intervals that are longer than the run."""
     last, unused = config.train.max_steps, {key for key, *_ in _unmet(config)}
+    settings = config.settings
     for key, fact in facts(JobConfig, WithinRun):
         is_used = not unused & {key, key.partition(".")[0]}
-        steps = config.settings.get(key) or 0  # keys of tables in lists have rules of their own
+        steps = settings.get(key) or 0  # keys of tables in lists have rules of their own
         if steps > last and is_used and fact.is_reported:
             yield (
                 f"{key} = {steps:,} exceeds train.max_steps = {last:,}, so it has no effect: lower "

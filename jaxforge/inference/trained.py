@@ -38,7 +38,7 @@ _NO_TRAINING = [
     "--train.batch_ramp=[]",
     "--eval.enabled=false",
     "--eval.activations_interval=0",
-    "--early_stop={}",
+    "--early_stop.active=false",
 ]
 
 

@@ -99,7 +99,11 @@ def test_unknown_topic_gets_a_suggestion():
     with pytest.raises(UserError, match="jaxforge trains text models only"):
         topic("vlm")
     with pytest.raises(UserError, match="no such section or key: XLA fuses the update"):
-        topic("optimizer.fused")
+        topic("fused")
+    with pytest.raises(UserError, match=r"did you mean model.feed_forward_pattern\?"):
+        topic("moe_frequency")
+    with pytest.raises(UserError, match=r"no such section or key; did you mean model.dim\?"):
+        topic("hidden_size")
 
 
 def test_contents_list_all_sections():

@@ -36,7 +36,7 @@ CAPTURING = [
     "eval.datasets=[{'name':'web','dataset_path':'a'},{'name':'code','dataset_path':'b'}]",
 ]
 DPO = ["train.objective=dpo", "checkpoint.load_path=base", "data.dataset_path=pairs"]
-STOPPING = ["early_stop.patience_steps=5"]
+STOPPING = ["early_stop.active", "early_stop.patience_steps=5"]
 
 
 def small(*overrides: str):
@@ -329,8 +329,8 @@ CASES = [
     ),
     (
         1,
-        ["early_stop.target=3", "early_stop.metric=train/loss"],
-        ["early_stop.target=3"],
+        ["early_stop.active", "early_stop.target=3", "early_stop.metric=train/loss"],
+        ["early_stop.active", "early_stop.target=3"],
         'early_stop.metric = "eval/loss" requires eval.enabled = true; or use "train/loss"',
     ),
     (
@@ -463,8 +463,8 @@ def test_broken_rule_names_keys_and_remedy(n_devices, good, bad, message):
         ),
         (
             axes.different_stages_exchange_in_groups,
-            ["model.mixer_pattern=mamba2", "distributed.pp=2", "distributed.cp=2"],
-            ["model.mixer_pattern=mamba2", *DIFFERENT],
+            ["model.mixer=mamba2", "distributed.pp=2", "distributed.cp=2"],
+            ["model.mixer=mamba2", *DIFFERENT],
             ("distributed.pp", "distributed.cp"),
         ),
         (

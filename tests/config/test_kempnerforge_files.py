@@ -42,10 +42,13 @@ def test_head_dim_override_is_head_dim(tmp_path):
 
 
 def test_flat_keys_of_optimizers_are_read_into_their_tables(tmp_path):
-    text = "[optimizer]\nmuon_momentum = 0.9\nschedule_free_warmup_steps = 7\n"
+    text = (
+        "[optimizer]\nmuon_momentum = 0.9\n"
+        "schedule_free_warmup_steps = 7\nsoap_max_precond_dim = 8\n"
+    )
     optimizer = load(tmp_path, text, "--optimizer.muon_adam_lr=0.5").optimizer
     assert (optimizer.muon.momentum, optimizer.muon.adam_lr) == (0.9, 0.5)
-    assert optimizer.schedule_free_adamw.warmup_steps == 7
+    assert (optimizer.schedule_free_adamw.warmup_steps, optimizer.soap.max_precond_dim) == (7, 8)
     assert load(tmp_path, text, "--optimizer.muon.momentum=0.8").optimizer.muon.momentum == 0.8
     with pytest.raises(UserError, match=r"x\.toml:2: optimizer\.muon\.momentum"):
         load(tmp_path, text.replace("0.9", "2"))

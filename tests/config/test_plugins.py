@@ -22,9 +22,10 @@ def module(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
 
 
-def test_callbacks_are_constructed_from_toml(tmp_path):
+@pytest.mark.parametrize("key", ["callbacks", "hooks"])  # the latter in configs of earlier runs
+def test_callbacks_are_constructed_from_toml(tmp_path, key):
     path = tmp_path / "run.toml"
-    path.write_text('[plugins]\ncallbacks = ["my_watching.Watch"]')
+    path.write_text(f'[plugins]\n{key} = ["my_watching.Watch"]')
     (callback,) = named_callbacks(load_config(path))
     assert isinstance(callback, Callback)
     assert type(callback).__name__ == "Watch"

@@ -203,7 +203,7 @@ def test_directions_are_those_of_lm_eval(lowest):
 def test_run_compares_metrics_as_lm_eval_does(root, lowest, capsys):
     def options(metric):
         return ["--eval.enabled=true", f"--eval.tasks={metric.split('/')[2]}", "--eval.interval=5",
-                f"--eval.tasks_path={lowest}",
+                f"--eval.tasks_path={lowest}", "--early_stop.active=true",
                 "--early_stop.target=2", f"--early_stop.metric={metric}"]  # fmt: skip
 
     config = train.parse_command_line(command(root, "low", *options("eval/tasks/own/cut/acc")))

@@ -40,7 +40,7 @@ _ONE_DEVICE = (
     *(f"--distributed.{axis}=1"
       for axis in ("dp_shard", "dp_replicate", "tp", "pp", "cp", "ep")),
     "--train.global_batch_size=None", "--train.batch_ramp=[]", "--train.grad_accum_steps=1",
-    "--eval.enabled=false", "--eval.activations_interval=0", "--early_stop={}",
+    "--eval.enabled=false", "--eval.activations_interval=0", "--early_stop.active=false",
 )  # fmt: skip
 
 

@@ -12,12 +12,13 @@ from pydantic_core import ErrorDetails
 
 from jaxforge.cli.suggestions import hint
 from jaxforge.config.job import short_toml
-from jaxforge.config.reading.kempnerforge import NO_EFFECT
+from jaxforge.config.reading.foreign_names import advice, key_of, note_of
 from jaxforge.config.reading.schema import (
     Path,
     alternatives,
     dotted,
     expected,
+    is_misspelt_table,
     nearest_keys,
     node_at,
     without_member,
@@ -127,17 +128,16 @@ def _unknown(path: Path) -> str:
 
 def suggestion(path: Path) -> str:
     """Return the end of a message about an unknown key: the key that may be meant, or ""."""
-    if note := NO_EFFECT.get(path):
-        return f": {note}"
     keys = " or ".join(nearest_keys(path))
-    return f"; did you mean {keys}?" if keys else ""
+    return advice(path) or (f"; did you mean {keys}?" if keys else "")
 
 
 def _keys_of_unknown(path: Path, value: object) -> list[Path]:
-    """Return the keys of an unknown table, or the table itself if a known one resembles it."""
+    """Return the keys of an unknown table that no known table resembles, else the table itself."""
     if not (isinstance(value, Mapping) and value):
         return [path]
-    if nearest_keys(path) or _vision_section(path):
+    is_misspelt = is_misspelt_table(path, value) and key_of(path) is None
+    if is_misspelt or note_of(path) or _vision_section(path):
         return [path]
     keys = (key for name in value for key in _keys_of_unknown((*path, name), value[name]))
     return list(islice(keys, _MOST))

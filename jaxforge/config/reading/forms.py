@@ -1,8 +1,9 @@
 """Settings that are read in one form and stored in another.
 
-KempnerForge's files have keys that no section has. They are rewritten here, before values are
-validated: all other code knows only the stored form. A value on the command line overrides the
-other form in the file, and at the same place two forms of one setting exclude each other.
+KempnerForge's files, configs of older runs and short forms of the command line have keys that no
+section has. They are rewritten here, before values are validated: all other code knows only the
+stored form. A value on the command line overrides the other form in the file, and at the same place
+two forms of one setting exclude each other.
 """
 
 from collections.abc import Callable, Mapping
@@ -11,7 +12,9 @@ from typing import Annotated, Any, Literal, NamedTuple
 from pydantic import Field, PositiveFloat, PositiveInt, TypeAdapter, ValidationError
 
 from jaxforge.config.batch_ramp import SampleRamp
-from jaxforge.config.model import ModelConfig, every_nth, scaled_expert, scaled_width
+from jaxforge.config.metrics import WRITERS
+from jaxforge.config.model import ATTENTION, ModelConfig, every_nth, scaled_expert, scaled_width
+from jaxforge.config.optimizer import CONDITIONS
 from jaxforge.config.reading.explain import Sources, explain_value
 from jaxforge.config.reading.kempnerforge import STORED_AS
 from jaxforge.config.reading.schema import dotted, expected_of
@@ -120,7 +123,9 @@ def rewrite(reading: Reading) -> None:
     """
     for path, form in FORMS.items():
         _rewrite(reading, path, form)
-    for rewrite_group in (_annealing, _evaluation_set, _writers, _window):
+    for rewrite_group in (
+        _mixture, _annealing, _evaluation_set, _writers, _stragglers, _early_stop, _window,
+    ):  # fmt: skip
         rewrite_group(reading)
 
 
@@ -189,6 +194,7 @@ def _stages(sizes: tuple[int, int, int], reading: Reading) -> list[dict[str, int
 
 
 FORMS: dict[Path, Form] = {
+    ("model", "mixer"): Form(str, ATTENTION, lambda mixer, reading: [mixer]),
     ("model", "moe_frequency"): Form(
         Annotated[int, Field(ge=0, le=MOST_LAYERS)], 1, _feed_forwards
     ),
@@ -197,6 +203,23 @@ FORMS: dict[Path, Form] = {
     ("train", "rampup_batch_size"): Form(tuple[PositiveInt, PositiveInt, PositiveInt], (), _stages),
 }
 """Keys whose value alone is converted."""
+
+
+def _mixture(reading: Reading) -> None:
+    """Replace `data.mixture_file` by the datasets and phases of the file."""
+    path: Path = ("data", "mixture_file")
+    if not (file := reading.take(path)):
+        return
+    from jaxforge.config.reading.mixture import tables  # few configs need YAML and its schema
+
+    data = reading.values["data"]
+    for key in ("datasets", "phases", "anneal_start_step", "anneal_weights"):
+        other: Path = ("data", key)
+        if reading.overrides(path, other):
+            data.pop(key, None)
+        elif data.get(key):
+            raise _exclude(reading, path, file, other)
+    data.update(tables(str(file), data.get("mix_temperature", 1)))
 
 
 def _annealing(reading: Reading) -> None:
@@ -255,7 +278,7 @@ def _writers(reading: Reading) -> None:
     """Move `metrics.enable_<writer>` and the keys of a writer to `[[metrics.writers]]`."""
     stored: Path = ("metrics", "writers")
     writers = reading.tables(stored)
-    for name in ("tensorboard", "wandb"):
+    for name in WRITERS:
         switch: Path = ("metrics", f"enable_{name}")
         paths = {
             key[-1]: path for path, key in STORED_AS.items() if str(path[1]).startswith(f"{name}_")
@@ -278,6 +301,36 @@ def _writers(reading: Reading) -> None:
             reading.note((*stored, index, key), paths[key])
     if writers or reading.get(stored):
         reading.values["metrics"]["writers"] = writers
+
+
+def _stragglers(reading: Reading) -> None:
+    """Drop `metrics.log_straggler`: hosts are compared if there is an interval."""
+    path: Path = ("metrics", "log_straggler")
+    if (is_on := reading.take(path)) is None:
+        return
+    interval = STORED_AS[path]
+    if reading.checked(path, is_on, bool):
+        reading.put(interval, reading.get(interval) or _USUAL_REPORT_INTERVAL, path)
+    elif not reading.overrides(interval, path):
+        reading.take(interval)
+
+
+_USUAL_REPORT_INTERVAL = 100
+
+
+def _early_stop(reading: Reading) -> None:
+    """Drop `early_stop.active`: the run stops early if there is a condition."""
+    path: Path = ("early_stop", "active")
+    if (is_active := reading.take(path)) is None:
+        return
+    conditions: list[Path] = [("early_stop", key) for key in CONDITIONS]
+    if reading.checked(path, is_active, bool):
+        if all(reading.get(each) is None for each in conditions):
+            raise reading.refusal(path, True, f"requires one of {', '.join(CONDITIONS)}")
+        return
+    for each in conditions:
+        if not reading.overrides(each, path):
+            reading.take(each)
 
 
 def _window(reading: Reading) -> None:

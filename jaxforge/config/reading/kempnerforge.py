@@ -1,8 +1,9 @@
-"""Meaning of KempnerForge's config files.
+"""Meaning of KempnerForge's config files, and of keys that jaxforge no longer stores.
 
 plugins = ["my_module"]            [plugins] modules = ["my_module"]
 model.head_dim_override = 128      model.head_dim = 128
-optimizer.muon_momentum = 0.9      [optimizer.muon] momentum = 0.9; the same for schedule_free_
+optimizer.muon_momentum = 0.9      [optimizer.muon] momentum = 0.9; the same for soap_ and
+                                   schedule_free_, the form in which older runs stored them
 dim = 4096 (no table at all)       [model] dim = 4096, as in KempnerForge's configs/model
 
 `reading.forms` converts the values of the other keys.
@@ -13,6 +14,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxforge.config.job import JobConfig
+from jaxforge.config.metrics import WRITERS
 from jaxforge.config.model import ModelConfig
 from jaxforge.config.optimizer import SchedulerConfig
 from jaxforge.config.reading.toml import Path
@@ -43,10 +45,12 @@ _WRITER: Path = ("metrics", "writers")
 
 STORED_AS: dict[Path, Path] = {
     ("model", _HEAD_DIM): ("model", "head_dim"),
+    ("model", "mixer"): ("model", "mixer_pattern"),
     ("model", "moe_frequency"): ("model", "feed_forward_pattern"),
     ("model", "ffn_dim_multiplier"): ("model", "ffn_hidden_dim"),
     ("model", "moe_expert_ffn_multiplier"): ("model", "moe_expert_dim"),
     ("train", "rampup_batch_size"): ("train", "batch_ramp"),
+    ("data", "mixture_file"): ("data", "datasets"),
     ("data", "anneal_start_step"): ("data", "phases", 0, "start_step"),
     ("data", "anneal_weights"): ("data", "phases", 0, "dataset_weights"),
     **{
@@ -54,20 +58,56 @@ STORED_AS: dict[Path, Path] = {
         for key in ("dataset_path", "file_pattern", "hf_dataset_name", "hf_dataset_config",
                     "hf_dataset_split")
     },
-    ("metrics", "tensorboard_dir"): (*_WRITER, 0, "location"),
+    ("metrics", "log_straggler"): ("metrics", "straggler_report_interval"),
+    **{("metrics", f"{name}_interval"): (*_WRITER, 0, "interval") for name in WRITERS},
     **{
-        ("metrics", f"wandb_{key}"): (*_WRITER, 0, key) for key in ("project", "run_name", "run_id")
+        ("metrics", f"{name}_{key}"): (*_WRITER, 0, stored)
+        for name, key, stored in (
+            ("tensorboard", "dir", "location"),
+            ("wandb", "project", "project"), ("wandb", "run_name", "run_name"),
+            ("wandb", "run_id", "run_id"),
+            ("mlflow", "experiment", "project"), ("mlflow", "run_name", "run_name"),
+            ("mlflow", "run_id", "run_id"), ("mlflow", "tracking_uri", "location"),
+            ("trackio", "project", "project"), ("trackio", "run_name", "run_name"),
+            ("trackio", "space", "location"),
+        )
     },
-    **{("metrics", f"enable_{name}"): _WRITER for name in ("tensorboard", "wandb")},
+    **{("metrics", f"enable_{name}"): _WRITER for name in WRITERS},
+    ("early_stop", "active"): ("early_stop",),
     ("checkpoint", "dyn_ckpt_window", "strategy"): ("checkpoint", "dyn_ckpt_window"),
 }  # fmt: skip
 """Keys that are read, and the stored key of each; 0 is the index of a table in a list."""
 
 _NAMES: dict[Path, Path] = {
     ("model", _HEAD_DIM): ("model", "head_dim"),
+    ("plugins", "hooks"): ("plugins", "callbacks"),  # in configs of runs before November 2026
 }
-_TABLES = {"muon_": "muon", "schedule_free_": "schedule_free_adamw"}
+_TABLES = {"muon_": "muon", "soap_": "soap", "schedule_free_": "schedule_free_adamw"}
 """Beginning of flat keys of `[optimizer]` -> table."""
+
+_ALIBI = "retired with ALiBi, BLOOM and MPT: position_embedding is rotary or learned"
+_CONSTANT = "a constant since November 2026: remove it"
+
+RETIRED: dict[str, tuple[Any, str]] = {
+    "model.alibi_max_bias": (8.0, _ALIBI),
+    "model.embedding_norm": (False, "retired with BLOOM: remove it"),
+    "model.head_bias": (False, "retired with GPT-J, Phi-1 and Phi-2: remove it"),
+    "train.min_loss_scale": (1.0, _CONSTANT),
+    "train.loss_scale_growth_factor": (2.0, _CONSTANT),
+    "train.loss_scale_backoff_factor": (0.5, _CONSTANT),
+    "train.health_check_timeout_sec": (10.0, _CONSTANT),
+    "train.watchdog_checkpoint_sec": (1800.0, "train.watchdog_setup_sec also limits a save"),
+    "metrics.straggler_threshold": (0.7, _CONSTANT),
+    "metrics.device_speed_interval": (
+        0, "metrics.straggler_report_interval also compares the speed of devices"
+    ),
+    "profiling.python_tracer": (False, "Python calls are not traced: remove it"),
+    "eval.activations_set": ("", "the first evaluation set is captured: remove it"),
+}  # fmt: skip
+"""Retired key -> its default value, and the note of the message about another value.
+
+Configs that earlier runs stored name every key. A retired key with its default value is ignored.
+"""
 
 
 def rewrite(
@@ -148,3 +188,14 @@ def _is_model_alone(values: Mapping[Any, Any]) -> bool:
     readable = {path[1] for path in (*STORED_AS, *NO_EFFECT) if path[0] == "model"}
     keys = {*ModelConfig.model_fields, *readable}
     return bool(values) and values.keys() <= keys and not values.keys() & JobConfig.model_fields
+
+
+def without_retired_defaults(values: Mapping[Any, Any]) -> dict[Any, Any]:
+    """Return the tables of a config without retired keys that have their default values."""
+    remaining = dict(values)
+    for name, (default, _) in RETIRED.items():
+        section, key = name.split(".")
+        table = remaining.get(section)
+        if isinstance(table, Mapping) and key in table and table[key] == default:
+            remaining[section] = {k: value for k, value in table.items() if k != key}
+    return remaining

@@ -10,7 +10,7 @@ from typing import Any
 from jaxforge.config.job import JobConfig
 from jaxforge.config.reading import forms, kempnerforge, toml
 from jaxforge.config.reading.explain import Setting, Sources
-from jaxforge.config.reading.kempnerforge import STORED_AS, renamed
+from jaxforge.config.reading.kempnerforge import STORED_AS, renamed, without_retired_defaults
 from jaxforge.config.reading.schema import Node, expected, is_table, node_at
 from jaxforge.config.reading.toml import Path as KeyPath
 from jaxforge.config.reading.toml import key_lines, read_text
@@ -36,9 +36,11 @@ def load_unresolved(
             message has a line per problem, with its location and remedy.
     """
     file = None if path is None else urls.path(path, "--config")
-    if file is not None and file.suffix.lower() in (".yaml", ".yml", ".json"):
-        raise UserError(f"{file}: a config is a TOML file; see docs/configs.md")
     text = "" if file is None else read_text(file)
+    if file is not None and file.suffix.lower() in (".yaml", ".yml", ".json"):
+        from jaxforge.config.reading.other_formats import refusal  # few need YAML
+
+        raise refusal(file, text)
     document = toml.parse(text, str(path))
     return _unresolved(document, overrides, str(path or ""), text, trusts)
 
@@ -87,7 +89,7 @@ def make_config(
 
 
 def _without_side_effects(values: Mapping[str, Any]) -> dict[str, Any]:
-    removed = flagged(JobConfig, Flag.SIDE_EFFECT)
+    removed = {*flagged(JobConfig, Flag.SIDE_EFFECT), "data.mixture_file"}
 
     def is_kept(section: str, key: str) -> bool:
         stored = kempnerforge.STORED_AS.get((section, key), (section, key))
@@ -103,7 +105,7 @@ def _without_side_effects(values: Mapping[str, Any]) -> dict[str, Any]:
 def _unresolved(
     values: dict[Any, Any], overrides: Sequence[str], source: str, text: str, trusts: Decision
 ) -> UnresolvedConfig:
-    values, lines = kempnerforge.rewrite(values, key_lines(text), source)
+    values, lines = kempnerforge.rewrite(without_retired_defaults(values), key_lines(text), source)
     settings = parse_overrides(overrides)
     # Settings come before rewriting, so that both forms of a key can be on the command line.
     for setting in settings:

@@ -1,10 +1,11 @@
 """JSON schema of the config, from which `--help`, messages and suggestions are derived."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from difflib import get_close_matches
 from functools import cache
 from typing import Any
 
+from jaxforge.cli.suggestions import ALIKE
 from jaxforge.config.data import DATASETS
 from jaxforge.config.eval import EVAL_FUNCTIONS
 from jaxforge.config.job import JobConfig
@@ -20,8 +21,8 @@ Node = dict[str, Any]
 REGISTRIES = (MODELS, MIXERS, LOSSES, OPTIMIZERS, SCHEDULERS, DATASETS, EVAL_FUNCTIONS)
 """Registries of the keys that accept registered names."""
 
-_ALIKE, _ALIKE_IN_TABLE = 0.8, 0.9
-"""Similarity (`difflib`) from which a message suggests a key, by its name or with its table."""
+_ALIKE_ELSEWHERE = 0.8
+"""Similarity (`difflib`) from which a message suggests a key of another table."""
 
 _UNION = "union"
 """Type of a value with several types, none of which has a fixed set of values."""
@@ -91,14 +92,28 @@ def keys_by_name() -> dict[str, list[str]]:
 
 def nearest_keys(path: Path) -> list[str]:
     """Return the same key in other tables, else the most similar one; [] if none is similar."""
-    name, by_name, keys = str(path[-1]), keys_by_name(), all_keys()
+    name = str(path[-1]).lower()
+    parts = [part.lower() for part in path if isinstance(part, str)]
+    by_name, keys = keys_by_name(), all_keys()
+    for start in range(len(parts) - 1):  # TRAIN.EARLY_STOP.METRIC is early_stop.metric
+        if (key := ".".join(parts[start:])) in keys:
+            return [key]
     if name in by_name:
-        return by_name[name]
-    key = ".".join(part for part in path if isinstance(part, str))
-    if near := get_close_matches(key, keys, n=1, cutoff=_ALIKE_IN_TABLE):
-        return near
-    near = get_close_matches(name, by_name, n=1, cutoff=_ALIKE)
-    return [key for each in near for key in by_name[each]]
+        near = get_close_matches(parts[0], JobConfig.model_fields, n=1, cutoff=ALIKE)
+        same = [key for key in by_name[name] if key in (f"{table}.{name}" for table in near)]
+        return same or by_name[name]
+    table = "".join(f"{part}." for part in parts[:-1])
+    siblings = [sibling for sibling, keys in by_name.items() if table + sibling in keys]
+    if near := get_close_matches(name, siblings, n=1, cutoff=ALIKE):
+        return [table + near[0]]
+    near = get_close_matches(name, by_name, n=1, cutoff=_ALIKE_ELSEWHERE)
+    return [key for alike in near for key in by_name[alike]]
+
+
+def is_misspelt_table(path: Path, names: Iterable[object]) -> bool:
+    """Return whether an unknown table is named almost like a table that has some of its keys."""
+    near = get_close_matches(str(path[-1]), JobConfig.model_fields, n=1, cutoff=_ALIKE_ELSEWHERE)
+    return any(f"{table}.{name}" in all_keys() for table in near for name in names)
 
 
 def alternatives(node: Node) -> list[str]:

@@ -80,11 +80,12 @@ def test_dry_run_counts_tokens_per_phase_and_epochs_per_dataset(dry, tmp_path):
     for name, count in {"web": 100, "code": 5}.items():
         (tmp_path / name).mkdir()
         np.save(tmp_path / name / "a.npy", np.arange(17 * count, dtype=np.uint16) % 256)
-    datasets = [{"path": str(tmp_path / "web"), "name": "web"},
-                {"path": str(tmp_path / "code"), "name": "code", "max_epochs": 3}]  # fmt: skip
-    phases = [{"dataset_weights": {"web": 480, "code": 160}},
-              {"start_step": "640 tok", "dataset_weights": {"web": 0}}]  # fmt: skip
-    mixture = [f"--data.datasets={datasets}", f"--data.phases={phases}", "--train.seq_len=16",
+    (tmp_path / "mix.toml").write_text(
+        f"[datasets]\nweb.path = '{tmp_path / 'web'}'\n"
+        f"code = {{ path = '{tmp_path / 'code'}', max_epochs = 3 }}\n"
+        "[[phases]]\ntokens = { web = 480, code = 160 }\n[[phases]]\nweights.web = 0\n"
+    )
+    mixture = [f"--data.mixture_file={tmp_path / 'mix.toml'}", "--train.seq_len=16",
                "--train.global_batch_size=4", "--train.grad_accum_steps=1"]  # fmt: skip
     said = dry(DEBUG, *mixture, "--devices=1", "--train.max_steps=10", "--data.order=grain")
     drawn = re.search(r"from step 0, tokens drawn: web (\d+) .*, code (\d+)", said["mixture"])
