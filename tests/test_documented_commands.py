@@ -25,7 +25,6 @@ ROOT = Path(__file__).parents[1]
 ELSEWHERE = {
     r"make ": "sets up an environment, then trains the quickstart or runs tests",
     r"pip install ": "changes the environment",
-    r"hf upload ": "needs a token of the Hub",
     r".*lm_eval ": "needs lm_eval, and tasks from the Hub: `make test-lm-eval`",
     r"srun .*llama_7b_gpu_64.toml": "needs 64 GPUs",
     r"jaxforge train --config 124m.toml$": "needs a GPU, for a day",
