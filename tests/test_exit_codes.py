@@ -72,10 +72,10 @@ def test_error_without_a_code_keeps_its_traceback():
 
 
 def test_worker_answers_with_failure_of_storage():
-    def fails():
+    def fails(_):
         raise FULL
 
-    error = pickle.loads(pickle.dumps(answer(fails)))
+    error = pickle.loads(pickle.dumps(answer(fails, None)))
     assert isinstance(error, StorageError)
     assert error.filename == "/data/x"
 

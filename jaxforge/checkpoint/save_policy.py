@@ -39,9 +39,25 @@ class SavePolicy:
 
     def steps(self, last: int) -> Iterator[int]:
         """Iterate lazily over the due steps up to `last`, in order."""
-        regular = range(self._interval, last + 1, self._interval)
-        merged = heapq.merge(sorted(self._milestones | self._growth), regular)
+        merged = heapq.merge(sorted(self._milestones | self._growth), self._regular(last))
         return (step for step, _ in itertools.groupby(merged) if step <= last and self(step))
+
+    def count(self, last: int) -> int:
+        """Return the number of due steps up to `last`."""
+        window, regular = self._window, self._regular(last)
+        within = regular[:0]
+        if window:
+            first = -(-window.start // self._interval) * self._interval
+            within = range(max(first, self._interval), min(window.stop, last) + 1, self._interval)
+        special = {step for step in self._milestones | self._growth if step <= last}
+        return (
+            len(regular)
+            - len(within)
+            + sum(step not in regular or step in within for step in special)
+        )
+
+    def _regular(self, last: int) -> range:
+        return range(self._interval, last + 1, self._interval)
 
 
 def milestones(window: DynCkptWindow | None) -> Iterator[int]:

@@ -191,7 +191,7 @@ def _checkpoints(config: JobConfig) -> Iterator[str]:
     due = SavePolicy(config)
     # The last step is always saved.
     at_the_end = [] if due(last) else [last]
-    count = sum(1 for _ in due.steps(last)) + len(at_the_end)
+    count = due.count(last) + len(at_the_end)
     yield _listed(itertools.chain(due.steps(last), at_the_end), count)
 
 

@@ -48,10 +48,11 @@ def test_checkpoint_is_due_before_batch_grows():
 
 @pytest.mark.parametrize("last", [0, 4, 9, 26, 100])
 @pytest.mark.parametrize("window", [{}, {"start": 10, "stop": 30}, {"start": 0, "stop": 5}])
-def test_steps_match_policy(window, last):
+def test_steps_and_count_match_policy(window, last):
     policy = due(interval=5, **window)
     expected = [step for step in range(last + 1) if policy(step)]
     assert list(policy.steps(last)) == expected
+    assert policy.count(last) == len(expected)
 
 
 def test_orbax_retains_milestones():

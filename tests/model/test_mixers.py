@@ -167,21 +167,17 @@ def trained(n_layers, save="none", **axes):
 INTERLEAVED = {"pp": 2, "pp_schedule": "interleaved_1f1b", "pp_chunks": 2}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layers", "axes"),
     [
         (6, {"dp_shard": 2, "tp": 2, "ep": 2}),
-        *(
-            pytest.param(*case, marks=pytest.mark.slow)
-            for case in (
-                (6, {"pp": 2, "dp_shard": 2, "tp": 2}),
-                (6, {"pp": 2, "ep": 2}),
-                (12, INTERLEAVED),
-                (4, {"pp": 2}),  # stages of different layers
-                (7, {"pp": 2, "dp_shard": 2, "tp": 2, "save": "full"}),
-                (7, {**INTERLEAVED, "ep": 2, "save": "full"}),
-            )
-        ),
+        (6, {"pp": 2, "dp_shard": 2, "tp": 2}),
+        (6, {"pp": 2, "ep": 2}),
+        (12, INTERLEAVED),
+        (4, {"pp": 2}),  # stages of different layers
+        (7, {"pp": 2, "dp_shard": 2, "tp": 2, "save": "full"}),
+        (7, {**INTERLEAVED, "ep": 2, "save": "full"}),
     ],
 )
 def test_training_on_mesh_equals_single_device(layers, axes):

@@ -42,10 +42,9 @@ RING, ULYSSES = {"cp_strategy": "ring"}, {"cp_strategy": "ulysses"}
 UPDATE, MICROBATCH = {"grad_sync": "update"}, {"grad_sync": "microbatch"}
 CHUNKED = {"loss_fn": "chunked_cross_entropy", "ce_vocab_chunk": 24}
 
+EXCHANGED = (GROUPS, {"dp_shard": 2, "cp": 4, **ULYSSES}, MICROBATCH)
 CASES = [  # each strategy with each model, both reductions and losses; the reference has no chunks
-    pytest.param(
-        GROUPS, {"dp_shard": 2, "cp": 4, **ULYSSES}, MICROBATCH, marks=pytest.mark.slow
-    ),
+    pytest.param(*EXCHANGED, marks=pytest.mark.slow),
     (GROUPS, {"dp_shard": 2, "cp": 4, **RING}, {**MICROBATCH, **CHUNKED}),
     pytest.param(
         EVERY_OPTION, {"dp_shard": 2, "cp": 2, "tp": 2, **ULYSSES}, {**MICROBATCH, **CHUNKED},
@@ -122,7 +121,7 @@ def test_evaluation_sums_do_not_depend_on_cp(strategy):
 
 
 @pytest.mark.parametrize(
-    ("case", "kind"), [(CASES[0], "all-to-all"), (CASES[1], "collective-permute")], ids=str
+    ("case", "kind"), [(EXCHANGED, "all-to-all"), (CASES[1], "collective-permute")], ids=str
 )
 def test_devices_exchange_heads_or_keys_and_gather_no_activations(case, kind):
     """Collected gradients add no gathers either."""

@@ -158,10 +158,10 @@ def serve_requests(connection: Connection, function: Callable[[_Request], _Answe
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to answer
     with suppress(EOFError, ConnectionError):
         while True:
-            connection.send(_answer(function, connection.recv()))
+            connection.send(answer(function, connection.recv()))
 
 
-def _answer(
+def answer(
     function: Callable[[_Request], _Answer], request: _Request
 ) -> _Answer | UserError | StorageError:
     """Return the function's result, or the error that the process which asked has to raise."""
