@@ -294,7 +294,7 @@ class TokenShards(TokenFiles):
         With `marks_documents`, the first token of each document has `entries.FIRST`.
         """
         windows = np.empty((len(indices), self.window), np.int32)
-        # right: files without a window have the end of their predecessor, and are passed over.
+        # Files without a window share the end of their predecessor: bisect_right skips them.
         files = [bisect_right(self._ends, index) for index in indices]
         firsts = [self._ends[file - 1] if file else 0 for file in files]
         starts = [(i - first) * self.window for i, first in zip(indices, firsts, strict=True)]

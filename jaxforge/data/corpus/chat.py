@@ -127,7 +127,7 @@ class ChatTemplate:
             raise ValueError("it holds U+FDD0 or U+FDD1, which are not characters")
         if self._choose(options).has_marks and not first:
             return _unmark(self._text(messages, options))
-        # Marks do not say to which message they belong: with `first`, spans are differences.
+        # Without marks, or with `first`, as marks do not name their message: differences of texts.
         text = _unmark(self._text(messages, options))[0]
         spans = []
         for i, message in enumerate(messages):

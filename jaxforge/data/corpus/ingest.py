@@ -76,7 +76,7 @@ def fill(
                 is_whole=is_whole,
             )
         )
-        # Where a panic or an endless pattern ends another process than this one.
+        # In another process, which a panic or an endless pattern may end.
         isolate = isolate and tokenizer.is_risky
         encoded = _encoded(read, tokenizer, directory, options, workers, isolate=isolate)
         for batch, arrived in stack.enter_context(closing(encoded)):

@@ -230,7 +230,7 @@ def _module(location: str) -> ModuleType:
     except UserError:
         raise
     except ModuleNotFoundError as error:
-        # The named module does not exist; otherwise, a module that it imports does not.
+        # Otherwise the named module exists, and a module that it imports does not.
         if f"{location}.".startswith(f"{error.name}."):
             raise UserError(
                 f'--map {location}: module "{location}" does not exist; name its file '

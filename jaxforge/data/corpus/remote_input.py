@@ -100,7 +100,7 @@ def list_files(url: str) -> list[Listed]:
     """
     url = url.rstrip("/")
     try:
-        # A bucket has no directories: only a listing shows whether the URL is a prefix.
+        # Buckets have no directories: only a listing shows whether the URL is a prefix.
         entries = files.entries(url)
         if entries:
             return [

@@ -208,9 +208,9 @@ class HFTokenizer(Tokenizer):
             raise ValueError(f"its vocabulary has no EOS {eos!r}")
         first = () if self.eos_id is None else (self.eos_id,)
         self.eos_ids = tuple(dict.fromkeys((*first, *eos_ids)))
-        # tokenizer_config.json may ask for a BOS that the post-processor adds already: never two.
         self.bos_id = None if bos is None else self._tokenizer.token_to_id(bos)
         self.prefix = self._added_before_texts()
+        # tokenizer_config.json may ask for a BOS that the post-processor adds already: never two.
         self._adds_bos = add_bos and self.bos_id is not None and self.bos_id not in self.prefix
         if self._adds_bos:
             self._add_bos_before_texts()

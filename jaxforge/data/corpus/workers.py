@@ -135,7 +135,7 @@ class Workers(Generic[_Request, _Answer]):
 
 def _reason(process: BaseProcess) -> str:
     """Return the reason why a worker ended, for a message."""
-    # The end of the pipe arrives before the exit code.
+    # The end of the pipe may be seen before the exit code.
     process.join(_EXIT_SECONDS)
     if process.exitcode == -signal.SIGPROF:
         return (

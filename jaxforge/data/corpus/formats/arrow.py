@@ -107,9 +107,9 @@ class Arrow(ArrowRows):
         Raises:
             UserError: a column does not exist, or the file is not in Arrow's format.
         """
-        # The schema first: the columns to read are options of a second reader.
         arrow, ipc = (library(n, "reading Arrow files") for n in ("pyarrow", "pyarrow.ipc"))
         try:
+            # The schema first: the columns to read are options of a second reader.
             with self._reader(arrow, ipc) as reader:
                 names = reader.schema.names
                 columns = self.columns(names)
