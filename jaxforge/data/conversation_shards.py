@@ -58,6 +58,7 @@ class ConversationShards(TokenFiles):
         self.window = seq_len + 1
         lengths = _read_lengths(self.directory, self.manifest)
         spans = self._window_spans(self.manifest, lengths)
+        # Each [n // together, together]: a row is what must share a window.
         self._file, self._start, lengths = (x.reshape(-1, self.together) for x in spans)
         self._packed = Packed(lengths.sum(axis=1), self.window, overlong, self.noun)
         self._length = self.truncate(lengths)
@@ -77,6 +78,7 @@ class ConversationShards(TokenFiles):
     def batch(self, indices: Sequence[int]) -> Int[np.ndarray, "n S+1"]:
         """Return the windows `indices`, all below `len(self)`, int32 [n, S + 1]."""
         spans = [[span for i in self._packed[n] for span in self._spans(i)] for n in indices]
+        # All spans in one call, so that blocks of a bucket share requests.
         parts = iter(self.read_spans([span for row in spans for span in row]))
         rows = [fill_window([np.asarray(next(parts)) for _ in row], self.window) for row in spans]
         windows = np.stack(rows)
@@ -98,10 +100,13 @@ class ConversationShards(TokenFiles):
         numbers = {file.path.name: number for number, file in enumerate(self.files)}
         ends = np.cumsum([shard.tokens for shard in manifest.shards])
         starts = np.cumsum(lengths) - lengths
+        # [n]: a conversation is in one shard, whose end is the first beyond its start.
         shard = np.searchsorted(ends, starts, side="right")
+        # [shards]: -1 for those that the pattern of files leaves out.
         number_of = np.array([numbers.get(shard.file, -1) for shard in manifest.shards])
         files, starts = number_of[shard], starts - (ends[shard] - np.diff(ends, prepend=0)[shard])
         read = files >= 0
+        # The answers of a pair may be in two shards: only whole pairs are read.
         read = np.repeat(read.reshape(-1, self.together).all(axis=1), self.together)
         return files[read], starts[read], lengths[read]
 

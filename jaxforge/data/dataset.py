@@ -84,6 +84,7 @@ class Mixture:
     def batch(self, indices: Sequence[int]) -> Example:
         """Return the examples `indices`, stacked, with the number of the dataset of each."""
         ends, datasets = self._ends, self._datasets
+        # [n]; "right": an index that equals an end belongs to the next dataset.
         numbers = np.searchsorted(ends, indices, side="right").astype(np.int32)
         examples: Example = {"dataset_idx": numbers}
         for number in np.unique(numbers).tolist():  # of perhaps a thousand, only those with rows
@@ -92,6 +93,7 @@ class Mixture:
             part = dataset.batch((np.asarray(indices)[rows] - first).tolist())
             for name, array in part.items():
                 if name not in examples:
+                    # All datasets have the same fields, so that no row stays empty.
                     examples[name] = np.empty((len(numbers), *array.shape[1:]), array.dtype)
                 examples[name][rows] = array
         return examples

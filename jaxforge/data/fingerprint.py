@@ -58,6 +58,7 @@ def changes(then: Mapping[str, Fingerprint], now: Mapping[str, Fingerprint]) -> 
         if name in now and name.startswith(_TRAINING)
         for difference in _differences(then[name], now[name])
     ]
+    # Names may have changed, but with a common tokenizer ids have kept their meaning.
     were, are = _tokenizers(then), _tokenizers(now)
     if not lines and were and are and not were & are:
         lines = ["the data were tokenized by another tokenizer"]
@@ -118,6 +119,7 @@ def _differences(then: Fingerprint, now: Fingerprint) -> Iterator[str]:
         yield f"{then.get(key)} {key}, and has {now.get(key)}"
     if then.get("tokenizer") != now.get("tokenizer"):
         yield "tokens of another tokenizer"
+    # Other numbers imply other contents, which need no second line.
     if not numbers and then.get("contents") != now.get("contents"):
         yield "other contents"
 
@@ -158,6 +160,7 @@ def _contents(source: TokenFiles) -> Iterator[list[Any]]:
         if shard and shard.crc32:
             yield [*about, shard.crc32]
         else:
+            # Of objects no ends: reading these would take requests for each file at every start.
             yield [*about, None if urls.in_bucket(file.path) else _ends(file)]
     if manifest:
         yield [manifest.eos_id, manifest.lengths_crc32]
@@ -178,6 +181,7 @@ def _digest_of_list(values: Iterable[Any]) -> str:
     """Return `_digest` of the values as a list, which is never in memory as a whole."""
     digest = hashlib.sha256(b"[")
     for number, value in enumerate(values):
+        # The separator of `json.dumps`: the digest is that of the whole list.
         digest.update((", " * bool(number) + json.dumps(value)).encode())
     digest.update(b"]")
     return digest.hexdigest()

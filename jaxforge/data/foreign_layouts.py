@@ -87,6 +87,7 @@ def find_layout(directory: Path, pattern: str, split: Split) -> ForeignLayout | 
 def with_indices(paths: Sequence[Path]) -> list[Path]:
     """Replace each `.bin` file by its index, if Megatron wrote one next to it."""
     indices = (path.suffix == ".bin" and index_of(path) for path in paths)
+    # A pattern may match both PREFIX.bin and PREFIX.idx: each file is read once.
     return list(dict.fromkeys(index or path for index, path in zip(indices, paths, strict=True)))
 
 
@@ -134,6 +135,7 @@ class MegatronIndex:
             name = _OTHER_TYPES.get(code, "unknown")
             raise self._error(f"has tokens of type {code} ({name}); uint16 and int32 are supported")
         self.dtype = np.dtype(_TYPES[code]).newbyteorder("<")
+        # int32 and int64 for each sequence, int64 for each entry of the document index.
         expected = _HEADER.size + 12 * n + 8 * m
         if len(data) not in (expected, expected + n):  # with modes
             raise self._error(
@@ -158,14 +160,17 @@ class MegatronIndex:
         # `bisect` reads a few entries; `np.searchsorted` would copy the unaligned arrays whole.
         size, documents = self.dtype.itemsize, self._documents
         first, last = (bisect_left(self._pointers, token * size) for token in (start, end))
+        # The last entry, n, is never below `last`: it ends the documents and begins none.
         sequences = documents[bisect_left(documents, first) : bisect_left(documents, last)]
         return self._pointers[sequences] // size
 
     def __reduce__(self) -> tuple:
+        # A memory map cannot be pickled: the other process opens the file again.
         return MegatronIndex, (self.path,)
 
     def _read(self) -> memoryview:
         try:
+            # An empty file cannot be mapped.
             if urls.in_bucket(self.path) or self.path.stat().st_size == 0:
                 return memoryview(self.path.read_bytes())
             with self.path.open("rb") as file:
@@ -181,6 +186,7 @@ class MegatronIndex:
         """
         tokens = 0
         for at in range(0, len(lengths), _CHUNK):
+            # In int64: a sum of int32 lengths may exceed 2^31.
             part = lengths[at : at + _CHUNK].astype(np.int64)
             ends = tokens + np.cumsum(part)
             pointers = self._pointers[at : at + _CHUNK]
@@ -227,6 +233,7 @@ def index_of(tokens: Path) -> Path | None:
     """Return the index of a `.bin` file; None without one that Megatron wrote."""
     path = tokens.with_suffix(SUFFIX)
     try:
+        # By its first bytes, as any program may write a .idx next to a .bin.
         if urls.in_bucket(path):
             from jaxforge.storage import files
 

@@ -65,6 +65,7 @@ def training_batches(
     layout = _Layout(mesh, accum, rows, config.train.seq_len, size)
     order: Order | range
     if isinstance(dataset, Streaming):
+        # A stream shuffles by itself: its indices are the positions.
         dataset = dataset.start(first, layout.rows, layout.local_rows)
         order = range(len(dataset))
     else:
@@ -140,9 +141,11 @@ def eval_batches(
     n_batches = -(-len(dataset if sequences is None else sequences) // size)
     order: Sequence[int] = range(n_batches * size)
     if sequences is not None:
+        # The index after the last sequence stands for padding, as in `_Padded`.
         order = [*sequences, *[len(dataset)] * (n_batches * size - len(sequences))]
     filled = _Padded(dataset, marks_padding=config.model.is_moe)
     updates = UpdateBatches(filled, order, layout, 0, n_batches)
+    # Requests to a bucket must overlap; memory maps are read in this thread.
     if not is_remote(dataset):
         return _to_devices((updates[i] for i in range(len(updates))), layout)
     options = read_options(config.data, dataset, updates.sequences_per_item, config.train.seq_len)
@@ -165,6 +168,7 @@ class _Padded:
 
     def batch(self, indices: Sequence[int]) -> Example:
         beyond = np.array(indices) >= len(self._dataset)
+        # Any sequence can stand in for padding, as all of its labels are ignored.
         example = self._dataset.batch(np.where(beyond, 0, indices).tolist())
         labels = np.where(beyond[:, None], IGNORE, example["labels"])
         example = {**example, "labels": labels}
@@ -192,6 +196,7 @@ class _Layout:
         self._mesh = mesh
         by_rows = NamedSharding(mesh, partition_spec(SEQUENCES))
         slices = by_rows.addressable_devices_indices_map((accum, rows)).values()
+        # A set: devices along the other axes hold the same rows.
         parts = {index[1].indices(rows) for index in slices if index is not None}
         self.local_rows = sorted({row for part in parts for row in range(*part)})
         self._offsets = {row: offset for offset, row in enumerate(self.local_rows)}
@@ -205,6 +210,7 @@ class _Layout:
         def of_device(index: tuple[slice, ...] | None) -> np.ndarray:
             assert index is not None
             start, stop, _ = index[1].indices(self.rows)
+            # The rows of a device are consecutive, and so are their offsets among the local rows.
             offset = self._offsets[start]
             return local[:, offset : offset + stop - start, *index[2:]]
 
@@ -245,6 +251,7 @@ class UpdateBatches:
         n_updates = min(self._per_item, self._n_updates - begin)
         start = self._first + begin * layout.size
         updates = range(start, start + n_updates * layout.size, layout.size)
+        # [accum * local rows]: positions within an update, microbatch by microbatch.
         slots = [first + row for first in range(0, layout.accum * layout.rows, layout.rows)
                  for row in local]  # fmt: skip
         indices = [self._index(first, slot) for first in updates for slot in slots]

@@ -52,6 +52,7 @@ def proportions(
         powers = list(weights.values())
     else:
         least = _SMALLEST if as_torch else 0.0
+        # In logarithms, relative to the largest: w^(1/T) underflows to 0 for a small T.
         logs = [math.log(w) if (w := max(weight, least)) else -math.inf
                 for weight in weights.values()]  # fmt: skip
         largest = max(logs, default=0.0)
@@ -149,6 +150,7 @@ class TorchMixture(PickledAsArguments):
         self._arguments = sizes, segments, seed, rows, ranks
         self._sizes, self._segments, self._seed, self._ranks = sizes, segments, seed, ranks
         per_rank = sum(n // ranks for n in sizes.values())
+        # `drop_last` drops per rank: whole batches of rows / R entries each.
         self.epoch_length = per_rank // (rows // ranks) * rows
         if not self.epoch_length:
             raise UserError(

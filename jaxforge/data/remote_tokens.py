@@ -85,17 +85,20 @@ class RemoteTokens:
     def _find(self, numbers: Sequence[int]) -> dict[int, _Block]:
         hits = 0
         blocks = self._requested(numbers)
+        # The cache is read before the lock is taken, as its disk may be slow.
         for number in numbers:
             if number not in blocks and (data := self._cached(number)) is not None:
                 blocks[number] = functools.partial(_view, data)
                 hits += 1
         with _lock:  # so that two batches do not request the same block
+            # Again: another batch may have sent requests in the meantime.
             blocks = self._requested(numbers) | blocks
             missing = [number for number in numbers if number not in blocks]
             for run in _runs(missing):
                 fetch = self._fetch(run)
                 for number in run:
                     _in_flight[self._extent(number)] = fetch
+                    # A run includes the gaps between its blocks, and these may be cached.
                     blocks.setdefault(number, functools.partial(fetch.block, number))
         if self._cache:
             count(hits=hits, misses=len(missing))
@@ -107,6 +110,7 @@ class RemoteTokens:
         return {
             number: functools.partial(fetch.block, number)
             for number, fetch in fetches
+            # A request that failed for one batch is repeated for the next.
             if fetch is not None and not fetch.has_failed
         }
 
@@ -172,6 +176,7 @@ class PendingTokens:
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:  # noqa: ANN401
         parts = [np.frombuffer(block(), self._dtype) for block in self._blocks]
+        # A window within a single block is not copied.
         tokens: Int[np.ndarray, "_"] = parts[0] if len(parts) == 1 else np.concatenate(parts)
         tokens = tokens[self._tokens_in_blocks]
         return tokens if dtype is None else tokens.astype(dtype)
@@ -227,6 +232,7 @@ class _Fetch:
                 "then run the same command to resume"
             ) from error
         with self._lock:
+            # The first caller stores all blocks, and the others do not wait for the disk.
             store, self._store = self._store, None
         if store:
             store(data, version)

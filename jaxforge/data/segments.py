@@ -75,6 +75,7 @@ class MixtureShare:
         self._left = np.array([segment.limits.get(n, _NO_LIMIT) for n in self.names]) - drawn
         shares = np.array(list(segment.proportions.values()), float)
         if (self._left <= 0).any():
+            # Datasets at their limit leave their shares to the others, in proportion.
             shares = np.where(self._left > 0, shares, 0.0)
             shares = shares / (shares.sum() or 1.0)
         if np.count_nonzero(shares) > block:
@@ -117,12 +118,14 @@ class MixtureShare:
             None if no dataset with a limit is drawn.
         """
         # Number n, from 1, is draw (n - 1) mod c of block (n - 1) div c, with c draws per block.
+        # Without a limit, 2^62 less all draws is left, which is far above the half.
         (limited,) = np.nonzero((self.counts > 0) & (self._left < _NO_LIMIT // 2))
         if not len(limited):
             return None
         blocks, last = np.divmod(self._left[limited] - 1, self.counts[limited])
         first = int(blocks.min())
         datasets, draws = self.make(first)
+        # No draw has the number -1: these datasets reach no limit in this block.
         last_draws = np.full(len(self.counts), -1)
         last_draws[limited[blocks == first]] = last[blocks == first]
         return first * self._block + int(np.flatnonzero(draws == last_draws[datasets])[0]) + 1
@@ -148,6 +151,7 @@ def limits_of(data: DataConfig, sizes: Mapping[str, int], seq_len: int) -> dict[
         if source.max_tokens is not None:
             most.append(-(-source.max_tokens // seq_len))
         if most:
+            # A fraction of an epoch may round down to no sequence at all.
             limits[source.label] = max(1, min(most))
     return limits
 
@@ -172,11 +176,13 @@ def parts_of(
             part = MixtureShare(segment, start, before, seed, block)
             parts.append(part)
             length = part.length()
+            # The segment ends before the next limit is reached.
             if length is None or (stop is not None and start + length > stop):
                 length = 0 if stop is None else stop - start
                 before, start = before + part.drawn(length), start + length
                 break
             before, start = before + part.drawn(length), start + length
+        # Limits count from the start of the run: draws go over to the next segment.
         drawn |= zip(segment.proportions, before.tolist(), strict=True)
     return parts
 

@@ -119,6 +119,7 @@ def _open_mixture(config: JobConfig) -> Mixture:
         datasets[source.label] = _open_shards(config, config.data.with_values(alone), keys)
     _check_same_tokenizer(datasets)
     if any(isinstance(dataset.source, ConversationShards) for dataset in datasets.values()):
+        # Batches of a mixture have one set of fields.
         datasets = {name: _with_all_fields(dataset) for name, dataset in datasets.items()}
     return Mixture(datasets)
 
@@ -183,6 +184,7 @@ def _open_shards(
         return Dataset(packed, split_entries)
     shards = TokenShards(directory, pattern, config.train.seq_len, **options)
     manifest_eos = shards.manifest.eos_id if shards.manifest else None
+    # The index of Megatron knows the documents even if no EOS ends them.
     if config.data.pack_sequences and config.data.eos_token_id is None and shards.has_documents:
         shards.marks_documents = True
         return Dataset(shards, split_documents)
@@ -334,6 +336,7 @@ def read_options(
     """
     threads, ahead = config.num_workers, config.num_workers * config.prefetch_factor
     if threads and is_remote(dataset):
+        # A window may begin anywhere in a block, and so fills parts of one more.
         blocks = sequences * (1 + -(-seq_len * _TOKEN_BYTES // BLOCK_BYTES))
         threads = max(threads, min(_THREADS, _BYTES // (blocks * BLOCK_BYTES)))
         ahead = max(ahead, 2 * threads)

@@ -128,7 +128,9 @@ class StreamedTokens:
         needed = sorted({row // per_stream for row in local_rows})
         readers = {
             g: _Reader(
+                # The anchors of a stream are written where its first row is read.
                 self._stream(g, n_streams, writes=g * per_stream in local_rows),
+                # Each stream has filled the same number of rows before `first`.
                 first // n_streams,
                 per_stream,
                 {row % per_stream for row in local_rows if row // per_stream == g},
@@ -160,6 +162,7 @@ class StreamedTokens:
         else:
             by_split = encode(self.tokenizer, texts, "int32").tokens
         tokens = by_split["train"]
+        # Entries have flag bits above the id, which text leaves 0.
         self.check(tokens & ID)
         return tokens
 
@@ -181,6 +184,7 @@ class StreamedTokens:
         if not path.exists():
             common = math.gcd(self.dataset.num_shards, rows)
             n_streams = max(n for n in range(1, _MAX_STREAMS + 1) if common % n == 0)
+            # Recorded, because the run may resume with another number of rows.
             self.directory.mkdir(parents=True, exist_ok=True)
             safe_files.replace_text(
                 path, json.dumps({"streams": n_streams}) + "\n"
@@ -197,6 +201,7 @@ class StreamedTokens:
     def _stream(self, index: int, n_streams: int, *, writes: bool) -> "_Stream":
         files = range(index, self.dataset.num_shards, n_streams)
         source = [self.name, *self.content.identity, *identity(self.tokenizer)]
+        # Anchors are valid for the same tokens in the same order: all that determines these.
         settings = [*source, self.dataset.num_shards, self.seed, self.shuffle, n_streams]
         key = json.dumps([*settings, self.overlong] if self.conversations else settings)
         name = f"{hashlib.sha256(key.encode()).hexdigest()[:8]}-{index:02d}.jsonl"
@@ -245,6 +250,7 @@ class _Reader:
     def take(self, number: int) -> Int[np.ndarray, "S+1"]:
         """Return window `number` and drop it from the buffer."""
         with self._lock:
+            # Threads ask out of order: windows that are read before they are asked for are held.
             while number not in self._read:
                 i, window = next(self._windows)
                 if i % self._rows in self._local:
@@ -274,6 +280,7 @@ class _Stream:
     def windows(self, first: int) -> Iterator[Int[np.ndarray, "S+1"]]:
         """Return the windows from `first` on; one block is read ahead."""
         anchors = [anchor for anchor in self._anchors() if anchor.window <= first]
+        # Anchors compare by their window first.
         start = max(anchors, default=Anchor())
         blocks = _prefetched(self._blocks(start))
         return islice((window for block in blocks for window in block), first - start.window, None)
@@ -285,7 +292,9 @@ class _Stream:
             for anchor, block in of_epoch(start):
                 self._write_anchor(anchor)
                 window = anchor.window + len(block)
+                # Seeded by the first window: a restart shuffles a block in the same way.
                 yield block[self._permutation(len(block), 1, anchor.window)]
+            # A whole epoch without a window: the next ones would be as empty, without end.
             if start == Anchor(window, start.epoch):
                 too_little = (
                     "no conversation that fits into a sequence"
@@ -326,6 +335,7 @@ class _Stream:
     ) -> Iterator[tuple[Anchor, Int[np.ndarray, "windows S+1"]]]:
         """Yield the remaining epoch in blocks of packed conversations."""
         window, size = start.window, 0
+        # A block ends with a chunk, so that its anchor drops no tokens (`Anchor.drop` is 0).
         held: list[tuple[_ChunkPosition, Int[np.ndarray, "_"]]] = []
         for chunk in chain(self._chunks(start), [None]):
             if chunk is not None:
@@ -364,6 +374,7 @@ class _Stream:
                     source.encode(texts_of(batch)),
                 )
                 position = batch[-1].end
+            # Only the first file is resumed in its middle.
             position = ReadPosition()
 
     def _permutation(self, n: int, kind: int, number: int) -> Int[np.ndarray, "n"]:
@@ -383,6 +394,7 @@ class _Stream:
         if not self._writes or time.monotonic() - self._anchored < ANCHOR_SECONDS:
             return
         self._anchored = time.monotonic()
+        # Anchors of earlier starts stay valid, and may lie beyond this one.
         known = {*self._anchors(), anchor}
         safe_files.replace_text(
             self._path, "".join(f"{json.dumps(position)}\n" for position in sorted(known))

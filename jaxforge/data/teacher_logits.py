@@ -195,7 +195,9 @@ def checksums(example: Mapping[str, np.ndarray], records: np.ndarray) -> UInt32[
         example: the sequences, each array [n, S].
         records: their records [n].
     """
+    # Little-endian, so that the bytes, and their checksum, are the same on every machine.
     tokens = np.ascontiguousarray(example["input_ids"], "<i4")
+    # Without packing, a sequence is a single segment.
     segments = np.ascontiguousarray(example.get("segment_ids", np.zeros_like(tokens)), "<i4")
     values = np.empty(len(records), np.uint32)
     for i, record in enumerate(records):
@@ -234,6 +236,7 @@ class SavedLogits:
         total, per_file = self._set.sequences, self.manifest.sequences_per_file
         for first in range(0, total, per_file):
             path = self._path(first // per_file)
+            # Without the header of the .npy file: a lower bound.
             needed = min(per_file, total - first) * self.manifest.record.itemsize
             size = path.stat().st_size if path.is_file() else 0
             if size < needed:
@@ -271,6 +274,7 @@ class SavedLogits:
                 "to other tokens. Copy the directory again, or save the logits again"
             )
         return {
+            # Sorted, largest first: fewer logits are the first ones.
             TEACHER_IDS: records["ids"][..., : self.top_k].astype(np.int32),
             TEACHER_LOGITS: records["logits"][..., : self.top_k].astype(np.float32),
         }
@@ -327,6 +331,7 @@ def with_saved_logits(
     directory = urls.local(urls.path(path, _KEY), _KEY, "copy the directory to a local disk")
     manifest = Manifest.read(directory)
     _check_settings(config, directory, manifest)
+    # By content, as datasets may have been renamed or reordered since.
     by_contents = {(item.contents, item.sequences): i for i, item in enumerate(manifest.datasets)}
     parts = []
     for item in saved_sets(config, dataset):

@@ -143,6 +143,7 @@ def _llm_c(path: Path) -> TokenFile | None:
         return None
     header = np.frombuffer(head, "<i4")
     magics = [magic for magic, _ in _LLM_C_TYPES]
+    # Tokens of a bare file may equal the magic by chance, but hardly 253 zeros after it.
     if header[0] not in magics or np.any(header[3:]):
         return None
     name = _LLM_C_TYPES.get((int(header[0]), int(header[1])))
@@ -160,6 +161,7 @@ def _inspect_npy(path: Path) -> TokenFile:
     try:
         with _open_head(path) as file:
             head = file.read(_HEADER)
+        # Without the tokens after them, equal headers share an entry of the cache.
         size = _NPY_PREFIX + int.from_bytes(head[_NPY_PREFIX - 2 : _NPY_PREFIX], "little")
         shape, dtype, offset = _npy_layout(head[:size] if head[6:8] == b"\1\0" else head)
     except OSError:
@@ -210,6 +212,7 @@ def _check_type(name: str, dtype: np.dtype, source: Path) -> None:
 
 def _inspect_bin(path: Path, name: str, manifest: Manifest | None) -> TokenFile:
     shard = manifest and manifest.by_file.get(path.name)
+    # Files of a manifest are bare: their tokens must not be taken for a header.
     if not shard and (header := _llm_c(path)):
         _check_type(name, header.dtype, path)
         return header
@@ -224,6 +227,7 @@ def _inspect_bin(path: Path, name: str, manifest: Manifest | None) -> TokenFile:
             "as `jaxforge.prepare` writes it. Add it, set data.token_dtype if there is no "
             f"{FILE_NAME}, or copy the file to this machine"
         )
+    # Refused below, like every type but integers, if NumPy does not know the name.
     dtype = np.dtype("V")
     with suppress(TypeError):
         dtype = np.dtype(name).newbyteorder("<")

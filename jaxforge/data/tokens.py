@@ -112,6 +112,7 @@ class TokenFiles(ABC):
         if urls.in_bucket(self.directory):
             from jaxforge.storage.atomic_directory import check_complete
 
+            # An interrupted `prepare` leaves objects under their final names.
             check_complete(self.directory)
         is_readable = urls.in_bucket(self.directory) or self.directory.is_dir()
         self.manifest = manifest or (Manifest.read(self.directory) if is_readable else None)
@@ -156,6 +157,7 @@ class TokenFiles(ABC):
         """
         file, start, end = span
         tokens, hashes = self._map(self.files[file]), self.files[file].hashes
+        # Blocks from a bucket are verified on arrival (`remote_tokens`).
         if hashes and isinstance(tokens, np.ndarray):
             hashes.check_once(tokens, start, end)
         return tokens[start:end]
@@ -168,6 +170,7 @@ class TokenFiles(ABC):
         """
         if not self.is_remote:
             return [self.read_span(span) for span in spans]
+        # By file, because only blocks of the same file can share a request.
         numbers: dict[int, list[int]] = {}
         for number, span in enumerate(spans):
             numbers.setdefault(span.file, []).append(number)
@@ -188,6 +191,7 @@ class TokenFiles(ABC):
         Raises:
             UserError: a token is outside; the message names file and place.
         """
+        # Unsigned, a negative id is a large one: one comparison finds both kinds.
         ids = windows.view(np.uint32)
         if self.manifest and self.manifest.conversations:
             is_padding = windows & ~FIRST == PADDING  # its first entry begins a document
@@ -219,6 +223,7 @@ class TokenFiles(ABC):
         for number, file in enumerate(self.files):
             if file.hashes:
                 for at in range(0, file.tokens, CHUNK):
+                    # The conversion waits for blocks of a bucket, which are verified on arrival.
                     np.asarray(self.read_span(TokenSpan(number, at, min(at + CHUNK, file.tokens))))
             else:
                 log.warning(
@@ -269,6 +274,7 @@ class TokenShards(TokenFiles):
         super().__init__(directory, pattern, **options)
         self.window = seq_len + 1
         self.marks_documents = False
+        # [files]: number of the window after the last of each file.
         self._ends = list(accumulate(file.tokens // self.window for file in self.files))
         if not len(self):
             key = options.get("keys", ("data.dataset_path",))[0]
@@ -288,14 +294,17 @@ class TokenShards(TokenFiles):
         With `marks_documents`, the first token of each document has `entries.FIRST`.
         """
         windows = np.empty((len(indices), self.window), np.int32)
+        # Files without a window share the end of their predecessor: bisect_right skips them.
         files = [bisect_right(self._ends, index) for index in indices]
         firsts = [self._ends[file - 1] if file else 0 for file in files]
         starts = [(i - first) * self.window for i, first in zip(indices, firsts, strict=True)]
         spans = [TokenSpan(n, at, at + self.window) for n, at in zip(files, starts, strict=True)]
         parts = self.read_spans(spans)  # files in a bucket: starts all requests
         for row, part in zip(windows, parts, strict=True):
+            # Waits for a request, and converts the type on disk to int32.
             row[:] = part
         self.check_ids(windows, [[span] for span in spans])
+        # After `check_ids`, for which a token with FIRST is outside the vocabulary.
         if self.marks_documents:
             for row, span in zip(windows, spans, strict=True):
                 row[self._document_starts(span)] |= FIRST
@@ -352,6 +361,7 @@ class SyntheticTokens:
     def __getitem__(self, index: int) -> Int[np.ndarray, "S+1"]:
         """Return window `index`, int32 [S + 1]."""
         # Raw words: NumPy may change its sampling of bounded integers.
+        # The generator advances the low 64 bits of the counter: windows never overlap.
         words = np.random.Philox(key=self.seed % 2**128, counter=index << 64)
         return (words.random_raw(self.window) % self.vocab_size).astype(np.int32)
 
@@ -398,6 +408,7 @@ def _matches(directory: Path, pattern: str, keys: tuple[str, str]) -> list[Path]
 def _check_vocabulary(file: TokenFile, vocab_size: int, manifest: Manifest | None) -> None:
     shard = manifest and manifest.by_file.get(file.path.name)
     if shard and shard.tokens == file.tokens:
+        # `prepare` has seen every token.
         low, high = 0, shard.max_token
     elif manifest and manifest.conversations:
         raise UserError(

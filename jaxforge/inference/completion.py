@@ -45,6 +45,7 @@ WINDOW = 8  # batches sorted by length together, which bounds the delay of a res
 def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Print prompts with their continuations, or write them as JSON Lines."""
     begin_command()
+    # Before the model is opened, which takes long: a mistake in the prompts is reported first.
     prompts = _prompts(args)
     trained = open_run(urls.path(args.run), overrides, step=args.step, weights=args.weights)
     tokenizer = run_directory.read_tokenizer(trained.run)
@@ -103,6 +104,7 @@ def _check_terminal() -> None:
 def _stream(decoder: Decoder, prompt: list[int], tokenizer: Tokenizer) -> None:
     """Print a prompt and stream its continuation, in whole characters."""
     ids, shown = list(prompt), 0
+    # None, before any token: the prompt is shown while the first step compiles.
     turns: Iterator[list[int | None]] = itertools.chain([[None]], decoder.stream([prompt]))
     for (token,) in turns:
         ids += [] if token is None else [token]
@@ -123,6 +125,7 @@ def results(
         completions = decoder.complete([ids[number] for number in numbers], numbers)
         for number, completion in zip(numbers, completions, strict=True):
             done[number] = _record(prompts[number], ids[number], completion, tokenizer)
+        # Results up to the first gap can be shown: batches are sorted by length.
         end = next(number for number in itertools.count(shown) if number not in done)
         yield [done.pop(number) for number in range(shown, end)]
         shown, tokens = end, tokens + sum(len(completion.tokens) for completion in completions)
@@ -165,10 +168,12 @@ def _write(path: Path | None, results: Iterator[list[Record]]) -> None:
 
 
 def _open(path: Path | None) -> contextlib.AbstractContextManager[BinaryIO]:
+    # Every process computes all results, and one writes them.
     if jax.process_index() > 0:
         return open(os.devnull, "wb")
     if path is None:
         return contextlib.nullcontext(sys.stdout.buffer)
+    # "x": a file that was created since `_prompts` looked is not overwritten.
     return path.open("xb")
 
 

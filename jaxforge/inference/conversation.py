@@ -77,6 +77,7 @@ class Dialogue:
             turns = [*self._turns[dropped:], _Turn(text, "")]
             ids = self._encode(turns)
             if (n := len(ids)) <= self._room:
+                # Only after encoding: a message that is refused leaves the history as it was.
                 self._turns = turns
                 left_out = f"oldest turns that the model does not see any more: {dropped}"
                 return ids, left_out if dropped else ""
@@ -86,6 +87,7 @@ class Dialogue:
         )
 
     def _more_text(self, text: str) -> tuple[list[int], str]:
+        # After an answer, a typed line begins a new line of the text.
         said = f"\n{text}" if self._turns and text else text
         ids = self._encode([*self._turns, _Turn(said, "")])
         self._turns.append(_Turn(said, ""))
@@ -116,8 +118,10 @@ class Dialogue:
     def _text(self, turns: Sequence[_Turn]) -> str:
         if self._template is None:
             return "".join(f"{turn.said}{turn.answer}" for turn in turns)
+        # Without the last answer, which is empty: the model writes it.
         messages = [message for turn in turns for message in _messages(turn)][:-1]
         options = {"add_generation_prompt": True}
+        # `len(messages)`: no spans, which take further renderings.
         return self._template.render(messages, len(messages), options)[0]
 
     def _end_of_answer(self) -> str:
@@ -163,6 +167,7 @@ def answer(
     n_printed, text = 0, ""
     for token in tokens:
         tokens_.append(token)
+        # An end is often a special token, which the text of an answer leaves out.
         if end and end in tokenizer.decode(tokens_, special_tokens=True):
             break
         text = continuation(tokenizer, ids, tokens_)
@@ -212,6 +217,7 @@ def talk(
                 continue
             if word:
                 say(f"({word})\n")
+            # With one seed, a repeated question would get the same answer after /reset.
             seeded = dataclasses.replace(decoder, seed=decoder.seed + turn)
             dialogue.record_answer(_answer(seeded, ids, tokenizer, dialogue.end, say))
 
@@ -261,6 +267,7 @@ def _tokens(decoder: Decoder, ids: list[int]) -> Iterator[int]:
 @contextlib.contextmanager
 def _interruptible() -> Iterator[None]:
     """Let Ctrl-C raise KeyboardInterrupt; it ends other commands (`jaxforge.__init__`)."""
+    # Python sets signal handlers in the main thread only.
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -71,6 +71,7 @@ def evaluate(
     """
     overrides = [*overrides, *set_overrides(sets)]
     trained = open_run(path, overrides, step=step, devices=devices, weights=weights)
+    # `open_run` removes the batch size of training, which is the default here.
     as_trained = run_directory.read_config(trained.run, overrides)
     config = _with_batch(trained, as_trained, batch_size)
     if not config.eval.sources():
@@ -142,6 +143,7 @@ def _with_objective(config: JobConfig) -> JobConfig:
     """Return the config with the objective that its evaluation sets need."""
     if not sources.eval_sets_have_pairs(config):
         return config
+    # `open_run` has set next-token prediction.
     return config.with_values({"train.objective": "dpo"})
 
 

@@ -81,6 +81,7 @@ class Run:
         import pandas as pd
 
         columns = {name: pd.Series(curve.value, curve.step) for name, curve in series.items()}
+        # A resumed run may log a step again: the last value counts.
         latest = {
             name: curve[~curve.index.duplicated(keep="last")] for name, curve in columns.items()
         }

@@ -109,11 +109,13 @@ class TrainedModel:
         """Read the parameters; each device reads only its own shards."""
         checkpoints = Checkpoints(self.run, self.config.checkpoint, read_only=True)
         try:
+            # A checkpoint is in the order of layers, whatever stages the run had.
             abstract = by_layer(like, self.model.stack)
             restored = checkpoints.restore_model(abstract, self.step, self.weights)
             params = variables(by_stage(restored, self.model.stack, like))
             if not self.config.lora.rank:
                 return params
+            # With LoRA, a checkpoint holds adapters, and the record of the base they belong to.
             recorded = checkpoints.progress(self.step).base
             return join(load_base(self.program, open_foreign, recorded).params, params)
         finally:

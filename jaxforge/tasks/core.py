@@ -127,6 +127,7 @@ class CoreBundle:
             return {}
         chances = {description.label: description.chance for description in self.descriptions}
         metrics = {label: result[_SUBJECT + label] for label, result in complete.items()}
+        # Centering scales an error like its accuracy; tasks are independent, so variances add.
         errors = [m["acc_stderr"] / (1 - chances[label]) for label, m in metrics.items()]
         n = len(CORE_TASKS)
         return {
@@ -163,6 +164,7 @@ class CoreTask:
         """Return accuracy, its standard error, and the centered accuracy."""
         hits = [hit for part in self._parts() for hit in self._hits(part)]
         accuracy, chance = sum(hits) / len(hits), self._task.chance
+        # Of the mean of n outcomes that are 0 or 1, by the sample variance.
         variance = accuracy * (1 - accuracy) / max(1, len(hits) - 1)
         metrics = {
             "acc": accuracy,
@@ -188,11 +190,13 @@ class CoreTask:
         prompts = [self._prompts(i) for i in numbers]
         texts = [text for texts in prompts for text in texts]
         encoded = iter(self._text.tokenizer.encode_batch(texts))
+        # [documents][texts][tokens]
         tokens = [[[self._text.prefix, *next(encoded)] for _ in texts] for texts in prompts]
         scored = [kind.continuations(sequences, self._text.max_length) for sequences in tokens]
         likelihoods = iter(
             self._text.score(
                 [continuation for answers in scored for continuation in answers],
+                # Parts have different sizes: full batches share one program.
                 has_full_batches=self._n > len(numbers),
             )
         )
@@ -205,6 +209,7 @@ class CoreTask:
         """Return the texts of a document, after the examples before it."""
         kind, n_candidates = _KINDS[self._task.kind], len(self._documents) - 1
         drawn = random.Random(_SHOTS_SEED + number).sample(range(n_candidates), self._task.n_shots)
+        # Numbers from the document on move up by one, so that it is not its own example.
         shots = [self._documents[i + (i >= number)] for i in drawn]
         delimiter = self._task.delimiter
         before = "".join(kind.example(shot, delimiter) + "\n\n" for shot in shots)
@@ -276,6 +281,7 @@ def _split(sequence: list[int], first: int, longest: int) -> Continuation:
     At least one token is on each side.
     """
     readable = sequence[-longest:]
+    # Tokens that truncation removes from the start move the border to the left.
     at = min(max(first - (len(sequence) - len(readable)), 1), len(readable) - 1)
     return Continuation(readable[:at], readable[at:])
 

@@ -89,6 +89,7 @@ class LmEvalModel(TemplateLM):
             kwargs: arguments of other models; without effect.
         """
         if add_special_tokens is None:
+            # A text may spell BOS itself, as those of chat templates do.
             prefix = self._tokenizer.decode([self._text.prefix], special_tokens=True) or None
             add_special_tokens = not has_bos_prefix(string, prefix)
         if not add_special_tokens or self._add_bos is False:
@@ -118,9 +119,11 @@ class LmEvalModel(TemplateLM):
                 tokens, self._text.prefix, self._text.max_length, context_len=1
             )
             texts.append([Continuation(*make_disjoint_window(window)) for window in rolling])
+        # The windows of all texts in one call, so that batches are full.
         likelihoods = iter(self._text.score([window for windows in texts for window in windows]))
         sums = [sum(next(likelihoods).log_probability for _ in windows) for windows in texts]
         for request, total in zip(requests, sums, strict=True):
+            # For lm_eval's `--use_cache`.
             self.cache_hook.add_partial("loglikelihood_rolling", request.args, total)
         return sums
 
@@ -141,6 +144,7 @@ class LmEvalModel(TemplateLM):
         numbered = [(*request.args, number) for number, request in enumerate(requests)]
         collator = Collator(
             numbered,
+            # Longest first, as in lm_eval: a batch that exceeds the memory fails at once.
             sort_fn=lambda request: (-len(self.tok_encode(request[0])), request[0]),
             group_fn=lambda request: request[1],
             group_by="gen_kwargs",
@@ -169,9 +173,11 @@ class LmEvalModel(TemplateLM):
         stops = handle_stop_sequences(until, eos=eos)
 
         def should_stop(tokens: list[int]) -> bool:
+            # As text: a stop sequence may end within a token.
             text = self._tokenizer.decode(tokens)
             return any(stop and stop in text for stop in stops)
 
+        # Truncated on the left, as by "hf": the question is at the end.
         prompts = [
             self.tok_encode(context)[-max_context:] or [self._text.prefix] for context in contexts
         ]
@@ -251,4 +257,5 @@ def _sampling(settings: dict[str, Any]) -> Sampling:
         )
     if not settings.pop("do_sample"):
         return Sampling(temperature=0.0)
+    # The default of transformers.
     return Sampling(**{"temperature": 1.0, **settings})

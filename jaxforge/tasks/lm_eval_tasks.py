@@ -53,6 +53,7 @@ class LmEvalTask:
     def evaluate(self) -> Results:
         """Return the metrics of the group if it has any, otherwise those of each of its tasks."""
         for task in self._loaded["tasks"].values():
+            # Again, as the generator of a task has advanced in the evaluation before.
             task.set_fewshot_seed(seed=DEFAULT_OTHER_SEED)
         with _same_random_numbers(), _quiet():
             results = evaluate(
@@ -207,6 +208,7 @@ def _load(manager: TaskManager, entry: str, section: EvalConfig) -> dict[str, An
         ) from error
     for task in loaded["tasks"].values():
         shots = task.get_config("num_fewshot")
+        # 0 is part of a task's definition, as for lm_eval's `--num_fewshot`.
         if shots is None or (section.tasks_num_fewshot is not None and shots != 0):
             task.set_config(key="num_fewshot", value=section.tasks_num_fewshot or 0)
     return loaded
@@ -230,6 +232,7 @@ def _numbers(metrics: dict[str, Any]) -> dict[str, float]:
     """Return the numbers among lm_eval's metrics, without the name of the default filter."""
     numbers = {}
     for key, value in metrics.items():
+        # Keys are "metric,filter"; others, such as "alias", are not metrics.
         name, comma, filter_name = key.partition(",")
         if comma and isinstance(value, int | float):
             numbers[_logged_name(name, filter_name)] = float(value)

@@ -88,6 +88,7 @@ def unknown_token(tokenizer: Tokenizer, ids: Sequence[int], vocab_size: int) -> 
 
 def continuation(tokenizer: Tokenizer, ids: Sequence[int], tokens: Sequence[int]) -> str:
     """Return the text that `tokens` add to the text of a prompt's `ids`."""
+    # Decoded together, as some decoders drop the space before the first token.
     return tokenizer.decode([*ids, *tokens])[len(tokenizer.decode(ids)) :]
 
 
@@ -105,6 +106,7 @@ def read_prompts(path: Path) -> list[Prompt]:
         content = sys.stdin.buffer.read() if path == STDIN else path.read_bytes()
     except OSError as error:
         raise UserError(f"--prompts {path}: {error.strerror}") from error
+    # The line end of the last prompt does not begin another, empty one.
     lines = content.removesuffix(b"\n").split(b"\n")
     if lines == [b""]:
         raise UserError(f"--prompts {path}: the file is empty; give a prompt a line")
@@ -143,6 +145,7 @@ def _from_json(line: str, location: str) -> Prompt:
         raise UserError(f'{location}: expected an object with a text as "prompt", such as '
                         '{"prompt": "Once upon"}')  # fmt: skip
     try:
+        # JSON can spell half of a surrogate pair, which the output, UTF-8, cannot.
         json.dumps(fields, ensure_ascii=False).encode()
     except UnicodeEncodeError:
         raise UserError(f"{location}: half of a surrogate pair, which is not a character") from None

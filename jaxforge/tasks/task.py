@@ -200,6 +200,7 @@ class Tasks:
 
         def before_batch() -> None:
             if stop():
+                # An exception, as code of lm_eval lies between the task and its batches.
                 raise _Stopped
 
         try:

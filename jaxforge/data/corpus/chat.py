@@ -122,10 +122,12 @@ class ChatTemplate:
             texts = json.dumps([list(messages), dict(options)], ensure_ascii=False, default=str)
         except RecursionError as error:
             raise ValueError("its objects are nested too deeply") from error
+        # A mark in the data would pass for the border of a span.
         if _BETWEEN_MARKS.search(texts):
             raise ValueError("it holds U+FDD0 or U+FDD1, which are not characters")
         if self._choose(options).has_marks and not first:
             return _unmark(self._text(messages, options))
+        # Without marks, or with `first`, as marks do not name their message: differences of texts.
         text = _unmark(self._text(messages, options))[0]
         spans = []
         for i, message in enumerate(messages):
@@ -230,6 +232,7 @@ class IsolatedTemplate:
     def _start(self) -> None:
         self._pid = os.getpid()
         package = str(Path(__file__).parents[3])
+        # The child must find this package where the parent has found it.
         path = os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")]))
         self._child = subprocess.Popen(
             [sys.executable, "-P", "-c", _SERVE],  # -P: nothing of the working directory
@@ -269,6 +272,7 @@ class IsolatedTemplate:
         stdin, stdout = self._child.stdin, self._child.stdout
         assert stdin is not None
         assert stdout is not None
+        # If the child is dead, the empty answer below leads to its exit code, which says why.
         with suppress(BrokenPipeError):
             stdin.write(question)
             stdin.flush()
@@ -303,6 +307,7 @@ def serve() -> None:
     """Compile a template and render conversations until standard input ends (child process)."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to answer
     signal.signal(signal.SIGPROF, signal.SIG_DFL)  # which ends the process
+    # After the imports: the limit is relative to the memory in use.
     limit_memory(_MEMORY)
     with suppress(EOFError):
         template = _answer(ChatTemplate, *pickle.load(sys.stdin.buffer))
@@ -327,6 +332,7 @@ def _answer(function: Callable[..., _Result], seconds: float, args: tuple) -> _R
         answer = {"error": str(error), "is_template": False}
     except MemoryError:
         answer = {"error": f"it takes more than {_MEMORY >> 20} MiB", "is_template": False}
+    # Before the answer is written, which the signal would cut short.
     signal.setitimer(signal.ITIMER_PROF, 0)
     sys.stdout.buffer.write(json.dumps({**answer, "size": len(text)}).encode() + b"\n" + text)
     sys.stdout.buffer.flush()

@@ -90,6 +90,7 @@ class Conversations(Content):
             ValueError: the record is not a conversation, the template refuses it, or no span is
                 learned.
         """
+        # Rows of a table have all of its columns: a null must not decide the form.
         form = _form(name for name, value in record.items() if value is not None)
         if not form:
             raise RecordError(
@@ -107,6 +108,7 @@ class Conversations(Content):
             text, spans = self._render(record, form)
         if not any(start < end for start, end in spans):
             raise ValueError("the assistant says nothing, so that there is nothing to learn")
+        # Templates write their own end of turn; plain text needs EOS to learn where to stop.
         document = {"text": text, "learned": spans, "eos": plain}
         return json.dumps(document, ensure_ascii=False)
 
@@ -122,6 +124,7 @@ class Conversations(Content):
         if not isinstance(options, dict):
             raise ValueError(f"expected an object as chat_template_kwargs, not {options!r:.40}")
         tools = record.get("tools")
+        # Tables hold tools as JSON in a text, which is empty where a row has none.
         if isinstance(tools, str):
             tools = json.loads(tools) if tools.strip() else None
         if tools is not None:
@@ -208,6 +211,7 @@ def encode_preferences(tokenizer: Tokenizer, texts: Sequence[Text], dtype: str) 
 
 
 def _pair_lengths(entries: Int[np.ndarray, "_"]) -> Int[np.ndarray, "pairs"]:
+    # Each pair has two starts, of chosen and of rejected.
     starts = np.flatnonzero(entries & FIRST)[::2]
     return np.diff(starts, append=len(entries))
 
@@ -236,6 +240,7 @@ def encode_conversations(
             added = begun[: len(begun) - len(ids)]  # not learned
             entries = np.concatenate([np.asarray(added, dtype) | UNLEARNED, entries])
             is_ended = begun[len(tokenizer.prefix) :][-1:] == [tokenizer.eos_id]
+        # A conversation without tokens also needs an entry, to carry FIRST.
         if not ids or (document["eos"] and not is_ended):
             entries = np.append(entries, np.asarray(tokenizer.eos_id, dtype))
         entries[0] |= FIRST
@@ -269,6 +274,7 @@ def _conversation(
         return [_plain_message("user", asked), _plain_message("assistant", record["output"])], 0
     if form[0] == "prompt":
         prompt = _messages(record["prompt"], "user")
+        # The prompt may hold earlier answers, which are not learned.
         return [*prompt, *_messages(record["completion"], "assistant")], len(prompt)
     return _messages(record[form[0]], ""), 0
 
@@ -290,6 +296,7 @@ def _message(message: Mapping[str, Any]) -> dict[str, Any]:
     """Return a message with `role`, `content` if it has one, and its other fields."""
     # As in transformers: no null keys, and reasoning under the names that templates read.
     there = without_null_keys(message)
+    # ShareGPT's keys are renamed unless the message also has the usual ones.
     fields = {key if (name := _KEYS.get(key, key)) in there else name: value
               for key, value in there.items()}  # fmt: skip
     reasoning = next((fields[key] for key in _REASONING if key in fields), None)

@@ -83,6 +83,7 @@ def is_split_inside(inputs: Sequence[Input]) -> bool:
 
 def hash_fraction(text: str) -> float:
     """Return a pseudorandom number in [0, 1), the same on every machine."""
+    # 48 bits are exact in a float. `fsencode`, because names of files need not be UTF-8.
     return int.from_bytes(hashlib.sha256(os.fsencode(text)).digest()[:6], "big") / 2**48
 
 
@@ -145,6 +146,7 @@ def text_parts(
                 for chunk in _of_record(source, record, offset, left, parts):
                     left -= chunk.size
                     yield chunk
+                # Only the first document is resumed in its middle.
                 offset = 0
         if left <= 0:
             return
@@ -167,6 +169,7 @@ def _reading(source: Input) -> Iterator[Input]:
             source.check_unchanged()  # a change explains any error
             raise
         source.check_unchanged()
+    # An OSError, too, but the bucket has failed and not the input.
     except StorageError:
         raise
     except OSError as error:
@@ -218,9 +221,11 @@ def _of_record(
             continue
         record.content.seek(offset)
         for data, last in _lines(record.content, limit, part.end):
+            # A text that is cut into two splits is a document in each of them.
             is_first = offset == part.start
             offset += len(data)
             limit -= len(data)
+            # Before the last range ends, reading resumes within this record.
             is_done = last and part is parts[-1]
             end = (
                 ReadPosition(record.number) if is_done else ReadPosition(record.number - 1, offset)
@@ -230,6 +235,7 @@ def _of_record(
                 text, valid = data.decode(), True
             except UnicodeDecodeError:
                 text, valid = data.decode(errors="replace"), False
+            # Only at the start of the text: elsewhere U+FEFF is a character of it.
             if offset == len(data):
                 text = text.removeprefix("\ufeff")  # a byte-order mark
             yield TextPart(
@@ -250,6 +256,7 @@ def _line_before(file: BinaryIO, offset: int) -> int:
     line = data.rfind(b"\n", 0, offset - start) + 1
     if line:
         return start + line
+    # Bytes 10xxxxxx continue a character, and a cut must not be before one.
     while len(data) > offset - start > 0 and data[offset - start] & 0xC0 == 0x80:
         offset -= 1
     return offset
@@ -257,6 +264,7 @@ def _line_before(file: BinaryIO, offset: int) -> int:
 
 def _lines(file: BinaryIO, limit: int, end: int | None) -> Iterator[tuple[bytes, bool]]:
     """Yield whole lines up to `end`, about a MiB at a time, with True for the last ones."""
+    # One part ahead of the caller, because only an empty read shows which part was the last.
     data = _read(file, limit, end)
     while data:
         limit -= len(data)
@@ -276,6 +284,7 @@ def _read(file: BinaryIO, limit: int, end: int | None) -> bytes:
             whole = _cut(data)
             file.seek(whole - len(data), os.SEEK_CUR)
             data = data[:whole]
+    # The range may end within this line; the next range begins there.
     if end is not None and (beyond := file.tell() - end) > 0:
         file.seek(end)
         return data[:-beyond]

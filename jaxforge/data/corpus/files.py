@@ -200,6 +200,7 @@ class File(Input):
         Raises:
             UserError: the file is small, and its compression ratio is implausible for text.
         """
+        # A small file that unpacks to gigabytes is refused before a parser sees any of it.
         if self.is_packed and self.size < _QUICKLY_UNPACKED:
             with closing(self._open()) as file:
                 for size in itertools.count(SKIPPED, SKIPPED):
@@ -249,6 +250,7 @@ class File(Input):
         if not isinstance(value, Mapping):
             return bad_record(number, f"{where}: not a JSON object")
         record = to_record(number, value, where, self.content)
+        # After maps and templates, which can make the text larger than the record.
         size = record.content.seek(0, os.SEEK_END)
         record.content.seek(0)
         return self.too_large(number) if size > self.max_record_bytes else record
@@ -257,11 +259,13 @@ class File(Input):
         """Return a record of plain text; with maps, it is a record with the text field."""
         if not self.content.has_maps:
             return Record(number, content)
+        # One byte more than allowed shows that the text is too large without reading all of it.
         text = content.read(self.max_record_bytes + 1)
         if len(text) > self.max_record_bytes:
             return self.too_large(number)
         document = text.decode(errors="replace").removeprefix("\ufeff")
         record = self.record(number, {self.content.text_field: document})
+        # `record` has received a str, in which invalid bytes are U+FFFD already.
         return record._replace(is_utf8=is_utf8(text))
 
     def too_large(self, number: int) -> Record:

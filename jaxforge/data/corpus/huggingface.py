@@ -109,6 +109,7 @@ class HuggingFace(Input):
         n = min(-(-self.weight // nbytes), len(self.dataset)) if self.weight else 1
         if n < 2:
             return [self]
+        # Equal numbers of rows, as the size of each row is unknown.
         borders = [len(self.dataset) * i // n for i in range(n + 1)]
         return [replace(self, span=InputSpan(*ends)) for ends in pairwise(borders)]
 
@@ -123,6 +124,7 @@ class HuggingFace(Input):
         start = 0
         if self.span:
             start = self.span.start
+            # `take` before `skip`: the end of a span counts from the start of the dataset.
             rows = rows.take(self.span.end)
         for number, record in enumerate(_rows(rows.skip(start), self.name), start + 1):
             yield to_record(number, record, f"{self.name}:{number}", self.content)
@@ -184,6 +186,7 @@ def _saved(
     if split not in splits:
         raise ValueError(f"it has the splits {listed(splits)}")
     dataset = splits[split]
+    # One shard for each file: `StreamedTokens` divides a dataset by its shards.
     n_files = max(1, len(dataset.cache_files))
     return dataset.to_iterable_dataset(num_shards=n_files) if streaming else dataset
 

@@ -76,6 +76,7 @@ def fill(
                 is_whole=is_whole,
             )
         )
+        # In another process, which a panic or an endless pattern may end.
         isolate = isolate and tokenizer.is_risky
         encoded = _encoded(read, tokenizer, directory, options, workers, isolate=isolate)
         for batch, arrived in stack.enter_context(closing(encoded)):
@@ -137,6 +138,7 @@ def encode_batches(
         os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the workers are the parallelism
     if is_silent:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+    # The parent has loaded this file, so it need not be tried in a child process again.
     tokenizer = load_tokenizer(directory, is_checked=True)
     serve(connection, lambda texts: _encode(tokenizer, texts, options))
 
@@ -180,6 +182,7 @@ def encode(tokenizer: Tokenizer, texts: Sequence[Text], dtype: str) -> Encoded:
 def conversation_lengths(entries: Tokens) -> Encoded:
     """Return entries of conversations with the length of each."""
     lengths = {
+        # The first entry has FIRST: differences of the starts cover all entries.
         split: np.diff(np.flatnonzero(array & FIRST), append=len(array))
         for split, array in entries.items()
     }
@@ -190,6 +193,7 @@ def split_tokens(
     tokens: Int[np.ndarray, "_"], lengths: Int[np.ndarray, "texts"], count: int
 ) -> tuple[Int[np.ndarray, "texts"], Int[np.ndarray, "texts"]]:
     """Return the lengths of the texts' parts in `tokens[:count]` and in the other tokens."""
+    # [texts]: the end of each text within the first `count` tokens.
     ends = np.minimum(np.cumsum(lengths), min(count, len(tokens)))
     first = np.diff(ends, prepend=0)
     return first, lengths - first

@@ -66,6 +66,7 @@ def find_inputs(
     # URLs are checked when they are read: a request for each of them would take hours.
     check_text((file.path, file.is_text) for file in files.values() if isinstance(file.path, Path))
     if not files:
+        # Empty files were dropped above: name one, because the message below would mislead.
         for path in paths:
             if isinstance(path, Path) and path.is_file() and not path.stat().st_size:
                 raise UserError(f"INPUT {path} is empty: give a file with text, or a directory")
@@ -85,6 +86,7 @@ def _walk(
     for root in paths:
         if isinstance(root, str):
             for file in list_files(root):
+                # A file that the URL itself names is read whatever its suffix, as a local one is.
                 if file.name == file.path.name == root.rpartition("/")[2] or formats.is_named(
                     file.path.name, globs
                 ):
@@ -114,6 +116,7 @@ def _walk_local(
 
     def fail(error: OSError) -> None:
         name = f"{Path(error.filename).relative_to(root).as_posix()}/"
+        # An unreadable directory is not an error if --exclude covers it.
         if not any(fnmatch(name, pattern) for pattern in exclude):
             raise unreadable(error.filename, error, EXCLUDE) from error
 
@@ -136,6 +139,7 @@ def links_out(paths: Iterable[Path | str], files: Iterable[Input]) -> list[Path]
         for file in files
         if isinstance(file, File) and isinstance(file.path, Path) and file.path.is_symlink()
     ]
+    # A link that is named itself is intended.
     named = {path for path in paths if isinstance(path, Path)}
     return [
         link

@@ -133,6 +133,7 @@ class EncodedHashes:
         self._crc32 = crc32
 
     def __len__(self) -> int:
+        # Base64: 4 characters for 3 bytes, less one for each final "="; 4 bytes for a hash.
         return (len(self._crc32) // 4 * 3 - self._crc32.count("=", -2)) // 4
 
     def __getitem__(self, block: int) -> int:
@@ -202,6 +203,7 @@ class BlockHashes:
         for block in range(start // self._tokens, -(-end // self._tokens)):
             if not self._is_checked[block]:
                 self.check(tokens[block * self._tokens : (block + 1) * self._tokens], block)
+                # Without a lock: two threads that check the same block only repeat work.
                 self._is_checked[block] = True
 
     def check_from(self, tokens: Int[np.ndarray, "_"], first: int) -> None:
@@ -306,6 +308,7 @@ class Manifest:
         path = directory / FILE_NAME
         try:
             content = read_regular(path, _MOST_BYTES)
+            # Before the parser, which makes an object of each brace.
             if _SHARD_BYTES * content.count(b"{") > len(content) + 1000:
                 raise UserError(_not_a_manifest(path, "its tables are too small for shards"))
             manifest = _JSON.validate_json(content, strict=True)
@@ -333,6 +336,7 @@ def _check_hashes(path: Path, manifest: Manifest) -> None:
     for shard in manifest.shards:
         try:
             hashes = shard.block_hashes()
+            # Rounded up: the last block may be shorter, and has a hash, too.
             blocks = -(-shard.tokens * np.dtype(manifest.dtype).itemsize // BLOCK_BYTES)
         except (TypeError, ValueError) as error:
             raise UserError(_not_a_manifest(path, f"{shard.file}: {error}")) from error

@@ -65,6 +65,7 @@ class Map:
     @property
     def fingerprint(self) -> str:
         """SHA-256 (hex) of the source of the module, and of that which defines the function."""
+        # The named module may import the function: a change of either source counts.
         named = _module(self.spec.rpartition(":")[0])
         defining = inspect.getmodule(self.function) or named
         sources = "".join(map(_source, dict.fromkeys((named, defining))))
@@ -94,6 +95,7 @@ def load_maps(specs: Sequence[str]) -> tuple[Map, ...]:
         UserError: a function cannot be imported, or two have the same name in counts.
     """
     maps = tuple(map(Map, specs))
+    # The manifest counts by name, which two maps must not share.
     rules = [each.rule for each in maps]
     for each in maps:
         if rules.count(each.rule) > 1:
@@ -126,6 +128,7 @@ class Mapped(Content):
 
     def columns(self, there: Sequence[str] | None, where: str) -> list[str]:
         """Return all columns: a map may read any of them."""
+        # Only for its error: a missing text column is reported before a map runs.
         self.content.columns(there, where)
         return list(there or [])
 
@@ -161,6 +164,7 @@ def _mapped(each: Map, record: Mapping[str, Any], where: str) -> tuple[MapRecord
     """Return the result of a map, and whether it dropped, changed or left the record."""
     # A map may change the record, or a list in it, in place and return the same object.
     before = _snapshot(record)
+    # A plain dict also for a row of a table, and never the object of the reader.
     result = each.call(dict(record), where)
     if result is None:
         return {}, DROPPED
@@ -214,6 +218,7 @@ def _module(location: str) -> ModuleType:
         path = Path(location)
         if not path.is_file():
             raise UserError(f"--map {location}: no such file")
+        # Files of the same name in two directories need two entries of `sys.modules`.
         name = f"jaxforge_map_{hashlib.sha256(str(path.absolute()).encode()).hexdigest()[:12]}"
         spec = importlib.util.spec_from_file_location(name, path)
         assert spec is not None
@@ -225,6 +230,7 @@ def _module(location: str) -> ModuleType:
     except UserError:
         raise
     except ModuleNotFoundError as error:
+        # Otherwise the named module exists, and a module that it imports does not.
         if f"{location}.".startswith(f"{error.name}."):
             raise UserError(
                 f'--map {location}: module "{location}" does not exist; name its file '

@@ -119,6 +119,7 @@ class Parts:
         while True:
             with locks.hold(path) as is_held:
                 if is_held:
+                    # Read under the lock: its last holder may have finished the unit.
                     yield self.read(unit)
                     return
             if time.monotonic() > deadline:
@@ -135,6 +136,7 @@ class Parts:
     def read_all(self, units: Iterable[int]) -> Iterator[UnitPart]:
         """Yield finished parts, in order."""
         with ThreadPoolExecutor(READERS) as threads:
+            # In the order of the units, which is that of the shards in the manifest.
             for number, part in zip(units, threads.map(self.read, units), strict=True):
                 assert part is not None, f"part {number} is not finished"
                 yield part
@@ -282,6 +284,7 @@ class UnitProgress:
     def finish(self, part: UnitPart) -> None:
         """Record that a unit is finished."""
         with self._lock:
+            # Under one lock, so that no display counts the unit twice or not at all.
             self._running.pop(part.unit, None)
             self._documents += part.documents
             self._tokens += part.tokens
@@ -299,6 +302,7 @@ class UnitProgress:
         self._show(
             Done(
                 files=self._n_files,
+                # Streams have weight 0: how much of them is done is unknown.
                 fraction=weight / self._total if self._total else None,
                 documents=self._documents + sum(documents for documents, _, _ in running),
                 tokens=self._tokens + sum(tokens for _, tokens, _ in running),

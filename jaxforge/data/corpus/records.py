@@ -113,6 +113,7 @@ class TextField(Content):
     def source(self, record: Mapping[str, Any]) -> str:
         """Return the text in `source_field`, of bounded length, or ""."""
         value = record.get(self.source_field) if self.source_field else None
+        # Names go into parts and manifest: a whole text in this field must not.
         return value[:_LONGEST_SOURCE] if isinstance(value, str) else ""
 
     def columns(self, there: Sequence[str] | None, where: str) -> list[str]:
@@ -120,7 +121,9 @@ class TextField(Content):
         if there is not None and self.field not in there:
             message = f'{where} has no column "{self.field}"; it has {listed(there)}'
             raise UserError("; ".join(filter(None, [message, _option_for(there)])))
+        # Tables without this column are counted under the name of the input.
         has_source = self.source_field and (there is None or self.source_field in there)
+        # Both options may name the same column, and columns are read once.
         return list(dict.fromkeys([self.field, *([self.source_field] if has_source else [])]))
 
     def document(self, record: Mapping[str, Any]) -> str:
@@ -130,6 +133,7 @@ class TextField(Content):
             return text
         has = f"{text!r:.40}" if self.field in record else f"it has: {listed(record)}"
         advice = "" if self.field in record else _option_for(record)
+        # A record with a single text leaves no doubt about the field.
         texts = [name for name, value in record.items() if isinstance(value, str)]
         if not advice and self.field not in record and len(texts) == 1:
             advice = _text_field(texts[0])
@@ -266,12 +270,14 @@ def to_record(number: int, record: Mapping[str, Any], where: str, content: Conte
         mapped, outcomes = content.apply(record, where)
         if mapped is None:
             return Record(number, io.BytesIO(), outcomes=outcomes)
+        # Maps return plain dicts, in which None still stands for a missing key of the table.
         if isinstance(record, TableRow) and mapped is not record:
             mapped = TableRow(mapped)
         document = content.document(mapped)
     except UserError:  # a problem of the options, not of the record
         raise
     except RecordError as error:
+        # A field that the first record lacks is a wrong option; later, the record is at fault.
         return bad_record(number, f"{where}: {error}", error.advice if number == 1 else "")
     except (ValueError, RecursionError) as error:
         return bad_record(number, f"{where}: {error}")

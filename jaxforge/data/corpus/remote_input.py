@@ -100,6 +100,7 @@ def list_files(url: str) -> list[Listed]:
     """
     url = url.rstrip("/")
     try:
+        # Buckets have no directories: only a listing shows whether the URL is a prefix.
         entries = files.entries(url)
         if entries:
             return [
@@ -199,6 +200,7 @@ class _RangedFile(io.RawIOBase):
         is_sequential = self._position == self._start + len(self._block)
         self._size = min(2 * self._size, _BLOCK) if is_sequential else _FIRST_BLOCK
         self._start = self._position
+        # After a jump, the block that was requested ahead is another one.
         if not self._next or self._next[0] != self._position:
             self._next = self._position, self._fetch(self._position)
         try:

@@ -116,6 +116,7 @@ class Statistics:
         self.open_tokens += tokens
         if is_end:
             counts[0] += 1
+            # floor(log2(tokens)); a document without tokens counts in bin 0.
             bin_ = max(0, self.open_tokens.bit_length() - 1)
             self.documents_by_length[bin_] += 1
             self.tokens_by_length[bin_] += self.open_tokens
@@ -144,6 +145,7 @@ class Statistics:
             known = name in self.sources or len(self.sources) < _MOST_SOURCES
             totals = self.sources.setdefault(name if known else _UNNAMED, [0, 0, 0])
             totals[:] = map(sum, zip(totals, counts, strict=True))
+        # Where no record passed the first maps, later maps have no counts yet.
         self.outcomes += [[0, 0, 0] for _ in other.outcomes[len(self.outcomes) :]]
         for totals, added in zip(self.outcomes, other.outcomes, strict=False):
             totals[:] = map(sum, zip(totals, added, strict=True))
@@ -156,12 +158,14 @@ class Statistics:
         """
         bins = 1 + max((i for i, n in enumerate(self.documents_by_length) if n), default=-1)
         named = [(name, counts) for name, counts in self.sources.items() if name != _UNNAMED]
+        # Ties are in the order of names, and not in that of the units.
         named.sort(key=lambda item: (-item[1][1], item[0]))
         unnamed = [counts for _, counts in named[LONGEST_LIST:]]
         unnamed += [self.sources[_UNNAMED]] if _UNNAMED in self.sources else []
         rows = [SourceCounts(name, *counts) for name, counts in named[:LONGEST_LIST]]
         if unnamed:
             rows.append(SourceCounts(_UNNAMED, *map(sum, zip(*unnamed, strict=True))))
+        # Maps that no record has reached have no counts.
         counted = [*self.outcomes, *([[0, 0, 0]] * (len(rules) - len(self.outcomes)))]
         return CorpusStatistics(
             bytes=self.size,

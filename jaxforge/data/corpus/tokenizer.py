@@ -135,6 +135,7 @@ class ByteTokenizer(Tokenizer):
         return [(self.encode(text), self._token_offsets(text)) for text in texts]
 
     def _token_offsets(self, text: str) -> Int[np.ndarray, "n 2"]:
+        # characters [bytes]: the index of the character that each byte belongs to.
         n_bytes = [len(character.encode()) for character in without_surrogates(text)]
         characters = np.repeat(np.arange(len(text)), n_bytes)
         return np.stack([characters, characters + 1], axis=1)
@@ -193,6 +194,7 @@ class HFTokenizer(Tokenizer):
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         ids = self._tokenizer.get_vocab().values()
+        # Ids may have gaps, and arrays are indexed by id: the number of tokens is too small.
         self.vocab_size = 1 + max(ids, default=-1)
         # What a file may make later texts or arrays grow to is bounded here, once.
         check_ids(self.vocab_size - 1, len(ids))
@@ -208,6 +210,7 @@ class HFTokenizer(Tokenizer):
         self.eos_ids = tuple(dict.fromkeys((*first, *eos_ids)))
         self.bos_id = None if bos is None else self._tokenizer.token_to_id(bos)
         self.prefix = self._added_before_texts()
+        # tokenizer_config.json may ask for a BOS that the post-processor adds already: never two.
         self._adds_bos = add_bos and self.bos_id is not None and self.bos_id not in self.prefix
         if self._adds_bos:
             self._add_bos_before_texts()
@@ -226,6 +229,7 @@ class HFTokenizer(Tokenizer):
             with _encoding():
                 encoding = self._tokenizer.encode(text)
             check_added(encoding.ids, count, self.vocab_size)
+            # The mask is 1 for added ids: those before the first 0 precede the text.
             if 0 in encoding.special_tokens_mask:
                 return tuple(encoding.ids[: encoding.special_tokens_mask.index(0)])
         return ()
@@ -236,6 +240,7 @@ class HFTokenizer(Tokenizer):
         template = processors.TemplateProcessing(
             single=[bos, "$A"], pair=[bos, "$A", bos, "$B:1"], special_tokens=[(bos, self.bos_id)]
         )
+        # After the processor of the file, so that BOS is the outermost token.
         before = self._tokenizer.post_processor
         self._tokenizer.post_processor = (
             processors.Sequence([before, template]) if before else template
@@ -264,6 +269,7 @@ class HFTokenizer(Tokenizer):
     ) -> list[tuple[list[int], Int[np.ndarray, "n 2"]]]:
         """Return `encode` of each text with the character range of each id, on all cores."""
         with _encoding():
+            # Not `encode_batch_fast`, which does not track offsets.
             encodings = self._without_post_processor.encode_batch(
                 [without_surrogates(text) for text in texts], add_special_tokens=False
             )
@@ -288,6 +294,7 @@ class HFTokenizer(Tokenizer):
         of the text after Unicode normalisation and prefix spaces, which may differ slightly from
         the file.
         """
+        # With other decoders, the bytes of a token depend on its neighbours.
         decoder = json.loads(self._file).get("decoder") or {}
         if "ByteLevel" not in [part.get("type") for part in decoder.get("decoders", [decoder])]:
             return None
@@ -296,6 +303,7 @@ class HFTokenizer(Tokenizer):
             lengths[i] = len(token) if _LETTERS.issuperset(token) else len(token.encode())
         for i, added in self._tokenizer.get_added_tokens_decoder().items():
             lengths[i] = 0 if added.special else len(added.content.encode())
+        # A file need not mark EOS or BOS as special, but they are never text.
         lengths[[i for i in (self.eos_id, *self.prefix) if i is not None]] = 0
         return lengths
 
@@ -307,6 +315,7 @@ class HFTokenizer(Tokenizer):
         if not self.prefix:
             return self
         file = self._file
+        # A BOS that this class has added is not in the file.
         if not self._adds_bos:
             document = {**json.loads(file), "post_processor": None}
             file = json.dumps(document, ensure_ascii=False).encode()
@@ -319,9 +328,11 @@ class HFTokenizer(Tokenizer):
         `generation_config.json`.
         """
         directory.mkdir(parents=True, exist_ok=True)
+        # The bytes as they were read: the fingerprint is their hash.
         write_bytes(directory / FILE_NAME, self._file)
         settings: dict[str, Any] = {**self.chat, "eos_token": self._token(self.eos_id)}
         if tool_use := settings.pop(TOOL_USE, None):
+            # The form in which transformers writes several templates.
             settings["chat_template"] = [
                 {"name": "default", "template": self.chat["chat_template"]},
                 {"name": TOOL_USE, "template": tool_use},
@@ -331,6 +342,7 @@ class HFTokenizer(Tokenizer):
         if self._adds_bos:
             settings[ADD_BOS] = True
         write_bytes(directory / ADJACENT_FILES[0], json.dumps(settings).encode() + b"\n")
+        # tokenizer_config.json has room for a single EOS.
         if len(self.eos_ids) > 1:
             write_json(directory / ADJACENT_FILES[3], {"eos_token_id": list(self.eos_ids)})
 
@@ -387,11 +399,13 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> HFTokenizer:
         )
     byte_level = tokenizers.pre_tokenizers.ByteLevel
     bpe = tokenizers.Tokenizer(tokenizers.models.BPE())
+    # A prefix space would be part of the decoded text.
     bpe.pre_tokenizer = byte_level(add_prefix_space=False)
     bpe.decoder = tokenizers.decoders.ByteLevel()
     trainer = tokenizers.trainers.BpeTrainer(
         vocab_size=vocab_size,
         special_tokens=[END_OF_TEXT],
+        # All 256 bytes, also those that these texts lack: any text can be encoded.
         initial_alphabet=byte_level.alphabet(),
         show_progress=False,
     )

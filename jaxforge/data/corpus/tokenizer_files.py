@@ -33,6 +33,7 @@ def tokenizer_of(config: "DataConfig") -> str | Path | None:
     if config.tokenizer_path:
         return config.tokenizer_path
     shards = [source.path for source in config.datasets] or [config.dataset_path]
+    # `prepare` writes DIR/tokenizer next to DIR/train and DIR/validation.
     beside = [urls.path(path).parent / "tokenizer" for path in shards if path]
     return next((directory for directory in beside if directory.is_dir()), None)
 
@@ -56,6 +57,7 @@ def load_tokenizer(spec: str | Path, *, is_checked: bool = False) -> Tokenizer:
     if spec == "byte":
         return ByteTokenizer()
     path = urls.path(spec, "tokenizer")
+    # A local path wins over a model of that name, and a misspelled file is not a download.
     if _HUB_NAME.fullmatch(str(spec)) and path.suffix != ".json" and not path.exists():
         path = _download(str(spec))
     path = path / FILE_NAME if path.is_dir() else path
@@ -87,6 +89,7 @@ def _download(name: str) -> Path:
 
     files = [FILE_NAME, TEMPLATE, f"{TEMPLATE_DIRECTORY}/*.jinja", *ADJACENT_FILES]
     try:
+        # Only the files of the tokenizer: the weights of a model take gigabytes.
         return Path(snapshot_download(name, allow_patterns=files))
     except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled):
         why = (
@@ -117,6 +120,7 @@ def _adjacent_eos(directory: Path) -> str | int | None:
 def _eos_ids_in(path: Path) -> list[int]:
     ids = _json(path).get("eos_token_id")
     listed = ids if isinstance(ids, list) else [ids]
+    # `type` and not `isinstance`: JSON's true is an int in Python.
     return [id_ for id_ in listed if type(id_) is int and 0 <= id_ < 2**31]
 
 
@@ -132,6 +136,7 @@ def _adjacent_token(directory: Path, key: str) -> str | None:
 
 def _adjacent_chat(directory: Path) -> dict[str, str]:
     """Return `Tokenizer.chat` from the files next to a `tokenizer.json`."""
+    # The right operand wins: tokenizer_config.json before special_tokens_map.json.
     settings = _json(directory / ADJACENT_FILES[1]) | _json(directory / ADJACENT_FILES[0])
     templates = _template_files(directory) or _named(settings.get("chat_template"), directory)
     default = templates.get("default")

@@ -85,6 +85,7 @@ def begin_job(
 ) -> CorpusJob:
     """Return the job of an output, and record that there are parts to resume from."""
     if not has_parts(destination):
+        # Before any token is written: a kill from here on finds parts to resume from.
         destination.commit({"units": n_units})
     fingerprint = tokenizer.fingerprint
     return CorpusJob(destination.out, destination.state, options, fingerprint, n_units, isolate)
@@ -113,6 +114,7 @@ def run_units(
         UserError: a unit fails.
         StorageError: the bucket of the output fails.
     """
+    # A part vouches for its files: where one was cut or removed since, the unit is repeated.
     finished = _intact_units(job, job.parts.finished() & {unit.number for unit in units})
     progress = UnitProgress(units, finished, show)
     unfinished = [unit for unit in units if unit.number not in finished]
@@ -146,6 +148,7 @@ def prepare_unit(job: CorpusJob, unit: Unit, show: Show = ignore_news) -> UnitPa
         )
     parts = job.parts
     with parts.claimed(unit.number) as finished:
+        # Another process may have finished the unit since this one listed the parts.
         if finished and is_intact(job, finished):
             return finished
         tokenizer = _tokenizer(job.out / "tokenizer", job.fingerprint)
@@ -209,6 +212,7 @@ def is_intact(job: CorpusJob, part: UnitPart) -> bool:
         if job.options.conversations and not _has(lengths, b"", size):
             return False
         for shard in split.shards:
+            # Until a shard is complete, its header says 0 tokens, even if its size is right.
             header = shard_header(shard.tokens, dtype, file_format)
             size = len(header) + shard.tokens * np.dtype(dtype).itemsize
             if not _has(job.out / name / shard.file, header, size):
@@ -236,6 +240,7 @@ def _complete(corpus: Corpus, number: int) -> UnitPart:
     splits = {
         name: SplitPart(
             documents=split.writer.documents,
+            # Before `learned` is read: this writes the last tokens, which `learned` counts.
             shards=split.writer.complete(),
             learned=split.writer.learned,
             broken=split.broken,
@@ -318,6 +323,7 @@ def assemble(job: CorpusJob, tokenizer: Tokenizer, tokenizer_name: str) -> Total
 
 def _join_lengths(parts: Parts, n_units: int, split: str, directory: Path) -> int:
     """Write the lengths of all conversations of a split; return their CRC-32."""
+    # In the order of the units, as the shards in the manifest.
     data = b"".join(_lengths(parts, n_units, split))
     write_bytes(directory / LENGTHS, data)
     return zlib.crc32(data)

@@ -69,6 +69,7 @@ def check_loads(file: bytes) -> None:
         return
     source = str(Path(__file__).parents[3])
     ran = subprocess.run(
+        # -P: no module of the working directory replaces `tokenizers`.
         [sys.executable, "-P", "-c", f"import sys; sys.path.insert(0, {source!r})\n{_LOAD}"],
         input=file,
         capture_output=True,
@@ -78,6 +79,7 @@ def check_loads(file: bytes) -> None:
         raise ValueError("loading it takes more than a few seconds")
     if ran.returncode:
         said = ran.stderr.decode(errors="replace").strip().splitlines() or ["it ended the process"]
+        # After the reason of a panic, Rust writes notes and a backtrace.
         useful = [line for line in said if not line.startswith(("note:", "  ", "stack"))]
         raise ValueError(f"not a tokenizer.json ({(useful or said)[-1]:.200})")
     _loaded.add(key)
@@ -126,6 +128,7 @@ def check_growth(state: bytes, what: str) -> None:
         elif step["type"] == "Replace":
             replaced = step["pattern"].get("String", ".") or "."  # a pattern: at least a character
             growth = max(1.0, len(step["content"]) / len(replaced))
+            # A step also lengthens what the steps before it have added.
             factor, added = factor * growth, added * growth
         if factor > _LARGEST_GROWTH or added > _LARGEST_ADDITION:
             raise ValueError(

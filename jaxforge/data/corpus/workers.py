@@ -135,6 +135,7 @@ class Workers(Generic[_Request, _Answer]):
 
 def _reason(process: BaseProcess) -> str:
     """Return the reason why a worker ended, for a message."""
+    # The end of the pipe may be seen before the exit code.
     process.join(_EXIT_SECONDS)
     if process.exitcode == -signal.SIGPROF:
         return (
@@ -149,6 +150,7 @@ def _reason(process: BaseProcess) -> str:
 
 def serve(connection: Connection, encode: Encode) -> None:
     """Encode batches, each in a limited time, until the connection is closed."""
+    # By default the signal ends the process; a Python handler would wait for the Rust code.
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     serve_requests(connection, partial(_encode_in_time, encode))
 
@@ -170,6 +172,7 @@ def answer(
     except (UserError, StorageError) as error:
         return error
     except OSError as error:
+        # Any other error is a fault of the program: the worker ends with its traceback.
         if error.errno not in FAILING_STORAGE:
             raise
         return StorageError(error.errno, error.strerror, error.filename)

@@ -112,6 +112,7 @@ class ShardWriter:
         self._shards: list[Shard] = []
         self._file: BinaryIO | None = None  # the last shard, until it is complete
         with _named(directory):
+            # Units share the directory of a split; a writer alone must not mix with older shards.
             directory.mkdir(parents=True, exist_ok=lengths is not None)
             self._lengths.unlink(missing_ok=True)  # of an attempt that was lost
 
@@ -203,6 +204,7 @@ class ShardWriter:
         with _named(path):
             path.unlink(missing_ok=True)  # of an attempt that was lost
             self._file = file = path.open("wb")
+            # Reserves the bytes of the header: the number of tokens is known at the end.
             self._write_header(file, 0)
         self._shards.append(shard)
         return file
@@ -213,6 +215,7 @@ class ShardWriter:
         with _named(self._directory / self._shards[-1].file), self._file as file:
             file.seek(0)  # the header has said 0 tokens so far
             self._write_header(file, self._shards[-1].tokens)
+            # Durable before `Parts.write` names the shard.
             file.flush()
             os.fsync(file.fileno())
         self._file = None
@@ -268,6 +271,7 @@ class Split:
             self.statistics.add(chunks, lengths)
         self.writer.add(tokens, sum(chunk.last for chunk in chunks))
         for chunk in chunks:
+            # Parts of a document follow one another: the last name suffices to count each once.
             if not chunk.valid and chunk.document != self.last_broken:
                 self.broken, self.last_broken = self.broken + 1, chunk.document
 
@@ -312,6 +316,7 @@ class Corpus:
             chunks = [p for p in batch if p.split == name and not p.skipped]
             self.splits[name].add(chunks, arrived, encoded.lengths.get(name))
         for name, split in self.splits.items():
+            # Also of records that maps dropped, which have no tokens above.
             split.statistics.add_outcomes(p for p in batch if p.outcomes and p.split == name)
         self.skipped += sum(chunk.is_bad for chunk in batch)
 

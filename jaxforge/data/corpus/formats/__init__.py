@@ -39,6 +39,7 @@ def by_suffix() -> Mapping[str, type[File]]:
         suffix: format_
         for module in modules
         for format_ in vars(module).values()
+        # Defined in the module, and not imported from another format.
         if isinstance(format_, type) and format_.__module__ == module.__name__
         and issubclass(format_, File)
         for suffix in format_.suffixes

@@ -24,6 +24,7 @@ def validate(batch: "RecordBatch") -> None:
         pyarrow.ArrowInvalid: they are outside of the data.
     """
     for column in batch.columns:
+        # As bytes: text that is not UTF-8 is a bad record, and not the end of the file.
         column.view(_as_bytes(column.type)).validate(full=True)
 
 
@@ -59,6 +60,7 @@ class ArrowRows(File):
             before: size of the groups before it, in any unit.
             total: size of all groups.
         """
+        # By the group's first byte, scaled to the file: each group is in exactly one slice.
         return (
             not self.span or self.span.start <= self.size * before // max(1, total) < self.span.end
         )
@@ -107,6 +109,7 @@ class Arrow(ArrowRows):
         """
         arrow, ipc = (library(n, "reading Arrow files") for n in ("pyarrow", "pyarrow.ipc"))
         try:
+            # The schema first: the columns to read are options of a second reader.
             with self._reader(arrow, ipc) as reader:
                 names = reader.schema.names
                 columns = self.columns(names)
@@ -126,6 +129,7 @@ class Arrow(ArrowRows):
         options: "IpcReadOptions | None" = None,
     ) -> "RecordBatchFileReader | RecordBatchStreamReader":
         try:
+            # A file has a footer, which streams lack: they raise, and are opened as streams.
             return ipc.open_file(self._open_for(arrow), options=options)
         except arrow.ArrowInvalid:
             return ipc.open_stream(self._open_for(arrow), options=options)
@@ -143,6 +147,7 @@ class Arrow(ArrowRows):
         n = getattr(reader, "num_record_batches", None)
         if n is None:
             return iter(reader if self.begins else ())
+        # By number: the size of a batch is unknown before it is read.
         return (reader.get_batch(i) for i in range(n) if self.is_in_slice(i, n))
 
 
@@ -190,6 +195,7 @@ class Parquet(ArrowRows):
         """Return the number of rows to hold in memory, by the unpacked size of the row group."""
         row_group = metadata.row_group(group)
         chunks = [row_group.column(i) for i in range(row_group.num_columns)]
+        # A nested column has several chunks, whose paths begin with its name.
         chunks = [chunk for chunk in chunks if chunk.path_in_schema.partition(".")[0] in names]
         size = sum(chunk.total_uncompressed_size for chunk in chunks)
         packed = sum(chunk.total_compressed_size for chunk in chunks)

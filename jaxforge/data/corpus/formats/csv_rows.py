@@ -31,7 +31,9 @@ class Csv(File):
         Raises:
             UserError: a column does not exist, or the file is not CSV.
         """
+        # The limit is global, 128 KiB by default: raised here, but never lowered for others.
         csv.field_size_limit(max(csv.field_size_limit(), self.max_record_bytes))
+        # newline="" as the csv module requires: a quoted field may hold line ends.
         text = io.TextIOWrapper(self.open(), "utf-8-sig", newline="")
         number = 0
         with closing(text):
@@ -39,12 +41,14 @@ class Csv(File):
             try:
                 first = next(lines, "")
                 delimiter = self._delimiter(first)
+                # Strict: else a quote that is never closed makes one row of all that follows.
                 rows = csv.reader(chain([first], lines), delimiter=delimiter, strict=True)
                 names = next(rows, [])
                 self.columns(names)
                 for row in rows:
                     # All lines of this row are read: the next row has the whole limit again.
                     lines.size = 0
+                    # Blank lines are not records.
                     number += bool(row)
                     if not row:
                         continue

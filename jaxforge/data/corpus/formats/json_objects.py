@@ -42,6 +42,7 @@ class JsonLines(File):
         """Yield the records."""
         with closing(self.open()) as file:
             for number, line in enumerate(self._lines(file), 1):
+                # Commas bound the number of values: counted before the parser allocates them.
                 largest = self.max_record_bytes // BYTES_PER_VALUE
                 if line is None or line.count(b",") > largest:
                     yield self.too_large(number)
@@ -57,10 +58,12 @@ class JsonLines(File):
         """Yield lines; None for a line that is too long."""
         limit, size = self.max_record_bytes, 0
         position, end = self._first_line(file)
+        # A line belongs to the slice in which it begins, even if it ends beyond.
         while position + size < end and (line := file.readline(limit + 1)):
             size += len(line)
             is_too_long = len(line) > limit and not line.endswith(b"\n")
             tail = line
+            # The tail is read, but not held, so that the next line is a record again.
             while is_too_long and tail and not tail.endswith(b"\n"):
                 tail = file.readline(SKIPPED)
                 size += len(tail)
@@ -103,6 +106,7 @@ class Json(JsonLines):
         Raises:
             UserError: the file is not JSON. Nothing after the error can be read.
         """
+        # JSON lines named .json are common; by line, an error costs one record and not the tail.
         if self._has_object_per_line():
             yield from super().records()
             return
@@ -185,6 +189,7 @@ class _Values:
                 raise ValueError(f"larger than {limit:,} characters: see --max-record-bytes")
             try:
                 value, end = self._raw_decode(self._text, self._at)
+            # The value may only be incomplete: then more text is read.
             except json.JSONDecodeError:
                 if self._is_whole:
                     raise

@@ -91,10 +91,13 @@ class SeparatedText(File):
 
     def records(self) -> Iterator[Record]:
         """Yield the documents."""
+        # Two handles: the search for separators is ahead of the reader of the documents.
         with open_input(self.path) as scanned, open_input(self.path) as read:
             text = utf8(read)
             for number, (first, end) in enumerate(self._spans(utf8(scanned), text), 1):
                 document = _span(text, first, end)
+                # Dropped after numbering: names, and so splits, follow from the place in the file.
+                # Long documents are not read only to find out whether they are blank.
                 if isinstance(document, io.BytesIO) and document.getvalue().isspace():
                     continue
                 yield self.text_record(number, document)
@@ -111,6 +114,7 @@ class SeparatedText(File):
     def _after(self, text: BinaryIO, offset: int) -> int:
         """Return the offset after a separator, and after its line if it is alone there."""
         end = offset + len(self.separator)
+        # Alone on its line: a line end or the start of the file precedes the separator.
         text.seek(max(0, offset - 1))
         if self.separator.endswith(b"\n") or (offset and text.read(1) != b"\n"):
             return end
