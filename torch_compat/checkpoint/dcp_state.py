@@ -271,6 +271,7 @@ def entries(
             for name, value in group.items():
                 add(("optimizer", "param_groups", g, name), value)
             continue
+        # Flattened: every parameter repeats the settings of its group.
         for key in members:
             for name, value in group.items():
                 if name != "params":

@@ -207,6 +207,7 @@ def _windows(s: Settings, where: str) -> Table:
     window = s["window_size"]
     if not window:
         return {}
+    # (left, right). Causal attention sees nothing on the right, be it 0 or unlimited (-1).
     is_pair = isinstance(window, list | tuple) and len(window) == 2
     if not is_pair or type(window[0]) is not int or window[0] < 0 or window[1] not in (0, -1):
         raise _unsupported("window_size", s, where)
@@ -276,6 +277,7 @@ def settings(model: ModelConfig) -> Table:
         UserError: Megatron-Core has no such model; the message lists the differences.
     """
     written = dict(_written(model))
+    # Reading the settings again detects what they omit, without a list of features.
     again = ModelConfig(**model_table(written, "Megatron-Core"))
     wanted_settings, written_settings = network_settings(model), network_settings(again)
     if lacks := [

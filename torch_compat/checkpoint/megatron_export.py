@@ -76,6 +76,7 @@ def entries(checkpoint: CheckpointState, model: ModelConfig) -> dict[str, Entry]
     }  # fmt: skip
     if checkpoint.moments is not None:
         float32 = DTYPES["float32"]
+        # Megatron-Core updates float32 copies, and rounds the weights from them.
         masters = {name: tensor.cast(float32) for name, tensor in checkpoint.params.items()}
         fields = {_MASTER: masters} | {
             theirs: checkpoint.moments[field] for field, theirs in _FIELDS.items()
@@ -256,6 +257,7 @@ def _groups(config: JobConfig, updates: int) -> Iterator[Mapping[str, Any]]:
 
 def _schedule(config: JobConfig, progress: Progress, updates: int) -> dict[str, Any]:
     """Return the state of Megatron-Core's scheduler, whose steps are sequences."""
+    # Mean number of sequences per step, since a ramp of batch sizes has no single one.
     o, batch = config.optimizer, max(1, progress.samples // max(1, progress.step))
     warmup, _, end = config.scheduler.boundaries(config.train.max_steps)
     return {

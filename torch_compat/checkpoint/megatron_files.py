@@ -184,6 +184,7 @@ def _parse_arguments(arguments: object, where: str) -> Job | None:
     model["gated_linear_unit"] = is_silu
     model["activation_func"] = "silu" if is_silu else _activation(args)
     model["bias_activation_fusion"] = args.get("bias_gelu_fusion", True)
+    # Megatron-LM ignores --num-query-groups without this flag.
     if not args.get("group_query_attention"):
         model["num_query_groups"] = None
     if args.get("use_rope_scaling"):

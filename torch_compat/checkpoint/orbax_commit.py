@@ -111,5 +111,6 @@ class _StagedHandler(ocp.type_handlers.NumpyHandler):
             for name in files:
                 if not (path / name).exists():
                     link(Path(directory, name), path / name)
+            # The links must be durable before Orbax renames the checkpoint to its final name.
             sync(path)
         return []

@@ -190,6 +190,7 @@ class StagedImport:
         arrays = {**self._tensors, **scalars}
         destination, config = self.staging.destination, self._target.config
         with naming_failure(destination):
+            # After all chunks: the manifest makes them visible.
             ocdbt_writer.write_index(self._store, self._values(arrays, scalars))
             # A checksum of an array is the sum of the checksums of its blocks, which may be in
             # several files.
@@ -274,6 +275,7 @@ def finish_import(run: Path, checkpoint: Path) -> bool:
         return False
     with naming_failure(run / "config.toml"):
         for path in (partial / _RUN_FILES).iterdir():
+            # `replace` cannot overwrite a directory with files: the run keeps its own.
             if path.is_file() or not (run / path.name).exists():
                 path.replace(run / path.name)
     shutil.rmtree(partial, ignore_errors=True)
@@ -328,6 +330,7 @@ def write_chunk_file(path: Path, chunks: list[_Chunk]) -> dict[str, int]:
         for chunk in chunks:
             values = np.asarray(chunk.leaf.read(chunk.region), order="C")
             put(values.reshape(-1).view(np.uint8), at)
+            # zarr pads the last chunks of an array to the full size.
             put(bytes(chunk.nbytes - values.nbytes), at + values.nbytes)
             at += chunk.nbytes
             # The disk writes the chunk while its checksum is computed.

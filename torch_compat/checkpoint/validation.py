@@ -55,6 +55,7 @@ def invisible_differences(
     """
     values = invisible_values(trained)
     for key, now in invisible_values(model, kind).items():
+        # A key that the model does not use has no effect, whatever its value.
         if values[key] != now and model.uses(key):
             yield f"model.{key} is {now} and the weights were trained with {values[key]}"
 

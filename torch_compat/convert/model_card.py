@@ -51,6 +51,7 @@ def read_logged(run: Path, step: int, weights: Weights = "raw") -> Logged:
     evaluation: dict[str, Any] = {}
     with contextlib.suppress(OSError), (run / "metrics.jsonl").open("rb") as lines:
         for line, problem in map(parse_metrics, lines):
+            # The run may have gone on after the exported checkpoint.
             if problem or line.get("step", step + 1) > step:
                 continue
             train = line if "train/loss" in line else train

@@ -101,6 +101,7 @@ _SIZES = ("num_local_experts", "intermediate_size")
 
 def _read_granitemoe(c: Config, where: str) -> Table:
     """Read a model with experts in every layer."""
+    # A softmax over the chosen experts alone equals the normalized weights of a softmax over all.
     routed = experts.softmax({**c, "norm_topk_prob": True}, *_SIZES)
     return common.llama(c, where) | _multipliers(c) | routed
 

@@ -96,6 +96,7 @@ def _within(
     """
     strides = [math.prod(local[axis + 1 :]) for axis in range(len(local))]
     axes = [np.arange(s.start, s.stop) * n for s, n in zip(index, strides, strict=True)]
+    # Row-major positions in the shard, in the shape of the index.
     positions: np.ndarray = functools.reduce(np.add, np.ix_(*axes), np.zeros((), int))
     first, last = int(positions.min()), int(positions.max())
     of_cell = tuple(slice(i, i + 1) for i in cell)

@@ -88,6 +88,7 @@ def compute(config: JobConfig, checkpoint: CheckpointState, batch: Arrays) -> Ja
 def _perturb(params: Params, config: JobConfig) -> Params:
     """Change parameters at random, by the relative rounding error of a matrix product."""
     exact = activation_dtype(config) == "float32"
+    # √dim · 2^-24: a sum of `dim` products in another order (`lockstep.rounding`).
     size = 2**-24 * math.sqrt(config.model.dim) if exact else 2**-8
     rng = np.random.default_rng(0)
     return jax.tree.map(lambda p: p * (1 + size * rng.standard_normal(p.shape, np.float32)), params)

@@ -60,6 +60,7 @@ class InterleavedRotary:
 
     def to_dialect(self, tensor: LazyTensor, config: ModelConfig) -> LazyTensor:
         """Interleave the two halves of each head's rotated channels."""
+        # The inverse permutation.
         return tensor.rows(np.argsort(_even_then_odd(tensor.shape[0], config)))
 
 
@@ -86,6 +87,7 @@ class InterleavedTail(NamedTuple):
         head = self.head_size(config)
         first = head - config.rotary_size
         rotated = np.arange(first, head)
+        # Unrotated rows, then the even rotated rows, then the odd ones.
         order = [np.arange(first), rotated[::2], rotated[1::2]]
         return (np.arange(0, rows, head)[:, None] + np.concatenate(order)).reshape(-1)
 
