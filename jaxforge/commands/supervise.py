@@ -119,6 +119,7 @@ def _host_index(index: int | None, addresses: Sequence[str]) -> int:
             socket.getfqdn(),
         }
         matching = [i for i, name in enumerate(names) if name in local_names]
+        # Two supervisors on one host have the same name, which then does not tell the number.
         index = matching[0] if len(matching) == 1 else None
     if index is None or not 0 <= index < len(addresses):
         raise UserError(

@@ -42,6 +42,7 @@ class AttemptLog:
 
     def __init__(self, clock: ActivityClock) -> None:
         self._clock = clock
+        # The clock has run since the start of the process, before this object existed.
         self._began = time.time() - sum(clock.attempt().values())
         self._path: Path | None = None
         self._earlier = ""

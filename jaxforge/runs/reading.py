@@ -136,6 +136,7 @@ def blocks(file: BinaryIO) -> Iterator[bytes]:
     while block := file.read(BLOCK):
         if not block.endswith(b"\n"):
             block += file.readline(LINE)
+        # A line without an end is being written, or is longer than `LINE`.
         whole = block[: block.rfind(b"\n") + 1]
         if whole:
             yield whole
@@ -179,6 +180,7 @@ def _axis(cells: Sequence[Any]) -> np.ndarray:
 def _joined(parts: Sequence[Series]) -> Series:
     """Concatenate columns and sort them by step, stably."""
     step, time, value = (np.concatenate(column) for column in zip(*parts, strict=True))
+    # `_columns` groups lines by their keys, which can break the order of steps.
     if (np.diff(step) < 0).any():
         order = np.argsort(step, kind="stable")
         step, time, value = step[order], time[order], value[order]
@@ -251,6 +253,7 @@ class Run:
             while steps and steps[-1] > step:
                 steps.pop()
             steps.append(step)
+        # A resume at the last logged step has no curve after it yet.
         logged = self.series["train/loss"].step
         return [step for step in steps if logged[0] <= step < logged[-1]]
 
@@ -322,10 +325,12 @@ def _read(path: Path, name: str) -> Run:
     config_file = path / "config.toml"
     if config_file.exists() and not config_file.is_file():
         raise UserError(f"{config_file} is not a file")
+    # A report imports no plugins, which are code of whoever made the run.
     config = load_config(config_file, trusts=trust.never)
     begun, strange = read_lines(path / starts.FILE_NAME, _START)
     samples, unreadable = read_lines(path / SAMPLES, _SAMPLE)
     accounts, unusable = attempts.read(path)
+    # The last start counted them. Building the model needs seconds of imports.
     noted = begun[-1].get("parameters") if begun else None
     return Run(
         name=name,

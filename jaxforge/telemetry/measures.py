@@ -291,6 +291,7 @@ class Smoothed:
             value = speed.get(f"train/{'step_time_sec' if name == 'step_time' else name}")
             if value is not None:
                 self._add(f"smoothed/{name}", value, steps)
+        # Until the first finite loss, the name exists with NaN, so that lines have equal keys.
         return {"smoothed/loss": math.nan, **self._values}
 
     def _add(self, name: str, value: float, times: int) -> None:

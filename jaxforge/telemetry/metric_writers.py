@@ -174,6 +174,7 @@ def open_writers(
 def _open(
     name: str, sink: Callable[[], Sink], interval: int, *, catches_up: bool = False
 ) -> MetricWriter:
+    # The writer exists everywhere, since its interval decides when all processes read metrics.
     if jax.process_index() != 0:
         return MetricWriter(name, None, interval)
     try:

@@ -281,6 +281,7 @@ def _points(series: Series, pool: Pool, buckets: int) -> Mapping[str, Any]:
              "last": float(value[-1]) if np.isfinite(value[-1]) else None}  # fmt: skip
     if len(chosen) < len(step):
         x, y = bucket_medians(step, value, buckets)
+        # Below 2^23, float32 is exact to half a step.
         data["smooth"] = [pool.add(x, "f4" if step[-1] < 1 << 23 else "f8"), encode_column(y, "f4")]
     bad = step[~np.isfinite(value)]
     return data | ({"bad": _evenly_chosen(bad), "bad_count": len(bad)} if len(bad) else {})

@@ -269,6 +269,7 @@ class Runner:
                 # once.
                 [sys.executable, "-c", _WITH_PARENT, str(os.getpid()), *planned_run.command],
                 stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, process_group=0,
+                # Each run has a start time of its own, from which its time limit counts.
                 env=new_command_env(),
             )  # fmt: skip
             if self._stopping is not None:  # the signal came before the process existed
