@@ -124,10 +124,12 @@ def check_xla_flags() -> None:
     read, write = os.pipe()
     child = os.fork()
     if child == 0:
+        # XLA prints from C to the descriptor, past `sys.stderr`.
         os.dup2(write, sys.__stderr__.fileno() if sys.__stderr__ else 2)
         # Ends a child that hangs in the start of JAX. Its signal is not an error of the flags.
         signal.alarm(_FLAGS_SEC)
         _parse_xla_flags()
+    # Otherwise the pipe would not end for the reader below.
     os.close(write)
     with open(read, errors="replace") as pipe:
         output = pipe.read()

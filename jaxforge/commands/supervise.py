@@ -84,6 +84,7 @@ def _elastic(args: argparse.Namespace, command: Sequence[str], policy: Policy) -
         timeout = (config.train.hang_timeout if config else 0.0) or _HANG_TIMEOUT_SEC
     elastic = {"elastic_processes": most * args.nproc, "elastic_min_processes": least * args.nproc}
     command = [*command, *(f"--distributed.{key}={value}" for key, value in elastic.items())]
+    # With peers and command, so that hosts of another job cannot join by mistake.
     secret = f"{os.environ.get(_SECRET, '')}\n{args.peers}\n{shlex.join(command)}"
     hosts = Hosts(
         addresses, index, least, args.host_multiple, hashlib.sha256(secret.encode()).hexdigest(),

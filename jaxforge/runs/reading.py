@@ -172,6 +172,7 @@ def _columns(rows: Sequence[dict[str, Any]]) -> dict[str, list[Series]]:
 
 def _axis(cells: Sequence[Any]) -> np.ndarray:
     """Return steps or times as an array; raise ValueError unless all are numbers from 0 on."""
+    # By exact type: `true` is not a number.
     if not {int, float}.issuperset(map(type, cells)) or min(cells) < 0:
         raise ValueError
     return np.array(cells, float)
@@ -276,6 +277,7 @@ class Run:
     def seconds(self) -> float:
         """Wall time from the first step to the last, including pauses between restarts."""
         time = self.series["train/loss"].time
+        # The first time is that of the end of a step, so that its duration is added.
         return float(time[-1] - time[0] + self.series["train/step_time_sec"].value[0])
 
     @property
@@ -308,6 +310,7 @@ def read_runs(paths: Sequence[Path]) -> list[Run]:
     Raises:
         UserError: a directory is not a run, has no logged step, or its config is damaged.
     """
+    # Real paths: "." and links do not name the run.
     names = [Path(os.path.realpath(path)).name for path in paths]
     return [
         _read(path, name if names.count(name) == 1 else str(path))

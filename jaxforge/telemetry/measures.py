@@ -187,6 +187,7 @@ class Sums(NamedTuple):
         ]
         named = [False] * len(losses) if is_left_out is None else is_left_out
         has_labels = [n > 0 for n in labels] if labels is not None else [True] * len(losses)
+        # Steps that the user leaves out count neither as NaN nor as unlabeled.
         drawn = [
             (had, good)
             for had, good, left_out in zip(has_labels, finite, named, strict=True)

@@ -106,6 +106,7 @@ class MetricWriter:
         return True
 
     def _report(self, error: Exception) -> None:
+        # Once per series of failures: a full disk fails at every step.
         if self._failures == 1:
             log.warning("%s failed: %s. The run continues", self._name, _reason(error))
         if self._failures == PATIENCE and not self._catches_up:

@@ -90,6 +90,7 @@ class ProgressLog:
 
     def _first_job(self, flops: float) -> tuple[datetime.datetime, float]:
         """Return start and previous FLOPs of the first job on the same number of devices."""
+        # Times in the file are whole seconds.
         now = datetime.datetime.now().replace(microsecond=0)
         try:
             start, done = start_time_and_flops(self._path, self._n_devices)

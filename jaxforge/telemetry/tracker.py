@@ -347,6 +347,7 @@ class Tracker:
         wait = (now.waited - since.waited) / _steps(since, now)
         metrics = self._speed(since, now) | {"train/data_wait_sec": wait}
         metrics |= self._attention_logit_since(since, now) | now.sums.since(since.sums)
+        # Runs that read no bucket lack these metrics.
         if now.traffic.reads > self._first_traffic.reads:
             metrics |= now.traffic.since(since.traffic)
         return metrics

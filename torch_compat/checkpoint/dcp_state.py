@@ -445,6 +445,7 @@ def _scalars(
     else:
         updates = optimizer_state.count_updates(counts, name)
     if updates is None:
+        # Lion and Muon do not count: the scheduler does, or else the steps of the job.
         updates = where.updates if where.updates is not None else where.step
     if updates is None:
         raise UserError(f"{name}: the number of updates is not recorded")

@@ -264,6 +264,7 @@ def _layers_with(has_experts: Sequence[bool], s: Settings, where: str) -> Table:
     chosen = [i for i, has in enumerate(has_experts) if has]
     if chosen:
         first = chosen[0]
+        # With a single such layer, any period fits that reaches it first.
         every = chosen[1] - first if len(chosen) > 1 else first + 1
         if chosen == [i for i in range(first, len(has_experts)) if (i + 1) % every == 0]:
             return {"feed_forward_pattern": every_nth(every), "moe_first_dense_layers": first}

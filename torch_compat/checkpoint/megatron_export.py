@@ -98,6 +98,7 @@ def _extra_states(model: ModelConfig) -> Iterator[str]:
 
     A loader requests the keys of its own modules and ignores all others.
     """
+    # Equal layers are stacked (`to_torch_dist`): a key then names one of `layers` shards.
     layers, experts, is_alike = model.n_layers, model.num_experts, len(model.stacks) == 1
     yield "decoder.final_layernorm._extra_state/shard_0_1"
     for i, has_experts in enumerate(model.has_experts):
@@ -219,6 +220,7 @@ def _arguments(config: JobConfig, progress: Progress, has_optimizer: bool) -> di
     """Return Megatron-LM's arguments of the model, the optimizer and the loader."""
     settings = megatron_config.settings(config.model)
     is_silu = settings["activation_func"] == "silu"
+    # In their place Megatron-LM has `swiglu` and `untie_embeddings_and_output_weights`.
     args = {key: v for key, v in settings.items() if not key.startswith(("activation_", "share_"))}
     args |= {
         "norm_epsilon": args.pop("layernorm_epsilon"),

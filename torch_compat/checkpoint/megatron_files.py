@@ -70,6 +70,7 @@ class Job(NamedTuple):
         if len(numbers) < len(keys) or not self.model.get("should_pad_vocab"):
             return None
         size, divisor, ranks = numbers
+        # The part of each tensor rank is a multiple of the divisor.
         return -(-size // (divisor * ranks)) * divisor * ranks
 
 

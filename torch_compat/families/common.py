@@ -306,6 +306,7 @@ def rotary_by_layer_kind(c: Config, where: str, local_theta: float | None) -> Ta
     key, scaling = "rope_parameters", c.get("rope_scaling") or {}
     params = c.get(key) or {}
     by_kind = {kind: params.get(kind) or {} for kind in (FULL, SLIDING)}
+    # A table without kinds is that of full layers; sliding layers have the defaults.
     if not params.keys() & by_kind.keys():
         by_kind = {FULL: params, SLIDING: {}}
     elif params.keys() - by_kind.keys() or not all(isinstance(t, dict) for t in by_kind.values()):

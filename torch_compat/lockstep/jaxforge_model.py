@@ -180,6 +180,7 @@ def _normed(model: Model, name: str, x: np.ndarray, params: Arrays) -> Arrays:
     if not weights:
         return {}
     normed = jax.jit(model.final_norm)({"norm": weights}, jnp.asarray(x, model.dtype))
+    # `final_norm` divides by the scaling of logits, which other norms do not have.
     return {name: np.asarray(normed, np.float32) * model.config.logits_scaling}
 
 

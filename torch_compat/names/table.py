@@ -428,6 +428,7 @@ def _merge(
     }
     if rule.is_packed:
         return stack([tensors[expert] for expert in range(len(tensors))])
+    # A key of a rule that is not packed holds at most one expert.
     (tensor,) = tensors.values()
     return tensor
 

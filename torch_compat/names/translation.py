@@ -79,6 +79,7 @@ def translate(
     if problems:
         listed = "\n  ".join(shorten_problems(problems) + _advice(translated, by.model))
         raise UserError(f"{by.where} does not fit [model]:\n  {listed}")
+    # The order of `shapes` is that of a checkpoint.
     return {name: translated[name] for name in shapes}
 
 

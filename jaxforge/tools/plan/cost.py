@@ -122,6 +122,7 @@ class Workload:
             r'"intermediate_tensor_shape".*?"dimensions": ?\[(.*?)\]', operation.line
         ):
             pairs = math.prod(int(n) for n in re.findall(r"\d+", scores[1]))
+            # The queries are the first of the inputs with the most dimensions.
             query = max((dims for dims, _ in _inputs(operation, within)), key=len)
             return 2 * products * pairs * query[-1] * self._visible
         inputs = (dims for dims, size in _inputs(operation, within) if size > 1)  # no masks

@@ -211,6 +211,7 @@ def _bpe(
     args: argparse.Namespace, units: Sequence[Unit], destination: AtomicDirectory
 ) -> Tokenizer:
     """Return a BPE of the training documents, or the one that an interrupted run has trained."""
+    # Finished parts hold ids of this tokenizer.
     if has_parts(destination):
         return load_tokenizer(destination.out / "tokenizer")
     return trained_bpe(args, [source for unit in units for source in unit.inputs], _say)
