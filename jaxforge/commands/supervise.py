@@ -53,6 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     command = args.command[1:] if args.command[:1] == ["--"] else args.command
     if not command:
         raise UserError("a command is required: -- jaxforge train --config FILE ...")
+    # The short form, with options of `jaxforge train` alone.
     if command[0].startswith("-"):
         command = [sys.executable, "-m", "jaxforge.train", *command]
     logging.basicConfig(level=logging.INFO, format="%(asctime)s supervise: %(message)s")

@@ -163,6 +163,7 @@ def open_writers(
         "trackio": ("Trackio", lambda: TrackioSink(config, run_id)),
     }
     writers = [
+        # First: without this record of the run, no other sink is opened.
         _open("metrics.jsonl", jsonl_sink, metrics.log_interval, catches_up=True),
         _open("the console", console_sink, metrics.log_interval),
     ]

@@ -90,6 +90,7 @@ def merge(base: CheckpointState, adapters: Tensors, scale: float) -> CheckpointS
                 f"{shape} in the base model. Name the model that the adapter was trained with"
             )
         params[f"{layer}.weight"] = _merged(weight, a, b, scale)
+    # Moments and progress of the base belong to its weights without adapters.
     return dataclasses.replace(base, params=params, moments=None, scalars={}, progress=None)
 
 
@@ -226,6 +227,7 @@ def _check_plain(values: Mapping[str, Any], where: str) -> None:
     if not isinstance(values.get("use_rslora"), bool | None):
         raise UserError(f"{where}: use_rslora = {values['use_rslora']!r} must be true or false")
     for key, value in values.items():
+        # Features of later versions of PEFT are off if their key is false, empty or null.
         if key not in _READ | _IRRELEVANT and value and (key, value) != ("bias", "none"):
             raise UserError(
                 f"{where}: {key} = {value!r} is not supported. Only plain LoRA is: merge the "
@@ -349,6 +351,7 @@ def peft_tensors(adapters: Tensors, dialect: NameMap, model: ModelConfig) -> dic
             parts[part] = Adapter(a, change.to_dialect(b, model) if change else b)
         if not parts:
             continue
+        # PEFT has one adapter per tensor, and a fused tensor holds several layers.
         adapter = parts[0] if rows is None else fuse(parts, rows)
         for name, matrix in zip(_MATRICES.values(), adapter, strict=True):
             result[f"{_PREFIX}{key}.{name}.weight"] = matrix

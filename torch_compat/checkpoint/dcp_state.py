@@ -327,6 +327,7 @@ def group_settings(
                 f"{key} of {dialect.name} holds several parameters, which optimizer.lr_patterns "
                 "gives different learning rates: export with --weights-only"
             )
+        # A tensor is in one group: it decays if any of its parameters does.
         settings[key] = of_name._replace(decays=decays or before.decays)
     return settings
 

@@ -136,6 +136,7 @@ def _buckets(dcp: Dcp) -> list[list[Bucket]]:
     buckets = list(itertools.chain(*ranks))
     shapes = [{tensor.shape for tensor in bucket.values()} for bucket in buckets]
     fields = {tuple(sorted(bucket)) for bucket in buckets}
+    # A missing bucket would shift the range of every later parameter.
     is_numbered = sorted(by_rank) == list(range(len(by_rank))) and all(
         sorted(of_rank) == list(range(len(of_rank))) for of_rank in by_rank.values()
     )

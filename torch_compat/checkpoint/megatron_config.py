@@ -327,6 +327,7 @@ def _written(model: ModelConfig) -> Iterator[tuple[str, Any]]:
     elif scaling and scaling.rope_type == "linear":
         yield "seq_len_interpolation_factor", scaling.factor
     if any(model.windows):
+        # Megatron-Core's width excludes the current token.
         yield "window_size", [max(w or 0 for w in model.windows) - 1, 0]
         if not all(model.windows):
             yield "window_attn_skip_freq", [int(window is not None) for window in model.windows]
@@ -340,6 +341,7 @@ def _written_experts(model: ModelConfig) -> Iterator[tuple[str, Any]]:
         "num_moe_experts": model.num_experts, "moe_router_topk": model.moe_top_k,
         "moe_ffn_hidden_size": model.expert_dim,
         "moe_router_score_function": "softmax" if is_softmax else "sigmoid",
+        # Otherwise the softmax is over the chosen experts alone, whose weights then add up to 1.
         "moe_router_pre_softmax": is_softmax and not model.moe_norm_topk,
         "moe_router_topk_scaling_factor": model.moe_routed_scaling,
         "moe_router_enable_expert_bias": model.bias_update == "sign",

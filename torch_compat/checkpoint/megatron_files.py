@@ -126,6 +126,7 @@ def read_job(directory: Directory, dcp: Dcp | None = None) -> Job | None:
     Raises:
         UserError: a file is damaged.
     """
+    # First: its names are those of `TransformerConfig` and need no translation.
     if directory.has(RUN_CONFIG):
         where = f"{directory}/{RUN_CONFIG}"
         sections = _read_yaml(directory.read(RUN_CONFIG, _YAML), where)

@@ -224,10 +224,12 @@ class StagedImport:
             if names(directory / "state") != set(arrays):
                 raise StorageError(f"{directory}: Orbax finds other arrays than were written")
             check_written(result, arrays, str(directory))
+            # A truncated file lacks its end, where the last values of arrays are.
             wrong = [name for name in arrays if _last(arrays[name]) != _last(result[name])]
             if wrong:
                 raise StorageError(f"{directory}: {wrong[0]} has other values than were written")
         except (OSError, ValueError) as error:
+            # A run must not resume from a damaged checkpoint.
             shutil.rmtree(directory)
             self.staging.discard()
             raise StorageError(f"the new checkpoint could not be read: {error}") from error

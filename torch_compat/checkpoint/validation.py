@@ -27,6 +27,7 @@ def check_fits(
     Raises:
         UserError: the config is of another model or optimizer; the message lists the differences.
     """
+    # Absent non-trainable state is the subject of `untrained.check_present`.
     expected = {**target.params, **(target.model_state if checkpoint.model_state else {})}
     problems = list(
         differences(expected, checkpoint.variables, checkpoint.variables.keys() - expected.keys())

@@ -232,6 +232,7 @@ def _read_gpt_oss(c: Config, where: str) -> Table:
         **common.rotary(positions, where),
         **common.biases(c),
         **common.windows(c, kinds, where),
+        # A softmax over the chosen experts alone equals normalized weights of a softmax over all.
         **experts.softmax({**c, "norm_topk_prob": True}, *_SIZES),
         "attention_sinks": True,
         "activation": "swiglu_oai",

@@ -193,6 +193,7 @@ def _read_granitemoehybrid(c: Config, where: str) -> Table:
             f'{where}: position_embedding_type = {reprlib.repr(c[_ROPE])} is not one of "rope", '
             '"nope" and null'
         )
+    # Without the key, attention has no positions.
     if c[_ROPE] != "rope":
         table["rope_pattern"] = [False]
     if not c["num_local_experts"]:

@@ -438,6 +438,7 @@ def check_cover(where: str, shape: tuple[int, ...], chunks: list[Index]) -> None
     element = _first_miscovered(shape, full, where)
     if element is None:
         return
+    # No holder means a hole, several mean an overlap.
     holders = [
         c for c in full if all(s.start <= i < s.stop for s, i in zip(c, element, strict=True))
     ]

@@ -48,6 +48,7 @@ def unflattened(tensor: LazyTensor, shape: tuple[int, ...]) -> LazyTensor:
     def read(index: Index) -> np.ndarray:
         out = np.empty(index_shape(index), tensor.dtype)
         cells = (
+            # The bounds of an empty index may still round to one cell.
             range(s.start // n, -(-s.stop // n)) if s.stop > s.start else range(0)
             for s, n in zip(index, local, strict=True)
         )

@@ -157,6 +157,7 @@ def units(
     if len(shards) == 1:
         names = [_SINGLE]
     else:
+        # The names of transformers: model-00001-of-00003.safetensors.
         width = f"{len(shards):05d}"
         names = [f"model-{i:05d}-of-{width}{SUFFIX}" for i in range(1, len(shards) + 1)]
     result = [

@@ -112,6 +112,7 @@ def _gradients(model: Model, config: JobConfig) -> Callable[..., tuple]:
     loss = build_loss(config.train, model)
 
     def value(params: Params, state: Params, batch: Mapping[str, Array]) -> tuple:
+        # [microbatches, b, s], here with one microbatch.
         weights = update_loss_weights({"labels": batch["labels"][None]}, config.train)
         microbatch = LossWeights(weights.token[0], weights.position, weights.sequence)
         variables = join(params, state)

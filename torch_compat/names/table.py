@@ -394,6 +394,7 @@ def differences(
             f"model.mtp_depth = {len(depth)}, but the checkpoint has {len(stored)} modules of "
             f"multi-token prediction: set model.mtp_depth = {len(stored)}"
         )
+        # The message above covers the parameters of these modules.
         prefixes = tuple(f"layers.{layer}." for layer in depth ^ stored)
         shapes = {name: shape for name, shape in shapes.items() if not name.startswith(prefixes)}
         left_over = [key for key in left_over if not key.startswith(prefixes)]

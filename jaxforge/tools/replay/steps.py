@@ -255,6 +255,7 @@ def find_documents(
         if "segment_ids" in rows:
             begins = np.flatnonzero(np.diff(rows["segment_ids"][row])) + 1
         else:
+            # No token is -1: without `eos`, a row is one document.
             begins = np.flatnonzero(tokens[:-1] == (-1 if eos is None else eos)) + 1
         counts = rows["labels"][row] != IGNORE
         for start, end in itertools.pairwise([0, *begins.tolist(), len(tokens)]):

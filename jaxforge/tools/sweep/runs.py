@@ -236,6 +236,7 @@ class Runner:
         if planned_run.is_finished:
             self._say(f"{label}: already finished")
             return 0
+        # The signal may have come during the wait.
         if self._stopping is not None:
             return Exit.SIGNAL.code
         self._say(f"{label}: {'resumes' if planned_run.state == 'begun' else 'begins'}")
