@@ -118,6 +118,8 @@ class Channel:
         """Fill a buffer; otherwise as `read`."""
         while target:
             if self._deadline is not None:
+                # For the whole exchange: a sender of single bytes could renew a limit per read
+                # forever.
                 left = self._deadline - time.monotonic()
                 if left <= 0:
                     raise TimeoutError("the other process sends too slowly")

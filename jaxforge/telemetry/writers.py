@@ -145,6 +145,7 @@ class WandbSink(Sink):
                 resume="allow",
                 dir=run,
                 config=_settings(config),
+                # A resumed run may have other settings.
                 allow_val_change=True,
                 # W&B must not capture the console, nor delay the end of a run without a network.
                 settings=wandb.Settings(console="off", finish_timeout=_UPLOAD_SECONDS),

@@ -200,7 +200,7 @@ def _row(
     if first.shape != other.shape:
         shapes = f"shapes: {list(first.shape)} and {list(other.shape)}"
         return Row(stage, *names, math.inf, math.inf, allowed, shapes)
-    # float64, so that the comparison itself does not round.
+    # float64: the comparison rounds far below the values.
     a, b = (np.asarray(x, np.float64) for x in (first, other))
     size, error = max(root_mean_square(a), least), root_mean_square(b - a)
     squares = float(np.vdot(a, a))

@@ -218,7 +218,7 @@ def _drawings(runs: Sequence[Run]) -> Iterable[_Drawing]:
     groups: dict[str, dict[str, list[tuple[str, Name]]]] = defaultdict(lambda: defaultdict(list))
     for metric in metrics:
         name = metric_name(metric)
-        # With several sets, the loss over all of them is drawn next to theirs, too.
+        # With several sets, the loss over all sets is drawn a second time, next to that of each.
         if metric not in _HEADLINE or (metric != "train/loss" and has_several_sets):
             groups[name.group][name.title].append((metric, name))
     for titles in groups.values():
