@@ -58,6 +58,7 @@ class Channel:
         connection.settimeout(seconds)
         connection.sendall(nonce)
         received = self.read(_NONCE)
+        # Both sides hash the nonces in one order: the client's comes first.
         self._nonces = nonce + received if is_client else received + nonce
         self._roles = (_CLIENT, _SERVER) if is_client else (_SERVER, _CLIENT)
         self._n_sent = self._n_received = 0
@@ -92,6 +93,7 @@ class Channel:
         header, proof = self.read(_HEADER.size), self.read(hashlib.sha256().digest_size)
         if not hmac.compare_digest(proof, self._proof(self._roles[1], self._n_received, header)):
             raise ConnectionError("the sender does not know the secret of the job")
+        # Only now: a rejected frame must not shift the numbers.
         self._n_received += 1
         length, digest = _HEADER.unpack(header)
         if length > most:
@@ -116,6 +118,8 @@ class Channel:
         """Fill a buffer; otherwise as `read`."""
         while target:
             if self._deadline is not None:
+                # For the whole exchange: a sender of single bytes could renew a limit per read
+                # forever.
                 left = self._deadline - time.monotonic()
                 if left <= 0:
                     raise TimeoutError("the other process sends too slowly")
@@ -126,5 +130,6 @@ class Channel:
             target = target[size:]
 
     def _proof(self, role: bytes, number: int, header: bytes) -> bytes:
+        # Role, nonces, number and header have fixed lengths, so that no two texts are the same.
         text = role + self._nonces + number.to_bytes(8, "big") + header
         return hmac.digest(self._secret, text, "sha256")

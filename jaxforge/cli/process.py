@@ -15,6 +15,7 @@ from jaxforge.exit_codes import STOP_SIGNALS
 ROSTER_VARIABLE = "JAXFORGE_ROSTER"
 """Variable of processes of elastic jobs: identifier of the job, number of its list of hosts."""
 
+# The C library that is already loaded: only Linux has prctl.
 _LIBC = ctypes.CDLL(None) if sys.platform.startswith("linux") else None
 _PR_SET_PDEATHSIG = 1  # prctl(2)
 _BEGAN = "JAXFORGE_BEGAN"  # in seconds of the monotonic clock, common to a host
@@ -81,6 +82,7 @@ def end_now(code: int, *, flush: bool = True) -> None:
     if is_interactive():
         return
     if flush:
+        # `os._exit` runs no exit handlers, which would flush these.
         logging.shutdown()
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError, ValueError):  # closed by the reader

@@ -150,6 +150,7 @@ def redacted_command(words: Sequence[str], environment: Mapping[str, str] = os.e
         words: unquoted arguments.
         environment: environment variables.
     """
+    # `--token SECRET` are two words: the first one hides the second.
     shown, hides_next = [], False
     for word in words:
         name, equals, value = word.partition("=")
@@ -175,6 +176,7 @@ def _is_secret_option(word: object) -> bool:
 
 def _is_secret(name: str, value: object) -> bool:
     """Return whether the value of a setting with this name is secret."""
+    # Only the last part names the value: "tokenizer.path" is a path.
     name = name.rpartition(".")[2]
     match = _NAME.fullmatch(f"{name}=")  # the pattern includes the separator
     if match is None or value is None or isinstance(value, bool) or value == "":
@@ -186,6 +188,7 @@ def _is_secret(name: str, value: object) -> bool:
     is_number = isinstance(value, int | float) or str(value).isdecimal()
     if isinstance(value, list | tuple | Mapping):
         return any(isinstance(item, str) for item in value)
+    # A number after a plural is a count, such as `max_new_tokens=128`.
     return not (is_number and name.lower().endswith("s"))
 
 
@@ -200,6 +203,7 @@ def _shown_url(url: re.Match[str], *, keeps_web_path: bool) -> str:
         path = path.rpartition("@")[2]
     elif not _HOST.fullmatch(re.split(r"[?#]", first)[0]):  # possibly truncated by a message
         return f"{scheme}://{REMOVED}"
+    # Queries carry signatures, for example those of presigned URLs.
     path = re.split(r"[?#]", path)[0]
     if scheme.lower() in _WEB and (not keeps_web_path or _HOOK.search(path)):
         path = path.partition("/")[0]
@@ -210,6 +214,7 @@ def _without_settings(text: str) -> str:
     """Empty the values of settings with secret-like names."""
     parts, at, searched = [], 0, 0
     while match := _NAME.search(text, searched):
+        # The search goes on within a value that is kept: it may hold another setting.
         start = searched = match.end()
         end = _value_end(text, start)
         if not _SPECIAL.fullmatch(match["name"].lstrip("-")) and _hides(match, text[start:end]):

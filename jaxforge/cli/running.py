@@ -91,6 +91,7 @@ def write_json(path: Path, document: object, *, indent: int | None = None) -> No
     Raises:
         UserError: the file cannot be written.
     """
+    # A terminal in another encoding could not show the characters.
     is_escaped = path == STDOUT and not sys.stdout.encoding.lower().startswith("utf")
     text = json.dumps(document, indent=indent, ensure_ascii=is_escaped) + "\n"
     if path == STDOUT:
@@ -123,13 +124,17 @@ def check_xla_flags() -> None:
     read, write = os.pipe()
     child = os.fork()
     if child == 0:
+        # XLA prints from C to the descriptor, past `sys.stderr`.
         os.dup2(write, sys.__stderr__.fileno() if sys.__stderr__ else 2)
+        # Ends a child that hangs in the start of JAX. Its signal is not an error of the flags.
         signal.alarm(_FLAGS_SEC)
         _parse_xla_flags()
+    # Otherwise the pipe would not end for the reader below.
     os.close(write)
     with open(read, errors="replace") as pipe:
         output = pipe.read()
     status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    # XLA exits with 1 or aborts on invalid flags; any other end proves nothing about them.
     if status in (1, -signal.SIGABRT):
         raise UserError(f"XLA_FLAGS={flags}: {_xla_message(output)}; correct or unset it")
 
@@ -162,6 +167,7 @@ def leave(code: int, patience: float = 30.0) -> NoReturn:
         patience: seconds to wait for threads.
     """
     timer = threading.Timer(patience, _leave_behind, [code])
+    # The interpreter must not wait for the timer itself.
     timer.daemon = True
     timer.start()
     atexit.register(timer.cancel)  # runs after the threads have ended

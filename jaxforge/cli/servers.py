@@ -28,6 +28,7 @@ class BoundedThreads(socketserver.ThreadingMixIn):
         patience_sec: time in which a connection is not closed for a new one, which waits.
     """
 
+    # A hanging client must not delay the end of the process.
     daemon_threads = True
     block_on_close = False
     request_queue_size = CONNECTIONS
@@ -89,6 +90,7 @@ class BoundedServer(BoundedThreads, HTTPServer):
     def server_bind(self) -> None:
         """Bind without looking up the name of the host, which may wait for a DNS server."""
         socketserver.TCPServer.server_bind(self)
+        # `HTTPServer.server_bind` sets both, and handlers may read them.
         self.server_name, self.server_port = "localhost", self.port
 
     def handle_error(self, request: Any, client_address: Any) -> None:  # noqa: ANN401

@@ -37,6 +37,7 @@ class _Guarded(abc.ABC):
         try:
             return self._stream.write(text)
         except UnicodeEncodeError:
+            # The escapes are ASCII, so that the second attempt cannot fail in the same way.
             encoding = cast(TextIO, self._stream).encoding
             return self.write(str(text).encode(encoding, "backslashreplace").decode(encoding))
         except OSError as error:
@@ -110,6 +111,7 @@ def guarded(*, outlives_reader: bool) -> Iterator[None]:
     Args:
         outlives_reader: ignore failures of standard output. Failures of standard error always are.
     """
+    # First: the files below must not get the number of a standard stream.
     _open_closed_descriptors()
     before = sys.stdout, sys.stderr
     out, err = (stream or io.TextIOWrapper(io.FileIO(os.devnull, "w")) for stream in before)
@@ -119,6 +121,7 @@ def guarded(*, outlives_reader: bool) -> Iterator[None]:
         sys.stdout = cast(TextIO, _Result(_unguarded(out), "standard output"))
     try:
         yield
+        # Within the guard: buffered text may fail only here.
         sys.stdout.flush()
     finally:
         for stream in (out, err):

@@ -81,6 +81,7 @@ class CommandParser(argparse.ArgumentParser):
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> tuple[argparse.Namespace, list[str]]:
         """Parse like `argparse`, but refuse unknown arguments unless they are allowed."""
+        # `error` looks for a misspelt option among all words.
         self._words = list(sys.argv[1:] if args is None else args)
         known, left = super().parse_known_args(self._words, namespace)
         if left and not self._allows_unknown:
@@ -192,6 +193,7 @@ def _split_settings(argv: Iterable[str]) -> tuple[list[str], list[str]]:
         word = words.pop()
         name, equals, _ = word.partition("=")
         if word == "--":
+            # All words after `--` are arguments, even those that look like settings.
             options += [word, *reversed(words)]
             break
         # Settings contain a dot, options never do.

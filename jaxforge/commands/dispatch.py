@@ -33,6 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     if name not in COMMANDS:
         raise UserError(_problem_of(name))
+    # Entry points of commands parse the arguments of the process.
     sys.argv = ["jaxforge", *options]
     return run_command(name)
 

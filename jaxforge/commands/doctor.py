@@ -50,6 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from jaxforge.parallel import multihost  # imported here, because JAX takes a second
 
     multihost.initialize()
+    # A device that JAX lists may still fail to compute.
     total = _sum_of_squares()
     _show(console, "devices", _devices(total))
     problems = list(_problems(total))

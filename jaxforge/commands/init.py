@@ -54,6 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     output = args.output or Path(f"{name}.toml")
     if output != STDOUT:
         _write(output, text)
+    # Standard output then holds the config alone.
     wide_console(sys.stderr if output == STDOUT else sys.stdout).print(*notes, highlight=False)
     if output == STDOUT:
         print(text, end="")
@@ -104,6 +105,7 @@ def _dial(
 
 def _write(output: Path, text: str) -> None:
     try:
+        # Never overwrites a config, which the user may have edited.
         with output.open("x", encoding="utf-8") as file:
             file.write(text)
     except FileExistsError:

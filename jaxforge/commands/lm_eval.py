@@ -74,6 +74,7 @@ def _model(args: argparse.Namespace, further: Sequence[str]) -> list[str]:
         argument.partition("=")[::2] for part in args.model_args for argument in part.split(",")
     ]
     arguments |= dict(words) | dict(settings)
+    # As JSON: lm_eval would split another form at commas within values.
     return ["--model", "jaxforge", "--model_args", json.dumps(arguments),
             "--batch_size", str(args.batch_size)]  # fmt: skip
 
@@ -92,6 +93,7 @@ def _run(options: Sequence[str]) -> None:
 
     begin_command()
     limit_output_to_first_process()
+    # `cli_evaluate` parses the arguments of the process.
     sys.argv = ["lm_eval", "run", *options]
     cli_evaluate()
 

@@ -19,6 +19,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Print a plan; return 2 if the run would be refused or would not fit."""
     args, overrides = parser().parse(argv)
     topology = topology_of(args.topology)
+    # Before JAX is imported, which reads these variables once.
     topology.prepare(os.environ)
     trust.use_working_directory()
     from jaxforge.tools.plan import plan_report

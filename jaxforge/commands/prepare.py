@@ -56,6 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return teacher_logits.run(args, overrides)
     from jaxforge.tools.starting import preparation  # takes half a second to import
 
+    # Ctrl-C unwinds the stack, so that the output can be resumed.
     raise_interrupts()
     return preparation.run(args)
 
@@ -89,6 +90,7 @@ def _parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
             line.error("--teacher-logits takes no INPUT, and --dtype float32 or float16")
         return args, overrides
     _check(args, overrides, line)
+    # The script of --slurm repeats these words.
     args.command_line = list(sys.argv[1:] if argv is None else argv)
     return args, overrides
 

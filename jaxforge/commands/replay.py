@@ -95,6 +95,7 @@ def _mode(args: argparse.Namespace) -> str:
         UserError: nothing is.
     """
     path = Path(args.run)
+    # A misspelt capsule is reported as a missing file and not as a missing run.
     if path.is_file() or (path.suffix == _CAPSULE_SUFFIX and not path.exists()):
         return "file"
     for mode in ("capsule", "steps"):

@@ -53,6 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     command = args.command[1:] if args.command[:1] == ["--"] else args.command
     if not command:
         raise UserError("a command is required: -- jaxforge train --config FILE ...")
+    # The short form, with options of `jaxforge train` alone.
     if command[0].startswith("-"):
         command = [sys.executable, "-m", "jaxforge.train", *command]
     logging.basicConfig(level=logging.INFO, format="%(asctime)s supervise: %(message)s")
@@ -84,6 +85,7 @@ def _elastic(args: argparse.Namespace, command: Sequence[str], policy: Policy) -
         timeout = (config.train.hang_timeout if config else 0.0) or _HANG_TIMEOUT_SEC
     elastic = {"elastic_processes": most * args.nproc, "elastic_min_processes": least * args.nproc}
     command = [*command, *(f"--distributed.{key}={value}" for key, value in elastic.items())]
+    # With peers and command, so that hosts of another job cannot join by mistake.
     secret = f"{os.environ.get(_SECRET, '')}\n{args.peers}\n{shlex.join(command)}"
     hosts = Hosts(
         addresses, index, least, args.host_multiple, hashlib.sha256(secret.encode()).hexdigest(),
@@ -119,6 +121,7 @@ def _host_index(index: int | None, addresses: Sequence[str]) -> int:
             socket.getfqdn(),
         }
         matching = [i for i, name in enumerate(names) if name in local_names]
+        # Two supervisors on one host have the same name, which then does not tell the number.
         index = matching[0] if len(matching) == 1 else None
     if index is None or not 0 <= index < len(addresses):
         raise UserError(

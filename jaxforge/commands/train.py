@@ -112,6 +112,7 @@ def _dry_run(config: UnresolvedConfig, devices: str) -> int:
 
 def entry() -> NoReturn:
     """Run the command of this process and exit."""
+    # This process and those that it starts read the start time from the environment.
     os.environ.update(began_env())
     note_process_start()
     leave(run_main(main, uses_devices=True, outlives_reader=True))

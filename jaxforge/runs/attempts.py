@@ -42,6 +42,7 @@ class AttemptLog:
 
     def __init__(self, clock: ActivityClock) -> None:
         self._clock = clock
+        # The clock has run since the start of the process, before this object existed.
         self._began = time.time() - sum(clock.attempt().values())
         self._path: Path | None = None
         self._earlier = ""
@@ -72,6 +73,7 @@ class AttemptLog:
         # Steps launched before a fault and not saved: repeating them is rework.
         furthest = max((attempt.step for attempt in attempts), default=0)
         self._clock.continue_from(account(attempts, until=self._began), furthest)
+        # At once: a process that is killed before its first beat leaves an attempt, too.
         self._write(None)
         beat = BEAT_SEC if process == 0 else BEAT_SEC_OF_WORKERS
         self._thread = threading.Thread(

@@ -136,6 +136,7 @@ def blocks(file: BinaryIO) -> Iterator[bytes]:
     while block := file.read(BLOCK):
         if not block.endswith(b"\n"):
             block += file.readline(LINE)
+        # A line without an end is being written, or is longer than `LINE`.
         whole = block[: block.rfind(b"\n") + 1]
         if whole:
             yield whole
@@ -171,6 +172,7 @@ def _columns(rows: Sequence[dict[str, Any]]) -> dict[str, list[Series]]:
 
 def _axis(cells: Sequence[Any]) -> np.ndarray:
     """Return steps or times as an array; raise ValueError unless all are numbers from 0 on."""
+    # By exact type: `true` is not a number.
     if not {int, float}.issuperset(map(type, cells)) or min(cells) < 0:
         raise ValueError
     return np.array(cells, float)
@@ -179,6 +181,7 @@ def _axis(cells: Sequence[Any]) -> np.ndarray:
 def _joined(parts: Sequence[Series]) -> Series:
     """Concatenate columns and sort them by step, stably."""
     step, time, value = (np.concatenate(column) for column in zip(*parts, strict=True))
+    # `_columns` groups lines by their keys, which can break the order of steps.
     if (np.diff(step) < 0).any():
         order = np.argsort(step, kind="stable")
         step, time, value = step[order], time[order], value[order]
@@ -251,6 +254,7 @@ class Run:
             while steps and steps[-1] > step:
                 steps.pop()
             steps.append(step)
+        # A resume at the last logged step has no curve after it yet.
         logged = self.series["train/loss"].step
         return [step for step in steps if logged[0] <= step < logged[-1]]
 
@@ -273,6 +277,7 @@ class Run:
     def seconds(self) -> float:
         """Wall time from the first step to the last, including pauses between restarts."""
         time = self.series["train/loss"].time
+        # The first time is that of the end of a step, so that its duration is added.
         return float(time[-1] - time[0] + self.series["train/step_time_sec"].value[0])
 
     @property
@@ -305,6 +310,7 @@ def read_runs(paths: Sequence[Path]) -> list[Run]:
     Raises:
         UserError: a directory is not a run, has no logged step, or its config is damaged.
     """
+    # Real paths: "." and links do not name the run.
     names = [Path(os.path.realpath(path)).name for path in paths]
     return [
         _read(path, name if names.count(name) == 1 else str(path))
@@ -322,10 +328,12 @@ def _read(path: Path, name: str) -> Run:
     config_file = path / "config.toml"
     if config_file.exists() and not config_file.is_file():
         raise UserError(f"{config_file} is not a file")
+    # A report imports no plugins, which are code of whoever made the run.
     config = load_config(config_file, trusts=trust.never)
     begun, strange = read_lines(path / starts.FILE_NAME, _START)
     samples, unreadable = read_lines(path / SAMPLES, _SAMPLE)
     accounts, unusable = attempts.read(path)
+    # The last start counted them. Building the model needs seconds of imports.
     noted = begun[-1].get("parameters") if begun else None
     return Run(
         name=name,

@@ -77,6 +77,7 @@ def check_not_moved(config: UnresolvedConfig) -> None:
     if file.name != _CONFIG or config.is_on_command_line("checkpoint.dir"):
         return
     here, is_local = file.parent, not urls.in_bucket(directory)
+    # Links may give one directory two paths, so that real paths are compared.
     if not _has_steps(here) or (is_local and os.path.realpath(directory) == os.path.realpath(here)):
         return
     what = f"{config.file} lies in a run directory, and names another: checkpoint.dir = {directory}"
@@ -186,6 +187,7 @@ def prepare(run: Path, config: JobConfig) -> None:
     try:
         run.mkdir(parents=True, exist_ok=True)
         tokenizer = tokenizer_for(run, config)
+        # The first tokenizer stays: the model has learned its ids.
         if tokenizer is not None and not (run / _TOKENIZER).exists():
             _write_tokenizer(run, tokenizer)
         # A damaged config is put aside: it may still tell how the run was started.
@@ -215,6 +217,7 @@ def record_start(run: Path, config: JobConfig, step: int) -> None:
         return
     try:
         safe_files.make_directory(run / _CONFIGS)
+        # Before later configs are removed: after a crash in between, the step still has its own.
         _replace(_from_step(run, step), config)
         # Their steps are replaced by those of this start.
         for undone in (start for start in _starts(run) if start > step):

@@ -110,12 +110,14 @@ def git_state(file: Path) -> dict[str, Any]:
         return {}
     state: dict[str, Any] = {"commit": commit.strip(), "changed": bool(difference)}
     if difference:
+        # Only the hash: the difference itself may contain secrets.
         state["difference_sha256"] = hashlib.sha256(difference.encode()).hexdigest()
     return state
 
 
 def _command(arguments: Sequence[str]) -> str:
     """Return the command line without secrets."""
+    # `python -m` replaces the module's name in `sys.argv` by a path; the spec has the name.
     spec = getattr(sys.modules["__main__"], "__spec__", None)
     module = ["python", "-m", spec.name.removesuffix(".__main__")] if spec else None
     return redacted_command([*(module or [Path(arguments[0]).name]), *arguments[1:]])
@@ -175,6 +177,7 @@ def source_hash(path: Path) -> str:
     """Return the SHA-256 of the Python files of a directory, or of one file, with their names."""
     total = hashlib.sha256()
     for file in source_files(path):
+        # The name is part of the hash: moving code to another module is a change.
         total.update(f"{file.relative_to(path.parent)}\n".encode() + file.read_bytes())
     return total.hexdigest()
 

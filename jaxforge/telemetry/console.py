@@ -127,6 +127,7 @@ class _LogFile(logging.FileHandler):
 
     def _open(self) -> TextIOWrapper:
         file = safe_files.open_to_append(Path(self.baseFilename))
+        # Unbuffered: a killed process loses no messages.
         return TextIOWrapper(file, encoding="utf-8", write_through=True)
 
     def handleError(self, record: logging.LogRecord) -> None:

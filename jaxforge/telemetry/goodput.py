@@ -147,6 +147,7 @@ class ActivityClock:
     def _begin(self, category: Category) -> None:
         with self._lock:
             self._note_time()
+            # The outermost category: blocks that are open keep theirs.
             self._stack[0] = category
 
     def _note_time(self) -> None:

@@ -180,6 +180,7 @@ class Megatron(Lines):
     def train(self, step: int, metrics: Metrics) -> str:
         """Return a line with time and FLOPs of the step, and the line that parsers look for."""
         values = _counts(self._run, step, metrics)
+        # Megatron-Bridge prints this line of its own before that of Megatron-LM.
         speed = "Step Time : {:.2f}s GPU utilization: {:.1f}MODEL_TFLOP/s/GPU".format(
             metrics["train/step_time_sec"], metrics["train/tflops_per_device"]
         )
@@ -191,6 +192,7 @@ class Megatron(Lines):
         losses: dict[str, float] = {}
         for name, value in metrics.items():
             if name.startswith("eval/") and name.endswith("/loss"):
+                # eval/<dataset>/loss; eval/loss is that of all sets.
                 dataset = "/".join(name.split("/")[1:-1])
                 losses[f"lm loss ({dataset})" if dataset else "lm loss"] = value
         if not losses:

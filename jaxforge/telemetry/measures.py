@@ -187,6 +187,7 @@ class Sums(NamedTuple):
         ]
         named = [False] * len(losses) if is_left_out is None else is_left_out
         has_labels = [n > 0 for n in labels] if labels is not None else [True] * len(losses)
+        # Steps that the user leaves out count neither as NaN nor as unlabeled.
         drawn = [
             (had, good)
             for had, good, left_out in zip(has_labels, finite, named, strict=True)
@@ -291,6 +292,7 @@ class Smoothed:
             value = speed.get(f"train/{'step_time_sec' if name == 'step_time' else name}")
             if value is not None:
                 self._add(f"smoothed/{name}", value, steps)
+        # Until the first finite loss, the name exists with NaN, so that lines have equal keys.
         return {"smoothed/loss": math.nan, **self._values}
 
     def _add(self, name: str, value: float, times: int) -> None:

@@ -106,6 +106,7 @@ class MetricWriter:
         return True
 
     def _report(self, error: Exception) -> None:
+        # Once per series of failures: a full disk fails at every step.
         if self._failures == 1:
             log.warning("%s failed: %s. The run continues", self._name, _reason(error))
         if self._failures == PATIENCE and not self._catches_up:
@@ -162,6 +163,7 @@ def open_writers(
         "trackio": ("Trackio", lambda: TrackioSink(config, run_id)),
     }
     writers = [
+        # First: without this record of the run, no other sink is opened.
         _open("metrics.jsonl", jsonl_sink, metrics.log_interval, catches_up=True),
         _open("the console", console_sink, metrics.log_interval),
     ]
@@ -174,6 +176,7 @@ def open_writers(
 def _open(
     name: str, sink: Callable[[], Sink], interval: int, *, catches_up: bool = False
 ) -> MetricWriter:
+    # The writer exists everywhere, since its interval decides when all processes read metrics.
     if jax.process_index() != 0:
         return MetricWriter(name, None, interval)
     try:

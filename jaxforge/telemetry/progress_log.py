@@ -45,6 +45,7 @@ class ProgressLog:
         # The clock of the job must not jump; starts of other jobs are only known as wall-clock
         # times.
         self._started = time.monotonic()
+        # Before the search below, which then finds this job if there is no earlier one.
         self.append("Starting job")
         self._first_start, self._first_flops = self._first_job(flops)
 
@@ -89,6 +90,7 @@ class ProgressLog:
 
     def _first_job(self, flops: float) -> tuple[datetime.datetime, float]:
         """Return start and previous FLOPs of the first job on the same number of devices."""
+        # Times in the file are whole seconds.
         now = datetime.datetime.now().replace(microsecond=0)
         try:
             start, done = start_time_and_flops(self._path, self._n_devices)
@@ -127,6 +129,7 @@ def start_time_and_flops(path: Path, n_devices: int) -> tuple[datetime.datetime,
             if event in ("Saved checkpoint", "Saving async checkpoint"):
                 being_saved[int(fields["Iteration"])] = float(fields["Floating-point operations"])
             if event in ("Saved checkpoint", "Saved async checkpoint"):
+                # "Saved async checkpoint" has no FLOPs: they are in the line of its beginning.
                 flops = being_saved.pop(int(fields["Iteration"]), flops)
         except (ValueError, KeyError):
             log.warning("%s:%d is not a line of a progress log: ignored", path, number)

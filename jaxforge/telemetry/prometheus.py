@@ -108,6 +108,7 @@ class RunMetrics(Sink):
         """Yield all metrics with their present values."""
         from prometheus_client import core
 
+        # Read once: the training thread may replace both while this one yields.
         activity, latest = self._activity(), self._latest
         yield core.InfoMetricFamily(
             "jaxforge", "Version of jaxforge.", {"version": jaxforge.__version__}

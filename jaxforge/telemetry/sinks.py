@@ -57,6 +57,7 @@ def finite_numbers(metrics: Metrics) -> dict[str, float]:
             else {name: value}
         )
         for key, x in elements.items():
+            # Services refuse NaN and infinity, or replace them by text.
             if isinstance(x, Real) and math.isfinite(x):
                 numbers[key] = float(x)
     return numbers
@@ -83,12 +84,14 @@ class JsonlSink(Sink):
     def __init__(self, path: Path, resumed_step: int, *, repeats_evaluation: bool = False) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         samples_path = path.with_name(SAMPLES)
+        # A link in a downloaded run could name any file of the user.
         for file in (path, samples_path):
             if file.is_symlink():
                 raise UserError(
                     f"{file} is a symbolic link, through which a run does not write. Remove it"
                 )
         self._metrics, self._samples = LineFile(path), LineFile(samples_path)
+        # Readers find the file before the first step is logged.
         path.touch()
         self._metrics.rewind(
             resumed_step, has_evaluation if repeats_evaluation else lambda line: False

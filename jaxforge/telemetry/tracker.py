@@ -141,6 +141,7 @@ class Tracker:
 
     def _begin_interval(self) -> None:
         progress = self._progress
+        # Counts of earlier starts have been reported already.
         self._warned = progress.nonfinite, progress.spikes
         self._fetched = _Mark(
             progress.step,
@@ -150,6 +151,7 @@ class Tracker:
             self._sums,
             self._traffic,
         )
+        # One mark per writer, since each has its own interval.
         self._written = [self._fetched] * len(self._writers)
         self._attention_logit: tuple[int, float] | None = None
         self._epoch_start, self._epoch = self._fetched, self._epochs(progress.samples)
@@ -294,6 +296,7 @@ class Tracker:
         self._warn(step, int(values["nonfinite"]), int(values["spikes"]))
         self._warn_of_labels(step, labels.count(0))
         samples, since = int(values["counts"].samples), self._fetched
+        # `latest.waited` was noted at the launch: later waits belong to later steps.
         now = self._fetched = _Mark(
             step, samples, self._activities.unpaused(), latest.waited, self._sums, traffic()
         )  # fmt: skip
@@ -344,6 +347,7 @@ class Tracker:
         wait = (now.waited - since.waited) / _steps(since, now)
         metrics = self._speed(since, now) | {"train/data_wait_sec": wait}
         metrics |= self._attention_logit_since(since, now) | now.sums.since(since.sums)
+        # Runs that read no bucket lack these metrics.
         if now.traffic.reads > self._first_traffic.reads:
             metrics |= now.traffic.since(since.traffic)
         return metrics

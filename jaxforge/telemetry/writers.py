@@ -145,6 +145,7 @@ class WandbSink(Sink):
                 resume="allow",
                 dir=run,
                 config=_settings(config),
+                # A resumed run may have other settings.
                 allow_val_change=True,
                 # W&B must not capture the console, nor delay the end of a run without a network.
                 settings=wandb.Settings(console="off", finish_timeout=_UPLOAD_SECONDS),
@@ -154,6 +155,7 @@ class WandbSink(Sink):
                 f"wandb in metrics.writers: {error} Offline, set WANDB_MODE=offline"
             ) from error
         finally:
+            # Also after a failure: other code reads the command line.
             sys.argv = arguments
 
     def write(self, step: int, metrics: Metrics) -> None:
@@ -210,6 +212,7 @@ class MlflowSink(Sink):
             if settings.run_id:
                 run = self._client.get_run(settings.run_id)
             else:
+                # MLflow chooses its own ids: the tag finds the run that an earlier start created.
                 started = self._client.search_runs(
                     [experiment], f"tags.`{_TAG}` = '{run_id}'", ViewType.ACTIVE_ONLY, 1
                 )
@@ -244,6 +247,7 @@ class MlflowSink(Sink):
         """Log the metrics of a step or of an evaluation in one request."""
         from mlflow.entities import Metric
 
+        # MLflow's unit of time.
         milliseconds = round(time.time() * 1000)
         points = [
             Metric(name, x, milliseconds, step) for name, x in finite_numbers(metrics).items()

@@ -64,6 +64,7 @@ class JaxforgeLM(LmEvalModel):
             urls.path(run), _settings(overrides), step=step, weights=weights
         )
         tokenizer = run_directory.read_tokenizer(trained.run)
+        # lm_eval passes text, which may be "auto".
         if not str(batch_size).isdigit() or int(batch_size) < 1:
             raise UserError(f"batch_size={batch_size}: must be an integer of at least 1")
         check({"seed": seed}, spelt=str)

@@ -118,9 +118,11 @@ def save(
             _announce(manifest, begun, output)
             for number, dataset in enumerate(datasets):
                 assert isinstance(dataset, Dataset)  # `saved_sets` refuses others
+                # Complete files of a killed command stay as they are.
                 first = begun[number] * manifest.sequences_per_file
                 batches = _records(program, frozen, dataset, first, manifest.record)
                 _write_files(directory, manifest, begun, number, batches)
+            # After all files: the manifest marks a complete directory.
             write_json(directory.out / FILE_NAME, manifest.to_json())
     log.info("wrote %s; train with distillation.logits = %s", output, output)
 
@@ -212,8 +214,10 @@ def _as_records(batch: dict[str, jax.Array], record: np.dtype, n: int) -> np.nda
     Raises:
         UserError: a logit does not fit into the dtype of the records.
     """
+    # [microbatches, rows, ...] -> [sequences, ...]
     host = {name: x.reshape(-1, *x.shape[2:])[:n] for name, x in jax.device_get(batch).items()}
     records = np.empty(n, record)
+    # The check below reports an overflow, with a remedy.
     with np.errstate(over="ignore"):
         records["logits"] = host[TEACHER_LOGITS]
     records["ids"] = host[TEACHER_IDS]
@@ -251,6 +255,7 @@ def _write_files(
             np.lib.format.write_array_header_1_0(file, header)
             file.write(records.view(np.uint8).data)
         files[number] += 1
+        # After the file is durable: a crash in between repeats the file.
         directory.commit({"files": files})
         done = min(files[number] * manifest.sequences_per_file, item.sequences)
         log.info("%s: %s of %s sequences", item.name, f"{done:,}", f"{item.sequences:,}")

@@ -90,6 +90,7 @@ def merge(base: CheckpointState, adapters: Tensors, scale: float) -> CheckpointS
                 f"{shape} in the base model. Name the model that the adapter was trained with"
             )
         params[f"{layer}.weight"] = _merged(weight, a, b, scale)
+    # Moments and progress of the base belong to its weights without adapters.
     return dataclasses.replace(base, params=params, moments=None, scalars={}, progress=None)
 
 
@@ -102,10 +103,12 @@ def _merged(weight: LazyTensor, a: LazyTensor, b: LazyTensor, scale: float) -> L
 
     def read(index: Index) -> np.ndarray:
         rows, columns = index
+        # low [rank, columns], high [rows, rank].
         low = a.read((slice(0, a.shape[0]), columns)).astype(np.float64)
         high = scale * b.read((rows, slice(0, b.shape[1]))).astype(np.float64)
         before = weight.read(index)
         after = np.empty_like(before)
+        # Bounds the float64 temporaries of a large block.
         step = max(1, _MERGED // max(1, low.shape[1]))
         for first in range(0, len(before), step):
             at = slice(first, first + step)
@@ -135,6 +138,7 @@ def _checksum(array: LazyTensor) -> int:
     total = 0
     for index in split_blocks(array, _BLOCK):
         block = np.ascontiguousarray(array.read(index))
+        # The checksums of blocks add up to that of the array, however the array is cut.
         total += block_checksum(block, first_position(index, array.shape))
     return total % 2**32
 
@@ -167,6 +171,7 @@ class PeftConfig:
         """Return rank and factor of the adapter of a module."""
 
         def find(values: Mapping[str, float], usual: float) -> float:
+            # PEFT matches a pattern at the end of a module's name, and the first match counts.
             names = (name for name in values if f".{module}".endswith(f".{name}"))
             return values.get(next(names, ""), usual)
 
@@ -222,6 +227,7 @@ def _check_plain(values: Mapping[str, Any], where: str) -> None:
     if not isinstance(values.get("use_rslora"), bool | None):
         raise UserError(f"{where}: use_rslora = {values['use_rslora']!r} must be true or false")
     for key, value in values.items():
+        # Features of later versions of PEFT are off if their key is false, empty or null.
         if key not in _READ | _IRRELEVANT and value and (key, value) != ("bias", "none"):
             raise UserError(
                 f"{where}: {key} = {value!r} is not supported. Only plain LoRA is: merge the "
@@ -279,6 +285,7 @@ def read_peft(directory: Directory, dialect: NameMap, model: ModelConfig) -> dic
                 f"{where}: {key} has matrices {list(a.shape)} and {list(b.shape)}, and not the "
                 f"rank {lora.rank} of {CONFIG}"
             )
+        # A run has one factor for all adapters. B absorbs any other factor.
         if not math.isclose(lora.scale, config.scale):
             b = _times(b, lora.scale / config.scale)
         for layer, matrices in _to_jaxforge(Adapter(a, b), layers, config, model).items():
@@ -344,6 +351,7 @@ def peft_tensors(adapters: Tensors, dialect: NameMap, model: ModelConfig) -> dic
             parts[part] = Adapter(a, change.to_dialect(b, model) if change else b)
         if not parts:
             continue
+        # PEFT has one adapter per tensor, and a fused tensor holds several layers.
         adapter = parts[0] if rows is None else fuse(parts, rows)
         for name, matrix in zip(_MATRICES.values(), adapter, strict=True):
             result[f"{_PREFIX}{key}.{name}.weight"] = matrix
@@ -373,6 +381,7 @@ def config_json(
         if key.endswith(end := f".{_MATRICES['lora_a']}.weight")
     }
     fused = {module: rank for module, rank in ranks.items() if rank != lora.rank}
+    # A fused adapter has n times the rank. Its alpha grows so that its factor stays the same.
     alphas = {
         module: lora.alpha * (rank / lora.rank) ** (0.5 if lora.use_rslora else 1)
         for module, rank in fused.items()

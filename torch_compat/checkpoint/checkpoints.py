@@ -307,6 +307,7 @@ class CheckpointRef:
             entries = files.entries(self.directory.path)
             return {self.directory.path: {entry.name: entry.version for entry in entries}}
         if self.format == "hf":
+            # Files that are not read, such as a README, may change during a conversion.
             stamps = self.directory.stamps().items()
             templates = self.directory / hf_tokenizer.TEMPLATES
             return {

@@ -271,6 +271,7 @@ def entries(
             for name, value in group.items():
                 add(("optimizer", "param_groups", g, name), value)
             continue
+        # Flattened: every parameter repeats the settings of its group.
         for key in members:
             for name, value in group.items():
                 if name != "params":
@@ -326,6 +327,7 @@ def group_settings(
                 f"{key} of {dialect.name} holds several parameters, which optimizer.lr_patterns "
                 "gives different learning rates: export with --weights-only"
             )
+        # A tensor is in one group: it decays if any of its parameters does.
         settings[key] = of_name._replace(decays=decays or before.decays)
     return settings
 
@@ -444,6 +446,7 @@ def _scalars(
     else:
         updates = optimizer_state.count_updates(counts, name)
     if updates is None:
+        # Lion and Muon do not count: the scheduler does, or else the steps of the job.
         updates = where.updates if where.updates is not None else where.step
     if updates is None:
         raise UserError(f"{name}: the number of updates is not recorded")

@@ -55,6 +55,7 @@ def _dequantize(values: LazyTensor, scales: LazyTensor) -> LazyTensor:
         scale_rows = slice(first, -(-rows.stop // block))
         exponents = scales.read((*outer, scale_rows, columns)).astype(np.uint32)
         in_blocks = slice(rows.start - first * block, rows.stop - first * block)
+        # Bits 23 to 30 of a float32 are its exponent: the shifted value is a power of two.
         powers = np.repeat((exponents << 23).view(np.float32), block, axis=-2)[..., in_blocks, :]
         q = values.read(index).astype(np.float32) * step
         x = q * np.abs(q) * powers

@@ -46,6 +46,7 @@ def fuse(parts: Mapping[int, Adapter], rows: Sequence[np.ndarray]) -> Adapter:
         out = len(own_rows)
         no_adapter = Adapter(zeros((rank, inp), dtype), zeros((out, rank), dtype))
         a, b = parts.get(part, no_adapter)
+        # Columns of B that multiply the A of other parts are zero in this part's rows.
         free = np.delete(np.arange(n * rank), slots[part])
         columns = [b.transposed(), zeros((len(free), out), dtype)]
         all_a.append(a)
@@ -68,6 +69,7 @@ def split(adapter: Adapter, rows: Sequence[np.ndarray], rank: int) -> dict[int, 
     return {
         part: Adapter(a.rows(slot), b.transposed().rows(slot).transposed())
         for part, (b, slot) in enumerate(zip(parts, slots, strict=True))
+        # `fuse` writes zeros for a part without an adapter.
         if a.rows(slot).all().any()
     }
 

@@ -230,6 +230,7 @@ def tensors_of_export(
     """
     dialect = FAMILIES[family].dialect
     copies: dict[str, str] = {}
+    # Files repeat embedding and head in each layer that predicts further tokens.
     for depth in range(model.mtp_depth if FAMILIES[family].further_layers_key else 0):
         copies |= _shared_keys(model.n_layers + depth, dialect, model)
     if dtype != IN_8_BITS:

@@ -29,6 +29,7 @@ def copy_tokenizer(directory: Directory, target: Path) -> None:
         directory: the checkpoint.
         target: directory to create. An existing one is left unchanged.
     """
+    # The rename below is the last step: an existing directory is complete.
     if target.exists() or not directory.has(FILES[0]):
         return
     partial = target.with_name(f".{target.name}.partial")
@@ -58,6 +59,7 @@ def exported_files(tokenizer: Path) -> dict[str, bytes]:
     paths = {name: tokenizer / name for name in FILES}
     paths |= {f"{TEMPLATES}/{path.name}": path for path in named}
     files = {name: path.read_bytes() for name, path in paths.items() if path.is_file()}
+    # The settings may lack a class, by which AutoTokenizer opens the files.
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", **_settings(tokenizer)}
     return files | {_SETTINGS: to_json(settings)}
 

@@ -49,6 +49,7 @@ def _dcp(reference: CheckpointRef) -> tuple[dict[str, Any], Tensors]:
     fields = {field for state in keys.state.values() for field in state}
     kinds = [
         name for name, kind in LAYOUTS.items()
+        # KempnerForge saves only `momentum_buffer` of Muon.
         if set(kind.fields.values()) <= fields or (name == "muon" and "momentum_buffer" in fields)
     ]  # fmt: skip
     where = train_state.read_train_state(dcp)

@@ -88,6 +88,7 @@ def read(dcp: Dcp, weights: Mapping[str, LazyTensor]) -> dict[str, dict[str, Laz
         UserError: a file is damaged.
     """
     ranks = _buckets(dcp)
+    # The bias of a router is a module's buffer and not a parameter.
     weights = {k: t for k, t in join_gates(weights) if not k.endswith(".expert_bias")}
     differing: list[str] = []
     for spec in _specs(len(ranks), weights):
@@ -107,6 +108,7 @@ def read(dcp: Dcp, weights: Mapping[str, LazyTensor]) -> dict[str, dict[str, Laz
         names = [n for n, copy in fields[_MASTER].items() if not _agrees(weights[n], copy)]
         if not names:
             return fields
+        # The message names a parameter of the combination that differs least.
         differing = min(differing or names, names, key=len)
     if differing:
         raise UnmappedBuffersError(f"their float32 copies differ from {differing[0]}")
@@ -134,6 +136,7 @@ def _buckets(dcp: Dcp) -> list[list[Bucket]]:
     buckets = list(itertools.chain(*ranks))
     shapes = [{tensor.shape for tensor in bucket.values()} for bucket in buckets]
     fields = {tuple(sorted(bucket)) for bucket in buckets}
+    # A missing bucket would shift the range of every later parameter.
     is_numbered = sorted(by_rank) == list(range(len(by_rank))) and all(
         sorted(of_rank) == list(range(len(of_rank))) for of_rank in by_rank.values()
     )
@@ -171,6 +174,7 @@ def _locate(
     for stage, names in enumerate(orders):
         shapes = [_shard_shape(name, weights, spec.tensor_ranks) for name in names]
         for rank in range(spec.tensor_ranks):
+            # Tensor ranks of a stage have consecutive numbers.
             buckets = ranks[stage * spec.tensor_ranks + rank]
             starts = _fill([bucket[_MASTER].shape[0] for bucket in buckets], shapes)
             if starts is None:

@@ -207,6 +207,7 @@ def _windows(s: Settings, where: str) -> Table:
     window = s["window_size"]
     if not window:
         return {}
+    # (left, right). Causal attention sees nothing on the right, be it 0 or unlimited (-1).
     is_pair = isinstance(window, list | tuple) and len(window) == 2
     if not is_pair or type(window[0]) is not int or window[0] < 0 or window[1] not in (0, -1):
         raise _unsupported("window_size", s, where)
@@ -263,6 +264,7 @@ def _layers_with(has_experts: Sequence[bool], s: Settings, where: str) -> Table:
     chosen = [i for i, has in enumerate(has_experts) if has]
     if chosen:
         first = chosen[0]
+        # With a single such layer, any period fits that reaches it first.
         every = chosen[1] - first if len(chosen) > 1 else first + 1
         if chosen == [i for i in range(first, len(has_experts)) if (i + 1) % every == 0]:
             return {"feed_forward_pattern": every_nth(every), "moe_first_dense_layers": first}
@@ -276,6 +278,7 @@ def settings(model: ModelConfig) -> Table:
         UserError: Megatron-Core has no such model; the message lists the differences.
     """
     written = dict(_written(model))
+    # Reading the settings again detects what they omit, without a list of features.
     again = ModelConfig(**model_table(written, "Megatron-Core"))
     wanted_settings, written_settings = network_settings(model), network_settings(again)
     if lacks := [
@@ -324,6 +327,7 @@ def _written(model: ModelConfig) -> Iterator[tuple[str, Any]]:
     elif scaling and scaling.rope_type == "linear":
         yield "seq_len_interpolation_factor", scaling.factor
     if any(model.windows):
+        # Megatron-Core's width excludes the current token.
         yield "window_size", [max(w or 0 for w in model.windows) - 1, 0]
         if not all(model.windows):
             yield "window_attn_skip_freq", [int(window is not None) for window in model.windows]
@@ -337,6 +341,7 @@ def _written_experts(model: ModelConfig) -> Iterator[tuple[str, Any]]:
         "num_moe_experts": model.num_experts, "moe_router_topk": model.moe_top_k,
         "moe_ffn_hidden_size": model.expert_dim,
         "moe_router_score_function": "softmax" if is_softmax else "sigmoid",
+        # Otherwise the softmax is over the chosen experts alone, whose weights then add up to 1.
         "moe_router_pre_softmax": is_softmax and not model.moe_norm_topk,
         "moe_router_topk_scaling_factor": model.moe_routed_scaling,
         "moe_router_enable_expert_bias": model.bias_update == "sign",

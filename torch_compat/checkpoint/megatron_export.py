@@ -76,6 +76,7 @@ def entries(checkpoint: CheckpointState, model: ModelConfig) -> dict[str, Entry]
     }  # fmt: skip
     if checkpoint.moments is not None:
         float32 = DTYPES["float32"]
+        # Megatron-Core updates float32 copies, and rounds the weights from them.
         masters = {name: tensor.cast(float32) for name, tensor in checkpoint.params.items()}
         fields = {_MASTER: masters} | {
             theirs: checkpoint.moments[field] for field, theirs in _FIELDS.items()
@@ -97,6 +98,7 @@ def _extra_states(model: ModelConfig) -> Iterator[str]:
 
     A loader requests the keys of its own modules and ignores all others.
     """
+    # Equal layers are stacked (`to_torch_dist`): a key then names one of `layers` shards.
     layers, experts, is_alike = model.n_layers, model.num_experts, len(model.stacks) == 1
     yield "decoder.final_layernorm._extra_state/shard_0_1"
     for i, has_experts in enumerate(model.has_experts):
@@ -218,6 +220,7 @@ def _arguments(config: JobConfig, progress: Progress, has_optimizer: bool) -> di
     """Return Megatron-LM's arguments of the model, the optimizer and the loader."""
     settings = megatron_config.settings(config.model)
     is_silu = settings["activation_func"] == "silu"
+    # In their place Megatron-LM has `swiglu` and `untie_embeddings_and_output_weights`.
     args = {key: v for key, v in settings.items() if not key.startswith(("activation_", "share_"))}
     args |= {
         "norm_epsilon": args.pop("layernorm_epsilon"),
@@ -256,6 +259,7 @@ def _groups(config: JobConfig, updates: int) -> Iterator[Mapping[str, Any]]:
 
 def _schedule(config: JobConfig, progress: Progress, updates: int) -> dict[str, Any]:
     """Return the state of Megatron-Core's scheduler, whose steps are sequences."""
+    # Mean number of sequences per step, since a ramp of batch sizes has no single one.
     o, batch = config.optimizer, max(1, progress.samples // max(1, progress.step))
     warmup, _, end = config.scheduler.boundaries(config.train.max_steps)
     return {

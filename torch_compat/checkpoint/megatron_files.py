@@ -70,6 +70,7 @@ class Job(NamedTuple):
         if len(numbers) < len(keys) or not self.model.get("should_pad_vocab"):
             return None
         size, divisor, ranks = numbers
+        # The part of each tensor rank is a multiple of the divisor.
         return -(-size // (divisor * ranks)) * divisor * ranks
 
 
@@ -125,6 +126,7 @@ def read_job(directory: Directory, dcp: Dcp | None = None) -> Job | None:
     Raises:
         UserError: a file is damaged.
     """
+    # First: its names are those of `TransformerConfig` and need no translation.
     if directory.has(RUN_CONFIG):
         where = f"{directory}/{RUN_CONFIG}"
         sections = _read_yaml(directory.read(RUN_CONFIG, _YAML), where)
@@ -184,6 +186,7 @@ def _parse_arguments(arguments: object, where: str) -> Job | None:
     model["gated_linear_unit"] = is_silu
     model["activation_func"] = "silu" if is_silu else _activation(args)
     model["bias_activation_fusion"] = args.get("bias_gelu_fusion", True)
+    # Megatron-LM ignores --num-query-groups without this flag.
     if not args.get("group_query_attention"):
         model["num_query_groups"] = None
     if args.get("use_rope_scaling"):

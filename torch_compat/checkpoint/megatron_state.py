@@ -95,6 +95,7 @@ def sort_keys(dcp: Dcp) -> DcpKeys:
     state: dict[str, dict[str, Any]] = {}
     for field, tensors in by_field.items():
         for name, tensor in tensors.items():
+            # Megatron counts per group. torch has the count in the state of each parameter.
             state.setdefault(name, {STEP: steps[0]} if steps else {})[field] = tensor
     if len(set(steps)) > 1:
         raise UserError(f"{where}: its parameter groups report the steps {sorted(set(steps))[:3]}")

@@ -81,6 +81,7 @@ def find_model(tensors: Mapping[str, LazyTensor], name: str | None = None) -> Mo
         name: name of the dialect. None: detect it.
     """
     candidates = [name_map(name)] if name else list(NAME_MAPS.values())
+    # A prefix of all keys leaves nothing out, so that it comes before any prefix of some keys.
     for prefix in ("", *PREFIXES):
         if tensors and all(key.startswith(prefix) for key in tensors):
             location = _below(tensors, prefix, candidates)

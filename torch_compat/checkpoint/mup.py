@@ -34,6 +34,7 @@ def to_standard(model: ModelConfig) -> ModelConfig:
     Multipliers of a tied head (which is also the embedding) and of normalised queries (which have
     lost their scale) become keys of the model, which not every family has.
     """
+    # A tied head cannot absorb the multiplier: the embedding shares its weights.
     tied = {"logits_scaling": model.logits_scaling * mup.width_ratio(model)}
     scores = {"attention_scale": mup.score_scale(model)}
     changed = {
@@ -97,6 +98,7 @@ def _factors(model: ModelConfig) -> Mapping[str, float]:
     # with a scale of its own multiplies that scale by base/head.
     queries = math.sqrt(share) if model.attention_scale is None else share
     factors = {_ROUTERS: output, _HEAD: output, _QUERIES: queries}
+    # Norms would remove a factor of the queries. `to_standard` changes attention_scale.
     if model.qk_norm:
         del factors[_QUERIES]
     return {names: factor for names, factor in factors.items() if factor != 1.0}

@@ -59,6 +59,7 @@ def _experts(model: ModelConfig) -> dict[str, Any]:
     return {
         **{key: getattr(model, key) for key in same},
         "moe_groups and moe_top_k_groups": (
+            # If all groups are chosen, the groups have no effect.
             (1, 1) if groups[0] == groups[1] else (*groups, model.moe_group_score)
         ),
         "feed_forward_pattern and moe_first_dense_layers": tuple(

@@ -114,6 +114,7 @@ def _orders(params: Mapping[str, LazyTensor], sizes: Sequence[int]) -> Iterator[
     """Yield possible orders of parameters: one group, or groups with and without weight decay."""
     if len(sizes) == 1:
         yield list(params)
+    # Other numbers of groups, as with rates per layer, follow no usual rule.
     if len(sizes) != 2:
         return
     vectors = {name for name, tensor in params.items() if len(tensor.shape) <= 1}
@@ -123,6 +124,7 @@ def _orders(params: Mapping[str, LazyTensor], sizes: Sequence[int]) -> Iterator[
         orders = {len(first): first + second, len(second): second + first}
         if sizes[0] in orders:
             yield orders[sizes[0]]
+            # Equal sizes do not tell which group is first: the shapes of moments decide.
             if len(first) == len(second):
                 yield first + second
 

@@ -100,6 +100,7 @@ def count_updates(steps: Mapping[str, float], where: str) -> int | None:
     if not values:
         return None
     if len(values) > 1:
+        # Reversed, so that the first parameter with each number stays in the dict.
         first = {value: name for name, value in reversed(list(steps.items()))}
         raise UserError(
             f"{where}: parameters report different numbers of updates ("

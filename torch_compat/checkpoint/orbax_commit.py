@@ -62,11 +62,13 @@ def commit(
     tree = {name: _Staged(store, a.shape, a.dtype) for name, a in arrays.items()}
     nested = {"optimizer": {}, **unflatten_dict(tree, sep=".")}
     program = program_of(config)
+    # The layout must be that of the staged arrays, which may lack average and optimizer.
     like = program.shapes if EMA in nested else dataclasses.replace(program.shapes, ema={})
     if not nested["optimizer"]:
         like = dataclasses.replace(like, opt_state=())
     checkpoints = Checkpoints(
         run,
+        # keep_last_n = 0: the import removes no other checkpoint of the run.
         CheckpointConfig(async_mode="disabled", keep_last_n=0),
         program.model.axes,
         config.model_dump(mode="json"),
@@ -111,5 +113,6 @@ class _StagedHandler(ocp.type_handlers.NumpyHandler):
             for name in files:
                 if not (path / name).exists():
                     link(Path(directory, name), path / name)
+            # The links must be durable before Orbax renames the checkpoint to its final name.
             sync(path)
         return []

@@ -190,6 +190,7 @@ class StagedImport:
         arrays = {**self._tensors, **scalars}
         destination, config = self.staging.destination, self._target.config
         with naming_failure(destination):
+            # After all chunks: the manifest makes them visible.
             ocdbt_writer.write_index(self._store, self._values(arrays, scalars))
             # A checksum of an array is the sum of the checksums of its blocks, which may be in
             # several files.
@@ -223,10 +224,12 @@ class StagedImport:
             if names(directory / "state") != set(arrays):
                 raise StorageError(f"{directory}: Orbax finds other arrays than were written")
             check_written(result, arrays, str(directory))
+            # A truncated file lacks its end, where the last values of arrays are.
             wrong = [name for name in arrays if _last(arrays[name]) != _last(result[name])]
             if wrong:
                 raise StorageError(f"{directory}: {wrong[0]} has other values than were written")
         except (OSError, ValueError) as error:
+            # A run must not resume from a damaged checkpoint.
             shutil.rmtree(directory)
             self.staging.discard()
             raise StorageError(f"the new checkpoint could not be read: {error}") from error
@@ -274,6 +277,7 @@ def finish_import(run: Path, checkpoint: Path) -> bool:
         return False
     with naming_failure(run / "config.toml"):
         for path in (partial / _RUN_FILES).iterdir():
+            # `replace` cannot overwrite a directory with files: the run keeps its own.
             if path.is_file() or not (run / path.name).exists():
                 path.replace(run / path.name)
     shutil.rmtree(partial, ignore_errors=True)
@@ -328,6 +332,7 @@ def write_chunk_file(path: Path, chunks: list[_Chunk]) -> dict[str, int]:
         for chunk in chunks:
             values = np.asarray(chunk.leaf.read(chunk.region), order="C")
             put(values.reshape(-1).view(np.uint8), at)
+            # zarr pads the last chunks of an array to the full size.
             put(bytes(chunk.nbytes - values.nbytes), at + values.nbytes)
             at += chunk.nbytes
             # The disk writes the chunk while its checksum is computed.

@@ -185,6 +185,7 @@ def counts_experts(path: str, config: JobConfig) -> bool:
 def _array(tensor: LazyTensor, like: jax.Array) -> jax.Array:
     cast = tensor.cast(np.dtype(like.dtype))
 
+    # JAX calls this once per local shard, so that no process reads the whole array.
     def read_shard(index: tuple[slice, ...] | None) -> np.ndarray:
         assert index is not None
         bounds = zip(index, cast.shape, strict=True)

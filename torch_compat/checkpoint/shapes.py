@@ -53,6 +53,7 @@ def _in_layers(
     for stack, layers in sorted(model.stacks.items()):
         for name, shape in sorted(block(model, model.layer_parts[layers[0]])):
             of_experts = (model.num_experts,) if name.startswith(EXPERTS) else ()
+            # [layers, experts, ...], or [layers, ...]
             array = (len(layers), *of_experts, *shape)
             shapes |= {e: shape for e, _ in stacking.entries(f"{stack}.{name}", array)}
     for depth in range(model.mtp_depth):
@@ -135,6 +136,7 @@ def _feed_forward(name: str, width: int, model: ModelConfig) -> Iterator[tuple[s
 
 
 def _linear(name: str, outputs: int, inputs: int, *, bias: bool) -> Iterator[tuple[str, Shape]]:
+    # [out, in], as in torch.
     yield f"{name}.weight", (outputs, inputs)
     if bias:
         yield f"{name}.bias", (outputs,)

@@ -59,6 +59,7 @@ def split(checkpoint: CheckpointState, layers: int, stages: int) -> dict[str, Ch
         return {"": checkpoint}
     from jaxforge.parallel.stages import Stack  # here, as it imports JAX
 
+    # [stages, layers of a stage]
     rows = Stack(layers, stages).rows().reshape(stages, -1).tolist()
 
     def part(tensors: Tensors, stage: int) -> Tensors:

@@ -139,6 +139,7 @@ class AbstractTarget:
     def moments(self) -> Mapping[str, Mapping[str, Shape]]:
         """Field of the optimizer state -> our name -> shape."""
         kind = LAYOUTS.get(self.config.optimizer.name)
+        # Without JAX, whose import takes longer than a small conversion.
         if kind is not None and kind.covers_all_params:
             return {**dict.fromkeys(kind.fields, self.trained), **self._expert_counts(kind)}
         return self._fields[0]

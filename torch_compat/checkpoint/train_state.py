@@ -423,6 +423,7 @@ def _random_states(seed: int) -> Mapping[str, Any]:
     keys = np.asarray(twister[1], np.uint32)
     return {
         "python": random.Random(seed).getstate(),
+        # 624: all numbers of the state count as used, so that the first draw computes new ones.
         "numpy": ("MT19937", _numpy_array(keys), 624, 0, 0.0),
         "torch_cpu": _torch_generator(seed, keys),
     }

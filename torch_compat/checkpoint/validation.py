@@ -27,6 +27,7 @@ def check_fits(
     Raises:
         UserError: the config is of another model or optimizer; the message lists the differences.
     """
+    # Absent non-trainable state is the subject of `untrained.check_present`.
     expected = {**target.params, **(target.model_state if checkpoint.model_state else {})}
     problems = list(
         differences(expected, checkpoint.variables, checkpoint.variables.keys() - expected.keys())
@@ -55,6 +56,7 @@ def invisible_differences(
     """
     values = invisible_values(trained)
     for key, now in invisible_values(model, kind).items():
+        # A key that the model does not use has no effect, whatever its value.
         if values[key] != now and model.uses(key):
             yield f"model.{key} is {now} and the weights were trained with {values[key]}"
 

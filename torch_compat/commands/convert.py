@@ -150,6 +150,7 @@ def _check_options(args: argparse.Namespace, source: "CheckpointRef") -> None:
     Raises:
         UserError: an option does not apply to the source or to the requested format.
     """
+    # Identity and not equality: naming the default value counts as given, too.
     shard_size = args.max_shard_size is not _LARGEST_FILE
     target_options = {
         "dcp": {"--layout": args.layout, "--ranks": args.ranks > 1, "--stages": args.stages > 1},

@@ -104,6 +104,7 @@ def run(request: Request, plan: ConversionPlan, advance: Advance) -> Path:
         StorageError: the destination cannot be written; the same command resumes the conversion.
     """
     is_run = request.to == "jaxforge"
+    # A run may be in training: the lock keeps two writers of checkpoints apart.
     lock_of_run = RunLock(request.destination) if is_run else contextlib.nullcontext()
     with contextlib.closing(plan.source), lock_of_run as lock:
         if lock:

@@ -51,6 +51,7 @@ def read_logged(run: Path, step: int, weights: Weights = "raw") -> Logged:
     evaluation: dict[str, Any] = {}
     with contextlib.suppress(OSError), (run / "metrics.jsonl").open("rb") as lines:
         for line, problem in map(parse_metrics, lines):
+            # The run may have gone on after the exported checkpoint.
             if problem or line.get("step", step + 1) > step:
                 continue
             train = line if "train/loss" in line else train
@@ -130,6 +131,7 @@ def _front_matter(config: JobConfig, model_type: str) -> str:
     """Return the YAML front matter; its strings are JSON, a subset of YAML."""
     lines = ["library_name: transformers", "pipeline_tag: text-generation", "tags:"]
     lines += [f"- {json.dumps(tag)}" for tag in ("jaxforge", model_type)]
+    # Local paths are left out: the Hub would take them for its own names.
     if names := [name for path, name in _sources(config) if name and not path]:
         lines += ["datasets:", *(f"- {json.dumps(_printable(name))}" for name in names)]
     return "\n".join(["---", *lines, "---"])

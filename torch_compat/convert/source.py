@@ -167,6 +167,7 @@ def open_source(request: Request) -> Source:
     if ref.format == "jaxforge":
         if request.config or request.overrides:
             trained = ref.required_config(None, ())
+        # A config may drop modules of multi-token prediction, but no other layers.
         spare = trained.model.mtp_depth - config.model.mtp_depth
         if spare > 0:
             first = config.model.n_layers + config.model.mtp_depth
@@ -177,6 +178,7 @@ def open_source(request: Request) -> Source:
         absent = check_present(checkpoint, declared, where)
         notes += [*invisible_differences(trained.model, config.model), *absent]
     elif checkpoint.counts_experts:
+        # The counters in the checkpoint show that its run skipped idle experts.
         config = config.with_values({"optimizer.skip_idle_experts": True})
     if to == "jaxforge":
         checkpoint = _for_new_run(checkpoint, resumes=has_moments)

@@ -86,6 +86,7 @@ class DcpWriter(Writer):
             dcp_writer.write_metadata(entries, locations, directory / stage, self.block)
         every = itertools.chain.from_iterable(part.items() for part in self._stages.values())
         written = {key: e.value for key, e in every if isinstance(e.value, LazyTensor)}
+        # Read back before the commit: a directory that cannot be opened never gets its final name.
         check_written(open_dcp(Directory(directory)).tensors, written, str(directory))
 
     def _write_train_state(self, directory: Path) -> None:

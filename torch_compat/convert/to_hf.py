@@ -81,4 +81,5 @@ class HfWriter(Writer):
             has_tokenizer=(directory / "tokenizer.json").exists(),
             weights=weights,
         )  # fmt: skip
+        # The card is published: names and metrics of a run may contain tokens or addresses.
         return redacted_message(card)

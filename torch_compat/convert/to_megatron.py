@@ -84,4 +84,5 @@ class MegatronWriter(Writer):
         """Rename the checkpoint to its final name and write the name to the tracker file."""
         super().commit()
         tracker = self.staging.destination.parent / megatron_files.TRACKER
+        # After the rename: the tracker must never name an iteration that does not exist.
         safe_files.replace_text(tracker, str(self.source.progress.step))

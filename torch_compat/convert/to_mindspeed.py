@@ -61,6 +61,7 @@ class MindSpeedWriter(DcpWriter):
             source.progress, updates, source.target.config,
             self._lr_factors(name_map(self._dialect)),
         )  # fmt: skip
+        # Each rank opens the file of its own number.
         for rank in range(self.request.ranks):
             path = directory / train_state.EXTRA_STATE.replace("_rank_0", f"_rank_{rank}")
             path.parent.mkdir(exist_ok=True)

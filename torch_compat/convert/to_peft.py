@@ -36,6 +36,7 @@ class PeftWriter(Writer):
         self._tensors = adapters.peft_tensors(tensors, dialect, config.model)
         assert config.checkpoint.load_path is not None
         base = find(source.target.config.checkpoint.load_path or config.checkpoint.load_path)
+        # PEFT passes this path to transformers, which opens neither runs nor buckets.
         is_loadable = base.format == "hf" and not urls.in_bucket(base.directory.path)
         self._base = base.directory.path if is_loadable else None
         self._config = adapters.config_json(

@@ -126,6 +126,7 @@ def module_order(params: Mapping[str, LazyTensor], dialect: NameMap) -> list[str
         if expert is not None:
             pattern = pattern.replace(f"experts.{expert}.", "experts.{j}.")
         row = rows[pattern]
+        # All matrices of an expert come before those of the next one, as modules register them.
         return 2, int(match[1]), first_expert if expert else row, int(expert or 0), row
 
     return list(dict.fromkeys(dialect.key_for(name) for name in sorted(params, key=position)))

@@ -73,6 +73,7 @@ def run(request: Request, plan: ConversionPlan, advance: Advance) -> Path:
         for name in (hf_tokenizer.TOKENIZER, hf_state.IMPORTED):
             if is_repeated or not (destination / name).is_dir():  # those of a run stay as they are
                 paths.update(_files(local / name))
+        # Before the first file, so that a repeated command knows the files as its own.
         (target / UNFINISHED).write_text("")
         # Leftovers of an interrupted conversion: markers first, so that no reader takes the others
         # for a complete result.
@@ -87,6 +88,7 @@ def run(request: Request, plan: ConversionPlan, advance: Advance) -> Path:
         if (config := local / "config.toml").exists():  # the result is a run
             table = config_for_run(load_config(config, trusts=trust.never), destination)
             (destination / config.name).write_text(table.to_toml())
+        # Last: from here on the result is complete, and another conversion refuses to overwrite it.
         (target / UNFINISHED).unlink()
     return target
 

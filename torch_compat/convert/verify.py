@@ -154,14 +154,17 @@ def _largest_difference(a: LazyTensor, b: LazyTensor, block: int) -> float:
     itemsize = max(a.dtype.itemsize, b.dtype.itemsize)
     for index in blocks(a.shape, itemsize, block):
         x, y = a.read(index), b.read(index)
+        # Integers may be beyond the range in which floats are exact.
         if x.dtype == y.dtype and x.dtype.kind in "biu":
             largest = max(largest, float(np.count_nonzero(x != y) > 0))
             continue
         # bfloat16 and float16 are exact in float32, so equal values stay equal.
         wide = np.float64 if np.float64 in (x.dtype, y.dtype) else np.float32
         x, y = np.asarray(x, wide), np.asarray(y, wide)
+        # A NaN at the same element of both is no difference.
         is_equal = (x == y) | (np.isnan(x) & np.isnan(y))
         if not is_equal.all():
+            # inf - inf is NaN, which counts as an infinite distance below.
             with np.errstate(invalid="ignore"):
                 distance = np.abs(x - y)[~is_equal]
             largest = max(largest, float(np.where(np.isfinite(distance), distance, np.inf).max()))

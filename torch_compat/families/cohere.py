@@ -37,6 +37,7 @@ def _read_cohere(c: Config, where: str) -> Table:
     """Read a model without windows."""
     norms = {"qk_norm": True, "qk_norm_type": "layernorm", "qk_norm_scope": "each_head",
              "qk_norm_eps": c["rms_norm_eps"]}  # fmt: skip
+    # jaxforge divides logits by logits_scaling; transformers multiplies by logit_scale.
     structure = {"norm_type": "layernorm", "norm_bias": False, "parallel_residual": True,
                  "shared_norm": True, "logits_scaling": 1 / c["logit_scale"]}  # fmt: skip
     return {**common.llama(c, where), **structure, **(norms if c["use_qk_norm"] else {})}
@@ -79,6 +80,7 @@ def _read_cohere2(c: Config, where: str) -> Table:
 def _write_cohere2(model: ModelConfig) -> Table:
     return {
         **_write_cohere(model),
+        # Never null: a window as long as the longest sequence has no effect.
         "sliding_window": model.sliding_window or model.max_seq_len,
         "layer_types": [FULL if rope is None else SLIDING for rope in model.ropes],
     }

@@ -184,6 +184,7 @@ def rotary_from_table(params: Config, c: Config, what: str) -> Table:
         if key not in ("rope_type", "type", "truncate", "finetuned") and not _is_valid(key, value):
             raise UserError(f"{what} has {key} = {reprlib.repr(value)}")
     theta = params.get("rope_theta", c["rope_theta"])
+    # Older files name the key `type`.
     kind = params.get("rope_type", params.get("type", "default"))
     if kind == "default":
         return {"rope_theta": theta}
@@ -223,6 +224,8 @@ def _scaling(kind: str, params: Config, c: Config, what: str) -> Table:
 
 def _attention_factor(full: Config) -> float:
     """Return YaRN's attention factor for a file with `mscale` and `mscale_all_dim`."""
+    # YaRN (arXiv:2309.00071): m(k) = 1 + 0.1 k ln factor; the result is m(mscale) /
+    # m(mscale_all_dim).
     longer = 0.1 * math.log(max(1.0, full["factor"]))
     if not full.get("mscale"):
         return 1 + longer
@@ -303,6 +306,7 @@ def rotary_by_layer_kind(c: Config, where: str, local_theta: float | None) -> Ta
     key, scaling = "rope_parameters", c.get("rope_scaling") or {}
     params = c.get(key) or {}
     by_kind = {kind: params.get(kind) or {} for kind in (FULL, SLIDING)}
+    # A table without kinds is that of full layers; sliding layers have the defaults.
     if not params.keys() & by_kind.keys():
         by_kind = {FULL: params, SLIDING: {}}
     elif params.keys() - by_kind.keys() or not all(isinstance(t, dict) for t in by_kind.values()):

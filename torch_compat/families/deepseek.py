@@ -92,6 +92,7 @@ def _read_latent(c: Config, where: str) -> Table:
             )
     table = common.shape({**c, "head_dim": None}) | common.rotary(c, where)
     table |= common.feed_forward(c, where) | common.biases(c)
+    # Latent attention has no key heads: keys of all heads come from one vector.
     del table["n_kv_heads"]
     return table | {
         "mixer_pattern": [LATENT_ATTENTION],

@@ -58,8 +58,10 @@ _MEMORY = r"(\.mlp)\.gate(\.moe_statics\.)"
 
 def _read_ernie4_5_moe(c: Config, where: str) -> Table:
     table = common.shape(c) | common.rotary(c, where) | common.feed_forward(c, where)
+    # ERNIE divides by the sum of the chosen weights and has no key for it.
     table |= experts.softmax({**c, "norm_topk_prob": True}, *_SIZES) | {"moe_bias_update": "sign"}
     n_layers, step = c["num_hidden_layers"], c["moe_layer_interval"]
+    # -1 stands for the last layer.
     end = n_layers - 1 if c["moe_layer_end_index"] == -1 else c["moe_layer_end_index"]
     first = c["moe_layer_start_index"]
     layers = [i for i in range(first, min(n_layers, end + 1)) if (i + 1) % step == 0]

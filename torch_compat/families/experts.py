@@ -102,6 +102,7 @@ def period(model: ModelConfig) -> int:
 def sparse_keys(model: ModelConfig) -> Table:
     """Return the keys that `sparse` reads."""
     step = period(model)
+    # Layers that have experts by the period alone.
     skipped = range(step - 1, min(model.moe_first_dense_layers, model.n_layers), step)
     return {"decoder_sparse_step": step, "mlp_only_layers": list(skipped)}
 
@@ -134,6 +135,7 @@ def sigmoid(c: Config, where: str) -> Table:
     needed = ("n_routed_experts", "num_experts_per_tok", "n_shared_experts")
     if missing := [key for key in needed if c[key] is None]:
         raise UserError(f"{where}: the config does not give {', '.join(missing)}")
+    # A group is scored by the sum of its two best experts.
     if c["n_routed_experts"] < 2 * c["n_group"]:
         raise UserError(f"{where}: n_group = {c['n_group']}: a group needs at least two experts")
     return {
@@ -178,5 +180,6 @@ def shared_size_keys(model: ModelConfig) -> Table:
         "num_experts_per_tok": model.moe_top_k,
         "moe_intermediate_size": model.expert_dim,
         "n_shared_experts": model.shared_expert_dim // model.expert_dim,
+        # The appended True stands for the end: a model without experts is dense throughout.
         "first_k_dense_replace": (*model.has_experts, True).index(True),
     }

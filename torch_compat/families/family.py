@@ -213,6 +213,7 @@ def grouped_rows(groups: int, sizes: Sequence[int]) -> list[np.ndarray]:
         groups: number of groups, such as heads.
         sizes: rows of each part in a group.
     """
+    # [groups, rows of a group]
     rows = np.arange(groups * sum(sizes)).reshape(groups, -1)
     return [part.reshape(-1) for part in np.split(rows, np.cumsum(sizes)[:-1], axis=1)]
 

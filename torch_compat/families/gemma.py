@@ -112,6 +112,7 @@ def _write_with_caps(model: ModelConfig) -> Table:
     scale = model.attention_scale or model.head_size**-0.5
     return {
         **_write_any_gemma(model),
+        # Scores are scaled by scalar^(-1/2). Rounding removes the error of the root.
         "query_pre_attn_scalar": round(scale**-2),
         "attn_logit_softcapping": model.attn_logit_softcap,
         "final_logit_softcapping": model.final_logit_softcap,
@@ -151,6 +152,7 @@ def _read_gemma3(c: Config, where: str) -> Table:
     positions = common.rotary_by_layer_kind(c, where, c["rope_local_base_freq"])
     differ = "local_rope_theta" in positions
     table = _read_with_caps(c, where) | common.windows(c, kinds, where, differ=differ)
+    # Local positions apply to layers with windows, and the model has no such layer.
     if "sliding_window" not in table:
         positions.pop("local_rope_theta", None)
     return table | positions | {"qk_norm": True, "qk_norm_eps": c["rms_norm_eps"]}

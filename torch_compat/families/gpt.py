@@ -58,6 +58,7 @@ _GPT2_RULES = (
 
 
 def _read_gpt2(c: Config, where: str) -> Table:
+    # A null n_inner means four times the width.
     inner = c["intermediate_size"] or 4 * c["hidden_size"]
     table = common.shape({**c, "intermediate_size": inner})
     table |= common.feed_forward(c, where, gated=False)
@@ -119,6 +120,7 @@ _UP, _DOWN = f"{_GPT_NEOX_LAYER}mlp.dense_h_to_4h", f"{_GPT_NEOX_LAYER}mlp.dense
 def _rows_by_head(model: ModelConfig) -> list[np.ndarray]:
     """Return the rows of `query_key_value`: q, k and v of one head, then of the next."""
     rows = np.arange(3 * model.n_heads * model.head_size)
+    # [heads, 3, channels] -> [3, heads * channels]
     return list(rows.reshape(model.n_heads, 3, -1).swapaxes(0, 1).reshape(3, -1))
 
 
@@ -230,6 +232,7 @@ def _read_gpt_oss(c: Config, where: str) -> Table:
         **common.rotary(positions, where),
         **common.biases(c),
         **common.windows(c, kinds, where),
+        # A softmax over the chosen experts alone equals normalized weights of a softmax over all.
         **experts.softmax({**c, "norm_topk_prob": True}, *_SIZES),
         "attention_sinks": True,
         "activation": "swiglu_oai",

@@ -101,6 +101,7 @@ _SIZES = ("num_local_experts", "intermediate_size")
 
 def _read_granitemoe(c: Config, where: str) -> Table:
     """Read a model with experts in every layer."""
+    # A softmax over the chosen experts alone equals the normalized weights of a softmax over all.
     routed = experts.softmax({**c, "norm_topk_prob": True}, *_SIZES)
     return common.llama(c, where) | _multipliers(c) | routed
 
@@ -192,6 +193,7 @@ def _read_granitemoehybrid(c: Config, where: str) -> Table:
             f'{where}: position_embedding_type = {reprlib.repr(c[_ROPE])} is not one of "rope", '
             '"nope" and null'
         )
+    # Without the key, attention has no positions.
     if c[_ROPE] != "rope":
         table["rope_pattern"] = [False]
     if not c["num_local_experts"]:

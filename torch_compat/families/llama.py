@@ -64,9 +64,11 @@ MISTRAL_FAMILY = Family(
 
 def _read_smollm3(c: Config, where: str) -> Table:
     n_layers, every = c["num_hidden_layers"], c["no_rope_layer_interval"]
+    # Despite the name of the key, 1 marks a layer with rotary positions.
     has_rope = c["no_rope_layers"] or [(i + 1) % every != 0 for i in range(n_layers)]
     if len(has_rope) < n_layers:
         raise UserError(f"{where}: no_rope_layers has {len(has_rope)} of {n_layers} layers")
+    # By default transformers gives windows only to layers without positions.
     has_windows = c["use_sliding_window"] and c["sliding_window"] is not None
     kinds = [FULL if turn or not has_windows else SLIDING for turn in has_rope[:n_layers]]
     table = common.llama(c, where) | common.windows(c, c["layer_types"] or kinds, where)
@@ -115,6 +117,7 @@ _SIZES = ("num_local_experts", "intermediate_size")
 
 def _read_mixtral(c: Config, where: str) -> Table:
     table = llama(c, where) | uniform_window(c, where)
+    # Mixtral divides by the sum of the chosen weights and has no key for it.
     return table | experts.softmax({**c, "norm_topk_prob": True}, *_SIZES)
 
 

@@ -57,7 +57,9 @@ def _positions(c: Config, where: str) -> Table:
         UserError: the lists of layers are too short, or of unknown kinds.
     """
     n_layers, every = c["num_hidden_layers"], c["no_rope_layer_interval"]
+    # Despite the name of the key, 1 marks a layer with rotary positions.
     has_rope = c["no_rope_layers"] or [(i + 1) % every != 0 for i in range(n_layers)]
+    # By default, layers with rotary positions attend within chunks.
     kinds = c["layer_types"] or [_CHUNKED if turn else FULL for turn in has_rope]
     if len(has_rope) < n_layers or len(kinds) != n_layers or not set(kinds) <= {FULL, _CHUNKED}:
         raise UserError(

@@ -88,6 +88,7 @@ _NEMOTRON_H_RULES = (
     Rule(EMBEDDING, "backbone.embeddings.weight"),
     Rule(HEAD, "lm_head.weight"),
     Rule("norm.weight", "backbone.norm_f.weight"),
+    # A layer is either a mixer or a feed-forward, so that only one of these norms exists.
     Rule(f"{NAME}attention_norm.weight", f"{_LAYER}norm.weight"),
     Rule(f"{NAME}mlp_norm.weight", f"{_LAYER}norm.weight"),
     *(Rule(f"{NAME}attention.{m}_proj.weight", f"{_MIXER}{m}_proj.weight") for m in "qkvo"),
@@ -145,6 +146,7 @@ def _read_experts(c: Config, where: str) -> Table:
     Raises:
         UserError: the groups of experts are too small, or experts have biases.
     """
+    # A group is scored by the sum of its two best experts.
     if c["n_routed_experts"] < 2 * c["n_group"]:
         raise UserError(f"{where}: n_group = {c['n_group']}: a group needs at least two experts")
     if c["mlp_bias"]:

@@ -55,6 +55,7 @@ def _read_olmo3(c: Config, where: str) -> Table:
     positions = common.rotary_by_layer_kind(c, where, None)
     differ = "local_rope_theta" in positions
     table |= common.windows(c, c["layer_types"] or every_fourth, where, differ=differ)
+    # Local positions apply to layers with windows, and the model has no such layer.
     if "sliding_window" not in table:
         positions.pop("local_rope_theta", None)
     return table | positions

@@ -96,6 +96,7 @@ def _dequantized(
             + (f"has {list(expected)} blocks of {list(block)}" if expected else "is not a matrix")
         )
 
+    # Files that declare e8m0 as U8 store the same bytes, so that a view suffices.
     is_e8m0 = scales.dtype == DTYPES["uint8"]
     if scales.dtype not in _FLOATS and not is_e8m0:
         raise UserError(
@@ -120,10 +121,12 @@ def _quantized(weight: LazyTensor, block: Block) -> tuple[LazyTensor, LazyTensor
 
     def read_values(index: Index) -> np.ndarray:
         blocks = _blocks_of(index, block)
+        # A scale depends on all elements of its block: a part of a block needs the whole.
         values, scales = _read_blocks(weight, blocks, block)
         inside = relative_to(index, [part.start * n for part, n in zip(blocks, block, strict=True)])
         relative = values[inside]
         _scale(np.divide, relative, scales, index, block)
+        # e4m3fn has no infinity: a quotient beyond its range would become NaN.
         return np.clip(relative, -_LARGEST, _LARGEST, out=relative).astype(_FP8)
 
     def read_scales(index: Index) -> np.ndarray:
@@ -152,10 +155,12 @@ def _read_blocks(weight: LazyTensor, blocks: Index, block: Block) -> tuple[np.nd
     )
     values: np.ndarray = weight.read(index).astype(np.float32)
     largest = np.abs(values)
+    # The last block of an axis may be smaller, which `reduceat` allows.
     for axis, n in enumerate(block):
         largest = np.maximum.reduceat(largest, np.arange(0, values.shape[axis], n), axis=axis)
     if not np.isfinite(largest).all():
         raise UserError(f"{weight.source}: values that are not finite cannot be scaled to 8 bits")
+    # A block of zeros has the scale 1, since 0 / 0 is NaN.
     return values, np.where(largest == 0, 1.0, largest / _LARGEST).astype(np.float32)
 
 

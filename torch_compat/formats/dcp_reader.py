@@ -88,6 +88,7 @@ class _Item(Record):
 
 
 def _path(*parts: str) -> str:
+    # The memo can repeat a long part, so that a small pickle may join a huge path.
     if sum(map(len, parts)) > limits.NAME:
         raise ValueError("a path that is too long")
     return "/".join(parts)
@@ -228,6 +229,7 @@ def stage_directories(directory: Directory) -> list[Directory]:
     if directory.has(METADATA):
         return [directory]
     numbers = [int(n[2:]) for n in directory.names() if _STAGE.fullmatch(n)]
+    # A gap in the numbers is an error: the model would lack the layers of that stage.
     stages = [stage_name(i) for i in range(max(numbers, default=-1) + 1)]
     if missing := [name for name in stages if not (directory / name).has(METADATA)]:
         raise UserError(
@@ -324,6 +326,7 @@ def _check_disjoint(locations: list[_Location], where: str) -> None:
     An item does not name its key. If damaged metadata gave two tensors of one shape and dtype the
     same bytes, no other check would notice.
     """
+    # In this order, any overlap implies an overlap of two neighbors.
     locations.sort(key=lambda location: (location.name, location.offset))
     for a, b in itertools.pairwise(locations):
         if a.name == b.name and a.offset + a.length > b.offset:
@@ -346,6 +349,7 @@ def _is_entry(index: Any, item: Any) -> bool:  # noqa: ANN401 (untrusted pickle)
 
 
 def _are_sizes(value: Any) -> bool:  # noqa: ANN401
+    # 64: NumPy supports no more dimensions.
     return isinstance(value, tuple) and all(isinstance(n, int) for n in value) and len(value) <= 64
 
 
@@ -354,6 +358,7 @@ def _tensor(
 ) -> LazyTensor:
     where = f"{directory}: {key}"
     try:
+        # `TensorProperties` pickles a tuple that begins with the dtype.
         named, shape = metadata.properties.state[0], metadata.size
         chunks = [(c.offsets, c.sizes) for c in metadata.chunks]
         if not all(map(_are_sizes, (shape, *itertools.chain.from_iterable(chunks)))):
@@ -376,6 +381,7 @@ def _tensor(
     stored = [_StoredChunk(index, locations[_key(offset)], dtype) for index, offset in full]
 
     def read(index: Index) -> np.ndarray:
+        # `check_cover` has verified that a single chunk is the whole tensor.
         if len(stored) == 1:
             return stored[0].read(index)
         needed = [(s, both) for s in stored if (both := intersection(s.index, index))]
@@ -403,6 +409,7 @@ class _StoredChunk:
     def read(self, index: Index) -> np.ndarray:
         if self.tensor is None:
             tensor = self.location.archive().object()
+            # The data file may stem from another save than `.metadata`, with other shapes.
             expected = index_shape(self.index)
             if not isinstance(tensor, LazyTensor):
                 raise UserError(f"{self.location.where}: an object lies where a tensor should")
@@ -431,6 +438,7 @@ def check_cover(where: str, shape: tuple[int, ...], chunks: list[Index]) -> None
     element = _first_miscovered(shape, full, where)
     if element is None:
         return
+    # No holder means a hole, several mean an overlap.
     holders = [
         c for c in full if all(s.start <= i < s.stop for s, i in zip(c, element, strict=True))
     ]

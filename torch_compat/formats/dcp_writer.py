@@ -82,6 +82,7 @@ def write_metadata(
     storage = [
         (
             New(
+                # `index` is a hint that torch leaves out of comparisons of this class.
                 Global(_METADATA_MODULE, "MetadataIndex"),
                 {"fqn": key, "index": None,
                  "offset": None if offset is None else _torch_size(offset)},
@@ -111,6 +112,7 @@ def write_metadata(
         "version": "1.0.0",
     }  # fmt: skip
     metadata = New(Global(_METADATA_MODULE, "Metadata"), state)
+    # Not synced here: `Staging.commit` syncs every file before its rename.
     (directory / METADATA).write_bytes(pickles.dump(metadata, protocol=4))
 
 
@@ -151,9 +153,11 @@ def _tensor_metadata(tensor: LazyTensor, block: int) -> New:
         )
         for i in _chunks(tensor, block)
     ]
+    # Member 0 of the enum is `torch.contiguous_format`.
     contiguous = Call(Global(_METADATA_MODULE, "_MEM_FORMAT_ENCODING"), (0,))
     strided = Call(Global("torch.serialization", "_get_layout"), ("torch.strided",))
     dtype = Global("torch", tensor.dtype.name)
+    # State: dtype, layout, requires_grad, memory format, pin_memory.
     properties = New(
         Global(_METADATA_MODULE, "TensorProperties"), (dtype, strided, False, contiguous, False)
     )

@@ -138,6 +138,7 @@ class Directory:
     def _real_roots(self) -> list[str]:
         """Return the targets allowed for links: the directory itself, and Hugging Face's cache."""
         root = os.path.realpath(self.path)
+        # Hugging Face's cache: MODEL/snapshots/REVISION/NAME is a link to MODEL/blobs/HASH.
         snapshots = os.path.dirname(root)
         blobs = os.path.join(os.path.dirname(snapshots), "blobs")
         cached = os.path.basename(snapshots) == "snapshots" and os.path.realpath(blobs) == blobs
@@ -174,6 +175,7 @@ class _Local:
         except (OSError, ValueError) as error:  # ValueError: the file has become shorter
             what = getattr(error, "strerror", None) or error
             raise _changed(self._path, what) from error
+        # `_copy_in_kernel` finds the source of mapped data by these attributes.
         mapped.path, mapped.first = self._path, first
         return np.frombuffer(mapped, np.uint8)[ahead:]
 
@@ -233,6 +235,7 @@ def in_file(
         if not math.prod(sizes):
             return np.empty(sizes, dtype)
         first = sum(s.start * stride for s, stride in zip(index, strides, strict=True))
+        # In elements, from the first to the last of the index; strides may leave gaps.
         span = 1 + sum((n - 1) * stride for n, stride in zip(sizes, strides, strict=True))
         raw = file(start + first * itemsize, span * itemsize)
         return np.ndarray(sizes, dtype, raw.data, strides=in_bytes)
@@ -246,6 +249,7 @@ def writing(path: Path) -> Iterator[Callable[[bytes | memoryview | np.ndarray, i
 
     Data that are mapped from a file are copied inside the kernel. All data are durable on exit.
     """
+    # No O_TRUNC: other units may have written their parts of the file already.
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o666)
 
     def put(data: bytes | memoryview | np.ndarray, at: int) -> None:
@@ -287,6 +291,7 @@ def _copy_in_kernel(data: np.ndarray, descriptor: int, at: int) -> bool:
     mapped = _map_of(data)
     if mapped is None:
         return False
+    # The distance of `data` from the start of the map is its distance in the file.
     begin = np.frombuffer(mapped, np.uint8).__array_interface__["data"][0]
     source = mapped.first + data.__array_interface__["data"][0] - begin
     left = data.nbytes
@@ -295,6 +300,7 @@ def _copy_in_kernel(data: np.ndarray, descriptor: int, at: int) -> bool:
             try:
                 copied = os.copy_file_range(file.fileno(), descriptor, left, source, at)
             except OSError as error:
+                # The caller then writes all of `data` again, also what was copied before the error.
                 if error.errno in CANNOT_COPY:
                     return False
                 raise

@@ -48,6 +48,7 @@ def unflattened(tensor: LazyTensor, shape: tuple[int, ...]) -> LazyTensor:
     def read(index: Index) -> np.ndarray:
         out = np.empty(index_shape(index), tensor.dtype)
         cells = (
+            # The bounds of an empty index may still round to one cell.
             range(s.start // n, -(-s.stop // n)) if s.stop > s.start else range(0)
             for s, n in zip(index, local, strict=True)
         )
@@ -96,6 +97,7 @@ def _within(
     """
     strides = [math.prod(local[axis + 1 :]) for axis in range(len(local))]
     axes = [np.arange(s.start, s.stop) * n for s, n in zip(index, strides, strict=True)]
+    # Row-major positions in the shard, in the shape of the index.
     positions: np.ndarray = functools.reduce(np.add, np.ix_(*axes), np.zeros((), int))
     first, last = int(positions.min()), int(positions.max())
     of_cell = tuple(slice(i, i + 1) for i in cell)

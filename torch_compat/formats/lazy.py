@@ -83,8 +83,10 @@ class LazyTensor:
 
         def read(index: Index) -> np.ndarray:
             before = self.read(index)
+            # The error below reports an overflow, with the name of the tensor.
             with np.errstate(over="ignore"):
                 after = before.astype(dtype)
+            # Nearly all blocks have no infinity and skip the second, more expensive test.
             if np.isinf(after).any() and (np.isinf(after) & np.isfinite(before)).any():
                 largest = np.abs(before[np.isfinite(before)].astype(np.float64)).max()
                 raise UserError(
@@ -122,6 +124,7 @@ class LazyTensor:
 
         def read(index: Index) -> np.ndarray:
             values = np.expand_dims(self.read(index[:axis] + index[axis + 1 :]), axis)
+            # The index of the new axis may be empty.
             return values[(slice(None),) * axis + (index[axis],)]
 
         shape = (*self.shape[:axis], 1, *self.shape[axis:])
@@ -192,10 +195,13 @@ def to_number(value: Any) -> float:  # noqa: ANN401 (untrusted)
         if math.prod(value.shape) != 1:
             raise ValueError(f"a tensor of {list(value.shape)}")
         array = value.all().reshape(())
+        # A float64 would round integers beyond 2^53.
         value = int(array) if array.dtype.kind in "iu" else float(array)
+    # `bool` is a subclass of `int`, but a flag is not a number.
     if isinstance(value, bool | np.bool_) or not isinstance(value, int | float | np.number):
         raise ValueError(f"a {type(value).__name__}")
     number = int(value) if isinstance(value, int | np.integer) else float(value)
+    # In this form the test refuses NaN, too.
     if not abs(number) < 1e300:
         raise ValueError("not finite, or far too large")
     return number
@@ -225,6 +231,7 @@ def stack(tensors: Sequence[LazyTensor]) -> LazyTensor:
 
     def read(index: Index) -> np.ndarray:
         chosen = tensors[index[0]]
+        # Without a copy: data of a local file stay mapped.
         if len(chosen) == 1:
             return chosen[0].read(index[1:])[None]
         out = np.empty(index_shape(index), first.dtype)
@@ -238,6 +245,7 @@ def stack(tensors: Sequence[LazyTensor]) -> LazyTensor:
 def interleave_rows(tensors: Sequence[LazyTensor], positions: Sequence[np.ndarray]) -> LazyTensor:
     """Merge rows of tensors: row i of tensor t becomes row `positions[t][i]` of the result."""
     first, n_rows = tensors[0], sum(map(len, positions))
+    # For each row of the result: the tensor that holds it, and its row there.
     owner, row = np.empty(n_rows, np.int64), np.empty(n_rows, np.int64)
     for i, of_tensor in enumerate(positions):
         owner[of_tensor], row[of_tensor] = i, np.arange(len(of_tensor))
@@ -262,6 +270,7 @@ def is_shape(sizes: Sequence[Any], itemsize: int) -> bool:
     for n in sizes:  # called for each of many tensors; a generator takes twice as long
         if type(n) is not int or not 0 <= n < 2**63:
             return False
+        # NumPy limits the product of the sizes that are not 0.
         nbytes *= n or 1
     return nbytes < 2**63
 
@@ -271,6 +280,7 @@ def equal(a: LazyTensor, b: LazyTensor) -> bool:
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
     indices = blocks(a.shape, a.dtype.itemsize, _COMPARED)
+    # Bytes and not values: NaN differs from itself, and 0.0 equals -0.0.
     return all(a.read(i).tobytes() == b.read(i).tobytes() for i in indices)
 
 
@@ -312,6 +322,7 @@ def blocks(shape: tuple[int, ...], itemsize: int, limit: int) -> Iterator[Index]
     rows = max(1, -(-shape[0] // n_blocks))
     for start in range(0, shape[0], rows):
         yield (slice(start, min(start + rows, shape[0])), *full_index(shape[1:]))
+    # One empty block, so that writers store an empty tensor.
     if not shape[0]:
         yield full_index(shape)
 

@@ -43,6 +43,7 @@ DATA = "d"
 ZARRAY = "/.zarray"
 """Suffix of the key of an array's metadata."""
 
+# Base path, file, offset and length. Escaped names (with %) are left to tensorstore.
 _LOCATION = re.compile(r"value:([^:%]*):([^:%]*):(\d+):(\d+)")
 
 Location = tuple[str, int, int] | bytes
@@ -122,9 +123,11 @@ def open_with_tensorstore(store: Path, name: str) -> LazyTensor:
 
 def tensor_locations(store: Path) -> dict[str, dict[str, Location]]:
     """Return array -> chunk key -> location; empty if the index has several nodes."""
+    # Objects of a bucket cannot be mapped, so that tensorstore reads these arrays.
     if urls.in_bucket(store):
         return {}
     base = ts.KvStore.open(_base(store)).result()
+    # Versions are in ascending order: the last one is the newest.
     version = ts.ocdbt.dump(base).result()["versions"][-1]
     locations: dict[str, dict[str, Location]] = {}
     # An index of several nodes is left to tensorstore.
@@ -161,6 +164,7 @@ class _ArrayMetadata:
         """Return whether these are all chunks of the array, each of its required length."""
         cells = math.prod(-(-n // each) for n, each in zip(self.shape, self.chunk, strict=True))
         length = math.prod(self.chunk) * self.dtype.itemsize
+        # Before the cells are enumerated: damaged metadata may claim any number of them.
         if len(locations) != cells + 1:  # plus `.zarray`
             return False
         keys = (chunk_key(cell) for cell in self.cells(full_index(self.shape)))
@@ -221,5 +225,6 @@ def _parse_dtype(name: Any) -> np.dtype | None:  # noqa: ANN401 (untrusted JSON)
     """Return the dtype of a little-endian zarr name or of the name of an extended type."""
     if not isinstance(name, str):
         return None
+    # `str` of ml_dtypes' types has no meaning outside NumPy (kind V): zarr uses their names.
     by_code = {dtype.newbyteorder("<").str: dtype for dtype in DTYPES.values() if dtype.kind != "V"}
     return by_code.get(name) or DTYPES.get(name)

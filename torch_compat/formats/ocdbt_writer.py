@@ -73,6 +73,7 @@ def description(shape: Sequence[int], chunk: Sequence[int], dtype: np.dtype) -> 
     metadata = {
         "zarr_format": 2,
         "shape": list(shape),
+        # zarr has no chunks of size 0, which an empty array would need.
         "chunks": [max(1, n) for n in chunk],
         "dtype": dtype.newbyteorder("<").str if dtype.isbuiltin == 1 else dtype.name,
         "order": "C",

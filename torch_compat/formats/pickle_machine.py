@@ -90,6 +90,7 @@ class PickleMachine:
 
     def _read_line(self) -> bytes:
         ahead = bytes(self._data[self._position : self._position + limits.LINE])
+        # `index` raises ValueError for a line beyond the limit.
         return self._read(ahead.index(b"\n") + 1)[:-1]
 
     def _count_bytes(self, nbytes: int) -> None:
@@ -110,6 +111,7 @@ class PickleMachine:
         self._stack.append(tuple(items))
 
     def _pop_into_tuple(self, length: int) -> None:
+        # A negative slice of a short stack would be shorter without an error.
         if len(self._stack) < length:
             raise IndexError("the stack is empty")
         items = self._stack[-length:]
@@ -258,6 +260,7 @@ def _members(kind: type, items: Iterable[Any] = ()) -> list[Any]:
 
 
 def _text(data: bytes) -> str:
+    # CPython pickles lone surrogates in this encoding.
     return data.decode("utf-8", "surrogatepass")
 
 
@@ -268,6 +271,7 @@ def _integer(data: bytes) -> int:
 
 
 def _decimal(line: bytes) -> int | bool:
+    # Text protocols write booleans as 00 and 01, and long integers with a final L.
     return line == b"01" if line in (b"00", b"01") else int(line.removesuffix(b"L"))
 
 

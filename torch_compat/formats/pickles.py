@@ -134,6 +134,7 @@ class _Writer:
                 self._out += pickle.SETITEMS
             case None:
                 self._out += pickle.NONE
+            # Before `int`: `bool` is a subclass.
             case bool():
                 self._out += pickle.NEWTRUE if value else pickle.NEWFALSE
             case int():
@@ -142,11 +143,13 @@ class _Writer:
                 self._out += pickle.BINFLOAT + struct.pack(">d", value)
             case str():
                 self._memoize(value, lambda: self._write_string(value))
+            # Protocol 2 has no instruction for bytes. CPython writes the same call.
             case bytes() if self._protocol < 3:
                 text = value.decode("latin1")
                 self.write(Call(Global("_codecs", "encode"), (text, "latin1")))
             case bytes():
                 self._out += pickle.BINBYTES + struct.pack("<I", len(value)) + value
+            # After the named tuples of this module, which are tuples, too.
             case tuple():
                 self._out += pickle.MARK
                 self._write_all(*value)

@@ -125,6 +125,7 @@ def _is_entry(entry: Any) -> bool:  # noqa: ANN401 (untrusted JSON)
     shape, offsets = entry.get("shape"), entry.get("data_offsets")
     if not isinstance(offsets, list) or len(offsets) != 2 or not isinstance(shape, list):
         return False
+    # The largest dtype has 8 bytes.
     return is_shape([offsets[0]], 1) and is_shape([offsets[1]], 1) and is_shape(shape, 8)
 
 
@@ -156,6 +157,7 @@ def units(
     if len(shards) == 1:
         names = [_SINGLE]
     else:
+        # The names of transformers: model-00001-of-00003.safetensors.
         width = f"{len(shards):05d}"
         names = [f"model-{i:05d}-of-{width}{SUFFIX}" for i in range(1, len(shards) + 1)]
     result = [
@@ -191,6 +193,7 @@ def units_of_file(path: Path, tensors: Mapping[str, LazyTensor], block: int) -> 
             parts[-1].append(_Part(tensor, index, len(header) + at))
             at += parts[-1][-1].nbytes
     for i, part in enumerate(parts):
+        # The first unit writes the header. Units can be written in any order.
         write = functools.partial(_write_part, path, b"" if i else header, part)
         yield Unit(f"{path.name}.{i}", sum(chunk.nbytes for chunk in part), write)
 
@@ -199,6 +202,7 @@ def _write_part(path: Path, header: bytes, parts: list[_Part]) -> None:
     with writing(path) as put:
         put(header, 0)
         for tensor, index, at in parts:
+            # The values may be a transposed view, and the file is row-major.
             values = np.asarray(tensor.read(index), order="C")
             put(values.reshape(-1).view(np.uint8), at)
 

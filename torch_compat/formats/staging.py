@@ -66,6 +66,7 @@ class Staging:
         self.destination = destination
         self.path = partial_of(destination)
         fingerprint = hashlib.sha256(json.dumps(plan, sort_keys=True).encode()).hexdigest()
+        # Before a lock file is created next to a finished result.
         self._check_free()
         with contextlib.ExitStack() as self._locks, naming_failure(destination):
             self._prepare({"fingerprint": fingerprint})
@@ -90,6 +91,7 @@ class Staging:
     def _write_unit(self, unit: Unit, advance: Callable[[int], None]) -> None:
         if not self._mark(unit.name).exists():
             with naming_failure(self.destination):
+                # The mark follows the data, which are durable by then: a crash repeats the unit.
                 self.set_mark(unit.name, unit.write())
         advance(unit.nbytes)
 
@@ -104,6 +106,8 @@ class Staging:
             file: file in the directory that is the result; "" if the directory is the result.
         """
         with naming_failure(self.destination):
+            # Some files, such as a DCP's `.metadata`, are written outside units and not yet
+            # durable.
             for directory, _, files in os.walk(self.path):
                 for name in files:
                     sync(Path(directory, name))
@@ -112,6 +116,7 @@ class Staging:
             # have to start anew without its marks.
             shutil.rmtree(self.path / _MARKS)
             (self.path / file).rename(self.destination)
+            # The rename is durable once its directory is.
             sync(self.destination.parent)
             if file:
                 self.discard()
@@ -134,6 +139,7 @@ class Staging:
             if self.path.exists():
                 shutil.rmtree(self.path)
             (self.path / _MARKS).mkdir(parents=True)
+            # Last: after a crash before this line, the next attempt starts anew.
             self.set_mark("plan", plan)
 
     def _check_free(self) -> None:

@@ -67,11 +67,13 @@ def open_file(directory: Directory, name: str) -> Dcp:
     tensors: dict[str, LazyTensor] = {}
     objects = LazyObjects()
     for key, item in flatten(value, where):
+        # Nested and dotted keys may coincide: {"a": {"b": x}, "a.b": y}.
         if key in tensors or key in objects:
             raise UserError(f"{where}: two entries have the key {shown(key)}")
         if isinstance(item, LazyTensor):
             tensors[key] = item
         else:
+            # `LazyObjects` holds readers, but this object is in memory already.
             objects[key] = functools.partial(lambda value, _: value, item)
     return Dcp(directory, tensors, objects, name)
 
@@ -99,6 +101,7 @@ def open_weights(directory: Directory) -> dict[str, LazyTensor]:
 
 
 def _archive(file: Bytes, where: str) -> Archive:
+    # 512 bytes: the header of a tar archive, with its magic at byte 257.
     head = file(0, min(file.size, 512)).tobytes()
     if head.startswith(_LEGACY_MAGIC):
         form = "torch.save of torch before 1.6"
@@ -143,4 +146,5 @@ def _flatten(
 def _has_keys(item: Any) -> bool:  # noqa: ANN401
     if isinstance(item, list):
         return any(isinstance(x, Mapping | LazyTensor) for x in item)
+    # An empty dict has no keys to join, so that it is an entry itself.
     return isinstance(item, Mapping) and bool(item)

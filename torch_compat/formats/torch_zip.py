@@ -77,6 +77,7 @@ class Dtype(NamedTuple):
 
 
 def _tensor_v2(storage: Any, *details: Any) -> _Tensor:  # noqa: ANN401
+    # requires_grad, backward hooks and metadata follow.
     offset, size, stride, *_ = details
     if not isinstance(storage, _Storage):
         raise TypeError("a tensor without a storage")
@@ -84,6 +85,7 @@ def _tensor_v2(storage: Any, *details: Any) -> _Tensor:  # noqa: ANN401
 
 
 def _tensor_v3(storage: Any, *details: Any) -> _Tensor:  # noqa: ANN401
+    # offset, size, stride, requires_grad, backward hooks, dtype; metadata may follow.
     *_, dtype = details[:6]
     if not isinstance(dtype, Dtype):
         raise TypeError("a tensor without a dtype")
@@ -256,6 +258,7 @@ class Archive:
             UnsafePickleError: the pickle uses a name that no checkpoint needs.
         """
         names = _TOLERANT if is_tolerant else _NAMES
+        # Archives of older versions of torch have no such record.
         if "byteorder" in self._records and self._read("byteorder", 8) != b"little":
             raise UserError(f"{self._where}: its numbers are big-endian, which is not supported")
         loaded = pickles.load(self._read("data.pkl", limits.PICKLE), names, self._where, _storage)
@@ -305,6 +308,7 @@ class Archive:
         The header is read with one request, where `ZipFile.open` needs three. Only its name tells
         that it belongs to the record; sizes and checksum are those of the index.
         """
+        # Bit 11 of the flags marks a name in UTF-8; otherwise it is in code page 437.
         name = entry.orig_filename.encode("utf-8" if entry.flag_bits & 0x800 else "cp437")
         start, length = entry.header_offset, _LOCAL.size + len(name)
         if not 0 <= start <= self._archive.size - length:
@@ -375,6 +379,7 @@ class Archive:
 
 
 def _storage(pid: Any) -> _Storage:  # noqa: ANN401
+    # ("storage", type, record, device, number of elements).
     kind, dtype, record, _, length = pid
     is_named = kind == "storage" and isinstance(record, str) and isinstance(dtype, Dtype)
     if not is_named or not isinstance(length, int):
@@ -435,6 +440,7 @@ def write_archive(
             before = out.tell() + _LOCAL.size + len(name) + 4 + _ZIP64_SIZES
             pad = -before % _ALIGNMENT
             entry.extra = struct.pack("<2sH", b"FB", pad) + b"Z" * pad
+            # `zipfile` does not know the size in advance and could not enlarge the header later.
             with archive.open(entry, "w", force_zip64=True) as record:
                 for part in parts:
                     record.write(part)
@@ -444,6 +450,7 @@ def write_archive(
 
 def save(value: Any, path: Path, block: int = sys.maxsize) -> None:  # noqa: ANN401
     """Write `torch.save(value)` to a file, and replace its content (see `write_archive`)."""
+    # `writing` does not truncate: a shorter archive would end with the old bytes.
     path.unlink(missing_ok=True)
     with writing(path) as put:
         write_archive(value, put, block=block)
@@ -481,6 +488,7 @@ def _with_tensors(value: Any, arrays: list[np.ndarray | LazyTensor]) -> Any:  # 
             return {key: _with_tensors(item, arrays) for key, item in value.items()}
         case list():
             return [_with_tensors(item, arrays) for item in value]
+        # Named tuples are the types of `pickles.dump`.
         case tuple() if not hasattr(value, "_fields"):
             return tuple(_with_tensors(item, arrays) for item in value)
     return value

@@ -198,6 +198,7 @@ def select_weights(
 ) -> Mapping[str, LazyTensor]:  # fmt: skip
     """Return the checkpoint's tensors by the module's names: unchanged if the names match."""
     stored, names = _raw_tensors(reference, subject.current_key), set(subject.trained)
+    # Files may leave out a tied head.
     tied = {dialect.find_key(HEAD)} if config.model.tie_embeddings else set()
     if stored.keys() >= names - tied:
         return stored

@@ -200,9 +200,11 @@ def _row(
     if first.shape != other.shape:
         shapes = f"shapes: {list(first.shape)} and {list(other.shape)}"
         return Row(stage, *names, math.inf, math.inf, allowed, shapes)
+    # float64: the comparison rounds far below the values.
     a, b = (np.asarray(x, np.float64) for x in (first, other))
     size, error = max(root_mean_square(a), least), root_mean_square(b - a)
     squares = float(np.vdot(a, a))
+    # Least squares: the factor f that minimizes ‖b - f a‖.
     factor = float(np.vdot(a, b)) / squares if squares > 0 else 1.0
     is_multiple = root_mean_square(b - factor * a) < _MAX_UNEXPLAINED * error
     return Row(
@@ -231,6 +233,7 @@ def comparison_notes(comparison: Comparison) -> Iterator[str]:
     ]:
         yield f"not compared, because no torch module computes it: {summarize_names(missing)}"
     known = {comparison.dialect.find_key(name) for name in comparison.jaxforge.params}
+    # A tied head is no parameter here, and its gradient is part of the embedding's.
     known.add(comparison.dialect.find_key(HEAD))
     if unknown := [name for name in comparison.torch.grads if name not in known]:
         names = summarize_names(unknown)

@@ -88,6 +88,7 @@ def compute(config: JobConfig, checkpoint: CheckpointState, batch: Arrays) -> Ja
 def _perturb(params: Params, config: JobConfig) -> Params:
     """Change parameters at random, by the relative rounding error of a matrix product."""
     exact = activation_dtype(config) == "float32"
+    # √dim · 2^-24: a sum of `dim` products in another order (`lockstep.rounding`).
     size = 2**-24 * math.sqrt(config.model.dim) if exact else 2**-8
     rng = np.random.default_rng(0)
     return jax.tree.map(lambda p: p * (1 + size * rng.standard_normal(p.shape, np.float32)), params)
@@ -111,6 +112,7 @@ def _gradients(model: Model, config: JobConfig) -> Callable[..., tuple]:
     loss = build_loss(config.train, model)
 
     def value(params: Params, state: Params, batch: Mapping[str, Array]) -> tuple:
+        # [microbatches, b, s], here with one microbatch.
         weights = update_loss_weights({"labels": batch["labels"][None]}, config.train)
         microbatch = LossWeights(weights.token[0], weights.position, weights.sequence)
         variables = join(params, state)
@@ -179,6 +181,7 @@ def _normed(model: Model, name: str, x: np.ndarray, params: Arrays) -> Arrays:
     if not weights:
         return {}
     normed = jax.jit(model.final_norm)({"norm": weights}, jnp.asarray(x, model.dtype))
+    # `final_norm` divides by the scaling of logits, which other norms do not have.
     return {name: np.asarray(normed, np.float32) * model.config.logits_scaling}
 
 

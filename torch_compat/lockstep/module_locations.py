@@ -72,6 +72,7 @@ def _layer_locations(keys: dict[str, str], i: int, model: ModelConfig) -> list[M
     norms = {part: keys.get(f"{at}.{part}_norm.weight") for part in ("shared", "attention", "mlp")}
     mixer = _part(keys, f"{at}.attention", model.layer_parts[i].mixer)
     locations = [ModuleLocation(f"{at}.attention", mixer, factor=times)]
+    # With parallel residuals, the input of this norm is that of the layer.
     if norms["mlp"] is not None and not model.parallel_residual:
         locations.append(
             ModuleLocation(f"{at}.after_attention", _owner(norms["mlp"]), is_input=True)

@@ -120,6 +120,7 @@ def fill(
     cast_module(subject, dtype)
     with torch.no_grad():
         for name in both:
+            # torch cannot read NumPy's bfloat16, and float32 holds its values exactly.
             wide = torch.from_numpy(np.array(tensors[name], np.float32))
             state[name].copy_(wide)
 
@@ -147,6 +148,7 @@ def run(subject: TorchSubject, batch: Arrays, locations: Sequence[ModuleLocation
         torch.from_numpy(np.asarray(batch[name], np.int64)).to(device)
         for name in ("input_ids", "labels")
     )
+    # The factory may have left gradients, to which the backward pass would add.
     module.zero_grad(set_to_none=True)
     with _user_code("the torch module"):
         logits = _logits(module(tokens))

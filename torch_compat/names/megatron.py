@@ -142,6 +142,7 @@ def is_gated(key: str, tensors: Mapping[str, LazyTensor]) -> bool:
 def _width(key: str, tensors: Mapping[str, LazyTensor]) -> int | None:
     """Return the width of the feed-forward of a `linear_fc1`; None for any other tensor."""
     match = _FC1.fullmatch(key)
+    # linear_fc1 [width or 2 width, hidden], linear_fc2 [hidden, width]
     down = tensors.get(f"{match[1]}linear_fc2.weight") if match else None
     return down.shape[-1] if down is not None and down.shape and tensors[key].shape else None
 
@@ -156,6 +157,7 @@ def _unstacked(
         if not match:
             single[key] = tensor
             continue
+        # Before the split: the first dimension of an untrusted tensor may be huge.
         if not tensor.shape or len(single) + tensor.shape[0] > _MAX_TENSORS:
             raise UserError(f"{where}: {key} is {list(tensor.shape)}, too many layers or experts")
         single |= {f"{match[1]}{i}.{match[2]}": tensor.part(i) for i in range(tensor.shape[0])}

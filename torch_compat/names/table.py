@@ -60,6 +60,7 @@ class InterleavedRotary:
 
     def to_dialect(self, tensor: LazyTensor, config: ModelConfig) -> LazyTensor:
         """Interleave the two halves of each head's rotated channels."""
+        # The inverse permutation.
         return tensor.rows(np.argsort(_even_then_odd(tensor.shape[0], config)))
 
 
@@ -86,6 +87,7 @@ class InterleavedTail(NamedTuple):
         head = self.head_size(config)
         first = head - config.rotary_size
         rotated = np.arange(first, head)
+        # Unrotated rows, then the even rotated rows, then the odd ones.
         order = [np.arange(first), rotated[::2], rotated[1::2]]
         return (np.arange(0, rows, head)[:, None] + np.concatenate(order)).reshape(-1)
 
@@ -392,6 +394,7 @@ def differences(
             f"model.mtp_depth = {len(depth)}, but the checkpoint has {len(stored)} modules of "
             f"multi-token prediction: set model.mtp_depth = {len(stored)}"
         )
+        # The message above covers the parameters of these modules.
         prefixes = tuple(f"layers.{layer}." for layer in depth ^ stored)
         shapes = {name: shape for name, shape in shapes.items() if not name.startswith(prefixes)}
         left_over = [key for key in left_over if not key.startswith(prefixes)]
@@ -426,6 +429,7 @@ def _merge(
     }
     if rule.is_packed:
         return stack([tensors[expert] for expert in range(len(tensors))])
+    # A key of a rule that is not packed holds at most one expert.
     (tensor,) = tensors.values()
     return tensor
 

@@ -49,6 +49,7 @@ def translate(
         UserError: tensors are missing, unused, or have other shapes; the message lists them.
     """
     translated = by.dialect.to_jaxforge(tensors, shapes, by.model)
+    # Before the shapes are compared, where a padded vocabulary would be an error.
     if by.resize_vocab:
         translated = {
             name: tensor.resized(by.model.vocab_size)
@@ -78,6 +79,7 @@ def translate(
     if problems:
         listed = "\n  ".join(shorten_problems(problems) + _advice(translated, by.model))
         raise UserError(f"{by.where} does not fit [model]:\n  {listed}")
+    # The order of `shapes` is that of a checkpoint.
     return {name: translated[name] for name in shapes}
 
 
@@ -94,6 +96,7 @@ def shorten_problems(problems: list[str]) -> list[str]:
     for problem in problems:
         kind = next((kind for kind in _KINDS if problem.startswith(kind)), "")
         kinds.setdefault(kind, []).append(problem)
+    # Each kind gets a share, so that no long list hides another kind.
     most = _MAX_SHOWN // len(kinds)
     lines = []
     for group in kinds.values():

@@ -256,6 +256,7 @@ class _Parts(NamedTuple):
 
         def size(leaf: jax.ShapeDtypeStruct, axes: Axes) -> int:
             spec = partition_spec(compute_axes(axes) if self._gathers_weights else axes)
+            # 4 bytes: gradients are accumulated in float32.
             return 4 * math.prod(NamedSharding(self.train.mesh, spec).shard_shape(leaf.shape))
 
         # Frozen parameters have no gradient.
@@ -270,6 +271,7 @@ class _Parts(NamedTuple):
         Saved activations are arrays in a loop's carry, [layers, ...], that are not weights.
         """
         stacks = {len(rows) for rows in self.train.model.config.stacks.values()}
+        # A pipeline stage has a part of a stack, rounded up.
         layers = stacks | {-(-n // self.train.mesh.shape[STAGES]) for n in stacks}
         layers.add(self.train.model.stack.per_chunk)  # in stages of different layers
         weights = set(self._weights())

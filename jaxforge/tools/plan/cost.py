@@ -122,6 +122,7 @@ class Workload:
             r'"intermediate_tensor_shape".*?"dimensions": ?\[(.*?)\]', operation.line
         ):
             pairs = math.prod(int(n) for n in re.findall(r"\d+", scores[1]))
+            # The queries are the first of the inputs with the most dimensions.
             query = max((dims for dims, _ in _inputs(operation, within)), key=len)
             return 2 * products * pairs * query[-1] * self._visible
         inputs = (dims for dims, size in _inputs(operation, within) if size > 1)  # no masks
@@ -174,6 +175,7 @@ class Workload:
 
     def _bytes(self, operation: Operation, within: Computation) -> float:
         operands = [within[name] for name in operation.operands]
+        # The slice is read and written; the array that it is taken from does not count.
         if operation.kind in _SLICES:
             return 2 * operation.bytes
         if operation.kind == "dynamic-update-slice":
@@ -206,6 +208,7 @@ class Workload:
                 continue
             uses = [(use, _origin(inner, use.operands[0])) for use in _uses(parameter.name, users)]
             if parameter.name in in_place:
+                # Updated in place: elements outside the update are not touched.
                 read[int(parameter.arguments)] = 0.0
             # Read only through slices: traffic is that of the slices.
             elif uses and all(
@@ -247,6 +250,7 @@ def _grouped(operation: Operation, within: Computation) -> float:
         return 0
     widths = matrices[0][1:]
     shared = next((dim for dim in inputs[0] if dim in widths), 1)
+    # Each row is multiplied by the matrix of one expert only: 2 rows K N.
     return 2 * math.prod(inputs[0]) / shared * math.prod(widths)
 
 

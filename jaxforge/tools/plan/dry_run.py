@@ -121,6 +121,7 @@ def mixture_rows(config: JobConfig, dp: int, data: Data) -> list[str]:
     about = " (about)" if config.data.order == "torch" else ""
     rows, total = [], dict.fromkeys(data.sizes, 0)
     for start, counts in draws(segments, ramp.samples(last), data_seed(config)):
+        # The first step that begins at this sample or later: phases count samples.
         step = bisect_left(range(last), start, key=ramp.samples)
         shares = ", ".join(
             f"{name} {counts[name] * seq_len:,} ({counts[name] / max(1, sum(counts.values())):.2%})"

@@ -183,6 +183,7 @@ def fits_by_device(
         try:
             model = build_model(config, device.platform, device.capability)
         except UserError as error:
+            # An error only if no kind of device can run the model.
             first_error = first_error or error
             continue
         state = Program(config, mesh, model=model).abstract_state()

@@ -149,6 +149,7 @@ class HloProgram:
         values = {
             index: self._integer(operations, operations[name], state)
             for index, name in enumerate(names)
+            # [] is the shape of a scalar.
             if re.match(r"(pred|[su]\d+)\[\]", operations[name].shape)
         }
         return {index: value for index, value in values.items() if value is not None}
@@ -206,6 +207,7 @@ def _split(text: str) -> tuple[str, str]:
     depth = 0
     for i, character in enumerate(text):
         depth += {"(": 1, ")": -1}.get(character, 0)
+        # The shape of a tuple has blanks within its parentheses.
         if character == " " and not depth:
             return text[:i], text[i + 1 :].split("(")[0]
     raise ValueError(f"no instruction: {text[:80]}")

@@ -83,6 +83,7 @@ def _search(
         named = [(_name(candidate.candidate), candidate.report) for candidate in candidates]
         console.print(comparison_table(named))
         console.print("The best:", *search.settings(candidates[0].candidate), soft_wrap=True)
+    # The fastest is first: if it does not run, none does.
     if not candidates[0].tokens_per_second:
         return Exit.USER_ERROR.code
     if args.output:

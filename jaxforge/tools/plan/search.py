@@ -123,6 +123,7 @@ def search(
             TimeElapsedColumn(),
             console=console,
         ) as progress,
+        # Threads suffice: each waits for a compiler in a process.
         ThreadPoolExecutor(jobs) as pool,
     ):
         task = progress.add_task("compiling", total=len(chosen))
@@ -169,6 +170,7 @@ def fitting_candidates(config: JobConfig, topology: Topology) -> Iterator[Candid
 
         Return None if a parameter does not divide.
         """
+        # The state is the same with every policy.
         model = model_of("full", mesh.shape["pp"])
         try:
             state = Program(config, mesh, model=model).abstract_state()
@@ -274,6 +276,7 @@ def compiled_report(config: JobConfig, topology: Topology) -> dict[str, Any]:
         done = subprocess.run(
             [*command, f"--topology={topology}"], text=True, capture_output=True, check=False
         )
+    # 2: the candidate is refused or does not fit, which is a valid report.
     if done.returncode not in (0, 2) or not done.stdout:
         last = (done.stderr.strip().splitlines() or ["no message"])[-1]
         return {"fits": False, "errors": [f"the compiler failed ({done.returncode}): {last}"]}

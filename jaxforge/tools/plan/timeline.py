@@ -121,6 +121,7 @@ class Simulation:
             elif done := self._ended_by(operation):
                 clock.end(done)
             elif operation.kind == "async-update":
+                # The second half refers to the update and not to the start.
                 clock.rename(operation.operands[0], operation.name)
             elif begun := self._begun_by(operation, within):
                 clock.begin(*begun)

@@ -121,6 +121,7 @@ def _whole_hosts(n_gpus: int, per_host: int) -> int:
 def _nearest(chip: str, text: str, known: Mapping[str, int], n_sides: int) -> str:
     """Suggest the most similar known chip, preferably with this number of sides."""
     fitting = [name for name, count in known.items() if count == n_sides]
+    # A cutoff of 0 always yields a name: the message needs an example.
     near = get_close_matches(chip, fitting, n=1) or get_close_matches(chip, known, n=1, cutoff=0.0)
     if known[near[0]] == n_sides:
         return f'; did you mean "{near[0]}{text.strip()[len(chip) :]}"?'

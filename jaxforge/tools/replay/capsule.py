@@ -274,6 +274,7 @@ def _unpacked(capsule: Capsule, run: Path | None) -> Iterator[Path]:
                 text = text.replace(f"\n{axis} = -1\n", f"\n{axis} = {size}\n")
             path.write_text(text)
         if run is not None:
+            # A link: checkpoints are large, and a replay only reads them.
             (directory / SUBDIRECTORY).symlink_to(find(run)[0] / SUBDIRECTORY)
         yield directory
 

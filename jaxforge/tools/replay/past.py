@@ -259,6 +259,7 @@ def _same_batch(config: JobConfig, checkpoints: Checkpoints) -> list[str]:
     if groups * model_devices == n_devices:
         return []
     rows = config.train.microbatch_size(groups)
+    # Every device must get the same number of sequences.
     most = max(n for n in range(1, n_devices + 1) if rows % n == 0)
     log.info(
         "the run had %d devices: replaying on %d of the local devices", groups * model_devices, most

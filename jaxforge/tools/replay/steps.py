@@ -203,6 +203,7 @@ def token_loss_function(
     def of_chunk(chunk: tuple[Array, Array], params: Params) -> Float[Array, "b s"]:
         hidden, labels = chunk
         logits = model.logits(params, hidden)
+        # Ignored labels are negative. Any index serves, since the next line drops the value.
         at = jnp.take_along_axis(logits, jnp.maximum(labels, 0)[..., None], axis=-1)[..., 0]
         return jnp.where(labels == IGNORE, 0.0, jax.nn.logsumexp(logits, axis=-1) - at)
 
@@ -212,6 +213,7 @@ def token_loss_function(
         rows, length = labels.shape
         least = -(-rows * length * model.config.vocab_size // _LOGITS)
         n = next(n for n in range(min(least, length), length + 1) if length % n == 0)
+        # [b, s, ...] -> [n, b, s / n, ...]
         split = [
             x.reshape(x.shape[0], n, -1, *x.shape[2:]).swapaxes(0, 1) for x in (hidden, labels)
         ]
@@ -225,10 +227,12 @@ def token_loss_function(
         positions = batch.pop("position")
         return jax.lax.map(functools.partial(of_microbatch, params), batch), positions
 
+    # Replicated: every process can read all losses.
     compiled = jax.jit(run, out_shardings=NamedSharding(mesh, PartitionSpec()))
 
     def in_order(params: Params, batch: Batch) -> Float[np.ndarray, "m b s"]:
         losses, positions = jax.device_get(compiled(params, batch))
+        # Inverse of `spread_sequences`.
         ordered = np.zeros_like(losses)
         np.put_along_axis(ordered, positions, losses, axis=-1)
         return ordered
@@ -251,6 +255,7 @@ def find_documents(
         if "segment_ids" in rows:
             begins = np.flatnonzero(np.diff(rows["segment_ids"][row])) + 1
         else:
+            # No token is -1: without `eos`, a row is one document.
             begins = np.flatnonzero(tokens[:-1] == (-1 if eos is None else eos)) + 1
         counts = rows["labels"][row] != IGNORE
         for start, end in itertools.pairwise([0, *begins.tolist(), len(tokens)]):

@@ -218,6 +218,7 @@ def _drawings(runs: Sequence[Run]) -> Iterable[_Drawing]:
     groups: dict[str, dict[str, list[tuple[str, Name]]]] = defaultdict(lambda: defaultdict(list))
     for metric in metrics:
         name = metric_name(metric)
+        # With several sets, the loss over all sets is drawn a second time, next to that of each.
         if metric not in _HEADLINE or (metric != "train/loss" and has_several_sets):
             groups[name.group][name.title].append((metric, name))
     for titles in groups.values():
@@ -281,6 +282,7 @@ def _points(series: Series, pool: Pool, buckets: int) -> Mapping[str, Any]:
              "last": float(value[-1]) if np.isfinite(value[-1]) else None}  # fmt: skip
     if len(chosen) < len(step):
         x, y = bucket_medians(step, value, buckets)
+        # Below 2^23, float32 is exact to half a step.
         data["smooth"] = [pool.add(x, "f4" if step[-1] < 1 << 23 else "f8"), encode_column(y, "f4")]
     bad = step[~np.isfinite(value)]
     return data | ({"bad": _evenly_chosen(bad), "bad_count": len(bad)} if len(bad) else {})

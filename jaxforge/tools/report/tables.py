@@ -240,6 +240,7 @@ def _samples(runs: Sequence[Run]) -> str:
     return "".join(
         details(
             f"samples of {run.name}",
+            # The newest come first, and runs have equal shares.
             "".join(map(_sample, run.samples[: -1 - max(1, _SAMPLES // len(runs)) : -1])),
         )
         for run in runs

@@ -286,6 +286,7 @@ def with_settings(tables: Tables, settings: Sequence[str]) -> Tables:
     return {
         name: [
             *(line for line in tables.get(name, ()) if line.key not in chosen.get(name, {})),
+            # None removes a key, so that its default applies.
             *(Line(k, v, "given") for k, v in chosen.get(name, {}).items() if v is not None),
         ]
         for name in (*tables, *chosen)

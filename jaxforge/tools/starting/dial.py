@@ -127,6 +127,7 @@ class Dial(NamedTuple):
     def compute_of_law(self) -> float:
         """FLOPs of the run as DeepSeek LLM counts them, without the output head."""
         model = self.config.model
+        # 6 FLOPs per parameter and token: 2 forward and 4 backward.
         head = 6 * (1 + model.mtp_depth) * model.vocab_size * model.dim
         return self.tokens * (self.flops_per_token - head)
 

@@ -111,6 +111,7 @@ def split_batch(config: JobConfig, target: Target) -> Split:
     most = max(1, _MOST_TOKENS.get(target.device.platform, _MOST_TOKENS_OF_CHIPS) // train.seq_len)
     least = _largest_divisor(for_each, min(most, -(-_LEAST_TOKENS // train.seq_len)))
     if config.is_set("train.grad_accum_steps"):
+        # The number of the user leaves one size of microbatches.
         most = least = for_each // train.grad_accum_steps
     is_remat_set = config.is_set("train.activation_checkpointing")
     policies = (train.activation_checkpointing,) if is_remat_set else _policies(target)

@@ -59,6 +59,7 @@ class Machine(NamedTuple):
         # Neither JAX nor a driver library is loaded: `init` must not occupy devices.
         if os.environ.get("JAX_PLATFORMS", "").partition(",")[0] != "cpu":
             if gpus := gpu_memories():
+                # The smallest GPU limits all, since their shares are equal.
                 return cls(len(gpus), min(gpus), _cores())
             tpus = list(Path("/dev").glob("accel[0-9]*")) or list(Path("/dev/vfio").glob("[0-9]*"))
             if tpus:  # only JAX could query their memory

@@ -76,10 +76,12 @@ def run(args: argparse.Namespace) -> int:
         return slurm_array.run_share(args, plan, units, options_for, _workers(args))
     with _open_output(args, plan) as destination:
         tokenizer = named or _bpe(args, units, destination)
+        # Before the units: tasks of a Slurm array load it from there.
         tokenizer.save(destination.out / "tokenizer")
         options = options_for(tokenizer.vocab_size)
         job = begin_job(destination, len(units), tokenizer, options)
         if args.slurm:
+            # The job after the array makes the output visible.
             destination.is_complete = False
             print(slurm_array.write_script(args, len(units)))
             return 0
@@ -209,6 +211,7 @@ def _bpe(
     args: argparse.Namespace, units: Sequence[Unit], destination: AtomicDirectory
 ) -> Tokenizer:
     """Return a BPE of the training documents, or the one that an interrupted run has trained."""
+    # Finished parts hold ids of this tokenizer.
     if has_parts(destination):
         return load_tokenizer(destination.out / "tokenizer")
     return trained_bpe(args, [source for unit in units for source in unit.inputs], _say)

@@ -172,6 +172,7 @@ def choose_size(prepared: PreparedData, machine: Machine) -> Size:
     available = EPOCHS * prepared.train.tokens
     shape = _shape(prepared, machine, available)
     parameters = shape.parameters(prepared.train.vocab_size)
+    # In tokens, at 6 FLOPs per parameter and token.
     lengths = {
         "parameters": TOKENS_PER_PARAMETER * parameters,
         "data": available,
@@ -208,6 +209,7 @@ def _shape(prepared: PreparedData, machine: Machine, available: int) -> Shape:
         is_quick = machine.is_cpu or 6 * TOKENS_PER_PARAMETER * n * n <= _flops(machine)
         if TOKENS_PER_PARAMETER * n <= available and fits and is_quick:
             largest = shape
+        # Larger shapes learn too little in the minutes of a run on a CPU.
         if machine.is_cpu and shape == SHAPES[1]:
             break
     return largest

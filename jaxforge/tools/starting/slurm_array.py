@@ -63,6 +63,7 @@ def script(args: argparse.Namespace, name: str, directory: Path) -> str:
         job=_UNSAFE.sub("_", f"prepare-{args.output.name}"),
         directory=shlex.quote(str(directory)),
         command=shlex.join(words),
+        # Expanded in the task and not when the script is written.
         workers="" if args.workers else '--workers "$SLURM_CPUS_PER_TASK" ',
     )
 

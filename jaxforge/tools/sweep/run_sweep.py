@@ -136,6 +136,7 @@ def _planned(point: Point, path: str, settings: Sequence[str], devices: int) -> 
         raise UserError(f"checkpoint.dir = {root}: a sweep is in a directory, not in a bucket")
     directory = root / point.name
     overrides.append(f"--checkpoint.dir={directory}")
+    # Read again: the directory of the point is part of its config.
     written = load_unresolved(path, overrides)
     config = resolve(written, World(devices), sequences_per_epoch).config
     _ = Program.without_devices(config).optimizer  # refuses patterns that match no parameter

@@ -236,6 +236,7 @@ class Runner:
         if planned_run.is_finished:
             self._say(f"{label}: already finished")
             return 0
+        # The signal may have come during the wait.
         if self._stopping is not None:
             return Exit.SIGNAL.code
         self._say(f"{label}: {'resumes' if planned_run.state == 'begun' else 'begins'}")
@@ -269,6 +270,7 @@ class Runner:
                 # once.
                 [sys.executable, "-c", _WITH_PARENT, str(os.getpid()), *planned_run.command],
                 stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, process_group=0,
+                # Each run has a start time of its own, from which its time limit counts.
                 env=new_command_env(),
             )  # fmt: skip
             if self._stopping is not None:  # the signal came before the process existed
