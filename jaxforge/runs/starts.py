@@ -120,7 +120,10 @@ def _command(arguments: Sequence[str]) -> str:
     # `python -m` replaces the module's name in `sys.argv` by a path; the spec has the name.
     spec = getattr(sys.modules["__main__"], "__spec__", None)
     module = ["python", "-m", spec.name.removesuffix(".__main__")] if spec else None
-    return redacted_command([*(module or [Path(arguments[0]).name]), *arguments[1:]])
+    program = module or [Path(arguments[0]).name]
+    # `jaxforge` leaves the options of a command in `sys.argv`, and `train` alone starts runs.
+    name = ["train"] if program[-1] == "jaxforge" else []
+    return redacted_command([*program, *name, *arguments[1:]])
 
 
 ENVIRONMENT = (

@@ -12,7 +12,7 @@ from tests.conftest import tiny_config
 
 
 def test_each_start_appends_line(tmp_path, monkeypatch):
-    monkeypatch.setattr(starts.sys, "argv", ["/usr/bin/jaxforge", "train", "--train.seed=1"])
+    monkeypatch.setattr(starts.sys, "argv", ["/usr/bin/jaxforge", "--train.seed=1"])
     monkeypatch.setattr(starts.sys.modules["__main__"], "__spec__", None, raising=False)
     starts.note(tmp_path, 0, parameters=7)
     monkeypatch.setattr(starts.sys.modules["__main__"], "__spec__", starts.json.__spec__)
@@ -20,7 +20,7 @@ def test_each_start_appends_line(tmp_path, monkeypatch):
     first, second = starts.read(tmp_path)
     assert (first["step"], second["step"], first["parameters"]) == (0, 50, 7)
     assert first["command"] == "jaxforge train --train.seed=1"
-    assert second["command"] == "python -m json train --train.seed=1"
+    assert second["command"] == "python -m json --train.seed=1"
     assert set(first) == {"step", "time", "command", "versions", "git", "parameters"}
     assert first["time"] <= second["time"]
     assert {"python", "jax", "numpy"} <= set(first["versions"])

@@ -26,7 +26,7 @@ from tests.torch_compat.megatron_golden import (
     raw,
 )
 from tests.torch_compat.runs import assert_same, trained, values
-from torch_compat.checkpoint import checkpoints, megatron_config, orbax_store
+from torch_compat.checkpoint import checkpoints, megatron_config, megatron_state, orbax_store
 from torch_compat.checkpoint.network_settings import network_settings
 from torch_compat.checkpoint.restore import open_foreign
 from torch_compat.formats import torch_zip
@@ -343,3 +343,11 @@ def test_model_without_settings_raises(keys):
     model = ModelConfig(dim=64, n_layers=4, n_heads=4, vocab_size=64, **keys)
     with pytest.raises(UserError, match=f"has no .*{next(iter(keys))}"):
         megatron_config.settings(model)
+
+
+def test_shared_lists_are_searched_once():
+    """Forty lists that each hold the next one twice name 2^40 elements."""
+    nested: list = [{"step": 3}]
+    for _ in range(40):
+        nested = [nested, nested]
+    assert megatron_state._dicts(nested) == [{"step": 3}]

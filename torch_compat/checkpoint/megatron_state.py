@@ -41,8 +41,6 @@ _NOT_MODEL = ("optimizer.", "chained_", "opt_param_scheduler", "rng_state", "rer
 _EXTRA = "_extra_state"
 _MASTERS = ("param", "fp32_param", "master_param")
 _PREDICTION_LAYERS = "mtp."  # layers of multi-token prediction
-_MAX_DICTS = 10_000  # of an untrusted object that are searched
-
 _OPTIMIZER = {"lr": "lr", "eps": "adam_eps", "weight_decay": "weight_decay"}
 _STYLES = ("constant", "linear", "cosine")
 _TRAIN = {"seq_len": "seq_length", "global_batch_size": "global_batch_size",
@@ -254,14 +252,16 @@ def _usual(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _dicts(value: object) -> list[Mapping[str, Any]]:
-    """Return all dicts within nested dicts and lists."""
+    """Return all dicts within nested dicts and lists, each once."""
     tables: list[Mapping[str, Any]] = []
-    pending = [value]
-    while pending and len(tables) < _MAX_DICTS:
+    pending, seen = [value], set[int]()
+    while pending:
         each = pending.pop()
+        # n lists that each hold the next one twice would be visited 2^n times.
+        if not isinstance(each, dict | list) or id(each) in seen:
+            continue
+        seen.add(id(each))
         if isinstance(each, dict):
             tables.append(each)
-            pending += each.values()
-        elif isinstance(each, list):
-            pending += each
+        pending += each.values() if isinstance(each, dict) else each
     return tables
