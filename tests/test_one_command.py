@@ -109,3 +109,18 @@ def test_doctor_reports_gpus_unknown_to_jax(monkeypatch, capsys):
     assert "problem: 8 GPU(s) exist, but JAX finds none: pip install 'jaxforge[cuda]'" in (
         capsys.readouterr().out
     )
+
+
+@pytest.mark.parametrize("command", ["plan", "report", "replay", "evaluate", "generate", "verify"])
+def test_help_imports_no_config(command):
+    """Its tables take a third of a second to declare, before the first line of a help."""
+    code = (
+        f"import sys; sys.argv = ['jaxforge', {command!r}, '--help']\n"
+        "from jaxforge.commands.dispatch import main\n"
+        "try: main()\nexcept SystemExit: pass\n"
+        "print([name for name in ('pydantic', 'jax', 'torch') if name in sys.modules])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], text=True, capture_output=True, timeout=PATIENCE, cwd=ROOT
+    )
+    assert done.stdout.splitlines()[-1:] == ["[]"], done.stderr

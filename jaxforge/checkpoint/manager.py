@@ -47,13 +47,13 @@ from jaxforge.checkpoint.paths import (
     EMA,
     PREFIX,
     SUBDIRECTORY,
-    Weights,
     check_no_torch_checkpoints,
     check_path,
     is_durable,
     no_average,
 )
 from jaxforge.checkpoint.relayout import by_layer
+from jaxforge.checkpoint.weights import Weights
 from jaxforge.config.checkpoint import CheckpointConfig
 from jaxforge.config.eval import higher_is_better
 from jaxforge.errors import JobStorageError, PeerLostError, UserError

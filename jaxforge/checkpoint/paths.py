@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any
 
 from jaxforge.cli.suggestions import path_hint
 from jaxforge.config.model import AMAX_HISTORIES
@@ -153,8 +153,3 @@ def check_no_torch_checkpoints(directory: Path) -> None:
                 f"{step} is a checkpoint of PyTorch: give another checkpoint.dir, and "
                 f"checkpoint.load_path = {str(directory)!r} to continue from there"
             )
-
-
-Weights = Literal["raw", "ema"]
-"""Weights of a checkpoint: the parameters, or their average (`train.ema_decay`)."""
-WEIGHTS: tuple[Weights, ...] = get_args(Weights)

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Container, Iterable, Sequence
 from typing import Any, NoReturn
 
-from jaxforge.checkpoint.paths import WEIGHTS
+from jaxforge.checkpoint.weights import WEIGHTS
 from jaxforge.cli import suggestions
 from jaxforge.cli.running import wide_console
 from jaxforge.errors import UserError

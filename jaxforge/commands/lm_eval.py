@@ -13,7 +13,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from jaxforge.checkpoint.paths import WEIGHTS
+from jaxforge.checkpoint.weights import WEIGHTS
 from jaxforge.cli.running import run_main
 from jaxforge.commands.command_line import CommandParser, add_weights_option
 from jaxforge.errors import UserError

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 from rich.table import Table
 
-from jaxforge.checkpoint.paths import Weights
+from jaxforge.checkpoint.weights import Weights
 from jaxforge.cli.running import STDOUT, wide_console, write_json
 from jaxforge.config.job import JobConfig
 from jaxforge.data import sources

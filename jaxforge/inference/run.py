@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from jaxforge.checkpoint.paths import SUBDIRECTORY, Weights, find
+from jaxforge.checkpoint.paths import SUBDIRECTORY, find
+from jaxforge.checkpoint.weights import Weights
 from jaxforge.cli.sampling_options import check
 from jaxforge.config.job import JobConfig
 from jaxforge.errors import UserError

@@ -10,9 +10,10 @@ from jax.sharding import Mesh
 
 from jaxforge.checkpoint.layout import model_tree, variables
 from jaxforge.checkpoint.manager import Checkpoints
-from jaxforge.checkpoint.paths import WEIGHTS, Weights, find_step
+from jaxforge.checkpoint.paths import find_step
 from jaxforge.checkpoint.relayout import by_layer, by_stage
 from jaxforge.checkpoint.restore import load_base
+from jaxforge.checkpoint.weights import WEIGHTS, Weights
 from jaxforge.config import rules
 from jaxforge.config.job import JobConfig
 from jaxforge.errors import UserError

@@ -11,7 +11,7 @@ from typing import Any
 from lm_eval.api.registry import register_model
 
 from jaxforge import inference
-from jaxforge.checkpoint.paths import Weights
+from jaxforge.checkpoint.weights import Weights
 from jaxforge.cli.sampling_options import check
 from jaxforge.errors import UserError
 from jaxforge.runs import run_directory

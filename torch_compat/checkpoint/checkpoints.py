@@ -8,8 +8,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
-from jaxforge.checkpoint.paths import PREFIX, SUBDIRECTORY, Weights, has_run, stored_config
+from jaxforge.checkpoint.paths import PREFIX, SUBDIRECTORY, has_run, stored_config
 from jaxforge.checkpoint.paths import find as find_step
+from jaxforge.checkpoint.weights import Weights
 from jaxforge.cli.suggestions import path_hint
 from jaxforge.config.job import JobConfig
 from jaxforge.config.optimizer import SchedulerConfig

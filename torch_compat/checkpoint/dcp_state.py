@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxforge.checkpoint.paths import Weights
+from jaxforge.checkpoint.weights import Weights
 from jaxforge.errors import UserError
 from jaxforge.state.progress import Progress
 from torch_compat.checkpoint import (

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxforge import __version__
-from jaxforge.checkpoint.paths import Weights
+from jaxforge.checkpoint.weights import Weights
 from jaxforge.cli.redaction import redacted
 from jaxforge.config.eval import AVERAGE_PREFIX
 from jaxforge.config.job import JobConfig
