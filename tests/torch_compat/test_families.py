@@ -266,6 +266,17 @@ CASES = {
 SHAPES = {"gpt2": GPT2}
 
 
+def default_keys(family):
+    """Return keys of a small model: the family's defaults, limited in size."""
+    sizes = {key: 16 for key, value in family.defaults.items() if type(value) is int and value > 16}
+    return {family.name_in_family(key): value for key, value in {**sizes, **SHAPE}.items()}
+
+
+WITH_DEFAULTS = [name for name in FAMILIES if name not in {kind for kind, _ in CASES.values()}]
+"""Families without a case of their own."""
+CASES |= {name: (name, default_keys(FAMILIES[name])) for name in WITH_DEFAULTS}
+
+
 def keys_of(case):
     model_type, keys = CASES[case]
     shape = SHAPES.get(model_type, SHAPE)
@@ -959,6 +970,7 @@ SIMILAR = frozenset(
      "granite", "starcoder2", "arcee", "glm", "qwen3_moe", "olmoe", "granitemoe",
      "granitemoeshared"}
     | {case for case in FIRST if CASES[case][0] in WITH_LATENTS}
+    | {*WITH_DEFAULTS}
 )  # fmt: skip
 """Cases of families whose keys other families read as well."""
 

@@ -17,7 +17,7 @@ from torch_compat.families.family import (
 )
 from torch_compat.names.table import InterleavedRotaryOfHeads, Rule
 
-# Command R and R+: a LayerNorm that attention and feed-forward share, scaled logits.
+# Command R and R+.
 
 _NORM = Rule(f"{NAME}shared_norm.weight", f"{HF_NAME}input_layernorm.weight")
 _QK_NORMS = tuple(
@@ -54,6 +54,7 @@ COHERE_FAMILY = Family(
     "cohere",
     name_map("hf-cohere", "CohereForCausalLM", *_RULES, *_QK_NORMS),
     _COHERE_DEFAULTS,
+    summary="Command R, R+: a shared LayerNorm without bias in parallel blocks, scaled logits",
     read=_read_cohere,
     write=lambda model: {**_write_cohere(model), "use_qk_norm": model.qk_norm},
     names=_NAMES,
@@ -61,7 +62,7 @@ COHERE_FAMILY = Family(
 )
 
 
-# Command R7B and Command A: Command R with windows; only layers with one have positions.
+# Command R7B and Command A.
 
 _COHERE2_DEFAULTS = {key: value for key, value in _COHERE_DEFAULTS.items() if key != "use_qk_norm"}
 
@@ -91,6 +92,7 @@ COHERE2_FAMILY = Family(
     name_map("hf-cohere2", "Cohere2ForCausalLM", *_RULES),
     {**_COHERE2_DEFAULTS, "rope_theta": 10000.0, "sliding_window": 4096, "layer_types": None,
      "sliding_window_pattern": 4},
+    summary="Command R7B, Command A: Command R with windows, and positions only in layers with one",
     read=_read_cohere2,
     write=_write_cohere2,
     only={"use_qk_norm": False, "use_gated_activation": True, "use_parallel_block": True,

@@ -113,7 +113,7 @@ def _latent_keys(model: ModelConfig) -> Table:
     }
 
 
-# DeepSeek-V3 and R1 (arXiv:2412.19437): latent attention and a sigmoid router with a bias.
+# DeepSeek-V3 and R1 (arXiv:2412.19437).
 
 _DEEPSEEK_V3_RULES = (
     *OUTSIDE, *PRE_NORMS, *GATED, *_LATENT_RULES, *experts.EXPERTS, experts.BIAS,
@@ -151,6 +151,9 @@ DEEPSEEK_V3_FAMILY = Family(
     "deepseek_v3",
     name_map("hf-deepseek-v3", "DeepseekV3ForCausalLM", *_DEEPSEEK_V3_RULES),
     _DEEPSEEK_V3_DEFAULTS,
+    summary="DeepSeek-V3 and R1, Moonlight: latent attention with interleaved rotary pairs, YaRN's "
+    "`mscale`; a sigmoid router with groups and a bias for selection only, shared experts, "
+    "dense first layers; weights in 8 bits",
     read=_read_deepseek_v3,
     write=_write_deepseek_v3,
     only=_ONLY,
@@ -160,7 +163,7 @@ DEEPSEEK_V3_FAMILY = Family(
 )
 
 
-# DeepSeek-V2 and V2-Lite (arXiv:2405.04434): latent attention and a softmax router by groups.
+# DeepSeek-V2 and V2-Lite (arXiv:2405.04434).
 
 _GREEDY, _BY_GROUPS = "greedy", "group_limited_greedy"
 
@@ -211,6 +214,8 @@ DEEPSEEK_V2_FAMILY = Family(
     {**_LATENT_DEFAULTS, "n_routed_experts": 64, "num_experts_per_tok": None, "n_shared_experts": 2,
      "moe_intermediate_size": 1407, "routed_scaling_factor": 1.0, "topk_method": _GREEDY,
      "n_group": None, "topk_group": None, "first_k_dense_replace": 0},
+    summary="DeepSeek-V2, V2-Lite: latent attention; a softmax router, also limited to groups by "
+            "their best expert",
     read=_read_deepseek_v2,
     write=_write_deepseek_v2,
     only={"norm_topk_prob": False, "scoring_func": "softmax", "mlp_bias": False,
@@ -220,12 +225,13 @@ DEEPSEEK_V2_FAMILY = Family(
 )  # fmt: skip
 
 
-# Kimi K2 (arXiv:2507.20534): DeepSeek-V3's architecture under another `model_type`.
+# Kimi K2 (arXiv:2507.20534).
 
 KIMI_K2_FAMILY = Family(
     "kimi_k2",
     name_map("hf-kimi-k2", "DeepseekV3ForCausalLM", *_DEEPSEEK_V3_RULES),
     _DEEPSEEK_V3_DEFAULTS,
+    summary="Kimi K2: DeepSeek-V3's architecture",
     read=_read_deepseek_v3,
     write=_write_deepseek_v3,
     only=_ONLY,
@@ -269,6 +275,7 @@ DOTS1_FAMILY = Family(
     ),
     {**COMMON, **experts.SIGMOID, "num_key_value_heads": 32, "attention_bias": False,
      "sliding_window": 4096, "max_window_layers": 62, "layer_types": None},
+    summary="dots.llm1: DeepSeek-V3's router and experts; Qwen 3's attention",
     read=_read_dots1,
     write=_write_dots1,
     unused=("output_router_logits",),

@@ -20,7 +20,7 @@ from torch_compat.families.values import LAYER, integer
 from torch_compat.formats import limits
 from torch_compat.names.table import OneGroup, Rule
 
-# ERNIE 4.5 dense models: Llama with rotary positions of neighbouring channels.
+# ERNIE 4.5 dense models.
 
 _RULES = (*OUTSIDE, *PRE_NORMS, *PAIRED_ATTENTION, *GATED)
 _DEFAULTS = {**COMMON, "rms_norm_eps": 1e-5, "rope_theta": 500000.0, "tie_word_embeddings": True,
@@ -41,12 +41,13 @@ ERNIE4_5_FAMILY = Family(
     "ernie4_5",
     name_map("hf-ernie4-5", "Ernie4_5ForCausalLM", *_RULES, *GATED_BIASES),
     {**_DEFAULTS, "num_key_value_heads": 2, "head_dim": 128},
+    summary="ERNIE 4.5 (dense): rotary pairs of neighbouring channels",
     read=_read_ernie4_5,
     write=_write_ernie4_5,
 )
 
 
-# ERNIE 4.5 with experts: a softmax router with a bias for selection only, shared experts.
+# ERNIE 4.5 with experts.
 
 _SIZES = ("num_experts", "moe_intermediate_size")
 _BIAS = Rule(
@@ -96,6 +97,7 @@ ERNIE4_5_MOE_FAMILY = Family(
     {**_DEFAULTS, "num_key_value_heads": 4, "num_experts": 64, "num_experts_per_tok": 6,
      "moe_intermediate_size": 1536, "moe_num_shared_experts": 2, "moe_layer_start_index": 1,
      "moe_layer_end_index": -1, "moe_layer_interval": 1},
+    summary="ERNIE 4.5 with experts: a softmax router with a selection bias; shared experts",
     read=_read_ernie4_5_moe,
     write=_write_ernie4_5_moe,
     ranges={"moe_num_shared_experts": LAYER, "moe_layer_start_index": LAYER,

@@ -37,6 +37,7 @@ class Family:
         read: (config, file for messages) -> `[model]`.
         write: `[model]` -> its keys by Llama's names; a model fits if reading the keys again gives
             the same `[model]`.
+        summary: "models: special features", for the table of docs/torch_compat.md.
         only: keys with a single supported value.
         ranges: key -> whether a value is possible, if the default does not tell it (`values`).
         names: the family's name of a key -> Llama's name, which transformers does not accept here.
@@ -58,6 +59,7 @@ class Family:
     defaults: Config
     read: Callable[[Config, str], Table]
     write: Callable[[ModelConfig], Table]
+    summary: str = ""
     only: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     ranges: Mapping[str, Callable[[Any], bool]] = dataclasses.field(default_factory=dict)
     names: Mapping[str, str] = dataclasses.field(default_factory=dict)

@@ -22,7 +22,7 @@ from torch_compat.families.family import (
 )
 from torch_compat.families.values import is_size
 
-# Gemma (arXiv:2403.08295): norms with 1 + w, scaled embeddings, GeGLU.
+# Gemma (arXiv:2403.08295).
 
 _TANH = "gelu_pytorch_tanh"
 _DEFAULTS: dict[str, Any] = {
@@ -85,6 +85,7 @@ GEMMA_FAMILY = Family(
     "gemma",
     name_map("hf-gemma", "GemmaForCausalLM", *LLAMA, *ATTENTION_BIASES),
     {**_DEFAULTS, "num_key_value_heads": 16, "hidden_activation": None, "hidden_act": _TANH},
+    summary="Gemma: norms with 1 + w, scaled embeddings, GeGLU",
     read=_read_gemma,
     write=lambda model: {**_write_any_gemma(model), **common.rotary_keys(model)},
     only=_ONLY,
@@ -92,7 +93,7 @@ GEMMA_FAMILY = Family(
 )
 
 
-# Gemma 2 (arXiv:2408.00118): sandwich norms, soft caps, a window in every second layer.
+# Gemma 2 (arXiv:2408.00118).
 
 _RULES = (*OUTSIDE, *ATTENTION, *SANDWICH_NORMS, *GATED, *ATTENTION_BIASES)
 _UNUSED = ("cache_implementation", "hidden_act", "sliding_window_size")
@@ -133,6 +134,7 @@ GEMMA2_FAMILY = Family(
     {**_DEFAULTS, "num_key_value_heads": 4, "query_pre_attn_scalar": 256,
      "sliding_window": 4096, "layer_types": None, "attn_logit_softcapping": 50.0,
      "final_logit_softcapping": 30.0},
+    summary="Gemma 2: sandwich norms, soft caps, a window in every second layer",
     read=_read_gemma2,
     write=lambda model: {**_write_with_caps(model), **common.rotary_keys(model)},
     ranges={"query_pre_attn_scalar": is_size},
@@ -142,7 +144,7 @@ GEMMA2_FAMILY = Family(
 )  # fmt: skip
 
 
-# Gemma 3's text models (arXiv:2503.19786): Gemma 2 with q/k norms and two rotary bases.
+# Gemma 3's text models (arXiv:2503.19786).
 
 _LOCAL_THETA = 10000.0
 
@@ -171,6 +173,7 @@ GEMMA3_FAMILY = Family(
      "sliding_window": 4096, "layer_types": None, "attn_logit_softcapping": None,
      "final_logit_softcapping": None, "rope_theta": 1e6, "rope_local_base_freq": _LOCAL_THETA,
      "sliding_window_pattern": 6},
+    summary="the text models of Gemma 3: Gemma 2 with q/k norms and two rotary bases",
     read=_read_gemma3,
     write=_write_gemma3,
     ranges={"query_pre_attn_scalar": is_size},

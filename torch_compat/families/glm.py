@@ -22,7 +22,7 @@ from torch_compat.families.family import (
 from torch_compat.families.qwen import BIASES
 from torch_compat.names.table import Rule
 
-# GLM-4 9B (arXiv:2406.12793): rotary positions of neighbouring channels, half of a head.
+# GLM-4 9B (arXiv:2406.12793).
 
 _PROJECTIONS = (
     *(rule for rule in PAIRED_ATTENTION if not rule.name.endswith("o_proj.bias")),
@@ -57,12 +57,13 @@ GLM_FAMILY = Family(
     "glm",
     name_map("hf-glm", "GlmForCausalLM", *OUTSIDE, *PRE_NORMS, *_PROJECTIONS),
     _DEFAULTS,
+    summary="GLM-4 9B: rotary pairs of neighbouring channels, half of a head",
     read=_read_glm,
     write=_write_glm,
 )
 
 
-# GLM-4-0414 (9B and 32B): GLM-4 with norms before and after attention and feed-forward.
+# GLM-4-0414 (9B and 32B).
 
 _NORMS = (
     Rule(f"{NAME}attention_norm.weight", f"{HF_NAME}input_layernorm.weight"),
@@ -80,12 +81,13 @@ GLM4_FAMILY = Family(
     "glm4",
     name_map("hf-glm4", "Glm4ForCausalLM", *OUTSIDE, *_NORMS, *_PROJECTIONS),
     _DEFAULTS,
+    summary="GLM-4-0414 (9B, 32B): GLM-4 with norms before and after each part",
     read=_read_glm4,
     write=_write_glm,
 )
 
 
-# GLM 4.5 (arXiv:2508.06471): DeepSeek-V3's experts, attention with partial rotation.
+# GLM 4.5 (arXiv:2508.06471).
 
 _OPTIONAL = tuple(rule._replace(optional=True) for rule in (*QK_NORMS, *BIASES))
 
@@ -118,6 +120,7 @@ GLM4_MOE_FAMILY = Family(
      "num_experts_per_tok": 8, "n_routed_experts": 128, "n_shared_experts": 1,
      "first_k_dense_replace": 1, "norm_topk_prob": True, "attention_bias": False,
      "use_qk_norm": False, "partial_rotary_factor": None, "num_nextn_predict_layers": 0},
+    summary="GLM 4.5, 4.6: DeepSeek-V3's router and experts; partial rotary positions",
     read=_read_glm4_moe,
     write=_write_glm4_moe,
     aliases={"num_mtp_layers": "num_nextn_predict_layers"},

@@ -22,7 +22,7 @@ from torch_compat.families.family import (
 from torch_compat.families.values import integer, nullable
 from torch_compat.names.table import EMBEDDING, HEAD, POSITIONS, Rule, Transposed
 
-# GPT-2 (Radford et al., 2019): learned positions, matrices stored as [in, out].
+# GPT-2 (Radford et al., 2019).
 
 _GPT2_LAYER = "transformer.h.{i}."
 _MATRICES = {"attention.o_proj": "attn.c_proj", "mlp.up_proj": "mlp.c_fc",
@@ -97,6 +97,7 @@ GPT2_FAMILY = Family(
         "intermediate_size": 0, "hidden_act": "gelu_new", "rms_norm_eps": 1e-5,
         "tie_word_embeddings": True, "scale_attn_weights": True,
     },
+    summary="GPT-2: learned positions, matrices stored as [in, out]",
     read=_read_gpt2,
     write=_write_gpt2,
     ranges={"intermediate_size": nullable(integer())},
@@ -111,7 +112,7 @@ GPT2_FAMILY = Family(
 )  # fmt: skip
 
 
-# GPT-NeoX (arXiv:2204.06745) and Pythia: parallel residuals, partial rotary positions.
+# GPT-NeoX (arXiv:2204.06745) and Pythia.
 
 _GPT_NEOX_LAYER = "gpt_neox.layers.{i}."
 _UP, _DOWN = f"{_GPT_NEOX_LAYER}mlp.dense_h_to_4h", f"{_GPT_NEOX_LAYER}mlp.dense_4h_to_h"
@@ -177,6 +178,7 @@ GPT_NEOX_FAMILY = Family(
     ),
     {**COMMON, "rms_norm_eps": 1e-5, "hidden_act": "gelu", "attention_bias": True,
      "use_parallel_residual": True, "partial_rotary_factor": None},
+    summary="GPT-NeoX, Pythia: parallel residuals, fused projections, biases everywhere",
     read=_read_gpt_neox,
     write=_write_gpt_neox,
     names={"layer_norm_eps": "rms_norm_eps", "rotary_pct": "partial_rotary_factor",
@@ -261,6 +263,8 @@ GPT_OSS_FAMILY = Family(
     {**COMMON, "num_key_value_heads": 8, "head_dim": 64, "rms_norm_eps": 1e-5,
      "rope_theta": 150000.0, "attention_bias": True, "sliding_window": 128, "layer_types": None,
      "num_local_experts": 128, "num_experts_per_tok": 4, "swiglu_limit": 7.0},
+    summary="gpt-oss, in bfloat16: attention sinks, a clamped SwiGLU, biases everywhere; all "
+            "experts of a layer in one tensor, gate and up interleaved",
     read=_read_gpt_oss,
     write=_write_gpt_oss,
     only={"swiglu_alpha": _ALPHA},

@@ -27,7 +27,7 @@ from torch_compat.families.family import (
 from torch_compat.families.values import LAYER, integer, list_of
 from torch_compat.names.table import Rule
 
-# Granite 3: Llama with multipliers of embeddings, residuals, scores and logits.
+# Granite 3.
 
 _MULTIPLIERS = ("embedding_multiplier", "residual_multiplier", "logits_scaling")
 
@@ -62,12 +62,13 @@ GRANITE_FAMILY = Family(
     "granite",
     name_map("hf-granite", "GraniteForCausalLM", *LLAMA, *ATTENTION_BIASES, *GATED_BIASES),
     {**COMMON, **BIASES, **_MULTIPLIER_DEFAULTS},
+    summary="Granite 3 (dense): multipliers of embeddings, residuals, scores and logits",
     read=_read_granite,
     write=_write_granite,
 )
 
 
-# Granite 3 with experts: Granite's multipliers, and the experts of a layer in one tensor.
+# Granite 3 with experts.
 #
 # `input_linear` holds gate and up of all experts, [experts, 2 x width, model width].
 
@@ -121,6 +122,8 @@ GRANITEMOE_FAMILY = Family(
     "granitemoe",
     name_map("hf-granitemoe", "GraniteMoeForCausalLM", *_GRANITEMOE_RULES, renamed=_RENAMED),
     _DEFAULTS,
+    summary="Granite 3 with experts: Granite's multipliers; gate and up of all experts in one "
+    "tensor",
     read=_read_granitemoe,
     write=_write_granitemoe,
     unused=experts.LOSSES,
@@ -161,6 +164,7 @@ GRANITEMOESHARED_FAMILY = Family(
         renamed=_RENAMED,
     ),
     {**_DEFAULTS, _WIDTH: 0},
+    summary="Granite 3 with experts and a shared expert: as `hf-granitemoe`",
     read=_read_granitemoeshared,
     write=_write_granitemoeshared,
     ranges={_WIDTH: integer(0)},
@@ -168,7 +172,7 @@ GRANITEMOESHARED_FAMILY = Family(
 )  # fmt: skip
 
 
-# Granite 4: layers of Mamba-2 and of attention, with experts and a shared expert or without.
+# Granite 4.
 #
 # In models without experts, the feed-forward is what is elsewhere the shared expert.
 
@@ -226,6 +230,8 @@ GRANITEMOEHYBRID_FAMILY = Family(
         *_DENSE, *state_space.mamba2_rules(f"{HF_NAME}mamba."), renamed=_RENAMED,
     ),
     {**_DEFAULTS, **state_space.DEFAULTS, _WIDTH: 1024, "layer_types": None, _ROPE: None},
+    summary="Granite 4, dense and with experts: layers of Mamba-2 and of attention, with or "
+            "without rotary positions; Granite's multipliers and experts",
     read=_read_granitemoehybrid,
     write=_write_granitemoehybrid,
     ranges={**state_space.RANGES, _WIDTH: integer(0), "num_local_experts": integer(0)},
@@ -236,7 +242,7 @@ GRANITEMOEHYBRID_FAMILY = Family(
 )  # fmt: skip
 
 
-# Bamba: layers of Mamba-2 and of attention, each with a feed-forward.
+# Bamba.
 
 _PARTIAL = 0.5  # fraction of a head with rotary positions, which files do not give
 _BAMBA_RULES = (
@@ -279,6 +285,7 @@ BAMBA_FAMILY = Family(
     name_map("hf-bamba", "BambaForCausalLM", *_BAMBA_RULES),
     {**COMMON, **BIASES, **state_space.DEFAULTS, "rms_norm_eps": 1e-5, "num_key_value_heads": 8,
      "attn_layer_indices": None, "partial_rotary_factor": None},
+    summary="Bamba: layers of Mamba-2 and of attention; rotary positions in half of a head",
     read=_read_bamba,
     write=_write_bamba,
     ranges={**state_space.RANGES, "attn_layer_indices": list_of(LAYER)},

@@ -19,7 +19,7 @@ from torch_compat.families.family import (
 )
 from torch_compat.names.table import Rule
 
-# StableLM 2 (arXiv:2402.17834): LayerNorm, partial rotary positions, SwiGLU.
+# StableLM 2 (arXiv:2402.17834).
 
 _BIASES = tuple(
     Rule(f"{NAME}attention.{m}_proj.bias", f"{HF_NAME}self_attn.{m}_proj.bias", optional=True)
@@ -46,6 +46,8 @@ STABLELM_FAMILY = Family(
     name_map("hf-stablelm", "StableLmForCausalLM", *LLAMA, *NORM_BIASES, *_BIASES),
     {**COMMON, "num_key_value_heads": 32, "rms_norm_eps": 1e-5, "use_qkv_bias": False,
      "partial_rotary_factor": None},
+    summary="StableLM 3B, 2 1.6B: LayerNorm, partial rotary positions; KempnerForge's LayerNorm "
+            "with SwiGLU",
     read=_read_stablelm,
     write=_write_stablelm,
     only={"qk_layernorm": False, "use_parallel_residual": False},
@@ -53,7 +55,7 @@ STABLELM_FAMILY = Family(
 )  # fmt: skip
 
 
-# StarCoder 2 (arXiv:2402.19173): LayerNorm and an ungated feed-forward.
+# StarCoder 2 (arXiv:2402.19173).
 
 _MLP = (
     Rule(f"{NAME}mlp.up_proj.weight", f"{HF_NAME}mlp.c_fc.weight"),
@@ -83,6 +85,7 @@ STARCODER2_FAMILY = Family(
     {**COMMON, "rms_norm_eps": 1e-5, "num_key_value_heads": 2, "tie_word_embeddings": True,
      "hidden_act": "gelu_pytorch_tanh", "use_bias": True, "sliding_window": None,
      "initializer_range": 0.018042},
+    summary="StarCoder 2: two matrices; KempnerForge's LayerNorm with GELU or ReLU",
     read=_read_starcoder2,
     write=_write_starcoder2,
     only={"norm_type": "layer_norm", "mlp_type": "default"},

@@ -32,12 +32,13 @@ from torch_compat.families.family import (
 from torch_compat.families.values import list_of
 from torch_compat.names.table import Rule
 
-# Llama 2 and 3 (arXiv:2307.09288, 2407.21783), with every scaling of rotary positions.
+# Llama 2 and 3 (arXiv:2307.09288, 2407.21783).
 
 LLAMA_FAMILY = Family(
     "llama",
     name_map("hf-llama", "LlamaForCausalLM", *LLAMA, *ATTENTION_BIASES, *GATED_BIASES),
     {**COMMON, **BIASES},
+    summary="Llama 2, 3.x and models of the same shape: every scaling of rotary positions; biases",
     read=llama,
     write=lambda model: {**llama_keys(model), **bias_keys(model)},
     unused=("is_llama_config", "max_sequence_length", "max_window_layers", "pretraining_tp"),
@@ -46,12 +47,13 @@ LLAMA_FAMILY = Family(
 )
 
 
-# Mistral (arXiv:2310.06825): a sliding window in every layer, or in none.
+# Mistral (arXiv:2310.06825).
 
 MISTRAL_FAMILY = Family(
     "mistral",
     name_map("hf-mistral", "MistralForCausalLM", *LLAMA),
     {**COMMON, "num_key_value_heads": 8, "sliding_window": 4096},
+    summary="Mistral: a sliding window in every layer, or in none",
     read=lambda c, where: llama(c, where) | uniform_window(c, where),
     write=lambda model: {**llama_keys(model), **window_keys(model)},
     unused=("max_window_layers", "use_sliding_window"),
@@ -59,7 +61,7 @@ MISTRAL_FAMILY = Family(
 )
 
 
-# SmolLM3: Llama with some layers that have no rotary positions.
+# SmolLM3.
 
 
 def _read_smollm3(c: Config, where: str) -> Table:
@@ -94,6 +96,7 @@ SMOLLM3_FAMILY = Family(
     {**COMMON, **BIASES, "num_key_value_heads": 4, "tie_word_embeddings": True,
      "rope_theta": 2e6, "use_sliding_window": False, "sliding_window": None,
      "no_rope_layers": None, "no_rope_layer_interval": 4, "layer_types": None},
+    summary="SmolLM3: layers without rotary positions, windows by layer",
     read=_read_smollm3,
     write=_write_smollm3,
     ranges={"no_rope_layers": list_of(lambda value: value in (0, 1))},
@@ -102,7 +105,7 @@ SMOLLM3_FAMILY = Family(
 )  # fmt: skip
 
 
-# Mixtral (arXiv:2401.04088): Mistral with experts in every layer.
+# Mixtral (arXiv:2401.04088).
 
 _MOE = f"{HF_NAME}block_sparse_moe."
 _EXPERTS = (
@@ -131,6 +134,7 @@ MIXTRAL_FAMILY = Family(
     name_map("hf-mixtral", "MixtralForCausalLM", *OUTSIDE, *PRE_NORMS, *ATTENTION, *_EXPERTS),
     {**COMMON, "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6,
      "num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": None},
+    summary="Mixtral: experts in every layer, as wide as the file's feed-forward; a window",
     read=_read_mixtral,
     write=_write_mixtral,
     unused=("max_window_layers", "use_sliding_window", "router_jitter_noise", *experts.LOSSES),
@@ -138,7 +142,7 @@ MIXTRAL_FAMILY = Family(
 )  # fmt: skip
 
 
-# Arcee's AFM: Llama with an ungated feed-forward, as KempnerForge has with GELU or ReLU.
+# Arcee's AFM.
 
 _MLP, _MLP_BIASES = GATED[1:], GATED_BIASES[1:]
 _RULES = (*OUTSIDE, *PRE_NORMS, *ATTENTION, *ATTENTION_BIASES, *_MLP, *_MLP_BIASES)
@@ -153,6 +157,7 @@ ARCEE_FAMILY = Family(
     "arcee",
     name_map("hf-arcee", "ArceeForCausalLM", *_RULES),
     {**COMMON, **BIASES, "rms_norm_eps": 1e-5, "hidden_act": "relu2"},
+    summary="Arcee's AFM: two matrices; KempnerForge's RMSNorm with GELU or ReLU; squared ReLU",
     read=_read_arcee,
     write=lambda model: {**common.llama_keys(model), **common.bias_keys(model)},
     requires_head_divisor=True,

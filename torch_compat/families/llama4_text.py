@@ -127,6 +127,8 @@ LLAMA4_TEXT_FAMILY = Family(
      "moe_layers": None, "interleave_moe_layer_step": 1, "use_qk_norm": True,
      "no_rope_layers": None, "no_rope_layer_interval": 4, "attention_chunk_size": 8192,
      "layer_types": None, "attn_temperature_tuning": True, "floor_scale": 8192, "attn_scale": 0.1},
+    summary="the text models of Llama 4: chunks, layers without rotary positions, attention "
+            "temperature, q/k norms without weights, experts whose inputs are scaled",
     read=_read,
     write=_write,
     ranges={"no_rope_layers": list_of(lambda value: value in (0, 1)), "moe_layers": list_of(LAYER),

@@ -25,7 +25,7 @@ from torch_compat.families.values import list_of
 from torch_compat.formats.limits import is_name
 from torch_compat.names.table import EMBEDDING, HEAD, Rule
 
-# Nemotron 3 and 4 and Minitron (arXiv:2402.16819): squared ReLU, LayerNorm with 1 + weight.
+# Nemotron 3 and 4 and Minitron (arXiv:2402.16819).
 
 _NEMOTRON_RULES = (*OUTSIDE, *PRE_NORMS, *NORM_BIASES, *ATTENTION, *ATTENTION_BIASES, *GATED[1:],
           *GATED_BIASES[1:])  # fmt: skip
@@ -47,13 +47,14 @@ NEMOTRON_FAMILY = Family(
     name_map("hf-nemotron", "NemotronForCausalLM", *_NEMOTRON_RULES),
     {**COMMON, **BIASES, "rms_norm_eps": 1e-5, "hidden_act": "relu2", "initializer_range": 0.0134,
      "partial_rotary_factor": None},
+    summary="Nemotron 3 and 4, Minitron: squared ReLU, LayerNorm with 1 + w",
     read=_read_nemotron,
     write=_write_nemotron,
     names={"norm_eps": "rms_norm_eps"},
 )  # fmt: skip
 
 
-# Nemotron-H (arXiv:2504.03624) and Nemotron 3: layers of one part, most of them of Mamba-2.
+# Nemotron-H (arXiv:2504.03624) and Nemotron 3.
 #
 # A letter stands for each layer: M for Mamba-2, * for attention without positions, - for a
 # feed-forward with squared ReLU, and E for experts.
@@ -192,6 +193,8 @@ NEMOTRON_H_FAMILY = Family(
      "n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 7688,
      _SHARED_WIDTH: 7688, "norm_topk_prob": True, "routed_scaling_factor": 1.0, "n_group": 1,
      "topk_group": 1, _TYPES: None, _PATTERN: None},
+    summary="Nemotron-H, Nemotron Nano 2, Nemotron 3 Nano: layers of one part: Mamba-2, attention "
+            "without positions, squared ReLU, or experts",
     read=_read_nemotron_h,
     write=_write_nemotron_h,
     ranges={_PATTERN: is_name, _TYPES: list_of(is_name)},

@@ -18,7 +18,7 @@ from torch_compat.families.family import (
 )
 from torch_compat.families.values import is_size
 
-# OLMo 2 (arXiv:2501.00656): post-norms, and norms over all queries and keys at once.
+# OLMo 2 (arXiv:2501.00656).
 
 _RULES = (*OUTSIDE, *ATTENTION, *QK_NORMS, *POST_NORMS, *GATED, *ATTENTION_BIASES)
 _DEFAULTS = {**COMMON, "rms_norm_eps": 1e-5, "attention_bias": False}
@@ -40,12 +40,13 @@ OLMO2_FAMILY = Family(
     "olmo2",
     name_map("hf-olmo2", "Olmo2ForCausalLM", *_RULES),
     _DEFAULTS,
+    summary="OLMo 2: norms after the sublayers, q/k norms over all heads",
     read=lambda c, where: common.llama(c, where) | _norms(c),
     write=_olmo_keys,
 )
 
 
-# OLMo 3: OLMo 2 with sliding windows, whose layers have unscaled rotary positions.
+# OLMo 3.
 
 
 def _read_olmo3(c: Config, where: str) -> Table:
@@ -75,12 +76,13 @@ OLMO3_FAMILY = Family(
     "olmo3",
     name_map("hf-olmo3", "Olmo3ForCausalLM", *_RULES),
     {**_DEFAULTS, "rope_theta": 500000.0, "sliding_window": 4096, "layer_types": None},
+    summary="OLMo 3: OLMo 2 with windows; scaling of rotary positions in full layers only",
     read=_read_olmo3,
     write=_write_olmo3,
 )
 
 
-# OLMoE (arXiv:2409.02060): experts in every layer, norms of all queries and keys at once.
+# OLMoE (arXiv:2409.02060).
 
 _SIZES = ("num_experts", "intermediate_size")
 
@@ -105,6 +107,7 @@ OLMOE_FAMILY = Family(
     ),
     {**COMMON, **experts.SOFTMAX, "rms_norm_eps": 1e-5, "attention_bias": False, "num_experts": 64,
      "clip_qkv": None},
+    summary="OLMoE: experts in every layer, q/k norms over all heads, `clip_qkv`",
     read=_read_olmoe,
     write=_write_olmoe,
     ranges={"clip_qkv": is_size},

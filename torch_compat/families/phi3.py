@@ -59,6 +59,8 @@ PHI3_FAMILY = Family(
     name_map("hf-phi3", "Phi3ForCausalLM", *_RULES),
     {**COMMON, "rms_norm_eps": 1e-5, "sliding_window": None, "partial_rotary_factor": None,
      "original_max_position_embeddings": 4096},
+    summary="Phi-3, 3.5 (mini, medium), Phi-4, 4-mini: fused projections, LongRoPE, partial rotary "
+            "positions",
     read=_read,
     write=_write,
     unused=("full_attn_mod", "interpolate_factor"),

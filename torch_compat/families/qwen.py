@@ -19,7 +19,7 @@ from torch_compat.families.family import (
 )
 from torch_compat.names.table import Rule
 
-# Qwen 2 and 2.5 (arXiv:2407.10671): biases of queries, keys and values.
+# Qwen 2 and 2.5 (arXiv:2407.10671).
 
 _WINDOW_DEFAULTS: dict[str, Any] = {
     "use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28,
@@ -80,6 +80,7 @@ QWEN2_FAMILY = Family(
     "qwen2",
     name_map("hf-qwen2", "Qwen2ForCausalLM", *LLAMA, *BIASES),
     {**COMMON, **_WINDOW_DEFAULTS, "num_key_value_heads": 32},
+    summary="Qwen 2, 2.5: biases of q, k and v; windows by layer",
     read=_read_qwen2,
     write=lambda model: {**common.llama_keys(model), **_window_keys(model)},
     unused=("attention_bias",),
@@ -87,7 +88,7 @@ QWEN2_FAMILY = Family(
 )
 
 
-# Qwen 3 (arXiv:2505.09388): norms of queries and keys per head.
+# Qwen 3 (arXiv:2505.09388).
 
 
 def _read_qwen3(c: Config, where: str) -> Table:
@@ -100,6 +101,7 @@ QWEN3_FAMILY = Family(
     name_map("hf-qwen3", "Qwen3ForCausalLM", *LLAMA, *QK_NORMS, *ATTENTION_BIASES),
     {**COMMON, **_WINDOW_DEFAULTS, "num_key_value_heads": 32, "head_dim": 128,
      "attention_bias": False},
+    summary="Qwen 3: norms of q and k; windows by layer",
     read=_read_qwen3,
     write=lambda model: {
         **common.llama_keys(model), **_window_keys(model),
@@ -108,7 +110,7 @@ QWEN3_FAMILY = Family(
 )  # fmt: skip
 
 
-# Qwen 1.5 and 2 with experts (arXiv:2407.10671): a shared expert behind a gate.
+# Qwen 1.5 and 2 with experts (arXiv:2407.10671).
 
 _MOE_SIZES = ("num_experts", "moe_intermediate_size")
 _WIDTH = "shared_expert_intermediate_size"
@@ -150,6 +152,7 @@ QWEN2_MOE_FAMILY = Family(
     {**COMMON, **_WINDOW_DEFAULTS, **experts.SOFTMAX, **experts.SPARSE, "num_key_value_heads": 16,
      "num_experts": 60, "num_experts_per_tok": 4, "moe_intermediate_size": 1408, _WIDTH: 5632,
      "qkv_bias": True},
+    summary="Qwen 1.5 and 2 MoE: experts in every n-th layer; a gated shared expert",
     read=_read_qwen2_moe,
     write=_write_qwen2_moe,
     unused=experts.LOSSES,
@@ -185,6 +188,7 @@ QWEN3_MOE_FAMILY = Family(
     {**COMMON, **experts.SOFTMAX, **experts.SPARSE, "num_key_value_heads": 4,
      "attention_bias": False, "use_sliding_window": False, "sliding_window": 4096,
      "num_experts": 128, "moe_intermediate_size": 768},
+    summary="Qwen 3 MoE: experts in every n-th layer; q/k norms",
     read=_read_qwen3_moe,
     write=_write_qwen3_moe,
     aliases={"num_local_experts": "num_experts"},

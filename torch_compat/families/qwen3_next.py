@@ -28,7 +28,7 @@ from torch_compat.families.family import (
 )
 from torch_compat.names.table import DepthwiseConvolution, Rule
 
-# Qwen3-Next: layers of Gated DeltaNet (arXiv:2412.06464) and of output-gated attention.
+# Qwen3-Next, with Gated DeltaNet (arXiv:2412.06464).
 #
 # The functions for the layers are shared with Qwen 3.5.
 
@@ -209,6 +209,8 @@ QWEN3_NEXT_FAMILY = Family(
     ),
     {**COMMON, **_LAYER_DEFAULTS, **_EXPERT_DEFAULTS, **experts.SPARSE, "num_key_value_heads": 2,
      "num_experts": 512, "num_experts_per_tok": 10},
+    summary="Qwen3-Next: Gated DeltaNet, output-gated attention, zero-centred norms, a gated "
+            "shared expert",
     read=_read_qwen3_next,
     write=_write_qwen3_next,
     only=_QWEN3_NEXT_ONLY,
@@ -217,7 +219,7 @@ QWEN3_NEXT_FAMILY = Family(
 )  # fmt: skip
 
 
-# Text models of Qwen 3.5: Qwen3-Next's layers, with a projection each and dense feed-forwards.
+# Text models of Qwen 3.5.
 
 _OF_IMAGES = ("mrope_section", "mrope_interleaved")
 
@@ -250,6 +252,7 @@ QWEN3_5_FAMILY = Family(
         "hf-qwen3-5", "Qwen3_5ForCausalLM", *_QWEN3_5_RULES, *GATED, optional_groups=_LEFT_OUT
     ),
     {**COMMON, **_LAYER_DEFAULTS, "num_key_value_heads": 4},
+    summary="the text models of Qwen 3.5: Qwen3-Next with a matrix for each projection, dense",
     read=_read_qwen3_5,
     write=_layer_keys,
     only=_QWEN3_5_ONLY,
@@ -279,6 +282,7 @@ QWEN3_5_MOE_FAMILY = Family(
     ),
     {**COMMON, **_LAYER_DEFAULTS, **_EXPERT_DEFAULTS, "num_key_value_heads": 2, "num_experts": 256,
      "num_experts_per_tok": 8, "intermediate_size": 512},
+    summary="the text models of Qwen 3.5 with experts: as `hf-qwen3-5`, with Qwen3-Next's experts",
     read=_read_qwen3_5_moe,
     write=_write_qwen3_5_moe,
     only=_QWEN3_5_ONLY,
