@@ -163,6 +163,8 @@ def test_export_is_in_bfloat16_or_8_bits(published, imported, tmp_path):
             expected = (tensors[name].astype(np.float32) * wide).astype(ml_dtypes.bfloat16)
         else:
             expected = tensors[name]
+        if name.endswith("gate.weight"):  # transformers keeps routers in float32
+            expected = expected.astype(np.float32)
         assert array.dtype == expected.dtype
         np.testing.assert_array_equal(array, expected, name)
     again = export(run, tmp_path / "again", dtype="fp8")

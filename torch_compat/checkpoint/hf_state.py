@@ -236,7 +236,7 @@ def tensors_of_export(
     if dtype != IN_8_BITS:
         result = dialect.to_dialect(checkpoint.variables, model)
         return {**result, **{key: result[shared] for key, shared in copies.items()}}
-    # Routers, norms, embedding and head stay in bfloat16, as in DeepSeek-V3's files.
+    # Norms, embedding and head stay in bfloat16, as in DeepSeek-V3's files.
     matrices = {dialect.key_for(name) for name in checkpoint.params if _MATRIX.fullmatch(name)}
     weights = dialect.to_dialect(checkpoint.params, model)
     if packed := [key for key in weights if key in matrices and len(weights[key].shape) != 2]:

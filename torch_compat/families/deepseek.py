@@ -160,6 +160,7 @@ DEEPSEEK_V3_FAMILY = Family(
     aliases={"num_mtp_layers": "num_nextn_predict_layers", "num_local_experts": "n_routed_experts"},
     unused=_UNUSED,
     further_layers_key="num_nextn_predict_layers",
+    float32=experts.FLOAT32,
 )
 
 
@@ -222,6 +223,7 @@ DEEPSEEK_V2_FAMILY = Family(
           "moe_layer_freq": 1},
     aliases={"num_experts": "n_routed_experts"},
     unused=_UNUSED,
+    float32=experts.FLOAT32,
 )  # fmt: skip
 
 
@@ -238,6 +240,7 @@ KIMI_K2_FAMILY = Family(
     aliases=DEEPSEEK_V3_FAMILY.aliases,
     unused=DEEPSEEK_V3_FAMILY.unused,
     further_layers_key=DEEPSEEK_V3_FAMILY.further_layers_key,
+    float32=experts.FLOAT32,
 )
 
 
@@ -279,4 +282,5 @@ DOTS1_FAMILY = Family(
     read=_read_dots1,
     write=_write_dots1,
     unused=("output_router_logits",),
+    float32=experts.FLOAT32,
 )  # fmt: skip

@@ -108,5 +108,5 @@ ERNIE4_5_MOE_FAMILY = Family(
     unused=("moe_capacity", "moe_gate", "moe_use_aux_free", "num_nextn_predict_layers",
             *experts.LOSSES),
     requires_head_divisor=True,
-    float32=dict.fromkeys(("bfloat16", "float16"), r".*\.router\.gate\.weight"),
+    float32=experts.FLOAT32,
 )  # fmt: skip

@@ -42,6 +42,8 @@ SIGMOID: Mapping[str, Any] = {
     "first_k_dense_replace": 0, "moe_intermediate_size": 1408,
 }  # fmt: skip
 """DeepSeek-V3's keys and their defaults in the families that adopted them."""
+FLOAT32: Mapping[str, str] = dict.fromkeys(("bfloat16", "float16"), r".*\.router\.gate\.weight")
+"""`Family.float32` of families whose routers are in float32."""
 LOSSES = ("output_router_logits", "router_aux_loss_coef")
 """Keys of auxiliary losses, which jaxforge sets per run."""
 

@@ -126,4 +126,5 @@ GLM4_MOE_FAMILY = Family(
     aliases={"num_mtp_layers": "num_nextn_predict_layers"},
     unused=("output_router_logits",),
     further_layers_key="num_nextn_predict_layers",
+    float32=experts.FLOAT32,
 )  # fmt: skip

@@ -4,7 +4,7 @@ from jaxforge.config.mixers import MAMBA2
 from jaxforge.config.model import ATTENTION as ATTENTION_MIXER
 from jaxforge.config.model import NO_MIXER, LayerParts, ModelConfig
 from jaxforge.errors import UserError
-from torch_compat.families import common, state_space
+from torch_compat.families import common, experts, state_space
 from torch_compat.families.common import BIASES, COMMON, FULL
 from torch_compat.families.family import (
     ATTENTION,
@@ -208,4 +208,5 @@ NEMOTRON_H_FAMILY = Family(
             "rescale_prenorm_residual", "residual_in_fp32", "time_step_floor", "time_step_limit",
             "time_step_rank", "use_mamba_kernels"),
     experts_are_optional=True,
+    float32=experts.FLOAT32,
 )  # fmt: skip
