@@ -22,6 +22,17 @@ EXPERTS = (
         for m in _PROJECTIONS
     ),
 )
+BLOCK_SPARSE = (
+    Rule(f"{NAME}mlp.router.gate.weight", f"{HF_NAME}block_sparse_moe.gate.weight"),
+    *(
+        Rule(
+            f"{NAME}mlp.experts.{{j}}.{m}_proj.weight",
+            f"{HF_NAME}block_sparse_moe.experts.{{j}}.{w}.weight",
+        )
+        for m, w in (("gate", "w1"), ("down", "w2"), ("up", "w3"))
+    ),
+)
+"""Rules of a router and its experts by Mixtral's names."""
 
 
 def shared(name: str) -> tuple[Rule, ...]:

@@ -19,9 +19,7 @@ from torch_compat.families.family import (
     ATTENTION_BIASES,
     GATED,
     GATED_BIASES,
-    HF_NAME,
     LLAMA,
-    NAME,
     OUTSIDE,
     PRE_NORMS,
     Config,
@@ -30,7 +28,6 @@ from torch_compat.families.family import (
     name_map,
 )
 from torch_compat.families.values import list_of
-from torch_compat.names.table import Rule
 
 # Llama 2 and 3 (arXiv:2307.09288, 2407.21783).
 
@@ -107,14 +104,6 @@ SMOLLM3_FAMILY = Family(
 
 # Mixtral (arXiv:2401.04088).
 
-_MOE = f"{HF_NAME}block_sparse_moe."
-_EXPERTS = (
-    Rule(f"{NAME}mlp.router.gate.weight", f"{_MOE}gate.weight"),
-    *(
-        Rule(f"{NAME}mlp.experts.{{j}}.{name}_proj.weight", f"{_MOE}experts.{{j}}.{w}.weight")
-        for name, w in (("gate", "w1"), ("down", "w2"), ("up", "w3"))
-    ),
-)
 _SIZES = ("num_local_experts", "intermediate_size")
 
 
@@ -131,7 +120,10 @@ def _write_mixtral(model: ModelConfig) -> Table:
 
 MIXTRAL_FAMILY = Family(
     "mixtral",
-    name_map("hf-mixtral", "MixtralForCausalLM", *OUTSIDE, *PRE_NORMS, *ATTENTION, *_EXPERTS),
+    name_map(
+        "hf-mixtral", "MixtralForCausalLM", *OUTSIDE, *PRE_NORMS, *ATTENTION,
+        *experts.BLOCK_SPARSE,
+    ),
     {**COMMON, "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6,
      "num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": None},
     summary="Mixtral: experts in every layer, as wide as the file's feed-forward; a window",
