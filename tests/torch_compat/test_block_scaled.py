@@ -231,6 +231,16 @@ def test_import_restores_weights_to_precision_of_e4m3(exported, tmp_path):
         assert 0 < error < np.abs(was).max() / 16 * 1.01
 
 
+def test_format_by_its_name_in_torch_is_read():
+    """The files of MiniMax M2 have this table."""
+    table = {
+        "activation_scheme": "dynamic", "fmt": "float8_e4m3fn", "quant_method": "fp8",
+        "weight_block_size": [128, 128],
+        "modules_to_not_convert": ["gate", "e_score_correction_bias", "lm_head"],
+    }  # fmt: skip
+    assert hf_config.block_of_scales({"quantization_config": table}, "here") == (128, 128)
+
+
 @pytest.mark.parametrize(
     ("quantization", "message"),
     [

@@ -96,6 +96,7 @@ DELTA = {"num_hidden_layers": 4, "head_dim": 8, "linear_num_key_heads": 2,
          "layer_types": ["linear_attention"] * 3 + ["full_attention"],
          # The norm of a head's output amplifies the rounding of outputs near 0.
          "rms_norm_eps": 1e-4}  # fmt: skip
+MINIMAX = {"num_local_experts": 6, "num_experts_per_tok": 3, "head_dim": 16}
 LONG = [1.0 + 0.5 * i for i in range(4)]
 LONGROPE = {"type": "longrope", "short_factor": LONG[::-1], "long_factor": LONG}
 CASES = {
@@ -220,6 +221,12 @@ CASES = {
     "kimi_k2": ("kimi_k2", {
         **LATENT, **DEEPSEEK, "n_group": 1, "topk_group": 1, "n_shared_experts": 1,
         "first_k_dense_replace": 1}),
+    "minimax_m2": ("minimax_m2", {
+        **MINIMAX, "rotary_dim": 8, "qk_norm_type": "per_layer", "use_qk_norm": True,
+        "scoring_func": "sigmoid", "use_routing_bias": True, "shared_intermediate_size": 0,
+        "attn_type_list": [1, 1], "use_mtp": True, "num_mtp_modules": 3}),  # as published
+    "minimax_m2, all channels": ("minimax_m2", {
+        **MINIMAX, **MHA, "rope_parameters": YARN, "tie_word_embeddings": True}),
     "gpt_oss": ("gpt_oss", {**GPT_OSS, "num_hidden_layers": 4, "rope_parameters": {
         **YARN, "truncate": False}}),
     "gpt_oss, full, no biases": ("gpt_oss", {
@@ -312,7 +319,7 @@ SLOW = frozenset({
     "stablelm, biases", "gpt_neox, in turn", "gpt2, wide", "starcoder2, no biases", "arcee, gelu",
     "cohere, q/k norms", "mixtral, window 8", "qwen3_moe, some layers, window 8",
     "olmoe, mha", "glm4_moe, no norms", "gpt_oss, full, no biases", "llama4_text, some layers",
-    "granitemoehybrid, experts", "bamba, biases",
+    "granitemoehybrid, experts", "bamba, biases", "minimax_m2, all channels",
 })  # fmt: skip
 """Cases with little that no other case has. `kimi_k2` has the network of `deepseek_v3`."""
 
@@ -368,7 +375,8 @@ CACHED = [
     *(pytest.param(name, marks=pytest.mark.slow) for name in (
         "qwen2", "olmo3, window 8", "smollm3, window 8", "gemma2, window 8", "granite",
         "phi3, longrope, short", "gpt_neox", "qwen2_moe, some layers, window 8", "dots1, window 8",
-        "granitemoehybrid, dense", "bamba", "cohere2, window 8", "deepseek_v2, groups")),
+        "granitemoehybrid, dense", "bamba", "cohere2, window 8", "deepseek_v2, groups",
+        "minimax_m2")),
 ]  # fmt: skip
 
 
@@ -421,7 +429,7 @@ def test_greedy_tokens_after_prompts_of_different_lengths(imported):
         assert native.tokens == theirs
 
 
-GREEDY = ["llama4_text", "cohere2, window 8", "glm4", "ernie4_5_moe"]
+GREEDY = ["llama4_text", "cohere2, window 8", "glm4", "ernie4_5_moe", "minimax_m2"]
 
 
 @pytest.mark.slow
@@ -475,7 +483,7 @@ TRAINED = [
         "olmo3, window 8", "gemma2, window 8", "granite", "gpt_neox", "qwen2_moe", "dots1",
         "llama4_text", "granitemoeshared", "bamba, biases",
         "granitemoehybrid, dense", "granitemoehybrid, experts", "qwen3_next",
-        "deepseek_v2, groups", "deepseek_v3, lite")),
+        "deepseek_v2, groups", "deepseek_v3, lite", "minimax_m2")),
     "deepseek_v3",
 ]  # fmt: skip
 WITHOUT_BALANCE = {"moe_aux_loss_weight": 0.0, "moe_bias_update_rate": 0.0}
@@ -634,6 +642,7 @@ OLDER = [
     ("gpt_oss", {"experts_per_token": 4, "initial_context_length": 16, "sliding_window": 16,
                  "rope_theta": 500, "rope_scaling": {"rope_type": "yarn", "factor": 4.0,
                  "original_max_position_embeddings": 16, "truncate": False}}),
+    ("minimax_m2", {"rope_theta": 500, "rotary_dim": 64, "attn_type_list": [1] * 8}),
 ]  # fmt: skip
 
 
@@ -689,7 +698,8 @@ MIXTURE = {"num_experts": 4, "moe_top_k": 2, "moe_expert_dim": 24}
 NORMS = {"qk_norm": True}
 SHARED = {"moe_shared_experts": 1, "moe_shared_expert_dim": 40, "moe_shared_expert_gate": True}
 UNGATED = {"moe_shared_experts": 1, "moe_shared_expert_dim": 40}
-SIGN = {"moe_router": "sigmoid_topk", "moe_bias_update": "sign", "moe_shared_experts": 1}
+SIGMOID = {"moe_router": "sigmoid_topk", "moe_bias_update": "sign"}
+SIGN = {**SIGMOID, "moe_shared_experts": 1}
 SINKS = {"attention_sinks": True, "activation": "swiglu_oai", "swiglu_limit": 7.0,
          "mlp_bias": True, "moe_router_bias": True}  # fmt: skip
 LAYER_NORM = {"norm_type": "layernorm", "parallel_residual": True, "shared_norm": True}
@@ -743,6 +753,7 @@ SIMILARLY_SELECTED = [
     ({**MIXTURE, **SINKS}, "gpt_oss"),
     ({**MIXTURE, "logits_scaling": 2.0}, "granitemoe"),
     ({**MIXTURE, **UNGATED}, "granitemoeshared"),
+    ({**MIXTURE, **SIGMOID, **NORMS, "qk_norm_scope": "projection"}, "minimax_m2"),
 ]
 
 
@@ -838,6 +849,9 @@ OF_FILES = {
                 "swiglu_limit": 7.0, "layer_types": ["full_attention"] * 2},
     "granitemoe": {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 24},
     "granitemoeshared": {"num_local_experts": 4, "shared_intermediate_size": 40},
+    "minimax_m2": {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 24,
+                   "rotary_dim": 8, "scoring_func": "sigmoid", "use_routing_bias": True,
+                   "qk_norm_type": "per_layer"},
 }  # fmt: skip
 
 

@@ -109,6 +109,15 @@ FEATURES = {
         {**MIXTURE, "moe_shared_experts": 1, "qkv_bias": True, "o_bias": True},
     ],
     "hf-mixtral": [MIXTURE],
+    "hf-minimax-m2": [
+        {
+            **MIXTURE,
+            "moe_router": "sigmoid_topk",
+            "moe_bias_update": "sign",
+            "qk_norm": True,
+            "qk_norm_scope": "projection",
+        },
+    ],
     "hf-qwen2-moe": [
         {**MIXTURE, **SOME, **SHARED, "qkv_bias": True},
         {**MIXTURE, **SHARED},

@@ -61,6 +61,8 @@ DEQUANTIZED = (
     "from_pretrained(..., quantization_config=Mxfp4Config(dequantize=True))"
 )
 """Advice for files in MXFP4."""
+_E4M3 = ("e4m3", "float8_e4m3fn")
+"""Names of the 8-bit format in the files of DeepSeek and of MiniMax."""
 _NO_SUCH = "such values"
 
 
@@ -97,7 +99,7 @@ def block_of_scales(config: Mapping[str, Any], where: str) -> tuple[int, int] | 
         return None
     if isinstance(quantized, dict) and quantized.get("quant_method") == "fp8":
         block, is_edge = quantized.get("weight_block_size"), integer()
-        is_e4m3 = quantized.get("fmt", "e4m3") == "e4m3"
+        is_e4m3 = quantized.get("fmt", "e4m3") in _E4M3
         if is_e4m3 and isinstance(block, list) and len(block) == 2 and all(map(is_edge, block)):
             return block[0], block[1]
     is_mxfp4 = isinstance(quantized, dict) and quantized.get("quant_method") == "mxfp4"
