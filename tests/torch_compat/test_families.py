@@ -96,6 +96,7 @@ DELTA = {"num_hidden_layers": 4, "head_dim": 8, "linear_num_key_heads": 2,
          "layer_types": ["linear_attention"] * 3 + ["full_attention"],
          # The norm of a head's output amplifies the rounding of outputs near 0.
          "rms_norm_eps": 1e-4}  # fmt: skip
+HY3 = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 20, "head_dim": 16}
 MINIMAX = {"num_local_experts": 6, "num_experts_per_tok": 3, "head_dim": 16}
 LONG = [1.0 + 0.5 * i for i in range(4)]
 LONGROPE = {"type": "longrope", "short_factor": LONG[::-1], "long_factor": LONG}
@@ -227,6 +228,13 @@ CASES = {
         "attn_type_list": [1, 1], "use_mtp": True, "num_mtp_modules": 3}),  # as published
     "minimax_m2, all channels": ("minimax_m2", {
         **MINIMAX, **MHA, "rope_parameters": YARN, "tie_word_embeddings": True}),
+    "hy_v3": ("hy_v3", {
+        **HY3, "num_hidden_layers": 3, "num_shared_experts": 2, "first_k_dense_replace": 1,
+        "qk_norm": True, "route_norm": True, "moe_router_use_sigmoid": True,
+        "moe_router_enable_expert_bias": True, "enable_lm_head_fp32": True}),  # as published
+    "hy_v3, some layers, biases": ("hy_v3", {
+        **HY3, **MHA, "num_hidden_layers": 4, "attention_bias": True, "rope_parameters": YARN,
+        "mlp_layer_types": ["dense", "sparse"] * 2, "tie_word_embeddings": True}),
     "gpt_oss": ("gpt_oss", {**GPT_OSS, "num_hidden_layers": 4, "rope_parameters": {
         **YARN, "truncate": False}}),
     "gpt_oss, full, no biases": ("gpt_oss", {
@@ -320,6 +328,7 @@ SLOW = frozenset({
     "cohere, q/k norms", "mixtral, window 8", "qwen3_moe, some layers, window 8",
     "olmoe, mha", "glm4_moe, no norms", "gpt_oss, full, no biases", "llama4_text, some layers",
     "granitemoehybrid, experts", "bamba, biases", "minimax_m2, all channels",
+    "hy_v3, some layers, biases",
 })  # fmt: skip
 """Cases with little that no other case has. `kimi_k2` has the network of `deepseek_v3`."""
 
@@ -376,7 +385,7 @@ CACHED = [
         "qwen2", "olmo3, window 8", "smollm3, window 8", "gemma2, window 8", "granite",
         "phi3, longrope, short", "gpt_neox", "qwen2_moe, some layers, window 8", "dots1, window 8",
         "granitemoehybrid, dense", "bamba", "cohere2, window 8", "deepseek_v2, groups",
-        "minimax_m2")),
+        "minimax_m2", "hy_v3")),
 ]  # fmt: skip
 
 
@@ -429,7 +438,7 @@ def test_greedy_tokens_after_prompts_of_different_lengths(imported):
         assert native.tokens == theirs
 
 
-GREEDY = ["llama4_text", "cohere2, window 8", "glm4", "ernie4_5_moe", "minimax_m2"]
+GREEDY = ["llama4_text", "cohere2, window 8", "glm4", "ernie4_5_moe", "minimax_m2", "hy_v3"]
 
 
 @pytest.mark.slow
@@ -483,7 +492,7 @@ TRAINED = [
         "olmo3, window 8", "gemma2, window 8", "granite", "gpt_neox", "qwen2_moe", "dots1",
         "llama4_text", "granitemoeshared", "bamba, biases",
         "granitemoehybrid, dense", "granitemoehybrid, experts", "qwen3_next",
-        "deepseek_v2, groups", "deepseek_v3, lite", "minimax_m2")),
+        "deepseek_v2, groups", "deepseek_v3, lite", "minimax_m2", "hy_v3")),
     "deepseek_v3",
 ]  # fmt: skip
 WITHOUT_BALANCE = {"moe_aux_loss_weight": 0.0, "moe_bias_update_rate": 0.0}
@@ -609,6 +618,9 @@ def minimal(model_type, **keys):
         (minimal("deepseek_v3"), "num_key_value_heads = 2 must equal num_attention_heads = 4"),
         (minimal("deepseek_v3", rope_interleave=False), "counterpart of rope_interleave = False"),
         (minimal("deepseek_v3", v_head_dim=None), "v_head_dim = None is not possible"),
+        (minimal("minimax_m2", attn_type_list=[1, 0]), "must have full attention"),
+        (minimal("hy_v3", first_k_dense_replace=2), "_replace = 2 contradicts .* which mean 1"),
+        (minimal("hy_v3", mlp_layer_types=["sparse"]), "mlp_layer_types has 1 of 2 layers"),
         (minimal("nonsense"), "model_type 'nonsense' is not one of llama, mistral"),
     ],
 )  # fmt: skip
@@ -642,6 +654,7 @@ OLDER = [
     ("gpt_oss", {"experts_per_token": 4, "initial_context_length": 16, "sliding_window": 16,
                  "rope_theta": 500, "rope_scaling": {"rope_type": "yarn", "factor": 4.0,
                  "original_max_position_embeddings": 16, "truncate": False}}),
+    ("hy_v3", {"rope_theta": 500, "first_k_dense_replace": 1, "expert_hidden_dim": 1536}),
     ("minimax_m2", {"rope_theta": 500, "rotary_dim": 64, "attn_type_list": [1] * 8}),
 ]  # fmt: skip
 
@@ -754,6 +767,16 @@ SIMILARLY_SELECTED = [
     ({**MIXTURE, "logits_scaling": 2.0}, "granitemoe"),
     ({**MIXTURE, **UNGATED}, "granitemoeshared"),
     ({**MIXTURE, **SIGMOID, **NORMS, "qk_norm_scope": "projection"}, "minimax_m2"),
+    (
+        {
+            **MIXTURE,
+            **NORMS,
+            **SIGN,
+            "n_layers": 4,
+            "feed_forward_pattern": ("dense", "experts"),
+        },
+        "hy_v3",
+    ),
 ]
 
 
@@ -852,6 +875,8 @@ OF_FILES = {
     "minimax_m2": {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 24,
                    "rotary_dim": 8, "scoring_func": "sigmoid", "use_routing_bias": True,
                    "qk_norm_type": "per_layer"},
+    "hy_v3": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
+              "first_k_dense_replace": 0, "expert_hidden_dim": 24, "qk_norm": True},
 }  # fmt: skip
 
 
@@ -888,7 +913,7 @@ def test_router_bias_stays_float32(tmp_path):
 
 # The families other than gpt-oss keep their routers.
 KEPT_IN_FLOAT32 = ["dots1", "gpt_oss"]
-SIMILARLY_KEPT = ["ernie4_5_moe", "glm4_moe", "deepseek_v2", "deepseek_v3", "kimi_k2",
+SIMILARLY_KEPT = ["ernie4_5_moe", "glm4_moe", "deepseek_v2", "deepseek_v3", "kimi_k2", "hy_v3",
                   "nemotron_h, experts, biases"]  # fmt: skip
 
 

@@ -118,6 +118,10 @@ FEATURES = {
             "qk_norm_scope": "projection",
         },
     ],
+    "hf-hy-v3": [
+        {**DEEPSEEK, "qk_norm": True},
+        {**DEEPSEEK, **BIASES, "mlp_bias": False, "qk_norm": True},
+    ],
     "hf-qwen2-moe": [
         {**MIXTURE, **SOME, **SHARED, "qkv_bias": True},
         {**MIXTURE, **SHARED},

@@ -39,15 +39,24 @@ SHAPE = {
 }  # fmt: skip
 LATENT = {"q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4,
           "v_head_dim": 6}  # fmt: skip
-FAMILIES = {"glm4_moe": SHAPE, "deepseek_v3": {**SHAPE, **LATENT}}
-OWN = {"enorm": (32,), "hnorm": (32,), "eh_proj": (32, 64), "shared_head.norm": (32,)}
+HY3 = {key: value for key, value in SHAPE.items() if "group" not in key and key[:2] != "n_"}
+HY3 |= {"head_dim": 8, "num_experts": 4}
+FAMILIES = {"glm4_moe": SHAPE, "deepseek_v3": {**SHAPE, **LATENT}, "hy_v3": HY3}
+OUTPUT_NORMS = ("shared_head.norm", "final_layernorm")
+"""Names of the norm before the output head; the second one is Hy3's."""
+OWN = {"enorm": (32,), "hnorm": (32,), "eh_proj": (32, 64)}
 
 
 @pytest.fixture(
-    scope="module", params=[pytest.param("glm4_moe", marks=pytest.mark.slow), "deepseek_v3"]
+    scope="module",
+    params=[
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("glm4_moe", "hy_v3")),
+        "deepseek_v3",
+    ],
 )
 def published(request, tmp_path_factory):
     """Return a directory with two layers that predict further tokens, and its tensors."""
+    own = {**OWN, OUTPUT_NORMS[request.param == "hy_v3"]: (32,)}
     path = tmp_path_factory.mktemp("further") / "hf"
     torch.manual_seed(0)
     config = transformers.AutoConfig.for_model(request.param, **FAMILIES[request.param])
@@ -57,7 +66,7 @@ def published(request, tmp_path_factory):
     for layer in (2, 3):
         last = {key: x for key, x in tensors.items() if key.startswith("model.layers.1.")}
         shapes = {key.replace("layers.1", f"layers.{layer}"): x.shape for key, x in last.items()}
-        shapes |= {f"model.layers.{layer}.{name}.weight": shape for name, shape in OWN.items()}
+        shapes |= {f"model.layers.{layer}.{name}.weight": shape for name, shape in own.items()}
         tensors |= {key: rng.standard_normal(s).astype(np.float32) for key, s in shapes.items()}
         tensors |= {
             f"model.layers.{layer}.embed_tokens.weight": tensors["model.embed_tokens.weight"],
@@ -78,9 +87,9 @@ def test_layers_for_further_tokens_are_read_and_written(published, tmp_path):
     np.testing.assert_array_equal(
         module["input_proj"]["weight"], tensors[f"{theirs}.eh_proj.weight"]
     )
-    np.testing.assert_array_equal(
-        module["output_norm"]["weight"], tensors[f"{theirs}.shared_head.norm.weight"]
-    )
+    keys = [f"{theirs}.{norm}.weight" for norm in OUTPUT_NORMS]
+    (norm,) = (tensors[key] for key in keys if key in tensors)
+    np.testing.assert_array_equal(module["output_norm"]["weight"], norm)
     experts = [tensors[f"{theirs}.mlp.experts.{j}.up_proj.weight"] for j in range(4)]
     np.testing.assert_array_equal(module["mlp"]["experts"]["up_proj"]["weight"], experts)
     written = export(tmp_path / "run", tmp_path / "back")
@@ -124,7 +133,9 @@ def test_8_bit_export_keeps_the_input_projection(published, tmp_path):
     module_keys = {key for key in written if key.startswith("model.layers.2.")}
     scaled = {key.removesuffix("_scale_inv") for key in module_keys if key.endswith("_scale_inv")}
     assert "model.layers.2.mlp.experts.0.up_proj.weight" in scaled
-    assert not scaled & {f"model.layers.2.{name}.weight" for name in (*OWN, "embed_tokens")}
+    assert not scaled & {
+        f"model.layers.2.{name}.weight" for name in (*OWN, *OUTPUT_NORMS, "embed_tokens")
+    }
 
 
 DENSE = {"dim": 32, "n_layers": 2, "n_heads": 4, "vocab_size": 96, "ffn_hidden_dim": 48}
