@@ -273,7 +273,8 @@ class ModelConfig(MixerTables):
     tie_embeddings: bool = False
     """Share the embedding matrix with the output head."""
     qk_norm: bool = False
-    """Normalise queries and keys before the rotary embedding."""
+    """Normalise queries and keys before the rotary embedding, or after it with
+    qk_norm_after_rotary."""
     qk_norm_type: Annotated[
         Literal["rmsnorm", "layernorm"], Requires("qk_norm", True), Structure()
     ] = "rmsnorm"
@@ -283,6 +284,10 @@ class ModelConfig(MixerTables):
     ] = "head"
     """Scope of qk_norm. head: each head, by weights that all heads share. each_head: each head has
     weights of its own (Command R+). projection: all heads of a token together (OLMo 2)."""
+    qk_norm_after_rotary: Annotated[bool, Requires("qk_norm", True), _OF_ROTARY, Structure()] = (
+        False
+    )
+    """Normalise queries and keys after the rotary embedding, as in Hunyuan."""
     qk_l2_norm: Annotated[bool, Structure()] = False
     """Divide the heads of queries and keys by their root mean square in layers with rotary
     positions, without weights (Llama 4)."""
@@ -559,6 +564,13 @@ class ModelConfig(MixerTables):
     def _norm_problems(self) -> Iterator[str]:
         if self.qk_l2_norm and (self.qk_norm or not any(self.ropes)):
             yield "qk_l2_norm = true requires layers with rotary positions, and qk_norm = false"
+        if self.qk_norm_after_rotary and (
+            self.qk_norm_scope == "projection" or not any(self.ropes)
+        ):
+            yield (
+                "qk_norm_after_rotary = true requires layers with rotary positions, and "
+                'qk_norm_scope = "head" or "each_head"'
+            )
         if self.shared_norm and any("none" in parts for parts in self.layer_parts):
             yield "shared_norm = true requires a mixer and a feed-forward in each layer"
 

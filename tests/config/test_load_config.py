@@ -243,6 +243,7 @@ def test_every_key_of_kempnerforge_loads():
                 "attn_temperature_floor",
                 "qk_l2_norm",
                 "qk_norm_type",
+                "qk_norm_after_rotary",
                 "moe_score_inputs",
                 "gated_mlp",
                 "mlp_bias",

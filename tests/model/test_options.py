@@ -24,9 +24,13 @@ LONGROPE = {"rope_scaling": RopeScaling(
 # Llama 4 multiplies queries by a factor of their position in layers without rotary positions.
 LLAMA4 = {"rope_pattern": (False, True), "qk_l2_norm": True, "attn_temperature_scale": 0.7,
           "attn_temperature_floor": 4, "attention_chunk_size": 5}  # fmt: skip
+HUNYUAN = {"qk_norm": True, "qk_norm_after_rotary": True}
 MODELS = {"every option": EVERY_OPTION, "learned": LEARNED, "longrope": LONGROPE,
-          "llama4": LLAMA4}  # fmt: skip
-BOTH = pytest.mark.parametrize("name", ["every option", "learned", "llama4"])
+          "llama4": LLAMA4, "hunyuan": HUNYUAN}  # fmt: skip
+BOTH = pytest.mark.parametrize(
+    "name",
+    ["every option", "learned", "llama4", pytest.param("hunyuan", marks=pytest.mark.slow)],
+)
 
 
 def config_of(name, **axes):
@@ -132,6 +136,9 @@ def test_unit_offset_norms_start_with_same_logits():
         ({"shared_norm": True, "parallel_residual": True, "norm_placement": "post"},
          'has no effect with norm_placement = "post"'),
         ({"qk_norm_scope": "projection"}, "has no effect with qk_norm = false"),
+        ({"qk_norm_after_rotary": True}, "has no effect with qk_norm = false"),
+        *(({"qk_norm": True, "qk_norm_after_rotary": True, **keys}, "requires layers with rotary")
+          for keys in ({"qk_norm_scope": "projection"}, {"rope_pattern": [False]})),
         ({"position_embedding": "learned", "partial_rotary_factor": 0.5},
          'partial_rotary_factor = 0.5 has no effect with position_embedding = "learned"'),
         ({"rope_scaling": {"rope_type": "longrope", "long_factor": [1.0] * 32}},

@@ -34,7 +34,7 @@ EXPERTS = {
 COHERE = {
     "norm_type": "layernorm", "norm_bias": False, "clip_qkv": 0.1,
     "parallel_residual": True, "shared_norm": True, "qk_norm": True, "qk_norm_type": "layernorm",
-    "qk_norm_scope": "each_head",
+    "qk_norm_scope": "each_head", "qk_norm_after_rotary": True,
 }  # fmt: skip
 GROUPS = {**LEARNED, "n_heads": 16, "n_kv_heads": 2}
 RING, ULYSSES = {"cp_strategy": "ring"}, {"cp_strategy": "ulysses"}

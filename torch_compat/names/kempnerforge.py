@@ -11,6 +11,7 @@ UNSUPPORTED_KEYS = (
     "attention_chunk_size", "local_rope_theta", "rope_pattern", "partial_rotary_factor",
     "norm_unit_offset", "norm_bias", "parallel_residual", "shared_norm",
     "gated_mlp", "clip_qkv", "attn_temperature_scale", "qk_l2_norm", "qk_norm_type",
+    "qk_norm_after_rotary",
     "moe_score_inputs",
     "attention_scale", "attn_logit_softcap", "attention_sinks", "attention_output_gate",
     "final_logit_softcap", "swiglu_limit", "embedding_multiplier",

@@ -99,12 +99,12 @@ class Attention(Mixer):
         kind, plan = settings.kind, settings.plan
         c, q, k = self.config, self.q_proj(x_BSD, precision), self.k_proj(x_BSD, precision)
         # The order matters to imported weights: norm over the projection, clip, norm of heads,
-        # rotation, unit norm, temperature.
+        # rotation, norm of rotated heads or unit norm, temperature.
         if c.qk_norm and c.qk_norm_scope == "projection":
             q, k = _over_heads(self.q_norm, q), _over_heads(self.k_norm, k)
         q_BSHh = constrain_heads(_clipped(q, c.clip_qkv), "heads")
         k_BSKh = constrain_heads(_clipped(k, c.clip_qkv), "kv_heads")
-        if c.qk_norm and c.qk_norm_scope != "projection":
+        if c.qk_norm and c.qk_norm_scope != "projection" and not c.qk_norm_after_rotary:
             q_BSHh, k_BSKh = self.q_norm(q_BSHh), self.k_norm(k_BSKh)
         v = _clipped(self.v_proj(x_BSD, precision), c.clip_qkv)
         v_BSKh = constrain_heads(v, "kv_heads")
@@ -195,13 +195,18 @@ class Attention(Mixer):
         context: Context,
         settings: LayerSettings,
     ) -> tuple[Float[Array, "b s heads h"], Float[Array, "b s kv h"]]:
-        """Return queries and keys that depend on positions, by rotation and temperature."""
+        """Return queries and keys that depend on positions, by rotation and temperature.
+
+        Norms that follow the rotation are applied between the two.
+        """
         c, (kind, plan, runtime, _) = self.config, settings
         if plan.has_rope(kind):
             rope = functools.partial(
                 rotate, by=context.rotation(kind), rope_as_matmul=runtime.rope_as_matmul
             )
             q_BSHh, k_BSKh = rope(q_BSHh), rope(k_BSKh)
+        if c.qk_norm_after_rotary:
+            q_BSHh, k_BSKh = self.q_norm(q_BSHh), self.k_norm(k_BSKh)
         if c.qk_l2_norm:
             rotates = plan.rotates(kind)
             q_BSHh, k_BSKh = (_unit_rms(x, c.qk_norm_eps, rotates) for x in (q_BSHh, k_BSKh))
