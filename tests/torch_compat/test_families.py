@@ -97,6 +97,10 @@ DELTA = {"num_hidden_layers": 4, "head_dim": 8, "linear_num_key_heads": 2,
          # The norm of a head's output amplifies the rounding of outputs near 0.
          "rms_norm_eps": 1e-4}  # fmt: skip
 HY3 = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 20, "head_dim": 16}
+ALPHA = {"alpha": 50.0, "beta_fast": 32, "beta_slow": 1, "factor": 1.0, "mscale": 1.0,
+         "mscale_all_dim": 1.0, "type": "dynamic"}  # fmt: skip
+HUNYUAN = {"attention_head_dim": 16, "use_qk_norm": True, "use_cla": False, "cla_share_factor": 2,
+           "norm_type": "rms", "rope_theta": 500.0, "head_dim": 16}  # fmt: skip
 MINIMAX = {"num_local_experts": 6, "num_experts_per_tok": 3, "head_dim": 16}
 LONG = [1.0 + 0.5 * i for i in range(4)]
 LONGROPE = {"type": "longrope", "short_factor": LONG[::-1], "long_factor": LONG}
@@ -228,6 +232,16 @@ CASES = {
         "attn_type_list": [1, 1], "use_mtp": True, "num_mtp_modules": 3}),  # as published
     "minimax_m2, all channels": ("minimax_m2", {
         **MINIMAX, **MHA, "rope_parameters": YARN, "tie_word_embeddings": True}),
+    "hunyuan_v1_dense": ("hunyuan_v1_dense", {**HUNYUAN, "rope_scaling": ALPHA}),  # as published
+    "hunyuan_v1_dense, biases": ("hunyuan_v1_dense", {
+        **MHA, "head_dim": 8, "attention_bias": True, "tie_word_embeddings": True,
+        "rope_parameters": rope("dynamic", factor=3.0), "max_position_embeddings": 16}),
+    "hunyuan_v1_moe": ("hunyuan_v1_moe", {
+        **HUNYUAN, "rope_scaling": ALPHA, "num_experts": 6, "moe_topk": [3, 3],
+        "num_shared_expert": [1, 1], "moe_intermediate_size": [48, 48], "norm_topk_prob": True,
+        "use_mixed_mlp_moe": True, "moe_layer_num_skipped": 0}),  # as published
+    "hunyuan_v1_moe, biases": ("hunyuan_v1_moe", {
+        "head_dim": 8, "attention_bias": True, "num_experts": 4, "moe_topk": 2}),
     "hy_v3": ("hy_v3", {
         **HY3, "num_hidden_layers": 3, "num_shared_experts": 2, "first_k_dense_replace": 1,
         "qk_norm": True, "route_norm": True, "moe_router_use_sigmoid": True,
@@ -328,7 +342,7 @@ SLOW = frozenset({
     "cohere, q/k norms", "mixtral, window 8", "qwen3_moe, some layers, window 8",
     "olmoe, mha", "glm4_moe, no norms", "gpt_oss, full, no biases", "llama4_text, some layers",
     "granitemoehybrid, experts", "bamba, biases", "minimax_m2, all channels",
-    "hy_v3, some layers, biases",
+    "hy_v3, some layers, biases", "hunyuan_v1_dense, biases", "hunyuan_v1_moe, biases",
 })  # fmt: skip
 """Cases with little that no other case has. `kimi_k2` has the network of `deepseek_v3`."""
 
@@ -385,7 +399,7 @@ CACHED = [
         "qwen2", "olmo3, window 8", "smollm3, window 8", "gemma2, window 8", "granite",
         "phi3, longrope, short", "gpt_neox", "qwen2_moe, some layers, window 8", "dots1, window 8",
         "granitemoehybrid, dense", "bamba", "cohere2, window 8", "deepseek_v2, groups",
-        "minimax_m2", "hy_v3")),
+        "minimax_m2", "hy_v3", "hunyuan_v1_dense", "hunyuan_v1_moe")),
 ]  # fmt: skip
 
 
@@ -438,7 +452,8 @@ def test_greedy_tokens_after_prompts_of_different_lengths(imported):
         assert native.tokens == theirs
 
 
-GREEDY = ["llama4_text", "cohere2, window 8", "glm4", "ernie4_5_moe", "minimax_m2", "hy_v3"]
+GREEDY = ["llama4_text", "cohere2, window 8", "glm4", "ernie4_5_moe", "minimax_m2", "hy_v3",
+          "hunyuan_v1_dense", "hunyuan_v1_moe"]  # fmt: skip
 
 
 @pytest.mark.slow
@@ -492,7 +507,8 @@ TRAINED = [
         "olmo3, window 8", "gemma2, window 8", "granite", "gpt_neox", "qwen2_moe", "dots1",
         "llama4_text", "granitemoeshared", "bamba, biases",
         "granitemoehybrid, dense", "granitemoehybrid, experts", "qwen3_next",
-        "deepseek_v2, groups", "deepseek_v3, lite", "minimax_m2", "hy_v3")),
+        "deepseek_v2, groups", "deepseek_v3, lite", "minimax_m2", "hy_v3",
+        "hunyuan_v1_dense", "hunyuan_v1_moe")),
     "deepseek_v3",
 ]  # fmt: skip
 WITHOUT_BALANCE = {"moe_aux_loss_weight": 0.0, "moe_bias_update_rate": 0.0}
@@ -619,6 +635,11 @@ def minimal(model_type, **keys):
         (minimal("deepseek_v3", rope_interleave=False), "counterpart of rope_interleave = False"),
         (minimal("deepseek_v3", v_head_dim=None), "v_head_dim = None is not possible"),
         (minimal("minimax_m2", attn_type_list=[1, 0]), "must have full attention"),
+        (minimal("hunyuan_v1_moe", moe_topk=[1, 2], num_experts=2), "must have the same number"),
+        (minimal("hunyuan_v1_moe", moe_intermediate_size=[48, 24]), "which mean 48. Change one"),
+        (minimal("hunyuan_v1_dense", attention_head_dim=16), "_dim = 16 contradicts .* mean 8"),
+        (minimal("hunyuan_v1_dense", rope_scaling={"type": "dynamic", "alpha": "x"}), "has alpha"),
+        (minimal("hunyuan_v1_dense", rope_scaling={"type": "linear", "alpha": 2.0}), "has alpha,"),
         (minimal("hy_v3", first_k_dense_replace=2), "_replace = 2 contradicts .* which mean 1"),
         (minimal("hy_v3", mlp_layer_types=["sparse"]), "mlp_layer_types has 1 of 2 layers"),
         (minimal("nonsense"), "model_type 'nonsense' is not one of llama, mistral"),
@@ -654,6 +675,8 @@ OLDER = [
     ("gpt_oss", {"experts_per_token": 4, "initial_context_length": 16, "sliding_window": 16,
                  "rope_theta": 500, "rope_scaling": {"rope_type": "yarn", "factor": 4.0,
                  "original_max_position_embeddings": 16, "truncate": False}}),
+    ("hunyuan_v1_dense", {"rope_theta": 500.0, "rope_scaling": ALPHA, "pool_type": "last"}),
+    ("hunyuan_v1_moe", {"num_experts": 8, "moe_topk": [2] * 8, "num_shared_expert": [1] * 8}),
     ("hy_v3", {"rope_theta": 500, "first_k_dense_replace": 1, "expert_hidden_dim": 1536}),
     ("minimax_m2", {"rope_theta": 500, "rotary_dim": 64, "attn_type_list": [1] * 8}),
 ]  # fmt: skip
@@ -711,6 +734,7 @@ MIXTURE = {"num_experts": 4, "moe_top_k": 2, "moe_expert_dim": 24}
 NORMS = {"qk_norm": True}
 SHARED = {"moe_shared_experts": 1, "moe_shared_expert_dim": 40, "moe_shared_expert_gate": True}
 UNGATED = {"moe_shared_experts": 1, "moe_shared_expert_dim": 40}
+AFTER_ROTARY = {"qk_norm": True, "qk_norm_after_rotary": True}
 SIGMOID = {"moe_router": "sigmoid_topk", "moe_bias_update": "sign"}
 SIGN = {**SIGMOID, "moe_shared_experts": 1}
 SINKS = {"attention_sinks": True, "activation": "swiglu_oai", "swiglu_limit": 7.0,
@@ -767,6 +791,11 @@ SIMILARLY_SELECTED = [
     ({**MIXTURE, "logits_scaling": 2.0}, "granitemoe"),
     ({**MIXTURE, **UNGATED}, "granitemoeshared"),
     ({**MIXTURE, **SIGMOID, **NORMS, "qk_norm_scope": "projection"}, "minimax_m2"),
+    (AFTER_ROTARY, "hunyuan_v1_dense"),
+    (
+        {**MIXTURE, **AFTER_ROTARY, "moe_shared_experts": 1, "moe_shared_expert_dim": 24},
+        "hunyuan_v1_moe",
+    ),
     (
         {
             **MIXTURE,

@@ -33,6 +33,7 @@ BIASES = {"qkv_bias": True, "o_bias": True, "mlp_bias": True}
 SANDWICH = {"norm_placement": "sandwich"}
 POST = {"norm_placement": "post", "qk_norm": True, "qk_norm_scope": "projection"}
 TWO_MATRICES = {"norm_type": "layernorm", "activation": "gelu"}
+AFTER_ROTARY = {"qk_norm": True, "qk_norm_after_rotary": True}
 MIXTURE = {"num_experts": EXPERTS, "moe_expert_dim": 10}
 SIGMOID = {**MIXTURE, "moe_router": "sigmoid_topk", "moe_shared_experts": 1}
 DEEPSEEK = {**SIGMOID, "moe_bias_update": "sign", "moe_first_dense_layers": 1}
@@ -118,6 +119,8 @@ FEATURES = {
             "qk_norm_scope": "projection",
         },
     ],
+    "hf-hunyuan-v1-dense": [AFTER_ROTARY, {**AFTER_ROTARY, "qkv_bias": True, "o_bias": True}],
+    "hf-hunyuan-v1-moe": [{**MIXTURE, **AFTER_ROTARY, "moe_shared_experts": 1}],
     "hf-hy-v3": [
         {**DEEPSEEK, "qk_norm": True},
         {**DEEPSEEK, **BIASES, "mlp_bias": False, "qk_norm": True},
