@@ -1018,6 +1018,18 @@ def test_multi_token_prediction_layers_are_left_out(tmp_path):
         load(tmp_path / "hf", tmp_path / "other")
 
 
+def test_multi_token_prediction_of_ernie_is_left_out_with_a_note(tmp_path):
+    network_of("ernie4_5_moe").save_pretrained(tmp_path / "hf")
+    file = tmp_path / "hf" / "model.safetensors"
+    tensors = load_file(file)
+    names = ("model.mtp_block.0.mlp.up_proj", "model.mtp_emb_norm.0")
+    further = {f"{name}.weight": np.ones((2, 2), np.float32) for name in names}
+    save_file({**tensors, **further}, file, {"format": "pt"})
+    (note,) = load(tmp_path / "hf", tmp_path / "run")
+    assert note.startswith(f"left out: {', '.join(further)}; they predict further tokens")
+    assert_same_bits(tensors, tensors_of(export(tmp_path / "run", tmp_path / "back")))
+
+
 # Every key of config.json
 
 

@@ -56,6 +56,14 @@ _BIAS = Rule(
 _MEMORY = r"(\.mlp)\.gate(\.moe_statics\.)"
 """Name of the bias in the memory of transformers, whose files have another."""
 
+_LEFT_OUT = {r"model\.mtp_.*": "they predict further tokens and are not part of the model here"}
+"""Tensors that transformers ignores, too.
+
+jaxforge's modules of multi-token prediction differ: they read hidden states after the final norm,
+and have a norm of their own before the head and the parts of the last layer. ERNIE's module reads
+hidden states before the final norm, shares this norm, and has a dense feed-forward.
+"""
+
 
 def _read_ernie4_5_moe(c: Config, where: str) -> Table:
     table = common.shape(c) | common.rotary(c, where) | common.feed_forward(c, where)
@@ -91,8 +99,8 @@ ERNIE4_5_MOE_FAMILY = Family(
     name_map(
         "hf-ernie4-5-moe", "Ernie4_5_MoeForCausalLM", *_RULES, *experts.EXPERTS, _BIAS,
         *(rule._replace(optional=True) for rule in experts.shared("shared_experts")),
-        ignored=(r"model\.mtp_.*",),  # transformers ignores these too
         renamed=((_MEMORY, r"\1\2"),),
+        optional_groups=_LEFT_OUT,
     ),
     {**_DEFAULTS, "num_key_value_heads": 4, "num_experts": 64, "num_experts_per_tok": 6,
      "moe_intermediate_size": 1536, "moe_num_shared_experts": 2, "moe_layer_start_index": 1,
