@@ -239,7 +239,8 @@ CASES = {
     "hunyuan_v1_moe": ("hunyuan_v1_moe", {
         **HUNYUAN, "rope_scaling": ALPHA, "num_experts": 6, "moe_topk": [3, 3],
         "num_shared_expert": [1, 1], "moe_intermediate_size": [48, 48], "norm_topk_prob": True,
-        "use_mixed_mlp_moe": True, "moe_layer_num_skipped": 0}),  # as published
+        "use_mixed_mlp_moe": True, "moe_layer_num_skipped": 0, "routed_scaling_factor": False,
+        "n_group": False, "kv_lora_rank": None}),  # as published
     "hunyuan_v1_moe, biases": ("hunyuan_v1_moe", {
         "head_dim": 8, "attention_bias": True, "num_experts": 4, "moe_topk": 2}),
     "hy_v3": ("hy_v3", {

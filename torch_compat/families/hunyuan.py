@@ -30,7 +30,7 @@ def _check_published(c: Config, implied: Mapping[str, int], where: str) -> None:
     Args:
         c: the config.
         implied: key -> its value by the keys that transformers reads. The file may have a value for
-            each layer.
+            each layer, or false.
         where: the file, for messages.
 
     Raises:
@@ -38,7 +38,7 @@ def _check_published(c: Config, implied: Mapping[str, int], where: str) -> None:
     """
     for key, value in implied.items():
         values = c[key] if isinstance(c[key], list) else [c[key]]
-        if any(each not in (None, value) for each in values):
+        if any(each not in (None, value) and each is not False for each in values):
             raise UserError(
                 f"{where}: {key} = {reprlib.repr(c[key])} contradicts the keys that transformers "
                 f"reads, which mean {value}. Change one of them"
@@ -59,10 +59,13 @@ _DEFAULTS = {**COMMON, "rms_norm_eps": 1e-5, "attention_bias": False, "attention
 _V1_ONLY: Mapping[str, Any] = {"norm_type": "rms", "use_qk_norm": True, "use_rotary_pos_emb": True}
 """Keys that the code of the published files reads, and transformers does not."""
 _V1_UNUSED = (
-    "cla_share_factor", "dense_list", "eod_token_id", "im_end_id", "im_newline_id", "im_start_id",
-    "mask_init_id", "org_vocab_size", "pad_id", "pool_type", "pretraining_tp", "text_end_id",
-    "text_start_id",
+    "anyres_pooling_size", "anyres_vit_max_image_size", "cla_share_factor", "dense_list",
+    "eod_token_id", "im_end_id", "im_newline_id", "im_start_id", "image_token_id", "mask_init_id",
+    "num_media_embeds", "org_vocab_size", "pad_id", "pool_type", "pretraining_tp", "text_end_id",
+    "text_start_id", "video_end_id", "video_start_id", "vit_input_resolution", "vit_mapping_type",
+    "vit_norm_type", "vit_patch", "vit_token", "vit_type",
 )  # fmt: skip
+"""Keys of tokens, of classifiers and of encoders of images, which text models have, too."""
 
 
 def _read_hunyuan(c: Config, where: str) -> Table:
@@ -119,9 +122,7 @@ HUNYUAN_V1_DENSE_FAMILY = Family(
 
 _WIDTHS = ("num_experts", "intermediate_size")
 _COUNT = integer()
-_MOE_ONLY: Mapping[str, Any] = {
-    **_V1_ONLY, "norm_topk_prob": True, "use_mixed_mlp_moe": True, "routed_scaling_factor": 1.0,
-}  # fmt: skip
+_MOE_ONLY: Mapping[str, Any] = {**_V1_ONLY, "norm_topk_prob": True, "use_mixed_mlp_moe": True}
 
 
 def _read_hunyuan_moe(c: Config, where: str) -> Table:
@@ -132,7 +133,8 @@ def _read_hunyuan_moe(c: Config, where: str) -> Table:
                 f"{where}: moe_topk = {reprlib.repr(chosen)}: all layers must have the same number"
             )
         chosen = chosen[0]
-    _check_published(c, {"moe_intermediate_size": width, "num_shared_expert": 1}, where)
+    implied = {"moe_intermediate_size": width, "num_shared_expert": 1, "routed_scaling_factor": 1}
+    _check_published(c, implied, where)
     routed = {**c, "num_experts_per_tok": chosen, "norm_topk_prob": True}
     shared = {"moe_shared_experts": 1, "moe_shared_expert_dim": width}
     return _read_hunyuan(c, where) | experts.softmax(routed, *_WIDTHS) | shared
@@ -156,7 +158,7 @@ HUNYUAN_V1_MOE_FAMILY = Family(
         *experts.shared("shared_mlp"),
     ),
     {**_DEFAULTS, "num_experts": 1, "num_experts_per_tok": 1, "moe_intermediate_size": None,
-     "num_shared_expert": None},
+     "num_shared_expert": None, "routed_scaling_factor": None},
     summary="Hunyuan-A13B: as `hf-hunyuan-v1-dense`, with experts and a shared one in every layer",
     read=_read_hunyuan_moe,
     write=_write_hunyuan_moe,
