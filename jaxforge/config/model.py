@@ -192,12 +192,18 @@ class ModelConfig(MixerTables):
     """Multiply the output of attention, before o_proj, by a sigmoid gate per channel of a head that
     is a linear function of the layer's input (Qwen3-Next)."""
     attn_temperature_scale: Annotated[PositiveFloat | None, Constant()] = None
-    """Multiply the query at position p, in layers without rotary positions, by 1 + scale *
-    log(1 + floor((p + 1) / attn_temperature_floor)), as Llama 4 does with a scale of 0.1."""
+    """Multiply the query at position p by 1 + scale * log(1 + floor((p + 1) /
+    attn_temperature_floor)) in layers without rotary positions, as Llama 4 does with a scale of
+    0.1; or as attn_temperature_type says."""
     attn_temperature_floor: Annotated[
         PositiveInt, Requires("attn_temperature_scale"), Constant()
     ] = 8192
     """Tokens between the steps of attn_temperature_scale."""
+    attn_temperature_type: Annotated[
+        Literal["llama4", "ministral3"], Requires("attn_temperature_scale"), Constant()
+    ] = "llama4"
+    """Positions and layers of attn_temperature_scale. ministral3: p instead of p + 1, and all
+    layers."""
     vocab_size: Annotated[PositiveInt, SplitBy("pp tp")] = 32000
     """Number of token ids."""
     ffn_hidden_dim: Annotated[PositiveInt | None, SplitBy("tp", "ffn_dim")] = None
@@ -555,7 +561,8 @@ class ModelConfig(MixerTables):
             yield from self._expert_problems()
 
     def _position_problems(self) -> Iterator[str]:
-        if self.attn_temperature_scale is not None and all(self.ropes):
+        is_llama4 = self.attn_temperature_type == "llama4"
+        if self.attn_temperature_scale is not None and is_llama4 and all(self.ropes):
             yield (
                 f"attn_temperature_scale = {self.attn_temperature_scale} has no effect: all layers "
                 "have rotary positions. Set rope_pattern, or remove it"

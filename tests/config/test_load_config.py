@@ -241,6 +241,7 @@ def test_every_key_of_kempnerforge_loads():
                 "clip_qkv",
                 "attn_temperature_scale",
                 "attn_temperature_floor",
+                "attn_temperature_type",
                 "qk_l2_norm",
                 "qk_norm_type",
                 "qk_norm_after_rotary",

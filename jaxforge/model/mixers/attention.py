@@ -296,15 +296,18 @@ def _unit_rms(
 def _temperature(
     config: ModelConfig, length: int, context: Context, rotates: bool | Bool[Array, ""]
 ) -> Float[Array, "*b s"]:
-    """Return the factor of queries by their position in the document: 1 in layers that rotate.
+    """Return the factor of queries by their position in the document.
 
-    Scalable softmax (arXiv:2501.19399) in steps of `attn_temperature_floor` tokens.
+    Scalable softmax (arXiv:2501.19399) in steps of `attn_temperature_floor` tokens. Llama 4's is 1
+    in layers that rotate, and its steps begin a token earlier than Ministral 3's.
     """
+    is_llama4 = config.attn_temperature_type == "llama4"
     at_BS = context.positions
     if at_BS is None:
         rows = 1 if context.segment_ids is None else len(context.segment_ids)
         at_BS = positions_in_documents(rows, length, context.segment_ids)
     # float32 has all positions up to 2^24.
-    steps = jnp.floor((at_BS.astype(jnp.float32) + 1.0) / config.attn_temperature_floor)
+    offset_BS = at_BS.astype(jnp.float32) + (1.0 if is_llama4 else 0.0)
+    steps = jnp.floor(offset_BS / config.attn_temperature_floor)
     factor_BS = 1.0 + jnp.log1p(steps) * (config.attn_temperature_scale or 0.0)
-    return jnp.where(rotates, 1.0, factor_BS)
+    return jnp.where(rotates, 1.0, factor_BS) if is_llama4 else factor_BS
