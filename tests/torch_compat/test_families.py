@@ -76,7 +76,7 @@ LLAMA3 = rope("llama3", factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0,
               original_max_position_embeddings=16)  # fmt: skip
 LATENT = {"q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4,
           "v_head_dim": 6, **MHA}  # fmt: skip
-WITH_LATENTS = ("deepseek_v2", "deepseek_v3", "kimi_k2")
+WITH_LATENTS = ("deepseek_v2", "deepseek_v3", "kimi_k2", "glm4_moe_lite")
 FEW_EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 20}
 DEEPSEEK = {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 20,
             "n_group": 4, "topk_group": 2, "n_shared_experts": 2,
@@ -102,6 +102,8 @@ ALPHA = {"alpha": 50.0, "beta_fast": 32, "beta_slow": 1, "factor": 1.0, "mscale"
 HUNYUAN = {"attention_head_dim": 16, "use_qk_norm": True, "use_cla": False, "cla_share_factor": 2,
            "norm_type": "rms", "rope_theta": 500.0, "head_dim": 16}  # fmt: skip
 MINIMAX = {"num_local_experts": 6, "num_experts_per_tok": 3, "head_dim": 16}
+AFMOE = {"num_hidden_layers": 4, "num_experts": 8, "num_experts_per_tok": 3, "route_scale": 2.5,
+         "moe_intermediate_size": 20}  # fmt: skip
 LONG = [1.0 + 0.5 * i for i in range(4)]
 LONGROPE = {"type": "longrope", "short_factor": LONG[::-1], "long_factor": LONG}
 CASES = {
@@ -120,6 +122,11 @@ CASES = {
     }}),
     "mistral, window 8": ("mistral", {"sliding_window": 8}),
     "mistral, window 40": ("mistral", {"sliding_window": 40}),
+    "ministral3": ("ministral3", {"head_dim": 16, "rope_parameters": {
+        **YARN, "original_max_position_embeddings": 8, "mscale": 1.0, "mscale_all_dim": 1.0,
+        "llama_4_scaling_beta": 0.4}}),
+    "ministral3, window 8": ("ministral3", {"head_dim": 8, "sliding_window": 8, "rope_parameters": {
+        **rope("default"), "original_max_position_embeddings": 5, "llama_4_scaling_beta": 0.4}}),
     "qwen2": ("qwen2", {"layer_types": ["full_attention", "sliding_attention"],
                         "use_sliding_window": True, "sliding_window": 8}),
     "qwen3": ("qwen3", {"head_dim": 16, "attention_bias": True}),
@@ -255,6 +262,17 @@ CASES = {
     "gpt_oss, full, no biases": ("gpt_oss", {
         **GPT_OSS, "num_local_experts": 5, "num_experts_per_tok": 3, "attention_bias": False,
         "layer_types": ["full_attention"] * 2, "rope_parameters": rope("default"), **MHA}),
+    "glm4_moe_lite": ("glm4_moe_lite", {
+        **LATENT, **DEEPSEEK, "num_hidden_layers": 3,
+        "mlp_layer_types": ["dense", "dense", "sparse"]}),
+    "exaone4, window 8": ("exaone4", {**PATTERN, "sliding_window": 8, "rope_parameters": LLAMA3}),
+    "exaone4, window 80": ("exaone4", {**PATTERN, "sliding_window": 80, "head_dim": 16}),
+    "exaone4, no windows": ("exaone4", {"sliding_window": None,
+                                        "layer_types": ["full_attention"] * 2}),
+    "afmoe": ("afmoe", {**AFMOE, "head_dim": 16, "sliding_window": 8, "mup_enabled": True}),
+    "afmoe, window 80": ("afmoe", {
+        **AFMOE, "head_dim": 8, "sliding_window": 80, "num_dense_layers": 0,
+        "num_shared_experts": 1}),
     "granitemoe": ("granitemoe", {**GRANITE_EXPERTS, "attention_bias": True}),
     "granitemoeshared": ("granitemoeshared", {**GRANITE_EXPERTS, "shared_intermediate_size": 40}),
     "granitemoehybrid, dense": ("granitemoehybrid", {
@@ -344,6 +362,8 @@ SLOW = frozenset({
     "olmoe, mha", "glm4_moe, no norms", "gpt_oss, full, no biases", "llama4_text, some layers",
     "granitemoehybrid, experts", "bamba, biases", "minimax_m2, all channels",
     "hy_v3, some layers, biases", "hunyuan_v1_dense, biases", "hunyuan_v1_moe, biases",
+    "glm4_moe_lite", "exaone4, window 80",
+    "exaone4, no windows", "afmoe, window 80", "ministral3, window 8",
 })  # fmt: skip
 """Cases with little that no other case has. `kimi_k2` has the network of `deepseek_v3`."""
 
@@ -397,6 +417,7 @@ CACHED = [
     "gpt_oss", "nemotron_h, experts, biases", "llama4_text", "qwen3_next",
     "deepseek_v3",
     *(pytest.param(name, marks=pytest.mark.slow) for name in (
+        "afmoe", "exaone4, window 8", "ministral3",
         "qwen2", "olmo3, window 8", "smollm3, window 8", "gemma2, window 8", "granite",
         "phi3, longrope, short", "gpt_neox", "qwen2_moe, some layers, window 8", "dots1, window 8",
         "granitemoehybrid, dense", "bamba", "cohere2, window 8", "deepseek_v2, groups",
@@ -454,7 +475,8 @@ def test_greedy_tokens_after_prompts_of_different_lengths(imported):
 
 
 GREEDY = ["llama4_text", "cohere2, window 8", "glm4", "ernie4_5_moe", "minimax_m2", "hy_v3",
-          "hunyuan_v1_dense", "hunyuan_v1_moe"]  # fmt: skip
+          "hunyuan_v1_dense", "hunyuan_v1_moe", "afmoe", "exaone4, window 8", "glm4_moe_lite",
+          "ministral3", "seed_oss"]  # fmt: skip
 
 
 @pytest.mark.slow
@@ -509,7 +531,7 @@ TRAINED = [
         "llama4_text", "granitemoeshared", "bamba, biases",
         "granitemoehybrid, dense", "granitemoehybrid, experts", "qwen3_next",
         "deepseek_v2, groups", "deepseek_v3, lite", "minimax_m2", "hy_v3",
-        "hunyuan_v1_dense", "hunyuan_v1_moe")),
+        "hunyuan_v1_dense", "hunyuan_v1_moe", "afmoe", "exaone4, window 8", "ministral3")),
     "deepseek_v3",
 ]  # fmt: skip
 WITHOUT_BALANCE = {"moe_aux_loss_weight": 0.0, "moe_bias_update_rate": 0.0}
@@ -626,6 +648,10 @@ def minimal(model_type, **keys):
          r"quantized, in MXFP4: take a copy in bfloat16.*Mxfp4Config\(dequantize=True\)"),
         (minimal("llama4_text", moe_layers=[]), "no counterpart of experts in layers"),
         (minimal("llama4_text", no_rope_layers=[1]), "must have 2 layers, of full_attention and"),
+        (minimal("exaone4", sliding_window_pattern="LLLG"), "'LLLG' is not a positive integer"),
+        (minimal("glm4_moe_lite", mlp_layer_types=["sparse"]), "mlp_layer_types has 1 layers of"),
+        (minimal("glm4_moe_lite", first_k_dense_replace=3), "of first_k_dense_replace = 3 in glm"),
+        (minimal("ministral3", rope_parameters=YARN), "llama_4_scaling_beta = None and original"),
         (minimal("cohere2", sliding_window=None), "layers without a window have no positions"),
         (minimal("ernie4_5_moe", moe_layer_start_index=2), "no counterpart of experts in layers"),
         (minimal("deepseek_v2", **LATENT, topk_method="noaux_tc"), "of topk_method = 'noaux_tc'"),
@@ -680,6 +706,21 @@ OLDER = [
     ("hunyuan_v1_moe", {"num_experts": 8, "moe_topk": [2] * 8, "num_shared_expert": [1] * 8}),
     ("hy_v3", {"rope_theta": 500, "first_k_dense_replace": 1, "expert_hidden_dim": 1536}),
     ("minimax_m2", {"rope_theta": 500, "rotary_dim": 64, "attn_type_list": [1] * 8}),
+    ("afmoe", {"global_attn_every_n_layers": 2, "num_dense_layers": 2, "route_norm": True,
+               "score_func": "sigmoid", "n_group": 1, "topk_group": 1, "num_expert_groups": 1,
+               "num_limited_groups": 1, "load_balance_coeff": 5e-5, "use_grouped_mm": True,
+               "mup_enabled": True, "sliding_window": 16, "rope_theta": 5e3}),
+    ("exaone4", {"sliding_window_pattern": "LLLG", "sliding_window": 16, "rope_theta": 1e6,
+                 "layer_types": 2 * PATTERN["layer_types"],
+                 "rope_scaling": {**LLAMA3, "factor": 16.0}}),
+    ("exaone4", {"sliding_window_pattern": None, "sliding_window": None,
+                 "layer_types": ["full_attention"] * 8}),
+    ("glm4_moe_lite", {"first_k_dense_replace": 1, "num_nextn_predict_layers": 0,
+                       "topk_method": "noaux_tc", "partial_rotary_factor": 1.0,
+                       "rope_scaling": None, "rope_theta": 1e6, "head_dim": 64}),
+    ("ministral3", {"rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0,
+                    "type": "yarn", "llama_4_scaling_beta": 0.1}, "sliding_window": None}),
+    ("seed_oss", {"rope_scaling": {"rope_type": "default"}, "rope_theta": 1e7, "mlp_bias": True}),
 ]  # fmt: skip
 
 
@@ -766,6 +807,21 @@ SIMILARLY_SELECTED = [
     ({"rope_pattern": [True, False]}, "smollm3"),
     ({"sliding_window": 8, "attention_pattern": ["full", "sliding"]}, "smollm3"),
     ({"qkv_bias": True, "o_bias": True}, "llama"),
+    ({"qkv_bias": True, "mlp_bias": True}, "seed_oss"),
+    (
+        {
+            **MIXTURE,
+            **NORMS,
+            **SIGN,
+            "norm_placement": "sandwich",
+            "attention_output_gate": True,
+            "n_layers": 3,
+            "rope_pattern": [True, True, False],
+        },
+        "afmoe",
+    ),
+    ({**NORMS, "norm_placement": "post", "rope_pattern": [True, False]}, "exaone4"),
+    ({**NORMS, "norm_placement": "post"}, "exaone4"),
     ({**LAYER_NORM, "norm_bias": False, "tie_embeddings": True}, "cohere"),
     ({"norm_type": "layernorm", "norm_unit_offset": True, "activation": "relu2"}, "nemotron"),
     (MIXTURE, "mixtral"),
@@ -941,10 +997,10 @@ def test_router_bias_stays_float32(tmp_path):
     assert torch.equal(again.e_score_correction_bias, router.e_score_correction_bias)
 
 
-# The families other than gpt-oss keep their routers.
-KEPT_IN_FLOAT32 = ["dots1", "gpt_oss"]
+# The families other than gpt-oss and Trinity keep their routers.
+KEPT_IN_FLOAT32 = ["dots1", "gpt_oss", "afmoe"]
 SIMILARLY_KEPT = ["ernie4_5_moe", "glm4_moe", "deepseek_v2", "deepseek_v3", "kimi_k2", "hy_v3",
-                  "nemotron_h, experts, biases"]  # fmt: skip
+                  "glm4_moe_lite", "nemotron_h, experts, biases"]  # fmt: skip
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -968,7 +1024,7 @@ def test_routers_of_ernie_stay_in_float32_beside_8_bits(tmp_path):
 
 def test_families_agree_with_transformers_on_what_stays_in_float32():
     """Selection biases are state here, which is in float32 in any case."""
-    of_state = {"e_score_correction_bias", "moe_statics"}
+    of_state = {"e_score_correction_bias", "expert_bias", "moe_statics"}
     tested = {CASES[case][0] for case in (*KEPT_IN_FLOAT32, *SIMILARLY_KEPT)}
     for name in FAMILIES.keys() - {"kimi_k2"}:
         kind = transformers.CONFIG_MAPPING[name]
@@ -1048,7 +1104,7 @@ REORDERING = ("reorder_and_upcast_attn",)
 FIRST = list({CASES[case][0]: case for case in reversed(CASES)}.values())
 """Case of each family."""
 SIMILAR = frozenset(
-    {"glm4", "cohere2, window 8", "ernie4_5",
+    {"glm4", "cohere2, window 8", "ernie4_5", "afmoe", "exaone4, window 8", "ministral3",
      "ernie4_5_moe", "llama4_text", "qwen3_next", "qwen3_5_moe", "bamba",
      "minimax_m2", "hunyuan_v1_moe", "hy_v3",
      "granitemoehybrid, dense", "gemma", "gemma2, window 8", "qwen3", "olmo2", "smollm3",

@@ -241,16 +241,16 @@ def _is_valid(key: str, value: Any) -> bool:  # noqa: ANN401 (untrusted JSON)
 
 
 def check_layer_types(
-    kinds: Sequence[str], n_layers: int, known: Sequence[str], where: str
+    kinds: Sequence[str], n_layers: int, known: Sequence[str], where: str, key: str = "layer_types"
 ) -> None:
-    """Check the kinds of layers in `layer_types` of a file.
+    """Check the kinds of layers in a list of a file, one for each layer.
 
     Raises:
         UserError: a kind is unknown, or their number is not the number of layers.
     """
     if len(kinds) != n_layers or not set(kinds) <= set(known):
         raise UserError(
-            f"{where}: layer_types has {len(kinds)} layers of {', '.join(sorted(set(kinds)))}; "
+            f"{where}: {key} has {len(kinds)} layers of {', '.join(sorted(set(kinds)))}; "
             f"it must have {n_layers}, of {' and '.join(known)}"
         )
 

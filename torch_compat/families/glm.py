@@ -1,8 +1,11 @@
-"""GLM-4, GLM-4-0414 and GLM 4.5."""
+"""GLM-4, GLM-4-0414, GLM 4.5 and GLM-4.7-Flash."""
+
+import dataclasses
 
 from jaxforge.config.model import ModelConfig
 from torch_compat.families import common, experts
 from torch_compat.families.common import COMMON
+from torch_compat.families.deepseek import DEEPSEEK_V3_FAMILY
 from torch_compat.families.family import (
     HF_NAME,
     LLAMA,
@@ -20,6 +23,8 @@ from torch_compat.families.family import (
     name_map,
 )
 from torch_compat.families.qwen import BIASES
+from torch_compat.families.values import list_of
+from torch_compat.formats.limits import is_name
 from torch_compat.names.table import Rule
 
 # GLM-4 9B (arXiv:2406.12793).
@@ -127,4 +132,48 @@ GLM4_MOE_FAMILY = Family(
     unused=("output_router_logits",),
     further_layers_key="num_nextn_predict_layers",
     float32=experts.FLOAT32,
+)  # fmt: skip
+
+
+# GLM-4.7-Flash.
+
+_KINDS, _DENSE, _SPARSE = "mlp_layer_types", "dense", "sparse"
+_FIRST = "first_k_dense_replace"
+
+
+def _read_glm4_moe_lite(c: Config, where: str) -> Table:
+    n_layers = c["num_hidden_layers"]
+    kinds = c[_KINDS] or [_DENSE, *[_SPARSE] * (n_layers - 1)]
+    common.check_layer_types(kinds, n_layers, (_DENSE, _SPARSE), where, _KINDS)
+    sparse = [i for i, kind in enumerate(kinds) if kind == _SPARSE]
+    table = DEEPSEEK_V3_FAMILY.read({**c, _FIRST: 0}, where)
+    return table | experts.chosen_layers(sparse, c, where)
+
+
+def _write_glm4_moe_lite(model: ModelConfig) -> Table:
+    keys = DEEPSEEK_V3_FAMILY.write(model)
+    del keys[_FIRST]
+    return {**keys, _KINDS: [_SPARSE if has else _DENSE for has in model.has_experts]}
+
+
+GLM4_MOE_LITE_FAMILY = dataclasses.replace(
+    DEEPSEEK_V3_FAMILY,
+    model_type="glm4_moe_lite",
+    dialect=dataclasses.replace(
+        DEEPSEEK_V3_FAMILY.dialect, name="hf-glm4-moe-lite", about="Glm4MoeLiteForCausalLM"
+    ),
+    defaults={
+        **{key: value for key, value in DEEPSEEK_V3_FAMILY.defaults.items() if key != _FIRST},
+        "num_key_value_heads": 20, "rms_norm_eps": 1e-5, "q_lora_rank": 768,
+        "qk_nope_head_dim": 192, "v_head_dim": 256, "n_routed_experts": 64,
+        "routed_scaling_factor": 1.8, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 4,
+        "moe_intermediate_size": 1536, "num_nextn_predict_layers": 0,
+        "partial_rotary_factor": None, _KINDS: None,
+    },
+    summary="GLM-4.7-Flash: DeepSeek-V3's latent attention, router and experts",
+    read=_read_glm4_moe_lite,
+    write=_write_glm4_moe_lite,
+    only={**DEEPSEEK_V3_FAMILY.only, _FIRST: 1},  # in files, and ignored by transformers
+    ranges={_KINDS: list_of(is_name)},
+    aliases={"num_local_experts": "n_routed_experts"},
 )  # fmt: skip

@@ -1,4 +1,6 @@
-"""Llama and families that differ from it by a key or two: Mistral, Mixtral, SmolLM3, Arcee."""
+"""Llama and families that differ from it by a key or two, such as Mistral and Seed-OSS."""
+
+import reprlib
 
 from jaxforge.config.model import ModelConfig
 from jaxforge.errors import UserError
@@ -27,7 +29,7 @@ from torch_compat.families.family import (
     Table,
     name_map,
 )
-from torch_compat.families.values import list_of
+from torch_compat.families.values import integer, is_size, list_of
 
 # Llama 2 and 3 (arXiv:2307.09288, 2407.21783).
 
@@ -56,6 +58,49 @@ MISTRAL_FAMILY = Family(
     unused=("max_window_layers", "use_sliding_window"),
     is_usual=True,
 )
+
+
+# Ministral 3.
+
+_BETA, _FLOOR = "llama_4_scaling_beta", "original_max_position_embeddings"
+_MINISTRAL3_ROTARY = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, _FLOOR: 16384,
+                      "mscale": 1.0, "mscale_all_dim": 1.0, _BETA: 0.1}  # fmt: skip
+"""Rotary parameters of files that do not give them."""
+
+
+def _read_ministral3(c: Config, where: str) -> Table:
+    key = "rope_scaling" if c["rope_scaling"] else "rope_parameters"
+    # transformers writes the longest context into the table, and does not read it there.
+    rotary = {name: value for name, value in (c[key] or _MINISTRAL3_ROTARY).items()
+              if name != "max_position_embeddings"}  # fmt: skip
+    beta, floor = rotary.pop(_BETA, None), rotary.get(_FLOOR)
+    if not (is_size(beta) or beta == 0) or not integer()(floor):
+        raise UserError(
+            f"{where}: {key} has {_BETA} = {reprlib.repr(beta)} and {_FLOOR} = "
+            f"{reprlib.repr(floor)}: must be a number and a positive integer"
+        )
+    table = llama({**c, key: rotary}, where) | uniform_window(c, where)
+    return table if beta == 0 else table | {
+        "attn_temperature_scale": beta, "attn_temperature_floor": floor,
+        "attn_temperature_type": "ministral3",
+    }  # fmt: skip
+
+
+def _write_ministral3(model: ModelConfig) -> Table:
+    keys = {**llama_keys(model), **window_keys(model), "rope_scaling": None}
+    temperature = {_FLOOR: model.attn_temperature_floor, _BETA: model.attn_temperature_scale or 0.0}
+    return {**keys, "rope_parameters": {**temperature, **keys["rope_parameters"]}}
+
+
+MINISTRAL3_FAMILY = Family(
+    "ministral3",
+    name_map("hf-ministral3", "Ministral3ForCausalLM", *LLAMA),
+    {**COMMON, "num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-5,
+     "sliding_window": None},
+    summary="Ministral 3: YaRN, and queries that grow with their position in all layers",
+    read=_read_ministral3,
+    write=_write_ministral3,
+)  # fmt: skip
 
 
 # SmolLM3.
@@ -154,3 +199,27 @@ ARCEE_FAMILY = Family(
     write=lambda model: {**common.llama_keys(model), **common.bias_keys(model)},
     requires_head_divisor=True,
 )
+
+
+# Seed-OSS.
+
+
+def _read_seed_oss(c: Config, where: str) -> Table:
+    biases = {"qkv_bias": c["attention_bias"], "o_bias": c["attention_out_bias"],
+              "mlp_bias": c["mlp_bias"]}  # fmt: skip
+    return common.llama({**c, "attention_bias": False, "mlp_bias": False}, where) | biases
+
+
+SEED_OSS_FAMILY = Family(
+    "seed_oss",
+    name_map("hf-seed-oss", "SeedOssForCausalLM", *LLAMA, *ATTENTION_BIASES, *GATED_BIASES),
+    {**COMMON, "num_key_value_heads": 8, "head_dim": 128, "attention_bias": True,
+     "attention_out_bias": False, "mlp_bias": False},
+    summary="Seed-OSS: biases of q, k and v; heads wider than the model",
+    read=_read_seed_oss,
+    write=lambda model: {
+        **llama_keys(model), "attention_bias": model.qkv_bias,
+        "attention_out_bias": model.o_bias, "mlp_bias": model.mlp_bias,
+    },
+    unused=("pretraining_tp",),
+)  # fmt: skip

@@ -43,6 +43,7 @@ OLMO2_FAMILY = Family(
     summary="OLMo 2: norms after the sublayers, q/k norms over all heads",
     read=lambda c, where: common.llama(c, where) | _norms(c),
     write=_olmo_keys,
+    is_usual=True,
 )
 
 
