@@ -23,6 +23,7 @@ CHAPTERS = {
         "averaging",
         "speedrun",
         "plan",
+        "prove",
         "scaling",
         "torch_compat",
         "evaluate_and_generate",

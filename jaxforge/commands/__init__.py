@@ -24,6 +24,7 @@ COMMANDS = {
     ),
     "sweep": Command("jaxforge.commands.sweep", "train a grid of settings"),
     "plan": Command("jaxforge.commands.plan", "check a run for target hardware, and its cost"),
+    "prove": Command("jaxforge.commands.prove", "prove that a config's mesh computes the same"),
     "report": Command("jaxforge.commands.report", "plot the metrics of runs as one HTML page"),
     "replay": Command("jaxforge.commands.replay", "repeat steps of a run and explain them"),
     "evaluate": Command("jaxforge.commands.evaluate", "compute loss, perplexity and bits per byte"),

@@ -1,0 +1,1 @@
+"""Proof that a config computes the same on its mesh as on one device (`jaxforge prove`)."""
