@@ -123,7 +123,8 @@ def code_of(words, monkeypatch):
     if words[0] == "python":
         return subprocess.run([sys.executable, *words[1:]], check=False).returncode
     _, name, *options = words
-    if name == "plan" and "--topology" in options:  # it chooses JAX's platform before its import
+    # These choose JAX's platform before its import.
+    if name == "prove" or (name == "plan" and "--topology" in options):
         return subprocess.run(
             [sys.executable, "-m", "jaxforge", *words[1:]], check=False
         ).returncode

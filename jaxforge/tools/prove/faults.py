@@ -47,7 +47,7 @@ class Fault:
 
     @property
     def changes_program(self) -> bool:
-        """Whether a trainer must compile its update again."""
+        """True if a trainer must compile its update again."""
         return bool(self.gradients or self.optimizer)
 
 
@@ -122,8 +122,8 @@ def _lose_half_of_columns(grads: Params, loss: Loss) -> tuple[Params, Loss]:
     leaves = flatten_dict(grads)
     path = max(leaves, key=lambda path: (leaves[path].ndim, is_stack(path[0]), path))
     leaf = leaves[path]
-    kept = jnp.arange(leaf.shape[-1]) < leaf.shape[-1] // 2
-    return unflatten_dict({**leaves, path: leaf * kept}), loss
+    is_first_half = jnp.arange(leaf.shape[-1]) < leaf.shape[-1] // 2
+    return unflatten_dict({**leaves, path: leaf * is_first_half}), loss
 
 
 def _lose_last_expert(grads: Params, loss: Loss) -> tuple[Params, Loss]:

@@ -54,7 +54,7 @@ class Quantity:
 
     @property
     def is_equal(self) -> bool:
-        """Whether rounding explains the difference."""
+        """True if rounding explains the difference."""
         return self.difference <= self.allowed
 
 
@@ -133,7 +133,7 @@ class Reference:
         last = UPDATES - 1
         before = self.states[last]
         with tempfile.TemporaryDirectory(prefix="jaxforge-prove-") as directory:
-            first.save(first.place(before), Path(directory))
+            first.save(first.put(before), Path(directory))
             state = then.restore(before.params, Path(directory), last)
         saved, restored = by_kind(before), by_kind(state, then.program.model.stack)
         for what, arrays in saved.items():
@@ -157,10 +157,10 @@ def compare(reference: Reference, mesh: JobConfig) -> Iterator[Comparison]:
     """
     trainers = _trainers(mesh)
     for sync, trainer in trainers.items():
-        about = f"{_place(trainer)}, gradients reduced per {sync}"
+        about = f"{_axes(trainer)}, gradients reduced per {sync}"
         yield Comparison.of(about, reference.follow(trainer))
     first, other = trainers["update"], Trainer(transposed(mesh))
-    about = f"{_place(first)}, saved and restored on {_place(other)}"
+    about = f"{_axes(first)}, saved and restored on {_axes(other)}"
     yield Comparison.of(about, reference.follow_over_a_save(first, other))
 
 
@@ -176,12 +176,12 @@ def plant(reference: Reference, mesh: JobConfig) -> Iterator[Comparison]:
         if not fault.applies(mesh):
             continue
         faulty = sound.with_fault(fault)
-        found = (
+        quantities = (
             reference.follow_over_a_save(sound, faulty)
             if fault.restored
             else reference.follow(faulty)
         )
-        yield Comparison.of(f"{_place(sound)}: {fault.about}", found)
+        yield Comparison.of(f"{_axes(sound)}: {fault.about}", quantities)
 
 
 def _trainers(mesh: JobConfig) -> dict[str, Trainer]:
@@ -190,7 +190,7 @@ def _trainers(mesh: JobConfig) -> dict[str, Trainer]:
     return {sync: Trainer(mesh.with_values({"train.grad_sync": sync})) for sync in syncs}
 
 
-def _place(trainer: Trainer) -> str:
+def _axes(trainer: Trainer) -> str:
     return describe_mesh(trainer.program.mesh.shape)
 
 
@@ -213,23 +213,20 @@ class Key(NamedTuple):
 
 def _differences(i: int, first: Update, second: Update) -> Iterator[tuple[Key, float]]:
     """Yield the relative difference of each array, in the order in which updates compute them."""
-    parts = {name: {"": x} for name, x in first.scalars.items()}
-    parts |= {"gradients": first.gradients, **first.changes}
-    found = {name: {"": x} for name, x in second.scalars.items()}
-    found |= {"gradients": second.gradients, **second.changes}
-    for quantity, arrays in parts.items():
+    reference, result = first.quantities, second.quantities
+    for quantity, arrays in reference.items():
         for name, array in arrays.items():
-            yield Key(quantity, i, name), _difference(array, found[quantity][name])
+            yield Key(quantity, i, name), _difference(array, result[quantity][name])
 
 
-def _difference(expected: np.ndarray, found: np.ndarray) -> float:
+def _difference(expected: np.ndarray, result: np.ndarray) -> float:
     """Return the largest difference of two arrays over the largest element of the first."""
-    if expected.shape != found.shape:
+    if expected.shape != result.shape:
         return np.inf
     if not expected.size:
         return 0.0
-    expected, found = expected.astype(np.float64), found.astype(np.float64)
-    difference = np.abs(found - expected)
-    if not np.isfinite(found).all():
+    expected, result = expected.astype(np.float64), result.astype(np.float64)
+    difference = np.abs(result - expected)
+    if not np.isfinite(result).all():
         return np.inf
     return float(difference.max() / max(np.abs(expected).max(), _TINY))

@@ -40,8 +40,8 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     faults = []
     for comparison in faulty:
         faults.append(comparison)
-        found = comparison.first_difference
-        verdict = f"found in {found.name}, {found.where}" if found else "NOT FOUND"
+        first = comparison.first_difference
+        verdict = f"found in {first.name}, {first.where}" if first else "NOT FOUND"
         console.print(f"{comparison.about}: {verdict}", markup=False, soft_wrap=True)
     if args.json:
         document = {"notes": notes, "comparisons": proofs, "faults": faults}

@@ -256,28 +256,27 @@ def _experts(model: ModelConfig, dim: int) -> Table:
 def _mixers(model: ModelConfig, sizes: Mesh) -> Table:
     """Return the tables of the mixers."""
     tables: Table = {}
-    unset = {"mode": "json", "exclude_unset": True}
     tp = sizes["tp"]
     if LATENT_ATTENTION in model.mixers:
         latent = model.latent_attention
         tables[LATENT_ATTENTION] = {
-            **latent.model_dump(**unset), "q_rank": None if latent.q_rank is None else 64,
-            "kv_rank": 32, "nope_head_dim": 8, "rope_head_dim": 4, "value_head_dim": 6,
+            **latent.model_dump(mode="json", exclude_unset=True),
+            "q_rank": None if latent.q_rank is None else 64, "kv_rank": 32, "nope_head_dim": 8, "rope_head_dim": 4, "value_head_dim": 6,
         }  # fmt: skip
     if MAMBA2 in model.mixers:
         mamba = model.mamba2
         groups = 1 if mamba.groups == 1 else 2 * tp
         tables[MAMBA2] = {
-            **mamba.model_dump(**unset), "groups": groups, "heads": 2 * max(groups, tp),
-            "head_dim": 8, "state_size": 12, "chunk_size": _CHUNK,
+            **mamba.model_dump(mode="json", exclude_unset=True),
+            "groups": groups, "heads": 2 * max(groups, tp), "head_dim": 8, "state_size": 12, "chunk_size": _CHUNK,
         }  # fmt: skip
     if GATED_DELTA_NET in model.mixers:
         delta = model.gated_delta_net
         keys = 2 * tp
         values = keys * min(_MOST_RATIO, delta.value_heads // delta.key_heads)
         tables[GATED_DELTA_NET] = {
-            **delta.model_dump(**unset), "key_heads": keys, "value_heads": values,
-            "key_head_dim": 8, "value_head_dim": 8,
+            **delta.model_dump(mode="json", exclude_unset=True),
+            "key_heads": keys, "value_heads": values, "key_head_dim": 8, "value_head_dim": 8,
         }  # fmt: skip
     return tables
 
@@ -358,7 +357,7 @@ def _train(config: JobConfig, sizes: Mesh) -> Table:
         "on_spike": "off", "on_nonfinite": "skip",
     }  # fmt: skip
     if train.loss_fn == "chunked_cross_entropy" and not train.ce_chunk_size:
-        table["ce_vocab_chunk"] = 24  # several chunks, of which the last is shorter
+        table["ce_vocab_chunk"] = 24  # several chunks; the last is shorter
     if train.averages_weights:
         table |= {"ema_dtype": "float32", "ema_start": 0, "ema_interval": 1}
     for key in ("fp8_scaling", "fp8_amax_history_len", "fp8_exclude"):
@@ -385,8 +384,7 @@ def _optimizer(config: JobConfig) -> Table:
 
 def _scheduler(config: JobConfig) -> Table:
     keys = ("name", "min_lr_ratio", "wsd_decay_type", "rex_alpha")
-    kept = {key: getattr(config.scheduler, key) for key in keys}
-    return {**kept, "warmup_steps": 0}
+    return {**{key: getattr(config.scheduler, key) for key in keys}, "warmup_steps": 0}
 
 
 def _data(config: JobConfig) -> Table:

@@ -7,7 +7,7 @@ import functools
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import jax
 import numpy as np
@@ -35,6 +35,8 @@ from jaxforge.tools.prove.faults import Fault, HostBatch
 _METRICS = ("losses", "side", "logits", "dataset_nll")
 """Groups of metrics that a step computes from its numbers."""
 
+_DOCUMENTS = 4  # of a packed sequence: two pairs of answers
+
 T = TypeVar("T")
 
 Arrays = dict[str, np.ndarray]
@@ -54,6 +56,12 @@ class Update:
     scalars: Arrays
     gradients: Arrays
     changes: Mapping[str, Arrays]
+
+    @property
+    def quantities(self) -> dict[str, Arrays]:
+        """All results, in the order in which an update computes them."""
+        scalars = {name: {"": value} for name, value in self.scalars.items()}
+        return {**scalars, "gradients": self.gradients, **self.changes}
 
 
 class Trainer:
@@ -100,7 +108,7 @@ class Trainer:
         """
         if self._fault and self._fault.batch:
             batch = self._fault.batch(batch, self.config)
-        placed = self.place(before) if placed is None else placed
+        placed = self.put(before) if placed is None else placed
         fields = self._with_fields(batch)
         with self.program.context():
             state, metrics = self.program.step(placed, fields, Controls())
@@ -113,9 +121,9 @@ class Trainer:
         }
         return state, Update(_scalars(metrics), gradients, changes)
 
-    def place(self, state: TrainState) -> TrainState:
+    def put(self, state: TrainState) -> TrainState:
         """Return a state of the host on the devices."""
-        return _place(state, self.program.abstract_state(), self.program.model.stack)
+        return _on_devices(state, self.program.abstract_state(), self.program.model.stack)
 
     def save(self, state: TrainState, directory: Path) -> None:
         """Save a state as a run does."""
@@ -138,7 +146,7 @@ class Trainer:
         with contextlib.closing(Checkpoints(directory, section)) as saves:
             restored, _ = saves.restore(by_layer(stored, stack), step)
         state = by_stage(restored, stack, stored)
-        params = join(_place(frozen, like.params, stack), state.params)
+        params = join(_on_devices(frozen, like.params, stack), state.params)
         state = dataclasses.replace(state, params=params)
         return self._fault.restored(state) if self._fault and self._fault.restored else state
 
@@ -158,7 +166,7 @@ class Trainer:
         weights = Model(self.config.model).init(jax.random.key(self.config.train.seed + 1))
         variables = {"params": jax.device_get(weights), "model_state": {}}
         like = {"params": frozen.like, "model_state": {}}
-        params = _place(variables, like, frozen.model.stack)["params"]
+        params = _on_devices(variables, like, frozen.model.stack)["params"]
         add = jax.jit(frozen.add_fields)
         return lambda batch: add(params, batch)
 
@@ -224,22 +232,15 @@ def _random_batch(config: JobConfig, shape: tuple[int, int, int], seed: int) -> 
     rng = np.random.default_rng([config.train.seed, seed])
     tokens = rng.integers(0, config.model.vocab_size, (*shape[:2], shape[2] + 1))
     labels = np.where(rng.random(shape) < 1 / 7, IGNORE, tokens[..., 1:])
-    batch = {"input_ids": tokens[..., :-1]}
+    batch: dict[str, np.ndarray] = {"input_ids": tokens[..., :-1]}
     has_pairs = config.train.objective == "dpo"
     if config.data.pack_sequences or has_pairs:
-        documents = rng.integers(1, 3, shape[:2]) * 2
-        # [m, b, s]: documents of random lengths, in order; pairs leave a fifth of padding.
-        places = np.arange(shape[2]) / shape[2] * (1.25 if has_pairs else 1.0)
-        jitter = rng.uniform(0, 0.4, shape[:2])[..., None]
-        segments = np.floor((places + jitter * (places < 0.5)) * documents[..., None]).astype(int)
-        segments = np.maximum.accumulate(np.minimum(segments, documents[..., None]), axis=-1)
-        is_last = np.roll(segments, -1, axis=-1) != segments
+        segments = np.sort(rng.integers(0, _DOCUMENTS + has_pairs, shape), axis=-1)
         batch["segment_ids"] = segments
-        labels = np.where(is_last, IGNORE, labels)
-        if has_pairs:
-            is_padding = segments >= documents[..., None]
-            batch["is_padding"] = is_padding
-            labels = np.where(is_padding, IGNORE, labels)
+        labels = np.where(np.roll(segments, -1, axis=-1) != segments, IGNORE, labels)
+        if has_pairs:  # the last segment is padding
+            batch["is_padding"] = segments == _DOCUMENTS
+            labels = np.where(segments == _DOCUMENTS, IGNORE, labels)
     if n := len(config.data.datasets):
         batch["dataset_idx"] = rng.integers(0, n, shape[:2])
     return {name: leaf.astype(np.int32) for name, leaf in {**batch, "labels": labels}.items()}
@@ -252,7 +253,7 @@ def named(tree: Any, stack: Stack | None) -> Arrays:  # noqa: ANN401  # any pytr
         value = np.asarray(jax.device_get(leaf))
         groups = [key.key for key in path if is_stack(str(getattr(key, "key", "")))]
         if stack and groups:
-            value = stack.of(groups[0]).unstack(value)
+            value = np.asarray(stack.of(groups[0]).unstack(cast("Any", value)))
         result[jax.tree_util.keystr(path, simple=True, separator=".")] = value
     return result
 
@@ -265,7 +266,7 @@ def _scalars(metrics: Mapping[str, Any]) -> Arrays:
     return {name: np.asarray(jax.device_get(value)) for name, value in (first | further).items()}
 
 
-def _place(tree: T, like: T, stack: Stack) -> T:
+def _on_devices(tree: T, like: T, stack: Stack) -> T:
     """Return arrays of the host, with layers in order, on the devices as stages have them."""
     ordered = by_layer(like, stack)
     placed = jax.tree.map(

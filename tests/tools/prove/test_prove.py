@@ -43,7 +43,7 @@ def abstract(kinds):
 
 def changes(kinds):
     """Pairs of different kinds of layers that follow each other."""
-    return {(one, following) for one, following in itertools.pairwise(kinds) if one != following}
+    return {pair for pair in itertools.pairwise(kinds) if pair[0] != pair[1]}
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=[path.stem for path in CONFIGS])
@@ -128,8 +128,8 @@ def test_fault_of_a_batch_is_found(packed, fault):
     reference, mesh, trainer = packed
     if not fault.applies(mesh):
         pytest.skip("the mesh has no such axis: see the slow test")
-    found = Comparison.of("", reference.follow(trainer.with_fault(fault)))
-    assert found.first_difference.name == "loss"
+    comparison = Comparison.of("", reference.follow(trainer.with_fault(fault)))
+    assert comparison.first_difference.name == "loss"
 
 
 LOCAL = "mean_over_the_tokens_of_a_device"
@@ -154,8 +154,8 @@ def test_plugin_with_a_wrong_reduction_is_found():
     small = smaller(config)
     (mesh,) = meshes(config, small)
     trainer = Trainer(mesh.with_values({"train.grad_sync": "update"}))
-    found = Comparison.of("", Reference(small).follow(trainer)).first_difference
-    assert found.name == "loss"
+    comparison = Comparison.of("", Reference(small).follow(trainer))
+    assert comparison.first_difference.name == "loss"
 
 
 def run(monkeypatch, tmp_path, comparisons, faults=(), *, as_json=False):
