@@ -64,25 +64,28 @@ class Comparison:
 
     Attributes:
         about: the mesh, and how gradients are reduced.
-        quantities: the quantities, in the order in which an update computes them.
+        quantities: the worst array of each quantity, in the order in which updates compute them.
+        different: all arrays whose difference rounding does not explain.
     """
 
     about: str
     quantities: tuple[Quantity, ...]
+    different: tuple[Quantity, ...] = ()
 
     @classmethod
-    def of(cls, about: str, quantities: Iterable[Quantity]) -> "Comparison":
-        """Return the comparison with the worst array of each quantity."""
-        worst: dict[str, Quantity] = {}
-        for each in quantities:
+    def of(cls, about: str, arrays: Iterable[Quantity]) -> "Comparison":
+        """Return the comparison of all arrays of all quantities."""
+        arrays, worst = [*arrays], dict[str, Quantity]()
+        for each in arrays:
             so_far = worst.get(each.name)
             if so_far is None or each.excess > so_far.excess:
                 worst[each.name] = each
-        return cls(about, tuple(worst.values()))
+        different = tuple(each for each in arrays if not each.is_equal)
+        return cls(about, tuple(worst.values()), different)
 
     @property
     def first_difference(self) -> Quantity | None:
-        """The first quantity that rounding does not explain."""
+        """The worst array of the first quantity that rounding does not explain."""
         return next((each for each in self.quantities if not each.is_equal), None)
 
 

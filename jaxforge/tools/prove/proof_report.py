@@ -14,6 +14,8 @@ from jaxforge.config.reading.load import load_unresolved
 from jaxforge.tools.prove.proof import Comparison, Reference, compare, plant
 from jaxforge.tools.prove.smaller import describe, meshes, smaller, unproven
 
+_MOST_SHOWN = 20
+
 
 def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Prove a config, print the result, and return the exit code.
@@ -60,6 +62,11 @@ def _shown(console: Console, comparisons: Iterator[Comparison]) -> Iterator[Comp
             row = (each.name, f"{each.difference:.1e}", f"{each.allowed:.1e}", each.where)
             table.add_row(*row, style=style)
         console.print(table)
+        for each in comparison.different[:_MOST_SHOWN]:
+            line = f"{each.name} {each.where}: {each.difference:.1e}, not {each.allowed:.1e}"
+            console.print(line, style="red", markup=False, soft_wrap=True)
+        if (more := len(comparison.different) - _MOST_SHOWN) > 0:
+            console.print(f"... and {more} more arrays")
         yield comparison
 
 

@@ -261,14 +261,16 @@ def _mixers(model: ModelConfig, sizes: Mesh) -> Table:
         latent = model.latent_attention
         tables[LATENT_ATTENTION] = {
             **latent.model_dump(mode="json", exclude_unset=True),
-            "q_rank": None if latent.q_rank is None else 64, "kv_rank": 32, "nope_head_dim": 8, "rope_head_dim": 4, "value_head_dim": 6,
+            "q_rank": None if latent.q_rank is None else 64, "kv_rank": 32,
+            "nope_head_dim": 8, "rope_head_dim": 4, "value_head_dim": 6,
         }  # fmt: skip
     if MAMBA2 in model.mixers:
         mamba = model.mamba2
         groups = 1 if mamba.groups == 1 else 2 * tp
         tables[MAMBA2] = {
             **mamba.model_dump(mode="json", exclude_unset=True),
-            "groups": groups, "heads": 2 * max(groups, tp), "head_dim": 8, "state_size": 12, "chunk_size": _CHUNK,
+            "groups": groups, "heads": 2 * max(groups, tp), "head_dim": 8,
+            "state_size": 12, "chunk_size": _CHUNK,
         }  # fmt: skip
     if GATED_DELTA_NET in model.mixers:
         delta = model.gated_delta_net

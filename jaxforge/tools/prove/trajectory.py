@@ -215,7 +215,11 @@ def by_kind(state: TrainState, stack: Stack | None = None) -> dict[str, Arrays]:
         "non-trainable state": state.model_state,
         "average": state.ema,
     }
-    return {what: named(part, stack) for what, part in parts.items()}
+    arrays = {what: named(part, stack) for what, part in parts.items()}
+    # SOAP's eigenvectors are determined up to their sign.
+    optimizer = arrays["optimizer state"]
+    optimizer |= {name: np.abs(optimizer[name]) for name in optimizer if "_basis." in name}
+    return arrays
 
 
 def random_batches(config: JobConfig, n: int) -> list[HostBatch]:
