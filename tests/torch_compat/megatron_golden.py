@@ -7,6 +7,7 @@ in one process (`flattened` in two, with tensor parallelism):
     experts    weights only, TransformerEngine's names     buffers    dp_reshardable
 """
 
+import shutil
 from pathlib import Path
 
 import jax
@@ -15,8 +16,11 @@ import numpy as np
 from jaxforge import inference
 from jaxforge.model.transformer import Model
 from tests.helpers import cli
+from torch_compat.formats import dcp_writer
 from torch_compat.formats.dcp_reader import open_dcp
+from torch_compat.formats.dcp_writer import Entry
 from torch_compat.formats.files import Directory
+from torch_compat.formats.lazy import from_array
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "megatron"
 RUN_CONFIG = """
@@ -79,6 +83,17 @@ def raw(name):
         key: tensor.all()
         for key, tensor in open_dcp(Directory(GOLDEN / name / "iter_0000002")).tensors.items()
     }
+
+
+def write_torch_dist(arrays, directory, name):
+    """Write tensors by Megatron-Core's keys, with the arguments of a golden checkpoint."""
+    directory.mkdir(parents=True)
+    entries = {key: Entry((key,), from_array(array)) for key, array in arrays.items()}
+    units = dcp_writer.units(entries, directory, 1 << 20)
+    locations = {unit.name: unit.write() for unit in units}
+    dcp_writer.write_metadata(entries, locations, directory, 1 << 20)
+    shutil.copy(GOLDEN / name / "iter_0000002" / "common.pt", directory)
+    return directory
 
 
 def expected(name):

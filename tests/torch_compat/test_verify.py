@@ -6,10 +6,13 @@ import shutil
 import pytest
 
 from tests.helpers import cli
+from tests.torch_compat.megatron_golden import GOLDEN, raw, write_torch_dist
 from tests.torch_compat.stage_runs import write_run
+from tests.torch_compat.subjects import write_safetensors
 from torch_compat.checkpoint.train_state import TRAIN_STATE
-from torch_compat.formats import torch_zip
+from torch_compat.formats import safetensors, torch_zip
 from torch_compat.formats.files import Directory
+from torch_compat.formats.lazy import DTYPES
 
 
 @pytest.fixture(scope="module")
@@ -125,3 +128,95 @@ def test_weights_only_comparison_ignores_progress(run, dcp, tmp_path, capsys):
 def test_changed_computation_is_noted(run, tmp_path, capsys):
     cli(["convert", str(run), str(tmp_path / "hf"), "--to=hf", "--model.rope_theta=5e5"])
     assert any("trained with 500000.0" in n for n in verify(capsys, run, tmp_path / "hf")[2])
+
+
+def damaged(hf, change):
+    """Change the tensors of a Hugging Face directory."""
+    tensors = {n: t.all() for n, t in safetensors.open_directory(Directory(hf)).items()}
+    change(tensors)
+    write_safetensors(hf / "model.safetensors", tensors)
+
+
+def break_export(tensors):
+    """Plant one fault of each kind in an export of at least two layers."""
+    first, last = "model.layers.0.", "model.layers.1."
+    tensors[f"{last}mlp.up_proj.weight"] = 0 * tensors[f"{last}mlp.up_proj.weight"]
+    tensors[f"{last}self_attn.q_proj.weight"] = tensors[f"{first}self_attn.q_proj.weight"]
+    tensors[f"{last}input_layernorm.weight"] = 0 * tensors["model.norm.weight"] + 1
+    tensors[f"{last}mlp.gate_proj.weight"] = tensors[f"{last}mlp.gate_proj.weight"].T
+    tensors[f"{first}mlp.extra.weight"] = tensors["model.norm.weight"]
+    del tensors[f"{last}mlp.down_proj.weight"]
+
+
+@pytest.mark.parametrize("kind", ["run", "kempnerforge", "torchtitan", "megatron"])
+def test_broken_export_is_reported_by_tensor(kind, run, dcp, tmp_path, capsys):
+    source, config = {"run": run, "kempnerforge": dcp}.get(kind, tmp_path / kind), []
+    if kind == "torchtitan":
+        cli(["convert", str(run), str(source), "--to=dcp", "--dialect=torchtitan"])
+    elif kind == "megatron":
+        source = GOLDEN / "dense"
+    if kind in ("kempnerforge", "torchtitan"):
+        config = [f"--config={run / 'config.toml'}"]
+    hf = tmp_path / "hf"
+    assert cli(["convert", str(source), str(hf), "--to=hf", *config]) == 0
+    assert verify(capsys, source, hf, *config)[:2] == (0, {})
+    damaged(hf, break_export)
+    code, result, notes = verify(capsys, source, hf, *config)
+    width = {"megatron": "[24, 16] and [16, 24]"}.get(kind, "[40, 32] and [32, 40]")
+    layer = "params.layers.1."
+    assert (code, result) == (1, {
+        f"{layer}mlp.up_proj.weight": "all zeros in B",
+        f"{layer}attention.q_proj.weight": "B equals params.layers.0.attention.q_proj.weight of A",
+        f"{layer}attention_norm.weight": "all values are 1 in B",
+        f"{layer}mlp.gate_proj.weight": width,
+        f"{layer}mlp.down_proj.weight": "only in A",
+        "params.model.layers.0.mlp.extra.weight": "only in B",
+    })  # fmt: skip
+    assert any(note.startswith("B: all values are zero: layers.1.mlp.up_proj") for note in notes)
+
+
+def test_copied_layer_is_found_after_rounding(run, tmp_path, capsys):
+    hf = tmp_path / "hf"
+    cli(["convert", str(run), str(hf), "--to=hf", "--dtype=bfloat16"])
+    copied = [f"layers.{{}}.mlp.{m}_proj.weight" for m in ("gate", "up", "down")]
+
+    def repeat_layer(tensors):
+        for name in copied:
+            tensors[f"model.{name.format(3)}"] = tensors[f"model.{name.format(2)}"]
+
+    damaged(hf, repeat_layer)
+    result = verify(capsys, run, hf)[1]
+    for name in copied:
+        note = f"B equals params.{name.format(2)} of B"
+        assert result[f"params.{name.format(3)}"] == note
+
+
+def test_bfloat16_job_equals_its_export(tmp_path, capsys):
+    """A resume takes the optimizer's float32 weights, and an export the model's rounded ones."""
+    rounded = {
+        key: value if key.startswith("optimizer.") else value.astype(DTYPES["bfloat16"])
+        for key, value in raw("dense").items()
+    }
+    source = write_torch_dist(rounded, tmp_path / "iter_0000002", "dense")
+    assert cli(["convert", str(source), str(tmp_path / "hf"), "--to=hf"]) == 0
+    assert verify(capsys, source, tmp_path / "hf")[:2] == (0, {})
+
+
+def test_suspicious_source_is_noted_when_converted(run, tmp_path, capsys):
+    hf = tmp_path / "hf"
+    cli(["convert", str(run), str(hf), "--to=hf"])
+    capsys.readouterr()
+    assert cli(["convert", str(hf), str(tmp_path / "run"), "--to=jaxforge", "--dry-run"]) == 0
+    assert "Check the source" not in capsys.readouterr().err
+
+    def break_source(tensors):
+        first, last = "model.layers.0.mlp.down_proj.weight", "model.layers.4.mlp.down_proj.weight"
+        tensors[last] = tensors[first]
+        tensors["lm_head.weight"] = 0 * tensors["lm_head.weight"]
+
+    damaged(hf, break_source)
+    assert cli(["convert", str(hf), str(tmp_path / "run"), "--to=jaxforge", "--dry-run"]) == 0
+    shown = capsys.readouterr().err
+    assert "all values are zero: output_head.proj.weight. Check the source" in shown
+    copy = "layers.4.mlp.down_proj.weight of layers.0.mlp.down_proj.weight"
+    assert f"exact copies of other matrices: {copy}. Check the source" in shown

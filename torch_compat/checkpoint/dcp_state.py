@@ -58,6 +58,7 @@ class ReadOptions:
         fill_optimizer: replace absent optimizer state by zeros.
         resize_vocab: truncate a padded vocabulary, or extend it by rows of zeros.
         weights: "ema": read the average of the parameters of a run of jaxforge in their place.
+        is_compared: read the tensors of the model as they are, also if they do not match the model.
     """
 
     dialect: str | None = None
@@ -67,6 +68,7 @@ class ReadOptions:
     fill_optimizer: bool = False
     resize_vocab: bool = False
     weights: Weights = "raw"
+    is_compared: bool = False
 
 
 def sort_keys(dcp: Dcp, dialect: str | None = None) -> DcpKeys:
@@ -128,7 +130,9 @@ def read(dcp: Dcp, target: AbstractTarget, options: ReadOptions) -> CheckpointSt
     notes: list[str] = []
     if keys.left_out:
         notes.append(f"left out: {summarize_names(keys.left_out)}, which are not part of the model")
-    by = Translation(keys.dialect, target.config.model, options.resize_vocab, dcp.where)
+    by = Translation(
+        keys.dialect, target.config.model, options.resize_vocab, dcp.where, options.is_compared
+    )
     if not options.weights_only:
         megatron_state.check_mapped(keys, dcp.where)
     # Megatron's weights are rounded copies of float32 masters. A run that resumes needs the
@@ -407,7 +411,7 @@ def _moments(
         result = translate(
             tensors,
             {name: shape for name, shape in shapes.items() if name in present_names},
-            by._replace(where=f"{by.where}: {theirs}"),
+            by._replace(where=f"{by.where}: {theirs}", is_compared=False),
         )
         # All parts of a stacked array must have one dtype (`Stacking.join`).
         dtype = next((tensor.dtype for tensor in result.values()), np.dtype(np.float32))

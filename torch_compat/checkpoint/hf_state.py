@@ -119,7 +119,7 @@ def read(directory: Directory, target: AbstractTarget, options: ReadOptions) -> 
     # others.
     by_name, left_out = _drop_layers(by_name, further[model.mtp_depth :])
     by_name = _drop_shared(by_name, further[: model.mtp_depth], dialect, model, str(directory))
-    into = Translation(dialect, model, options.resize_vocab, str(directory))
+    into = Translation(dialect, model, options.resize_vocab, str(directory), options.is_compared)
     params, model_state, more = untrained.translate_model(by_name, target, into, goes_on=False)
     return CheckpointState(
         params,

@@ -38,7 +38,7 @@ def translate_model(
     declared = {**target.params, **(target.model_state if names else {})}
     translated = translate(theirs, declared, by)
     notes = more + ([] if names else missing(target, by.where, goes_on=goes_on))
-    state = {name: translated.pop(name) for name in (target.model_state if names else ())}
+    state = {name: translated.pop(name) for name in target.model_state if name in translated}
     if wide := [name for name, tensor in state.items() if tensor.dtype == np.float64]:
         notes.append(f"{summarize_names(wide)}: float64, but non-trainable state is float32 here")
     return translated, {name: tensor.cast(_DTYPE) for name, tensor in state.items()}, notes

@@ -16,8 +16,10 @@ from typing import Any
 
 from jaxforge.checkpoint.paths import check_path
 from jaxforge.errors import UserError
+from jaxforge.storage import urls
 from jaxforge.storage.run_lock import RunLock
 from torch_compat.convert import to_mindspeed
+from torch_compat.convert.repeats import suspicions
 from torch_compat.convert.source import Request, Source, open_source
 from torch_compat.convert.to_dcp import DcpWriter
 from torch_compat.convert.to_hf import HfWriter
@@ -93,7 +95,10 @@ def plan(request: Request) -> ConversionPlan:
         summary = f"{start} ({dialect}, {writer.label}, {size}) -> {request.destination}"
     else:
         summary = f"{start} -> {writer.path} ({writer.label}, {size})"
-    return ConversionPlan(summary, (*source.notes, *writer.notes()), source, writer.subdirectory)
+    notes = [*source.notes, *writer.notes()]
+    if not urls.in_bucket(source.ref.directory.path):  # where each tensor would be a request
+        notes += suspicions(source.checkpoint.params)
+    return ConversionPlan(summary, tuple(notes), source, writer.subdirectory)
 
 
 def run(request: Request, plan: ConversionPlan, advance: Advance) -> Path:

@@ -1,6 +1,7 @@
 """Comparison of two checkpoints of any formats: tensors, progress and optimizer settings."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,6 +17,7 @@ from torch_compat.checkpoint.dcp_state import ReadOptions
 from torch_compat.checkpoint.optimizer_state import LAYOUTS, common_settings, groups
 from torch_compat.checkpoint.state import CheckpointState
 from torch_compat.checkpoint.validation import invisible_values
+from torch_compat.convert import repeats
 from torch_compat.formats.lazy import LazyTensor, blocks
 
 _BLOCKS_IN_MEMORY = 24  # a block of either checkpoint is this fraction of the memory limit
@@ -36,7 +38,7 @@ class Difference:
         what: "missing" (only in the first), "unexpected" (only in the second), "shape", "values" or
             "settings".
         largest: largest absolute difference; inf if only one of two values is finite.
-        note: shapes or dtypes if they differ.
+        note: shapes or dtypes if they differ; what a tensor holds in place of its values.
     """
 
     name: str
@@ -131,7 +133,7 @@ def compare(
         b: tensors of the second checkpoint.
         block: bytes of each tensor to read at a time.
     """
-    differences = []
+    differences, origins = [], _Origins(a, b)
     for name in sorted(a.keys() | b.keys()):
         if name not in b:
             differences.append(Difference(name, "missing", note="only in A"))
@@ -144,9 +146,43 @@ def compare(
             largest = _largest_difference(a[name], b[name], block)
             if largest:
                 kinds = {a[name].dtype.name, b[name].dtype.name}
-                note = " and ".join(sorted(kinds)) if len(kinds) > 1 else ""
+                note = origins.describe(name) or (
+                    " and ".join(sorted(kinds)) if len(kinds) > 1 else ""
+                )
                 differences.append(Difference(name, "values", largest, note))
     return differences
+
+
+class _Origins:
+    """Explanations of differing values: constants, and the tensors whose values were copied."""
+
+    def __init__(self, a: Mapping[str, LazyTensor], b: Mapping[str, LazyTensor]) -> None:
+        self._tensors = {"A": a, "B": b}
+
+    @functools.cached_property
+    def _indices(self) -> dict[str, repeats.ValueIndex]:
+        # Most comparisons find no difference, and need no index.
+        return {label: repeats.ValueIndex(each) for label, each in self._tensors.items()}
+
+    def describe(self, name: str) -> str:
+        """Return what a tensor holds in place of its values; "" if this is unknown."""
+        for label in ("B", "A"):
+            if (value := repeats.constant(self._tensors[label][name])) is not None:
+                return (
+                    f"all zeros in {label}"
+                    if value == 0
+                    else f"all values are {value:g} in {label}"
+                )
+        for label, other in (("B", "A"), ("A", "B")):
+            if copied := next(self._indices[other].copies(self._tensors[label][name]), None):
+                return f"{label} equals {copied} of {other}"
+        # Values that were rounded on the way only equal those of the same checkpoint.
+        for label, other in (("B", "A"), ("A", "B")):
+            here, there = self._tensors[label], self._tensors[other]
+            for copied in self._indices[label].copies(here[name], excluded=name):
+                if not (copied in there and repeats.has_values_of(there[copied], there[name])):
+                    return f"{label} equals {copied} of {label}"
+        return ""
 
 
 def _largest_difference(a: LazyTensor, b: LazyTensor, block: int) -> float:
@@ -187,12 +223,18 @@ def _by_own_keys(reference: CheckpointRef, weights_only: bool) -> _Contents:
 def _by_parameter(
     a: CheckpointRef, b: CheckpointRef, config: JobConfig, options: ReadOptions
 ) -> tuple[_Contents, _Contents, list[str]]:
+    # Missing and further tensors are differences here, and not errors.
+    options = dataclasses.replace(options, is_compared=True)
     x, y = a.read(config, options), b.read(config, options)
-    notes = [note for state in (x, y) if state.dialect.startswith("hf") for note in state.notes]
-    weights_only = options.weights_only
+    weights_only, notes = options.weights_only, []
     if not weights_only and (x.moments is None) != (y.moments is None):
-        notes.append("only one checkpoint has optimizer state, so that only weights were compared")
-        weights_only = True
+        notes = ["only one checkpoint has optimizer state, so that only weights were compared"]
+        weights_only, options = True, dataclasses.replace(options, weights_only=True)
+        # Again, because weights that resume may be float32 copies of those that are exported.
+        x, y = a.read(config, options), b.read(config, options)
+    for label, state in (("A", x), ("B", y)):
+        notes += state.notes if state.dialect.startswith("hf") else ()
+        notes += [f"{label}: {note}" for note in repeats.suspicions(state.params)]
     if not weights_only and bool(x.ema) != bool(y.ema):
         notes.append("only one checkpoint has an average of the parameters: it was not compared")
         x, y = (dataclasses.replace(state, ema={}) for state in (x, y))

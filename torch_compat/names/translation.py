@@ -27,12 +27,15 @@ class Translation(NamedTuple):
         model: the model config.
         resize_vocab: whether to truncate a padded vocabulary, or pad it with zeros.
         where: the checkpoint, for messages.
+        is_compared: whether tensors may be missing, unused or of another shape. Unused tensors are
+            then returned by their keys.
     """
 
     dialect: NameMap
     model: ModelConfig
     resize_vocab: bool
     where: str
+    is_compared: bool = False
 
 
 def translate(
@@ -76,11 +79,12 @@ def translate(
         for name, tensor in translated.items()
         if tensor.dtype.name not in _FLOATS
     ]
-    if problems:
+    if problems and not by.is_compared:
         listed = "\n  ".join(shorten_problems(problems) + _advice(translated, by.model))
         raise UserError(f"{by.where} does not fit [model]:\n  {listed}")
     # The order of `shapes` is that of a checkpoint.
-    return {name: translated[name] for name in shapes}
+    ordered = {name: translated[name] for name in shapes if name in translated}
+    return ordered | {key: tensors[key] for key in unused if by.is_compared}
 
 
 def summarize_names(names: Iterable[str]) -> str:
