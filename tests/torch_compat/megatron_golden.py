@@ -5,6 +5,7 @@ in one process (`flattened` in two, with tensor parallelism):
 
     dense      fully_reshardable, biases of q, k and v     flattened  fully_sharded_model_space
     experts    weights only, TransformerEngine's names     buffers    dp_reshardable
+    latent     weights only, latent attention, YaRN, groups of experts, a multi-token module
 """
 
 import shutil

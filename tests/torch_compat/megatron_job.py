@@ -36,6 +36,8 @@ WITHOUT_KERNELS = dict.fromkeys(
     False,
 )  # fmt: skip
 LENGTH, ROWS = 16, 2
+_COPIED = ("moe_", "qk_", "multi_latent", "q_lora", "kv_lora", "v_head_dim", "rope_type", "mscale",
+           "rotary_scaling", "original_max", "mtp_")  # fmt: skip
 
 
 class OnCpu(TorchFunctionMode):
@@ -59,15 +61,32 @@ def without_gpu():
     np.product = np.prod  # versions until 0.15 want NumPy 1
 
 
+def accept_latent_heads():
+    """Let the attention without TransformerEngine have values of another width than queries."""
+    from megatron.core.transformer import multi_latent_attention
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
+
+    multi_latent_attention.TELinear = type(None)  # which it expects to be a class
+    initialize = DotProductAttention.__init__
+
+    def with_channels(self, *args, k_channels=None, v_channels=None, **kwargs):
+        initialize(self, *args, **kwargs)
+        if v_channels:
+            self.hidden_size_per_partition = self.num_attention_heads_per_partition * v_channels
+
+    DotProductAttention.__init__ = with_channels
+
+
 def build(job):
     from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import (
         get_gpt_decoder_block_spec,
         get_gpt_layer_local_spec,
+        get_gpt_mtp_block_spec,
     )
     from megatron.core.tensor_parallel import random as tensor_random
-    from megatron.core.transformer import TransformerConfig
+    from megatron.core.transformer import MLATransformerConfig, TransformerConfig
     from megatron.core.transformer.moe import moe_utils
 
     moe_utils.te_general_gemm = None
@@ -78,14 +97,16 @@ def build(job):
     torch.manual_seed(job["seed"])
     dtype = {"bf16": True, "params_dtype": torch.bfloat16} if job["bf16"] else {}
     keys = {**MODEL, **job["model"]}
-    config = TransformerConfig(
+    accept_latent_heads()
+    is_latent = keys.get("multi_latent_attention", False)
+    config = (MLATransformerConfig if is_latent else TransformerConfig)(
         **keys, **sizes, **WITHOUT_KERNELS, **dtype, use_cpu_initialization=True,
         activation_func=F.silu if keys["gated_linear_unit"] else F.gelu, hidden_dropout=0.0,
         attention_dropout=0.0, pipeline_dtype=torch.float32,
     )  # fmt: skip
     spec = get_gpt_layer_local_spec(
         num_experts=config.num_moe_experts, normalization=config.normalization,
-        qk_layernorm=config.qk_layernorm,
+        qk_layernorm=config.qk_layernorm, multi_latent_attention=is_latent,
     )  # fmt: skip
     if isinstance(config.moe_layer_freq, list):
         spec = get_gpt_decoder_block_spec(
@@ -97,8 +118,9 @@ def build(job):
         for layer, has_experts in zip(layers, freq, strict=True):
             if has_experts:
                 layer.submodules.sharded_state_dict_keys_map.pop("pre_mlp_layernorm.")
+    further = get_gpt_mtp_block_spec(config, spec, False) if config.mtp_num_layers else None
     model = GPTModel(
-        config, spec, vocab_size=padded(job), max_sequence_length=64,
+        config, spec, mtp_block_spec=further, vocab_size=padded(job), max_sequence_length=64,
         position_embedding_type=job["position"], rotary_base=10000,
         share_embeddings_and_output_weights=job["tied"],
         pre_process=parallel_state.is_pipeline_first_stage(),
@@ -186,7 +208,7 @@ def arguments(job, config):
 
     keys = {**MODEL, **job["model"]}
     return argparse.Namespace(
-        **{key: getattr(config, key) for key in keys if key.startswith(("moe_", "qk_"))},
+        **{key: getattr(config, key) for key in keys if key.startswith(_COPIED)},
         num_layers=config.num_layers, hidden_size=config.hidden_size,
         num_attention_heads=config.num_attention_heads, group_query_attention=True,
         num_query_groups=config.num_query_groups, kv_channels=config.kv_channels,
@@ -254,11 +276,31 @@ def main(job):
         state, metadata = state_dict(job, config, bare, optimizer, schedule, is_loading=False)
         dist_checkpointing.save(state, job["save"], content_metadata=metadata)
     is_one_stage = job["pp"] == 1
-    with torch.no_grad():
-        logits = bare(*inputs(job)[1], runtime_gather_output=True) if is_one_stage else None
+    logits = logits_of(job, bare) if is_one_stage else []
+    bare.train()
     losses += train(job, *parts, job["more"]) if optimizer else []
     if torch.distributed.get_rank() == 0 and is_one_stage:
-        np.savez(job["out"], tokens=inputs(job)[0], logits=logits.float(), losses=losses)
+        further = {f"logits_{depth}": each for depth, each in enumerate(logits[1:], 1)}
+        np.savez(job["out"], tokens=inputs(job)[0], logits=logits[0], losses=losses, **further)
+
+
+@torch.no_grad()
+def logits_of(job, bare):
+    """Return the logits [rows, length, vocabulary], and those of each multi-token module."""
+    tokens, batch = inputs(job)
+    bare.eval()  # experts with tensor parallelism are not trained without sequence parallelism
+    if not bare.config.mtp_num_layers:
+        return [bare(*batch, runtime_gather_output=True).float()]
+    collected, compute = [], bare.compute_language_model_loss
+
+    def collect(labels, logits):
+        collected.append(logits.transpose(0, 1).float().clone())  # the loss overwrites them
+        return compute(labels, logits)
+
+    bare.compute_language_model_loss = collect
+    bare(*batch, labels=tokens[:, 1:])
+    bare.compute_language_model_loss = compute
+    return [collected[-1], *collected[:-1]]
 
 
 def load(state, model, optimizer, schedule):

@@ -11,9 +11,12 @@ import jax
 import numpy as np
 import pytest
 
+from jaxforge import inference
 from jaxforge.config.model import ModelConfig
 from jaxforge.config.reading.load import load_config
 from jaxforge.errors import UserError
+from jaxforge.model.transformer import FURTHER_TOKENS, Model
+from jaxforge.step.mtp import with_further_tokens
 from tests.helpers import cli, setup
 from tests.torch_compat.gauged import restored
 from tests.torch_compat.megatron_golden import (
@@ -26,6 +29,7 @@ from tests.torch_compat.megatron_golden import (
     raw,
 )
 from tests.torch_compat.runs import assert_same, trained, values
+from tests.torch_compat.stage_runs import write_run
 from torch_compat.checkpoint import checkpoints, megatron_config, megatron_state, orbax_store
 from torch_compat.checkpoint.network_settings import network_settings
 from torch_compat.checkpoint.restore import open_foreign
@@ -52,6 +56,52 @@ def copied(tmp_path):
 def test_import_has_the_logits_of_megatron(name, tmp_path):
     tokens, logits = expected(name)
     assert_close(logits_of(imported(name, tmp_path / "run"), tokens)[1], logits)
+
+
+@pytest.fixture(scope="module")
+def latent(tmp_path_factory):
+    return imported("latent", tmp_path_factory.mktemp("latent") / "run")
+
+
+def test_latent_attention_and_module_have_the_logits_of_megatron(latent):
+    """A model like DeepSeek-V3 of other sizes, with a module that predicts the token after next."""
+    tokens, logits = expected("latent")
+    trained = inference.open_run(latent, devices=jax.devices()[:1])
+    network = Model(trained.config.model)
+
+    @jax.jit
+    def both(params):
+        hidden, _ = network.forward(params, {"input_ids": tokens})
+        batch = with_further_tokens({"input_ids": tokens[None], "labels": tokens[None]},
+                                    trained.config.model)  # fmt: skip
+        batch = {"input_ids": tokens, FURTHER_TOKENS: batch[FURTHER_TOKENS][0]}
+        ((further, _),) = network.predict_further(params, hidden, batch, None)
+        return [network.logits(params, x) for x in (hidden, further)]
+
+    with trained.in_use() as params:
+        native, further = map(np.asarray, both(params))
+    assert_close(native, logits)
+    # The module of the last position embeds a token beyond the batch.
+    theirs = np.load(GOLDEN / "latent" / "logits.npz")["logits_1"]
+    assert_close(further[:, :-1], theirs[:, :-1])
+
+
+def test_latent_attention_and_module_are_exported_to_hugging_face(latent, tmp_path, capsys):
+    """An export without the run in between has the tensors of the source."""
+    source = str(GOLDEN / "latent")
+    assert cli(["convert", source, str(tmp_path / "hf"), "--to=hf"]) == 0
+    assert cli(["verify", source, str(tmp_path / "hf")]) == 0
+    assert "tensors: 71 are the same" in capsys.readouterr().out
+    about = json.loads((tmp_path / "hf" / "config.json").read_text())
+    assert (about["model_type"], about["num_nextn_predict_layers"]) == ("deepseek_v3", 1)
+    assert cli(["verify", source, str(latent), "--weights-only"]) == 0
+    assert cli(["convert", source, str(tmp_path / "none"), "--to=hf", "--model.mtp_depth=0"]) == 0
+    assert "left out: decoder.layers.2." in capsys.readouterr().err
+    assert cli(["verify", source, str(tmp_path / "none"), "--model.mtp_depth=0"]) == 0
+    with pytest.raises(
+        UserError, match=r"1 modules of multi-token prediction: set model\.mtp_depth"
+    ):
+        cli(["convert", source, str(tmp_path / "two"), "--to=hf", "--model.mtp_depth=2"])
 
 
 def test_moments_are_assigned_to_their_parameters(dense):
@@ -229,6 +279,24 @@ def test_export_has_every_key_of_megatron_with_the_same_bits(name, tmp_path):
     assert checkpoints.find(back).config(None).model_dump() == after.model_dump()
 
 
+def test_export_has_the_modules_of_a_run(tmp_path):
+    """Modules have no stacked layers, but stacked experts; the weight of their loss is kept."""
+    experts = {"num_experts": 4, "moe_top_k": 2, "moe_expert_dim": 20}
+    run = write_run(tmp_path / "run", model={**experts, "mtp_depth": 2, "feed_forward_pattern": []})
+    assert cli(["convert", str(run), str(tmp_path / "out"), "--to=megatron"]) == 0
+    written = tmp_path / "out" / "iter_0000003"
+    keys = open_dcp(Directory(written)).tensors
+    prefix = "mtp.layers.1."
+    assert keys[f"{prefix}eh_proj.weight"].shape == (32, 64)
+    assert keys[f"{prefix}transformer_layer.mlp.experts.experts.linear_fc2.weight"].shape == (
+        4, 32, 20)  # fmt: skip
+    assert f"{prefix}transformer_layer.pre_mlp_layernorm.weight" in keys
+    assert not any(key.startswith("decoder.layers.5") for key in keys)
+    assert cli(["verify", str(run), str(written)]) == 0
+    config = checkpoints.find(written).config(None)
+    assert config.train.mtp_loss_weight == load_config(run / "config.toml").train.mtp_loss_weight
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -284,9 +352,9 @@ SETTINGS = {"num_layers": 4, "hidden_size": 32, "num_attention_heads": 4, "vocab
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"multi_latent_attention": True}, "no counterpart of multi_latent_attention = True"),
+        ({"multi_latent_attention": True}, "no counterpart of qk_layernorm = False"),
         ({"rotary_interleaved": True}, "no counterpart of rotary_interleaved"),
-        ({"activation_func": "megatron.core.activations.squared_relu"}, "activation_func"),
+        ({"activation_func": "megatron.core.activations.quick_gelu"}, "activation_func"),
         ({"num_moe_experts": 8, "moe_layer_freq": [1, 0, 0, 1]}, "moe_layer_freq"),
         (
             {
@@ -316,6 +384,7 @@ MODELS = {
     "qwen": {"qkv_bias": True, "tie_embeddings": True, "head_dim": 16, "qk_norm": True},
     "gelu": {"norm_type": "layernorm", "activation": "gelu_tanh", "mlp_bias": True, "o_bias": True,
              "qkv_bias": True, "position_embedding": "learned"},
+    "squared relu": {"activation": "relu2", "mtp_depth": 2},
     "exact gelu": {"activation": "gelu", "rope_scaling": {"rope_type": "linear", "factor": 2.0}},
     "windows": {"sliding_window": 8, "attention_pattern": ["sliding", "sliding", "full"],
                 "rope_pattern": [True, False], "partial_rotary_factor": 0.5},
@@ -334,10 +403,18 @@ def test_settings_restore_the_model(keys):
     settings = megatron_config.settings(model)
     again = ModelConfig(**megatron_config.model_table(settings, ""))
     assert network_settings(again) == network_settings(model)
+    assert again.mtp_depth == model.mtp_depth
 
 
 @pytest.mark.parametrize(
-    "keys", [{"norm_placement": "post"}, {"attention_sinks": True}, {"final_logit_softcap": 9.0}]
+    "keys",
+    [
+        {"norm_placement": "post"},
+        {"attention_sinks": True},
+        {"final_logit_softcap": 9.0},
+        {"mixer_pattern": ["latent_attention"]},
+        {"mixer_pattern": ["mamba2"]},
+    ],
 )
 def test_model_without_settings_raises(keys):
     model = ModelConfig(dim=64, n_layers=4, n_heads=4, vocab_size=64, **keys)

@@ -79,6 +79,48 @@ def test_megatron_loads_experts_of_an_export(tmp_path):
     np.testing.assert_allclose(loaded["logits"], before["logits"], atol=1e-6)
 
 
+def test_megatron_loads_modules_of_an_export(tmp_path):
+    settings = {"model": {**EXPERTS["model"], "mtp_num_layers": 2}, "vocab": 29, "divisor": 1}
+    before = run_job(tmp_path / "job", **settings, save=str(tmp_path / "iter_0000002"))
+    command = ["convert", str(tmp_path / "iter_0000002"), str(tmp_path / "run"), "--to=jaxforge"]
+    assert cli(command) == 0
+    assert cli(["convert", str(tmp_path / "run"), str(tmp_path / "out"), "--to=megatron"]) == 0
+    path = str(tmp_path / "out" / "iter_0000000")
+    loaded = run_job(tmp_path / "again", **settings, te_names=True, load=path, seed=5)
+    for name in ("logits", "logits_1", "logits_2"):
+        np.testing.assert_allclose(loaded[name], before[name], atol=1e-6)
+
+
+ODD = {"hidden_size": 24, "num_attention_heads": 6, "num_query_groups": 2, "kv_channels": 10,
+       "ffn_hidden_size": 38}  # fmt: skip
+GROUPED = {key: EXPERTS["model"][key] for key in EXPERTS["model"] if key.startswith(("moe", "num"))}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "settings"),
+    [
+        (1, {"model": {**ODD, "ffn_hidden_size": 37}, "vocab": 29, "divisor": 7, "tied": True}),
+        (2, {"model": ODD, "vocab": 29, "divisor": 16, "tp": 2}),
+        (2, {"model": {"num_query_groups": 1}, "tp": 2}),
+        (2, {"model": {"num_layers": 5, "num_layers_in_first_pipeline_stage": 2}, "pp": 2}),
+        (2, {"model": {**GROUPED, "moe_shared_expert_intermediate_size": 24}, "ep": 2}),
+        (2, {"model": {**GROUPED, "moe_shared_expert_intermediate_size": 24}, "tp": 2}),
+    ],
+    ids=["sizes", "tensor", "one key head", "unequal stages", "experts", "split experts"],
+)
+def test_odd_shape_becomes_a_hugging_face_model(ranks, settings, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    torch = pytest.importorskip("torch")
+    source = str(tmp_path / "iter_0000002")
+    job = run_job(tmp_path / "job", ranks, **settings, save=source)
+    assert cli(["convert", source, str(tmp_path / "hf"), "--to=hf"]) == 0
+    assert cli(["verify", source, str(tmp_path / "hf")]) == 0
+    network = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+    if job is not None:  # logits of several stages are not collected
+        logits = network(torch.tensor(job["tokens"][:, :-1])).logits.detach().numpy()
+        np.testing.assert_allclose(logits, job["logits"], atol=1e-5)
+
+
 @pytest.mark.parametrize(
     ("name", "settings"),
     [

@@ -127,6 +127,8 @@ def read(dcp: Dcp, target: AbstractTarget, options: ReadOptions) -> CheckpointSt
     keys = sort_keys(dcp, options.dialect)
     if keys.dialect is None:
         raise UserError(unknown(keys.params, dcp.where))
+    if keys.dialect is MEGATRON:
+        keys = megatron_state.without_modules(keys, target.config.model.mtp_depth)
     notes: list[str] = []
     if keys.left_out:
         notes.append(f"left out: {summarize_names(keys.left_out)}, which are not part of the model")

@@ -4,15 +4,20 @@ Settings have the names of `TransformerConfig` and of Megatron-Bridge's `GPTMode
 the section `model` of `run_config.yaml`. `megatron_files` translates Megatron-LM's arguments.
 """
 
+import math
 import reprlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from jaxforge.config.mixers import LATENT_ATTENTION, MAMBA2
 from jaxforge.config.model import ModelConfig, every_nth
 from jaxforge.errors import UserError
 from torch_compat.checkpoint.network_settings import network_settings, same
+from torch_compat.families.state_space import HYBRID_LAYERS
 from torch_compat.families.values import is_size
 from torch_compat.formats import limits
+
+SQUARED_RELU = "squared_relu"
 
 Settings = Mapping[str, Any]
 Table = dict[str, Any]
@@ -31,29 +36,38 @@ _DEFAULTS: Settings = {
     "moe_router_topk_scaling_factor": None, "moe_router_num_groups": None,
     "moe_router_group_topk": None, "moe_router_enable_expert_bias": False,
     "moe_router_bias_update_rate": 1e-3, "moe_shared_expert_intermediate_size": None,
-    "moe_shared_expert_gate": False,
+    "moe_shared_expert_gate": False, "mtp_num_layers": None, "multi_latent_attention": False,
+    "kv_lora_rank": 512, "qk_head_dim": 128, "qk_pos_emb_head_dim": 64, "v_head_dim": 128,
+    "rope_type": "yarn", "rotary_scaling_factor": 40.0, "original_max_position_embeddings": 4096,
+    "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 0.0,
+    "hybrid_override_pattern": None, "mamba_state_dim": 128, "mamba_head_dim": 64,
+    "mamba_num_groups": 8, "mamba_num_heads": None,
 }  # fmt: skip
 """Defaults of Megatron-Core and Megatron-Bridge."""
 _SUPPORTED: Settings = {
-    "multi_latent_attention": False, "rotary_interleaved": False, "qk_l2_norm": False,
+    "rotary_interleaved": False, "qk_l2_norm": False,
     "apply_residual_connection_post_layernorm": False, "heterogeneous_block_specs": False,
     "attention_output_gate": False, "glu_linear_offset": 0.0, "activation_func_clamp_value": None,
     "softmax_type": "vanilla", "moe_apply_probs_on_input": False, "moe_latent_size": None,
-    "is_hybrid_model": False, "experimental_attention_variant": None,
+    "mtp_use_repeated_layer": False, "experimental_attention_variant": None,
     "linear_attention_freq": None, "moe_mlp_glu_interleave_size": None, "mrope_section": None,
-    "hybrid_override_pattern": None,
 }  # fmt: skip
 """Settings of which jaxforge supports one value only."""
 _REQUIRED = ("num_layers", "hidden_size", "num_attention_heads")
 _SIZES = (*_REQUIRED, "num_query_groups", "kv_channels", "ffn_hidden_size", "moe_ffn_hidden_size",
           "num_moe_experts", "moe_router_topk", "moe_router_num_groups", "moe_router_group_topk",
-          "moe_shared_expert_intermediate_size", "vocab_size", "padded_vocab_size",
+          "moe_shared_expert_intermediate_size", "mtp_num_layers", "q_lora_rank", "kv_lora_rank",
+          "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim", "original_max_position_embeddings",
+          "mamba_state_dim", "mamba_head_dim", "mamba_num_groups", "mamba_num_heads",
+          "vocab_size", "padded_vocab_size",
           "max_position_embeddings", "seq_length")  # fmt: skip
 _NUMBERS = ("layernorm_epsilon", "rotary_base", "rotary_percent", "softmax_scale",
             "seq_len_interpolation_factor", "moe_router_topk_scaling_factor", "scale_factor",
-            "low_freq_factor", "high_freq_factor", "old_context_len")  # fmt: skip
-_ACTIVATIONS = {"silu": "silu", "gelu": "gelu", "relu": "relu"}
-_OTHER_MODELS = ("gemma", "mamba", "nemotronh", "nemotron_h", "gpt_oss", "_vl", "t5", "deepseek_v4")
+            "low_freq_factor", "high_freq_factor", "old_context_len", "rotary_scaling_factor",
+            "beta_fast", "beta_slow", "mscale", "mscale_all_dim")  # fmt: skip
+_ACTIVATIONS = {"silu": "silu", "gelu": "gelu", "relu": "relu", SQUARED_RELU: "relu2"}
+_ACTIVATION_NAMES = {"gelu_tanh": "gelu", "relu2": SQUARED_RELU}
+_OTHER_MODELS = ("gemma", "gpt_oss", "_vl", "t5", "deepseek_v4")
 """Parts of names of providers whose models differ from the GPT model in more than settings."""
 
 
@@ -91,6 +105,58 @@ def model_table(stored: Settings, where: str) -> Table:
         table["attention_scale"] = s["softmax_scale"]
     table |= _norms(s, where) | _feed_forward(s, where) | _positions(s, where) | _windows(s, where)
     table |= _experts(s, where) if s["num_moe_experts"] else {}
+    if s["multi_latent_attention"]:
+        # Keys of all heads come from one latent, and norms are those of latents.
+        spare = ("n_kv_heads", "head_dim", "qk_norm", "qk_norm_eps")
+        table = {key: x for key, x in table.items() if key not in spare}
+        table |= _latent_attention(s, where)
+    if s["hybrid_override_pattern"] or s.get("is_hybrid_model"):
+        table |= _hybrid(s, where)
+    return table | ({"mtp_depth": s["mtp_num_layers"]} if s["mtp_num_layers"] else {})
+
+
+def _latent_attention(s: Settings, where: str) -> Table:
+    """Return the keys of multi-head latent attention."""
+    if not s["qk_layernorm"]:  # latents without norms
+        raise _unsupported("qk_layernorm", s, where)
+    sizes = {"q_rank": s.get("q_lora_rank"), "kv_rank": s["kv_lora_rank"],
+             "nope_head_dim": s["qk_head_dim"], "rope_head_dim": s["qk_pos_emb_head_dim"],
+             "value_head_dim": s["v_head_dim"], "norm_eps": s["layernorm_epsilon"]}  # fmt: skip
+    table: Table = {"mixer_pattern": [LATENT_ATTENTION], "latent_attention": sizes}
+    if s["rope_type"] == "rope" and not s["mscale_all_dim"]:
+        return table
+    if s["rope_type"] != "yarn":
+        raise _unsupported("rope_type", s, where)
+    scaling: Table = {
+        "rope_type": "yarn", "factor": s["rotary_scaling_factor"], "beta_fast": s["beta_fast"],
+        "beta_slow": s["beta_slow"], "original_max_seq_len": s["original_max_position_embeddings"],
+    }  # fmt: skip
+    if s["mscale_all_dim"]:
+        scaling |= {"mscale": s["mscale"], "mscale_all_dim": s["mscale_all_dim"]}
+    else:
+        factor = 1 + 0.1 * s["mscale"] * math.log(max(1.0, s["rotary_scaling_factor"]))
+        scaling["attention_factor"] = factor
+    return {**table, "rope_scaling": scaling}
+
+
+def _hybrid(s: Settings, where: str) -> Table:
+    """Return the keys of layers of one part each, most of them of Mamba-2."""
+    letters = s["hybrid_override_pattern"]
+    if not isinstance(letters, str) or set(letters) - HYBRID_LAYERS.keys():
+        raise _unsupported("hybrid_override_pattern", s, where)
+    if len(letters) != s["num_layers"]:
+        raise UserError(f"{where}: num_layers = {s['num_layers']}, but hybrid_override_pattern has "
+                        f"{len(letters)} letters")  # fmt: skip
+    parts, width = [HYBRID_LAYERS[letter] for letter in letters], s["mamba_head_dim"]
+    table: Table = {
+        "mixer_pattern": [part.mixer for part in parts],
+        "feed_forward_pattern": [part.feed_forward for part in parts],
+        "moe_first_dense_layers": 0,
+        MAMBA2: {
+            "heads": s["mamba_num_heads"] or 2 * s["hidden_size"] // width, "head_dim": width,
+            "state_size": s["mamba_state_dim"], "groups": s["mamba_num_groups"],
+        },
+    }  # fmt: skip
     return table
 
 
@@ -112,6 +178,7 @@ def _check(stored: Settings, where: str) -> None:
     for key in (*_SIZES, *_NUMBERS):
         value = stored.get(key)
         is_fine = type(value) is int and 1 <= value <= limits.WIDTH
+        is_fine |= key == "mscale_all_dim" and value == 0  # its default
         if value is not None and not (is_fine or (key in _NUMBERS and is_size(value))):
             raise UserError(f"{where}: {key} = {reprlib.repr(value)} is impossible")
     limits.check_layers(stored["num_layers"], stored.get("num_moe_experts"), where)
@@ -162,6 +229,8 @@ def _feed_forward(s: Settings, where: str) -> Table:
 
 def _positions(s: Settings, where: str) -> Table:
     kind = s["position_embedding_type"]
+    if kind == "none":
+        return {"rope_pattern": [False]}
     if kind == "learned_absolute":
         return {"position_embedding": "learned"}
     if kind != "rope":
@@ -242,7 +311,8 @@ def _experts(s: Settings, where: str) -> Table:
         "moe_router": "softmax_topk" if score == "softmax" else "sigmoid_topk",
         "moe_bias_update": "sign" if has_bias else "none",
         "moe_norm_topk": normalized,
-        **_layers_with(has_experts, s, where),
+        # The layers of a hybrid model follow from its pattern.
+        **({} if s["hybrid_override_pattern"] else _layers_with(has_experts, s, where)),
     }
     if has_bias:
         table["moe_bias_update_rate"] = s["moe_router_bias_update_rate"]
@@ -305,7 +375,7 @@ def _written(model: ModelConfig) -> Iterator[tuple[str, Any]]:
         "layernorm_zero_centered_gamma": model.norm_unit_offset,
         "add_bias_linear": biased, "add_qkv_bias": model.qkv_bias and not biased,
         "gated_linear_unit": model.is_gated,
-        "activation_func": model.activation.removesuffix("_tanh"),
+        "activation_func": _ACTIVATION_NAMES.get(model.activation, model.activation),
         "bias_activation_fusion": model.activation != "gelu",
         "share_embeddings_and_output_weights": model.tie_embeddings,
         "qk_layernorm": model.qk_norm, "softmax_scale": model.attention_scale,
@@ -333,6 +403,8 @@ def _written(model: ModelConfig) -> Iterator[tuple[str, Any]]:
             yield "window_attn_skip_freq", [int(window is not None) for window in model.windows]
     if model.is_moe:
         yield from _written_experts(model)
+    if model.mtp_depth:
+        yield "mtp_num_layers", model.mtp_depth
 
 
 def _written_experts(model: ModelConfig) -> Iterator[tuple[str, Any]]:

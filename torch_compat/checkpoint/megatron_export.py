@@ -32,6 +32,7 @@ _MODULES = ("self_attention.linear_qkv", "self_attention.linear_proj",
 _DENSE_MODULES = ("mlp.linear_fc1", "mlp.linear_fc2")
 _EXPERT_MODULES = ("pre_mlp_layernorm", "mlp.router", "mlp.shared_experts.linear_fc1",
                "mlp.shared_experts.linear_fc2")  # fmt: skip
+_PREDICTION_MODULES = ("enorm", "hnorm", "eh_proj", "final_layernorm")
 _SCHEDULES = {"cosine": "cosine", "linear": "linear", "constant": "constant", "none": "constant",
               "wsd": "WSD"}  # fmt: skip
 _ONE_RANK = {"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1}
@@ -108,8 +109,20 @@ def _extra_states(model: ModelConfig) -> Iterator[str]:
             yield f"{prefix}{module}._extra_state/shard_{shard}_{n_shards}"
         for j in range(experts if has_experts else 0):
             suffix = f"{i}.{j}_{layers}.{experts}" if is_alike else f"{j}_{experts}"
-            for module in ("linear_fc1", "linear_fc2"):
-                yield f"{prefix}mlp.experts.experts.{module}._extra_state/shard_{suffix}"
+            yield from _expert_extra_states(prefix, suffix)
+    for depth in range(model.mtp_depth):
+        prefix, has_experts = f"mtp.layers.{depth}.", model.has_experts[-1]
+        within = f"{prefix}transformer_layer."
+        modules = (*_MODULES, *(_EXPERT_MODULES if has_experts else _DENSE_MODULES))
+        names = (*(f"{within}{m}" for m in modules), *(f"{prefix}{m}" for m in _PREDICTION_MODULES))
+        yield from (f"{name}._extra_state/shard_0_1" for name in names)
+        for j in range(experts if has_experts else 0):
+            yield from _expert_extra_states(within, f"{j}_{experts}")
+
+
+def _expert_extra_states(prefix: str, suffix: str) -> Iterator[str]:
+    for module in ("linear_fc1", "linear_fc2"):
+        yield f"{prefix}mlp.experts.experts.{module}._extra_state/shard_{suffix}"
 
 
 def decay_notes(target: AbstractTarget) -> list[str]:
@@ -178,8 +191,10 @@ def train_state(progress: Progress) -> dict[str, np.ndarray]:
 
 def run_config(config: JobConfig, *, has_optimizer: bool) -> str:
     """Return the content of Megatron-Bridge's `run_config.yaml`."""
-    settings = megatron_config.settings(config.model)
-    activation = f"torch.nn.functional.{settings['activation_func']}"
+    settings = _settings(config)
+    name = settings["activation_func"]
+    is_own = name == megatron_config.SQUARED_RELU
+    activation = f"{'megatron.core.activations' if is_own else 'torch.nn.functional'}.{name}"
     sections = {
         "model": {
             **settings, **_ONE_RANK, "_target_": _PROVIDER, "seq_length": config.train.seq_len,
@@ -189,6 +204,13 @@ def run_config(config: JobConfig, *, has_optimizer: bool) -> str:
         **{name: section(config) for name, section in _SECTIONS.items()},
     }  # fmt: skip
     return yaml.safe_dump(sections, sort_keys=True)
+
+
+def _settings(config: JobConfig) -> dict[str, Any]:
+    """Return the settings of the model, and the weight of the loss of its modules."""
+    weight = {"mtp_loss_scaling_factor": config.train.mtp_loss_weight}
+    settings = megatron_config.settings(config.model)
+    return settings | (weight if config.model.mtp_depth else {})
 
 
 def _optimizer(config: JobConfig) -> dict[str, Any]:
@@ -218,7 +240,7 @@ _SECTIONS = {"optimizer": _optimizer, "scheduler": _scheduler, "train": _train}
 
 def _arguments(config: JobConfig, progress: Progress, has_optimizer: bool) -> dict[str, Any]:
     """Return Megatron-LM's arguments of the model, the optimizer and the loader."""
-    settings = megatron_config.settings(config.model)
+    settings = _settings(config)
     is_silu = settings["activation_func"] == "silu"
     # In their place Megatron-LM has `swiglu` and `untie_embeddings_and_output_weights`.
     args = {key: v for key, v in settings.items() if not key.startswith(("activation_", "share_"))}
@@ -234,7 +256,8 @@ def _arguments(config: JobConfig, progress: Progress, has_optimizer: bool) -> di
         "group_query_attention": config.model.kv_heads != config.model.n_heads,
         "untie_embeddings_and_output_weights": not config.model.tie_embeddings,
         "padded_vocab_size": config.model.vocab_size, "make_vocab_size_divisible_by": 128,
-        "add_position_embedding": True, "rotary_interleaved": False, "squared_relu": False,
+        "add_position_embedding": True, "rotary_interleaved": False,
+        "squared_relu": settings["activation_func"] == megatron_config.SQUARED_RELU,
         "no_save_rng": True, "no_save_optim": not has_optimizer, "ckpt_format": "torch_dist",
         "iteration": progress.step, "consumed_train_samples": progress.samples,
         "skipped_train_samples": 0, "consumed_valid_samples": 0, **_ONE_RANK,

@@ -32,7 +32,8 @@ from torch_compat.names.table import strip_wrappers
 
 _PREFIX = re.compile(r"^model\d*\.")
 _STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(.+)")
-_PARAMETER = re.compile(r"(\w+_)?(weight|bias)\d*(_[wv])?")  # last part of a parameter's name
+_PARAMETER = re.compile(r"(\w+_)?(weight|bias)\d*(_[wv])?|A_log|D|z|x|B|C|dt")
+"""Last part of a parameter's name; letters are those of Mamba-2."""
 _GROUP = re.compile(rf"optimizer\.param_to_group_meta\.(.+)\.({'|'.join((*MAIN_KEYS, STEP))})")
 _FLAT_GROUPS = re.compile(
     r"(?:chained_\d+\.)?optimizer\.distributed\.dp_group_idx_\d+\.optimizer(/.+)?"
@@ -40,7 +41,7 @@ _FLAT_GROUPS = re.compile(
 _NOT_MODEL = ("optimizer.", "chained_", "opt_param_scheduler", "rng_state", "rerun_state")
 _EXTRA = "_extra_state"
 _MASTERS = ("param", "fp32_param", "master_param")
-_PREDICTION_LAYERS = "mtp."  # layers of multi-token prediction
+_MODULE = re.compile(rf"decoder\.layers\.(\d{{1,9}})\.{re.escape(megatron.MODULE_NORM)}")
 _OPTIMIZER = {"lr": "lr", "eps": "adam_eps", "weight_decay": "weight_decay"}
 _STYLES = ("constant", "linear", "cosine")
 _TRAIN = {"seq_len": "seq_length", "global_batch_size": "global_batch_size",
@@ -61,7 +62,7 @@ def sort_keys(dcp: Dcp) -> DcpKeys:
     where = str(dcp.directory)
     model: dict[str, LazyTensor] = {}
     fields: dict[str, dict[str, LazyTensor]] = {}
-    unassigned, left_out = list(dcp.objects), []
+    unassigned = list(dcp.objects)
     bare = _without_prefix(dcp)
     for key, tensor in dcp.tensors.items():
         if match := _STATE.fullmatch(key):
@@ -69,12 +70,13 @@ def sort_keys(dcp: Dcp) -> DcpKeys:
             fields.setdefault(field, {})[strip_wrappers(name)] = tensor
         elif key.startswith(_NOT_MODEL) or key.endswith(_EXTRA):
             unassigned.append(key)
-        elif (name := bare(key)).startswith(_PREDICTION_LAYERS):
-            left_out.append(key)
-        elif name in model:
+        elif (name := bare(key)) in model:
             raise UserError(f"{where}: {key} and another key are both {name}")
         else:
             model[name] = tensor
+    n_layers = megatron.count_layers(model)
+    model = megatron.modules_as_layers(model, n_layers)
+    fields = {f: megatron.modules_as_layers(named, n_layers) for f, named in fields.items()}
     # Names per layer and expert, with gate and up apart, whatever the layout of the file is.
     params = megatron.separate(model, where)
     unmapped = ""
@@ -102,11 +104,27 @@ def sort_keys(dcp: Dcp) -> DcpKeys:
         params,
         state,
         groups,
-        [*unassigned, *left_out],
-        tuple(left_out),
-        masters,
-        unmapped,
+        unassigned,
+        masters=masters,
+        unmapped=unmapped,
     )
+
+
+def without_modules(keys: DcpKeys, depth: int) -> DcpKeys:
+    """Return the keys without modules of multi-token prediction beyond a depth."""
+    layers = sorted(int(match[1]) for key in keys.params if (match := _MODULE.fullmatch(key)))
+    spare = tuple(f"decoder.layers.{layer}." for layer in layers[depth:])
+    left_out = tuple(key for key in keys.params if spare and key.startswith(spare))
+    if not left_out:
+        return keys
+
+    def retained(named: Mapping[str, Any]) -> dict[str, Any]:
+        return {key: value for key, value in named.items() if not key.startswith(spare)}
+
+    return keys._replace(
+        params=retained(keys.params), state=retained(keys.state), masters=retained(keys.masters),
+        left_out=left_out,
+    )  # fmt: skip
 
 
 def _without_prefix(dcp: Dcp) -> Callable[[str], str]:
@@ -151,9 +169,11 @@ def config_values(job: Job) -> dict[str, Any]:
         for key, theirs in _TRAIN.items()
         if type(value := job.train.get(theirs)) is int and value > 0
     }
+    model = model_table(job.model, job.where)
+    if model.get("mtp_depth"):
+        train["mtp_loss_weight"] = job.model.get("mtp_loss_scaling_factor") or 0.1
     return {
-        "model": model_table(job.model, job.where), "train": train, "optimizer": optimizer,
-        "scheduler": _schedule(job),
+        "model": model, "train": train, "optimizer": optimizer, "scheduler": _schedule(job),
     }  # fmt: skip
 
 

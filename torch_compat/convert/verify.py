@@ -232,9 +232,10 @@ def _by_parameter(
         weights_only, options = True, dataclasses.replace(options, weights_only=True)
         # Again, because weights that resume may be float32 copies of those that are exported.
         x, y = a.read(config, options), b.read(config, options)
-    for label, state in (("A", x), ("B", y)):
-        notes += state.notes if state.dialect.startswith("hf") else ()
-        notes += [f"{label}: {note}" for note in repeats.suspicions(state.params)]
+    notes += [note for state in (x, y) if state.dialect.startswith("hf") for note in state.notes]
+    suspicions = [repeats.suspicions(state.params) for state in (x, y)]
+    notes += [f"A: {note}" for note in suspicions[0]]
+    notes += [f"B: {note}" for note in suspicions[1] if note not in suspicions[0]]
     if not weights_only and bool(x.ema) != bool(y.ema):
         notes.append("only one checkpoint has an average of the parameters: it was not compared")
         x, y = (dataclasses.replace(state, ema={}) for state in (x, y))

@@ -24,7 +24,7 @@ from torch_compat.families.family import (
     Table,
     name_map,
 )
-from torch_compat.names.table import InterleavedTail, Rule
+from torch_compat.names.table import LATENT_KEYS, LATENT_QUERIES, InterleavedTail, Rule
 
 # Parameter names and config keys of multi-head latent attention, shared by DeepSeek's families.
 
@@ -36,9 +36,6 @@ _LATENT_DEFAULTS: Mapping[str, Any] = {
 _UNUSED = ("ep_size", "pretraining_tp", "aux_loss_alpha", "seq_aux", "output_router_logits")
 """Keys that concern training and its machines only."""
 
-_QUERIES = InterleavedTail(lambda model: model.latent_attention.query_head_dim)
-_SHARED_KEYS = InterleavedTail(lambda model: model.latent_attention.cached_values)
-
 
 def _latent_rule(
     name: str, hf_name: str, change: InterleavedTail | None = None, *, optional: bool = False
@@ -49,13 +46,13 @@ def _latent_rule(
 
 
 _LATENT_RULES = (
-    _latent_rule("q_proj.weight", "q_proj.weight", _QUERIES, optional=True),
+    _latent_rule("q_proj.weight", "q_proj.weight", LATENT_QUERIES, optional=True),
     _latent_rule("q_a_proj.weight", "q_a_proj.weight", optional=True),
     _latent_rule("q_a_proj.bias", "q_a_proj.bias", optional=True),
     _latent_rule("q_a_norm.weight", "q_a_layernorm.weight", optional=True),
-    _latent_rule("q_b_proj.weight", "q_b_proj.weight", _QUERIES, optional=True),
-    _latent_rule("kv_a_proj.weight", "kv_a_proj_with_mqa.weight", _SHARED_KEYS),
-    _latent_rule("kv_a_proj.bias", "kv_a_proj_with_mqa.bias", _SHARED_KEYS, optional=True),
+    _latent_rule("q_b_proj.weight", "q_b_proj.weight", LATENT_QUERIES, optional=True),
+    _latent_rule("kv_a_proj.weight", "kv_a_proj_with_mqa.weight", LATENT_KEYS),
+    _latent_rule("kv_a_proj.bias", "kv_a_proj_with_mqa.bias", LATENT_KEYS, optional=True),
     _latent_rule("kv_a_norm.weight", "kv_a_layernorm.weight"),
     _latent_rule("kv_b_proj.weight", "kv_b_proj.weight"),
     _latent_rule("o_proj.weight", "o_proj.weight"),

@@ -1,8 +1,7 @@
 """NVIDIA's models: Nemotron 3 and 4, and Nemotron-H."""
 
 from jaxforge.config.mixers import MAMBA2
-from jaxforge.config.model import ATTENTION as ATTENTION_MIXER
-from jaxforge.config.model import NO_MIXER, LayerParts, ModelConfig
+from jaxforge.config.model import ModelConfig
 from jaxforge.errors import UserError
 from torch_compat.families import common, experts, state_space
 from torch_compat.families.common import BIASES, COMMON, FULL
@@ -20,7 +19,7 @@ from torch_compat.families.family import (
     Table,
     name_map,
 )
-from torch_compat.families.state_space import LINEAR
+from torch_compat.families.state_space import HYBRID_LAYERS, LINEAR
 from torch_compat.families.values import list_of
 from torch_compat.formats.limits import is_name
 from torch_compat.names.table import EMBEDDING, HEAD, Rule
@@ -56,15 +55,9 @@ NEMOTRON_FAMILY = Family(
 
 # Nemotron-H (arXiv:2504.03624) and Nemotron 3.
 #
-# A letter stands for each layer: M for Mamba-2, * for attention without positions, - for a
-# feed-forward with squared ReLU, and E for experts.
+# A letter stands for each layer (`HYBRID_LAYERS`). Attention has no positions, and feed-forwards
+# have squared ReLU.
 
-_LETTERS = {
-    "M": LayerParts(MAMBA2, "none"),
-    "*": LayerParts(ATTENTION_MIXER, "none"),
-    "-": LayerParts(NO_MIXER, "dense"),
-    "E": LayerParts(NO_MIXER, "experts"),
-}
 _KINDS = {LINEAR: "M", "mamba": "M", FULL: "*", "attention": "*", "mlp": "-", "moe": "E"}
 """Kind of a layer in transformers 5 and 4 -> letter."""
 _PATTERN, _TYPES = "hybrid_override_pattern", "layers_block_type"
@@ -118,17 +111,17 @@ def _letters(c: Config, where: str) -> str:
     """
     kinds = c[_TYPES] or c[_PATTERN] or [LINEAR, "moe", FULL, "mlp"]
     letters = [_KINDS.get(kind, kind) for kind in kinds]
-    if unknown := set(letters) - _LETTERS.keys():
+    if unknown := set(letters) - HYBRID_LAYERS.keys():
         raise UserError(
             f"{where}: layers of kind {', '.join(sorted(unknown))}; supported are "
-            f"{', '.join(_KINDS)}, and {' '.join(_LETTERS)} in {_PATTERN}"
+            f"{', '.join(_KINDS)}, and {' '.join(HYBRID_LAYERS)} in {_PATTERN}"
         )
     return "".join(letters)
 
 
 def _read_nemotron_h(c: Config, where: str) -> Table:
     letters = _letters(c, where)
-    parts = [_LETTERS[letter] for letter in letters]
+    parts = [HYBRID_LAYERS[letter] for letter in letters]
     feed_forwards = state_space.shortest_period([part.feed_forward for part in parts])
     table = common.shape({**c, "num_hidden_layers": len(letters)}) | {
         **common.feed_forward(c, where, "mlp_hidden_act", gated=False),
@@ -160,7 +153,7 @@ def _read_experts(c: Config, where: str) -> Table:
 
 
 def _write_nemotron_h(model: ModelConfig) -> Table:
-    letters = {parts: letter for letter, parts in _LETTERS.items()}
+    letters = {parts: letter for letter, parts in HYBRID_LAYERS.items()}
     pattern = "".join(letters.get(parts, "?") for parts in model.layer_parts)
     keys = {
         **common.shape_keys(model),

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from jaxforge.config.mixers import MAMBA2
-from jaxforge.config.model import ATTENTION, ModelConfig
+from jaxforge.config.model import ATTENTION, NO_MIXER, LayerParts, ModelConfig
 from jaxforge.errors import UserError
 from torch_compat.families.common import FULL
 from torch_compat.families.family import NAME, Config, Table, consecutive_rows, fused
@@ -19,6 +19,13 @@ LINEAR = "linear_attention"
 """Kind of a Mamba-2 layer in transformers 5."""
 _KINDS = {LINEAR: MAMBA2, "mamba": MAMBA2, FULL: ATTENTION, "attention": ATTENTION}
 """Kind of a layer in transformers 5 and 4 -> mixer."""
+HYBRID_LAYERS = {
+    "M": LayerParts(MAMBA2, "none"),
+    "*": LayerParts(ATTENTION, "none"),
+    "-": LayerParts(NO_MIXER, "dense"),
+    "E": LayerParts(NO_MIXER, "experts"),
+}
+"""Letter of a layer in the patterns of Nemotron-H and Megatron-Core -> its parts."""
 _INFINITE = {"__float__": "Infinity"}  # as transformers 5 writes it
 _PROJECTIONS = ("z", "x", "b", "c", "dt")
 

@@ -7,6 +7,7 @@ The name map has one entry per layer and expert, with separate gate and up, as
     decoder.layers.mlp.experts.experts.linear_fc1.weight [L, E, 2F, H]   all experts, too
     decoder.layers.0.mlp.experts.linear_fc1.weight3 [2F, H]      grouped experts of `fsdp_dtensor`
     decoder.layers.0.mlp.experts.local_experts.3.linear_fc1.weight   sequential experts
+    mtp.layers.0.transformer_layer.mlp.linear_fc2.weight   multi-token prediction: layer L
 """
 
 import re
@@ -14,16 +15,31 @@ from collections.abc import Iterator, Mapping
 
 import numpy as np
 
+from jaxforge.config.mixers import LATENT_ATTENTION, MAMBA2
 from jaxforge.config.model import ModelConfig
 from jaxforge.errors import UserError
 from torch_compat.formats import limits
 from torch_compat.formats.lazy import LazyTensor, interleave_rows, stack
-from torch_compat.names.table import EMBEDDING, HEAD, POSITIONS, Fused, NameMap, Rule
+from torch_compat.names.table import (
+    EMBEDDING,
+    HEAD,
+    LATENT_KEYS,
+    LATENT_QUERIES,
+    POSITIONS,
+    DepthwiseConvolution,
+    Fused,
+    NameMap,
+    Rule,
+)
 
 WORD_EMBEDDINGS = "embedding.word_embeddings.weight"
 _NAME, _KEY = "layers.{i}.", "decoder.layers.{i}."
 _ATTENTION, _MLP = f"{_KEY}self_attention.", f"{_KEY}mlp."
 _EXPERTS = f"{_MLP}experts.experts.{{j}}."
+_LATENT = f"{_NAME}{LATENT_ATTENTION}."
+_STATE_SPACE, _MIXER = f"{_NAME}{MAMBA2}.", f"{_KEY}mixer."
+MODULE_NORM = "enorm.weight"
+"""Last part of a key that only modules of multi-token prediction have."""
 
 
 def rows_by_group(model: ModelConfig) -> list[np.ndarray]:
@@ -43,6 +59,8 @@ def _linears(prefix: str, key: str, *, biases: bool = True) -> Iterator[Rule]:
         yield Rule(f"{prefix}up_proj.{kind}", f"{key}linear_fc1.{kind}_v", optional=optional)
         yield Rule(f"{prefix}down_proj.{kind}", f"{key}linear_fc2.{kind}", optional=optional)
 
+
+_PROJECTIONS = ("z", "x", "B", "C", "dt")  # parts in which `torch_dist` stores `in_proj` of Mamba-2
 
 MEGATRON = NameMap(
     "megatron",
@@ -80,23 +98,86 @@ MEGATRON = NameMap(
         *_linears(f"{_NAME}mlp.experts.{{j}}.", _EXPERTS),
         *_linears(f"{_NAME}mlp.shared_expert.", f"{_MLP}shared_experts.", biases=False),
         Rule(f"{_NAME}mlp.shared_expert_gate.weight", f"{_MLP}shared_experts.gate_weight"),
+        *(
+            Rule(f"{_LATENT}{name}.weight", f"{_ATTENTION}{key}.weight", change, optional=True)
+            for name, key, change in (
+                ("q_proj", "linear_q_proj", LATENT_QUERIES),
+                ("q_a_proj", "linear_q_down_proj", None),
+                ("q_a_norm", "q_layernorm", None),
+                ("q_b_proj", "linear_q_up_proj", LATENT_QUERIES),
+                ("kv_a_proj", "linear_kv_down_proj", LATENT_KEYS),
+                ("kv_a_norm", "kv_layernorm", None),
+                ("kv_b_proj", "linear_kv_up_proj", None),
+                ("o_proj", "linear_proj", None),
+            )
+        ),
+        *(
+            Rule(f"{_STATE_SPACE}{name}", f"{_MIXER}{key}", optional=True)
+            for name, key in (
+                ("a_log", "A_log"),
+                ("dt_bias", "dt_bias"),
+                ("skip", "D"),
+                ("norm.weight", "norm.weight"),
+                ("out_proj.weight", "out_proj.weight"),
+                *((f"{m.lower()}_proj.weight", f"in_proj.weight.{m}") for m in _PROJECTIONS),
+                *((f"{m.lower()}_conv.bias", f"conv1d.bias.{m}") for m in "xBC"),
+            )
+        ),
+        *(
+            Rule(f"{_STATE_SPACE}{m.lower()}_conv.weight", f"{_MIXER}conv1d.weight.{m}",
+                 DepthwiseConvolution(), optional=True)
+            for m in "xBC"
+        ),
+        *(
+            Rule(f"{_NAME}{name}.{kind}", f"{_KEY}{key}.{kind}", optional=True)
+            for kind in ("weight", "bias")
+            for name, key in (
+                ("embedding_norm", "enorm"),
+                ("hidden_norm", "hnorm"),
+                ("input_proj", "eh_proj"),
+                ("output_norm", "final_layernorm"),
+            )
+        ),
     ),
-)
+)  # fmt: skip
 
 _RENAMED = (
     (r"\.input_layernorm\.", ".self_attention.linear_qkv.layer_norm_"),
     (r"\.pre_mlp_layernorm\.", ".mlp.linear_fc1.layer_norm_"),
+    (r"\.linear_(q|kv)_up_proj\.layer_norm_", r".\1_layernorm."),
+    (r"\.mixer\.in_proj\.layer_norm_", ".self_attention.linear_qkv.layer_norm_"),
+    (r"^decoder\.final_norm\.", "decoder.final_layernorm."),
     (
         r"\.mlp\.experts\.linear_fc(\d)\.(weight|bias)(\d+)",
         r".mlp.experts.experts.\3.linear_fc\1.\2",
     ),
     (r"\.mlp\.experts\.local_experts\.", ".mlp.experts.experts."),
 )
-"""Names of layers without TransformerEngine and of experts in `fsdp_dtensor` -> the map's names."""
+"""Names of layers without TransformerEngine, of experts in `fsdp_dtensor`, of norms of latents and
+of hybrid models -> the map's names."""
+_MODULE = re.compile(r"mtp\.layers\.(\d{1,9})\.(?:(?:transformer|mtp_model)_layer\.)?(.+)")
+_IN_LAYER = re.compile(r"decoder\.layers\.(\d{1,9})\.(.+)")
 _MAX_TENSORS = 2 * limits.EXPERTS
 _STACKED = re.compile(r"(decoder\.layers\.)(?!\d)(.+)")
 _STACKED_EXPERTS = re.compile(r"(decoder\.layers\.\d+\.mlp\.experts\.experts\.)(?!\d)(.+)")
 _FC1 = re.compile(r"(.*\.)linear_fc1\.(weight|bias)")
+
+
+def modules_as_layers(tensors: Mapping[str, LazyTensor], n_layers: int) -> dict[str, LazyTensor]:
+    """Return tensors with modules of multi-token prediction as layers from `n_layers` on."""
+
+    def renamed(key: str) -> str:
+        match = _MODULE.fullmatch(key)
+        return f"decoder.layers.{n_layers + int(match[1])}.{match[2]}" if match else key
+
+    return {renamed(key): tensor for key, tensor in tensors.items()}
+
+
+def count_layers(tensors: Mapping[str, LazyTensor]) -> int:
+    """Return the number of layers, without modules of multi-token prediction."""
+    numbers = [int(match[1]) + 1 for key in tensors if (match := _IN_LAYER.fullmatch(key))]
+    stacked = [t.shape[0] for key, t in tensors.items() if _STACKED.fullmatch(key) and t.shape]
+    return max([*numbers, *stacked], default=0)
 
 
 def separate(tensors: Mapping[str, LazyTensor], where: str) -> dict[str, LazyTensor]:
@@ -189,7 +270,9 @@ def to_torch_dist(tensors: Mapping[str, LazyTensor], model: ModelConfig) -> dict
         model: config of the model.
     """
     single = dict(join_gates(tensors))
-    renamed = {_usual_name(key, model): tensor for key, tensor in single.items()}
+    renamed = {
+        _module_key(_usual_name(key, model), model): tensor for key, tensor in single.items()
+    }
     experts = _restacked(renamed, re.compile(r"(.*\.mlp\.experts\.experts\.)(\d+)\.(.+)"))
     # `torch_dist` can only stack layers that have the same parameters.
     if len(model.stacks) > 1:
@@ -197,10 +280,21 @@ def to_torch_dist(tensors: Mapping[str, LazyTensor], model: ModelConfig) -> dict
     return _restacked(experts, re.compile(r"(decoder\.layers\.)(\d+)\.(.+)"))
 
 
+def _module_key(key: str, model: ModelConfig) -> str:
+    """Return a key of the map with layers from `n_layers` on as modules again."""
+    match = _IN_LAYER.fullmatch(key)
+    if match is None or int(match[1]) < model.n_layers:
+        return key
+    is_own = match[2].startswith(("enorm.", "hnorm.", "eh_proj.", "final_layernorm."))
+    within = "" if is_own else "transformer_layer."
+    return f"mtp.layers.{int(match[1]) - model.n_layers}.{within}{match[2]}"
+
+
 def _usual_name(key: str, model: ModelConfig) -> str:
     """Return TransformerEngine's name of a key; the norm before experts is a separate module."""
     match = re.fullmatch(r"(decoder\.layers\.(\d+)\.)mlp\.linear_fc1\.layer_norm_(.+)", key)
-    if match and model.has_experts[int(match[2])]:
+    # A module of multi-token prediction is like the last layer.
+    if match and model.has_experts[min(int(match[2]), model.n_layers - 1)]:
         return f"{match[1]}pre_mlp_layernorm.{match[3]}"
     return key
 

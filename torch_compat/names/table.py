@@ -92,6 +92,11 @@ class InterleavedTail(NamedTuple):
         return (np.arange(0, rows, head)[:, None] + np.concatenate(order)).reshape(-1)
 
 
+LATENT_QUERIES = InterleavedTail(lambda model: model.latent_attention.query_head_dim)
+LATENT_KEYS = InterleavedTail(lambda model: model.latent_attention.cached_values)
+"""Layouts of the queries, and of the latent with the shared rotary key, of latent attention."""
+
+
 class Transposed:
     """Matrices stored as [in, out]."""
 
