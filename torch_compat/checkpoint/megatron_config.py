@@ -13,7 +13,7 @@ from jaxforge.config.mixers import LATENT_ATTENTION, MAMBA2
 from jaxforge.config.model import ModelConfig, every_nth
 from jaxforge.errors import UserError
 from torch_compat.checkpoint.network_settings import network_settings, same
-from torch_compat.families.state_space import HYBRID_LAYERS
+from torch_compat.families.state_space import HYBRID_LAYERS, hybrid_patterns
 from torch_compat.families.values import is_size
 from torch_compat.formats import limits
 
@@ -66,6 +66,7 @@ _NUMBERS = ("layernorm_epsilon", "rotary_base", "rotary_percent", "softmax_scale
             "low_freq_factor", "high_freq_factor", "old_context_len", "rotary_scaling_factor",
             "beta_fast", "beta_slow", "mscale", "mscale_all_dim")  # fmt: skip
 _ACTIVATIONS = {"silu": "silu", "gelu": "gelu", "relu": "relu", SQUARED_RELU: "relu2"}
+_STATE_SPACE_EPSILON = 1e-5  # of the norms in Mamba-2, whatever `layernorm_epsilon` is
 _ACTIVATION_NAMES = {"gelu_tanh": "gelu", "relu2": SQUARED_RELU}
 _OTHER_MODELS = ("gemma", "gpt_oss", "_vl", "t5", "deepseek_v4")
 """Parts of names of providers whose models differ from the GPT model in more than settings."""
@@ -104,14 +105,16 @@ def model_table(stored: Settings, where: str) -> Table:
     if s["softmax_scale"] is not None:
         table["attention_scale"] = s["softmax_scale"]
     table |= _norms(s, where) | _feed_forward(s, where) | _positions(s, where) | _windows(s, where)
-    table |= _experts(s, where) if s["num_moe_experts"] else {}
+    letters = _letters(s, where)
+    if s["num_moe_experts"] and (not letters or "E" in letters):
+        table |= _experts(s, where)
     if s["multi_latent_attention"]:
         # Keys of all heads come from one latent, and norms are those of latents.
         spare = ("n_kv_heads", "head_dim", "qk_norm", "qk_norm_eps")
         table = {key: x for key, x in table.items() if key not in spare}
         table |= _latent_attention(s, where)
-    if s["hybrid_override_pattern"] or s.get("is_hybrid_model"):
-        table |= _hybrid(s, where)
+    if letters:
+        table |= _hybrid(letters, s, where)
     return table | ({"mtp_depth": s["mtp_num_layers"]} if s["mtp_num_layers"] else {})
 
 
@@ -139,25 +142,29 @@ def _latent_attention(s: Settings, where: str) -> Table:
     return {**table, "rope_scaling": scaling}
 
 
-def _hybrid(s: Settings, where: str) -> Table:
-    """Return the keys of layers of one part each, most of them of Mamba-2."""
-    letters = s["hybrid_override_pattern"]
+def _letters(s: Settings, where: str) -> str:
+    """Return a letter for each layer of a hybrid model; "" for other models."""
+    letters, layers = s["hybrid_override_pattern"], s["num_layers"]
+    if letters is None and not s.get("is_hybrid_model"):
+        return ""
     if not isinstance(letters, str) or set(letters) - HYBRID_LAYERS.keys():
         raise _unsupported("hybrid_override_pattern", s, where)
-    if len(letters) != s["num_layers"]:
-        raise UserError(f"{where}: num_layers = {s['num_layers']}, but hybrid_override_pattern has "
-                        f"{len(letters)} letters")  # fmt: skip
-    parts, width = [HYBRID_LAYERS[letter] for letter in letters], s["mamba_head_dim"]
-    table: Table = {
-        "mixer_pattern": [part.mixer for part in parts],
-        "feed_forward_pattern": [part.feed_forward for part in parts],
-        "moe_first_dense_layers": 0,
-        MAMBA2: {
-            "heads": s["mamba_num_heads"] or 2 * s["hidden_size"] // width, "head_dim": width,
-            "state_size": s["mamba_state_dim"], "groups": s["mamba_num_groups"],
-        },
-    }  # fmt: skip
-    return table
+    if len(letters) != layers:
+        raise UserError(
+            f"{where}: num_layers = {layers}, but hybrid_override_pattern has {len(letters)} "
+            "letters. Correct it"
+        )
+    return letters
+
+
+def _hybrid(letters: str, s: Settings, where: str) -> Table:
+    """Return the keys of layers of one part each, most of them of Mamba-2."""
+    if s["layernorm_epsilon"] != _STATE_SPACE_EPSILON:
+        raise _unsupported("layernorm_epsilon", s, where)
+    width = s["mamba_head_dim"]
+    sizes = {"heads": s["mamba_num_heads"] or 2 * s["hidden_size"] // width, "head_dim": width,
+             "state_size": s["mamba_state_dim"], "groups": s["mamba_num_groups"]}  # fmt: skip
+    return {**hybrid_patterns(letters), MAMBA2: sizes}
 
 
 def _check(stored: Settings, where: str) -> None:

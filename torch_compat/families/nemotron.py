@@ -20,7 +20,7 @@ from torch_compat.families.family import (
     name_map,
 )
 from torch_compat.families.state_space import HYBRID_LAYERS, LINEAR
-from torch_compat.families.values import list_of
+from torch_compat.families.values import is_size, list_of
 from torch_compat.formats.limits import is_name
 from torch_compat.names.table import EMBEDDING, HEAD, Rule
 
@@ -121,16 +121,17 @@ def _letters(c: Config, where: str) -> str:
 
 def _read_nemotron_h(c: Config, where: str) -> Table:
     letters = _letters(c, where)
-    parts = [HYBRID_LAYERS[letter] for letter in letters]
-    feed_forwards = state_space.shortest_period([part.feed_forward for part in parts])
     table = common.shape({**c, "num_hidden_layers": len(letters)}) | {
         **common.feed_forward(c, where, "mlp_hidden_act", gated=False),
-        **state_space.pattern([part.mixer for part in parts]),
-        "feed_forward_pattern": feed_forwards,
+        **state_space.hybrid_patterns(letters),
         "rope_pattern": [False],
         "mlp_bias": c["mlp_bias"],
-        MAMBA2: {key: c[hf_key] for key, hf_key in _MAMBA.items()},
-    }
+        # No initial time step is 0: without a limit, the smallest is the usual one.
+        MAMBA2: {
+            key: c[hf_key] for key, hf_key in _MAMBA.items()
+            if c[hf_key] or key != "init_time_step_min"
+        },
+    }  # fmt: skip
     return table | _read_experts(c, where) if "E" in letters else table
 
 
@@ -190,7 +191,8 @@ NEMOTRON_H_FAMILY = Family(
             "without positions, squared ReLU, or experts",
     read=_read_nemotron_h,
     write=_write_nemotron_h,
-    ranges={_PATTERN: is_name, _TYPES: list_of(is_name)},
+    ranges={_PATTERN: is_name, _TYPES: list_of(is_name),
+            "time_step_min": lambda value: is_size(value) or value == 0},
     only={"attention_bias": False, "tie_word_embeddings": False, "mamba_hidden_act": "silu",
           "moe_latent_size": None},
     names={"layer_norm_epsilon": "rms_norm_eps"},

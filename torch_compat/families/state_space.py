@@ -165,6 +165,13 @@ def mixers(kinds: Sequence[str], n_layers: int, where: str) -> Table:
     return pattern([_KINDS[kind] for kind in kinds])
 
 
+def hybrid_patterns(letters: str) -> Table:
+    """Return the keys of `[model]` for layers of one part, by their letters."""
+    parts = [HYBRID_LAYERS[letter] for letter in letters]
+    feed_forwards = shortest_period([part.feed_forward for part in parts])
+    return {**pattern([part.mixer for part in parts]), "feed_forward_pattern": feed_forwards}
+
+
 def pattern(names: Sequence[str]) -> Table:
     """Return the keys of `[model]` for the mixers of all layers."""
     return {} if set(names) == {ATTENTION} else {"mixer_pattern": shortest_period(names)}
