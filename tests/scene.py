@@ -12,6 +12,7 @@ from jaxforge.config.job import JobConfig
 from jaxforge.training import launch
 from tests.conftest import tiny_config
 from tests.helpers import cli
+from tests.torch_compat.megatron_golden import GOLDEN, write_hybrid
 
 ROOT = Path(__file__).parents[1]
 PAGES = ("data", "experts", "library", "metrics", "plan", "reliability")
@@ -49,6 +50,7 @@ def make(here: Path) -> None:
         _configs()
         _runs()
         _old()
+        _megatron()
 
 
 def _texts() -> None:
@@ -149,3 +151,14 @@ def _old() -> None:
         config = Path(name, "config.toml")  # contains its own directory, like an import
         config.write_text(config.read_text().replace('dir = "new"', f'dir = "{name}"', 1))
     Path("mymodel.py").write_text(MYMODEL)
+
+
+def _megatron() -> None:
+    """Write checkpoints of Megatron-Core (`megatron`), and models of all jobs (`hf`)."""
+    names = {"dense": "dense", "moe": "experts", "mtp": "latent"}
+    for name, golden in names.items():
+        shutil.copytree(GOLDEN / golden, f"megatron/{name}")
+    write_hybrid(Path("megatron/hybrid/iter_0000002"))
+    for name in (*names, "hybrid"):
+        cli(["convert", f"megatron/{name}", f"hf/{name}", "--to=hf"])
+    cli(["convert", "old/checkpoints", "hf/old", "--to=hf", "--config=old/config.toml"])

@@ -17,6 +17,7 @@ import numpy as np
 from jaxforge import inference
 from jaxforge.model.transformer import Model
 from tests.helpers import cli
+from tests.torch_compat.tensors import random_array
 from torch_compat.formats import dcp_writer
 from torch_compat.formats.dcp_reader import open_dcp
 from torch_compat.formats.dcp_writer import Entry
@@ -72,6 +73,79 @@ train:
   global_batch_size: 8
   train_iters: 50
 """
+
+
+HYBRID = """
+model:
+  _target_: megatron.bridge.models.nemotronh.nemotron_h_provider.NemotronHModelProvider
+  activation_func: {_call_: false, _target_: megatron.core.activations.squared_relu}
+  add_bias_linear: false
+  ffn_hidden_size: 22
+  gated_linear_unit: false
+  hidden_size: 20
+  hybrid_override_pattern: M-M*E
+  is_hybrid_model: true
+  kv_channels: 6
+  mamba_head_dim: 5
+  mamba_num_groups: 2
+  mamba_num_heads: 6
+  mamba_state_dim: 8
+  moe_ffn_hidden_size: 12
+  moe_router_enable_expert_bias: true
+  moe_router_score_function: sigmoid
+  moe_router_topk: 2
+  moe_shared_expert_intermediate_size: 14
+  normalization: RMSNorm
+  num_attention_heads: 3
+  num_layers: 5
+  num_moe_experts: 4
+  num_query_groups: 1
+  position_embedding_type: none
+  seq_length: 64
+  share_embeddings_and_output_weights: false
+  vocab_size: 29
+"""
+MIXER = {
+    "mixer.A_log": (6,), "mixer.D": (6,), "mixer.dt_bias": (6,), "mixer.norm.weight": (30,),
+    "mixer.in_proj.layer_norm_weight": (20,), "mixer.out_proj.weight": (20, 30),
+    **{f"mixer.in_proj.weight.{part}": (rows, 20)
+       for part, rows in {"z": 30, "x": 30, "B": 16, "C": 16, "dt": 6}.items()},
+    **{f"mixer.conv1d.weight.{part}": (n, 1, 4) for part, n in {"x": 30, "B": 16, "C": 16}.items()},
+    **{f"mixer.conv1d.bias.{part}": (n,) for part, n in {"x": 30, "B": 16, "C": 16}.items()},
+}  # fmt: skip
+HYBRID_LAYERS = {
+    0: MIXER,
+    1: {"mlp.linear_fc1.layer_norm_weight": (20,), "mlp.linear_fc1.weight": (22, 20),
+        "mlp.linear_fc2.weight": (20, 22)},
+    2: MIXER,
+    3: {"self_attention.linear_qkv.layer_norm_weight": (20,),
+        "self_attention.linear_qkv.weight": (30, 20),
+        "self_attention.linear_proj.weight": (20, 18)},
+    4: {"pre_mlp_layernorm.weight": (20,), "mlp.router.weight": (4, 20),
+        "mlp.router.expert_bias": (4,), "mlp.experts.experts.linear_fc1.weight": (4, 12, 20),
+        "mlp.experts.experts.linear_fc2.weight": (4, 20, 12),
+        "mlp.shared_experts.linear_fc1.weight": (14, 20),
+        "mlp.shared_experts.linear_fc2.weight": (20, 14)},
+}  # fmt: skip
+"""Keys and shapes of `MambaModel` in Megatron-Core 0.16 with TransformerEngine, whose kernels need
+GPUs."""
+
+
+def write_hybrid(directory):
+    """Write a hybrid model of five layers with random weights; return these by key."""
+    shapes = {
+        f"decoder.layers.{i}.{name}": shape
+        for i, layer in HYBRID_LAYERS.items()
+        for name, shape in layer.items()
+    }
+    shapes |= {"embedding.word_embeddings.weight": (29, 20), "output_layer.weight": (29, 20),
+               "decoder.final_norm.weight": (20,)}  # fmt: skip
+    arrays = {
+        key: random_array("float32", shape, i) for i, (key, shape) in enumerate(shapes.items())
+    }
+    write_torch_dist(arrays, directory, "dense")
+    (directory / "run_config.yaml").write_text(HYBRID)
+    return arrays
 
 
 def imported(name, run, *options):

@@ -1,7 +1,9 @@
 """Comparisons of `verify` beyond tensors, and omissions of `--weights-only`."""
 
 import json
+import re
 import shutil
+from pathlib import Path
 
 import pytest
 
@@ -207,7 +209,7 @@ def test_suspicious_source_is_noted_when_converted(run, tmp_path, capsys):
     cli(["convert", str(run), str(hf), "--to=hf"])
     capsys.readouterr()
     assert cli(["convert", str(hf), str(tmp_path / "run"), "--to=jaxforge", "--dry-run"]) == 0
-    assert "Check the source" not in capsys.readouterr().err
+    assert "Check how they" not in capsys.readouterr().err
 
     def break_source(tensors):
         first, last = "model.layers.0.mlp.down_proj.weight", "model.layers.4.mlp.down_proj.weight"
@@ -217,6 +219,30 @@ def test_suspicious_source_is_noted_when_converted(run, tmp_path, capsys):
     damaged(hf, break_source)
     assert cli(["convert", str(hf), str(tmp_path / "run"), "--to=jaxforge", "--dry-run"]) == 0
     shown = capsys.readouterr().err
-    assert "all values are zero: output_head.proj.weight. Check the source" in shown
+    assert "all values are zero: output_head.proj.weight. Check how they" in shown
     copy = "layers.4.mlp.down_proj.weight of layers.0.mlp.down_proj.weight"
-    assert f"exact copies of other matrices: {copy}. Check the source" in shown
+    assert f"exact copies of other matrices: {copy}. Check how they" in shown
+
+
+@pytest.mark.slow
+def test_page_shows_the_answer_to_a_broken_export(tmp_path, capsys):
+    hf, source = tmp_path / "hf", str(GOLDEN / "latent")
+    assert cli(["convert", source, str(hf), "--to=hf"]) == 0
+
+    def plant_faults(tensors):
+        layer = "model.layers.1."
+        tensors[f"{layer}self_attn.o_proj.weight"] = 0 * tensors[f"{layer}self_attn.o_proj.weight"]
+        experts = [f"{layer}mlp.experts.{j}.up_proj.weight" for j in (2, 3)]
+        tensors[experts[1]] = tensors[experts[0]]
+        tensors[f"{layer}mlp.extra.weight"] = tensors["model.norm.weight"]
+        del tensors["model.layers.2.eh_proj.weight"]
+
+    capsys.readouterr()
+    assert cli(["verify", source, str(hf)]) == 0
+    same = capsys.readouterr().out
+    damaged(hf, plant_faults)
+    assert cli(["verify", source, str(hf)]) == 1
+    page = (Path(__file__).parents[2] / "docs" / "torch_compat.md").read_text()
+    shown = re.findall(r"```text\n(.*?)```", page, re.DOTALL)
+    lines = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
+    assert [same.rstrip(), lines] == [shown[0].rstrip(), shown[1].splitlines()]

@@ -81,7 +81,7 @@ def suspicions(params: Tensors) -> list[str]:
     if copies:
         pairs = summarize_names(f"{name} of {original}" for name, original in copies)
         notes.append(f"exact copies of other matrices: {pairs}")
-    reason = "Check the source, unless its weights were initialised in this way"
+    reason = "Check how they were written, unless they were initialised in this way"
     return [f"{note}. {reason}" for note in notes]
 
 
