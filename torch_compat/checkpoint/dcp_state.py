@@ -125,10 +125,10 @@ def read(dcp: Dcp, target: AbstractTarget, options: ReadOptions) -> CheckpointSt
         UserError: the checkpoint is of another model, or parts of it are missing.
     """
     keys = sort_keys(dcp, options.dialect)
-    if keys.dialect is None:
-        raise UserError(unknown(keys.params, dcp.where))
     if keys.dialect is MEGATRON:
         keys = megatron_state.without_modules(keys, target.config.model.mtp_depth)
+    if keys.dialect is None:
+        raise UserError(unknown(keys.params, dcp.where))
     notes: list[str] = []
     if keys.left_out:
         notes.append(f"left out: {summarize_names(keys.left_out)}, which are not part of the model")

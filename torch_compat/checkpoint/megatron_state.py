@@ -164,7 +164,7 @@ def config_values(job: Job) -> dict[str, Any]:
     betas = [job.optimizer.get(f"adam_beta{i}") for i in (1, 2)]
     if all(isinstance(beta, float) for beta in betas):
         optimizer["betas"] = betas
-    train = {
+    train: dict[str, Any] = {
         key: value
         for key, theirs in _TRAIN.items()
         if type(value := job.train.get(theirs)) is int and value > 0
