@@ -74,6 +74,11 @@ class RepeatedStep:
         return max(map(_relative, (self.loss, self.grad_norm), self.logged))
 
     @property
+    def contradicts_log(self) -> bool:
+        """True if the run logged other values."""
+        return self.difference not in (None, 0.0)
+
+    @property
     def comparison(self) -> str:
         """Comparison with the log in words, with the first value that differs."""
         if self.logged is None:
@@ -280,7 +285,7 @@ def run(args: argparse.Namespace, overrides: Sequence[str], first: int, last: in
             write_json(args.json, finite({"step": step.as_json(), "documents": listed}))
         if args.json != STDOUT:
             _print_step(wide_console(), step, documents, args.top)
-    return 0 if step.difference in (None, 0.0) or not args.check else 1
+    return 1 if step.contradicts_log and args.check else 0
 
 
 def _print_steps(console: Console, steps: Iterable[RepeatedStep]) -> bool:
@@ -288,7 +293,7 @@ def _print_steps(console: Console, steps: Iterable[RepeatedStep]) -> bool:
     all_exact = True
     console.print(f"{'step':>8} {'loss':>14} {'grad norm':>14}  logged", highlight=False)
     for step in steps:
-        all_exact &= step.difference in (None, 0.0)
+        all_exact &= not step.contradicts_log
         console.print(
             f"{step.step:8} {step.loss:14.9g} {step.grad_norm:14.9g}  {step.comparison}",
             highlight=False,
