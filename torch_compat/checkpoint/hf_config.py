@@ -269,7 +269,7 @@ def config_json(
     before = {key: value for key, value in (imported or {}).items() if key not in _OF_THE_EXPORT}
     # Keys that describe the same network are kept as they were imported, for loaders that compare
     # files.
-    keys = _model_keys(config.model, FAMILIES[family], before)
+    keys = model_keys(config.model, FAMILIES[family], before)
     return {
         "bos_token_id": None,
         "eos_token_id": eos_token_id(eos_ids),
@@ -289,14 +289,10 @@ def eos_token_id(ids: Sequence[int]) -> int | list[int] | None:
     return list(ids) if len(ids) > 1 else next(iter(ids), None)
 
 
-def _model_keys(model: ModelConfig, family: Family, before: Mapping[str, Any]) -> dict[str, Any]:
+def model_keys(model: ModelConfig, family: Family, before: Mapping[str, Any]) -> dict[str, Any]:
     """Return the keys of a model; imported keys if they describe the same model and family."""
     keys = family.keys(model)
-    if before.get("model_type") != family.model_type:
-        return keys
-    read = network_settings(ModelConfig(**model_table(before, CONFIG)))
-    settings = network_settings(model)
-    if not all(same(read[key], settings[key]) for key in settings):
+    if before.get("model_type") != family.model_type or differences(model, before, CONFIG):
         return keys
     further = {
         key: model.mtp_depth for key in before
@@ -315,12 +311,18 @@ def _lacks(family: Family, model: ModelConfig) -> list[str]:
         return ["heads that do not divide model.dim"]
     try:
         written = {"model_type": family.model_type, **family.keys(model)}
-        again = ModelConfig(**model_table(written, family.model_type))
+        return differences(model, written, family.model_type)
     except (UserError, ValueError) as error:
         return [f"{_NO_SUCH} ({error})"]
-    settings, written_settings = network_settings(model), network_settings(again)
-    return [
-        f"{key} = {settings[key]!r}"
-        for key in settings
-        if not same(settings[key], written_settings[key])
-    ]
+
+
+def differences(model: ModelConfig, config: Mapping[str, Any], where: str) -> list[str]:
+    """Return the settings of a model that a `config.json` describes otherwise.
+
+    Raises:
+        UserError: the config is not supported (`model_table`).
+        ValueError: it describes no model.
+    """
+    settings = network_settings(model)
+    read = network_settings(ModelConfig(**model_table(config, where)))
+    return [f"{key} = {settings[key]!r}" for key in settings if not same(settings[key], read[key])]

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -13,7 +14,7 @@ from jaxforge.config.reading.load import make_config
 from jaxforge.config.section import Invisible
 from jaxforge.errors import UserError
 from jaxforge.storage.untrusted_json import load_object
-from torch_compat.checkpoint import hf_tokenizer, untrained
+from torch_compat.checkpoint import hf_tokenizer, multimodal, untrained
 from torch_compat.checkpoint.dcp_state import ReadOptions
 from torch_compat.checkpoint.hf_config import (
     CONFIG,
@@ -26,6 +27,7 @@ from torch_compat.checkpoint.hf_config import (
 )
 from torch_compat.checkpoint.hf_tokenizer import GENERATION
 from torch_compat.checkpoint.model_keys import shared_prefixes
+from torch_compat.checkpoint.multimodal import RECORD
 from torch_compat.checkpoint.name_maps import name_map
 from torch_compat.checkpoint.state import AbstractTarget, CheckpointState
 from torch_compat.checkpoint.validation import invisible_differences
@@ -77,6 +79,7 @@ def is_read(name: str) -> bool:
         GENERATION,
         safetensors.INDEX,
         torch_file.WEIGHTS_INDEX,
+        *multimodal.PROCESSORS,
     )
     return name.endswith((safetensors.SUFFIX, ".bin")) or name in documents
 
@@ -102,7 +105,12 @@ def read(directory: Directory, target: AbstractTarget, options: ReadOptions) -> 
     dialect = (
         name_map(options.dialect) if options.dialect else FAMILIES[config["model_type"]].dialect
     )
-    contents = tensors(directory)
+    contents: Mapping[str, LazyTensor] = tensors(directory)
+    left_aside: list[str] = []
+    if (original := open_original(directory)) is not None:
+        contents = original.parts.text
+        dialect = dialect if options.dialect else original.parts.dialect
+        left_aside = original.notes()
     if quantized := [key for key in contents if key.endswith(_MXFP4)]:
         raise UserError(f"{directory}: {summarize_names(quantized)} are in MXFP4: {DEQUANTIZED}")
     if (block := block_of_scales(config, f"{directory}/{CONFIG}")) is not None:
@@ -124,21 +132,56 @@ def read(directory: Directory, target: AbstractTarget, options: ReadOptions) -> 
     return CheckpointState(
         params,
         dialect=dialect.name,
-        notes=(*differences, *left_out, *more),
+        notes=(*left_aside, *differences, *left_out, *more),
         model_state=model_state,
     )
+
+
+def open_original(directory: Directory) -> multimodal.Original | None:
+    """Open a checkpoint of a model with images or sound; None for any other.
+
+    Raises:
+        UserError: its language model is not supported, or not found.
+    """
+    config = load_object(directory.read(CONFIG), f"{directory}/{CONFIG}")
+    if not multimodal.is_nested(config):
+        return None
+    return multimodal.open_original(directory, config, tensors(directory))
+
+
+def open_original_of_run(run: Path) -> multimodal.Original | None:
+    """Open the checkpoint with images or sound that a run was imported from; None without one.
+
+    Raises:
+        UserError: it cannot be read, or has other tensors than at the import.
+    """
+    path = run / IMPORTED / RECORD
+    if not path.is_file():
+        return None
+    where = str(path)
+    stored = load_object(path.read_bytes(), where)
+    try:
+        original = open_original(Directory(str(stored.get("source"))))
+    except UserError as error:
+        raise multimodal.unreadable(stored, where, error) from error
+    if original is None:
+        raise multimodal.unreadable(stored, where, f"{CONFIG} has no text_config")
+    multimodal.check_record(stored, original, where)
+    return original
 
 
 class ImportedDocuments(NamedTuple):
     """JSON files of the Hugging Face model from which a run was imported.
 
     Attributes:
-        config: `config.json`.
+        config: `config.json`; of a model with images or sound, the part of its language model.
         generation: `generation_config.json`; None if absent.
+        has_original: whether the model is the language model of one with images or sound.
     """
 
     config: dict[str, Any]
     generation: dict[str, Any] | None
+    has_original: bool = False
 
     @property
     def eos_ids(self) -> tuple[int, ...]:
@@ -148,12 +191,17 @@ class ImportedDocuments(NamedTuple):
 
 
 def document_contents(directory: Directory) -> dict[str, bytes]:
-    """Return the contents of the `DOCUMENTS` that a checkpoint has."""
-    return {name: directory.read(name) for name in DOCUMENTS if directory.has(name)}
+    """Return the files of a checkpoint that its import keeps: `DOCUMENTS`, and the record of an
+    original with images or sound.
+    """
+    documents = {name: directory.read(name) for name in DOCUMENTS if directory.has(name)}
+    if (original := open_original(directory)) is not None:
+        documents[RECORD] = json.dumps(multimodal.record(original), indent=1).encode()
+    return documents
 
 
 def write_documents(documents: Mapping[str, bytes], target: Path) -> None:
-    """Write copies of the `DOCUMENTS` of a checkpoint into a run directory.
+    """Write copies of the documents of a checkpoint into a run directory.
 
     Args:
         documents: name -> content.
@@ -177,7 +225,13 @@ def read_imported_documents(run: Path) -> ImportedDocuments | None:
     contents = (
         load_object(generation.read_bytes(), str(generation)) if generation.is_file() else None
     )
-    return ImportedDocuments(load_object(config.read_bytes(), str(config)), contents)
+    document, record = load_object(config.read_bytes(), str(config)), run / IMPORTED / RECORD
+    if not multimodal.is_nested(document):
+        return ImportedDocuments(document, contents)
+    stored = load_object(record.read_bytes(), str(record)) if record.is_file() else {}
+    has_head = bool(stored.get("has_output_head"))
+    text = multimodal.text_config(document, lambda: has_head, str(config))
+    return ImportedDocuments(text, contents, has_original=True)
 
 
 def read_documents(directory: Directory) -> ImportedDocuments:
@@ -189,7 +243,9 @@ def read_documents(directory: Directory) -> ImportedDocuments:
     where = f"{directory}/{GENERATION}"
     has_generation = directory.has(GENERATION)
     generation = load_object(directory.read(GENERATION), where) if has_generation else None
-    return ImportedDocuments(_config(directory), generation)
+    nested = load_object(directory.read(CONFIG), f"{directory}/{CONFIG}")
+    has_original = multimodal.is_nested(nested)
+    return ImportedDocuments(_config(directory), generation, has_original)
 
 
 def with_dtypes(checkpoint: CheckpointState, family: str, dtype: str | None) -> CheckpointState:
@@ -215,27 +271,33 @@ def with_dtypes(checkpoint: CheckpointState, family: str, dtype: str | None) -> 
 
 
 def tensors_of_export(
-    checkpoint: CheckpointState, model: ModelConfig, family: str, dtype: str | None
+    checkpoint: CheckpointState,
+    model: ModelConfig,
+    family: str,
+    dtype: str | None,
+    original: multimodal.Original | None,
 ) -> dict[str, LazyTensor]:
-    """Return the tensors of an export by the family's keys.
+    """Return the tensors of an export by the family's keys, or nested as in the original.
 
     Args:
         checkpoint: the weights, of `with_dtypes`.
         model: the model.
         family: a key of `FAMILIES` that supports the model.
         dtype: `IN_8_BITS` for matrices in 8 bits.
+        original: checkpoint with images or sound that the language model belongs to.
 
     Raises:
         UserError: the family stores several matrices in one tensor, which has no blocks.
     """
-    dialect = FAMILIES[family].dialect
+    dialect = original.parts.dialect if original else FAMILIES[family].dialect
     copies: dict[str, str] = {}
     # Files repeat embedding and head in each layer that predicts further tokens.
     for depth in range(model.mtp_depth if FAMILIES[family].further_layers_key else 0):
         copies |= _shared_keys(model.n_layers + depth, dialect, model)
     if dtype != IN_8_BITS:
         result = dialect.to_dialect(checkpoint.variables, model)
-        return {**result, **{key: result[shared] for key, shared in copies.items()}}
+        result |= {key: result[shared] for key, shared in copies.items()}
+        return original.nest(result) if original else result
     # Norms, embedding and head stay in bfloat16, as in DeepSeek-V3's files.
     matrices = {dialect.key_for(name) for name in checkpoint.params if _MATRIX.fullmatch(name)}
     weights = dialect.to_dialect(checkpoint.params, model)
@@ -259,6 +321,7 @@ def units(
     block: int,
     tokenizer: Path | None,
     before: ImportedDocuments | None = None,
+    original: multimodal.Original | None = None,
 ) -> list[Unit]:
     """Return units that write a directory for `AutoModelForCausalLM.from_pretrained`.
 
@@ -272,12 +335,17 @@ def units(
         block: bytes that may be in memory at a time.
         tokenizer: tokenizer of the run.
         before: JSON files of the model from which the run was imported.
+        original: checkpoint with images or sound that the language model belongs to.
     """
-    tensors = tensors_of_export(checkpoint, config.model, family, dtype)
+    tensors = tensors_of_export(checkpoint, config.model, family, dtype, original)
     result, index = safetensors.units(tensors, directory, largest, block)
     is_in_8_bits = dtype == IN_8_BITS
     common = "bfloat16" if is_in_8_bits else _common_dtype(checkpoint.params, FAMILIES[family])
     documents = _documents(config, family, common, tokenizer, before)
+    if original is not None:
+        aside = {n: t for n, t in original.parts.aside.items() if t.dtype.kind in "fV"}
+        common = _common_dtype({**aside, **checkpoint.params}, FAMILIES[family])
+        documents |= {CONFIG: original.config_json(config.model, common), **original.files}
     if is_in_8_bits:
         documents[CONFIG]["quantization_config"] = block_scaled.quantization_config()
     if index is not None:
@@ -312,7 +380,16 @@ def _documents(
 
 
 def _config(directory: Directory) -> dict[str, Any]:
-    return load_object(directory.read(CONFIG), f"{directory}/{CONFIG}")
+    """Return `config.json`; of a model with images or sound, the config of its language model."""
+    where = f"{directory}/{CONFIG}"
+    config = load_object(directory.read(CONFIG), where)
+    if not multimodal.is_nested(config):
+        return config
+
+    def has_head() -> bool:
+        return multimodal.split(tensors(directory), config, str(directory)).has_head
+
+    return multimodal.text_config(config, has_head, where)
 
 
 def _rename_to_dialect(
@@ -416,7 +493,10 @@ def _span(windows: Sequence[int | None]) -> str:
 
 
 def _write_documents(documents: Mapping[str, Any], directory: Path, tokenizer: Path | None) -> None:
-    files = {name: hf_tokenizer.to_json(document) for name, document in documents.items()}
+    files = {
+        name: document if isinstance(document, bytes) else hf_tokenizer.to_json(document)
+        for name, document in documents.items()
+    }  # fmt: skip
     if tokenizer is not None:
         files |= hf_tokenizer.exported_files(tokenizer)
     for name, content in files.items():

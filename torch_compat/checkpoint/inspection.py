@@ -67,8 +67,11 @@ def _dcp(reference: CheckpointRef) -> tuple[dict[str, Any], Tensors]:
 def _hf(reference: CheckpointRef) -> tuple[dict[str, Any], Tensors]:
     table, family = read_config(reference.directory)
     tensors = hf_state.tensors(reference.directory)
-    name = FAMILIES[family].dialect.name
-    return {"dialect": name, "parameters": _count(tensors.values()), "model": table}, tensors
+    details: dict[str, Any] = {"dialect": FAMILIES[family].dialect.name}
+    original = hf_state.open_original(reference.directory)
+    text = original.parts.text if original else tensors
+    details |= {"parameters": _count(text.values()), "model": table}
+    return details | ({"notes": original.notes()} if original else {}), tensors
 
 
 def _jaxforge(reference: CheckpointRef) -> tuple[dict[str, Any], Tensors]:

@@ -85,6 +85,8 @@ def parser() -> CommandParser:
         help="pipeline stages that will resume, a DCP for each (1)")  # fmt: skip
     add("--max-shard-size", type=Size, default=_LARGEST_FILE,
         help="maximum size of a safetensors file (5GB)")  # fmt: skip
+    add("--text-only", action="store_true",
+        help="with --to hf, of a model with images or sound: the language model alone")  # fmt: skip
     add("--dtype", choices=["float32", "bfloat16", "float16", "fp8"],
         help="dtype of the weights; unchanged by default. fp8 (--to hf): matrices of layers in "
              "e4m3 with a scale per 128 x 128 block, as in DeepSeek-V3's files")  # fmt: skip
@@ -126,6 +128,7 @@ def _request(args: argparse.Namespace, overrides: Sequence[str]) -> "Request":
         dtype=args.dtype,
         largest_file=args.max_shard_size.bytes,
         max_memory=args.max_memory.bytes,
+        text_only=args.text_only,
     )
 
 
@@ -154,7 +157,7 @@ def _check_options(args: argparse.Namespace, source: "CheckpointRef") -> None:
     shard_size = args.max_shard_size is not _LARGEST_FILE
     target_options = {
         "dcp": {"--layout": args.layout, "--ranks": args.ranks > 1, "--stages": args.stages > 1},
-        "hf": {"--max-shard-size": shard_size},
+        "hf": {"--max-shard-size": shard_size, "--text-only": args.text_only},
     }
     for to, options in target_options.items():
         for option, is_given in options.items():

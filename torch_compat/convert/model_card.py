@@ -23,6 +23,8 @@ from jaxforge.storage.untrusted_json import parse_metrics
 from jaxforge.telemetry.numbers import human
 
 FILE = "README.md"
+LOADER = "AutoModelForCausalLM"
+"""Class of transformers that opens language models."""
 
 
 class Logged(NamedTuple):
@@ -78,6 +80,7 @@ def model_card(
     *,
     has_tokenizer: bool,
     weights: Weights = "raw",
+    loader: str = LOADER,
 ) -> str:
     """Return the text of the model card.
 
@@ -90,6 +93,7 @@ def model_card(
         logged: metrics of the run; None if the config does not describe how the model was trained.
         has_tokenizer: whether the directory of the card has a tokenizer.
         weights: the exported weights.
+        loader: class of transformers that opens the directory.
     """
     m = config.model
     size = human(parameters)
@@ -115,7 +119,7 @@ def model_card(
             " Its weights are an exponential moving average of the trained weights (decay "
             f"{train.ema_decay:g}{every})."
         )
-    use = _USE + _USE_TOKENIZER * has_tokenizer
+    use = _USE.replace(LOADER, loader) + _USE_TOKENIZER * has_tokenizer
     parts = [
         _front_matter(config, model_type),
         f"# {_plain(name)}",

@@ -9,7 +9,7 @@ from pathlib import Path
 from jaxforge.config.job import JobConfig
 from jaxforge.errors import UserError
 from jaxforge.state.progress import Progress
-from torch_compat.checkpoint import hf_state, hf_tokenizer, mup
+from torch_compat.checkpoint import hf_state, hf_tokenizer, multimodal, mup
 from torch_compat.checkpoint.checkpoints import CheckpointRef, Target
 from torch_compat.checkpoint.dcp_state import ReadOptions
 from torch_compat.checkpoint.state import AbstractTarget, CheckpointState, abstract_target
@@ -39,6 +39,7 @@ class Request:
         dtype: dtype of the weights; None: unchanged.
         largest_file: maximum bytes of a safetensors file.
         max_memory: bytes of memory for tensors in transit.
+        text_only: whether an export to hf leaves out images and sound of the original.
     """
 
     source: CheckpointRef
@@ -54,6 +55,7 @@ class Request:
     dtype: str | None = None
     largest_file: int = 5_000_000_000
     max_memory: int = 256 << 20
+    text_only: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,6 +94,17 @@ class Source:
         if self.ref.format == "jaxforge":
             return hf_state.read_imported_documents(self.ref.run)
         return hf_state.read_documents(self.ref.directory) if self.ref.format == "hf" else None
+
+    @functools.cached_property
+    def original(self) -> multimodal.Original | None:
+        """Checkpoint with images or sound that the model is the language model of.
+
+        Raises:
+            UserError: it cannot be read, or has other tensors than at the import.
+        """
+        if self.ref.format == "jaxforge":
+            return hf_state.open_original_of_run(self.ref.run)
+        return hf_state.open_original(self.ref.directory) if self.ref.format == "hf" else None
 
     @functools.cached_property
     def tokenizer(self) -> Path | None:

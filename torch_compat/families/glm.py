@@ -129,7 +129,7 @@ GLM4_MOE_FAMILY = Family(
     read=_read_glm4_moe,
     write=_write_glm4_moe,
     aliases={"num_mtp_layers": "num_nextn_predict_layers"},
-    unused=("output_router_logits",),
+    unused=experts.LOSSES,
     further_layers_key="num_nextn_predict_layers",
     float32=experts.FLOAT32,
 )  # fmt: skip
