@@ -103,8 +103,3 @@ def test_published_config_keys_are_read():
 def test_unsupported_settings_are_refused(keys, message):
     with pytest.raises(UserError, match=message):
         hf_config.model_table({"model_type": "qwen3_next", **KEYS, **keys}, "here")
-
-
-def test_files_with_images_are_refused():
-    with pytest.raises(UserError, match="model_type 'qwen3_5' is not one of llama"):
-        hf_config.model_table({"model_type": "qwen3_5", "text_config": KEYS}, "here")

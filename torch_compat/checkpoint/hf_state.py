@@ -14,7 +14,7 @@ from jaxforge.config.reading.load import make_config
 from jaxforge.config.section import Invisible
 from jaxforge.errors import UserError
 from jaxforge.storage.untrusted_json import load_object
-from torch_compat.checkpoint import hf_tokenizer, multimodal, untrained
+from torch_compat.checkpoint import hf_tokenizer, multimodal, originals, untrained
 from torch_compat.checkpoint.dcp_state import ReadOptions
 from torch_compat.checkpoint.hf_config import (
     CONFIG,
@@ -27,8 +27,8 @@ from torch_compat.checkpoint.hf_config import (
 )
 from torch_compat.checkpoint.hf_tokenizer import GENERATION
 from torch_compat.checkpoint.model_keys import shared_prefixes
-from torch_compat.checkpoint.multimodal import RECORD
 from torch_compat.checkpoint.name_maps import name_map
+from torch_compat.checkpoint.originals import RECORD, Original
 from torch_compat.checkpoint.state import AbstractTarget, CheckpointState
 from torch_compat.checkpoint.validation import invisible_differences
 from torch_compat.families import FAMILIES
@@ -79,7 +79,7 @@ def is_read(name: str) -> bool:
         GENERATION,
         safetensors.INDEX,
         torch_file.WEIGHTS_INDEX,
-        *multimodal.PROCESSORS,
+        *originals.PROCESSORS,
     )
     return name.endswith((safetensors.SUFFIX, ".bin")) or name in documents
 
@@ -137,7 +137,7 @@ def read(directory: Directory, target: AbstractTarget, options: ReadOptions) -> 
     )
 
 
-def open_original(directory: Directory) -> multimodal.Original | None:
+def open_original(directory: Directory) -> Original | None:
     """Open a checkpoint of a model with images or sound; None for any other.
 
     Raises:
@@ -146,10 +146,10 @@ def open_original(directory: Directory) -> multimodal.Original | None:
     config = load_object(directory.read(CONFIG), f"{directory}/{CONFIG}")
     if not multimodal.is_nested(config):
         return None
-    return multimodal.open_original(directory, config, tensors(directory))
+    return originals.open_original(directory, config, tensors(directory))
 
 
-def open_original_of_run(run: Path) -> multimodal.Original | None:
+def open_original_of_run(run: Path) -> Original | None:
     """Open the checkpoint with images or sound that a run was imported from; None without one.
 
     Raises:
@@ -163,10 +163,10 @@ def open_original_of_run(run: Path) -> multimodal.Original | None:
     try:
         original = open_original(Directory(str(stored.get("source"))))
     except UserError as error:
-        raise multimodal.unreadable(stored, where, error) from error
+        raise originals.unreadable(stored, where, error) from error
     if original is None:
-        raise multimodal.unreadable(stored, where, f"{CONFIG} has no text_config")
-    multimodal.check_record(stored, original, where)
+        raise originals.unreadable(stored, where, f"{CONFIG} has no text_config")
+    originals.check_record(stored, original, where)
     return original
 
 
@@ -196,7 +196,7 @@ def document_contents(directory: Directory) -> dict[str, bytes]:
     """
     documents = {name: directory.read(name) for name in DOCUMENTS if directory.has(name)}
     if (original := open_original(directory)) is not None:
-        documents[RECORD] = json.dumps(multimodal.record(original), indent=1).encode()
+        documents[RECORD] = json.dumps(originals.record(original), indent=1).encode()
     return documents
 
 
@@ -275,7 +275,7 @@ def tensors_of_export(
     model: ModelConfig,
     family: str,
     dtype: str | None,
-    original: multimodal.Original | None,
+    original: Original | None,
 ) -> dict[str, LazyTensor]:
     """Return the tensors of an export by the family's keys, or nested as in the original.
 
@@ -321,7 +321,7 @@ def units(
     block: int,
     tokenizer: Path | None,
     before: ImportedDocuments | None = None,
-    original: multimodal.Original | None = None,
+    original: Original | None = None,
 ) -> list[Unit]:
     """Return units that write a directory for `AutoModelForCausalLM.from_pretrained`.
 

@@ -21,7 +21,7 @@ from jaxforge.errors import UserError
 from jaxforge.state.progress import Progress
 from jaxforge.state.train_state import GuardState, TrainState, with_counts
 from jaxforge.storage import urls
-from torch_compat.checkpoint import adapters, checkpoints, hf_state, multimodal, train_state
+from torch_compat.checkpoint import adapters, checkpoints, hf_state, originals, train_state
 from torch_compat.checkpoint.dcp_state import ReadOptions
 from torch_compat.checkpoint.eight_bit import check_moment_dtype
 from torch_compat.checkpoint.hf_config import CONFIG
@@ -161,7 +161,7 @@ def copy_documents(path: str, run: Path) -> None:
     documents: dict[str, bytes] = {}
     if reference.format == "jaxforge":  # may be in a bucket, which is read without fsspec
         copies = paths.find(urls.path(path))[0] / hf_state.IMPORTED
-        names = (*hf_state.DOCUMENTS, multimodal.RECORD)
+        names = (*hf_state.DOCUMENTS, originals.RECORD)
         files = (copies / name for name in names)
         documents = {file.name: file.read_bytes() for file in files if file.is_file()}
     elif not reference.is_torch:

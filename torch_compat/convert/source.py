@@ -9,7 +9,7 @@ from pathlib import Path
 from jaxforge.config.job import JobConfig
 from jaxforge.errors import UserError
 from jaxforge.state.progress import Progress
-from torch_compat.checkpoint import hf_state, hf_tokenizer, multimodal, mup
+from torch_compat.checkpoint import hf_state, hf_tokenizer, mup, originals
 from torch_compat.checkpoint.checkpoints import CheckpointRef, Target
 from torch_compat.checkpoint.dcp_state import ReadOptions
 from torch_compat.checkpoint.state import AbstractTarget, CheckpointState, abstract_target
@@ -96,7 +96,7 @@ class Source:
         return hf_state.read_documents(self.ref.directory) if self.ref.format == "hf" else None
 
     @functools.cached_property
-    def original(self) -> multimodal.Original | None:
+    def original(self) -> originals.Original | None:
         """Checkpoint with images or sound that the model is the language model of.
 
         Raises:

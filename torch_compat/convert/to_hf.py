@@ -10,7 +10,7 @@ from typing import Any
 from jaxforge.cli.redaction import redacted_message
 from jaxforge.errors import UserError
 from jaxforge.storage import urls
-from torch_compat.checkpoint import hf_config, hf_state, hf_tokenizer, multimodal
+from torch_compat.checkpoint import hf_config, hf_state, hf_tokenizer, originals
 from torch_compat.checkpoint.validation import check_written
 from torch_compat.convert import model_card
 from torch_compat.convert.source import Request, Source, left_out_modules
@@ -40,7 +40,7 @@ class HfWriter(Writer):
         self.label = FAMILIES[self._family].dialect.name
         self._check_names(self.label)
 
-    def _find_original(self, source: Source) -> multimodal.Original | None:
+    def _find_original(self, source: Source) -> originals.Original | None:
         """Return the checkpoint with images or sound in which the export is nested.
 
         Raises:
@@ -57,7 +57,7 @@ class HfWriter(Writer):
         if self.request.dtype == hf_state.IN_8_BITS:
             raise UserError(
                 f"--dtype {self.request.dtype}: {original.name} has tensors for images or sound, "
-                f"which stay as they are. To {multimodal.TEXT_ONLY}"
+                f"which stay as they are. To {originals.TEXT_ONLY}"
             )
         assert source.imported is not None
         eos_ids = hf_tokenizer.eos_ids(source.tokenizer)

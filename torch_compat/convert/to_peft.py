@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxforge.storage import urls
-from torch_compat.checkpoint import adapters, hf_config
+from torch_compat.checkpoint import adapters, hf_config, hf_state
 from torch_compat.checkpoint.checkpoints import find
 from torch_compat.checkpoint.validation import check_written
 from torch_compat.convert.source import Request, Source
@@ -36,8 +36,13 @@ class PeftWriter(Writer):
         self._tensors = adapters.peft_tensors(tensors, dialect, config.model)
         assert config.checkpoint.load_path is not None
         base = find(source.target.config.checkpoint.load_path or config.checkpoint.load_path)
-        # PEFT passes this path to transformers, which opens neither runs nor buckets.
-        is_loadable = base.format == "hf" and not urls.in_bucket(base.directory.path)
+        # PEFT passes this path to transformers, which opens neither runs nor buckets. A model with
+        # images or sound has other names of layers than its language model.
+        is_loadable = (
+            base.format == "hf"
+            and not urls.in_bucket(base.directory.path)
+            and hf_state.open_original(base.directory) is None
+        )
         self._base = base.directory.path if is_loadable else None
         self._config = adapters.config_json(
             config.lora, self._base, self._tensors,
@@ -49,8 +54,9 @@ class PeftWriter(Writer):
         if self._base is not None:
             return []
         return [
-            "the base model is not a local directory of Hugging Face, so adapter_config.json names "
-            "none: export it with --to hf, and pass the model to PeftModel.from_pretrained"
+            "the base model is not a local directory of Hugging Face with a language model alone, "
+            "so adapter_config.json names none: export it with --to hf (--text-only for one with "
+            "images or sound), and pass the model to PeftModel.from_pretrained"
         ]
 
     @functools.cached_property
