@@ -79,7 +79,7 @@ def _class_of(kind):
         modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
         modeling_auto.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
     )
-    return getattr(transformers, next(found[kind] for found in names if kind in found))
+    return getattr(transformers, next(table[kind] for table in names if kind in table))
 
 
 def logits(model, tokens):

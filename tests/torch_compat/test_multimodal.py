@@ -9,6 +9,7 @@ import pytest
 
 from jaxforge.cli.running import run_main
 from jaxforge.errors import UserError
+from jaxforge.training import launch
 from tests.torch_compat.huggingface import (
     assert_same_bits,
     config_json,
@@ -260,10 +261,9 @@ def test_changed_model_is_written_into_text_config(imported):
     assert config["dtype"] == "bfloat16"
     before = config_json(imported / "hf")
     assert config["vision_config"] == before["vision_config"]
-    kept = {key for key in before["text_config"] if key not in ("rope_parameters", "dtype")}
-    assert {key: config["text_config"][key] for key in kept} == {
-        key: before["text_config"][key] for key in kept
-    }
+    changed = ("rope_parameters", "dtype")
+    for key in before["text_config"].keys() - changed:
+        assert config["text_config"][key] == before["text_config"][key]
 
 
 def test_names_of_both_layouts_are_read(imported, tmp_path):
@@ -443,3 +443,32 @@ def test_every_class_goes_there_and_back(tmp_path, kind):
     if kind in FEATURES:
         for mine, theirs in zip(features(again), features(original), strict=True):
             assert mine.tobytes() == theirs.tobytes()
+
+
+@SLOW
+@pytest.mark.usefixtures("one_device")
+def test_adapters_are_merged_into_the_original_and_name_no_base(imported, tmp_path):
+    """PEFT would look for the names of the language model's own class in the original."""
+    model = checkpoints.find(imported / "hf").required_config(None, ()).model
+    config = config_of(
+        model,
+        lora={"rank": 2},
+        checkpoint={"dir": str(tmp_path / "run"), "load_path": str(imported / "hf")},
+        optimizer={"lr": 0.01},
+        train={"mixed_precision": "fp32", "seq_len": 16, "batch_size": 2, "max_steps": 2},
+        data={"dataset_type": "synthetic"},
+    )
+    launch.fit(config)
+    before, after = (
+        tensors_of(imported / "hf"),
+        tensors_of(export(tmp_path / "run", tmp_path / "hf")),
+    )
+    assert before.keys() == after.keys()
+    changed = {name for name in before if before[name].tobytes() != after[name].tobytes()}
+    assert changed
+    assert all(name.startswith("language_model.model.layers.") for name in changed)
+    request = Request(checkpoints.find(tmp_path / "run"), tmp_path / "peft", "peft")
+    notes = convert(request, tmp_path / "peft").notes
+    assert any("--text-only for one with images or sound" in note for note in notes)
+    adapter = json.loads((tmp_path / "peft" / "adapter_config.json").read_text())
+    assert adapter["base_model_name_or_path"] is None

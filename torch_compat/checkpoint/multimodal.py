@@ -194,7 +194,7 @@ class Parts(NamedTuple):
 
     @property
     def has_head(self) -> bool:
-        """Whether the files have an output head."""
+        """True if the files have an output head."""
         return self.dialect.key_for(HEAD) in self.text
 
 

@@ -270,5 +270,5 @@ def _fingerprint(tensor: LazyTensor) -> list[Any]:
     """Return dtype, shape and SHA-256 of the bytes of a tensor."""
     digest = hashlib.sha256()
     for index in blocks(tensor.shape, tensor.dtype.itemsize, _BLOCK):
-        digest.update(np.ascontiguousarray(tensor.read(index)).reshape(-1).view(np.uint8))
+        digest.update(np.ascontiguousarray(tensor.read(index)).reshape(-1).view(np.uint8).data)
     return [tensor.dtype.name, list(tensor.shape), digest.hexdigest()]
