@@ -40,7 +40,7 @@ from torch_compat.convert.source import Request
 from torch_compat.convert.verify import verify
 from torch_compat.families import FAMILIES
 from torch_compat.formats.files import Directory
-from torch_compat.formats.lazy import DTYPES
+from torch_compat.formats.lazy import DTYPES, zeros
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -281,6 +281,33 @@ def test_names_of_both_layouts_are_read(imported, tmp_path):
     assert "48 of model.vision_tower" in note
     assert_same_bits(tensors_of(tmp_path / "run"), tensors_of(imported / "run"))
     assert_same_bits(tensors_of(export(tmp_path / "run", tmp_path / "back")), renamed)
+
+
+@pytest.mark.parametrize("has_head", [True, False])
+@pytest.mark.parametrize(
+    ("model", "head", "image"),
+    [
+        ("language_model.model.", "language_model.", "vision_tower.layers.0.norm.weight"),
+        ("model.language_model.", "", "model.vision_tower.layers.0.norm.weight"),
+        ("model.text_model.", "", "model.vision_model.embed_tokens.weight"),
+        ("model.", "", "visual.layers.0.input_layernorm.weight"),
+        ("model.", "", "model.vision_tower.layers.0.input_layernorm.weight"),
+    ],
+)
+def test_names_of_language_model_are_found(model, head, image, has_head):
+    keys = ["model.embed_tokens.weight", "model.layers.0.input_layernorm.weight",
+            "model.norm.weight", *(["lm_head.weight"] if has_head else [])]  # fmt: skip
+    names = {key: model + key.removeprefix("model.") for key in keys} | (
+        {"lm_head.weight": f"{head}lm_head.weight"} if has_head else {}
+    )
+    contents = {name: zeros((1,), DTYPES["float32"]) for name in (*names.values(), image)}
+    config = {"model_type": "llava", "text_config": {"model_type": "llama"}}
+    parts = multimodal.split(contents, config, "here")
+    assert parts.text.keys() == {*keys}
+    assert parts.aside.keys() == {image}
+    assert parts.has_head == has_head
+    assert parts.nesting.key("lm_head.weight") == f"{head}lm_head.weight"
+    assert {key: parts.nesting.key(key) for key in keys} == names
 
 
 @pytest.mark.parametrize("is_transposed", [False, pytest.param(True, marks=SLOW)])

@@ -41,6 +41,7 @@ _DEFAULTS: Mapping[str, tuple[int, ...]] = {
     "cohere": (8192, 22528, 40, 64, 256000, 8192),
     "cohere2": (8192, 22528, 40, 64, 256000, 8192),
     "deepseek_v3": (7168, 18432, 61, 128, 129280, 4096),
+    "exaone4": (4096, 16384, 32, 32, 102400, 2048),
     "gemma": (3072, 24576, 28, 16, 256000, 8192),
     "gemma2": (2304, 9216, 26, 8, 256000, 8192),
     "gemma3_text": (2304, 9216, 26, 8, 262208, 131072),
@@ -49,6 +50,7 @@ _DEFAULTS: Mapping[str, tuple[int, ...]] = {
     "granite": (4096, 11008, 32, 32, 32000, 2048),
     "llama": (4096, 11008, 32, 32, 32000, 2048),
     "llama4_text": (5120, 8192, 48, 40, 202048, 131072),
+    "ministral3": (4096, 14336, 34, 32, 131072, 262144),
     "mistral": (4096, 14336, 32, 32, 32000, 131072),
     "qwen2": (4096, 22016, 32, 32, 151936, 32768),
     "qwen2_5_vl_text": (8192, 29568, 80, 64, 152064, 32768),
@@ -217,10 +219,11 @@ def split(contents: Mapping[str, LazyTensor], config: Mapping[str, Any], where: 
     }  # fmt: skip
     if not prefixes:
         raise UserError(f"{where}: no tensor is named {tail}, with which a language model begins")
-    nesting = max(
-        (_nesting(prefix, contents, dialect) for prefix in sorted(prefixes)),
-        key=lambda nesting: sum(dialect.knows(k) for k in _text(contents, nesting)),
-    )
+    nestings = [_nesting(prefix, contents, dialect) for prefix in sorted(prefixes)]
+    if len(nestings) > 1:
+        # An encoder of sound may embed tokens, too; its other names are not those of the family.
+        nestings.sort(key=lambda nesting: sum(map(dialect.knows, _text(contents, nesting))))
+    nesting = nestings[-1]
     text = _text(contents, nesting)
     # Older classes keep the encoder below the same `model.` as the layers.
     if nesting.model in ("", nesting.base):
@@ -237,7 +240,9 @@ def split(contents: Mapping[str, LazyTensor], config: Mapping[str, Any], where: 
 def _nesting(prefix: str, names: Collection[str], dialect: NameMap) -> Nesting:
     """Return the names of a language model whose embedding has a prefix."""
     base = dialect.key_for(EMBEDDING).partition(".")[0] + "."
-    head, outer = dialect.key_for(HEAD), prefix.removesuffix(base)
+    # `language_model.model.` has the base model inside, but `model.language_model.` is the base.
+    has_inner = f".{prefix}".endswith(f".{base}")
+    head, outer = dialect.key_for(HEAD), prefix.removesuffix(base) if has_inner else prefix
     # Without a head in the files: next to the base model if that is not the whole class.
     is_inside = f"{outer}{head}" in names or (head not in names and outer != prefix)
     return Nesting(base, prefix, outer if is_inside else "")
