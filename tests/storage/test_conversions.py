@@ -152,3 +152,21 @@ def refused(name):
 
     with mock.patch.object(files, "write", refusing):
         yield
+
+
+@pytest.mark.slow
+def test_original_with_images_in_bucket_is_read_again_by_export(bucket, tmp_path, capsys):
+    models = pytest.importorskip("tests.torch_compat.multimodal_models")
+    models.network("gemma3").save_pretrained(tmp_path / "hf")
+    original, run = urls.path(f"{bucket}/gemma"), urls.path(f"{bucket}/run")
+    for path in (tmp_path / "hf").iterdir():
+        (original / path.name).write_bytes(path.read_bytes())
+    assert cli(["convert", str(original), str(run), "--to=jaxforge"]) == 0
+    assert cli(["convert", str(run), str(tmp_path / "back"), "--to=hf"]) == 0
+    first, other = (checkpoints.find(tmp_path / name).raw() for name in ("hf", "back"))
+    assert first.keys() == other.keys()
+    assert all(first[name].all().tobytes() == other[name].all().tobytes() for name in first)
+    (original / "model.safetensors").unlink()
+    capsys.readouterr()
+    with pytest.raises(UserError, match=r"bucket.*gemma.*cannot be read.*--text-only"):
+        cli(["convert", str(run), str(tmp_path / "again"), "--to=hf"])
