@@ -12,6 +12,7 @@ from jaxforge.errors import UserError
 from jaxforge.training import launch
 from tests.torch_compat.huggingface import (
     assert_same_bits,
+    bpe,
     config_json,
     config_of,
     convert,
@@ -234,6 +235,22 @@ def test_model_that_does_not_fit_is_refused(imported, tmp_path):
     request = Request(checkpoints.find(padded), tmp_path / "back", "hf")
     with pytest.raises(UserError, match=r"model.vocab_size = 160 and not 128\. To export the lang"):
         conversion.plan(request)
+
+
+def test_tokenizer_must_have_the_eos_tokens_of_the_original(imported, tmp_path):
+    shutil.copytree(imported / "hf", tmp_path / "hf")
+    (tmp_path / "hf" / "generation_config.json").unlink()
+    config = config_json(imported / "hf")
+    config["text_config"]["eos_token_id"] = [0, 7]
+    (tmp_path / "hf" / "config.json").write_text(json.dumps(config))
+    bpe(tmp_path / "hf")
+    load(tmp_path / "hf", tmp_path / "run")
+    back = export(tmp_path / "run", tmp_path / "back")
+    assert config_json(back)["text_config"]["eos_token_id"] == [0, 7]
+    assert (back / "tokenizer.json").exists()
+    (tmp_path / "run" / "tokenizer" / "config.json").unlink()
+    with pytest.raises(UserError, match=r"its tokenizer lacks the EOS tokens \[7\]"):
+        export(tmp_path / "run", tmp_path / "other")
 
 
 def load_resized(path, target):

@@ -96,7 +96,7 @@ class Original:
                 f"[model] has {', '.join(scales)}, as the class of the language model alone. Some "
                 f"classes of transformers leave this out of the logits: {self.name} may do so"
             )
-        if self.config.get("model_type") not in TESTED:
+        if str(self.config.get("model_type")) not in TESTED:
             notes.append(
                 f"{self.name} is not among the tested classes: compare the logits of its language "
                 "model with those of jaxforge (verify --torch)"
@@ -152,6 +152,7 @@ class Original:
                 f"the model does not fit into {self.name} of {self.directory}: "
                 f"{'; '.join(problems)}. To {TEXT_ONLY}"
             )
+        self.config_json(model, "float32")  # raises before anything is written
 
     def _quantized(self) -> list[str]:
         is_8_bit = {name: t.dtype.itemsize == 1 for name, t in self.parts.aside.items()}

@@ -118,7 +118,10 @@ def _adjacent_eos(directory: Path) -> str | int | None:
 
 
 def _eos_ids_in(path: Path) -> list[int]:
-    ids = _json(path).get("eos_token_id")
+    config = _json(path)
+    text = config.get("text_config")  # of a model with images or sound
+    nested = text.get("eos_token_id") if isinstance(text, dict) else None
+    ids = config.get("eos_token_id", nested)
     listed = ids if isinstance(ids, list) else [ids]
     # `type` and not `isinstance`: JSON's true is an int in Python.
     return [id_ for id_ in listed if type(id_) is int and 0 <= id_ < 2**31]
