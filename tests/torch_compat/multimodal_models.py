@@ -23,13 +23,17 @@ SECTIONS = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 
 HALF = {**SECTIONS, "partial_rotary_factor": 0.5, "mrope_section": [1, 1, 0]}
 TEXTS = {
     "gemma3": {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]},
+    "exaone4_5": {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]},
     "glm4v": {"rope_parameters": HALF},
+    "glm46v": {"rope_parameters": HALF},
     "glm4v_moe": {"rope_parameters": HALF, "n_routed_experts": 4, "num_experts_per_tok": 2,
                   "moe_intermediate_size": 16, "first_k_dense_replace": 1},
     "granite_speech": {"embedding_multiplier": 12.0, "residual_multiplier": 0.22,
                        "attention_multiplier": 0.3, "logits_scaling": 3.0},
     "llama4": {"intermediate_size_mlp": 40, "num_local_experts": 4, "attention_chunk_size": 8},
+    "minicpmv4_6": DELTA,
     "mistral3": {"sliding_window": None},
+    "mistral3, ministral3": {"model_type": "ministral3"},
     "qwen2_vl": {"rope_parameters": SECTIONS},
     "qwen2_5_vl": {"rope_parameters": SECTIONS},
     "qwen3_vl": {"rope_parameters": {**SECTIONS, "rope_theta": 500000.0}},
@@ -37,7 +41,7 @@ TEXTS = {
     "qwen3_5": DELTA,
     "qwen3_5_moe": {**DELTA, **EXPERTS, "shared_expert_intermediate_size": 24},
 }  # fmt: skip
-"""Model type -> keys of its `text_config` in addition to the sizes."""
+"""Model type, and name of a case -> keys of its `text_config` in addition to the sizes."""
 ENCODERS = {"llama4": {"intermediate_size": 128}, "mistral3": {"image_size": 56}}
 """Model type -> other sizes of its encoder."""
 TOPS = {"gemma3": {"mm_tokens_per_image": 4}}
@@ -55,13 +59,14 @@ _ENCODER = {
 
 
 @functools.lru_cache
-def network(kind):
-    """Return a network of a model type; norms and biases are random, too."""
+def network(case):
+    """Return a network of a model type or case; norms and biases are random, too."""
     torch.manual_seed(0)
+    kind = case.partition(",")[0]
     config_class = type(transformers.AutoConfig.for_model(kind))
     usual = config_class()
     tables = {"text_config": {"model_type": usual.text_config.model_type, **TEXT,
-                              **TEXTS.get(kind, {})}}  # fmt: skip
+                              **TEXTS.get(case, {})}}  # fmt: skip
     for key in config_class.sub_configs.keys() - tables:
         part = getattr(usual, key)
         sizes = {name: size for name, size in _ENCODER.items() if hasattr(part, name)}

@@ -465,7 +465,7 @@ UNSCALED = ("aya_vision", "cohere2_vision", "granite_speech")
 
 
 @SLOW
-@pytest.mark.parametrize("kind", sorted(originals.TESTED))
+@pytest.mark.parametrize("kind", [*sorted(originals.TESTED), "mistral3, ministral3"])
 def test_every_class_goes_there_and_back(tmp_path, kind):
     original = network(kind)
     original.save_pretrained(tmp_path / "hf")

@@ -36,10 +36,11 @@ RECORD = "original.json"
 TEXT_ONLY = "export the language model alone: --text-only"
 
 TESTED = frozenset({
-    "aya_vision", "cohere2_vision", "gemma3", "glm4v", "glm4v_moe", "granite_speech", "idefics2",
-    "idefics3", "internvl", "llama4", "llava", "llava_next", "llava_onevision", "mistral3",
-    "qwen2_5_vl", "qwen2_audio", "qwen2_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl",
-    "qwen3_vl_moe", "smolvlm", "voxtral",
+    "aya_vision", "cohere2_vision", "exaone4_5", "gemma3", "glm46v", "glm4v", "glm4v_moe",
+    "granite_speech", "idefics2", "idefics3", "internvl", "lighton_ocr", "llama4", "llava",
+    "llava_next", "llava_onevision", "minicpmv4_6", "mistral3", "qwen2_5_vl", "qwen2_audio",
+    "qwen2_vl", "qwen3_5", "qwen3_5_moe", "qwen3_asr", "qwen3_vl", "qwen3_vl_moe", "smolvlm",
+    "video_llama_3", "voxtral",
 })  # fmt: skip
 """`model_type` of the classes that tests compare with transformers."""
 _OF_LOGITS = ("logits_scaling", "final_logit_softcap")  # of [model]
