@@ -142,7 +142,7 @@ def test_export_with_missing_parameters_raises(tmp_path, dialect):
         ({"norm_type": "layernorm", "qk_norm": True}, r"hf-stablelm has no model\.qk_norm = True"),
         ({"norm_placement": "sandwich", "o_bias": True}, r"model\.norm_placement = 'sandwich'"),
         ({"num_experts": 4, "moe_router": "sigmoid_topk"}, r"model\.moe_router = 'sigmoid_topk'"),
-        ({"qk_norm": True, "qkv_bias": True}, r"model\.qkv_bias = True"),
+        ({"qk_norm": True, "qkv_bias": True}, r"hf-qwen2 has no model\.qk_norm = True"),
         ({"qk_norm": True, "norm_eps": 1e-6}, r"hf-qwen3 has no model\.qk_norm_eps = 1e-05"),
     ],
     ids=str,
