@@ -26,13 +26,14 @@ from jaxforge.runs import run_directory
 from jaxforge.state.progress import Progress
 from jaxforge.training.foreign import open_foreign
 
-# The mesh and the schedule of training do not apply to inference.
+# The mesh and the schedule of training do not apply to inference, nor does a choice of "auto".
 _ANY_MESH = [
     "--distributed.dp_shard=-1",
     *(f"--distributed.{axis}=1" for axis in ("dp_replicate", "tp", "pp", "cp", "ep")),
 ]
 _NO_TRAINING = [
     "--train.activation_checkpointing=none",
+    "--train.grad_sync=update",
     "--train.offload=[]",
     "--train.objective=next_token",
     "--train.global_batch_size=None",

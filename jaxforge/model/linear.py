@@ -1,7 +1,8 @@
 """Declaration of parameters, linear layers and table lookups such as the token embedding."""
 
 import functools
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import jax
@@ -52,7 +53,7 @@ class Declare(NamedTuple):
     """Declaration of parameters: shape, dtype, initial values and logical axes.
 
     Attributes:
-        rngs: source of the initial values.
+        keys: keys of the initial values (`parameter_keys`); None: parameters are shapes only.
         dtype: dtype that parameters are stored in.
         layers: number of layers that share a declaration, stacked along a leading axis.
         backward: backward pass of products with matrices.
@@ -60,7 +61,7 @@ class Declare(NamedTuple):
         splits_sequences, heads_in_products: see `Runtime`.
     """
 
-    rngs: nnx.Rngs
+    keys: Iterator[Array] | None
     dtype: jnp.dtype
     layers: int | None = None
     backward: Backward = Backward()
@@ -77,18 +78,43 @@ class Declare(NamedTuple):
             init: initial values.
         """
         shape, axes = self._stacked(shape, axes)
-        values, factor = init(self.rngs.params(), shape, self.dtype), self.init_factor(axes)
-        return nnx.Param(values if factor == 1.0 else values * factor, axes=axes)
+        values, factor = self._values(init, shape, self.dtype), self.init_factor(axes)
+        if factor != 1.0 and not isinstance(values, jax.ShapeDtypeStruct):
+            values = values * factor
+        return nnx.Param(values, axes=axes)
 
     def untrained(self, shape: tuple[int, ...], axes: Axes, init: Initializer) -> Untrained:
         """Declare non-trainable float32 state; arguments as for parameters."""
         shape, axes = self._stacked(shape, axes)
-        return Untrained(init(self.rngs.params(), shape, jnp.float32), axes=axes)
+        return Untrained(self._values(init, shape, FLOAT32), axes=axes)
+
+    def _values(
+        self, init: Initializer, shape: tuple[int, ...], dtype: jnp.dtype
+    ) -> Array | jax.ShapeDtypeStruct:
+        if self.keys is None:
+            return jax.ShapeDtypeStruct(shape, dtype)
+        return jnp.asarray(init(next(self.keys), shape, dtype), dtype)
 
     def _stacked(self, shape: tuple[int, ...], axes: Axes) -> tuple[tuple[int, ...], Axes]:
         if self.layers is None:
             return shape, axes
         return (self.layers, *shape), (LAYERS, *axes)
+
+
+def parameter_keys(key: Array) -> Iterator[Array]:
+    """Yield `jax.random.fold_in(key, i)` for i = 0, 1, ...
+
+    Keys are computed in blocks, because each call is a loop of its own in the compiled program: a
+    third of the time to compile the initial values.
+    """
+    for start in itertools.count(step=_KEYS):
+        numbers = jnp.arange(start, start + _KEYS, dtype=jnp.uint32)
+        block = jax.vmap(jax.random.fold_in, (None, 0))(key, numbers)
+        for i in range(_KEYS):
+            yield block[i]
+
+
+_KEYS = 64  # of a block; few models declare more parameters
 
 
 def is_matrix(axes: Axes) -> bool:

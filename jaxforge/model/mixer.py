@@ -207,11 +207,6 @@ def register_mixer(name: str) -> Callable[[type[AnyMixer]], type[AnyMixer]]:
 def parameter_shapes(config: ModelConfig, mixer: str) -> dict[str, tuple[int, ...]]:
     """Return the shapes of a mixer's parameters in one layer, by name."""
 
-    def declared() -> nnx.Module:
-        module: nnx.Module = MIXERS[mixer](
-            config, Declare(nnx.Rngs(params=jax.random.key(0)), jnp.dtype(jnp.float32))
-        )
-        return module
-
-    state = nnx.state(nnx.eval_shape(declared), nnx.Param)
+    module = MIXERS[mixer](config, Declare(None, jnp.dtype(jnp.float32)))
+    state = nnx.state(module, nnx.Param)
     return {".".join(map(str, path)): leaf.shape for path, leaf in nnx.to_flat_state(state)}

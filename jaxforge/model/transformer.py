@@ -51,7 +51,14 @@ from jaxforge.model.layer_scan import (
     split_periods,
     unstack,
 )
-from jaxforge.model.linear import Backward, Declare, Untrained, is_decoding_step, times
+from jaxforge.model.linear import (
+    Backward,
+    Declare,
+    Untrained,
+    is_decoding_step,
+    parameter_keys,
+    times,
+)
 from jaxforge.model.mixer import Mixer
 from jaxforge.model.mixers import mixer_class
 from jaxforge.model.network import Transformer, gather_sequence, split_sequence
@@ -141,7 +148,7 @@ class Model:
             self.plan = fp8_layers.mark_bf16_layers(self.plan, recipe)
         self._param_dtype = param_dtype
         # Shapes only. Functions of parameters merge the definition of a module with arrays.
-        module = nnx.eval_shape(lambda: self._declare(jax.random.key(0)))
+        module = self._declare()
         self._definitions = {
             name: nnx.split(getattr(module, name))[0]
             for name in (*_EMBEDDINGS, *config.stacks, "norm")
@@ -152,12 +159,12 @@ class Model:
         self.abstract, self.axes = self._declared(nnx.state(module, nnx.Param))
         self.state = self._declared(nnx.state(module, Untrained))
 
-    def _declare(self, key: Array) -> nnx.Module:
+    def _declare(self, key: Array | None = None) -> nnx.Module:
         runtime = self.runtime
         # Without recomputation, the backward pass gathers weights again, so as not to save them.
         backward = Backward(runtime.reduce_dtype, not remat.recomputes(runtime.save))
         declare = Declare(
-            nnx.Rngs(params=key),
+            None if key is None else parameter_keys(key),
             self._param_dtype,
             backward=backward,
             init_factor=functools.partial(mup.init_factor, self.config),

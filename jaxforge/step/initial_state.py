@@ -1,6 +1,7 @@
 """The train state before the first step: its values, shapes and shardings."""
 
 import dataclasses
+import functools
 
 import jax
 import optax
@@ -42,9 +43,8 @@ def shapes_of_state(
     config: JobConfig, model: Model, optimizer: optax.GradientTransformation
 ) -> TrainState:
     """Return the shape and dtype of every array of the state, as `ShapeDtypeStruct`."""
-    return jax.eval_shape(
-        lambda params: state_before_steps(config, model, optimizer, params), model.abstract
-    )
+    before = functools.partial(state_before_steps, config, model, optimizer)
+    return jax.eval_shape(before, model.abstract, model.state.abstract)
 
 
 def shardings_of_state(

@@ -14,7 +14,7 @@ from jaxforge.config.model import ModelConfig
 from jaxforge.model.decoding import Decoder
 from jaxforge.model.flops import causal_flops_per_token, matrix_elements
 from jaxforge.model.layer import NO_CAPTURE, Capture, Context, LayerSettings
-from jaxforge.model.linear import Declare
+from jaxforge.model.linear import Declare, parameter_keys
 from jaxforge.model.mixers import latent_attention
 from jaxforge.model.mixers.latent_attention import LatentAttention
 from jaxforge.model.plan import build_layer_plan
@@ -41,7 +41,7 @@ def config(q_rank=7, **keys):
 
 def mixer_of(model, dtype=jnp.float64):
     """Return the mixer with random norms and biases."""
-    mixer = LatentAttention(model, Declare(nnx.Rngs(params=jax.random.key(0)), dtype))
+    mixer = LatentAttention(model, Declare(parameter_keys(jax.random.key(0)), dtype))
     rng = np.random.default_rng(0)
     for _, variable in nnx.iter_graph(mixer):
         if isinstance(variable, nnx.Param) and variable[...].ndim == 1:

@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 
 from jaxforge.config.model import ModelConfig
-from jaxforge.model.linear import Declare
+from jaxforge.model.linear import Declare, parameter_keys
 from jaxforge.model.mlp import ACTIVATIONS, MLP, activated, gated
 
 DIM, HIDDEN = 16, 24
@@ -24,7 +24,7 @@ def make(activation):
 
     @nnx.jit
     def drawn():
-        mlp = MLP(config, Declare(nnx.Rngs(params=0), jnp.float32, layers=3))
+        mlp = MLP(config, Declare(parameter_keys(jax.random.key(0)), jnp.float32, layers=3))
         definition, stacked = nnx.split(mlp)
         return nnx.merge(definition, jax.tree.map(lambda leaf: leaf[1], stacked))
 

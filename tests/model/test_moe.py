@@ -8,10 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 
 from jaxforge.config.model import ModelConfig
-from jaxforge.model.linear import Declare
+from jaxforge.model.linear import Declare, parameter_keys
 from jaxforge.model.router import Router, next_bias
 from tests import torch_names
 from tests.conftest import tiny_config
@@ -231,7 +230,8 @@ def test_router_matches_torch_choice_and_weights(router, groups):
         dim=8, n_heads=1, num_experts=12, moe_top_k=3, init_std=0.5, moe_norm_topk=False,
         moe_groups=groups[0], moe_top_k_groups=groups[1], **router,
     )  # fmt: skip
-    program, rng = Router(c, Declare(nnx.Rngs(params=0), jnp.float32)), np.random.default_rng(0)
+    program = Router(c, Declare(parameter_keys(jax.random.key(0)), jnp.float32))
+    rng = np.random.default_rng(0)
     named = {"router.gate.weight": program.gate.weight}
     if c.moe_router_bias:
         named["router.gate.bias"] = program.gate.bias

@@ -1,18 +1,18 @@
 """Tests of norms against torch, and of their rounding."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 
-from jaxforge.model.linear import Declare
+from jaxforge.model.linear import Declare, parameter_keys
 from jaxforge.model.norm import NORMS, LayerNorm
 
 DIM = 48
 
 
 def make(kind, eps, dtype=jnp.float32):
-    norm = NORMS[kind](DIM, eps, Declare(nnx.Rngs(params=0), dtype))
+    norm = NORMS[kind](DIM, eps, Declare(parameter_keys(jax.random.key(0)), dtype))
     rng = np.random.default_rng(1)
     norm.weight[...] = jnp.asarray(rng.uniform(0.5, 1.5, DIM), dtype)
     if kind == "layernorm":
@@ -71,7 +71,7 @@ def test_norm_of_zero_vector_is_finite(kind):
 
 @pytest.mark.parametrize("kind", NORMS)
 def test_initial_norm_weights_are_ones(kind):
-    norm = NORMS[kind](DIM, 1e-5, Declare(nnx.Rngs(params=0), jnp.float32))
+    norm = NORMS[kind](DIM, 1e-5, Declare(parameter_keys(jax.random.key(0)), jnp.float32))
     np.testing.assert_array_equal(norm.weight[...], np.ones(DIM))
     if kind == "layernorm":
         np.testing.assert_array_equal(norm.bias[...], np.zeros(DIM))
@@ -80,7 +80,7 @@ def test_initial_norm_weights_are_ones(kind):
 @pytest.mark.parametrize("bias", [True, False])
 def test_layernorm_with_unit_offset_multiplies_by_one_plus_weight(bias):
     """Initially it is plain normalization; without a bias it declares none."""
-    declare = Declare(nnx.Rngs(params=0), jnp.float32)
+    declare = Declare(parameter_keys(jax.random.key(0)), jnp.float32)
     norm, x = LayerNorm(DIM, 1e-5, declare, unit_offset=True, bias=bias), random_input()
     assert hasattr(norm, "bias") is bias
     plain = (x - x.mean(-1, keepdims=True)) / np.sqrt(x.var(-1, keepdims=True) + 1e-5)
