@@ -150,8 +150,35 @@ def drawn(config: JobConfig) -> Params:
     if key not in _DRAWN:
         adapters = config.lora if config.lora.rank else None
         model = Model(config.model, param_dtype=jnp.dtype(train.param_dtype), adapters=adapters)
-        _DRAWN[key] = jax.device_get(jax.jit(model.init)(jax.random.key(train.seed)))
+        _DRAWN[key] = jax.device_get(initial_params(model, train.seed))
     return _DRAWN[key]
+
+
+def initial_params(model: Model, seed: int = 0) -> Params:
+    """Return the result of `model.init` up to rounding.
+
+    To compile `init` takes as long as to compile a small step. Here, one program draws for all
+    shapes: element i of a draw depends on the key and on i only.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jax.nn.initializers, "normal", _normal_initializer)
+        patch.setattr(jax.nn.initializers, "zeros", lambda _, *shape: np.zeros(*shape))
+        patch.setattr(jax.nn.initializers, "ones", lambda _, *shape: np.ones(*shape))
+        return model.init(jax.random.key(seed))
+
+
+def _normal_initializer(std: float):
+    def init(key, shape, dtype):
+        size = math.prod(shape)
+        values = _normals(key, 8 ** max(4, math.ceil(math.log(size, 8))))  # few sizes to compile
+        return (std * np.asarray(values)[:size]).reshape(shape).astype(dtype)
+
+    return init
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _normals(key, size):
+    return jax.random.normal(key, size)
 
 
 _DRAWN: dict[tuple, Params] = {}

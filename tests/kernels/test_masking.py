@@ -14,6 +14,7 @@ from jaxforge.kernels.attention_backends import BACKENDS, attend_with_masks, opa
 from jaxforge.kernels.masking import FULL, Mask
 from jaxforge.kernels.scoring import Scoring
 from jaxforge.model.transformer import Model
+from tests.helpers import initial_params
 from tests.model.attention_reference import naive_attention, random_heads
 
 LENGTH = 81
@@ -144,7 +145,7 @@ SHAPE = {"dim": 32, "n_layers": 4, "n_heads": 4, "n_kv_heads": 2, "vocab_size": 
 def toy():
     model = Model(ModelConfig(**SHAPE))
     return SimpleNamespace(
-        model=model, params=jax.jit(model.init)(jax.random.key(0)), hidden=jax.jit(model.hidden),
+        model=model, params=initial_params(model), hidden=jax.jit(model.hidden),
         forward=jax.jit(lambda params, batch: model.forward(params, batch)[0]),
         extend=jax.jit(model.extend), logits=jax.jit(model.logits),
     )  # fmt: skip

@@ -16,6 +16,7 @@ from jaxforge.kernels.dot_product_attention import masked_attention
 from jaxforge.kernels.scoring import PLAIN, Scoring
 from jaxforge.model import remat
 from jaxforge.model.transformer import Model
+from tests.helpers import initial_params
 from tests.model.attention_reference import (
     allowed_keys,
     naive_attention,
@@ -35,7 +36,7 @@ def toy(**options):
         init_std=0.3, **options,
     )  # fmt: skip
     model = Model(config)
-    return model, jax.jit(model.init)(jax.random.key(0))
+    return model, initial_params(model)
 
 
 @functools.cache

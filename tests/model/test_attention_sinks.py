@@ -18,6 +18,7 @@ from jaxforge.kernels.dot_product_attention import masked_attention
 from jaxforge.kernels.masking import FULL, Mask
 from jaxforge.kernels.scoring import PLAIN, Scoring
 from jaxforge.model.transformer import Model
+from tests.helpers import initial_params
 from tests.model.attention_reference import allowed_keys, random_documents, random_heads
 
 LENGTH, HEADS = 81, 6
@@ -180,7 +181,7 @@ def test_each_layer_applies_its_own_sinks(backend):
     model = Model(config)
     model.runtime = model.runtime._replace(attention=backend)
     hidden = jax.jit(model.hidden)
-    params = jax.jit(model.init)(jax.random.key(0))
+    params = initial_params(model)
     tokens = np.random.default_rng(0).integers(0, 64, (2, 12))
     attention = params["layers"]["attention"]
     nothing = np.full((2, 4), -np.inf, np.float32)

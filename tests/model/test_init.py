@@ -12,6 +12,7 @@ from jaxforge.config.model import ModelConfig
 from jaxforge.model.runtime import Runtime
 from jaxforge.model.transformer import Model, parameter_count
 from jaxforge.parallel.sharding import RULES
+from tests import helpers
 from tests.conftest import tiny_config
 from tests.helpers import EVERY_OPTION, LEARNED, setup
 from tests.torch_names import from_torch, to_torch
@@ -98,8 +99,13 @@ def test_init_depends_only_on_key():
     ],
     ids=str,
 )
-def test_initial_values_do_not_depend_on_mesh(axes):
-    """The parameters of the test helper are drawn once, on one device."""
+def test_initial_values_do_not_depend_on_mesh(axes, monkeypatch):
+    """States of the test helper have the parameters of one device, here those of `init`."""
+    monkeypatch.setattr(
+        helpers, "initial_params", lambda model, seed: jax.jit(model.init)(jax.random.key(seed))
+    )
+    monkeypatch.setattr(helpers, "_DRAWN", {})
+    monkeypatch.setattr(helpers, "_BEGUN", {})
     train = {"grad_accum_steps": 2, "batch_size": 2}
     many = setup(
         tiny_config(model={"n_layers": 5}, train=train, distributed={"dp_shard": 1, **axes})

@@ -23,6 +23,7 @@ from jaxforge.model.plan import (
 from jaxforge.model.runtime import Runtime
 from jaxforge.model.transformer import Model
 from jaxforge.parallel.stages import Stack
+from tests.helpers import initial_params
 
 LENGTH, VOCAB = 24, 64
 SHAPE = {"dim": 32, "n_heads": 4, "n_kv_heads": 2, "vocab_size": VOCAB, "ffn_hidden_dim": 32,
@@ -129,7 +130,7 @@ def test_conflicting_layer_kinds_raise(keys, message):
 @functools.cache
 def toy(**options):
     model = Model(ModelConfig(**SHAPE, **options))
-    return model, jax.jit(model.init)(jax.random.key(0))
+    return model, initial_params(model)
 
 
 def random_tokens():

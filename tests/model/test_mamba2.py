@@ -16,7 +16,7 @@ from jaxforge.errors import UserError
 from jaxforge.model.flops import flops_per_token
 from jaxforge.model.transformer import Model
 from tests.conftest import tiny_config
-from tests.helpers import losses_and_gradients, random_batches, setup
+from tests.helpers import initial_params, losses_and_gradients, random_batches, setup
 
 TOKENS, ROWS = 48, 4
 SETTINGS = {"heads": 8, "head_dim": 4, "state_size": 6, "groups": 2, "chunk_size": 5}
@@ -90,7 +90,7 @@ def test_losses_and_gradients_match_single_device(model, mesh, train):
 @functools.cache
 def model_and_params():
     model = Model(ModelConfig(**HYBRID))
-    return model, jax.device_get(jax.jit(model.init)(jax.random.key(0)))
+    return model, jax.device_get(initial_params(model))
 
 
 def test_packed_documents_equal_separate_ones():
@@ -148,7 +148,7 @@ def test_step_has_no_pairs_of_all_tokens():
 def test_initial_values_are_those_of_the_paper():
     settings = {**SETTINGS, "heads": 4096, "head_dim": 1, "groups": 1}
     model = Model(ModelConfig(**{**PURE, "n_layers": 1, "mamba2": settings}))
-    layer = jax.jit(model.init)(jax.random.key(0))["layers"]["mamba2"]
+    layer = initial_params(model)["layers"]["mamba2"]
     rates, steps = np.exp(layer["a_log"]), np.log1p(np.exp(layer["dt_bias"]))
     assert 1 <= rates.min() < 1.1
     assert 15.9 < rates.max() <= 16

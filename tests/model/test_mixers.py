@@ -20,7 +20,7 @@ from jaxforge.parallel.mesh import make_mesh
 from jaxforge.parallel.sharding import param_shardings
 from tests import helpers
 from tests.conftest import tiny_config
-from tests.helpers import drawn, random_batches
+from tests.helpers import drawn, initial_params, random_batches
 from torch_compat.checkpoint import shapes
 
 LENGTH = 12
@@ -54,7 +54,7 @@ def build(**runtime):
 
 @functools.cache
 def params_of_hybrid():
-    return jax.device_get(jax.jit(build().init)(jax.random.key(0)))
+    return jax.device_get(initial_params(build()))
 
 
 def joined(model, params):

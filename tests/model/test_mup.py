@@ -15,7 +15,7 @@ from jaxforge.config.model import ModelConfig
 from jaxforge.model import mup
 from jaxforge.model.transformer import Model
 from tests.conftest import tiny_config
-from tests.helpers import lowered, random_batches, setup
+from tests.helpers import initial_params, lowered, random_batches, setup
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 MOE = {
@@ -96,7 +96,7 @@ def test_outputs_and_scores_are_multiplied():
     """A standard model with multipliers folded into its weights computes the same."""
     shape = {"dim": 64, "n_layers": 2, "n_heads": 4, "vocab_size": 256, **MOE}
     model, standard = Model(ModelConfig(**shape, **WIDER)), Model(ModelConfig(**shape))
-    params = jax.device_get(jax.jit(model.init)(jax.random.key(0)))
+    params = jax.device_get(initial_params(model))
 
     def folded(path, leaf):
         names = [key.key for key in path]

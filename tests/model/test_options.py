@@ -14,7 +14,7 @@ from jaxforge.model.transformer import Model, build_model
 from jaxforge.parallel.mesh import make_mesh
 from jaxforge.parallel.sharding import param_shardings
 from tests.conftest import tiny_config
-from tests.helpers import EVERY_OPTION, LEARNED, drawn, with_random_biases
+from tests.helpers import EVERY_OPTION, LEARNED, drawn, initial_params, with_random_biases
 
 GREEDY = Sampling(temperature=0.0)
 LONGROPE = {"rope_scaling": RopeScaling(
@@ -112,7 +112,7 @@ def test_unit_offset_norms_start_with_same_logits():
     logits = []
     for offset in (False, True):
         model = Model(ModelConfig(**shape, norm_unit_offset=offset, qk_norm=True))
-        params = jax.device_get(jax.jit(model.init)(jax.random.key(0)))
+        params = jax.device_get(initial_params(model))
         forward = jax.jit(lambda p, t, model=model: model.logits(p, model.hidden(p, t)))
         logits.append(forward(params, random_tokens()))
     np.testing.assert_array_equal(*logits)

@@ -13,6 +13,7 @@ from jaxforge.config.model import ModelConfig
 from jaxforge.config.train import TrainConfig
 from jaxforge.model.runtime import Runtime
 from jaxforge.model.transformer import Model
+from tests.helpers import initial_params
 
 CONFIG = ModelConfig(
     dim=32,
@@ -30,7 +31,7 @@ SAVES = set(get_args(TrainConfig.model_fields["activation_checkpointing"].annota
 
 @functools.cache
 def params():
-    return jax.jit(Model(CONFIG).init)(jax.random.key(0))
+    return initial_params(Model(CONFIG))
 
 
 def traced(save, *, offload=False):

@@ -7,6 +7,7 @@ import pytest
 from jaxforge.config.model import LAYERS, ModelConfig
 from jaxforge.model.layer import LayerSettings
 from jaxforge.model.transformer import Model
+from tests.helpers import initial_params
 from tests.model.attention_reference import allowed_keys
 from torch_compat.families.family import HF_NAME, NAME, fused, name_map, queries_with_gates
 from torch_compat.formats.lazy import from_array
@@ -52,7 +53,7 @@ def test_gated_attention_and_fused_queries_match_transformers():
     names = [rule.name.format(i=0) for rule in NAMES.rules]
     tensors = NAMES.to_jaxforge(stored, names, native)
     model = Model(native)
-    params = jax.device_get(jax.jit(model.init)(jax.random.key(0)))
+    params = jax.device_get(initial_params(model))
     for name, tensor in tensors.items():
         *_, module, leaf = name.split(".")
         params["layers"]["attention"][module][leaf] = tensor.all()[None]

@@ -22,7 +22,7 @@ from jaxforge.training import launch
 from jaxforge.training.eval_functions import build_eval_functions, register_eval_function
 from jaxforge.training.evaluation import Evaluator, SetSums, summary
 from tests.conftest import tiny_config
-from tests.helpers import devices_here
+from tests.helpers import devices_here, initial_params
 from torch_compat.formats.ocdbt import open_arrays
 
 SEQ, EOS = 32, 256
@@ -163,7 +163,7 @@ def test_padding_rows_reach_no_expert(shards):
         mesh, model = make_mesh(job, jax.devices()[:1]), build_model(job)
         sets = sources.open_eval_data(job)
         with jax.set_mesh(mesh):
-            weights = jax.jit(model.init)(jax.random.key(0))
+            weights = initial_params(model)
             sums = Evaluator(job, mesh, model, sets, None)(weights)
         return summary(sums)["eval/router_z_loss"]
 
