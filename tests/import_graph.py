@@ -13,15 +13,17 @@ EVERYWHERE = {"tests/conftest.py", "pyproject.toml", "constraints.txt"}
 _MODULE = re.compile(r"(?:jaxforge|torch_compat|tests|benchmarks)(?:\.\w+)+")
 
 
+@functools.cache
 def imports_of(path, *, at_once=False):
     """Return the imports of a module; `at_once` means those at its own import."""
-    tree = ast.parse(path.read_text())
+    tree, imports = ast.parse(path.read_text()), []
     for node in tree.body if at_once else ast.walk(tree):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            imports += (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module:
-            yield node.module
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+            imports.append(node.module)
+            imports += (f"{node.module}.{alias.name}" for alias in node.names)
+    return imports
 
 
 def modules(package):

@@ -12,6 +12,7 @@ from jaxforge.commands.evaluate import main
 from jaxforge.errors import UserError
 from jaxforge.inference.evaluation import evaluate, report
 from jaxforge.training.evaluation import summary
+from tests.helpers import devices_here
 from tests.machine import PATIENCE
 from tests.processes.conftest import ROOT, Run, environment
 from tests.processes.launching import free_port
@@ -23,20 +24,21 @@ def tokens(rng, n):
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """Trained on eight devices for eight steps, evaluated every four: on two sets of 21 and 5."""
+    """Trained on two devices for eight steps, evaluated every four: on two sets of 21 and 5."""
     path, rng = tmp_path_factory.mktemp("evaluate"), np.random.default_rng(0)
     for name, n in (("train", 100), ("a", 21), ("b", 5)):
         (path / name).mkdir()
         np.save(path / name / "a.npy", tokens(rng, n * 33))
     run = Run(path, "run")
     sets = [{"name": name, "dataset_path": str(path / name)} for name in "ab"]
-    run.finish_here(
-        f"--data.dataset_path={path / 'train'}", "--data.tokenizer_path=byte",
-        "--data.pack_sequences=true", "--model.vocab_size=264", "--train.max_steps=8",
-        "--checkpoint.interval=4", "--eval.enabled=true", f"--eval.datasets={sets}",
-        "--eval.interval=4", "--eval.steps=100", "--checkpoint.best_metric=eval/b/bits_per_byte",
-        "--checkpoint.keep_best_n=1",
-    )  # fmt: skip
+    with devices_here(2):
+        run.finish_here(
+            f"--data.dataset_path={path / 'train'}", "--data.tokenizer_path=byte",
+            "--data.pack_sequences=true", "--model.vocab_size=264", "--train.max_steps=8",
+            "--checkpoint.interval=4", "--eval.enabled=true", f"--eval.datasets={sets}",
+            "--eval.interval=4", "--eval.steps=100",
+            "--checkpoint.best_metric=eval/b/bits_per_byte", "--checkpoint.keep_best_n=1",
+        )  # fmt: skip
     return run
 
 
