@@ -4,6 +4,7 @@ import atexit
 import gc
 import importlib
 import logging
+import math
 import os
 import shutil
 import signal
@@ -25,7 +26,9 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # each process of a test would 
 # product of small matrices: that took longer than the products.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:  # workers and commands inherit the first one's
-    os.environ["JAX_COMPILATION_CACHE_DIR"] = str(compilation_cache())
+    directory = compilation_cache()
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = str(directory)
+    os.environ["NEW_COMPILATION_CACHE"] = str(int(not any(directory.iterdir())))
 # Which runs are trusted to import their plugins: tests leave nothing of this in the user's home.
 if not os.environ.get("XDG_STATE_HOME", "").startswith(tempfile.gettempdir()):
     STATE = tempfile.mkdtemp(prefix="jaxforge-tests-state-")
@@ -46,12 +49,15 @@ from jaxforge.config.reading.schema import REGISTRIES
 from jaxforge.model import runtime
 from tests import helpers, import_graph
 
-gc.set_threshold(20_000)  # to import tests and to trace makes objects by the hundred thousand
+gc.set_threshold(100_000)  # to import tests and to trace makes objects by the hundred thousand
 
 ENOUGH = 1.3e9
 """Bytes that a worker may hold when a file ends; the next file may add a gigabyte."""
 GROWTH = 0.15e9
 """Bytes that are worth a second's work: what stays is imported, or in use."""
+
+COMPILED_ONCE = ("kernels", "model", "optim", "step")
+"""Directories of tests whose programs hardly any other test compiles again."""
 
 GOLDEN = Path(__file__).parents[2] / "shared" / "golden"
 SMALL_GOLDEN = Path(__file__).parent / "golden" / "runs"
@@ -129,8 +135,15 @@ def stays():
 
 
 @pytest.fixture(scope="module", autouse=True)
-def forget_programs(stays):
-    """Compiled programs are kept for the next file while they are few; they would be gigabytes."""
+def forget_programs(stays, request):
+    """Compiled programs are kept for the next file while they are few; they would be gigabytes.
+
+    To write a program to the cache takes a twelfth of compiling it. The first run with a new cache,
+    as in CI, does not write those of `COMPILED_ONCE`; later runs do.
+    """
+    is_once = request.path.parent.name in COMPILED_ONCE
+    never = is_once and os.environ.get("NEW_COMPILATION_CACHE") == "1"
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", math.inf if never else 0.0)
     yield
     helpers.forget()
     if memory_in_use() > max(ENOUGH, stays[-1] + GROWTH):
