@@ -52,7 +52,9 @@ def on_device(program, state):
         return jax.device_put(state, jax.tree.map(lambda a: a.sharding, program.state()))
 
 
-@pytest.mark.parametrize("name", ["lion", "muon", "schedule_free_adamw"])
+@pytest.mark.parametrize(
+    "name", [pytest.param("lion", marks=pytest.mark.slow), "muon", "schedule_free_adamw"]
+)
 def test_run_resumes_bit_exactly(tmp_path, name):
     program, state, final, batches = trained(name)
     saved = open_checkpoints(tmp_path, program)

@@ -111,7 +111,9 @@ def test_padding_does_not_change_updates(model, train, axes):
     assert counted[0]["valid_tokens"] == counted[1]["valid_tokens"]
 
 
-@pytest.mark.parametrize("model", ["softmax", "sigmoid with sign bias"])
+@pytest.mark.parametrize(
+    "model", ["softmax", pytest.param("sigmoid with sign bias", marks=pytest.mark.slow)]
+)
 def test_expert_counts_exclude_padding(model):
     aux = without_padding(model, 0.0)[0]["side"]
     assignments = 16 * LENGTH * MODELS[model].get("moe_top_k", 2)

@@ -19,7 +19,14 @@ from urllib.parse import parse_qs, unquote, urlparse
 from wsgiref.types import StartResponse, WSGIEnvironment
 from xml.sax.saxutils import escape
 
+import pytest
+
 BUCKET = "bucket"
+
+# What differs between services is tested in test_buckets.py and test_requests.py.
+ONE_SERVICE = pytest.mark.parametrize(
+    "server", ["s3", pytest.param("gs", marks=pytest.mark.slow)], indirect=True
+)
 
 
 class Server:

@@ -5,6 +5,7 @@ import json
 from unittest import mock
 
 import pytest
+from emulators import ONE_SERVICE
 from run_config import CONFIG
 
 from jaxforge.checkpoint.paths import is_durable
@@ -75,6 +76,7 @@ def test_import_creates_run_in_bucket(server, bucket, exported, tmp_path):
     assert gathered(tmp_path) == []
 
 
+@ONE_SERVICE
 @pytest.mark.parametrize("to", ["dcp", "hf"])
 def test_export_from_bucket_equals_local_export(bucket, exported, tmp_path, to, capsys):
     remote = urls.path(f"{bucket}/out")
@@ -103,6 +105,7 @@ def test_import_copies_model_documents(bucket, exported):
     assert hf_state.read_imported_documents(run).config["model_type"]
 
 
+@ONE_SERVICE
 def test_interrupted_copy_is_repeated(bucket, exported, tmp_path):
     """The interruption is at a file, or between the checkpoint and its `config.toml`."""
     run = urls.path(f"{bucket}/run")

@@ -14,6 +14,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
+from emulators import ONE_SERVICE
 
 from jaxforge.commands import prepare
 from jaxforge.data.corpus import ingest, remote_input
@@ -95,6 +96,7 @@ def test_bucket_to_bucket_matches_local_disks(uploaded, reference, server):
     )
 
 
+@ONE_SERVICE
 def test_bucket_to_local_disk_matches(uploaded, reference, tmp_path, server):
     server.fail(3, ("cut", 503))
     run(f"{uploaded}/in/", tmp_path / "out", "--workers", "1")
@@ -109,6 +111,7 @@ def test_single_unit_keeps_its_names_in_a_bucket(corpus, bucket, tmp_path):
     assert "train/shard_00000.npy" in objects(f"{bucket}/out")
 
 
+@ONE_SERVICE
 def test_interrupted_run_is_refused_by_readers_and_resumes(
     uploaded, reference, monkeypatch, capsys
 ):
@@ -141,6 +144,7 @@ def test_interrupted_run_is_refused_by_readers_and_resumes(
     assert objects(output) == reference
 
 
+@ONE_SERVICE
 def test_existing_output_needs_overwrite(uploaded, reference):
     output = f"{uploaded}/out"
     files.write(f"{output}/train/mine.txt", b"mine")
@@ -173,6 +177,7 @@ def remote_path(url):
     return urls.path(url)
 
 
+@ONE_SERVICE
 def test_other_options_start_over(uploaded, monkeypatch, capsys):
     encode = ingest.encode
     monkeypatch.setattr(ingest, "encode", lambda *_: 1 / 0)
@@ -221,8 +226,17 @@ def test_ranged_file_reads_like_a_file(bucket, monkeypatch):
     assert file.read() == expected.read()
 
 
-@pytest.mark.parametrize("large", [500, 5000])
-@pytest.mark.parametrize("moment", ["before", "while"])
+@pytest.mark.parametrize(
+    ("server", "moment", "large"),
+    [
+        ("s3", "before", 500), ("s3", "while", 5000), ("gs", "before", 5000), ("gs", "while", 500),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in (
+            ("s3", "before", 5000), ("s3", "while", 500),
+            ("gs", "before", 500), ("gs", "while", 5000),
+        )),
+    ],
+    indirect=["server"],
+)  # fmt: skip
 def test_changed_object_raises(bucket, large, moment, monkeypatch):
     """The new object has as many bytes as the old one, and another second of modification."""
     monkeypatch.setattr("jaxforge.data.corpus.files.LARGE", large)

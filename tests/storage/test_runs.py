@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from emulators import ONE_SERVICE
 from run_config import CONFIG
 
 from jaxforge.checkpoint.manager import Checkpoints
@@ -137,6 +138,7 @@ def test_run_resumes_after_copy_to_bucket(bucket, toml, tmp_path):
     assert sorted(losses(tmp_path / "on")) == [18, 19]
 
 
+@ONE_SERVICE
 def test_progress_of_saved_step_is_amended_in_bucket(bucket):
     """An evaluation that ends after the save of its step is recorded in the checkpoint."""
     program = setup(tiny_config())
