@@ -63,7 +63,9 @@ def start(saved, program):
         # 6 does not divide the width.
         pytest.param({"dp_shard": 6}, {"dp_shard": 4}, marks=pytest.mark.slow),
         pytest.param({"dp_shard": 4}, {"dp_shard": 3, "tp": 2}, marks=pytest.mark.slow),
-        ({"dp_shard": 2, "cp": 2}, {"cp": 4, "cp_strategy": "ring"}),
+        pytest.param(
+            {"dp_shard": 2, "cp": 2}, {"cp": 4, "cp_strategy": "ring"}, marks=pytest.mark.slow
+        ),
     ],
     ids=str,
 )

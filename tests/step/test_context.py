@@ -27,16 +27,16 @@ KINDS = {
     "attn_temperature_floor": 4,
 }  # fmt: skip
 EXPERTS = {
-    "num_experts": 4, "moe_top_k": 2, "moe_router": "softmax_topk", "moe_capacity_factor": 0.8,
-    "moe_aux_loss_weight": 1.0, "moe_sequence_aux_loss_weight": 10.0, "moe_score_inputs": True,
-    "init_std": 0.3,
+    "n_layers": 1, "num_experts": 4, "moe_top_k": 2, "moe_router": "softmax_topk",
+    "moe_capacity_factor": 0.8, "moe_aux_loss_weight": 1.0, "moe_sequence_aux_loss_weight": 10.0,
+    "moe_score_inputs": True, "init_std": 0.3,
 }  # fmt: skip
 COHERE = {
     "norm_type": "layernorm", "norm_bias": False, "clip_qkv": 0.1,
     "parallel_residual": True, "shared_norm": True, "qk_norm": True, "qk_norm_type": "layernorm",
     "qk_norm_scope": "each_head", "qk_norm_after_rotary": True,
 }  # fmt: skip
-GROUPS = {**LEARNED, "n_heads": 16, "n_kv_heads": 2}
+GROUPS = {**LEARNED, "n_layers": 1, "n_heads": 16, "n_kv_heads": 2}
 RING, ULYSSES = {"cp_strategy": "ring"}, {"cp_strategy": "ulysses"}
 
 UPDATE, MICROBATCH = {"grad_sync": "update"}, {"grad_sync": "microbatch"}
