@@ -1,14 +1,11 @@
-"""Reader and writer of Hugging Face checkpoints: weights, config and tokenizer."""
+"""Reader of Hugging Face checkpoints: weights, config and documents (`convert.to_hf` writes)."""
 
-import dataclasses
-import functools
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jaxforge.config.job import JobConfig
 from jaxforge.config.model import ModelConfig
 from jaxforge.config.reading.load import make_config
 from jaxforge.config.section import Invisible
@@ -20,8 +17,6 @@ from torch_compat.checkpoint.hf_config import (
     CONFIG,
     DEQUANTIZED,
     block_of_scales,
-    config_json,
-    eos_token_id,
     further_layers,
     model_table,
 )
@@ -32,11 +27,9 @@ from torch_compat.checkpoint.originals import RECORD, Original
 from torch_compat.checkpoint.state import AbstractTarget, CheckpointState
 from torch_compat.checkpoint.validation import invisible_differences
 from torch_compat.families import FAMILIES
-from torch_compat.families.family import Family
 from torch_compat.formats import block_scaled, safetensors, torch_file
-from torch_compat.formats.files import Directory, sync
-from torch_compat.formats.lazy import DTYPES, LazyTensor, equal
-from torch_compat.formats.staging import Unit
+from torch_compat.formats.files import Directory
+from torch_compat.formats.lazy import LazyTensor, equal
 from torch_compat.names.table import EMBEDDING, HEAD, NameMap, strip_wrappers
 from torch_compat.names.translation import Translation, summarize_names
 
@@ -46,7 +39,6 @@ IMPORTED = "huggingface"
 """Directory of a run that holds the JSON files of the Hugging Face model that it began with."""
 IN_8_BITS = "fp8"
 """Value of `--dtype`: matrices of layers in e4m3 with a scale per block, all else in bfloat16."""
-_MATRIX = re.compile(r"layers\.\d+\.(?!input_proj).*_proj\.weight")  # of jaxforge; not routers
 _MXFP4 = ("_blocks", "_scales")
 _LAYER = re.compile(r"model\.layers\.(\d{1,9})\.")
 
@@ -248,137 +240,6 @@ def read_documents(directory: Directory) -> ImportedDocuments:
     return ImportedDocuments(_config(directory), generation, has_original)
 
 
-def with_dtypes(checkpoint: CheckpointState, family: str, dtype: str | None) -> CheckpointState:
-    """Return the weights in the dtypes of an export, before matrices are scaled to 8 bits.
-
-    Args:
-        checkpoint: the weights, in the dtypes of their source.
-        family: a key of `FAMILIES`.
-        dtype: requested dtype, or `IN_8_BITS`; None: unchanged. What transformers keeps in float32
-            is in float32 in any case.
-    """
-    usual = "bfloat16" if dtype == IN_8_BITS else dtype
-
-    def converted(name: str, tensor: LazyTensor) -> LazyTensor:
-        if dtype == IN_8_BITS and _MATRIX.fullmatch(name):
-            return tensor
-        target = usual or tensor.dtype.name
-        is_kept = FAMILIES[family].keeps_in_float32(name, target)
-        return tensor.cast(DTYPES["float32" if is_kept else target])
-
-    params = {name: converted(name, tensor) for name, tensor in checkpoint.params.items()}
-    return dataclasses.replace(checkpoint, params=params)
-
-
-def tensors_of_export(
-    checkpoint: CheckpointState,
-    model: ModelConfig,
-    family: str,
-    dtype: str | None,
-    original: Original | None,
-) -> dict[str, LazyTensor]:
-    """Return the tensors of an export by the family's keys, or nested as in the original.
-
-    Args:
-        checkpoint: the weights, of `with_dtypes`.
-        model: the model.
-        family: a key of `FAMILIES` that supports the model.
-        dtype: `IN_8_BITS` for matrices in 8 bits.
-        original: checkpoint with images or sound that the language model belongs to.
-
-    Raises:
-        UserError: the family stores several matrices in one tensor, which has no blocks.
-    """
-    dialect = original.parts.dialect if original else FAMILIES[family].dialect
-    copies: dict[str, str] = {}
-    # Files repeat embedding and head in each layer that predicts further tokens.
-    for depth in range(model.mtp_depth if FAMILIES[family].further_layers_key else 0):
-        copies |= _shared_keys(model.n_layers + depth, dialect, model)
-    if dtype != IN_8_BITS:
-        result = dialect.to_dialect(checkpoint.variables, model)
-        result |= {key: result[shared] for key, shared in copies.items()}
-        return original.nest(result) if original else result
-    # Norms, embedding and head stay in bfloat16, as in DeepSeek-V3's files.
-    matrices = {dialect.key_for(name) for name in checkpoint.params if _MATRIX.fullmatch(name)}
-    weights = dialect.to_dialect(checkpoint.params, model)
-    if packed := [key for key in weights if key in matrices and len(weights[key].shape) != 2]:
-        raise UserError(
-            f"--dtype {IN_8_BITS}: {packed[0]} holds several matrices. Export with --dtype bfloat16"
-        )
-    model_state = dialect.to_dialect(checkpoint.model_state or {}, model)
-    weights |= {key: weights[shared] for key, shared in copies.items()}
-    return {**block_scaled.quantize(weights, matrices), **model_state}
-
-
-def units(
-    checkpoint: CheckpointState,
-    config: JobConfig,
-    directory: Path,
-    *,
-    family: str,
-    dtype: str | None,
-    largest: int,
-    block: int,
-    tokenizer: Path | None,
-    before: ImportedDocuments | None = None,
-    original: Original | None = None,
-) -> list[Unit]:
-    """Return units that write a directory for `AutoModelForCausalLM.from_pretrained`.
-
-    Args:
-        checkpoint: the weights, of `with_dtypes`.
-        config: config of the run.
-        directory: directory of the files.
-        family: a key of `FAMILIES` that supports the model.
-        dtype: requested dtype.
-        largest: bytes of tensors per file; a single tensor may exceed it.
-        block: bytes that may be in memory at a time.
-        tokenizer: tokenizer of the run.
-        before: JSON files of the model from which the run was imported.
-        original: checkpoint with images or sound that the language model belongs to.
-    """
-    tensors = tensors_of_export(checkpoint, config.model, family, dtype, original)
-    result, index = safetensors.units(tensors, directory, largest, block)
-    is_in_8_bits = dtype == IN_8_BITS
-    common = "bfloat16" if is_in_8_bits else _common_dtype(checkpoint.params, FAMILIES[family])
-    documents = _documents(config, family, common, tokenizer, before)
-    if original is not None:
-        aside = {n: t for n, t in original.parts.aside.items() if t.dtype.kind in "fV"}
-        common = _common_dtype({**aside, **checkpoint.params}, FAMILIES[family])
-        documents |= {CONFIG: original.config_json(config.model, common), **original.files}
-    if is_in_8_bits:
-        documents[CONFIG]["quantization_config"] = block_scaled.quantization_config()
-    if index is not None:
-        documents[safetensors.INDEX] = index
-    return [
-        *result,
-        Unit("documents", 0, lambda: _write_documents(documents, directory, tokenizer)),
-    ]
-
-
-def _documents(
-    config: JobConfig,
-    family: str,
-    dtype: str,
-    tokenizer: Path | None,
-    before: ImportedDocuments | None,
-) -> dict[str, Any]:
-    """Return `config.json` and `generation_config.json`.
-
-    Imported files are used if their EOS tokens are those of the run's tokenizer.
-    """
-    # With another tokenizer, the imported ids would stop the text at other tokens.
-    eos_ids = hf_tokenizer.eos_ids(tokenizer)
-    if before is None or not (tokenizer is None or set(before.eos_ids) <= set(eos_ids)):
-        return {
-            CONFIG: config_json(config, family, dtype, eos_ids),
-            GENERATION: {"eos_token_id": eos_token_id(eos_ids), "do_sample": True},
-        }
-    result = config_json(config, family, dtype, eos_ids, before.config)
-    generation = {} if before.generation is None else {GENERATION: before.generation}
-    return {CONFIG: result, **generation}
-
-
 def _config(directory: Directory) -> dict[str, Any]:
     """Return `config.json`; of a model with images or sound, the config of its language model."""
     where = f"{directory}/{CONFIG}"
@@ -442,7 +303,7 @@ def _drop_layers(
     ]
 
 
-def _shared_keys(layer: int, dialect: NameMap, model: ModelConfig) -> dict[str, str]:
+def shared_keys(layer: int, dialect: NameMap, model: ModelConfig) -> dict[str, str]:
     """Return keys of a layer that predicts further tokens -> keys of the same tensors outside."""
     embedding = dialect.key_for(EMBEDDING)
     return {
@@ -467,7 +328,7 @@ def _drop_shared(
     """
     copies: dict[str, str] = {}
     for layer in layers:
-        copies |= _shared_keys(layer, dialect, model)
+        copies |= shared_keys(layer, dialect, model)
     for key, shared in copies.items():
         if key in tensors and shared in tensors and not equal(tensors[key], tensors[shared]):
             raise UserError(
@@ -490,32 +351,3 @@ def _differences(config: Mapping[str, Any], model: ModelConfig, where: str) -> I
 
 def _span(windows: Sequence[int | None]) -> str:
     return " or ".join(str(w or "all") for w in dict.fromkeys(windows))
-
-
-def _write_documents(documents: Mapping[str, Any], directory: Path, tokenizer: Path | None) -> None:
-    files = {
-        name: document if isinstance(document, bytes) else hf_tokenizer.to_json(document)
-        for name, document in documents.items()
-    }  # fmt: skip
-    if tokenizer is not None:
-        files |= hf_tokenizer.exported_files(tokenizer)
-    for name, content in files.items():
-        (directory / name).parent.mkdir(exist_ok=True)
-        (directory / name).write_bytes(content)
-        sync(directory / name)
-
-
-def _common_dtype(tensors: Mapping[str, LazyTensor], family: Family) -> str:
-    """Return a dtype that holds all tensors: transformers casts all to the dtype of the config.
-
-    It does not cast the weights that it keeps in float32.
-    """
-    dtypes = {
-        tensor.dtype for name, tensor in tensors.items()
-        if not any(family.keeps_in_float32(name, dtype) for dtype in family.float32)
-    }  # fmt: skip
-    if len(dtypes) == 1:
-        return dtypes.pop().name
-    from jax.numpy import promote_types  # NumPy cannot promote float16 and bfloat16
-
-    return functools.reduce(promote_types, dtypes).name

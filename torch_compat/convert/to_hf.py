@@ -3,22 +3,33 @@
 import dataclasses
 import functools
 import math
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from jaxforge.cli.redaction import redacted_message
+from jaxforge.config.job import JobConfig
+from jaxforge.config.model import ModelConfig
 from jaxforge.errors import UserError
 from jaxforge.storage import urls
 from torch_compat.checkpoint import hf_config, hf_state, hf_tokenizer, originals
+from torch_compat.checkpoint.hf_config import CONFIG
+from torch_compat.checkpoint.hf_state import IN_8_BITS, ImportedDocuments
+from torch_compat.checkpoint.hf_tokenizer import GENERATION
+from torch_compat.checkpoint.state import CheckpointState
 from torch_compat.checkpoint.validation import check_written
 from torch_compat.convert import model_card
 from torch_compat.convert.source import Request, Source, left_out_modules
 from torch_compat.convert.writer import Writer
 from torch_compat.families import FAMILIES
-from torch_compat.formats import safetensors
-from torch_compat.formats.files import Directory
+from torch_compat.families.family import Family
+from torch_compat.formats import block_scaled, safetensors
+from torch_compat.formats.files import Directory, sync
+from torch_compat.formats.lazy import DTYPES, LazyTensor
 from torch_compat.formats.staging import Unit
+
+_MATRIX = re.compile(r"layers\.\d+\.(?!input_proj).*_proj\.weight")  # of jaxforge; not routers
 
 
 class HfWriter(Writer):
@@ -33,7 +44,7 @@ class HfWriter(Writer):
         model = source.target.config.model
         self._original = self._find_original(source)
         self._left_out = 0 if FAMILIES[self._family].further_layers_key else model.mtp_depth
-        checkpoint = hf_state.with_dtypes(source.checkpoint, self._family, request.dtype)
+        checkpoint = _with_dtypes(source.checkpoint, self._family, request.dtype)
         if self._left_out:
             checkpoint = checkpoint.without_layers_from(model.n_layers)
         self.source = dataclasses.replace(source, checkpoint=checkpoint)
@@ -54,7 +65,7 @@ class HfWriter(Writer):
             return None
         if (original := source.original) is None:
             return None
-        if self.request.dtype == hf_state.IN_8_BITS:
+        if self.request.dtype == IN_8_BITS:
             raise UserError(
                 f"--dtype {self.request.dtype}: {original.name} has tensors for images or sound, "
                 f"which stay as they are. To {originals.TEXT_ONLY}"
@@ -77,14 +88,39 @@ class HfWriter(Writer):
         ]
 
     @functools.cached_property
+    def _tensors(self) -> dict[str, LazyTensor]:
+        checkpoint, model = self.source.checkpoint, self.source.target.config.model
+        return _tensors(checkpoint, model, self._family, self.request.dtype, self._original)
+
+    @functools.cached_property
     def units(self) -> Sequence[Unit]:
         """Parts of safetensors files, and the JSON and tokenizer files."""
-        return hf_state.units(
-            self.source.checkpoint, self.source.target.config, self.staging.path,
-            family=self._family, dtype=self.request.dtype, largest=self.request.largest_file,
-            block=self.block, tokenizer=self.source.tokenizer, before=self.source.imported,
-            original=self._original,
-        )  # fmt: skip
+        directory, tokenizer = self.staging.path, self.source.tokenizer
+        result, index = safetensors.units(
+            self._tensors, directory, self.request.largest_file, self.block
+        )
+        documents = self._documents()
+        if index is not None:
+            documents[safetensors.INDEX] = index
+        return [
+            *result,
+            Unit("documents", 0, lambda: _write_documents(documents, directory, tokenizer)),
+        ]
+
+    def _documents(self) -> dict[str, Any]:
+        """Return the JSON files, and those that an original has next to them."""
+        params, family, original = self.source.checkpoint.params, self._family, self._original
+        config, is_in_8_bits = self.source.target.config, self.request.dtype == IN_8_BITS
+        dtype = "bfloat16" if is_in_8_bits else _common_dtype(params, FAMILIES[family])
+        documents = _documents(config, family, dtype, self.source.tokenizer, self.source.imported)
+        if original is not None:
+            aside = {n: t for n, t in original.parts.aside.items() if t.dtype.kind in "fV"}
+            dtype = _common_dtype({**aside, **params}, FAMILIES[family])
+            nested = original.config_json(config.model, dtype)
+            documents |= {CONFIG: nested, **original.files}
+        if is_in_8_bits:
+            documents[CONFIG]["quantization_config"] = block_scaled.quantization_config()
+        return documents
 
     def complete(self, results: Mapping[str, Any]) -> None:
         """Check the written tensors and write the model card.
@@ -94,10 +130,9 @@ class HfWriter(Writer):
         """
         if self._original is not None:
             self._original.check_unchanged()
-        directory, model = self.staging.path, self.source.target.config.model
-        checkpoint, dtype = self.source.checkpoint, self.request.dtype
-        written = hf_state.tensors_of_export(checkpoint, model, self._family, dtype, self._original)
-        check_written(safetensors.open_directory(Directory(directory)), written, str(directory))
+        directory = self.staging.path
+        written = safetensors.open_directory(Directory(directory))
+        check_written(written, self._tensors, str(directory))
         (directory / model_card.FILE).write_text(self._card(directory), "utf-8")
 
     def _card(self, directory: Path) -> str:
@@ -119,3 +154,120 @@ class HfWriter(Writer):
         )  # fmt: skip
         # The card is published: names and metrics of a run may contain tokens or addresses.
         return redacted_message(card)
+
+
+def _with_dtypes(checkpoint: CheckpointState, family: str, dtype: str | None) -> CheckpointState:
+    """Return the weights in the dtypes of an export, before matrices are scaled to 8 bits.
+
+    Args:
+        checkpoint: the weights, in the dtypes of their source.
+        family: a key of `FAMILIES`.
+        dtype: requested dtype, or `IN_8_BITS`; None: unchanged. What transformers keeps in float32
+            is in float32 in any case.
+    """
+    usual = "bfloat16" if dtype == IN_8_BITS else dtype
+
+    def converted(name: str, tensor: LazyTensor) -> LazyTensor:
+        if dtype == IN_8_BITS and _MATRIX.fullmatch(name):
+            return tensor
+        target = usual or tensor.dtype.name
+        is_kept = FAMILIES[family].keeps_in_float32(name, target)
+        return tensor.cast(DTYPES["float32" if is_kept else target])
+
+    params = {name: converted(name, tensor) for name, tensor in checkpoint.params.items()}
+    return dataclasses.replace(checkpoint, params=params)
+
+
+def _tensors(
+    checkpoint: CheckpointState,
+    model: ModelConfig,
+    family: str,
+    dtype: str | None,
+    original: originals.Original | None,
+) -> dict[str, LazyTensor]:
+    """Return the tensors of an export by the family's keys, or nested as in the original.
+
+    Args:
+        checkpoint: the weights, of `_with_dtypes`.
+        model: the model.
+        family: a key of `FAMILIES` that supports the model.
+        dtype: `IN_8_BITS` for matrices in 8 bits.
+        original: checkpoint with images or sound that the language model belongs to.
+
+    Raises:
+        UserError: the family stores several matrices in one tensor, which has no blocks.
+    """
+    dialect = original.parts.dialect if original else FAMILIES[family].dialect
+    copies: dict[str, str] = {}
+    # Files repeat embedding and head in each layer that predicts further tokens.
+    for depth in range(model.mtp_depth if FAMILIES[family].further_layers_key else 0):
+        copies |= hf_state.shared_keys(model.n_layers + depth, dialect, model)
+    if dtype != IN_8_BITS:
+        result = dialect.to_dialect(checkpoint.variables, model)
+        result |= {key: result[shared] for key, shared in copies.items()}
+        return original.nest(result) if original else result
+    # Norms, embedding and head stay in bfloat16, as in DeepSeek-V3's files.
+    matrices = {dialect.key_for(name) for name in checkpoint.params if _MATRIX.fullmatch(name)}
+    weights = dialect.to_dialect(checkpoint.params, model)
+    if packed := [key for key in weights if key in matrices and len(weights[key].shape) != 2]:
+        raise UserError(
+            f"--dtype {IN_8_BITS}: {packed[0]} holds several matrices. Export with --dtype bfloat16"
+        )
+    model_state = dialect.to_dialect(checkpoint.model_state or {}, model)
+    weights |= {key: weights[shared] for key, shared in copies.items()}
+    return {**block_scaled.quantize(weights, matrices), **model_state}
+
+
+def _documents(
+    config: JobConfig,
+    family: str,
+    dtype: str,
+    tokenizer: Path | None,
+    before: ImportedDocuments | None,
+) -> dict[str, Any]:
+    """Return `config.json` and `generation_config.json`.
+
+    Imported files are used if their EOS tokens are those of the run's tokenizer.
+    """
+    # With another tokenizer, the imported ids would stop the text at other tokens.
+    eos_ids = hf_tokenizer.eos_ids(tokenizer)
+    if before is None or not (tokenizer is None or set(before.eos_ids) <= set(eos_ids)):
+        return {
+            CONFIG: hf_config.config_json(config, family, dtype, eos_ids),
+            GENERATION: {
+                "eos_token_id": hf_config.eos_token_id(eos_ids),
+                "do_sample": True,
+            },
+        }
+    result = hf_config.config_json(config, family, dtype, eos_ids, before.config)
+    generation = {} if before.generation is None else {GENERATION: before.generation}
+    return {CONFIG: result, **generation}
+
+
+def _write_documents(documents: Mapping[str, Any], directory: Path, tokenizer: Path | None) -> None:
+    files = {
+        name: document if isinstance(document, bytes) else hf_tokenizer.to_json(document)
+        for name, document in documents.items()
+    }  # fmt: skip
+    if tokenizer is not None:
+        files |= hf_tokenizer.exported_files(tokenizer)
+    for name, content in files.items():
+        (directory / name).parent.mkdir(exist_ok=True)
+        (directory / name).write_bytes(content)
+        sync(directory / name)
+
+
+def _common_dtype(tensors: Mapping[str, LazyTensor], family: Family) -> str:
+    """Return a dtype that holds all tensors: transformers casts all to the dtype of the config.
+
+    It does not cast the weights that it keeps in float32.
+    """
+    dtypes = {
+        tensor.dtype for name, tensor in tensors.items()
+        if not any(family.keeps_in_float32(name, dtype) for dtype in family.float32)
+    }  # fmt: skip
+    if len(dtypes) == 1:
+        return dtypes.pop().name
+    from jax.numpy import promote_types  # NumPy cannot promote float16 and bfloat16
+
+    return functools.reduce(promote_types, dtypes).name
