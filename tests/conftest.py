@@ -10,7 +10,8 @@ import shutil
 import signal
 import tempfile
 
-from tests.machine import compilation_cache, give_back_memory, memory_in_use, xla_flags
+from jaxforge.tools.prove import xla_flags
+from tests.machine import compilation_cache, give_back_memory, memory_in_use
 
 # In the background and under nohup, these signals are ignored: processes of tests would inherit it.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

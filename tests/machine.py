@@ -10,29 +10,13 @@ from pathlib import Path
 
 import psutil
 
-PATIENCE = 900
+from jaxforge.tools.prove import COLLECTIVE_SEC
+
+PATIENCE = COLLECTIVE_SEC
 """Timeout in seconds that only a hang exceeds, however busy the machine is."""
 
 LARGEST_CACHE = 3e9
 """Maximum bytes of compiled programs, about ten times those of one run of the suite."""
-
-# Tests check results, not speed. Compilation with few LLVM optimizations takes half the time, and
-# another eighth less without splitting a program into 32 parts. The timeouts of collectives allow
-# for a busy machine that delays a device.
-_QUICKLY = [
-    "--xla_cpu_parallel_codegen_split_count=1",
-    "--xla_backend_optimization_level=0",
-    "--xla_llvm_disable_expensive_passes=true",
-    "--xla_cpu_collective_call_warn_stuck_timeout_seconds=300",
-    f"--xla_cpu_collective_call_terminate_timeout_seconds={PATIENCE}",
-]
-if version("jaxlib").startswith("0.10."):  # removed in later versions; halves the time again
-    _QUICKLY.append("--xla_cpu_use_fusion_emitters=false")
-
-
-def xla_flags(devices: int) -> str:
-    """Return `XLA_FLAGS` for this number of virtual devices, for workers and processes of tests."""
-    return " ".join([f"--xla_force_host_platform_device_count={devices}", *_QUICKLY])
 
 
 def compilation_cache() -> Path:

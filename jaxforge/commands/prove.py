@@ -6,23 +6,23 @@ from collections.abc import Sequence
 
 from jaxforge.cli.running import run_main
 from jaxforge.commands.command_line import CommandParser
-from jaxforge.commands.plan import topology_of
 from jaxforge.storage import trust
+from jaxforge.tools.prove import MOST_DEVICES, xla_flags
 
 _ABOUT = """Prove on CPUs that a config computes the same on its mesh as on one device.
 A small config of the same structure makes some updates in float32 on both, with both reductions of
 gradients, and over a checkpoint that another mesh restores. Settings such as --distributed.tp=2 are
 accepted, as by `jaxforge train`."""
-_DEVICES = "cpu:8"
-_FAST_TO_COMPILE = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the proof; return 1 if something differs, or a planted fault is not found."""
     args, overrides = parser().parse(argv)
     # Before JAX is imported, which reads these variables once.
-    topology_of(_DEVICES).prepare(os.environ)
-    os.environ["XLA_FLAGS"] = f"{os.environ['XLA_FLAGS']} {_FAST_TO_COMPILE}"
+    os.environ.update(
+        JAX_PLATFORMS="cpu",
+        XLA_FLAGS=f"{os.environ.get('XLA_FLAGS', '')} {xla_flags(MOST_DEVICES)}".strip(),
+    )
     trust.use_working_directory()
     from jaxforge.parallel.multihost import enlarge_thread_pool
     from jaxforge.tools.prove import proof_report

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from jaxforge.commands import train
-from tests.machine import PATIENCE, xla_flags
+from jaxforge.tools.prove import xla_flags
+from tests.machine import PATIENCE
 
 ROOT = Path(__file__).parents[2]
 

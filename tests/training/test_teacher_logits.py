@@ -17,9 +17,10 @@ from jaxforge.data.sources import open_training_data
 from jaxforge.data.teacher_logits import FILE_NAME, TEACHER_IDS, TEACHER_LOGITS
 from jaxforge.errors import UserError
 from jaxforge.exit_codes import Exit
+from jaxforge.tools.prove import xla_flags
 from jaxforge.tools.teacher_logits import save
 from jaxforge.training import launch
-from tests.machine import PATIENCE, wait_until, xla_flags
+from tests.machine import PATIENCE, wait_until
 from tests.training.objectives import prepare_data, progress, stored
 from tests.training.objectives import student as online
 

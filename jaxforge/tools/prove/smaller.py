@@ -18,8 +18,7 @@ from jaxforge.config.mixers import GATED_DELTA_NET, LATENT_ATTENTION, MAMBA2
 from jaxforge.config.model import ModelConfig
 from jaxforge.config.optimizer import OPTIMIZERS
 from jaxforge.errors import UserError
-
-MOST_DEVICES = 8
+from jaxforge.tools.prove import MOST_DEVICES
 
 _TOKENS, _ROWS, _VOCABULARY = 64, 8, 272
 _WINDOW, _CHUNK, _FLOOR = 24, 16, 8  # tokens, less than a sequence

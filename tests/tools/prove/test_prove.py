@@ -16,10 +16,10 @@ from jaxforge.config.reading.load import load_config, load_unresolved
 from jaxforge.data.packing import IGNORE
 from jaxforge.errors import UserError
 from jaxforge.step.losses import register_loss
-from jaxforge.tools.prove import proof, proof_report
+from jaxforge.tools.prove import MOST_DEVICES, proof, proof_report
 from jaxforge.tools.prove.faults import FAULTS
 from jaxforge.tools.prove.proof import Comparison, Quantity, Reference
-from jaxforge.tools.prove.smaller import MOST_DEVICES, meshes, on_mesh, smaller, transposed
+from jaxforge.tools.prove.smaller import meshes, on_mesh, smaller, transposed
 from jaxforge.tools.prove.trajectory import Trainer
 from tests.conftest import tiny_config
 
