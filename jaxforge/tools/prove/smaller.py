@@ -174,22 +174,27 @@ def _model(config: JobConfig, sizes: Mesh) -> Table:
     fills = heads * head if model.n_heads * model.head_size == model.dim else 0
     # Each axis that splits the width divides 32.
     dim = fills if fills and model.head_dim is None else 64
-    while dim < 32 or dim % 32 or (model.head_dim is None and dim % heads):
+    while dim % 32:
         head, dim = 2 * head, 2 * dim
     table: Table = {
         "dim": dim, "n_heads": heads, "vocab_size": min(model.vocab_size, _VOCABULARY),
         "max_seq_len": _TOKENS, "init_std": dim**-0.5, "ffn_hidden_dim": 3 * dim // 2,
-        "mtp_depth": min(model.mtp_depth, 2), "attn_temperature_floor": _FLOOR,
+        "mtp_depth": min(model.mtp_depth, 2),
         "sdpa_backend": model.sdpa_backend if model.sdpa_backend in _CPU_KERNELS else "auto",
         "moe_backend": "auto",
     }  # fmt: skip
-    table |= {} if model.attn_temperature_scale else {"attn_temperature_floor": 8192}
+    table |= {"attn_temperature_floor": _FLOOR} if model.attn_temperature_scale else {}
     table |= {"n_kv_heads": kv_heads} if model.n_kv_heads is not None else {}
     table |= {"head_dim": head} if model.head_dim is not None else {}
     table |= {"sliding_window": _WINDOW} if model.sliding_window is not None else {}
     table |= {"attention_chunk_size": _CHUNK} if model.attention_chunk_size is not None else {}
-    table |= _rotary(model, head) | _layers(config, sizes) | _experts(model, dim) | _mup(model, dim)
-    return table | _mixers(model, sizes)
+    for key, before, after in (
+        ("mup_base_width", model.dim, dim), ("mup_base_head_dim", model.head_size, head)
+    ):  # fmt: skip
+        if (base := getattr(model, key)) is not None:
+            table[key] = max(1, base * after // before)
+    table |= _rotary(model, head) | _layers(config, sizes)
+    return table | _experts(model, dim) | _mixers(model, sizes)
 
 
 def _heads(config: JobConfig, sizes: Mesh) -> tuple[int, int]:
@@ -227,21 +232,12 @@ def _rotary(model: ModelConfig, head: int) -> Table:
     return {"rope_scaling": table}
 
 
-def _mup(model: ModelConfig, dim: int) -> Table:
-    bases = {"mup_base_width": model.dim, "mup_base_head_dim": model.dim}
-    return {
-        key: max(1, base * dim // width)
-        for key, width in bases.items()
-        if (base := getattr(model, key)) is not None
-    }
-
-
 def _experts(model: ModelConfig, dim: int) -> Table:
     if not model.num_experts:
         return {}
     groups = min(model.moe_groups, 4)
     top_k = min(model.moe_top_k, 4)
-    experts = 8 if max(2 * groups, 2 * top_k) <= 8 and groups == 1 else 16
+    experts = 8 if groups == 1 else 16
     return {
         "num_experts": experts,
         "moe_top_k": top_k,
