@@ -252,7 +252,7 @@ def test_weight_without_modules_has_no_effect(tmp_path):
 
 def test_registered_network_without_modules_is_refused():
     class Bare(Model):
-        def _declare(self, key):
+        def _declare(self, key=None):
             module = super()._declare(key)
             del module.mtp
             return module

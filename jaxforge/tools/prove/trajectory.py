@@ -20,7 +20,6 @@ from jaxforge.config.job import JobConfig
 from jaxforge.data.packing import IGNORE
 from jaxforge.model.runtime import kernel_target
 from jaxforge.model.transformer import Model, Params
-from jaxforge.optim.optimizer import build_optimizer
 from jaxforge.optim.trees import join
 from jaxforge.parallel.mesh import make_mesh
 from jaxforge.parallel.sharding import batch_shardings
@@ -88,7 +87,7 @@ class Trainer:
             program.gradients = fault.gradients(program.gradients, config)
         if fault.optimizer:
             other = config.with_values(fault.optimizer(config))
-            program.optimizer = build_optimizer(other, program.model.axes)
+            program.optimizer = Program(other, program.mesh, model=program.model).optimizer
         trainer._fault = fault
         return trainer
 
