@@ -18,6 +18,7 @@ from jaxforge.checkpoint.relayout import by_layer, by_stage
 from jaxforge.config.axes import declared_sizes
 from jaxforge.config.job import JobConfig
 from jaxforge.data.packing import IGNORE
+from jaxforge.errors import UserError
 from jaxforge.model.runtime import kernel_target
 from jaxforge.model.transformer import Model, Params
 from jaxforge.optim.trees import join
@@ -104,13 +105,24 @@ class Trainer:
             before: a state on the host, with layers in order.
             batch: the batch.
             placed: that state on the devices; by default it is placed. It is donated.
+
+        Raises:
+            UserError: a plugin needs a field that batches do not have.
         """
         if self._fault and self._fault.batch:
             batch = self._fault.batch(batch, self.config)
         placed = self.put(before) if placed is None else placed
         fields = self._with_fields(batch)
-        with self.program.context():
-            state, metrics = self.program.step(placed, fields, Controls())
+        try:
+            with self.program.context():
+                state, metrics = self.program.step(placed, fields, Controls())
+        except KeyError as error:
+            if not self.config.plugins.modules:
+                raise
+            raise UserError(
+                f"plugins.modules: the update needs {error} of its batches, which the random data "
+                "of a proof do not have. Prove the config without the plugin that reads it"
+            ) from error
         stack = self.program.model.stack
         gradients = named(metrics.pop("grads"), stack)
         old, new = by_kind(before), by_kind(state, stack)

@@ -158,6 +158,17 @@ def test_plugin_with_a_wrong_reduction_is_found():
     assert comparison.first_difference.name == "loss"
 
 
+def test_plugin_that_needs_a_further_field_is_named():
+    @register_loss("reads_another_field")
+    def build(config, model):
+        return lambda params, hidden, batch, weights: jnp.sum(batch["importance"])
+
+    values = {"loss_fn": "reads_another_field"}
+    small = smaller(tiny_config(train=values, plugins={"modules": ["json"]}))
+    with pytest.raises(UserError, match="needs 'importance' of its batches"):
+        Reference(small)
+
+
 def run(monkeypatch, tmp_path, comparisons, faults=(), *, as_json=False):
     path = tmp_path / "config.toml"
     path.write_text("[model]\nn_layers = 4\n[train]\nmixed_precision = 'fp8'\n")
