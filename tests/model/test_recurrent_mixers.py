@@ -66,7 +66,10 @@ def alone(mixer, model):
 @pytest.mark.parametrize(
     ("mixer", "model", "mesh", "grad_sync"),
     [
-        ("gated_delta_net", {**EXPERTS, "n_layers": 1}, EXPERT_PARALLEL, "update"),
+        pytest.param(
+            "gated_delta_net", {**EXPERTS, "n_layers": 1}, EXPERT_PARALLEL, "update",
+            marks=pytest.mark.slow,
+        ),
         pytest.param(
             "gated_delta_net", {"n_layers": 4}, INTERLEAVED, "update", marks=pytest.mark.slow
         ),

@@ -55,7 +55,7 @@ CASES = [  # each strategy with each model, both reductions and losses; the refe
     ),
     (KINDS, {"pp": 2, "cp": 2, "dp_replicate": 2, **RING}, MICROBATCH),
     pytest.param(KINDS, {"pp": 2, "cp": 2, **ULYSSES}, UPDATE, marks=pytest.mark.slow),
-    (EXPERTS, {"cp": 2, "ep": 2, **RING}, UPDATE),
+    pytest.param(EXPERTS, {"cp": 2, "ep": 2, **RING}, UPDATE, marks=pytest.mark.slow),
     pytest.param(COHERE, {"pp": 2, "dp_shard": 2, "tp": 2}, UPDATE, marks=pytest.mark.slow),
 ]  # fmt: skip
 MODELS = [case.values[0] if hasattr(case, "values") else case[0] for case in CASES]

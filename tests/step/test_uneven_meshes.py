@@ -47,7 +47,7 @@ CASES = [  # requested axes, and the resulting dp_replicate and dp_shard
     ("dense", MICROBATCH, {"dp_shard": 3, "tp": 2}, (3, 1)),
     ("dense", UPDATE, {"dp_replicate": 2, "dp_shard": 3}, (6, 1)),
     pytest.param("dense", UPDATE, {"pp": 2, "dp_shard": 3}, (3, 1), marks=pytest.mark.slow),
-    ("muon", UPDATE, {"dp_shard": 6}, (3, 2)),
+    pytest.param("muon", UPDATE, {"dp_shard": 6}, (3, 2), marks=pytest.mark.slow),
     pytest.param("experts", MICROBATCH, {"dp_shard": 3, "ep": 2}, (3, 1), marks=pytest.mark.slow),
 ]
 
