@@ -135,6 +135,7 @@ def test_fault_of_a_batch_is_found(packed, fault):
 LOCAL = "mean_over_the_tokens_of_a_device"
 
 
+@pytest.mark.usefixtures("own_names")
 def test_plugin_with_a_wrong_reduction_is_found():
     @register_loss(LOCAL)
     def build(config, model):
@@ -158,6 +159,7 @@ def test_plugin_with_a_wrong_reduction_is_found():
     assert comparison.first_difference.name == "loss"
 
 
+@pytest.mark.usefixtures("own_names")
 def test_plugin_that_needs_a_further_field_is_named():
     @register_loss("reads_another_field")
     def build(config, model):
