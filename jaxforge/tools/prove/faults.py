@@ -1,7 +1,6 @@
 """Known faults of parallel training, which the proof must find: the proof of the proof."""
 
 import dataclasses
-import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -20,6 +19,7 @@ from jaxforge.parallel.stages import is_stack
 from jaxforge.state.train_state import TrainState
 from jaxforge.step.gradients import Gradients
 from jaxforge.step.update_loss import Batch, Loss
+from jaxforge.tools.prove.smaller import device_count
 
 HostBatch = dict[str, np.ndarray]
 """Fields of a batch [microbatches, sequences, tokens] on the host."""
@@ -57,10 +57,6 @@ def _always(config: JobConfig) -> bool:
 
 def _has(axis: str) -> Callable[[JobConfig], bool]:
     return lambda config: getattr(config.distributed, axis) > 1
-
-
-def _devices(config: JobConfig) -> int:
-    return math.prod(declared_sizes(config).values())
 
 
 def _without_labels(batch: Any, rows: slice) -> Any:  # noqa: ANN401  # of host or device
@@ -183,7 +179,7 @@ FAULTS = (
     Fault(
         "gradients are clipped by the norm of a device's part of them", _always,
         optimizer=lambda config: {
-            "train.grad_clip_norm": config.train.grad_clip_norm * _devices(config) ** 0.5
+            "train.grad_clip_norm": config.train.grad_clip_norm * device_count(config) ** 0.5
         },
     ),
     Fault(

@@ -94,7 +94,7 @@ def meshes(config: JobConfig, small: JobConfig) -> list[JobConfig]:
         pairs -= {*itertools.combinations(best, 2)}
     results = [on_mesh(small, {axis: sizes[axis] for axis in group}) for group in groups]
     for each in results:
-        if problems := rules.broken(each, _devices(each)):
+        if problems := rules.broken(each, device_count(each)):
             raise UserError(
                 "the small config does not fit its mesh: " + "; ".join(problems) + ". Write a "
                 "config of a few small layers with the same settings, and prove that one"
@@ -114,7 +114,7 @@ def transposed(small: JobConfig) -> JobConfig:
         k = i % len(sizes)
         turned = dict(zip(AXES, order[k:] + order[:k], strict=True))
         candidate = on_mesh(small, turned)
-        if tuple(turned.values()) != sizes and not rules.broken(candidate, _devices(candidate)):
+        if tuple(turned.values()) != sizes and not rules.broken(candidate, device_count(candidate)):
             return candidate
     return on_mesh(small, {})
 
@@ -149,7 +149,8 @@ def unproven(config: JobConfig) -> Iterator[str]:
         yield "the batch ramp: all updates have the largest batch"
 
 
-def _devices(config: JobConfig) -> int:
+def device_count(config: JobConfig) -> int:
+    """Return the number of devices of a small config's mesh."""
     return math.prod(declared_sizes(config).values())
 
 

@@ -4,7 +4,6 @@ import contextlib
 import copy
 import dataclasses
 import functools
-import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -15,7 +14,6 @@ import numpy as np
 from jaxforge.checkpoint.layout import stored_state
 from jaxforge.checkpoint.manager import Checkpoints
 from jaxforge.checkpoint.relayout import by_layer, by_stage
-from jaxforge.config.axes import declared_sizes
 from jaxforge.config.job import JobConfig
 from jaxforge.data.packing import IGNORE
 from jaxforge.errors import UserError
@@ -31,6 +29,7 @@ from jaxforge.state.train_state import TrainState
 from jaxforge.step.frozen_model import FrozenModel, frozen_config
 from jaxforge.step.train_step import Controls
 from jaxforge.tools.prove.faults import Fault, HostBatch
+from jaxforge.tools.prove.smaller import device_count
 
 _METRICS = ("losses", "side", "logits", "dataset_nll")
 """Groups of metrics that a step computes from its numbers."""
@@ -75,7 +74,7 @@ class Trainer:
     """
 
     def __init__(self, config: JobConfig) -> None:
-        devices = jax.devices()[: math.prod(declared_sizes(config).values())]
+        devices = jax.devices()[: device_count(config)]
         self.config = config
         self.program = Program(config, make_mesh(config, devices), collect=("grads",))
         self._fault: Fault | None = None
@@ -175,9 +174,7 @@ class Trainer:
         mesh = self.program.mesh
         frozen = FrozenModel(frozen_config(self.config), self.config, mesh, kernel_target(mesh))
         weights = Model(self.config.model).init(jax.random.key(self.config.train.seed + 1))
-        variables = {"params": jax.device_get(weights), "model_state": {}}
-        like = {"params": frozen.like, "model_state": {}}
-        params = _on_devices(variables, like, frozen.model.stack)["params"]
+        params = _on_devices(jax.device_get(weights), frozen.like, frozen.model.stack)
         add = jax.jit(frozen.add_fields)
         return lambda batch: add(params, batch)
 

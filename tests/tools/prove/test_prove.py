@@ -3,7 +3,6 @@
 import argparse
 import itertools
 import json
-import math
 from pathlib import Path
 
 import jax
@@ -19,7 +18,7 @@ from jaxforge.step.losses import register_loss
 from jaxforge.tools.prove import MOST_DEVICES, proof, proof_report
 from jaxforge.tools.prove.faults import FAULTS
 from jaxforge.tools.prove.proof import Comparison, Quantity, Reference
-from jaxforge.tools.prove.smaller import meshes, on_mesh, smaller, transposed
+from jaxforge.tools.prove.smaller import device_count, meshes, on_mesh, smaller, transposed
 from jaxforge.tools.prove.trajectory import Trainer
 from tests.conftest import tiny_config
 
@@ -62,7 +61,7 @@ def test_small_config_has_the_structure_and_fits_its_meshes(path):
     on = meshes(config, small)
     for mesh in on:
         for each in (mesh, transposed(mesh)):
-            n = math.prod(declared_sizes(each).values())
+            n = device_count(each)
             assert 1 <= n <= MOST_DEVICES
             assert rules.broken(each, n) == []
         assert transposed(mesh).distributed != mesh.distributed
