@@ -92,17 +92,17 @@ def read(directory: Directory, target: AbstractTarget, options: ReadOptions) -> 
     Raises:
         UserError: the weights are of another model.
     """
-    config, model = _config(directory), target.config.model
+    original, model = open_original(directory), target.config.model
+    config = _config(directory) if original is None else original.text
     differences = tuple(_differences(config, model, f"{directory}/{CONFIG}"))
-    dialect = (
-        name_map(options.dialect) if options.dialect else FAMILIES[config["model_type"]].dialect
-    )
-    contents: Mapping[str, LazyTensor] = tensors(directory)
-    left_aside: list[str] = []
-    if (original := open_original(directory)) is not None:
-        contents = original.parts.text
-        dialect = dialect if options.dialect else original.parts.dialect
-        left_aside = original.notes()
+    contents: Mapping[str, LazyTensor]
+    if original is None:
+        contents, left_aside = tensors(directory), []
+        dialect = FAMILIES[config["model_type"]].dialect
+    else:
+        contents, left_aside = original.parts.text, original.notes()
+        dialect = original.parts.dialect
+    dialect = name_map(options.dialect) if options.dialect else dialect
     if quantized := [key for key in contents if key.endswith(_MXFP4)]:
         raise UserError(f"{directory}: {summarize_names(quantized)} are in MXFP4: {DEQUANTIZED}")
     if (block := block_of_scales(config, f"{directory}/{CONFIG}")) is not None:

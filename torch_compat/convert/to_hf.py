@@ -9,13 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from jaxforge.cli.redaction import redacted_message
-from jaxforge.config.job import JobConfig
-from jaxforge.config.model import ModelConfig
 from jaxforge.errors import UserError
 from jaxforge.storage import urls
 from torch_compat.checkpoint import hf_config, hf_state, hf_tokenizer, originals
 from torch_compat.checkpoint.hf_config import CONFIG
-from torch_compat.checkpoint.hf_state import IN_8_BITS, ImportedDocuments
+from torch_compat.checkpoint.hf_state import IN_8_BITS
 from torch_compat.checkpoint.hf_tokenizer import GENERATION
 from torch_compat.checkpoint.state import CheckpointState
 from torch_compat.checkpoint.validation import check_written
@@ -65,7 +63,7 @@ class HfWriter(Writer):
             return None
         if (original := source.original) is None:
             return None
-        if self.request.dtype == IN_8_BITS:
+        if self._is_in_8_bits:
             raise UserError(
                 f"--dtype {self.request.dtype}: {original.name} has tensors for images or sound, "
                 f"which stay as they are. To {originals.TEXT_ONLY}"
@@ -89,8 +87,37 @@ class HfWriter(Writer):
 
     @functools.cached_property
     def _tensors(self) -> dict[str, LazyTensor]:
+        """Tensors of the export by the family's keys, or nested as in the original.
+
+        Raises:
+            UserError: the family stores several matrices in one tensor, which has no blocks.
+        """
         checkpoint, model = self.source.checkpoint, self.source.target.config.model
-        return _tensors(checkpoint, model, self._family, self.request.dtype, self._original)
+        family, original = FAMILIES[self._family], self._original
+        dialect = original.parts.dialect if original else family.dialect
+        copies: dict[str, str] = {}
+        # Files repeat embedding and head in each layer that predicts further tokens.
+        for depth in range(model.mtp_depth if family.further_layers_key else 0):
+            copies |= hf_state.shared_keys(model.n_layers + depth, dialect, model)
+        if not self._is_in_8_bits:
+            result = dialect.to_dialect(checkpoint.variables, model)
+            result |= {key: result[shared] for key, shared in copies.items()}
+            return original.nest(result) if original else result
+        # Norms, embedding and head stay in bfloat16, as in DeepSeek-V3's files.
+        matrices = {dialect.key_for(name) for name in checkpoint.params if _MATRIX.fullmatch(name)}
+        weights = dialect.to_dialect(checkpoint.params, model)
+        if packed := [key for key in weights if key in matrices and len(weights[key].shape) != 2]:
+            raise UserError(
+                f"--dtype {IN_8_BITS}: {packed[0]} holds several matrices. Export with --dtype "
+                "bfloat16"
+            )
+        model_state = dialect.to_dialect(checkpoint.model_state or {}, model)
+        weights |= {key: weights[shared] for key, shared in copies.items()}
+        return {**block_scaled.quantize(weights, matrices), **model_state}
+
+    @property
+    def _is_in_8_bits(self) -> bool:
+        return self.request.dtype == IN_8_BITS
 
     @functools.cached_property
     def units(self) -> Sequence[Unit]:
@@ -110,15 +137,26 @@ class HfWriter(Writer):
     def _documents(self) -> dict[str, Any]:
         """Return the JSON files, and those that an original has next to them."""
         params, family, original = self.source.checkpoint.params, self._family, self._original
-        config, is_in_8_bits = self.source.target.config, self.request.dtype == IN_8_BITS
-        dtype = "bfloat16" if is_in_8_bits else _common_dtype(params, FAMILIES[family])
-        documents = _documents(config, family, dtype, self.source.tokenizer, self.source.imported)
+        config, tokenizer = self.source.target.config, self.source.tokenizer
+        dtype = "bfloat16" if self._is_in_8_bits else _common_dtype(params, FAMILIES[family])
+        eos_ids, before = hf_tokenizer.eos_ids(tokenizer), self.source.imported
+        # Imported files are used if their EOS tokens are those of the run's tokenizer: with
+        # another one, the imported ids would stop the text at other tokens.
+        documents: dict[str, Any] = {}
+        if before is None or not (tokenizer is None or set(before.eos_ids) <= set(eos_ids)):
+            documents[CONFIG] = hf_config.config_json(config, family, dtype, eos_ids)
+            ends = hf_config.eos_token_id(eos_ids)
+            documents[GENERATION] = {"eos_token_id": ends, "do_sample": True}
+        else:
+            documents[CONFIG] = hf_config.config_json(config, family, dtype, eos_ids, before.config)
+            if before.generation is not None:
+                documents[GENERATION] = before.generation
         if original is not None:
             aside = {n: t for n, t in original.parts.aside.items() if t.dtype.kind in "fV"}
             dtype = _common_dtype({**aside, **params}, FAMILIES[family])
             nested = original.config_json(config.model, dtype)
             documents |= {CONFIG: nested, **original.files}
-        if is_in_8_bits:
+        if self._is_in_8_bits:
             documents[CONFIG]["quantization_config"] = block_scaled.quantization_config()
         return documents
 
@@ -176,72 +214,6 @@ def _with_dtypes(checkpoint: CheckpointState, family: str, dtype: str | None) ->
 
     params = {name: converted(name, tensor) for name, tensor in checkpoint.params.items()}
     return dataclasses.replace(checkpoint, params=params)
-
-
-def _tensors(
-    checkpoint: CheckpointState,
-    model: ModelConfig,
-    family: str,
-    dtype: str | None,
-    original: originals.Original | None,
-) -> dict[str, LazyTensor]:
-    """Return the tensors of an export by the family's keys, or nested as in the original.
-
-    Args:
-        checkpoint: the weights, of `_with_dtypes`.
-        model: the model.
-        family: a key of `FAMILIES` that supports the model.
-        dtype: `IN_8_BITS` for matrices in 8 bits.
-        original: checkpoint with images or sound that the language model belongs to.
-
-    Raises:
-        UserError: the family stores several matrices in one tensor, which has no blocks.
-    """
-    dialect = original.parts.dialect if original else FAMILIES[family].dialect
-    copies: dict[str, str] = {}
-    # Files repeat embedding and head in each layer that predicts further tokens.
-    for depth in range(model.mtp_depth if FAMILIES[family].further_layers_key else 0):
-        copies |= hf_state.shared_keys(model.n_layers + depth, dialect, model)
-    if dtype != IN_8_BITS:
-        result = dialect.to_dialect(checkpoint.variables, model)
-        result |= {key: result[shared] for key, shared in copies.items()}
-        return original.nest(result) if original else result
-    # Norms, embedding and head stay in bfloat16, as in DeepSeek-V3's files.
-    matrices = {dialect.key_for(name) for name in checkpoint.params if _MATRIX.fullmatch(name)}
-    weights = dialect.to_dialect(checkpoint.params, model)
-    if packed := [key for key in weights if key in matrices and len(weights[key].shape) != 2]:
-        raise UserError(
-            f"--dtype {IN_8_BITS}: {packed[0]} holds several matrices. Export with --dtype bfloat16"
-        )
-    model_state = dialect.to_dialect(checkpoint.model_state or {}, model)
-    weights |= {key: weights[shared] for key, shared in copies.items()}
-    return {**block_scaled.quantize(weights, matrices), **model_state}
-
-
-def _documents(
-    config: JobConfig,
-    family: str,
-    dtype: str,
-    tokenizer: Path | None,
-    before: ImportedDocuments | None,
-) -> dict[str, Any]:
-    """Return `config.json` and `generation_config.json`.
-
-    Imported files are used if their EOS tokens are those of the run's tokenizer.
-    """
-    # With another tokenizer, the imported ids would stop the text at other tokens.
-    eos_ids = hf_tokenizer.eos_ids(tokenizer)
-    if before is None or not (tokenizer is None or set(before.eos_ids) <= set(eos_ids)):
-        return {
-            CONFIG: hf_config.config_json(config, family, dtype, eos_ids),
-            GENERATION: {
-                "eos_token_id": hf_config.eos_token_id(eos_ids),
-                "do_sample": True,
-            },
-        }
-    result = hf_config.config_json(config, family, dtype, eos_ids, before.config)
-    generation = {} if before.generation is None else {GENERATION: before.generation}
-    return {CONFIG: result, **generation}
 
 
 def _write_documents(documents: Mapping[str, Any], directory: Path, tokenizer: Path | None) -> None:
