@@ -87,6 +87,10 @@ class Chip(NamedTuple):
     per_domain: int = 8
     target: GpuTarget | None = None
 
+    def is_ring(self, length: int) -> bool:
+        """Return whether the ends of a side of a TPU slice are connected."""
+        return self.torus_side > 0 and length % self.torus_side == 0
+
     @property
     def cycles_per_second(self) -> float:
         """Clock rate of the matrix units, which converts the compiler's cycles to seconds."""

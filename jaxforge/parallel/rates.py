@@ -118,17 +118,20 @@ def _between_tpus(
         return chip.network * len(members) / len(slices)
     # A group that spans several sides of the torus uses the links of all of them at once.
     rates = []
-    for axis in range(3):
-        size = len({device.coords[axis] for device in members})
-        whole = len({device.coords[axis] for device in everyone})
+    for size, whole in zip(shape_of_torus(members), shape_of_torus(everyone), strict=True):
         if size > 1:
-            is_ring = size == whole and whole % chip.torus_side == 0
+            is_ring = size == whole and chip.is_ring(size)
             directions = 2 if is_ring or size > 2 else 1
             rates.append(chip.link * _usable_links(kind, size, is_ring) * directions)
     chips = {tuple(device.coords) for device in members}
     if len(chips) == 1:
         return chip.chip_link or chip.link
     return sum(rates) * (1 if kind == "all-to-all" else len(members) / len(chips))
+
+
+def shape_of_torus(devices: Sequence[jax.Device]) -> tuple[int, ...]:
+    """Return the number of different coordinates of TPUs along each side of their slice."""
+    return tuple(len({device.coords[axis] for device in devices}) for axis in range(3))
 
 
 def _usable_links(kind: str, size: int, is_ring: bool) -> float:

@@ -1,32 +1,27 @@
-"""Cost model: durations of operations and collectives on a chip.
+"""Cost model: durations of operations on a chip.
 
 On TPU, an operation takes the compiler's cycles. On GPU, and for the kernels of attention and
 experts on TPU, a roofline (Williams et al., 2009) gives the time: the longer of FLOPs / peak FLOP/s
 and bytes / memory bandwidth, with both rates multiplied by the fraction that kernels reach
 (`EFFICIENCY`). Bytes count traffic with the device's memory. For an operation that slices an array
 or updates a slice in place, only the slices count. docs/plan.md compares the sums with published
-runs. A collective takes the time in which its bytes pass the links that it uses.
+runs.
 """
 
 import functools
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import NamedTuple
 
-import numpy as np
-from jax.sharding import Mesh
-
 from jaxforge.parallel.hardware import Chip
-from jaxforge.parallel.rates import EFFICIENCY, link_rate
+from jaxforge.parallel.rates import EFFICIENCY
 from jaxforge.tools.plan.hlo import (
     Computation,
     HloProgram,
     Operation,
-    first_replica_group,
     parse_arrays,
     root_of,
-    sent_bytes,
 )
 
 _NOTHING = frozenset(
@@ -355,54 +350,3 @@ def rates_of(
         return UnknownRates()
     workload = Workload(program, visible, length)
     return Cycles(program, workload, chip) if chip.platform == "tpu" else Roofline(workload, chip)
-
-
-class Collective(NamedTuple):
-    """One execution of a collective.
-
-    Attributes:
-        kind: XLA's name, such as "all-gather".
-        axes: mesh axes of its groups.
-        sent: bytes that a device sends.
-        seconds: duration without overlap.
-    """
-
-    kind: str
-    axes: tuple[str, ...]
-    sent: float
-    seconds: float
-
-
-class Network:
-    """Links between the devices of a mesh.
-
-    Args:
-        mesh: mesh of the devices, which may be compile-only.
-        chip: their kind; None if the links are unknown, as between CPU devices.
-    """
-
-    def __init__(self, mesh: Mesh, chip: Chip | None) -> None:
-        self._mesh, self._chip = mesh, chip
-        self._devices = list(mesh.devices.flat)
-
-    def collective(self, operation: Operation, within: Computation) -> Collective:
-        """Return the cost of a collective, or of the first half (`-start`) of one."""
-        kind = operation.collective or operation.kind
-        group = first_replica_group(operation.line, len(self._devices))
-        size = sum(within[name].bytes for name in operation.operands)
-        sent = sent_bytes(kind, size, len(group))
-        return Collective(kind, self._axes(group), sent, self._seconds(kind, group, sent))
-
-    def _axes(self, group: Sequence[int]) -> tuple[str, ...]:
-        """Return the axes along which the members of a group differ."""
-        # [axes][members]: an axis along which coordinates differ belongs to the group.
-        coordinates = np.unravel_index(group, self._mesh.devices.shape)
-        pairs = zip(self._mesh.axis_names, coordinates, strict=True)
-        return tuple(str(name) for name, coordinate in pairs if len(set(coordinate.tolist())) > 1)
-
-    def _seconds(self, kind: str, group: Sequence[int], sent: float) -> float:
-        # A group of one exchanges nothing.
-        if self._chip is None or len(group) == 1:
-            return 0
-        rate = link_rate(self._chip, kind, [self._devices[i] for i in group], self._devices)
-        return EFFICIENCY[self._chip.platform].latency + sent / rate

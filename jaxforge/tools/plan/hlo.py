@@ -258,6 +258,13 @@ def first_replica_group(line: str, devices: int) -> list[int]:
     return list(range(devices))
 
 
+def source_target_pairs(line: str) -> list[tuple[int, int]]:
+    """Return the positions in the mesh of the source and target of each message of a permute."""
+    listed = re.search(r"source_target_pairs=\{(.*?)\}\}", line)
+    pairs = re.findall(r"(\d+),(\d+)", listed[1]) if listed else []
+    return [(int(source), int(target)) for source, target in pairs]
+
+
 def _device_order(text: str) -> list[int]:
     """Return the devices of `[2,4]T(1,0)`, a transposed iota, or of a list `(1,0,3,2)`."""
     if iota := re.search(r"\[([\d,]+)\](?:T\(([\d,]+)\))?", text):

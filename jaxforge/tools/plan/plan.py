@@ -16,7 +16,8 @@ from jaxforge.parallel.mesh import STAGES, data_parallel_size, token_parallel_si
 from jaxforge.parallel.pipeline.schedule import SCHEDULES
 from jaxforge.tools.plan import checks
 from jaxforge.tools.plan.compiled import Step, compile_step, devices_of
-from jaxforge.tools.plan.cost import Network, rates_of
+from jaxforge.tools.plan.cost import rates_of
+from jaxforge.tools.plan.network import Network
 from jaxforge.tools.plan.timeline import CollectiveKey, Simulation, Timeline, Traffic
 from jaxforge.tools.plan.topology import Topology
 from jaxforge.training.health import out_of_memory

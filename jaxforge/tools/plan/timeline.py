@@ -14,11 +14,12 @@ that it starts.
 
 import re
 from collections import defaultdict
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
-from jaxforge.tools.plan.cost import Collective
 from jaxforge.tools.plan.hlo import Computation, HloProgram, Operation
+from jaxforge.tools.plan.network import Collective
 
 
 class Rates(Protocol):
@@ -183,14 +184,14 @@ class Simulation:
 class _Clock:
     """Clock of a running computation.
 
-    `_free` has the time at which the links of some axes are free, `_running` the end of each
-    collective that has started.
+    `_free` has the time at which a link is free, `_running` the end of each collective that has
+    started.
     """
 
     def __init__(self, in_loop: bool) -> None:
         self._in_loop = in_loop
         self._line = Timeline()
-        self._free: dict[tuple[str, ...], float] = {}
+        self._free: dict[Hashable, float] = {}
         self._running: dict[str, tuple[float, CollectiveKey]] = {}
 
     def stop(self) -> Timeline:
@@ -218,9 +219,9 @@ class _Clock:
 
     def begin(self, name: str, collective: Collective) -> None:
         """Start an asynchronous collective, which `end` waits for by this name."""
-        # Collectives over the same axes share their links, and run one after another.
-        start = max(self._line.seconds, self._free.get(collective.axes, 0.0))
-        self._free[collective.axes] = end = start + collective.seconds
+        start = max(self._line.seconds, *(self._free.get(link, 0.0) for link in collective.links))
+        end = start + collective.seconds
+        self._free.update(dict.fromkeys(collective.links, end))
         self._count(collective, overlapped=True)
         self._running[name] = (
             end,

@@ -1,10 +1,12 @@
 """Timelines of small programs with known durations."""
 
+import re
+
 import numpy as np
 import pytest
 
-from jaxforge.tools.plan.cost import Collective
 from jaxforge.tools.plan.hlo import HloProgram, first_replica_group
+from jaxforge.tools.plan.network import Collective
 from jaxforge.tools.plan.timeline import CollectiveKey, Simulation
 
 PRODUCT = "multiply(%a, %a)"
@@ -22,7 +24,8 @@ class Wires:
 
     def collective(self, operation, within):
         rows = within[operation.operands[0]].elements
-        return Collective(operation.collective, ("dp_shard",), 10 * rows, rows)
+        links = frozenset(re.findall(r"link \d", operation.line) or ["link 1", "link 2"])
+        return Collective(operation.collective, ("dp_shard",), 10 * rows, rows, links)
 
 
 def program(*lines, more=""):
@@ -60,13 +63,20 @@ def test_synchronous_collective_is_exposed():
     assert line.traffic[CollectiveKey("all-reduce", ("dp_shard",), False, False)].waited == 3
 
 
-def test_collectives_over_same_axes_are_sequential():
+def test_collectives_over_same_links_are_sequential():
     second = GATHER.replace("%g", "%h").replace("channel_id=1", "channel_id=2")
     line = run(
         program(GATHER, second, product("p"), DONE, DONE.replace("%g", "%h").replace("%d", "%e"))
     )
     assert line.seconds == 6
     assert line.waited == 5
+
+
+@pytest.mark.parametrize(("second", "seconds"), [("link 1", 6), ("link 2", 3)])
+def test_collectives_on_separate_links_are_simultaneous(second, seconds):
+    pair = [GATHER + ' note="link 1"', GATHER.replace("%g", "%h") + f' note="{second}"']
+    line = run(program(*pair, DONE, DONE.replace("%g", "%h").replace("%d", "%e")))
+    assert line.seconds == line.waited == seconds
 
 
 BODY = """%body (s: (s32[], f32[3])) -> (s32[], f32[3]) {

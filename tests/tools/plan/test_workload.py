@@ -3,8 +3,9 @@ import pytest
 
 from jaxforge.parallel.hardware import CHIPS
 from jaxforge.parallel.rates import EFFICIENCY
-from jaxforge.tools.plan.cost import Network, Roofline, Workload
+from jaxforge.tools.plan.cost import Roofline, Workload
 from jaxforge.tools.plan.hlo import HloProgram
+from jaxforge.tools.plan.network import Network
 
 PARAMETERS = """  %x = bf16[64,256]{1,0} parameter(0)
   %w = bf16[512,256]{1,0} parameter(1)
@@ -209,12 +210,23 @@ class Mesh:
 
 def gather(mesh, chip, group, rows=1000):
     members = ",".join(map(str, group))
-    text = f"""ENTRY %main (x: f32[]) -> f32[] {{
+    return collective(mesh, chip, f"all-gather(%x), replica_groups={{{{{members}}}}}", rows)
+
+
+def permute(mesh, chip, pairs, rows=1000):
+    text = ",".join(f"{{{source},{target}}}" for source, target in pairs)
+    return collective(mesh, chip, f"collective-permute(%x), source_target_pairs={{{text}}}", rows)
+
+
+def collective(mesh, chip, text, rows):
+    program = HloProgram(
+        f"""ENTRY %main (x: f32[]) -> f32[] {{
   %x = f32[{rows}]{{0}} parameter(0)
-  %g = f32[{rows * len(group)}]{{0}} all-gather(%x), replica_groups={{{{{members}}}}}
+  %g = f32[{rows}]{{0}} {text}
 }}
-"""
-    program = HloProgram(text, 8)
+""",
+        8,
+    )
     within = program.computations[program.entry]
     return Network(mesh, CHIPS[chip]).collective(within["g"], within)
 
@@ -263,6 +275,42 @@ def test_tpu_collectives_use_torus_links(mesh, chip, group, links):
     result = gather(mesh, chip, group)
     rate = links * CHIPS[chip].link
     assert result.seconds == pytest.approx(seconds_to_send(result.sent, rate, "tpu"))
+
+
+def shifts(devices, by=1):
+    return [(device, devices[(i + by) % len(devices)]) for i, device in enumerate(devices)]
+
+
+# The 16 chips of a square as a ring of neighbours, (0, 0), (1, 0), ..., (0, 1), by their number.
+RING_OF_16 = [0, 1, 2, 3, 7, 6, 5, 9, 10, 11, 15, 14, 13, 12, 8, 4]
+
+
+@pytest.mark.parametrize(
+    ("mesh", "chip", "pairs", "messages"),
+    [
+        (torus(4, 4), "v5e", shifts(RING_OF_16), 1),
+        (torus(16, 1), "v5e", shifts(range(16)), 1),  # the ends of a long side are connected
+        (torus(4, 4), "v5e", shifts(range(16)), 1),  # ends of rows: back along the row, then up
+        (torus(4, 1), "v5e", shifts(range(4)), 1),  # the last goes back along the line
+        (torus(16, 1), "v5e", shifts(range(16), 3), 3),
+    ],
+)
+def test_a_permute_takes_the_time_of_its_busiest_link(mesh, chip, pairs, messages):
+    result = permute(mesh, chip, pairs)
+    rate = CHIPS[chip].link / messages
+    assert result.seconds == pytest.approx(seconds_to_send(4000, rate, "tpu"))
+
+
+def test_opposite_directions_of_a_link_are_separate():
+    mesh, whole = torus(4, 4), gather(torus(4, 4), "v5e", list(range(16)))
+    ahead, back = (permute(mesh, "v5e", shifts(RING_OF_16, by)) for by in (1, -1))
+    assert not ahead.links & back.links
+    by_rows = [permute(mesh, "v5e", shifts(range(16), by)) for by in (1, -1)]
+    assert by_rows[0].links & by_rows[1].links  # the way back along a row
+    assert ahead.links < whole.links
+    assert back.links < whole.links
+    row, column = (gather(mesh, "v5e", group) for group in ([0, 1, 2, 3], [0, 4, 8, 12]))
+    assert not row.links & column.links
 
 
 def chiplets(*edges):
