@@ -16,6 +16,7 @@ effect.
 """
 
 import collections
+import itertools
 import logging
 import math
 from collections.abc import Mapping, Sequence
@@ -29,6 +30,7 @@ from jaxforge.config.axes import AXES, data_parallel, token_parallel, with_equal
 from jaxforge.config.job import JobConfig
 from jaxforge.config.rules import mesh_shape
 from jaxforge.errors import UserError
+from jaxforge.parallel.hardware import chip_by_kind
 
 log = logging.getLogger(__name__)
 
@@ -119,7 +121,7 @@ def _on_tpus(shape: Mapping[str, int], devices: Sequence[jax.Device]) -> np.ndar
     outer = _over_slices(shape, len(sizes), per_slice=len(devices) // len(sizes))
     inner = {axis: size // outer[axis] for axis, size in shape.items()}
     try:
-        return _arrange_slices(inner, outer, devices)
+        return _in_rings(_arrange_slices(inner, outer, devices))
     except NotImplementedError as error:
         listed = ", ".join(f"{axis} = {size}" for axis, size in inner.items() if size > 1)
         where = "within a slice, " if len(sizes) > 1 else ""
@@ -127,6 +129,42 @@ def _on_tpus(shape: Mapping[str, int], devices: Sequence[jax.Device]) -> np.ndar
             f"[distributed] {where}{listed} does not fit the network of these TPUs: {error}. "
             "Choose axes that are products of the sides of the network"
         ) from error
+
+
+def _in_rings(arranged: np.ndarray) -> np.ndarray:
+    """Order devices that an axis spreads over a rectangle of chips as a ring of neighbours.
+
+    Partial sums of gradients go around such a ring in both directions at once. Row by row, the
+    message from the end of a row to the next row would go back along the row, on the links of the
+    other direction. Sides whose ends are connected need no other order.
+    """
+    chip = chip_by_kind(arranged.flat[0].device_kind)
+    for axis, size in enumerate(arranged.shape):
+        line = np.moveaxis(arranged, axis, 0).reshape(size, -1)[:, 0]
+        lengths = [len({device.coords[side] for device in line}) for side in range(3)]
+        # An even length first: without one, there is no ring.
+        sides = sorted((i for i in range(3) if lengths[i] > 1), key=lambda i: lengths[i] % 2)
+        if chip is None or len(sides) != 2 or lengths[sides[0]] % 2:
+            continue
+        places = {tuple(device.coords[i] for i in sides): n for n, device in enumerate(line)}
+        is_rectangle = math.prod(lengths) == len(places) == size
+        if is_rectangle and not any(chip.is_ring(lengths[side]) for side in sides):
+            arranged = np.take(arranged, [places[cell] for cell in _ring(sorted(places))], axis)
+    return arranged
+
+
+def _ring(cells: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Return the sorted cells of a rectangle with an even number of rows as a ring of neighbours.
+
+    The ring goes through the rows, to and fro, beside the first column, and back along it.
+    """
+    first = cells[0][1]
+    rows = itertools.groupby(cells, key=lambda cell: cell[0])
+    ring: list[tuple[int, int]] = []
+    for n, (_, row) in enumerate(rows):
+        beside = [cell for cell in row if cell[1] != first]
+        ring += reversed(beside) if n % 2 else beside
+    return [*ring, *(cell for cell in reversed(cells) if cell[1] == first)]
 
 
 def _arrange_slices(

@@ -236,6 +236,24 @@ def test_step_compiles_for_two_real_slices():
     assert result.stdout == "update compiled True\nmicrobatch compiled True\n"
 
 
+@pytest.mark.parametrize(
+    ("lengths", "axes"),
+    [
+        ((4, 4, 1), {"dp_shard": 16}),
+        ((4, 8, 1), {"dp_shard": 32}),
+        ((8, 8, 1), {"dp_shard": 64}),
+        ((8, 8, 1), {"pp": 2, "dp_shard": 32}),
+        ((2, 4, 1), {"dp_shard": 8}),
+    ],
+)
+def test_axes_over_rectangles_are_rings_of_neighbours(lengths, axes):
+    arranged = arrange(mesh_shape(**axes), slices_of_tpus(1, lengths, "TPU v6 lite"))
+    lines = np.moveaxis(arranged, AXES.index("dp_shard"), 0).reshape(axes["dp_shard"], -1).T
+    for line in lines:
+        steps = [np.abs(np.subtract(a.coords, line[i - 1].coords)) for i, a in enumerate(line)]
+        assert {sum(step) for step in steps} == {1}
+
+
 def test_missing_tpu_compiler_and_unknown_slice_raise(monkeypatch):
     if importlib.util.find_spec("libtpu") is not None:
         with pytest.raises(UserError, match='no TPU slice "v5e:3x5"'):
