@@ -101,7 +101,8 @@ class Simulation:
         rates: rates of the device.
         network: links between devices.
         longest: take the longest branch of a conditional, as pipeline stages with work do. By
-            default the shortest is taken, as with an even load of experts.
+            default the shortest is taken, as with an even load of experts, if no branch sends
+            partial sums around a ring.
     """
 
     def __init__(
@@ -144,7 +145,9 @@ class Simulation:
                 return body, self._program.trips(operation, name)
             case "conditional":
                 branches = [self._run(branch, in_loop=in_loop) for branch in operation.branches]
-                pick = max if self._longest else min
+                # A ring of partial sums sends in all iterations except the last.
+                sends = any(key.kind == "collective-permute" for b in branches for key in b.traffic)
+                pick = max if self._longest or sends else min
                 return pick(branches, key=lambda branch: branch.seconds), 1
             case "call":
                 return self._run(operation.attribute("to_apply"), in_loop=in_loop), 1

@@ -121,6 +121,13 @@ def test_conditional_takes_longest_or_shortest_branch(longest, seconds):
     assert run(program(choice, more=BRANCHES), longest=longest).seconds == seconds
 
 
+def test_conditional_of_a_ring_sends():
+    ring = "  %p = f32[3]{0} collective-permute(%x), channel_id=1\n}\n%long"
+    branches = BRANCHES.replace("  %p = f32[3]{0} multiply(%x, %x)\n}\n%long", ring)
+    choice = "%c = f32[3]{0} conditional(%a, %a, %a), branch_computations={%short, %long}"
+    assert run(program(choice, more=branches)).seconds == 3
+
+
 FUSED = """%begin (x: f32[3]) -> f32[3] {
   %x = f32[3]{0} parameter(0)
   %g = f32[24]{0} all-gather(%x), channel_id=5
