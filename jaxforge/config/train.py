@@ -150,8 +150,9 @@ class TrainConfig(Section):
     """Vocabulary entries per device and chunk; 0 selects chunks of 128 MiB of logits."""
     grad_sync: Literal["auto", "update", "microbatch"] = "auto"
     """Reduce gradients per update, or per microbatch (less memory); auto: the faster that fits."""
-    reduce_dtype: Literal["float32", "compute"] = "float32"
-    """Dtype of gradient reduction; compute uses that of mixed_precision, with half the traffic."""
+    reduce_dtype: Literal["float32", "compute", "rounded"] = "float32"
+    """Dtype of gradient reduction; compute uses that of mixed_precision, with half the traffic;
+    rounded sends it, and sums in float32."""
     on_nonfinite: Literal["skip", "stop", "warn", "rollback"] = "skip"
     """Action on an update with a non-finite loss or gradient; see docs/reliability.md."""
     on_spike: Literal["off", "skip", "stop", "warn", "rollback"] = "off"

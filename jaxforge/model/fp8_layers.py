@@ -73,7 +73,7 @@ def convert(module: nnx.Module, config: ModelConfig, recipe: Recipe, declare: De
             if not isinstance(linear, Linear) or _is_excluded(f"{stack}.{name}", recipe):
                 continue
             names[name] = None
-            sums, regathers = linear.backward
+            sums, regathers, _ = linear.backward
             linear.fp8 = fp8.Fp8(name, recipe.scaling, linear.axes, sums, regathers)
             if recipe.scaling == "delayed":
                 stacked = declare._replace(layers=len(rows))

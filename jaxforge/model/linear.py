@@ -17,7 +17,9 @@ from jaxforge.model.dropout import Dropout
 from jaxforge.parallel import collectives
 from jaxforge.parallel.sharding import (
     Axes,
+    automatic_axes,
     automatic_size,
+    automatic_spec,
     compute_axes,
     constrain,
     merge_sequences,
@@ -43,10 +45,13 @@ class Backward(NamedTuple):
         regathers: whether the backward pass gathers the matrix again instead of keeping the whole
             matrix from the forward pass. Set for blocks that are not rematerialized; their
             feed-forwards also recompute activations.
+        rounds: whether devices send their gradients of the matrix in the dtype of the products, and
+            sum them in `dtype`.
     """
 
     dtype: jnp.dtype = FLOAT32
     regathers: bool = True
+    rounds: bool = False
 
 
 class Declare(NamedTuple):
@@ -391,11 +396,31 @@ def _product_backward(
     d_y, x_TI = d_y.reshape(*tokens, -1), x.reshape(*tokens, -1)
     d_x = jnp.einsum(f"...o,o{inp}->...{inp}", d_y, weight).astype(x.dtype)
     sums = jnp.promote_types(backward.dtype, d_y.dtype)
-    d_weight = jnp.einsum("...o,...i->oi", d_y, x_TI, preferred_element_type=sums)
-    d_weight = constrain(d_weight, *matrix.axes).astype(like.dtype)
+    if backward.rounds:
+        d_weight = _sum_of_rounded(matrix.axes, d_y, x_TI, sums)
+    else:
+        d_weight = jnp.einsum("...o,...i->oi", d_y, x_TI, preferred_element_type=sums)
+        d_weight = constrain(d_weight, *matrix.axes)
+    d_weight = d_weight.astype(like.dtype)
     if bias is None:
         return d_x, d_weight, None
     return d_x, d_weight, jnp.sum(d_y, tuple(range(len(tokens))), sums).astype(bias.dtype)
+
+
+def _sum_of_rounded(axes: Axes, d_y: Array, x: Array, dtype: jnp.dtype) -> Float[Array, "o i"]:
+    """Return the gradient of a matrix, to which each device adds its tokens' part, rounded once."""
+
+    def in_group(d_y: Array, x: Array) -> Array:
+        part = jnp.einsum("...o,...i->oi", d_y, x, preferred_element_type=x.dtype)
+        return collectives.reduce_gradient(part, axes, dtype)
+
+    tokens = ("tokens", *(None,) * (x.ndim - 2))
+    by_token = (automatic_spec(*tokens, axis) for axis in compute_axes(axes))
+    product = jax.shard_map(
+        in_group, in_specs=tuple(by_token), out_specs=automatic_spec(*axes),
+        axis_names=automatic_axes(), check_vma=False,
+    )  # fmt: skip
+    return collectives.varying(product(d_y, x), collectives.varying_axes((d_y, x)))
 
 
 _product_reduced_in_other_dtype.defvjp(_product_forward, _product_backward)

@@ -48,6 +48,7 @@ class Runtime(NamedTuple):
         loss_tile: preferred number of logits of the loss at a time; None: any number.
         grouped: name of the kernel of products with experts in `grouped.GROUPED_BACKENDS`.
         reduce_dtype: dtype in which devices sum their gradients of matrices.
+        rounds_gradients: whether they send them in the dtype of activations nevertheless.
         context: how devices share a sequence: `distributed.cp_strategy`.
         why_attention: reasons against the kernels that are preferred to `attention`.
         ring: name of the kernel of a ring's turns in `partial_attention.PARTIAL_KERNELS`.
@@ -81,6 +82,7 @@ class Runtime(NamedTuple):
     loss_tile: int | None = None
     grouped: str = "blocks"
     reduce_dtype: jnp.dtype = FLOAT32
+    rounds_gradients: bool = False
     context: str = "ulysses"
     why_attention: str = ""
     ring: str = "tiles"
@@ -137,11 +139,12 @@ def runtime_for(
     grouped = choose_grouped(m.moe_backend, products) if m.is_moe else "blocks"
     save = config.train.activation_checkpointing
     save = "none" if save == "auto" else save  # `step.execution` chooses for training
-    sums = FLOAT32 if config.train.reduce_dtype == "float32" else jnp.dtype(dtype)
+    reduction = config.train.reduce_dtype
     attention, why = choose_backend(m, at)
     runtime = Runtime(
         attention, save, "activations" in config.train.offload, grouped=grouped,
-        reduce_dtype=sums, context=cp_strategy(config), why_attention=why,
+        reduce_dtype=jnp.dtype(dtype) if reduction == "compute" else FLOAT32,
+        rounds_gradients=reduction == "rounded", context=cp_strategy(config), why_attention=why,
         ring=choose_ring_kernel(at), splits_sequences=config.distributed.tp > 1,
         saves_elementwise=config.train.mixed_precision == "fp8",
     )  # fmt: skip

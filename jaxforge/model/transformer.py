@@ -162,7 +162,8 @@ class Model:
     def _declare(self, key: Array | None = None) -> nnx.Module:
         runtime = self.runtime
         # Without recomputation, the backward pass gathers weights again, so as not to save them.
-        backward = Backward(runtime.reduce_dtype, not remat.recomputes(runtime.save))
+        regathers = not remat.recomputes(runtime.save)
+        backward = Backward(runtime.reduce_dtype, regathers, runtime.rounds_gradients)
         declare = Declare(
             None if key is None else parameter_keys(key),
             self._param_dtype,

@@ -19,6 +19,8 @@ from jaxforge.parallel.sharding import (
     axes_of_type,
     compute_axes,
     constrain,
+    data_axes,
+    group_axes,
     mesh_axes,
 )
 
@@ -148,6 +150,42 @@ def psum_scatter(x: Array, mesh_axes: tuple[str, ...], dimension: int) -> Array:
     size = x.shape[dimension] // jax.lax.axis_size(mesh_axes)
     first = jax.lax.axis_index(mesh_axes) * size
     return jax.lax.dynamic_slice_in_dim(jax.lax.psum(x, mesh_axes), first, size, dimension)
+
+
+def reduce_gradient(gradient: Array, axes: Axes, dtype: jnp.dtype) -> Array:
+    """Sum the gradients of a weight over the groups of devices, and return this device's shard.
+
+    All axes of data parallelism are manual.
+
+    Args:
+        gradient: gradient from the tokens of this device, gathered over the data axes, in the dtype
+            in which it is sent.
+        axes: logical axes of the weight.
+        dtype: dtype of the sum.
+    """
+    groups = group_axes(axes)
+    for dimension, axis in enumerate(axes):
+        # FSDP axes: a reduce-scatter, after which the device holds its shard of the sum. The other
+        # group axes (replicas) are summed by the psum below.
+        if scattered := tuple(name for name in data_axes(axis) if name in groups):
+            if gradient.dtype == dtype:
+                gradient = psum_scatter(gradient, scattered, dimension)
+            else:
+                gradient = _sum_of_parts(gradient, scattered, dimension, dtype)
+            groups = tuple(name for name in groups if name not in scattered)
+    return jax.lax.psum(gradient.astype(dtype), groups)
+
+
+def _sum_of_parts(x: Array, mesh_axes: tuple[str, ...], dimension: int, dtype: jnp.dtype) -> Array:
+    """Do a `psum_scatter` whose sums are in `dtype`, while the dtype of `x` is sent.
+
+    A reduce-scatter sends partial sums, rounded by each device that adds to them. Here each device
+    sends its values to those who own them, and values are rounded once.
+    """
+    n, size = jax.lax.axis_size(mesh_axes), x.shape[dimension]
+    parts = x.reshape(*x.shape[:dimension], n, size // n, *x.shape[dimension + 1 :])
+    by_sender = jax.lax.all_to_all(parts, mesh_axes, dimension, 0)
+    return jnp.sum(by_sender, axis=0, dtype=dtype)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))

@@ -9,8 +9,8 @@ There are two ways to reduce gradients between data-parallel devices (`train.gra
     microbatch  In every microbatch, the partitioner gathers each layer's weights when they are
                 used and immediately reduces the layer's gradients: more traffic, least memory.
 
-In both, devices add up gradients in float32 or in the compute dtype (`train.reduce_dtype`), and
-microbatches are added up in float32.
+In both, devices add up gradients in float32 or in the compute dtype, and send them in that dtype or
+rounded to the compute dtype (`train.reduce_dtype`). Microbatches are added up in float32.
 
 The order of microbatches is sequential, or given by `pipeline.schedule` if there are pipeline
 stages. Auxiliary outputs of layers and loss (`AuxOutputs`) are reduced like the loss.
@@ -43,7 +43,6 @@ from jaxforge.parallel.sharding import (
     Axes,
     batch_specs,
     compute_axes,
-    data_axes,
     group_axes,
     manual_over,
     mesh_axes,
@@ -274,7 +273,7 @@ def _reduce_per_update(
     """
     stages = _stage_axes(mesh)
     manual = (*DATA_AXES, *stages)
-    reduce = _reduction(model.axes, mesh, model.runtime.reduce_dtype)
+    reduce = _reduction(model, mesh)
 
     def gradients(
         params: Params, state: Params, batch: Batch, scale: Array | None = None
@@ -342,28 +341,24 @@ def _gather(param: Array, axes: Axes, dtype: jnp.dtype) -> Array:
     return collectives.all_gather_weight(param, axes)
 
 
-def _reduction(axes: PyTree, mesh: Mesh, dtype: jnp.dtype) -> Callable[[Params], Params]:
+def _reduction(model: Model, mesh: Mesh) -> Callable[[Params], Params]:
     """Return the function that sums gradients [group, ...] and leaves each device its shard.
 
-    Matrices are added up in `dtype`; the result is float32.
+    Matrices are sent and added up as `train.reduce_dtype` says; the result is float32.
     """
+    runtime = model.runtime
+    sent = model.dtype if runtime.rounds_gradients else runtime.reduce_dtype
 
     def reduce_gradient(grad: Array, axes: Axes) -> Array:
-        grad, groups = grad[0], group_axes(axes)
+        grad, sums = grad[0], grad.dtype
         if is_matrix(axes):
-            grad = grad.astype(dtype)
-        for dimension, axis in enumerate(axes):
-            # FSDP axes: a reduce-scatter, after which the device holds its shard of the sum. The
-            # other group axes (replicas) are summed by the psum below.
-            if scattered := tuple(name for name in data_axes(axis) if name in groups):
-                grad = collectives.psum_scatter(grad, scattered, dimension)
-                groups = tuple(name for name in groups if name not in scattered)
-        return jax.lax.psum(grad, groups).astype(jnp.float32)
+            grad, sums = grad.astype(sent), runtime.reduce_dtype
+        return collectives.reduce_gradient(grad, axes, sums).astype(jnp.float32)
 
     # Manual over every mesh axis: the partitioner would gather the tp shards first.
     return jax.shard_map(
-        lambda grads: jax.tree.map(reduce_gradient, grads, axes),
+        lambda grads: jax.tree.map(reduce_gradient, grads, model.axes),
         mesh=mesh,
-        in_specs=(_specs(axes, mesh.axis_names, grouped=True),),
-        out_specs=_by_axes(partition_spec, axes),
+        in_specs=(_specs(model.axes, mesh.axis_names, grouped=True),),
+        out_specs=_by_axes(partition_spec, model.axes),
     )

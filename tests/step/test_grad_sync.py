@@ -1,17 +1,22 @@
 """Reduction of gradients: estimated memory, and the dtype of sums over devices."""
 
+import functools
 import re
 
 import jax
+import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import AbstractMesh, AxisType
+from jax.sharding import PartitionSpec as P
 
 from jaxforge.config import rules
 from jaxforge.model.transformer import build_model
-from jaxforge.parallel import device_memory
+from jaxforge.parallel import collectives, device_memory
 from jaxforge.parallel.mesh import make_mesh
+from jaxforge.parallel.sharding import partition_spec
 from jaxforge.program import Program
 from jaxforge.step.memory import step_memory
 from jaxforge.tools.plan.hlo import first_replica_group
@@ -28,6 +33,7 @@ from tests.helpers import (
 )
 
 COMPUTE = {"reduce_dtype": "compute"}
+ROUNDED = {"reduce_dtype": "rounded"}
 BF16 = {"mixed_precision": "bf16", "batch_size": 2}
 H100 = int(0.75 * 84_942_979_072)  # the fraction that JAX allocates
 
@@ -114,7 +120,8 @@ MESHES = {
 
 VARIANTS = [
     {"grad_sync": "microbatch"}, {"grad_sync": "microbatch", **COMPUTE},
-    {"grad_sync": "update", **COMPUTE},
+    {"grad_sync": "update", **COMPUTE}, {"grad_sync": "microbatch", **ROUNDED},
+    {"grad_sync": "update", **ROUNDED},
 ]  # fmt: skip
 COMPARED = {"biases, learned positions, tied": VARIANTS[1:], "experts": VARIANTS[:1]}
 
@@ -197,6 +204,26 @@ def test_compute_reduction_is_float32_without_mixed_precision(tmp_path):
     assert reduced_dtypes(tiny_config(train=of_train, distributed={"dp_shard": 4}), tmp_path) == {
         "f32"
     }
+
+
+def test_rounded_gradients_are_summed_in_float32_by_their_owners():
+    mesh, n = make_mesh(tiny_config(distributed={"dp_shard": 8})), 8
+    parts = np.random.default_rng(0).normal(size=(n, 4, 16)).astype(ml_dtypes.bfloat16)
+    add = jax.shard_map(
+        lambda part: collectives.reduce_gradient(part[0], ("mlp", "embed"), jnp.float32),
+        mesh=mesh, in_specs=P("dp_shard"), out_specs=partition_spec(("mlp", "embed")),
+    )  # fmt: skip
+    expected = functools.reduce(np.add, parts.astype(np.float32))
+    np.testing.assert_array_equal(jax.jit(add)(parts), expected)
+
+
+@pytest.mark.parametrize("axes", [{"dp_shard": 4, "tp": 2}, {"dp_shard": 4, "pp": 2}], ids=str)
+@pytest.mark.parametrize("mode", ["update", "microbatch"])
+def test_rounded_gradients_are_sent_in_bf16(mode, axes):
+    train = {**BF16, "grad_sync": mode, **ROUNDED}
+    text = lowered(setup(tiny_config(train=train, distributed=axes))).as_text()
+    sent = re.findall(r"all_to_all.*?\(tensor<([\dx]+)x(\w+)>\)", text)
+    assert {dtype for _, dtype in sent} == {"bf16"}
 
 
 def test_microbatches_add_up_to_shards_in_float32():
