@@ -49,6 +49,16 @@ from jaxforge.parallel.sharding import (
 HEADROOM = 1.5  # rows of a round relative to an even load
 
 
+def filled_rows(config: ModelConfig, ep: int) -> float:
+    """Return the fraction of the rows of the first round that have a token, for an even load."""
+    if not config.is_moe or ep == 1:
+        return 1.0
+    # A token has at most this many experts on a device.
+    return 1 / min(
+        HEADROOM, ep * min(config.moe_top_k, config.num_experts // ep) / config.moe_top_k
+    )
+
+
 Leaf = TypeVar("Leaf")
 
 

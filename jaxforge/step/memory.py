@@ -13,6 +13,7 @@ from flax.traverse_util import flatten_dict
 from jax.sharding import AbstractMesh, Mesh
 
 from jaxforge.config.job import JobConfig
+from jaxforge.model.experts import filled_rows
 from jaxforge.model.linear import is_matrix
 from jaxforge.model.mixers import mixer_class
 from jaxforge.model.transformer import Model
@@ -23,7 +24,6 @@ from jaxforge.parallel.sharding import Axes, compute_axes, mesh_axes
 from jaxforge.step.logit_tiles import tiling_on_device
 
 _F32 = 4
-_EXPERT_HEADROOM = 1.5  # capacity of a device in rows, relative to an even load
 
 _LAYERS_IN_TRANSFER = 2  # between device and host with offloaded activations
 
@@ -249,8 +249,7 @@ class _Sizes:
         dense = self._share(c.ffn_dim)
         if not c.is_moe:
             return dense
-        headroom = _EXPERT_HEADROOM if self.mesh.shape["ep"] > 1 else 1
-        rows = math.ceil(headroom * c.moe_top_k)
+        rows = math.ceil(c.moe_top_k / filled_rows(c, self.mesh.shape["ep"]))
         per_row = self._share(c.expert_dim) + c.dim  # the row itself is sorted or sent
         experts = rows * per_row + self._share(c.shared_expert_dim)
         has_dense = any(parts.feed_forward == "dense" for parts in c.layer_parts)

@@ -65,10 +65,14 @@ class Workload:
         program: the program.
         visible: fraction of query-key pairs of a sequence that the attention mask allows.
         length: tokens of a sequence. The kernel of TPUs gets packed sequences joined to one.
+        filled: fraction of the rows in buffers of experts that have a token. Kernels skip the rest.
     """
 
-    def __init__(self, program: HloProgram, visible: float, length: int) -> None:
+    def __init__(
+        self, program: HloProgram, visible: float, length: int, filled: float = 1.0
+    ) -> None:
         self._program, self._visible, self._length = program, visible, length
+        self._filled = filled
 
     def of(self, operation: Operation, within: Computation) -> OperationCost:
         """Return the cost of an operation, without the body of a loop or call."""
@@ -99,7 +103,7 @@ class Workload:
             by = "fp8" if _has_fp8_operand(operation, within) else ""
             return OperationCost("products", self._gemm(operation, within), moved, by)
         if target in ("tpu_custom_call", "mosaic_gpu_v2", "mosaic_gpu"):
-            flops = _grouped(operation, within)
+            flops = self._filled * _grouped(operation, within)
             return OperationCost("experts" if flops else "memory", flops, moved)
         return OperationCost("nothing", 0, 0)  # allocations and markers of the compiler
 
@@ -336,7 +340,7 @@ class UnknownRates:
 
 
 def rates_of(
-    program: HloProgram, chip: Chip | None, visible: float, length: int
+    program: HloProgram, chip: Chip | None, visible: float, length: int, filled: float = 1.0
 ) -> UnknownRates | Cycles | Roofline:
     """Return the rates of a program's operations on a chip.
 
@@ -345,8 +349,9 @@ def rates_of(
         chip: the device; None if it is unknown.
         visible: fraction of visible pairs of attention, as in `Workload`.
         length: tokens of a sequence.
+        filled: fraction of filled rows of experts, as in `Workload`.
     """
     if chip is None:
         return UnknownRates()
-    workload = Workload(program, visible, length)
+    workload = Workload(program, visible, length, filled)
     return Cycles(program, workload, chip) if chip.platform == "tpu" else Roofline(workload, chip)

@@ -10,6 +10,7 @@ from jaxforge.config.reading.unresolved import UnresolvedConfig
 from jaxforge.config.resolution import World, resolve
 from jaxforge.data.sources import sequences_per_epoch
 from jaxforge.errors import UserError
+from jaxforge.model.experts import filled_rows
 from jaxforge.model.flops import causal_flops_per_token, flops_per_token, pairs_twice
 from jaxforge.parallel.hardware import CHIPS
 from jaxforge.parallel.mesh import STAGES, data_parallel_size, token_parallel_size
@@ -146,7 +147,8 @@ def timeline_of(config: JobConfig, topology: Topology, step: Step) -> Timeline:
     # Fraction of query-key pairs that the masks allow, averaged over layers.
     blocks = model.n_layers + model.mtp_depth
     visible = pairs_twice(model, length) / (2 * blocks * length**2)
-    rates = rates_of(step.program, chip, visible, length)
+    filled = filled_rows(model, step.mesh.shape["ep"])
+    rates = rates_of(step.program, chip, visible, length, filled)
     network = Network(step.mesh, chip)
     longest = step.mesh.shape[STAGES] > 1
     return Simulation(step.program, rates, network, longest=longest).run()

@@ -1,6 +1,8 @@
 import numpy as np
 import pytest
 
+from jaxforge.config.model import ModelConfig
+from jaxforge.model.experts import HEADROOM, filled_rows
 from jaxforge.parallel.hardware import CHIPS
 from jaxforge.parallel.rates import EFFICIENCY
 from jaxforge.tools.plan.cost import Roofline, Workload
@@ -94,11 +96,11 @@ MORE = """  %one = f32[1,16,256]{2,1,0} parameter(6)
 LENGTH = 1024
 
 
-def work_of(name, visible=0.5):
+def work_of(name, visible=0.5, filled=1.0):
     text = f"{INNER}ENTRY %main (x: f32[]) -> f32[] {{\n{PARAMETERS}{MORE}  {LINES[name]}\n}}\n"
     program = HloProgram(text, 1)
     within = program.computations[program.entry]
-    return Workload(program, visible, LENGTH).of(list(within.values())[-1], within)
+    return Workload(program, visible, LENGTH, filled).of(list(within.values())[-1], within)
 
 
 PRODUCT = 2 * 64 * 512 * 256
@@ -131,6 +133,13 @@ def test_flops_of_operations(name, kind, flops):
 
 def test_unmasked_attention_has_twice_the_flops():
     assert work_of("cudnn", visible=1.0).flops == 2 * work_of("cudnn").flops
+
+
+def test_rows_without_tokens_have_no_flops():
+    experts = ModelConfig(num_experts=8, moe_top_k=2)
+    assert filled_rows(experts, 1) == 1
+    assert work_of("gmm", filled=filled_rows(experts, 4)).flops == work_of("gmm").flops / HEADROOM
+    assert filled_rows(ModelConfig(), 4) == 1
 
 
 @pytest.mark.parametrize(
