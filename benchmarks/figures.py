@@ -163,9 +163,9 @@ def gpu_meshes() -> str:
     return _notes_and_table(result("gpu_aot-h100"), head)
 
 
-def experts_tpu() -> str:
-    """Return the table of memory, cycles and collectives of mixtures of experts."""
-    matches = result("experts_aot-tpu")
+def experts() -> str:
+    """Return the table of plans of mixtures of experts and recurrent mixers."""
+    matches = result("experts_aot-none")
     return _notes_and_table(matches, list(matches["rows"][0]))
 
 
@@ -312,7 +312,7 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "kernels-attention": kernels_attention,
     "kernels-loss": kernels_loss,
     "gpu-meshes": gpu_meshes,
-    "experts-tpu": experts_tpu,
+    "experts": experts,
     "plan": published,
     "scaling": scaling,
     "growth": growth,
@@ -329,7 +329,7 @@ TABLES: Mapping[str, Callable[[], str]] = {
 }
 """What a page may name."""
 SHOWN = {"remat-cpu", "pipeline-cpu", "pipeline-tpu", "kernels-cpu", "faults-cpu", "gpu_aot-h100",
-         "experts_aot-tpu", "plan-none", "scaling-none", "kempnerforge_plans-none",
+         "experts_aot-none", "plan-none", "scaling-none", "kempnerforge_plans-none",
          "precision-cpu", "precision_kept-cpu", "kept-v5e", "kept-h100",
          "mup-cpu", "mup_rates-cpu", "growth-cpu", "speedrun-cpu",
          *measured("optimizers")}  # fmt: skip

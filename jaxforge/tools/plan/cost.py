@@ -304,7 +304,7 @@ class Roofline:
 
 
 class Cycles:
-    """Rates of a TPU, by the compiler's cycles; Pallas kernels have none and use the roofline.
+    """Rates of a TPU, by the compiler's cycles; Pallas kernels and gathers use the roofline.
 
     The compiler's estimate for a memory-bound operation is two to ten times the time that the
     memory needs. Operations without products therefore take the shorter of both estimates.
@@ -321,7 +321,7 @@ class Cycles:
 
     def seconds(self, operation: Operation, within: Computation) -> tuple[str, float]:
         """Return an operation's kind and seconds."""
-        if operation.kind == "custom-call":
+        if operation.kind == "custom-call" or self._gathers(operation):
             return self._roofline.seconds(operation, within)
         if not operation.cycles:
             return "nothing", 0
@@ -329,6 +329,13 @@ class Cycles:
         if self._program.category(operation) == "matmul":
             return "products", seconds
         return "memory", min(seconds, self._roofline.seconds(operation, within)[1] or seconds)
+
+    def _gathers(self, operation: Operation) -> bool:
+        """Return whether a fusion gathers rows, for which the compiler has no estimate."""
+        if operation.kind != "fusion" or operation.cycles:
+            return False
+        inner = self._program.computations[operation.attribute("calls")].values()
+        return any(inner_op.kind == "gather" for inner_op in inner)
 
 
 class UnknownRates:

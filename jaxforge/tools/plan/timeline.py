@@ -15,7 +15,7 @@ that it starts.
 import re
 from collections import defaultdict
 from collections.abc import Hashable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Protocol
 
 from jaxforge.tools.plan.hlo import Computation, HloProgram, Operation
@@ -127,8 +127,7 @@ class Simulation:
                 clock.rename(operation.operands[0], operation.name)
             elif begun := self._begun_by(operation, within):
                 clock.begin(*begun)
-            elif operation.collective:
-                collective = self._network.collective(operation, within)
+            elif collective := self._synchronous(operation, within):
                 if collective.axes:  # otherwise each group has one device
                     clock.exchange(collective)
             else:
@@ -170,6 +169,22 @@ class Simulation:
                 if inner_op.collective:
                     key = _channel(inner_op) if operation.kind == "fusion" else operation.name
                     return key, self._network.collective(inner_op, inner)
+        return None
+
+    def _synchronous(self, operation: Operation, within: Computation) -> Collective | None:
+        """Return the collective of an operation that overlaps with nothing.
+
+        XLA:TPU writes a reduce-scatter as a fusion of an all-reduce with the slice of a device.
+        """
+        if operation.collective:
+            return self._network.collective(operation, within)
+        if operation.kind == "fusion":
+            inner = self._program.computations[operation.attribute("calls")]
+            for inner_op in inner.values():
+                if inner_op.collective == "all-reduce":
+                    line = inner_op.line.replace(" all-reduce(", " reduce-scatter(")
+                    scatter = replace(inner_op, kind="reduce-scatter", line=line)
+                    return self._network.collective(scatter, inner)
         return None
 
     def _ended_by(self, operation: Operation) -> str | None:

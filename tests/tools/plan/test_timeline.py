@@ -63,6 +63,21 @@ def test_synchronous_collective_is_exposed():
     assert line.traffic[CollectiveKey("all-reduce", ("dp_shard",), False, False)].waited == 3
 
 
+SCATTER = """%scatter (x: f32[24]) -> f32[3] {
+  %x = f32[24]{0} parameter(0)
+  %sum = f32[24]{0} all-reduce(%x), channel_id=1
+  ROOT %share = f32[3]{0} dynamic-slice(%sum), dynamic_slice_sizes={3}
+}
+"""
+
+
+def test_reduce_scatter_fusion_is_exposed():
+    whole, fused = "%w = f32[24]{0} broadcast(%a)", "%s = f32[3]{0} fusion(%w), calls=%scatter"
+    line = run(program(product("p"), whole, fused, product("q"), more=SCATTER))
+    assert line.seconds == 26
+    assert line.traffic[CollectiveKey("reduce-scatter", ("dp_shard",), False, False)].waited == 24
+
+
 def test_collectives_over_same_links_are_sequential():
     second = GATHER.replace("%g", "%h").replace("channel_id=1", "channel_id=2")
     line = run(

@@ -5,7 +5,7 @@ from jaxforge.config.model import ModelConfig
 from jaxforge.model.experts import HEADROOM, filled_rows
 from jaxforge.parallel.hardware import CHIPS
 from jaxforge.parallel.rates import EFFICIENCY
-from jaxforge.tools.plan.cost import Roofline, Workload
+from jaxforge.tools.plan.cost import Cycles, Roofline, Workload
 from jaxforge.tools.plan.hlo import HloProgram
 from jaxforge.tools.plan.network import Network
 
@@ -33,6 +33,11 @@ INNER = """%product (p0: bf16[64,256], p1: bf16[512,256]) -> bf16[64,512] {
   %one = f32[1,16,256]{2,1,0} dynamic-slice(%b, %p1, %p1, %p1), dynamic_slice_sizes={1,16,256}
   ROOT %out = bf16[16,256]{1,0} convert(%one)
 }
+%rows (p0: bf16[512,256], p1: s32[64]) -> bf16[64,256] {
+  %p0 = bf16[512,256]{1,0} parameter(0)
+  %p1 = s32[64]{0} parameter(1)
+  ROOT %out = bf16[64,256]{1,0} gather(%p0, %p1), offset_dims={1}, slice_sizes={1,256}
+}
 %put (p0: f32[32,16,256], p1: f32[1,16,256], p2: s32[]) -> f32[32,16,256] {
   %p0 = f32[32,16,256]{2,1,0} parameter(0)
   %p1 = f32[1,16,256]{2,1,0} parameter(1)
@@ -44,6 +49,7 @@ LINES = {
     "product": "%r = bf16[64,512]{1,0} fusion(%x, %w), kind=kCustom, calls=%product",
     "cut": "%r = bf16[16,256]{1,0} fusion(%stack, %i), kind=kLoop, calls=%cut",
     "put": "%r = f32[32,16,256]{2,1,0} fusion(%stack, %one, %i), kind=kLoop, calls=%put",
+    "rows": "%r = bf16[64,256]{1,0} fusion(%w, %index), kind=kCustom, calls=%rows",
     "started cut": "%r = ((f32[32,16,256]{2,1,0}, s32[]), bf16[16,256]{1,0}, u32[]) "
                    "fusion-start(%stack, %i), kind=kLoop, calls=%cut",
     "started put": "%r = ((f32[32,16,256]{2,1,0}, f32[1,16,256]{2,1,0}, s32[]), "
@@ -90,6 +96,7 @@ MORE = """  %one = f32[1,16,256]{2,1,0} parameter(6)
   %masks = s8[1,64,64]{2,1,0} parameter(12)
   %x8 = f8e4m3fn[64,256]{1,0} parameter(13)
   %w8 = f8e5m2[512,256]{1,0} parameter(14)
+  %index = s32[64]{0} parameter(15)
 """
 
 
@@ -151,6 +158,7 @@ def test_rows_without_tokens_have_no_flops():
         ("started cut", 4 * 16 * 256 + 4 + 2 * 16 * 256),
         ("started put", 4 * 16 * 256 + 4 + 4 * 16 * 256),
         ("add", 3 * 2 * 64 * 256),
+        ("rows", 2 * 2 * 64 * 256 + 4 * 64),  # the gathered rows alone, their indices, the result
     ],
 )
 def test_bytes_of_operations(name, moved):
@@ -163,6 +171,17 @@ def seconds(name, visible=0.5):
     within = program.computations[program.entry]
     operation = list(within.values())[-1]
     return Roofline(Workload(program, visible, LENGTH), CHIPS["h100"]).seconds(operation, within)[1]
+
+
+def test_gather_on_tpu_takes_the_time_of_its_rows():
+    """XLA:TPU writes no cycles at a gather."""
+    text = f"{INNER}ENTRY %main (x: f32[]) -> f32[] {{\n{PARAMETERS}{MORE}  {LINES['rows']}\n}}\n"
+    program, chip = HloProgram(text, 1), CHIPS["v5p"]
+    within = program.computations[program.entry]
+    rates = Cycles(program, Workload(program, 0.5, LENGTH), chip)
+    moved = work_of("rows").bytes / (chip.bandwidth * EFFICIENCY["tpu"].memory)
+    assert rates.seconds(within["r"], within) == ("memory", pytest.approx(moved))
+    assert rates.seconds(within["x"], within) == ("nothing", 0)
 
 
 def test_roofline_is_the_maximum_of_compute_and_memory():
