@@ -17,7 +17,11 @@ chunk and S_0 the state before the chunk, the corrections w of a chunk solve one
     S_C  = exp(G_C) S_0 + (diag(exp(G_C - G)) K)ᵀ w
 
 A scan over chunks computes w and S_C, and the states between chunks. y follows for all chunks at
-once. Nothing has the size of the sequence squared.
+once. Nothing has the size of the sequence squared. On accelerators, where each operation of a scan
+has a fixed cost, the scan only applies the maps of chunks, which are computed at once as well:
+
+    S_C = exp(G_C) S_0 - P S_0 + B    P = Eᵀ T diag(β exp(G)) K    E = diag(exp(G_C - G)) K
+                                      B = Eᵀ T diag(β) V
 
 The first token of a packed document sees an empty state. Within a chunk, D is 0 between tokens of
 different documents, and the state before the chunk reaches only the tokens before the first start.
@@ -89,6 +93,8 @@ def gated_delta_rule(
     state: DeltaState | None = None,
     strategy: str = "ulysses",
     chunk: int = CHUNK,
+    *,
+    maps_states: bool = False,
 ) -> tuple[Float[Array, "b s H v"], DeltaState]:
     """Apply the gated delta rule to sequences, by chunks.
 
@@ -105,13 +111,15 @@ def gated_delta_rule(
             that share sequences have none.
         strategy: "ulysses" or "ring": how devices share sequences (`distributed.cp_strategy`).
         chunk: tokens of a chunk, a power of two of at least 16.
+        maps_states: whether the scan over chunks only applies their maps to the state.
 
     Returns:
         Outputs of the tokens in the dtype of the values, and the state after the last token of each
         row (of the device's last part, if devices share sequences).
     """
     # A barrier against sharing values with the forward pass would cost memory and time in a loop.
-    run = jax.checkpoint(functools.partial(_by_chunks, chunk), prevent_cse=False)
+    by_chunks = functools.partial(_by_chunks, chunk, maps_states)
+    run = jax.checkpoint(by_chunks, prevent_cse=False)
     if collectives.axis_size("context") > 1:
         return _across_devices(run, tokens, segment_ids, strategy)
     starts = None if segment_ids is None else _document_starts(segment_ids, segment_ids[:, :1])
@@ -257,17 +265,33 @@ class _Chunks(NamedTuple):
 
 
 def _by_chunks(
-    chunk: int, tokens: DeltaTokens, starts: Bool[Array, "b s"] | None, state: DeltaState
+    chunk: int,
+    maps_states: bool,
+    tokens: DeltaTokens,
+    starts: Bool[Array, "b s"] | None,
+    state: DeltaState,
 ) -> tuple[Array, DeltaState]:
-    """Return outputs and last state: a scan over chunks for w and S, then y of all chunks.
-
-    The step of the scan is w = u - w_state S_0 and S_C = exp(G_C) S_0 + (decay_out ∘ K)ᵀ w.
-    """
+    """Return outputs and last state: a scan over chunks for w and S, then y of all chunks."""
     batch, length, heads, channels = tokens.v.shape
     chunk = min(chunk, max(_BASE, 1 << (length - 1).bit_length()))
     chunks = _split_into_chunks(chunk, _normalized(tokens), starts)
     key_heads, d = tokens.k.shape[2:]
     first = state.reshape(batch, key_heads, heads // key_heads, d, channels)
+
+    x = chunks
+    s, w, last = (_apply_maps if maps_states else _pass_through)(x, first)
+    y = jnp.einsum("nbKcd,nbKrdv->nbKrcv", x.q, s) * x.decay_in[..., None]
+    y += jnp.einsum("nbKrcu,nbKruv->nbKrcv", x.scores, w)
+    # [n, b, K, r, c, v] -> [b, n, c, K, r, v]
+    y = jnp.transpose(y, (1, 0, 4, 2, 3, 5)).reshape(batch, -1, heads, channels)
+    return y[:, :length].astype(tokens.v.dtype), last.reshape(state.shape)
+
+
+def _pass_through(x: _Chunks, first: Array) -> tuple[Array, Array, Array]:
+    """Return the states before chunks, w, and the last state.
+
+    A step of the scan is w = u - w_state S_0 and S_C = exp(G_C) S_0 + (decay_out ∘ K)ᵀ w.
+    """
 
     def step(s: Array, x: tuple[Array, ...]) -> tuple[Array, tuple[Array, Array]]:
         u, w_state, k, decay_out, decay = x
@@ -275,13 +299,58 @@ def _by_chunks(
         written = jnp.einsum("bKcd,bKrcv->bKrdv", k, w * decay_out[..., None])
         return s * decay[..., None, None] + written, (s, w)
 
-    x = chunks
     last, (s, w) = jax.lax.scan(step, first, (x.u, x.w_state, x.k, x.decay_out, x.decay))
-    y = jnp.einsum("nbKcd,nbKrdv->nbKrcv", x.q, s) * x.decay_in[..., None]
-    y += jnp.einsum("nbKrcu,nbKruv->nbKrcv", x.scores, w)
-    # [n, b, K, r, c, v] -> [b, n, c, K, r, v]
-    y = jnp.transpose(y, (1, 0, 4, 2, 3, 5)).reshape(batch, -1, heads, channels)
-    return y[:, :length].astype(tokens.v.dtype), last.reshape(state.shape)
+    return s, w, last
+
+
+def _apply_maps(x: _Chunks, first: Array) -> tuple[Array, Array, Array]:
+    """Return the results of `_pass_through`, with one product in each step of the scan."""
+    keys = x.k[:, :, :, None] * x.decay_out[..., None]
+    p = jnp.einsum("nbKrcd,nbKrce->nbKrde", keys, x.w_state)
+    b = jnp.einsum("nbKrcd,nbKrcv->nbKrdv", keys, x.u)
+    s, last = _states(p, b, x.decay, first)
+    return s, x.u - jnp.einsum("nbKrcd,nbKrdv->nbKrcv", x.w_state, s), last
+
+
+@jax.custom_vjp
+def _states(p: Array, b: Array, decay: Array, first: Array) -> tuple[Array, Array]:
+    """Return the states before chunks, and the last state.
+
+    The gradient G of the state runs backwards as the state runs forwards. Gradients of maps follow
+    for all chunks at once, which autodiff would compute in the scan.
+    """
+
+    def step(s: Array, x: tuple[Array, ...]) -> tuple[Array, Array]:
+        p, b, decay = x
+        return s * decay[..., None, None] - p @ s + b, s
+
+    last, s = jax.lax.scan(step, first, (p, b, decay))
+    return s, last
+
+
+def _states_forward(
+    p: Array, b: Array, decay: Array, first: Array
+) -> tuple[tuple[Array, Array], tuple[Array, ...]]:
+    s, last = _states(p, b, decay, first)
+    return (s, last), (p, decay, s)
+
+
+def _states_backward(
+    saved: tuple[Array, ...], gradients: tuple[Array, Array]
+) -> tuple[Array, Array, Array, Array]:
+    p, decay, s = saved
+
+    def step(g: Array, x: tuple[Array, ...]) -> tuple[Array, Array]:
+        p, decay, d_s = x
+        return g * decay[..., None, None] - p.swapaxes(-1, -2) @ g + d_s, g
+
+    d_s, d_last = gradients
+    d_first, g = jax.lax.scan(step, d_last, (p, decay, d_s), reverse=True)
+    d_p = -jnp.einsum("...dv,...ev->...de", g, s)
+    return d_p, g, jnp.sum(g * s, axis=(-2, -1)), d_first
+
+
+_states.defvjp(_states_forward, _states_backward)
 
 
 def _split_into_chunks(

@@ -65,6 +65,8 @@ class Runtime(NamedTuple):
             Few stay in the caches of a CPU, and many keep a GPU busy.
         delta_chunk: tokens of a chunk of the gated delta rule. On TPU 128 fill the matrix unit: XLA
             estimates a quarter fewer cycles for the rule than with 64, and less memory.
+        maps_states: whether the scan over chunks of the gated delta rule only applies maps to the
+            state: fewer and larger products, with more multiply-adds than a CPU would spare.
         unstacks: whether decoding runs layers one after another on parameters and caches of their
             own. In a scan over stacked layers, XLA:CPU copies both for each token.
         wholly_manual: whether mesh axes of size 1 are manual in the `shard_map` of a step: compile
@@ -92,6 +94,7 @@ class Runtime(NamedTuple):
     unstacks: bool = False
     chunk_elements: int = 1 << 15
     delta_chunk: int = gated_delta.CHUNK
+    maps_states: bool = False
 
     def describe_attention(self, devices: int) -> str:
         """Describe the attention kernel for sequences on this many devices, and the reason."""
@@ -151,7 +154,7 @@ def runtime_for(
     if platform == "tpu":
         return runtime._replace(
             rope_as_matmul=True, wholly_manual=False, chunk_elements=_CHUNK_ELEMENTS,
-            delta_chunk=_DELTA_CHUNK_ON_TPU, heads_in_products=True,
+            delta_chunk=_DELTA_CHUNK_ON_TPU, maps_states=True, heads_in_products=True,
         )  # fmt: skip
     is_unrolled = save == "none" and m.n_layers <= _most_unrolled_layers(platform, is_moe=m.is_moe)
     if is_unrolled:
@@ -163,7 +166,7 @@ def runtime_for(
             saves_elementwise=is_unrolled or runtime.saves_elementwise,
             fuses_elementwise=False,
         )
-    return runtime._replace(chunk_elements=_CHUNK_ELEMENTS)
+    return runtime._replace(chunk_elements=_CHUNK_ELEMENTS, maps_states=True)
 
 
 def _most_unrolled_layers(platform: str, *, is_moe: bool) -> int:

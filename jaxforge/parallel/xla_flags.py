@@ -12,6 +12,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 
 from jaxforge.config.job import JobConfig
+from jaxforge.config.mixers import GATED_DELTA_NET, MAMBA2
 from jaxforge.errors import UserError
 
 Option = Any
@@ -24,7 +25,7 @@ LEVELS = ("optimization_level", "memory_fitting_level")
 """Effort levels: compiler options that are not flags of `XLA_FLAGS`."""
 
 
-EXPERTS, CONTEXT = "experts", "context parallelism"
+EXPERTS, CONTEXT, RECURRENT = "experts", "context parallelism", "recurrent layers"
 UNROLLED = "several microbatches of unrolled layers"
 
 
@@ -38,6 +39,7 @@ def traits(config: JobConfig, unroll: int = 1) -> tuple[str, ...]:
     has = {
         EXPERTS: config.model.is_moe,
         CONTEXT: config.distributed.cp > 1,
+        RECURRENT: not {GATED_DELTA_NET, MAMBA2}.isdisjoint(config.model.mixers),
         UNROLLED: unroll > 1 and config.train.grad_accum_steps > 1,
     }
     return tuple(name for name, is_so in has.items() if is_so)
@@ -112,9 +114,9 @@ FLAGS: tuple[Flag, ...] = (
         "gpu",
         "xla_gpu_enable_while_loop_unrolling",
         "WHILE_LOOP_UNROLLING_NO_UNROLL",
-        "XLA ends the process where it unrolls some loops over layers with experts",
+        "XLA ends the process where it unrolls some loops over layers with experts or chunks",
         "upstream.md",
-        only_with=(EXPERTS,),
+        only_with=(EXPERTS, RECURRENT),
     ),
     Flag(
         "gpu",

@@ -89,7 +89,8 @@ def packed(length):
 
 @pytest.mark.parametrize("length", [1, 37, 64])
 @pytest.mark.parametrize("is_packed", [False, True])
-def test_chunks_match_recurrence(length, is_packed):
+@pytest.mark.parametrize("maps_states", [False, True])
+def test_chunks_match_recurrence(length, is_packed, maps_states):
     """Length 37 leaves a part of a chunk; with 64 tokens, chunks of 16 pass on four states."""
     tokens, state = drawn(length)
     ids = packed(length) if is_packed else None
@@ -99,7 +100,7 @@ def test_chunks_match_recurrence(length, is_packed):
         return run(tokens, state, *directions(tokens, state))
 
     expected = run(recurrence)
-    result = run(functools.partial(gated_delta_rule, chunk=16))
+    result = run(functools.partial(gated_delta_rule, chunk=16, maps_states=maps_states))
     for computed, reference_result in zip(
         jax.tree.leaves(result), jax.tree.leaves(expected), strict=True
     ):

@@ -119,6 +119,18 @@ def test_step_compiles_with_attention_kernel(name):
 
 @compiles
 @pytest.mark.usefixtures("no_cache")
+def test_step_of_mamba2_compiles():
+    """Chunks are in two blocks, so that a loop is inside of the loop over layers."""
+    mamba2 = {"heads": 128, "head_dim": 8, "state_size": 16, "chunk_size": 256}
+    model = {"mixer_pattern": ["mamba2"], "mamba2": mamba2}
+    config = config_of(case({"dp_shard": 8}, {"grad_sync": "microbatch"}, model=model))
+    lowered = Program(config, make_mesh(config, h100s())).lower()
+    has = xla_flags.traits(config)
+    lowered.compile(xla_flags.compiler_options(h100s()[0], {}, has=has))
+
+
+@compiles
+@pytest.mark.usefixtures("no_cache")
 @pytest.mark.parametrize(("reduce_dtype", "expected"), [("float32", "f32"), ("compute", "bf16")])
 @pytest.mark.parametrize("mode", ["update", "microbatch"])
 def test_gradients_are_reduced_in_configured_dtype(mode, reduce_dtype, expected):

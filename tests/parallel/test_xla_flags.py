@@ -16,7 +16,15 @@ from jaxforge.config.job import JobConfig
 from jaxforge.config.train import TrainConfig
 from jaxforge.errors import UserError
 from jaxforge.parallel import compilation, xla_flags
-from jaxforge.parallel.xla_flags import CONTEXT, EXPERTS, FLAGS, Flag, compiler_options, traits
+from jaxforge.parallel.xla_flags import (
+    CONTEXT,
+    EXPERTS,
+    FLAGS,
+    RECURRENT,
+    Flag,
+    compiler_options,
+    traits,
+)
 
 DOCS = Path(__file__).parents[2] / "docs" / "xla_flags.md"
 
@@ -98,11 +106,18 @@ def test_xla_records_cuda_graphs_by_default(tmp_path):
     assert kinds >= {"FUSION", "CUBLAS", "CUDNN", "CUSTOM_CALL"}
 
 
-def test_expert_loops_are_not_unrolled_on_gpus():
+@pytest.mark.parametrize("trait", [EXPERTS, RECURRENT])
+def test_loops_with_loops_in_them_are_not_unrolled_on_gpus(trait):
     name = "xla_gpu_enable_while_loop_unrolling"
     assert name not in compiler_options(H100, {}, env={})
     for device, is_set in ((H100, True), (B200, True), (V5P, False)):
-        assert (name in compiler_options(device, {}, env={}, has=(EXPERTS,))) == is_set
+        assert (name in compiler_options(device, {}, env={}, has=(trait,))) == is_set
+
+
+@pytest.mark.parametrize("mixer", ["mamba2", "gated_delta_net"])
+def test_recurrent_layers_are_a_trait(mixer):
+    config = JobConfig.model_validate({"model": {"mixer_pattern": [mixer, "attention"]}})
+    assert traits(config) == (RECURRENT,)
 
 
 def test_microbatches_of_unrolled_layers_are_not_pipelined_on_gpus():

@@ -151,7 +151,10 @@ class GatedDeltaNet(Mixer):
             for x, weight in zip(inputs[:3], weights, strict=True)
         ]
         tokens = self._tokens(convolved, inputs.log_decay, inputs.beta)
-        return gated_delta_rule(tokens, segment_ids, None, runtime.context, runtime.delta_chunk)[0]
+        return gated_delta_rule(
+            tokens, segment_ids, None, runtime.context, runtime.delta_chunk,
+            maps_states=runtime.maps_states,
+        )[0]  # fmt: skip
 
     def _extend(
         self, weights: _Convolutions, inputs: _Inputs, context: Context, cache: DeltaNetState
