@@ -76,7 +76,6 @@ PACKAGES = ("jax", "jaxlib", "libtpu", "jax-cuda13-plugin")
 SLICE, NODE = "v5p:2x2x4", "h100:1x8"
 CASES = (
     Case("Qwen3 30B A3B", SLICE, QWEN3_30B_A3B, {"ep": 16}),
-    Case("Qwen3 30B A3B", SLICE, QWEN3_30B_A3B, {"ep": 8, "dp_shard": 2}),
     Case("Qwen3 30B A3B", NODE, QWEN3_30B_A3B, {"ep": 8}),
     Case("DeepSeek-V3, 1 dense and 3 expert layers, 128 experts", SLICE, DEEPSEEK,
          {"ep": 8, "dp_shard": 2}),

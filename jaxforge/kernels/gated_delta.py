@@ -17,8 +17,8 @@ chunk and S_0 the state before the chunk, the corrections w of a chunk solve one
     S_C  = exp(G_C) S_0 + (diag(exp(G_C - G)) K)ᵀ w
 
 A scan over chunks computes w and S_C, and the states between chunks. y follows for all chunks at
-once. Nothing has the size of the sequence squared. On accelerators, where each operation of a scan
-has a fixed cost, the scan only applies the maps of chunks, which are computed at once as well:
+once. Nothing has the size of the sequence squared. On GPUs, where each operation of a scan is a
+kernel, the scan only applies the maps of chunks, which are computed at once as well:
 
     S_C = exp(G_C) S_0 - P S_0 + B    P = Eᵀ T diag(β exp(G)) K    E = diag(exp(G_C - G)) K
                                       B = Eᵀ T diag(β) V
