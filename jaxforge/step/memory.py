@@ -174,8 +174,20 @@ class _Sizes:
         recomputed = 0 if self.config.train.activation_checkpointing == "none" else values
         grad = self.bytes if whole else _F32
         working = max(mixer_class(name).working_values(c, self._share) for name in c.mixers)
-        per_token = recomputed + values + _F32 * working
+        per_token = recomputed + values + _F32 * working + self._copies_per_token()
         return self.tokens * per_token + self._scores() + grad * self._layer_elements()
+
+    def _copies_per_token(self) -> int:
+        """Return the bytes of rows that are copied for gradients of experts' weights.
+
+        On Hopper these read rows in blocks of one expert each (`kernels/grouped_mosaic.py`): inputs
+        and gradients of the products into and out of an expert.
+        """
+        c = self.model.config
+        if self.model.runtime.grouped != "mosaic_gpu":
+            return 0
+        width = 2 * c.dim + (2 + c.is_gated) * self._share(c.expert_dim)
+        return self.bytes * self._rows_per_token() * width
 
     def loss(self) -> int:
         """Return the bytes of logits, their gradient, hidden states and the head's gradient."""
@@ -249,11 +261,16 @@ class _Sizes:
         dense = self._share(c.ffn_dim)
         if not c.is_moe:
             return dense
-        rows = math.ceil(c.moe_top_k / filled_rows(c, self.mesh.shape["ep"]))
+        rows = self._rows_per_token()
         per_row = self._share(c.expert_dim) + c.dim  # the row itself is sorted or sent
         experts = rows * per_row + self._share(c.shared_expert_dim)
         has_dense = any(parts.feed_forward == "dense" for parts in c.layer_parts)
         return max(dense, experts) if has_dense else experts
+
+    def _rows_per_token(self) -> int:
+        """Return the rows of a device's buffer of experts, relative to its tokens."""
+        c = self.model.config
+        return math.ceil(c.moe_top_k / filled_rows(c, self.mesh.shape["ep"]))
 
     def _layer_elements(self) -> int:
         """Return the elements of the largest layer's weights, gathered over the data axes."""
