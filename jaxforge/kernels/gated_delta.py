@@ -130,11 +130,9 @@ def working_values(key_heads: int, value_heads: int, d: int, channels: int) -> i
     """Return the float32 numbers per token that the backward pass of the rule holds at a time.
 
     They are the values of all chunks and their gradients: queries and keys of key heads, and for
-    each value head u, w, w_state and decayed keys, four matrices of pairs, and for each chunk its
-    state and its map P and B.
+    each value head u, w and w_state, the state before each chunk, and four matrices of pairs.
     """
-    of_chunk = d * (2 * channels + d) // CHUNK
-    of_value_head = 2 * channels + 2 * d + of_chunk + 4 * CHUNK
+    of_value_head = 2 * channels + d + d * channels // CHUNK + 4 * CHUNK
     return 2 * (2 * key_heads * d + value_heads * of_value_head)
 
 
