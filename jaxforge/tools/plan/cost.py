@@ -131,9 +131,13 @@ class Workload:
         widths = {dims[-1] for dims in heads}
         outputs = (dims for dims, _ in parse_arrays(operation.shape) if dims and dims[-1] in widths)
         width = max(outputs, key=math.prod)[-1]
-        query, key, *_ = (dims for dims in heads if dims[-1] == width)
+        same = [dims for dims in heads if dims[-1] == width]
+        # Where the values alone have the width of the result, they follow queries and keys.
+        first = heads.index(same[0]) - (2 if len(same) == 1 else 0)
+        query, key, value = heads[first : first + 3]
         pairs = math.prod(query[:-1]) * min(key[-2], self._length)
-        return 2 * products * pairs * query[-1] * self._visible
+        # Half of the products, or about half, contract or return the channels of values.
+        return products * pairs * (query[-1] + value[-1]) * self._visible
 
     def _flash(self, operation: Operation, within: Computation, kernel: str) -> float:
         """Return the FLOPs of flash attention: q [B, S, H, D] and k [B, T, K, D] come first."""

@@ -75,6 +75,9 @@ LINES = {
     "splash, narrow heads": '%splash_mha_fwd_residuals = (f32[64,128]{1,0}, f32[64,64]{1,0}, '
               'bf16[8,128,64]{2,1,0}, f32[8,128,128]{2,1,0}) custom-call(%masks, %masks, %k, %k, '
               '%k), custom_call_target="tpu_custom_call"',
+    "splash, narrow values": '%splash_mha_fwd_residuals = (f32[64,128]{1,0}, bf16[8,128,64]{2,1,0},'
+              ' f32[8,128,128]{2,1,0}) custom-call(%masks, %masks, %wide, %wide, %k), '
+              'custom_call_target="tpu_custom_call"',
     "gmm": '%gmm = bf16[64,128]{1,0} custom-call(%x, %experts), '
            'custom_call_target="tpu_custom_call"',
     "cublas": '%r = bf16[64,512]{1,0} custom-call(%x, %w), custom_call_target="__cublas$gemm", '
@@ -97,6 +100,7 @@ MORE = """  %one = f32[1,16,256]{2,1,0} parameter(6)
   %x8 = f8e4m3fn[64,256]{1,0} parameter(13)
   %w8 = f8e5m2[512,256]{1,0} parameter(14)
   %index = s32[64]{0} parameter(15)
+  %wide = bf16[8,128,96]{2,1,0} parameter(16)
 """
 
 
@@ -129,6 +133,7 @@ PAIRS = 2 * 8 * 128 * 128
         ("triton", "attention", 4 * 2 * 2 * 8 * 128 * 96 * 64 / 2),
         ("splash", "attention", 4 * 2 * 8 * 128 * 128 * 64 / 2),
         ("splash, narrow heads", "attention", 2 * 2 * 8 * 128 * 128 * 64 / 2),
+        ("splash, narrow values", "attention", 2 * 8 * 128 * 128 * (96 + 64) / 2),
         ("gmm", "experts", 2 * 64 * 256 * 128),
         ("mark", "nothing", 0),
     ],
