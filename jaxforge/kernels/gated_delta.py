@@ -130,9 +130,10 @@ def working_values(key_heads: int, value_heads: int, d: int, channels: int) -> i
     """Return the float32 numbers per token that the backward pass of the rule holds at a time.
 
     They are the values of all chunks and their gradients: queries and keys of key heads, and for
-    each value head u, w and w_state, the state before each chunk, and four matrices of pairs.
+    each value head u, w and w_state, the state and the map P of each chunk, and four matrices of
+    pairs.
     """
-    of_value_head = 2 * channels + d + d * channels // CHUNK + 4 * CHUNK
+    of_value_head = 2 * channels + d + d * (channels + d) // CHUNK + 4 * CHUNK
     return 2 * (2 * key_heads * d + value_heads * of_value_head)
 
 

@@ -49,10 +49,11 @@ def causal_flops_per_token(model: ModelConfig, seq_len: int) -> int:
     return 6 * matrices + 3 * twice // seq_len
 
 
-def pairs_twice(model: ModelConfig, seq_len: int) -> int:
-    """Return twice the number of query-key pairs of a sequence, summed over layers."""
+def visible_fraction(model: ModelConfig, seq_len: int) -> float:
+    """Return the fraction of query-key pairs that masks allow, over all layers that score pairs."""
     spans = [(window, chunk) for cost, window, chunk in _mixing(model) if cost.per_pair]
-    return sum(_pairs_twice(window, chunk, seq_len) for window, chunk in spans)
+    twice = sum(_pairs_twice(window, chunk, seq_len) for window, chunk in spans)
+    return twice / (2 * max(1, len(spans)) * seq_len**2)
 
 
 def _mixing(model: ModelConfig) -> Iterator[tuple[MixerCost, int | None, int | None]]:

@@ -11,7 +11,7 @@ from jaxforge.config.resolution import World, resolve
 from jaxforge.data.sources import sequences_per_epoch
 from jaxforge.errors import UserError
 from jaxforge.model.experts import filled_rows
-from jaxforge.model.flops import causal_flops_per_token, flops_per_token, pairs_twice
+from jaxforge.model.flops import causal_flops_per_token, flops_per_token, visible_fraction
 from jaxforge.parallel.hardware import CHIPS
 from jaxforge.parallel.mesh import STAGES, data_parallel_size, token_parallel_size
 from jaxforge.parallel.pipeline.schedule import SCHEDULES
@@ -144,9 +144,7 @@ def timeline_of(config: JobConfig, topology: Topology, step: Step) -> Timeline:
     """
     assert step.program is not None
     chip, model, length = CHIPS.get(topology.chip), config.model, config.train.seq_len
-    # Fraction of query-key pairs that the masks allow, averaged over layers.
-    blocks = model.n_layers + model.mtp_depth
-    visible = pairs_twice(model, length) / (2 * blocks * length**2)
+    visible = visible_fraction(model, length)
     filled = filled_rows(model, step.mesh.shape["ep"])
     rates = rates_of(step.program, chip, visible, length, filled)
     network = Network(step.mesh, chip)

@@ -3,6 +3,7 @@ import pytest
 
 from jaxforge.config.model import ModelConfig
 from jaxforge.model.experts import HEADROOM, filled_rows
+from jaxforge.model.flops import visible_fraction
 from jaxforge.parallel.hardware import CHIPS
 from jaxforge.parallel.rates import EFFICIENCY
 from jaxforge.tools.plan.cost import Cycles, Roofline, Workload
@@ -141,6 +142,17 @@ PAIRS = 2 * 8 * 128 * 128
 def test_flops_of_operations(name, kind, flops):
     task = work_of(name)
     assert (task.kind, task.flops) == (kind, flops)
+
+
+def test_layers_without_attention_do_not_lower_its_visible_fraction():
+    layers = {
+        "n_layers": 4,
+        "sliding_window": 32,
+        "attention_pattern": ["full", "full", "full", "sliding"],
+    }
+    pattern = ["mamba2", "mamba2", "attention", "attention"]
+    assert visible_fraction(ModelConfig(n_layers=4), 64) == 0.5
+    assert visible_fraction(ModelConfig(**layers, mixer_pattern=pattern), 64) == (1 / 2 + 3 / 8) / 2
 
 
 def test_unmasked_attention_has_twice_the_flops():
