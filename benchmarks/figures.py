@@ -76,9 +76,10 @@ def everything() -> str:
         if path.stem in SHOWN:
             continue
         matches = result(path.stem)
-        every = dict.fromkeys(key for row in matches["rows"] for key in row)
+        listed = matches.get("programs", matches["rows"])  # of compiled steps, all columns
+        every = dict.fromkeys(key for row in listed for key in row)
         head = _COMPARISON if "ours" in every else list(every)
-        rows = [[row.get(key, "") for key in head] for row in matches["rows"]]
+        rows = [[row.get(key, "") for key in head] for row in listed]
         notes = [f"- {note}" for note in matches["notes"]]
         parts += [f"## {path.stem}\n", origin(matches) + "\n", table(head, rows), ""]
         parts += [*notes, ""] if notes else []
@@ -121,7 +122,11 @@ def pipeline_seconds() -> str:
 
 def pipeline_tpu() -> str:
     """Return the table of memory, cycles and exposed communication on v5e."""
-    names = {"GB of memory": "memory", "M cycles": "cycles", "GB sent in them": "GB sent alone"}
+    names = {
+        "GB of memory": "memory",
+        "M cycles": "cycles",
+        "GB sent synchronously": "GB sent alone",
+    }
     matches: dict[str, dict[str, list[str]]] = {}
     for row in result("pipeline-tpu")["rows"]:
         mesh, count = re.fullmatch(r"(.*), (\d+) microbatches", row["case"]).groups()

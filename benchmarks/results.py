@@ -106,6 +106,7 @@ def report(
     device: str | None = None,
     notes: Sequence[str] = (),
     write: bool = True,
+    **more: Any,  # noqa: ANN401 (whatever JSON holds)
 ) -> None:
     """Print the rows and write `results/<name>-<platform>.json`.
 
@@ -116,6 +117,7 @@ def report(
         device: device of the measurement or compilation; by default JAX's first device.
         notes: notes for the reader, below the table and in the file.
         write: False with `--quick`, and for a part of the benchmark.
+        more: further values that are not in a table.
 
     Raises:
         SystemExit: a complete result is below its floors (`floors.toml`); nothing is published.
@@ -131,7 +133,7 @@ def report(
     for note in notes:
         console.print(note, highlight=False)
     written = [{**asdict(row), "ratio": row.ratio} for row in rows]
-    publish(name, written, packages, device=device, notes=notes, write=write)
+    publish(name, written, packages, device=device, notes=notes, write=write, **more)
 
 
 def publish(
@@ -142,6 +144,7 @@ def publish(
     device: str | None = None,
     notes: Sequence[str] = (),
     write: bool = True,
+    **more: Any,  # noqa: ANN401 (whatever JSON holds)
 ) -> None:
     """Write rows with `ratio`; the other arguments are those of `report`.
 
@@ -152,7 +155,7 @@ def publish(
     result = f"{name}-{device or jax.default_backend()}"
     fallen = _below_floor(result, rows, complete=not elsewhere) if write else []
     if elsewhere or (write and not fallen):
-        write_json(name, rows, packages, device=device, notes=notes)
+        write_json(name, rows, packages, device=device, notes=notes, **more)
     if fallen:
         raise SystemExit("\n".join([*fallen, "not published: mend it, or lower the floor in "
                                     "benchmarks/floors.toml with the reason"]))  # fmt: skip

@@ -4,6 +4,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from jax.sharding import Mesh
+
 from jaxforge.config.ineffective_settings import ineffective_settings
 from jaxforge.config.job import JobConfig
 from jaxforge.config.reading.unresolved import UnresolvedConfig
@@ -18,6 +20,7 @@ from jaxforge.parallel.pipeline.schedule import SCHEDULES
 from jaxforge.tools.plan import checks
 from jaxforge.tools.plan.compiled import Step, compile_step, devices_of
 from jaxforge.tools.plan.cost import rates_of
+from jaxforge.tools.plan.hlo import HloProgram
 from jaxforge.tools.plan.network import Network
 from jaxforge.tools.plan.timeline import CollectiveKey, Simulation, Timeline, Traffic
 from jaxforge.tools.plan.topology import Topology
@@ -127,29 +130,27 @@ def plan(
         result.errors = str(error).splitlines()
         return result
     if step.program is not None:
-        result.timeline = timeline_of(config, topology, step)
+        result.timeline = timeline_of(config, topology, step.mesh, step.program)
         result.estimate = estimate(config, topology, step, result.timeline)
     if not result.fits:
         result.advice = list(_advice(config, step))
     return result
 
 
-def timeline_of(config: JobConfig, topology: Topology, step: Step) -> Timeline:
+def timeline_of(config: JobConfig, topology: Topology, mesh: Mesh, program: HloProgram) -> Timeline:
     """Simulate a step; for devices with unknown rates, only its collectives.
 
     Args:
         config: config of the step.
         topology: the hardware that it was compiled for.
-        step: a compiled step with a program.
+        mesh: its mesh.
+        program: the compiled step.
     """
-    assert step.program is not None
     chip, model, length = CHIPS.get(topology.chip), config.model, config.train.seq_len
     visible = visible_fraction(model, length)
-    filled = filled_rows(model, step.mesh.shape["ep"])
-    rates = rates_of(step.program, chip, visible, length, filled)
-    network = Network(step.mesh, chip)
-    longest = step.mesh.shape[STAGES] > 1
-    return Simulation(step.program, rates, network, longest=longest).run()
+    rates = rates_of(program, chip, visible, length, filled_rows(model, mesh.shape["ep"]))
+    longest = mesh.shape[STAGES] > 1
+    return Simulation(program, rates, Network(mesh, chip), longest=longest).run()
 
 
 def estimate(config: JobConfig, topology: Topology, step: Step, line: Timeline) -> Estimate | None:
