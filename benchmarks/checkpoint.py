@@ -1,12 +1,12 @@
-"""Time for which an asynchronous save blocks the loop, and until it is durable.
+"""Time for which an asynchronous save blocks the loop, until it is durable, and of a restore.
 
     python benchmarks/checkpoint.py [--quick]
 
-The same random state (parameters and both AdamW moments in float32) is saved alternately by
-jaxforge and by PyTorch's distributed checkpoint (`async_save`, one process, default settings). Both
-sync their files before they are done, and then remove the previous save. Each save is directly
-followed by an in-place update of the whole state, so that costs that a save defers to the next step
-count.
+The same random state (parameters and both AdamW moments in float32; 10 GB on a GPU) is saved
+alternately by jaxforge and by PyTorch's distributed checkpoint (`async_save`, one process, default
+settings). Both sync their files before they are done, and then remove the previous save. Each save
+is directly followed by an in-place update of the whole state, so that costs that a save defers to
+the next step count. A restore writes the last save into the state; its files are in the page cache.
 """
 
 import dataclasses
@@ -38,26 +38,34 @@ from jaxforge.state.progress import Progress
 from jaxforge.state.train_state import TrainState
 
 SHAPES = {
-    True: {"dim": 128, "n_layers": 4, "n_heads": 4, "vocab_size": 1024},
-    False: {"dim": 512, "n_layers": 14, "n_heads": 8, "vocab_size": 8192},
+    "quick": {"dim": 128, "n_layers": 4, "n_heads": 4, "vocab_size": 1024},
+    "cpu": {"dim": 512, "n_layers": 14, "n_heads": 8, "vocab_size": 8192},
+    "gpu": {
+        "dim": 2048,
+        "n_layers": 12,
+        "n_heads": 16,
+        "ffn_hidden_dim": 8192,
+        "vocab_size": 16384,
+    },
 }
 Times = tuple[float, ...]
-"""Seconds of the call, of the call and what the next update takes longer, and until durable."""
+"""Seconds of each action of `WHAT`."""
 
-WHAT = ("call", "call and slower next update", "until durable")
+WHAT = ("call", "call and slower next update", "until durable", "restore")
 
 
 class Saver(NamedTuple):
-    """Subject of the comparison: three actions on a state."""
+    """Subject of the comparison: four actions on a state."""
 
     save: Callable[[Path, int], None]
     update: Callable[[], None]
     wait: Callable[[], None]
+    restore: Callable[[], object]
 
 
-def state_of(quick: bool) -> tuple[TrainState, int, PyTree]:
+def state_of(size: str) -> tuple[TrainState, int, PyTree]:
     """Return a state on one device, its number of parameters and their logical axes."""
-    config = JobConfig.model_validate({"model": SHAPES[quick]})
+    config = JobConfig.model_validate({"model": SHAPES[size]})
     program = Program(config, make_mesh(config, jax.devices()[:1]))
     with program.context():
         state = program.init(0)
@@ -70,6 +78,9 @@ def state_of(quick: bool) -> tuple[TrainState, int, PyTree]:
 def ours(state: TrainState, axes: PyTree) -> Saver:
     """Return a saver that uses one `Checkpoints` manager for all saves, as in a run."""
     held, managers = [state], dict[Path, Checkpoints]()
+    like = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state
+    )
     scale = jax.jit(
         lambda s: jax.tree.map(lambda x: (x * 0.999).astype(x.dtype), s), donate_argnums=0
     )
@@ -82,7 +93,13 @@ def ours(state: TrainState, axes: PyTree) -> Saver:
     def update() -> None:
         held[0] = jax.block_until_ready(scale(held[0]))
 
-    return Saver(save, update, lambda: next(iter(managers.values())).wait())
+    def restore() -> None:
+        (manager,) = managers.values()
+        latest = manager.latest()
+        assert latest is not None
+        held[0] = jax.block_until_ready(manager.restore(like, latest)[0])
+
+    return Saver(save, update, lambda: next(iter(managers.values())).wait(), restore)
 
 
 def theirs(state: TrainState) -> Saver:
@@ -110,7 +127,7 @@ def theirs(state: TrainState) -> Saver:
         while len(saved) > 1:
             shutil.rmtree(saved.pop(0))
 
-    return Saver(save, update, wait)
+    return Saver(save, update, wait, lambda: dcp.load(tensors, checkpoint_id=saved[-1]))
 
 
 def _moments(state: TrainState) -> dict[str, PyTree]:
@@ -119,14 +136,16 @@ def _moments(state: TrainState) -> dict[str, PyTree]:
 
 
 def times_of(saver: Saver, directory: Path, step: int) -> Times:
-    """Time a save and the update after it, relative to an update without a save."""
+    """Time a save and the update after it, relative to an update without a save; and a restore."""
     clock = [time.perf_counter()]
-    actions = saver.update, lambda: saver.save(directory, step), saver.update, saver.wait
+    actions = (
+        saver.update, lambda: saver.save(directory, step), saver.update, saver.wait, saver.restore
+    )  # fmt: skip
     for action in actions:
         action()
         clock.append(time.perf_counter())
-    alone, call, disturbed, _ = (after - before for before, after in itertools.pairwise(clock))
-    return call, call + disturbed - alone, clock[-1] - clock[1]
+    alone, call, disturbed, _, restore = (b - a for a, b in itertools.pairwise(clock))
+    return call, call + disturbed - alone, clock[4] - clock[1], restore
 
 
 def measure(savers: dict[str, Saver], rounds: int) -> dict[str, Times]:
@@ -147,10 +166,11 @@ def main() -> None:
     quick = results.arguments(__doc__).parse_args().quick
     results.leave_room()
     host_memory.keep_freed_memory()  # as a run does
-    state, parameters, axes = state_of(quick)
+    on_gpu = jax.default_backend() == "gpu"
+    state, parameters, axes = state_of("quick" if quick else "gpu" if on_gpu else "cpu")
     dist.init_process_group("cpu:gloo", rank=0, world_size=1, store=dist.HashStore())
     savers = {"theirs": theirs(state), "ours": ours(state, axes)}
-    times = measure(savers, rounds=2 if quick else 7)
+    times = measure(savers, rounds=2 if quick else 1 if on_gpu else 7)
     size = f"{parameters / 1e6:.0f}M parameters, {parameters * 12 / 1e6:,.0f} MB"
     rows = [
         results.Row(f"{what}, {size}", round(our, 1), "torch DCP async_save", round(their, 1), "ms",

@@ -5,9 +5,11 @@
 Both have the same weights, exported from one checkpoint, the same prompts, threads and precision,
 and alternate in one run. transformers uses its defaults: SDPA and a cache of keys and values. In
 float32 all tokens must be equal. On a GPU the models are larger and compute in bfloat16, where ties
-are decided by rounding: a note has the fraction of equal tokens.
+are decided by rounding: a note has the fraction of equal tokens. Without transformers, notes have
+jaxforge's speed alone.
 """
 
+import importlib.util
 import os
 import tempfile
 from collections.abc import Callable, Iterator
@@ -20,7 +22,6 @@ import numpy as np
 import results
 import step
 import torch
-from transformers import AutoModelForCausalLM
 
 from jaxforge.checkpoint.manager import Checkpoints
 from jaxforge.config.job import JobConfig
@@ -37,6 +38,7 @@ from torch_compat.commands import convert
 PROMPT, TOKENS = 64, 256
 BATCHES = (1, 8)
 PEER = "transformers"
+HAS_PEER = importlib.util.find_spec(PEER) is not None
 
 
 class Case(NamedTuple):
@@ -57,7 +59,7 @@ QUICK = Case("0.7M", {"dim": 128, "n_layers": 2, "n_heads": 4, "vocab_size": 512
 CPU_CASES = tuple(
     Case(size, case.model) for size, case in zip(("7M", "38M"), step.CPU_CASES, strict=True)
 )
-GPU_CASES = (Case("1B", step.GPU_CASES[0].model, "bf16"),)
+GPU_CASES = (Case("1B", step.DENSE_1B, "bf16"),)
 
 
 class Subject(NamedTuple):
@@ -107,6 +109,8 @@ def ours(run: Path, prompts: list[list[int]]) -> Iterator[Subject]:
 
 def theirs(export: Path, prompts: list[list[int]], dtype: torch.dtype) -> Subject:
     """Return the generation of transformers."""
+    from transformers import AutoModelForCausalLM  # optional (`HAS_PEER`)
+
     device = "cuda" if torch.cuda.is_available() else "cpu"
     network = AutoModelForCausalLM.from_pretrained(export, dtype=dtype).to(device).eval()
     ids = torch.tensor(prompts, device=device)
@@ -135,24 +139,27 @@ def compare(case: Case, *, quick: bool) -> tuple[list[results.Row], list[str]]:
         for batch in BATCHES:
             rng = np.random.default_rng(batch)
             prompts = rng.integers(0, case.model["vocab_size"], (batch, PROMPT)).tolist()
-            peer = theirs(export, prompts, dtype)
-            with ours(run, prompts) as subject:
-                tokens = np.array(subject.generate()), np.array(peer.generate())
-                alike = float(np.mean(tokens[0] == tokens[1]))
-                if alike < 1 and dtype == torch.float32:
-                    raise SystemExit(f"{case.name}, batch {batch}: {alike:.2%} of tokens are equal")
-                seconds = step.measure(
-                    {"ours": subject.generate, "theirs": peer.generate,
-                     "our first": subject.first, "their first": peer.first},
-                    rounds=1 if quick else 3, repeats=1,
-                )  # fmt: skip
             named = f"{case.name} parameters, batch {batch}"
-            speeds = [round(batch * TOKENS / seconds[who], 1) for who in ("ours", "theirs")]
-            firsts = [round(1e3 * seconds[who], 1) for who in ("our first", "their first")]
+            rounds = 1 if quick else 3
+            with ours(run, prompts) as subject:
+                subjects = {"our first": subject.first, "ours": subject.generate}
+                if HAS_PEER:
+                    peer = theirs(export, prompts, dtype)
+                    tokens = np.array(subject.generate()), np.array(peer.generate())
+                    alike = float(np.mean(tokens[0] == tokens[1]))
+                    if alike < 1 and dtype == torch.float32:
+                        raise SystemExit(f"{named}: {alike:.2%} of tokens are equal")
+                    subjects |= {"their first": peer.first, "theirs": peer.generate}
+                seconds = step.measure(subjects, rounds, repeats=1)
+            speeds = {who: round(batch * TOKENS / each, 1) for who, each in seconds.items()}
+            firsts = {who: round(1e3 * each, 1) for who, each in seconds.items()}
+            if not HAS_PEER:
+                notes.append(f"{named}: {speeds['ours']} tokens/s, first {firsts['our first']} ms")
+                continue
             rows += [
-                results.Row(named, speeds[0], PEER, speeds[1], "tokens/s"),
-                results.Row(f"{named}, first token", firsts[0], PEER, firsts[1], "ms",
-                            smaller_is_better=True),
+                results.Row(named, speeds["ours"], PEER, speeds["theirs"], "tokens/s"),
+                results.Row(f"{named}, first token", firsts["our first"], PEER,
+                            firsts["their first"], "ms", smaller_is_better=True),
             ]  # fmt: skip
             notes.append(f"{named}: {alike:.1%} of tokens are equal")
     return rows, notes
@@ -173,7 +180,7 @@ def main() -> None:
         result = compare(case, quick=args.quick)
         rows += result[0]
         notes += result[1]
-    packages = ("jax", "torch", "transformers")
+    packages = ("jax", "torch", *([PEER] if HAS_PEER else []))
     results.report("decode", rows, packages, notes=notes, write=not args.quick and not args.cases)
 
 

@@ -5,6 +5,8 @@
 Attention and grouped products are compared forward and backward, with the kernels that a run would
 choose; so are the losses of a few updates. Errors are ‖x - reference‖ / ‖reference‖, over all
 elements.
+
+Not in `make bench`: part of `gpu.py` and `tpu.py`.
 """
 
 import itertools
@@ -158,7 +160,7 @@ def losses(size: Size) -> Iterator[results.Claim]:
 def mixers(size: Size) -> Iterator[results.Claim]:
     """Yield claims on losses of models with other mixers than attention."""
     return of_models(
-        {name: ({"mixer": name, name: keys}, 1e-3) for name, keys in MIXERS.items()}, size
+        {name: ({"mixer_pattern": [name], name: keys}, 1e-3) for name, keys in MIXERS.items()}, size
     )
 
 

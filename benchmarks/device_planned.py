@@ -4,16 +4,16 @@
 
 The cases are those of `step.py`. A process without the device plans the step; this process compiles
 and runs it. The allocator's peak never decreases, so each case needs its own process.
+
+Not in `make bench`: part of `gpu.py` and `tpu.py`.
 """
 
 import json
 import os
-import re
 import subprocess
 import sys
-import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -39,10 +39,6 @@ CALLS = {
     "calls of attention and other kernels for TPU": 'custom_call_target="tpu_custom_call"',
 }
 """What stands in the operations of a compiled program that are kernels of these."""
-
-
-KINDS = {"attention": r"fmha|sdpa|flash|cudnn::fusion", "products": r"nvjet|gemm|cutlass|cublas"}
-"""Kind of work in a plan -> pattern of the names of its kernels; all other kernels are "memory"."""
 
 
 def topology() -> Topology:
@@ -110,7 +106,7 @@ def claims_of(case: step.Case, *, quick: bool) -> list[results.Claim]:
     return [
         *memory_claims(case.name, report["memory_per_device"]["peak_bytes"], compiled),
         *time_claims(case.name, report.get("step"), seconds),
-        *kind_claims(case.name, report.get("step"), kernel_seconds(run)),
+        *kind_claims(case.name, report.get("step"), step.by_kind(step.kernel_seconds(run))),
         *program_claims(case.name, report["calls"], calls_of(HloProgram(compiled.as_text(), 1))),
     ]
 
@@ -139,27 +135,6 @@ def time_claims(
         planned = estimate["seconds"]
         result += f", planned {1e3 * planned:.1f}: {seconds / planned:.3f}"
     yield results.Claim(f"{name}: step", result)
-
-
-def kernel_seconds(run: Callable[[], None], steps: int = 2) -> Counter[str]:
-    """Return the seconds of a GPU's kernels in a step, by kind of work; empty on a CPU."""
-    with tempfile.TemporaryDirectory() as directory:
-        with jax.profiler.trace(directory):
-            for _ in range(steps):
-                run()
-        (path,) = Path(directory).rglob("*.xplane.pb")
-        planes = list(jax.profiler.ProfileData.from_file(str(path)).planes)
-    seconds: Counter[str] = Counter()
-    for plane in planes:
-        for line in plane.lines if "GPU" in plane.name else ():
-            for event in line.events if line.name.startswith("Stream") else ():
-                seconds[kind_of(event.name)] += event.duration_ns / 1e9 / steps
-    return seconds
-
-
-def kind_of(kernel: str) -> str:
-    """Return the kind of work of a kernel."""
-    return next((kind for kind, names in KINDS.items() if re.search(names, kernel)), "memory")
 
 
 def kind_claims(

@@ -4,12 +4,13 @@
 
 All programs update the same state and alternate in one run. The flags are those of
 docs/xla_flags.md; each variant changes one of them as `[train.xla_flags]` does.
+
+Not in `make bench`: needs a GPU.
 """
 
 from collections.abc import Callable
 
 import jax
-import moe
 import results
 import step
 
@@ -18,13 +19,6 @@ VARIANTS = {
     "loops not unrolled": {"xla_gpu_enable_while_loop_unrolling": "WHILE_LOOP_UNROLLING_NO_UNROLL"},
     "without CUDA graphs": {"xla_gpu_enable_command_buffer": ""},
 }
-
-
-def cases(words: str, *, quick: bool) -> list[step.Case]:
-    """Return a dense case and one with experts, if their names have these words."""
-    sparse = (moe.QUICK if quick else moe.GPU).cases[0]
-    result = [step.cases(quick=quick)[0], sparse]
-    return [case for case in result if words in case.name]
 
 
 def compare(case: step.Case, *, quick: bool) -> list[results.Row]:
@@ -51,7 +45,7 @@ def compare(case: step.Case, *, quick: bool) -> list[results.Row]:
 def main() -> None:
     """Print the table and write the results."""
     args = results.arguments(__doc__, cases=True).parse_args()
-    rows = [row for case in cases(args.cases, quick=args.quick)
+    rows = [row for case in step.cases(args.cases, quick=args.quick)
             for row in compare(case, quick=args.quick)]  # fmt: skip
     results.report("flags", rows, ("jax", "jaxlib"), write=not args.quick)
 

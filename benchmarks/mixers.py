@@ -26,7 +26,8 @@ def case(name: str, layers: int, ffn: int, heads: tuple[int, int, int], *,
     net = {"key_heads": heads[0], "value_heads": heads[1], "key_head_dim": heads[2],
            "value_head_dim": heads[2]}  # fmt: skip
     model = {"dim": 256, "n_layers": layers, "n_heads": 4, "ffn_hidden_dim": ffn,
-             "vocab_size": 1024, "mixer": "gated_delta_net", "gated_delta_net": net}  # fmt: skip
+             "vocab_size": 1024, "mixer_pattern": ["gated_delta_net"],
+             "gated_delta_net": net}  # fmt: skip
     return step.Case(name, model, *tokens)
 
 

@@ -1,4 +1,4 @@
-"""Step time with experts, compared with a dense model of equal active size and with PyTorch.
+"""CPU step with experts, compared with a dense model of equal active size and with PyTorch.
 
     python benchmarks/moe.py [--quick] [--cases WORDS]
 
@@ -17,13 +17,9 @@ from typing import NamedTuple
 
 import jax
 import results
-import step
 import torch
 from step import Case, compiled_step, torch_step
-from torch import nn
-from torch.nn import functional as F
 
-from jaxforge.config.model import ModelConfig
 from jaxforge.parallel import host_memory
 
 _TOP_K = 2
@@ -60,46 +56,6 @@ class Sizes(NamedTuple):
 
 QUICK = Sizes({"dim": 128, "n_layers": 2, "n_heads": 4, "vocab_size": 512}, 192, 64, "fp32")
 CPU = Sizes({"dim": 512, "n_layers": 4, "n_heads": 8, "vocab_size": 4096}, 768, 512, "fp32")
-GPU = Sizes({"dim": 2048, "n_layers": 4, "n_heads": 16, "vocab_size": 32768}, 1024, 2048, "bf16")
-
-
-class TorchExperts(nn.Module):
-    """Experts in plain PyTorch: softmax, top-k, and a loop over experts."""
-
-    def __init__(self, c: ModelConfig) -> None:
-        super().__init__()
-        self.k, self.n = c.moe_top_k, c.num_experts
-        self.router = nn.Linear(c.dim, self.n, bias=False)
-        self.gate_up = nn.ModuleList(
-            nn.Linear(c.dim, 2 * c.expert_dim, bias=False) for _ in range(self.n)
-        )
-        self.down = nn.ModuleList(nn.Linear(c.expert_dim, c.dim, bias=False) for _ in range(self.n))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Compute [b, s, d] -> [b, s, d]."""
-        tokens = x.flatten(0, 1)
-        weights, chosen = self.router(tokens).softmax(-1).topk(self.k)
-        weights = weights / weights.sum(-1, keepdim=True)
-        y = torch.zeros_like(tokens)
-        for expert in range(self.n):
-            token, slot = torch.where(chosen == expert)
-            gate, up = self.gate_up[expert](tokens[token]).chunk(2, dim=-1)
-            out = self.down[expert](F.silu(gate) * up) * weights[token, slot, None]
-            y = y.index_add(0, token, out.to(y.dtype))
-        return y.view_as(x)
-
-
-class TorchMoEBlock(step.TorchBlock):
-    """Block of the dense model with experts as the feed-forward."""
-
-    def __init__(self, c: ModelConfig) -> None:
-        super().__init__(c)
-        del self.gate_up, self.down
-        self.experts = TorchExperts(c)
-
-    def feed_forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Compute [b, s, d] -> [b, s, d]."""
-        return self.experts(x)
 
 
 def measure(steps: dict[str, Callable[[], None]], rounds: int) -> dict[str, tuple[float, float]]:
@@ -126,7 +82,7 @@ def compare(case: Case, dense_case: Case, *, rounds: int) -> list[results.Row]:
     peers = {
         "dense, as many active parameters": dense,
         "capacity 1.0": compiled_step(capped)[0],
-        "torch, a loop over experts": torch_step(case, compiled=False, block=TorchMoEBlock),
+        "torch, a loop over experts": torch_step(case, compiled=False, grouped=False),
     }
     result = measure({"ours": ours, **peers}, rounds)
     tokens = case.batch * case.seq
@@ -154,7 +110,7 @@ def main() -> None:
     results.leave_room()
     host_memory.keep_freed_memory()
     torch.set_num_threads(os.cpu_count() or 1)
-    at = GPU if jax.default_backend() == "gpu" else QUICK if quick else CPU
+    at = QUICK if quick else CPU
     cases = [case for case in at.cases if args.cases in case.name][: 1 if quick else None]
     rows = [
         row

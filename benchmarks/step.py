@@ -2,16 +2,22 @@
 
     python benchmarks/step.py [--quick] [--cases WORDS]
 
-Both have the same model, data, threads and precision, and alternate in one run. On a GPU, a 1B
-model and layers of the width of a 7B model run in bfloat16, compared only with torch.compile. On a
-TPU, a 0.3B model is compared with plain JAX.
+Both have the same model, data, threads and precision, and alternate in one run (`twins.py`). On a
+GPU, everything computes in bfloat16, and `torch.compile` is the only peer: of the whole model in
+dense cases, of one layer and the loss in `GPU_CASES` with other layers, products or parameters.
+Notes have the model's FLOPs, and the time of the kernels by kind. On a TPU, a 0.3B model is
+compared with plain JAX.
 """
 
 import os
+import re
 import statistics
+import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -19,14 +25,14 @@ import numpy as np
 import plain_jax
 import results
 import torch
+import twins
 from torch import nn
-from torch.nn import functional as F
 
 from jaxforge.config.job import JobConfig
-from jaxforge.config.model import ModelConfig
 from jaxforge.model import flops
 from jaxforge.model.transformer import build_model, parameter_count
 from jaxforge.parallel import compilation, host_memory
+from jaxforge.parallel.hardware import chip_by_kind
 from jaxforge.parallel.mesh import make_mesh
 from jaxforge.program import Program
 from jaxforge.state.train_state import TrainState
@@ -42,7 +48,8 @@ class Case:
         model: the `[model]` section.
         batch: number of sequences.
         seq: tokens per sequence.
-        precision: `train.mixed_precision`; "bf16" uses PyTorch's autocast.
+        precision: `train.mixed_precision`; all but "fp32" use PyTorch's autocast.
+        sections: further keys of the config, by section.
     """
 
     name: str
@@ -50,6 +57,12 @@ class Case:
     batch: int
     seq: int
     precision: str = "fp32"
+    sections: Mapping[str, dict] = field(default_factory=dict)
+
+    @property
+    def packed(self) -> bool:
+        """Whether rows have several documents."""
+        return "data" in self.sections
 
     @property
     def vocab(self) -> int:
@@ -65,113 +78,111 @@ CPU_CASES = (
     Case("40M, 4 x 512 tokens", {"dim": 512, "n_layers": 10, "n_heads": 8, "vocab_size": 4096},
          4, 512),
 )  # fmt: skip
-_1B = {"dim": 2048, "n_layers": 16, "n_heads": 16, "n_kv_heads": 8, "ffn_hidden_dim": 8192,
+DENSE_1B = {"dim": 2048, "n_layers": 16, "n_heads": 16, "n_kv_heads": 8, "ffn_hidden_dim": 8192,
        "vocab_size": 32768}  # fmt: skip
 _7B_LAYERS = {"dim": 4096, "n_layers": 4, "n_heads": 32, "ffn_hidden_dim": 11008,
               "vocab_size": 32000}  # fmt: skip
-GPU_CASES = tuple(
-    Case(f"{name}, {rows} x 4096 tokens", model, rows, 4096, "bf16")
-    for rows in (4, 1)
-    for name, model in (("1B", _1B), ("4 layers of 7B", _7B_LAYERS))
-)
+QWEN3_30B_A3B = {"dim": 2048, "n_layers": 48, "n_heads": 32, "n_kv_heads": 4, "head_dim": 128,
+                 "qk_norm": True, "vocab_size": 151936, "ffn_hidden_dim": 6144, "num_experts": 128,
+                 "moe_top_k": 8, "moe_expert_dim": 768}  # fmt: skip
+LORA = {"lora": {"rank": 16}, "train": {"param_dtype": "bfloat16"}}
+PACKED = {"data": {"pack_sequences": True}}
+GPU_CASES = (
+    Case("4 layers of Qwen3-30B-A3B, 2 x 4096 tokens", {**QWEN3_30B_A3B, "n_layers": 4}, 2, 4096,
+         "bf16"),
+    Case("1B in fp8, 4 x 4096 tokens", DENSE_1B, 4, 4096, "fp8"),
+    Case("1B, packed, 4 x 4096 tokens", DENSE_1B, 4, 4096, "bf16", PACKED),
+    Case("4 layers of latent attention, 4 x 4096 tokens",
+         {**DENSE_1B, "n_layers": 4, "n_kv_heads": 16, "mixer_pattern": ["latent_attention"],
+          "latent_attention": {"q_rank": 1536}}, 4, 4096, "bf16"),
+    Case("4 layers of Gated DeltaNet, 4 x 4096 tokens",
+         {**DENSE_1B, "n_layers": 4, "mixer_pattern": ["gated_delta_net"]}, 4, 4096, "bf16"),
+    Case("4 layers of Mamba-2, 4 x 4096 tokens",
+         {**DENSE_1B, "n_layers": 4, "mixer_pattern": ["mamba2"],
+          "mamba2": {"heads": 64, "groups": 8}}, 4, 4096, "bf16"),
+    Case("1B with LoRA, 4 x 4096 tokens", DENSE_1B, 4, 4096, "bf16", LORA),
+    Case("1B, 4 x 4096 tokens", DENSE_1B, 4, 4096, "bf16"),
+    Case("4 layers of 7B, 4 x 4096 tokens", _7B_LAYERS, 4, 4096, "bf16"),
+)  # fmt: skip
+"""On a GPU of 140 GB; of a smaller one, whose memory both models share, rows are halved twice."""
+_SMALL = {"dim": 128, "n_layers": 3, "n_heads": 4, "vocab_size": 512}
+MINIATURES = {
+    "Qwen3-30B-A3B": {"n_layers": 2, "head_dim": 64, "qk_norm": True, "num_experts": 8,
+                      "moe_top_k": 2, "moe_expert_dim": 64},
+    "latent attention": {"mixer_pattern": ["latent_attention"],
+                         "latent_attention": {"q_rank": 64, "kv_rank": 32, "nope_head_dim": 32,
+                                              "rope_head_dim": 16, "value_head_dim": 32}},
+    "Gated DeltaNet": {"mixer_pattern": ["gated_delta_net"],
+                       "gated_delta_net": {"key_heads": 2, "value_heads": 4, "key_head_dim": 32,
+                                           "value_head_dim": 32}},
+    "Mamba-2": {"mixer_pattern": ["mamba2"],
+                "mamba2": {"heads": 8, "head_dim": 32, "state_size": 32, "groups": 2,
+                           "chunk_size": 32}},
+}  # fmt: skip
+"""Words in the name of a case of `GPU_CASES` -> keys of its model for a CPU."""
 TPU_CASES = (
     Case("0.3B, 4 x 2048 tokens", {"dim": 1024, "n_layers": 12, "n_heads": 8, "n_kv_heads": 8,
                                    "ffn_hidden_dim": 4096, "vocab_size": 32768}, 4, 2048, "bf16"),
 )  # fmt: skip
-_BOTH_FIT = (
-    130e9  # bytes of a GPU that holds our 1B model with 4 rows and PyTorch's: 49 GB and more
-)
+_BOTH_FIT = 130e9  # bytes of a GPU that holds both models of each case
+KERNELS = {"attention": r"fmha|sdpa|flash|cudnn::fusion", "experts": r"mosaic|ragged|grouped",
+           "products": r"nvjet|gemm|cutlass|cublas"}  # fmt: skip
+"""Kind of work -> pattern of the names of its kernels on a GPU; all other kernels are "memory"."""
+
+
+def miniature(case: Case) -> Case:
+    """Return a case of `GPU_CASES` with the same layers for a CPU."""
+    keys = next((keys for words, keys in MINIATURES.items() if words in case.name), {})
+    return replace(case, name=f"{case.name}, in miniature", model={**_SMALL, **keys}, batch=2,
+                   seq=128)  # fmt: skip
 
 
 def cases(words: str = "", *, quick: bool = False) -> list[Case]:
     """Return the cases for this device whose names have these words; of a quick run, one."""
-    result: Sequence[Case] = (QUICK,) if quick else CPU_CASES
+    result: Sequence[Case] = (QUICK, *map(miniature, GPU_CASES)) if quick else CPU_CASES
     if jax.default_backend() == "tpu":
         result = TPU_CASES
     if jax.default_backend() == "gpu":
-        rows = 4 if torch.cuda.get_device_properties(0).total_memory > _BOTH_FIT else 1
-        result = [case for case in GPU_CASES if case.batch == rows]
+        fits = torch.cuda.get_device_properties(0).total_memory > _BOTH_FIT
+        result = GPU_CASES if fits else [smaller(case) for case in GPU_CASES]
     return [case for case in result if words in case.name][: 1 if quick else None]
 
 
-class TorchBlock(nn.Module):
-    """Pre-norm block as torch users write it: RMSNorm, rotary attention, SwiGLU."""
-
-    def __init__(self, c: ModelConfig) -> None:
-        super().__init__()
-        dim, heads, kv_heads, ffn = c.dim, c.n_heads, c.kv_heads, c.ffn_dim
-        self.h, self.heads, self.kv_heads = c.head_size, heads, kv_heads
-        self.attention_norm, self.mlp_norm = nn.RMSNorm(dim, 1e-5), nn.RMSNorm(dim, 1e-5)
-        self.qkv = nn.Linear(dim, (heads + 2 * kv_heads) * self.h, bias=False)
-        self.o = nn.Linear(dim, dim, bias=False)
-        self.gate_up = nn.Linear(dim, 2 * ffn, bias=False)
-        self.down = nn.Linear(ffn, dim, bias=False)
-
-    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        """Compute [b, s, d] -> [b, s, d]."""
-        b, s, _ = x.shape
-        qkv = self.qkv(self.attention_norm(x)).view(b, s, -1, self.h).transpose(1, 2)
-        q, k, v = qkv.split([self.heads, self.kv_heads, self.kv_heads], dim=1)
-        q, k = _rotate(q, cos, sin), _rotate(k, cos, sin)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        x = x + self.o(y.transpose(1, 2).reshape(b, s, -1))
-        return x + self.feed_forward(self.mlp_norm(x))
-
-    def feed_forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Compute [b, s, d] -> [b, s, d]."""
-        gate, up = self.gate_up(x).chunk(2, dim=-1)
-        return self.down(F.silu(gate) * up)
-
-
-class TorchModel(nn.Module):
-    """Decoder in plain PyTorch with the same architecture."""
-
-    def __init__(
-        self, c: ModelConfig, block: Callable[[ModelConfig], nn.Module] | None = None
-    ) -> None:
-        super().__init__()
-        block = block or TorchBlock
-        self.embedding = nn.Embedding(c.vocab_size, c.dim)
-        self.layers = nn.ModuleList(block(c) for _ in range(c.n_layers))
-        self.norm, self.head = nn.RMSNorm(c.dim, 1e-5), nn.Linear(c.dim, c.vocab_size, bias=False)
-        self.h = c.head_size
-
-    def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """Compute the mean cross-entropy."""
-        at = tokens.device
-        frequencies = 10000.0 ** (-torch.arange(0, self.h, 2, device=at) / self.h)
-        angles = torch.outer(torch.arange(tokens.shape[1], device=at), frequencies)
-        x = self.embedding(tokens)
-        for layer in self.layers:
-            x = layer(x, angles.cos(), angles.sin())
-        return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), labels.flatten())
-
-
-def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+def smaller(case: Case) -> Case:
+    """Return a case with one row."""
+    name = case.name.replace(f"{case.batch} x", "1 x")
+    return replace(case, name=name, batch=1)
 
 
 def torch_step(
-    case: Case, *, compiled: bool, block: Callable[[ModelConfig], nn.Module] | None = None
+    case: Case, *, compiled: bool, layers: bool = False, grouped: bool = twins.ON_GPU
 ) -> Callable[[], None]:
-    """Return an update of the PyTorch model with fused AdamW and clipping."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = TorchModel(job(case).model, block).to(device)
-    loss_of = torch.compile(model) if compiled else model
-    optimizer = torch.optim.AdamW(
-        model.parameters(), 1e-3, (0.9, 0.95), weight_decay=0.1, fused=True
-    )
-    tokens, labels = (
-        torch.tensor(x, dtype=torch.long, device=device) for x in tokens_and_labels(case)
-    )
-    autocast = torch.autocast(device, torch.bfloat16, enabled=case.precision == "bf16")
+    """Return an update of the PyTorch model with fused AdamW and clipping.
+
+    Args:
+        case: model and batch.
+        compiled: use `torch.compile`.
+        layers: compile one layer and the loss, instead of the whole model.
+        grouped: products of all experts at once.
+    """
+    device = "cuda" if twins.ON_GPU else "cpu"
+    model = twins.Model(job(case), grouped=grouped).to(device)
+    loss_of: Callable[..., torch.Tensor] = model
+    if compiled and layers:
+        model.compile_layers()
+    elif compiled:
+        loss_of = torch.compile(model)
+    params = [param for param in model.parameters() if param.requires_grad]
+    optimizer = torch.optim.AdamW(params, 1e-3, (0.9, 0.95), weight_decay=0.1, fused=True)
+    arrays = tokens_and_labels(case) + ((documents(case),) if case.packed else ())
+    batch = [torch.tensor(x, dtype=torch.long, device=device) for x in arrays]
+    autocast = torch.autocast(device, torch.bfloat16, enabled=case.precision != "fp32")
 
     def step() -> None:
         with autocast:
-            loss = loss_of(tokens, labels)
+            loss = loss_of(*batch)
         loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        nn.utils.clip_grad_norm_(params, 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         if device == "cuda":
@@ -205,10 +216,14 @@ def plain_jax_step(case: Case) -> Callable[[], None]:
 
 def job(case: Case, xla_flags: Mapping[str, str] | None = None) -> JobConfig:
     """Return the config of a case, as a user would write it."""
-    train = {"batch_size": case.batch, "seq_len": case.seq, "mixed_precision": case.precision,
-             "xla_flags": xla_flags or {}}  # fmt: skip
-    model = {**case.model, "max_seq_len": case.seq}
-    return JobConfig.model_validate({"model": model, "train": train, "optimizer": {"lr": 1e-3}})
+    sections = {
+        **case.sections,
+        "model": {**case.model, "max_seq_len": case.seq},
+        "optimizer": {"lr": 1e-3},
+        "train": {"batch_size": case.batch, "seq_len": case.seq, "mixed_precision": case.precision,
+                  "xla_flags": xla_flags or {}, **case.sections.get("train", {})},
+    }  # fmt: skip
+    return JobConfig.model_validate(sections)
 
 
 def jax_step(case: Case) -> Callable[[], None]:
@@ -229,8 +244,10 @@ def compiled_step(
     """
     config = job(case, xla_flags)
     program = Program(config, make_mesh(config, jax.devices()[:1]))
-    tokens, labels = (np.asarray(x, np.int32)[None] for x in tokens_and_labels(case))
-    data = {"input_ids": jax.device_put(tokens), "labels": jax.device_put(labels)}
+    arrays = dict(zip(("input_ids", "labels"), tokens_and_labels(case), strict=True))
+    if case.packed:
+        arrays["segment_ids"] = documents(case)
+    data = {name: jax.device_put(np.asarray(x, np.int32)[None]) for name, x in arrays.items()}
     state: list[TrainState] = []
     with program.context():
         options = compilation.accepted_flags(config, program.model.runtime.unroll)
@@ -269,6 +286,37 @@ def tokens_and_labels(case: Case) -> tuple[np.ndarray, np.ndarray]:
     return tokens, np.roll(tokens, -1, axis=1)
 
 
+def documents(case: Case) -> np.ndarray:
+    """Return the document of each token, eight in a row on average."""
+    rng = np.random.default_rng(1)
+    return np.sort(rng.integers(0, 8, (case.batch, case.seq)), axis=1)
+
+
+def kernel_seconds(run: Callable[[], None], steps: int = 2) -> Counter[str]:
+    """Return the seconds of a GPU's kernels in a step, by name; empty on a CPU."""
+    with tempfile.TemporaryDirectory() as directory:
+        with jax.profiler.trace(directory):
+            for _ in range(steps):
+                run()
+        (path,) = Path(directory).rglob("*.xplane.pb")
+        planes = list(jax.profiler.ProfileData.from_file(str(path)).planes)
+    seconds: Counter[str] = Counter()
+    for plane in planes:
+        for line in plane.lines if "GPU" in plane.name else ():
+            for event in line.events if line.name.startswith("Stream") else ():
+                seconds[event.name] += event.duration_ns / 1e9 / steps
+    return seconds
+
+
+def by_kind(kernels: Mapping[str, float]) -> Counter[str]:
+    """Return the seconds of kernels by kind of work."""
+    seconds: Counter[str] = Counter()
+    for name, each in kernels.items():
+        kind = next((kind for kind, names in KERNELS.items() if re.search(names, name)), "memory")
+        seconds[kind] += each
+    return seconds
+
+
 def product_rate() -> float:
     """Return the TFLOP/s of a product of 8192 x 8192 bfloat16 matrices, the device's best rate."""
     n, repeats = 8192, 20
@@ -291,15 +339,38 @@ def peer_steps(case: Case, *, quick: bool) -> dict[str, Callable[[], None]]:
     """Return the updates to compare with on this device, by name."""
     if jax.default_backend() == "tpu":
         return {"plain JAX": plain_jax_step(case)}
-    on_gpu = jax.default_backend() == "gpu"
-    peers = {} if on_gpu else {"torch eager": torch_step(case, compiled=False)}
-    if on_gpu or not quick:
-        peers["torch.compile"] = torch_step(case, compiled=True)
+    if case in CPU_CASES or case == QUICK:
+        peers = {"torch eager": torch_step(case, compiled=False)}
+        return peers if quick else {**peers, "torch.compile": torch_step(case, compiled=True)}
+    config = job(case)
+    is_special = config.model.mixer_pattern or config.model.is_moe or case.sections
+    layers = bool(is_special) or case.precision == "fp8"
+    # In miniature, with the operations of a GPU, but not compiled.
+    peers = {
+        torch_name(case, compiled=not quick): torch_step(
+            case, compiled=not quick, layers=layers, grouped=True
+        )
+    }
+    if case.precision == "fp8":
+        peers["jaxforge in bf16"] = jax_step(replace(case, precision="bf16"))
     return peers
 
 
+def torch_name(case: Case, *, compiled: bool) -> str:
+    """Return the name of the PyTorch peer on a GPU."""
+    config = job(case)
+    with_ops = {
+        ", grouped_mm": config.model.is_moe,
+        ", scaled_mm": case.precision == "fp8",
+        ", flex_attention": case.packed,
+    }
+    return ("torch.compile" if compiled else "torch eager") + "".join(
+        name for name, has in with_ops.items() if has
+    )
+
+
 def compare(case: Case, *, quick: bool) -> tuple[list[results.Row], list[str]]:
-    """Return rows of a case; on a GPU also the fraction of the device's best product rate."""
+    """Return rows of a case, and notes about its FLOPs and, on a GPU, its kernels."""
     ours, config = jax_step(case), job(case)
     on_gpu = jax.default_backend() == "gpu"
     peers = peer_steps(case, quick=quick)
@@ -313,14 +384,24 @@ def compare(case: Case, *, quick: bool) -> tuple[list[results.Row], list[str]]:
                     "tokens/s")
         for peer in peers
     ]  # fmt: skip
-    if on_gpu:
+    if on_gpu and len(peers) == 1:  # with two of jaxforge's, its allocator has both
         ours_gb, theirs_gb = peak_gigabytes()
-        rows.append(results.Row(f"{named}, memory", ours_gb, "torch.compile", theirs_gb, "GB",
+        rows.append(results.Row(f"{named}, memory", ours_gb, *peers, theirs_gb, "GB",
                                 smaller_is_better=True))  # fmt: skip
-    if case.precision != "bf16":
+    if case.precision == "fp32":
         return rows, []
-    rate = flops.causal_flops_per_token(config.model, case.seq) * tokens / seconds["ours"] / 1e12
-    return rows, [f"{named}: {rate:.0f} TFLOP/s; products alone reach {product_rate():.0f}"]
+    rate = flops.causal_flops_per_token(config.model, case.seq) * tokens / seconds["ours"]
+    chip = chip_by_kind(jax.devices()[0].device_kind)
+    share = f", {rate / chip.peak_flops:.1%} of the bf16 peak" if chip else ""
+    notes = [f"{named}: {rate / 1e12:.3g} TFLOP/s of the model{share}"]
+    if on_gpu:
+        notes[0] += f"; products alone reach {product_rate():.0f} TFLOP/s"
+        kernels = kernel_seconds(ours)
+        kinds = [f"{kind} {1e3 * each:.1f} ms" for kind, each in by_kind(kernels).most_common()]
+        longest = [f"{name[:60]} {1e3 * each:.1f} ms" for name, each in kernels.most_common(5)]
+        notes += [f"{named}: kernels of a step of {1e3 * seconds['ours']:.1f} ms: "
+                  f"{', '.join(kinds)}; the longest: {', '.join(longest)}"]  # fmt: skip
+    return rows, notes
 
 
 def main() -> None:

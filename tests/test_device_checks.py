@@ -110,7 +110,18 @@ def test_every_check_is_a_script_that_is_there_and_has_its_options(platform, mon
         assert all(Path(file).is_file() for file in files)
     names = [check.name for check in module.checks(True)]
     assert len(set(names)) == len(names)
-    assert names[0] == "device_train"
+    assert names[0] == {"gpu": "step: Qwen3-30B-A3B", "tpu": "device_train: resume"}[platform]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(10))
+def test_first_checks_of_a_gpu_pass_in_miniature(number, gpu, monkeypatch, tmp_path):
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    check = load("gpu", monkeypatch).checks(False)[number]
+    ended = gpu.run_check(check._replace(command=gpu._miniature(check.command)), 600, tmp_path)
+    assert ended.passed, f"{check.name}: {ended.said}"
+    (result,) = gpu.read(tmp_path)
+    assert result["rows"]
 
 
 @pytest.mark.parametrize("platform", ["gpu", pytest.param("tpu", marks=pytest.mark.slow)])
