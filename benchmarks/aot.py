@@ -8,6 +8,8 @@ plain JAX program of the same model, precision and rematerialisation (`plain_jax
 them in bfloat16; `MAXTEXT` has published figures of a second peer. The simulated step is that of
 `jaxforge plan --json`, for both programs. The estimate of cycles is described in
 `jaxforge/tools/plan/hlo.py`. Results of single cases (`--cases`) are printed and not written.
+
+Not in `make bench`: needs a compiler for TPUs or GPUs.
 """
 
 import os

@@ -5,6 +5,8 @@
 Prints its port. The server answers GET (with ranges), HEAD and listings of any bucket. Each answer
 is delayed, and a share of the answers to GET is 503. All answers together are limited to
 `--bandwidth` megabytes per second.
+
+Not in `make bench`: no benchmark.
 """
 
 import argparse

@@ -6,6 +6,8 @@
 Llama 2 7B decodes one sequence per device: weights are split by tensor parallelism (`tp`), or as in
 training (`dp_shard`). Matrices that are gathered inside the loop over tokens are counted, and the
 bytes that a device sends there for each token.
+
+Not in `make bench`: needs a compiler for TPUs or GPUs.
 """
 
 import os

@@ -7,6 +7,8 @@ Each device has one sequence of 4096 tokens, with full rematerialisation and gra
 microbatch. Times are those of `jaxforge plan` (docs/plan.md): an even load of experts, so that no
 further rounds of rows are needed. Ideal is the time of the active FLOPs, without recomputation, at
 the device's peak. Results of single cases (`--cases`) replace those of an earlier run.
+
+Not in `make bench`: needs a compiler for TPUs or GPUs.
 """
 
 import json

@@ -6,6 +6,8 @@ A page names a table. The text between the two comments is generated:
     <!-- end of figures -->
 
 Every benchmark that writes results also updates the pages. A test compares pages and results.
+
+Not in `make bench`: no benchmark.
 """
 
 import json

@@ -7,6 +7,8 @@ Llama 2 7B on one node with every kind of mesh, a mixture of experts (of the sha
 on one node and on two, then `configs/llama/*gpu*` on their clusters (`experts_aot.py` has other
 layers). Memory is reported by the compiler and compared with the 80 GB of a device. Nothing
 is timed on a GPU. Results of single cases (`--cases`) are printed and not written.
+
+Not in `make bench`: needs a compiler for TPUs or GPUs.
 """
 
 import os

@@ -4,6 +4,8 @@
 
 Needs `pip install '.[lm-eval,torch]' 'lm_eval[hf]'`. Both use the same float32 weights, requests
 and batch size, and alternate in one process. Their answers are compared.
+
+Not in `make bench`: needs lm_eval (`make test-lm-eval`).
 """
 
 import statistics

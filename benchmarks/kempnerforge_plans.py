@@ -6,6 +6,8 @@
 The machines are nodes of 4 H200s. Each file is reduced to the settings that determine memory and
 speed. Plans are compared with published runs: memory with weights and moments in bfloat16, as in
 KempnerForge, instead of jaxforge's default float32. Nothing runs on a device.
+
+Not in `make bench`: needs a compiler for TPUs or GPUs.
 """
 
 import json

@@ -5,6 +5,8 @@
 A model of Llama's shape with a billion parameters, split over four chips, one sequence of 2048
 tokens each. `--gpu` is for four H100s instead of a v5e 2x2; each needs its compiler (`aot.py`,
 `gpu_aot.py`). Memory of the whole step is reported by the compiler.
+
+Not in `make bench`: needs a compiler for TPUs or GPUs.
 """
 
 import os

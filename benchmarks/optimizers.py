@@ -7,6 +7,8 @@ warm-up and a cosine schedule. Learning rates are powers of two. The search star
 and ends when the rates on both sides of the best one are worse. Each optimizer has a process of its
 own that compiles one step: the learning rate is an argument. On a GPU, steps are timed while the
 other processes wait. Nothing is downloaded.
+
+Not in `make bench`: takes hours.
 """
 
 import argparse

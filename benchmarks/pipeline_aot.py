@@ -7,6 +7,8 @@ Four stages, microbatches of 4 x 2048, full rematerialisation, gradients reduced
 Peak memory of a device and the compiler's estimate of cycles (`jaxforge/tools/plan/hlo.py`) are
 measured by the number of microbatches, and compared with a differentiated pipeline as most JAX
 frameworks write it (`pipeline.rolled_gradients`). Programs that do not fit are reported as notes.
+
+Not in `make bench`: needs a compiler for TPUs or GPUs.
 """
 
 import dataclasses

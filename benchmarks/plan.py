@@ -5,6 +5,8 @@
 
 Published runs use other frameworks with other kernels, schedules and rematerialisation. The ratio
 shows how far the estimate is from speeds that such chips have reached.
+
+Not in `make bench`: needs a compiler for TPUs or GPUs.
 """
 
 import os

@@ -6,6 +6,8 @@ All runs have the same seed, data and batch; the loss is the mean of the last 20
 of rounding on learning is measured, and no time: CPUs gain nothing from less than 32 bits. `--kept`
 compares the storage formats of parameters and moments in bf16. Needs `data/quickstart` (`make
 data/quickstart`).
+
+Not in `make bench`: needs the quickstart's data.
 """
 
 import json

@@ -14,11 +14,12 @@ import os
 import platform
 import re
 import runpy
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import date
 from importlib.metadata import version
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import floors
@@ -106,6 +107,7 @@ def report(
     device: str | None = None,
     notes: Sequence[str] = (),
     write: bool = True,
+    limits: Mapping[str, float] = MappingProxyType({}),
     **more: Any,  # noqa: ANN401 (whatever JSON holds)
 ) -> None:
     """Print the rows and write `results/<name>-<platform>.json`.
@@ -117,10 +119,12 @@ def report(
         device: device of the measurement or compilation; by default JAX's first device.
         notes: notes for the reader, below the table and in the file.
         write: False with `--quick`, and for a part of the benchmark.
+        limits: least ratio to a peer that is no other program, by the name of the peer.
         more: further values that are not in a table.
 
     Raises:
-        SystemExit: a complete result is below its floors (`floors.toml`); nothing is published.
+        SystemExit: a complete result is below a limit or its floors (`floors.toml`); nothing is
+            published.
     """
     table = Table("case", "peer", "unit", title=name)
     for column in ("ours", "theirs", "ratio"):
@@ -133,7 +137,8 @@ def report(
     for note in notes:
         console.print(note, highlight=False)
     written = [{**asdict(row), "ratio": row.ratio} for row in rows]
-    publish(name, written, packages, device=device, notes=notes, write=write, **more)
+    publish(name, written, packages, device=device, notes=notes, write=write, limits=limits,
+            **more)  # fmt: skip
 
 
 def publish(
@@ -144,6 +149,7 @@ def publish(
     device: str | None = None,
     notes: Sequence[str] = (),
     write: bool = True,
+    limits: Mapping[str, float] = MappingProxyType({}),
     **more: Any,  # noqa: ANN401 (whatever JSON holds)
 ) -> None:
     """Write rows with `ratio`; the other arguments are those of `report`.
@@ -153,7 +159,7 @@ def publish(
     """
     elsewhere = ELSEWHERE in os.environ
     result = f"{name}-{device or jax.default_backend()}"
-    fallen = _below_floor(result, rows, complete=not elsewhere) if write else []
+    fallen = _below_floor(result, rows, limits, complete=not elsewhere) if write else []
     if elsewhere or (write and not fallen):
         write_json(name, rows, packages, device=device, notes=notes, **more)
     if fallen:
@@ -161,9 +167,12 @@ def publish(
                                     "benchmarks/floors.toml with the reason"]))  # fmt: skip
 
 
-def _below_floor(result: str, rows: Sequence[dict[str, Any]], *, complete: bool) -> list[str]:
+def _below_floor(
+    result: str, rows: Sequence[dict[str, Any]], limits: Mapping[str, float], *, complete: bool
+) -> list[str]:
+    limited = {floors.row_key(row): limits[row["peer"]] for row in rows if row["peer"] in limits}
     matches = floors.floors_for(floors.read_floors(), result, _machine())
-    return floors.below_floor(matches, rows, complete=complete)
+    return floors.below_floor(limited | dict(matches), rows, complete=complete)
 
 
 def judge(

@@ -4,6 +4,8 @@
     python benchmarks/scaling.py [--quick]
 
 Nothing runs on a device. docs/plan.md describes the estimates.
+
+Not in `make bench`: needs a compiler for TPUs or GPUs.
 """
 
 from concurrent.futures import ThreadPoolExecutor

@@ -4,6 +4,8 @@
 
 Each row is `configs/speedrun/cpu.toml` and the same run without one trick: the same tokens, the
 last validation loss, averaged over seeds. `--data` has the prepared text of `make speedrun`.
+
+Not in `make bench`: needs `make speedrun`'s text.
 """
 
 import argparse

@@ -1,5 +1,6 @@
 """The tables in docs/ are those of benchmarks/results/, and no ratio is below its floor."""
 
+import importlib
 import json
 import re
 import runpy
@@ -93,10 +94,11 @@ def test_no_published_ratio_is_below_its_floor():
     assert every.keys() <= {path.stem for path in RESULTS}
     for path in RESULTS:
         result = json.loads(path.read_text())
-        compared = [row for row in result["rows"] if "ratio" in row]
+        claims = [row for row in result["rows"] if FLOORS["is_claim"](row)]
         floors = FLOORS["floors_for"](every, path.stem, result["machine"])
-        assert bool(compared) == bool(floors), f"{path.stem}: needs floors for {result['machine']}"
-        assert FLOORS["below_floor"](floors, compared) == []
+        # A floor for each comparison with another program, and for nothing else.
+        assert {FLOORS["row_key"](row) for row in claims} == set(floors), path.stem
+        assert FLOORS["below_floor"](floors, claims) == []
 
 
 def test_floor_of_the_most_exact_machine_judges_each_row():
@@ -112,3 +114,46 @@ def test_floor_of_the_most_exact_machine_judges_each_row():
     above = [{**row, "ratio": 0.76}, {**row, "case": "40M", "ratio": 0.5}]
     assert FLOORS["below_floor"](of_amx, above) == []
     assert FLOORS["floors_for"](floors, "step-cpu", "aarch64, 2 cores, load 1") == {}
+
+
+def test_benchmark_below_a_floor_or_limit_publishes_nothing(monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    results = importlib.import_module("results")
+    monkeypatch.delenv(results.ELSEWHERE, raising=False)
+    monkeypatch.setattr(results, "RESULTS", tmp_path)
+    monkeypatch.setattr(results, "show_in_docs", lambda: None)
+    floors = {"a-cpu": {results._machine().split()[0]: {"1B | ms | torch": 2.0}}}
+    monkeypatch.setattr(results.floors, "read_floors", lambda: floors)
+
+    def report(torch, plain):
+        rows = [results.Row("1B", 1.0, "torch", torch, "ms", smaller_is_better=True),
+                results.Row("1B", 1.0, "linear", plain, "ms", smaller_is_better=True)]  # fmt: skip
+        results.report("a", rows, (), device="cpu", limits={"linear": 0.5})
+
+    for values in ((1.9, 1.0), (2.1, 0.4)):
+        with pytest.raises(SystemExit, match="is below its floor"):
+            report(*values)
+    assert list(tmp_path.iterdir()) == []
+    report(2.1, 1.0)
+    assert (tmp_path / "a-cpu.json").is_file()
+
+
+def test_make_bench_fails_if_a_benchmark_fails(tmp_path):
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "python").symlink_to(sys.executable)
+    (tmp_path / ".dev").touch()
+    fails, runs, ran = tmp_path / "fails.py", tmp_path / "runs.py", tmp_path / "ran"
+    fails.write_text("raise SystemExit('below its floor')")
+    runs.write_text(f"open({str(ran)!r}, 'w')")
+    command = ["make", "bench", f"VENV={tmp_path}", f"BENCHMARKS={fails} {runs}"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode != 0
+    assert f"failed: {fails}" in done.stdout
+    assert ran.exists()
+
+
+def test_make_bench_runs_nothing_that_needs_an_accelerator():
+    shown = subprocess.run(["make", "-n", "bench"], cwd=ROOT, capture_output=True, text=True).stdout
+    run = set(re.findall(r"benchmarks/(\w+)\.py", shown))
+    assert {"step", "growth", "mixers"} < run
+    assert run.isdisjoint({"aot", "gpu", "tpu", "gpu_flags", "device_train", "results", "twins"})
