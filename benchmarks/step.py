@@ -62,7 +62,7 @@ class Case:
 
     @property
     def packed(self) -> bool:
-        """Whether rows have several documents."""
+        """True if rows have several documents."""
         return "data" in self.sections
 
     @property

@@ -189,7 +189,7 @@ def gated_delta_rule(
 
     Args:
         q: queries [b, s, key heads, d], of any length.
-        k: keys, likewise.
+        k: keys [b, s, key heads, d], of any length.
         v: values [b, s, heads, v].
         log_decay: logarithms of the decays [b, s, heads].
         beta: strengths [b, s, heads].
@@ -207,19 +207,27 @@ def gated_delta_rule(
     decay = (total[..., :, None] - total[..., None, :]).tril().exp().tril()
     begun = total.exp()[..., None]
     system = torch.eye(chunk, device=k.device) + (beta * decay * (k @ k.mT)).tril(-1)
-    sides = torch.cat([beta * v, beta * begun * k], dim=-1).float()
-    solved = torch.linalg.solve_triangular(system.float(), sides, upper=False, unitriangular=True)
+    right = torch.cat([beta * v, beta * begun * k], dim=-1).float()
+    solved = torch.linalg.solve_triangular(system.float(), right, upper=False, unitriangular=True)
     values, keys = solved.split([v.shape[-1], k.shape[-1]], dim=-1)
     inside, reads = (q @ k.mT) * decay, begun * q
     ended = total[..., -1:].exp()[..., None]
     writes = ((total[..., -1:] - total).exp()[..., None] * k).mT
+    return _scan_chunks(values, keys, reads, inside, ended, writes).flatten(2, 3).transpose(1, 2)
+
+
+@torch.compiler.disable  # unrolled over 64 chunks, it takes minutes to compile
+def _scan_chunks(
+    values: Tensor, keys: Tensor, reads: Tensor, inside: Tensor, ended: Tensor, writes: Tensor
+) -> Tensor:
+    """Return the outputs of all chunks; each changes the state [b, heads, d, v]."""
     state = torch.zeros_like(writes[:, :, 0] @ values[:, :, 0])
     outputs = []
-    for n in range(k.shape[2]):
+    for n in range(keys.shape[2]):
         new = values[:, :, n] - keys[:, :, n] @ state
         outputs.append(reads[:, :, n] @ state + inside[:, :, n] @ new)
         state = ended[:, :, n] * state + writes[:, :, n] @ new
-    return torch.stack(outputs, dim=2).flatten(2, 3).transpose(1, 2)
+    return torch.stack(outputs, dim=2)
 
 
 class Mamba2(nn.Module):
