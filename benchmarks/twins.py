@@ -289,7 +289,6 @@ def state_space(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, chunk: i
     # The state before chunk i has what earlier chunks added, decayed by all chunks in between.
     ends = F.pad(total[:, :, -1], (0, 0, 0, 0, 1, 0)).cumsum(1)
     between = _decays(ends, 1)[..., :-1, 1:]  # [b, groups, heads, to, from]
-    between = between * torch.ones_like(between).tril(-1)
     states = torch.einsum("zghij,zjghpn->zighpn", between, added)
     before = torch.einsum("zkqgn,zkghpn,zkqgh->zkqghp", c, states, total.exp())
     return (inside + before).flatten(3, 4).flatten(1, 2)
