@@ -18,7 +18,7 @@ def checks(on_device: bool) -> list[Check]:
     """Return the checks to run: what was never measured first, and last what was."""
     dense = ("1B, 4 x", "4 layers of 7B") if on_device else ("0.7M",)
     return [
-        script("step", 130, "Qwen3-30B-A3B"),
+        script("step", 150, "Qwen3-30B-A3B"),
         script("step", 100, "1B in fp8"),
         script("step", 90, "1B, packed"),
         script("step", 70, "latent attention"),
@@ -28,7 +28,7 @@ def checks(on_device: bool) -> list[Check]:
         script("decode", 100),
         script("checkpoint", 110),
         script("device_train", 130, "text"),
-        script("device_planned", 80, "Qwen3-30B-A3B"),
+        script("device_planned", 110, "Qwen3-30B-A3B"),
         script("device_numerics", 300, "mixers"),
         script("grouped", 80),
         script("attention", 240, "packed"),

@@ -39,7 +39,7 @@ def leave_room() -> None:
 
     JAX allocates its half at once: a growing pool takes up to twice the memory that it needs.
     """
-    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.45")
+    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.48")
 
 
 @dataclass
