@@ -336,25 +336,50 @@ def peak_gigabytes() -> tuple[float, float]:
     return round(peaks[0] / 1e9, 2), round(peaks[1] / 1e9, 2)
 
 
-def peer_steps(case: Case, *, quick: bool) -> dict[str, Callable[[], None]]:
-    """Return the updates to compare with on this device, by name."""
+def peer_steps(case: Case, *, quick: bool) -> dict[str, Callable[[], Callable[[], None]]]:
+    """Return functions that build the updates to compare with on this device, by name."""
     if jax.default_backend() == "tpu":
-        return {"plain JAX": plain_jax_step(case)}
+        return {"plain JAX": lambda: plain_jax_step(case)}
     if case in CPU_CASES or case == QUICK:
-        peers = {"torch eager": torch_step(case, compiled=False)}
-        return peers if quick else {**peers, "torch.compile": torch_step(case, compiled=True)}
-    config = job(case)
+        peers = {"torch eager": lambda: torch_step(case, compiled=False)}
+        compiled = {"torch.compile": lambda: torch_step(case, compiled=True)}
+        return peers if quick else peers | compiled
+    config, compiles = job(case), not quick
     is_special = config.model.mixer_pattern or config.model.is_moe or case.sections
     layers = bool(is_special) or case.precision == "fp8"
     # In miniature, with the operations of a GPU, but not compiled.
     peers = {
-        torch_name(case, compiled=not quick): torch_step(
-            case, compiled=not quick, layers=layers, grouped=True
+        torch_name(case, compiled=compiles): lambda: torch_step(
+            case, compiled=compiles, layers=layers, grouped=True
         )
     }
     if case.precision == "fp8":
-        peers["jaxforge in bf16"] = jax_step(replace(case, precision="bf16"))
+        peers["jaxforge in bf16"] = lambda: jax_step(replace(case, precision="bf16"))
     return peers
+
+
+def working_peers(case: Case, *, quick: bool) -> tuple[dict[str, Callable[[], None]], list[str]]:
+    """Return the peers that run, and the errors of the others: jaxforge is measured without them.
+
+    On a GPU, a model that `torch.compile` fails on runs without it.
+    """
+    peers, errors = dict[str, Callable[[], None]](), list[str]()
+
+    def add(name: str, build: Callable[[], Callable[[], None]]) -> None:
+        try:
+            step = build()
+            step()
+        except Exception as error:  # of any kind: minutes on a device are few
+            errors.append(f"{case.name}: {name} failed: {repr(error)[:1000]}")
+        else:
+            peers[name] = step
+
+    for name, build in peer_steps(case, quick=quick).items():
+        add(name, build)
+        if name not in peers and name.startswith("torch.compile"):
+            add(torch_name(case, compiled=False),
+                lambda: torch_step(case, compiled=False, grouped=True))  # fmt: skip
+    return peers, errors
 
 
 def torch_name(case: Case, *, compiled: bool) -> str:
@@ -370,14 +395,12 @@ def torch_name(case: Case, *, compiled: bool) -> str:
     )
 
 
-def compare(case: Case, *, quick: bool) -> tuple[list[results.Row], list[str]]:
-    """Return rows of a case, and notes about its FLOPs and, on a GPU, its kernels."""
+def compare(case: Case, *, quick: bool) -> tuple[list[results.Row], list[str], list[str]]:
+    """Return rows of a case, notes about its FLOPs and its kernels, and errors of peers."""
     config, on_gpu = job(case), jax.default_backend() == "gpu"
     with ThreadPoolExecutor(1) as pool:  # XLA compiles while the peers do
         compiling = pool.submit(jax_step, case)
-        peers = peer_steps(case, quick=quick)
-        for peer in peers.values():
-            peer()
+        peers, errors = working_peers(case, quick=quick)
         ours = compiling.result()
     rounds, repeats = (2, 2) if quick else (5, 4)
     seconds = measure({"ours": ours, **peers}, rounds, repeats)
@@ -394,11 +417,12 @@ def compare(case: Case, *, quick: bool) -> tuple[list[results.Row], list[str]]:
         rows.append(results.Row(f"{named}, memory", ours_gb, *peers, theirs_gb, "GB",
                                 smaller_is_better=True))  # fmt: skip
     if case.precision == "fp32":
-        return rows, []
+        return rows, [], errors
     rate = flops.causal_flops_per_token(config.model, case.seq) * tokens / seconds["ours"]
     chip = chip_by_kind(jax.devices()[0].device_kind)
     share = f", {rate / chip.peak_flops:.1%} of the bf16 peak" if chip else ""
-    notes = [f"{named}: {rate / 1e12:.3g} TFLOP/s of the model{share}"]
+    notes = [f"{named}: {tokens / seconds['ours']:,.0f} tokens/s, {rate / 1e12:.3g} TFLOP/s of the "
+             f"model{share}"]  # fmt: skip
     if on_gpu:
         notes[0] += f"; products alone reach {product_rate():.0f} TFLOP/s"
         kernels = kernel_seconds(ours)
@@ -406,24 +430,24 @@ def compare(case: Case, *, quick: bool) -> tuple[list[results.Row], list[str]]:
         longest = [f"{name[:60]} {1e3 * each:.1f} ms" for name, each in kernels.most_common(5)]
         notes += [f"{named}: kernels of a step of {1e3 * seconds['ours']:.1f} ms: "
                   f"{', '.join(kinds)}; the longest: {', '.join(longest)}"]  # fmt: skip
-    return rows, notes
+    return rows, notes, errors
 
 
-def main() -> None:
-    """Print the table and write the results."""
+def main() -> int:
+    """Print the table and write the results; return 1 if a peer failed."""
     args = results.arguments(__doc__, cases=True).parse_args()
     quick = args.quick
     results.leave_room()
     host_memory.keep_freed_memory()
     torch.set_num_threads(os.cpu_count() or 1)
-    rows, notes = [], []
+    rows, notes, errors = list[results.Row](), list[str](), list[str]()
     for case in cases(args.cases, quick=quick):
-        result = compare(case, quick=quick)
-        rows += result[0]
-        notes += result[1]
+        for total, part in zip((rows, notes, errors), compare(case, quick=quick), strict=True):
+            total.extend(part)
     packages = ("jax", "flax", "optax", "torch")
-    results.report("step", rows, packages, notes=notes, write=not quick)
+    results.report("step", rows, packages, notes=[*notes, *errors], write=not quick)
+    return bool(errors)
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

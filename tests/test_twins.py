@@ -100,3 +100,19 @@ def test_packed_rows_are_masked_between_documents(modules):
     mask = modules[1].mask_of(torch.tensor([[0, 0, 1, 1]]))
     expected = [[1, 0, 0, 0], [1, 1, 0, 0], [0, 0, 1, 0], [0, 0, 1, 1]]
     assert mask[0, 0].tolist() == np.array(expected, bool).tolist()
+
+
+def test_failing_peer_is_reported_and_replaced_by_the_uncompiled_one(modules, monkeypatch):
+    step, _ = modules
+    case = step.GPU_CASES[0]
+
+    def fail():
+        raise RuntimeError("no kernel")
+
+    names = "torch.compile, grouped_mm", "jaxforge in bf16"
+    monkeypatch.setattr(step, "peer_steps", lambda *_, **__: dict.fromkeys(names, fail))
+    monkeypatch.setattr(step, "torch_step", lambda *_, **__: list)
+    peers, errors = step.working_peers(case, quick=False)
+    assert list(peers) == ["torch eager, grouped_mm"]
+    assert len(errors) == 2
+    assert all("no kernel" in error for error in errors)
