@@ -85,7 +85,7 @@ class Text(NamedTuple):
 
 
 TEXTS = {
-    True: Text(64, 2, 4, 64, "email", 300, 0.15, 50, 5, "fp32"),
+    True: Text(64, 2, 4, 64, "email", 300, 0.75, 20, 5, "fp32"),
     False: Text(768, 12, 32, 1024, "", 4096, 1.3, 200, 50, "bf16"),
 }
 LEFT_OUT = ("site-packages/*", "test/*", "*/test/*", "*/tests/*", "idlelib/*", "encodings/*")
@@ -152,6 +152,11 @@ def text_claims(size: Text, directory: Path) -> Iterator[results.Claim]:
         return
     every = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     steps = [line for line in every if "train/loss" in line]
+    logged = results.Claim("text: steps", len(steps), f"{4 * size.warmup} at least",
+                           len(steps) >= 4 * size.warmup)  # fmt: skip
+    yield logged
+    if not logged.holds:
+        return
     yield from steady(steps, size)
     evals = [line["eval/loss"] for line in every if "eval/loss" in line]
     yield results.Claim("text: validation loss", f"{evals[0]:.3f} -> {evals[-1]:.3f}"
