@@ -141,29 +141,30 @@ def _in_rings(arranged: np.ndarray) -> np.ndarray:
     chip = chip_by_kind(arranged.flat[0].device_kind)
     for axis, size in enumerate(arranged.shape):
         line = np.moveaxis(arranged, axis, 0).reshape(size, -1)[:, 0]
-        lengths = [len({device.coords[side] for device in line}) for side in range(3)]
+        lengths = [len({device.coords[i] for device in line}) for i in range(3)]
         # An even length first: without one, there is no ring.
-        sides = sorted((i for i in range(3) if lengths[i] > 1), key=lambda i: lengths[i] % 2)
-        if chip is None or len(sides) != 2 or lengths[sides[0]] % 2:
+        plane = sorted((i for i in range(3) if lengths[i] > 1), key=lambda i: lengths[i] % 2)
+        if chip is None or len(plane) != 2 or lengths[plane[0]] % 2:
             continue
-        places = {tuple(device.coords[i] for i in sides): n for n, device in enumerate(line)}
-        is_rectangle = math.prod(lengths) == len(places) == size
-        if is_rectangle and not any(chip.is_ring(lengths[side]) for side in sides):
-            arranged = np.take(arranged, [places[cell] for cell in _ring(sorted(places))], axis)
+        index_of = {tuple(device.coords[i] for i in plane): n for n, device in enumerate(line)}
+        is_rectangle = math.prod(lengths) == len(index_of) == size
+        if is_rectangle and not any(chip.is_ring(lengths[i]) for i in plane):
+            order = [index_of[cell] for cell in _ring(sorted(index_of))]
+            arranged = np.take(arranged, order, axis)
     return arranged
 
 
 def _ring(cells: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
     """Return the sorted cells of a rectangle with an even number of rows as a ring of neighbours.
 
-    The ring goes through the rows, to and fro, beside the first column, and back along it.
+    The ring goes through the rows, to and fro, without the first column, and back along it.
     """
     first = cells[0][1]
     rows = itertools.groupby(cells, key=lambda cell: cell[0])
     ring: list[tuple[int, int]] = []
     for n, (_, row) in enumerate(rows):
-        beside = [cell for cell in row if cell[1] != first]
-        ring += reversed(beside) if n % 2 else beside
+        cells_of_row = [cell for cell in row if cell[1] != first]
+        ring += reversed(cells_of_row) if n % 2 else cells_of_row
     return [*ring, *(cell for cell in reversed(cells) if cell[1] == first)]
 
 

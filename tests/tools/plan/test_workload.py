@@ -340,7 +340,7 @@ RING_OF_16 = [0, 1, 2, 3, 7, 6, 5, 9, 10, 11, 15, 14, 13, 12, 8, 4]
         (torus(16, 1), "v5e", shifts(range(16), 3), 3),
     ],
 )
-def test_a_permute_takes_the_time_of_its_busiest_link(mesh, chip, pairs, messages):
+def test_permute_takes_the_time_of_its_busiest_link(mesh, chip, pairs, messages):
     result = permute(mesh, chip, pairs)
     rate = CHIPS[chip].link / messages
     assert result.seconds == pytest.approx(seconds_to_send(4000, rate, "tpu"))
