@@ -1,82 +1,97 @@
-"""Cost per step, without any fault, of what finds and survives faults.
+"""Cost per update, without any fault, of the loop and of what finds and survives faults.
 
     python -m benchmarks.faults.cost [--quick]
 
-Jobs of two processes train the drill's model, alternately with and without hang detection, the
-endpoint for Prometheus and replicas in memory. A long job less a short one leaves its steps: CPU
-seconds of both processes, as the steps of so small a model are mostly work of the host.
+Jobs train a tiny model whose host sleeps for 0.1 s per update (`pace.meter`), and measure blocks of
+updates: usual ones, and between them blocks that lack a feature or have an event. A row is the
+median difference of such blocks from their usual neighbours.
 """
 
-import os
+import json
 import statistics
 import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # benchmarks import one another by their names
 
 import results
 
+from benchmarks.faults import pace
 from benchmarks.faults.case import Run, Shared, require
-from jaxforge.supervision.processes import free_port
 
-OFF = ["--train.hang_timeout=0"]
-QUIET = ["--metrics.log_interval=100", "--checkpoint.interval=1000000", "--eval.enabled=false"]
+SETTINGS = (
+    "--model.dim=16", "--model.n_layers=1", "--model.n_heads=1", "--model.n_kv_heads=1",
+    "--data.num_workers=4", "--metrics.log_interval=10", "--eval.enabled=false",
+    "--checkpoint.interval=1000000",
+)  # fmt: skip
+"""A model that computes next to nothing, with the defaults that the drill has changed."""
+Sample = tuple[str, float, float]
 
 
-def cpu_seconds(run: Run, steps: int, settings: Sequence[str]) -> float:
-    """Train two processes, and return the CPU seconds of both."""
-    before = os.times()
-    job = run.start(*QUIET, f"--train.max_steps={steps}", *settings, n=2)
+def samples_of(run: Run, plan: Sequence[str], *settings: str, n: int = 1) -> list[Sample]:
+    """Run the blocks of a plan in a job of `n` processes, and return the samples of the first."""
+    path = run.directory.with_suffix(".json")
+    steps = 1 + pace.BLOCK * sum(name != pace.LOOP for name in plan)
+    measure = ("measure", {"path": str(path), "plan": plan})
+    job = run.start(*SETTINGS, *settings, f"--train.max_steps={steps}", n=n, fault=measure)
     require(set(job.wait()) == {0}, job.tail())
-    after = os.times()
-    return (
-        after.children_user
-        + after.children_system
-        - (before.children_user + before.children_system)
-    )
+    return json.loads(path.read_text())
+
+
+def row(case: str, samples: Sequence[Sample], name: str, interval: int = 0) -> dict[str, Any]:
+    """Return the cost of a feature, or of an event that takes place every `interval` updates."""
+    cells: dict[str, Any] = {"case": case}
+    scale = 1e3 * pace.COUNTED / interval if interval else -1e3
+    for column, title in ((1, "ms of CPU per update"), (2, "ms per update")):
+        extra = [
+            scale * (sample[column] - statistics.mean(near[column] for near in neighbours))
+            for i, sample in enumerate(samples)
+            if sample[0] == name
+            and (neighbours := [near for near in samples[i - 1 : i + 2] if not near[0]])
+        ]
+        median = statistics.median(extra)
+        deviation = statistics.median(abs(value - median) for value in extra)
+        cells[title] = f"{median:.3f} ± {deviation:.3f}"
+    return cells
 
 
 def main() -> None:
     """Print the table and write the results."""
     quick = results.arguments(__doc__).parse_args().quick
-    short, long, rounds = (50, 150, 1) if quick else (200, 2200, 3)
+    rounds = 1 if quick else 6
+    features = ["", pace.LOOP, "metrics", "", "batches", "watching"]
+    alone, together = [*features, "", "checkpoint", "", "replica"], ["", "heartbeats"]
     with (
         tempfile.TemporaryDirectory() as directory,
         tempfile.TemporaryDirectory(dir="/dev/shm") as memory,
     ):
-        shared = Shared(Path(directory))
-        replicas = ["--checkpoint.replica_interval=100", f"--checkpoint.replica_dir={memory}"]
-        endpoint = [f"--metrics.prometheus_port={free_port()}"]
-        settings = {
-            "nothing": OFF,
-            "hang detection and Prometheus": endpoint,
-            "the same and replicas every 100 steps": [*endpoint, *replicas],
-        }
-        times: dict[str, list[float]] = {name: [] for name in settings}
-        for round_ in range(rounds + 1):  # the first round compiles
-            for name, options in settings.items():
-                seconds = [
-                    cpu_seconds(
-                        Run(Path(directory) / f"{name} {round_} {steps}" / "run",
-                            shared.root / "compiled", shared.tokens()), steps, options,
-                    )
-                    for steps in (short, long)
-                ]  # fmt: skip
-                times[name].append((seconds[1] - seconds[0]) / (long - short))
-    medians = {name: 1e3 * statistics.median(each[1:]) for name, each in times.items()}
-    base = medians.pop("nothing")
+        shared, root = Shared(Path(directory)), Path(directory)
+        runs = [Run(root / name / "run", shared.root / "compiled", shared.tokens())
+                for name in ("alone", "together")]  # fmt: skip
+        replicas = ["--checkpoint.replica_interval=1000000", f"--checkpoint.replica_dir={memory}"]
+        plan = [*features * (rounds // 2), *alone * (rounds - rounds // 2), ""]
+        of_one = samples_of(runs[0], plan, *replicas)
+        of_two = samples_of(runs[1], [*together * rounds, ""], n=2)
     rows = [
-        results.Row(name, round(value, 3), "without", round(base, 3), "ms of CPU per step",
-                    smaller_is_better=True)
-        for name, value in medians.items()
-    ]  # fmt: skip
-    spread = statistics.pstdev(times["nothing"][1:]) * 1e3
-    notes = [
-        f"two processes together; standard deviation of the {rounds} rounds without: {spread:.3f}"
+        row("all of the loop but the step", of_one, pace.LOOP),
+        row("of it: batches, onto the device", of_one, "batches"),
+        row("metrics, every 10 updates", of_one, "metrics"),
+        row("run lock, watchdog and account of goodput", of_one, "watching"),
+        row("heartbeats, two processes", of_two, "heartbeats"),
+        row("a checkpoint every 1,000 updates", of_one, "checkpoint", 1000),
+        row("a replica every 100 updates", of_one, "replica", 100),
     ]
-    results.report("fault_cost", rows, ("jax",), notes=notes, write=not quick)
+    for cells in rows:
+        print(" | ".join(cells.values()))
+    if not quick:
+        notes = [
+            f"medians of {rounds} blocks of {pace.COUNTED} updates, {rounds - rounds // 2} for "
+            "events, with median absolute deviations"
+        ]
+        results.write_json("fault_cost", rows, ("jax", "orbax-checkpoint"), notes=notes)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from benchmarks.faults import data
+from benchmarks.faults import data, pace
 from jaxforge import program as program_module
 from jaxforge.checkpoint import restore
 from jaxforge.cli.running import leave, run_main
@@ -362,7 +362,7 @@ FAULTS: dict[str, Callable[..., Callback | None]] = {
     for fault in (signal_in_step, signal_in_save, signal_in_compilation, signal_in_evaluation,
                   signal_in_restore, signal_while_waiting, hang_in_read, vanish, cut, cut_mapped,
                   make_file, make_file_in_restore, clock_jump, clock_from_start, fill_disk,
-                  read_only, spoil, mend_when_run_again)
+                  read_only, spoil, mend_when_run_again, pace.measure)
 }  # fmt: skip
 
 

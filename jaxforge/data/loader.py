@@ -194,6 +194,7 @@ class _Layout:
         self.is_padded = size < accum * rows
         self.tokens = accum * rows * seq_len
         self._mesh = mesh
+        self._shardings: dict[str, NamedSharding] = {}
         by_rows = NamedSharding(mesh, partition_spec(SEQUENCES))
         slices = by_rows.addressable_devices_indices_map((accum, rows)).values()
         # A set: devices along the other axes hold the same rows.
@@ -203,8 +204,10 @@ class _Layout:
 
     def put(self, local: dict[str, np.ndarray]) -> dict[str, jax.Array]:
         """Return global arrays of the rows of this process [accum, local rows, ...]."""
-        shardings = batch_shardings(self._mesh, local)
-        return {name: self._put(array, shardings[name]) for name, array in local.items()}
+        # Made once: new ones would be hashed for every batch.
+        if self._shardings.keys() != local.keys():
+            self._shardings = batch_shardings(self._mesh, local)
+        return {name: self._put(array, self._shardings[name]) for name, array in local.items()}
 
     def _put(self, local: np.ndarray, sharding: NamedSharding) -> jax.Array:
         def of_device(index: tuple[slice, ...] | None) -> np.ndarray:

@@ -61,7 +61,8 @@ class RunLock:
     """
 
     def __init__(self, run: Path) -> None:
-        self._path = run.absolute() / NAME
+        self._parent = run.absolute()  # `check` needs it after each step
+        self._path = self._parent / NAME
         self._text = json.dumps(this_process())
         self._is_held = self._is_lost = False
         self._directory: tuple[int, int] | None = None
@@ -89,7 +90,7 @@ class RunLock:
             StorageError: the directory was removed, moved or replaced.
             UserError: another job has taken the directory.
         """
-        directory = _identity(self._path.parent) if self._is_held else self._directory
+        directory = _identity(self._parent) if self._is_held else self._directory
         # Some network disks change inode numbers: a directory with our lock file is the same.
         if directory != self._directory and _read(self._path) is None:
             raise StorageError(
@@ -120,7 +121,7 @@ class RunLock:
             if is_file:
                 raise UserError(f"{setting}: it is a file, not a directory") from error
             raise file_error(setting, error) from error
-        self._is_held, self._directory = True, _identity(self._path.parent)
+        self._is_held, self._directory = True, _identity(self._parent)
         self._heartbeat.start()
 
     def _take_once(self) -> bool:

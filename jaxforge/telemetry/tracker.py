@@ -10,6 +10,7 @@ Nothing is copied from the device between two logged steps.
 import collections
 import contextlib
 import logging
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -273,9 +274,8 @@ class Tracker:
 
     def _log_latest(self, latest: _Launched, writers: Sequence[int]) -> None:
         launched = list(self._launched)
-        each = [(launch.loss, launch.skipped, launch.labels) for launch in launched]
         # One transfer for all steps since the last read.
-        values, fetched = jax.device_get((latest.metrics, each))
+        values, fetched = jax.device_get((latest.metrics, [launch.loss for launch in launched]))
         self._latest = None
         self._launched.clear()
         self._progress.consecutive_bad = int(values["consecutive"])
@@ -289,8 +289,14 @@ class Tracker:
         if step < latest.step:
             latest = launched[counted - 1]
             values = jax.device_get(latest.metrics)
-        losses = [float(loss) for loss, *_ in fetched[:counted]]
-        skipped, labels = ([int(launch[i]) for launch in fetched[:counted]] for i in (1, 2))
+        losses = [float(loss) for loss in fetched[:counted]]
+        skipped, labels = [self._sums.skipped] * counted, [1] * counted
+        # Read only if they may differ from these: a step without labels is skipped, too.
+        if int(values["skipped"]) != self._sums.skipped or not all(map(math.isfinite, losses)):
+            each = [(launch.skipped, launch.labels) for launch in launched[:counted]]
+            skipped, labels = (
+                [int(x) for x in column] for column in zip(*jax.device_get(each), strict=True)
+            )
         is_left_out = [launch.step in self._left_out for launch in launched[:counted]]
         self._sums = self._sums.plus(losses, skipped, labels, is_left_out)
         self._warn(step, int(values["nonfinite"]), int(values["spikes"]))
