@@ -246,6 +246,11 @@ def kempnerforge() -> str:
     return _whole("kempnerforge_plans-none")
 
 
+def cost() -> str:
+    """Return the table of what the loop and its safeguards cost per update."""
+    return _notes_and_table(result("fault_cost-cpu"), list(result("fault_cost-cpu")["rows"][0]))
+
+
 def precision() -> str:
     """Return the table of the quickstart by precision."""
     return _whole("precision-cpu")
@@ -326,6 +331,7 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "context": context,
     "kempnerforge": kempnerforge,
     "drill": drill,
+    "cost": cost,
     "precision": precision,
     "precision-kept": precision_kept,
     "kept": storage,
@@ -338,7 +344,7 @@ TABLES: Mapping[str, Callable[[], str]] = {
 SHOWN = {"remat-cpu", "pipeline-cpu", "pipeline-tpu", "kernels-cpu", "faults-cpu", "gpu_aot-h100",
          "experts_aot-none", "plan-none", "scaling-none", "kempnerforge_plans-none",
          "precision-cpu", "precision_kept-cpu", "kept-v5e", "kept-h100",
-         "mup-cpu", "mup_rates-cpu", "growth-cpu", "speedrun-cpu",
+         "mup-cpu", "mup_rates-cpu", "growth-cpu", "speedrun-cpu", "fault_cost-cpu",
          *measured("optimizers")}  # fmt: skip
 """Results with tables of their own."""
 

@@ -2,8 +2,8 @@
 
     python -m benchmarks.faults.cost [--quick]
 
-Jobs train a tiny model whose host sleeps for 0.1 s per update (`pace.meter`), and measure blocks of
-updates: usual ones, and between them blocks that lack a feature or have an event. A row is the
+A run trains a tiny model whose host sleeps for 0.1 s per update (`pace.meter`), and measures blocks
+of updates: usual ones, and between them blocks that lack a feature or have an event. A row is the
 median difference of such blocks from their usual neighbours.
 """
 
@@ -31,12 +31,12 @@ SETTINGS = (
 Sample = tuple[str, float, float]
 
 
-def samples_of(run: Run, plan: Sequence[str], *settings: str, n: int = 1) -> list[Sample]:
-    """Run the blocks of a plan in a job of `n` processes, and return the samples of the first."""
+def samples_of(run: Run, plan: Sequence[str], *settings: str) -> list[Sample]:
+    """Run the blocks of a plan, and return a sample of each."""
     path = run.directory.with_suffix(".json")
     steps = 1 + pace.BLOCK * sum(name != pace.LOOP for name in plan)
     measure = ("measure", {"path": str(path), "plan": plan})
-    job = run.start(*SETTINGS, *settings, f"--train.max_steps={steps}", n=n, fault=measure)
+    job = run.start(*SETTINGS, *settings, f"--train.max_steps={steps}", fault=measure)
     require(set(job.wait()) == {0}, job.tail())
     return json.loads(path.read_text())
 
@@ -63,26 +63,23 @@ def main() -> None:
     quick = results.arguments(__doc__).parse_args().quick
     rounds = 1 if quick else 6
     features = ["", pace.LOOP, "metrics", "", "batches", "watching"]
-    alone, together = [*features, "", "checkpoint", "", "replica"], ["", "heartbeats"]
+    events = ["", "checkpoint", "", "replica"]
     with (
         tempfile.TemporaryDirectory() as directory,
         tempfile.TemporaryDirectory(dir="/dev/shm") as memory,
     ):
-        shared, root = Shared(Path(directory)), Path(directory)
-        runs = [Run(root / name / "run", shared.root / "compiled", shared.tokens())
-                for name in ("alone", "together")]  # fmt: skip
+        shared = Shared(Path(directory))
+        run = Run(shared.root / "paced" / "run", shared.root / "compiled", shared.tokens())
         replicas = ["--checkpoint.replica_interval=1000000", f"--checkpoint.replica_dir={memory}"]
-        plan = [*features * (rounds // 2), *alone * (rounds - rounds // 2), ""]
-        of_one = samples_of(runs[0], plan, *replicas)
-        of_two = samples_of(runs[1], [*together * rounds, ""], n=2)
+        plan = [*features * rounds, *events * (rounds - rounds // 2), ""]
+        samples = samples_of(run, plan, *replicas)
     rows = [
-        row("all of the loop but the step", of_one, pace.LOOP),
-        row("of it: batches, onto the device", of_one, "batches"),
-        row("metrics, every 10 updates", of_one, "metrics"),
-        row("run lock, watchdog and account of goodput", of_one, "watching"),
-        row("heartbeats, two processes", of_two, "heartbeats"),
-        row("a checkpoint every 1,000 updates", of_one, "checkpoint", 1000),
-        row("a replica every 100 updates", of_one, "replica", 100),
+        row("all of the loop but the step", samples, pace.LOOP),
+        row("of it: batches, onto the device", samples, "batches"),
+        row("metrics, every 10 updates", samples, "metrics"),
+        row("run lock, watchdog and account of goodput", samples, "watching"),
+        row("a checkpoint every 1,000 updates", samples, "checkpoint", 1000),
+        row("a replica every 100 updates", samples, "replica", 100),
     ]
     for cells in rows:
         print(" | ".join(cells.values()))

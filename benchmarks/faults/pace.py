@@ -16,7 +16,6 @@ from jaxforge.step.train_step import Batch, CompiledSteps, TrainStep
 from jaxforge.storage import run_lock
 from jaxforge.telemetry.metric_writers import MetricWriter
 from jaxforge.training.callbacks.callback import Callback, StepContext
-from jaxforge.training.health.heartbeats import Heartbeats
 from jaxforge.training.health.watchdog import Watchdog
 from jaxforge.training.saving import Saver
 from jaxforge.training.training_data import TrainingData
@@ -46,7 +45,6 @@ FEATURES: dict[str, list[tuple[Any, str, Callable[..., Any]]]] = {
     "batches": [],
     "metrics": [(MetricWriter, "due", lambda *_: False)],
     "watching": [*_THREADS, (run_lock.RunLock, "check", _skip), (Watchdog, "tick", _skip)],
-    "heartbeats": [(Heartbeats, "_exchange", _skip)],
 }
 """Feature -> the methods that are replaced to leave it out."""
 EVENTS: dict[str, tuple[type, str]] = {
@@ -97,8 +95,7 @@ def meter(path: Path, plan: Sequence[str]) -> Generator[Any, Any, None]:
                 step, state, batch, controls = yield result
             elapsed = zip(_clocks(), since, strict=True)
         samples.append((name, *((now - before) / COUNTED for now, before in elapsed)))
-    if jax.process_index() == 0:
-        path.write_text(json.dumps(samples))
+    path.write_text(json.dumps(samples))
     while True:
         step, state, batch, controls = yield step(state, batch, controls)
 

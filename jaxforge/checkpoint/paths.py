@@ -5,8 +5,6 @@ from pathlib import Path
 from typing import Any
 
 from jaxforge.cli.suggestions import path_hint
-from jaxforge.config.model import AMAX_HISTORIES
-from jaxforge.config.train import COMPENSATION
 from jaxforge.errors import UserError
 from jaxforge.storage import COMMITTED, urls
 
@@ -22,6 +20,10 @@ def is_precision_specific(array: str) -> bool:
     When a run changes `train.mixed_precision` or `train.param_rounding`, such an array starts from
     zeros or is dropped.
     """
+    # Tables of the config take a third of a second to declare; a supervisor needs none.
+    from jaxforge.config.model import AMAX_HISTORIES
+    from jaxforge.config.train import COMPENSATION
+
     prefixes = ("guard.loss_scale", f"optimizer.{COMPENSATION}.")
     return array.startswith(prefixes) or array.endswith(AMAX_HISTORIES)
 

@@ -17,7 +17,6 @@ from rich.table import Table
 from jaxforge.cli.redaction import redacted_message
 from jaxforge.cli.running import run_main, wide_console
 from jaxforge.commands.command_line import CommandParser
-from jaxforge.runs.starts import PACKAGES
 from jaxforge.tools.starting.machine import gpu_memories
 
 _ABOUT = """`jaxforge doctor`: check the installation and the devices.
@@ -75,6 +74,8 @@ def _show(console: Console, title: str, rows: Iterator[tuple[str, str]]) -> None
 
 
 def _packages() -> Iterator[tuple[str, str]]:
+    from jaxforge.runs.starts import PACKAGES  # with the tables of the config, which are slow
+
     yield "python", f"{platform.python_version()} ({sys.executable})"
     for package in PACKAGES:
         yield package, metadata.version(package)

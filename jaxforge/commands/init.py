@@ -16,10 +16,8 @@ from rich.console import RenderableType
 from jaxforge.cli.running import STDOUT, run_main, wide_console
 from jaxforge.commands.command_line import CommandParser, positive_float, positive_int
 from jaxforge.commands.plan import topology_of
-from jaxforge.config.reading.load import make_config
 from jaxforge.errors import UserError
 from jaxforge.tools.plan.topology import FORMS
-from jaxforge.tools.starting.config import tables_of_preset, to_text, values_of, with_settings
 from jaxforge.tools.starting.machine import Machine
 from jaxforge.tools.starting.sizes import PRESETS, TOKENS_PER_PARAMETER, PreparedData
 
@@ -74,6 +72,15 @@ _Choice = tuple[str, str, Sequence[RenderableType]]
 def _preset(
     args: argparse.Namespace, settings: Sequence[str], prepared: PreparedData | None
 ) -> _Choice:
+    # Imported here, because the tables of the config are slow to declare.
+    from jaxforge.config.reading.load import make_config
+    from jaxforge.tools.starting.config import (
+        tables_of_preset,
+        to_text,
+        values_of,
+        with_settings,
+    )
+
     name, preset = args.preset, PRESETS[args.preset]
     tables = tables_of_preset(name, preset, prepared)
     make_config(values_of(tables), settings)  # refuses invalid settings

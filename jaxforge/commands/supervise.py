@@ -16,12 +16,11 @@ from jaxforge.cli.running import run_main
 from jaxforge.commands.command_line import CommandParser
 from jaxforge.errors import UserError
 from jaxforge.storage import trust, urls
-from jaxforge.supervision.elastic import ElasticSupervisor, Hosts
-from jaxforge.supervision.members import parse_address
 from jaxforge.supervision.supervisor import Policy, Supervisor
 
 if TYPE_CHECKING:
     from jaxforge.config.job import JobConfig
+    from jaxforge.supervision.elastic import ElasticSupervisor
 
 _ABOUT = """\
 `jaxforge supervise [options] -- COMMAND`: run a command and restart it on failure.
@@ -66,8 +65,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     return Supervisor(command, args.nproc, policy, run_directory(command)).run()
 
 
-def _elastic(args: argparse.Namespace, command: Sequence[str], policy: Policy) -> ElasticSupervisor:
+def _elastic(
+    args: argparse.Namespace, command: Sequence[str], policy: Policy
+) -> "ElasticSupervisor":
     """Return the supervisor of this host of an elastic job."""
+    # The only part that needs pydantic, for messages of other hosts.
+    from jaxforge.supervision.elastic import ElasticSupervisor, Hosts
+
     addresses = [address for address in args.peers.split(",") if address.strip()]
     least, most = _host_range(args.hosts, len(addresses))
     if not addresses:
@@ -110,6 +114,8 @@ def _host_range(text: str | None, n_hosts: int) -> tuple[int, int]:
 
 def _host_index(index: int | None, addresses: Sequence[str]) -> int:
     """Return the number of this host: the option, the scheduler's, or that of its name."""
+    from jaxforge.supervision.members import parse_address
+
     names = [parse_address(address)[0] for address in addresses]
     for variable in _INDEX_VARIABLES:
         if index is None and os.environ.get(variable, "").isdigit():

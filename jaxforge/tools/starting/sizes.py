@@ -7,13 +7,14 @@ number in a comment.
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from jaxforge.config.model import ModelConfig
-from jaxforge.data.corpus.manifest import FILE_NAME, Manifest
 from jaxforge.errors import UserError
-from jaxforge.model.flops import matrix_elements
 from jaxforge.tools.starting.machine import Machine
+
+if TYPE_CHECKING:  # both are slow to import, and a help needs neither
+    from jaxforge.config.model import ModelConfig
+    from jaxforge.data.corpus.manifest import Manifest
 
 TRAIN, VALIDATION, TOKENIZER = "train", "validation", "tokenizer"
 """Subdirectories of a prepared directory."""
@@ -29,8 +30,8 @@ class PreparedData(NamedTuple):
     """
 
     directory: Path
-    train: Manifest
-    validation: Manifest | None = None
+    train: "Manifest"
+    validation: "Manifest | None" = None
 
     @classmethod
     def read(cls, directory: Path, path: Path | None = None) -> "PreparedData":
@@ -43,6 +44,8 @@ class PreparedData(NamedTuple):
         Raises:
             UserError: the directory was not made by `prepare`.
         """
+        from jaxforge.data.corpus.manifest import FILE_NAME, Manifest
+
         train = Manifest.read(directory / TRAIN)
         if train is None:
             raise UserError(
@@ -62,12 +65,12 @@ class PreparedData(NamedTuple):
         return str(self.directory / name)
 
 
-def windows(manifest: Manifest, seq_len: int) -> int:
+def windows(manifest: "Manifest", seq_len: int) -> int:
     """Return the sequences of an epoch; each file is split separately into seq_len + 1 tokens."""
     return sum(shard.tokens // (seq_len + 1) for shard in manifest.shards)
 
 
-def longest_sequence(manifest: Manifest) -> int:
+def longest_sequence(manifest: "Manifest") -> int:
     """Return the tokens of the longest sequence that a single file can hold."""
     return max(shard.tokens for shard in manifest.shards) - 1
 
@@ -105,6 +108,8 @@ class Shape(NamedTuple):
 
     def parameters(self, vocab_size: int) -> int:
         """Return the parameters of the model, with one matrix for embedding and head."""
+        from jaxforge.config.model import ModelConfig
+
         return parameters(ModelConfig(**self._asdict(), vocab_size=vocab_size, tie_embeddings=True))
 
 
@@ -124,8 +129,10 @@ SHAPES: Sequence[Shape] = (
 """Shapes from a million to seven billion parameters, growing by a factor of about two."""
 
 
-def parameters(model: ModelConfig) -> int:
+def parameters(model: "ModelConfig") -> int:
     """Return the parameters of a Llama-style model, dense or with experts, without norm vectors."""
+    from jaxforge.model.flops import matrix_elements
+
     matrices = matrix_elements(model, 2 + model.is_gated, model.num_experts)  # with the head
     has_experts = (*model.has_experts, *model.has_experts[-1:] * model.mtp_depth)
     routers = model.num_experts * model.dim * sum(has_experts)
@@ -293,6 +300,8 @@ class Preset(NamedTuple):
     @property
     def parameters(self) -> int:
         """Parameters of the model with the preset's vocabulary."""
+        from jaxforge.config.model import ModelConfig
+
         return parameters(ModelConfig(**self.model))
 
     @property
