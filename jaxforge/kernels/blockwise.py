@@ -142,7 +142,8 @@ def _differentiate(
         keys, values = folded.k[:, :, block.keys], folded.v[:, :, block.keys]
         scores = product("bkrh,bkth->bkrt", queries, keys)
         scores = static.scoring.capped(scores * static.scoring.scale_of(q.shape[-1]))
-        weights = jnp.where(block.visible, jnp.exp(scores - lse), 0.0)
+        # Masked before exp, as above: XLA:CPU does not fuse a select behind exp with its uses.
+        weights = jnp.exp(jnp.where(block.visible, scores, -jnp.inf) - lse)
         d_weights = product("bkrh,bkth->bkrt", d_out_block, values)
         d_scores = static.scoring.score_gradients(
             scores, weights, d_weights, delta[:, :, block.rows], q.shape[-1]
