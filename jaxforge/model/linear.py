@@ -8,6 +8,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Array, Float, Int, UInt32
 
 from jaxforge.config.model import AMAX_HISTORIES, EXPERTS, LAYERS, ModelConfig
@@ -63,7 +64,7 @@ class Declare(NamedTuple):
         layers: number of layers that share a declaration, stacked along a leading axis.
         backward: backward pass of products with matrices.
         init_factor: logical axes -> factor of the initial values (`model.mup`).
-        splits_sequences, heads_in_products: see `Runtime`.
+        splits_sequences, lays_out_products: see `Runtime`.
     """
 
     keys: Iterator[Array] | None
@@ -72,7 +73,7 @@ class Declare(NamedTuple):
     backward: Backward = Backward()
     init_factor: Callable[[Axes], float] = lambda axes: 1.0
     splits_sequences: bool = False
-    heads_in_products: bool = False
+    lays_out_products: bool = False
 
     def __call__(self, shape: tuple[int, ...], axes: Axes, init: Initializer) -> nnx.Param:
         """Declare a parameter.
@@ -158,11 +159,13 @@ class Matrix(NamedTuple):
         axes: logical axes of both dimensions.
         out_head: size of a head, if results are [..., heads, head].
         inp_head: size of a head, if activations are [..., heads, head].
+        by_token: whether results without heads are in memory one token after another.
     """
 
     axes: Axes
     out_head: int | None = None
     inp_head: int | None = None
+    by_token: bool = False
 
     @property
     def letters(self) -> tuple[str, str]:
@@ -173,9 +176,15 @@ class Matrix(NamedTuple):
         """Return the matrix with a dimension for each of `letters`."""
         out, inp = (
             (size,) if head is None else (size // head, head)
-            for size, head in zip(weight.shape, self[1:], strict=True)
+            for size, head in zip(weight.shape, (self.out_head, self.inp_head), strict=True)
         )
         return weight.reshape(*out, *inp)
+
+    def laid_out(self, result: Float[Array, "..."], letters: str) -> Float[Array, "..."]:
+        """Return the result of a product, whose last dimensions have these letters."""
+        if not self.by_token or len(letters) > 1:
+            return result
+        return with_layout_constraint(result, Layout(tuple(range(result.ndim))))
 
 
 class Linear(nnx.Module):
@@ -214,8 +223,9 @@ class Linear(nnx.Module):
         inp_head: int | None = None,
     ) -> None:
         self.axes, self.backward = (out[1], inp[1]), declare.backward
-        heads = (out_head, inp_head) if declare.heads_in_products else (None, None)
-        self.matrix, self.out_head = Matrix(self.axes, *heads), out_head
+        heads = (out_head, inp_head) if declare.lays_out_products else (None, None)
+        self.matrix = Matrix(self.axes, *heads, by_token=declare.lays_out_products)
+        self.out_head = out_head
         self.splits_sequences = declare.splits_sequences
         self.fp8: fp8.Fp8 | None = None
         self.lora_scale: float | None = None
@@ -247,7 +257,7 @@ class Linear(nnx.Module):
             x_PSI = x_PSI.reshape(*x_PSI.shape[:2], -1)
         rows = x_PSI if self.splits_sequences else x_PSI.reshape(-1, *x_PSI.shape[2:])
         product: Callable[..., Array] = (
-            _stationary_product if is_step else select_product(self.backward, x.dtype)
+            _stationary_product if is_step else select_product(self.backward, x.dtype, matrix)
         )
         if fp8_settings is None:
             y = product(matrix, x.dtype, self.backward, rows, self.weight[...], bias)
@@ -300,14 +310,16 @@ class Linear(nnx.Module):
         return (weight.astype(FLOAT32) + update).astype(weight.dtype)
 
 
-def select_product(backward: Backward, dtype: jnp.dtype) -> Callable[..., Array]:
+def select_product(backward: Backward, dtype: jnp.dtype, matrix: Matrix) -> Callable[..., Array]:
     """Return the product function of a linear layer for activations of a dtype.
 
     Its arguments are a description of the matrix, the dtype of the result, `backward`, x (a row per
     token), and the stored weight [out, in] and bias.
     """
-    if collectives.reduces_in_other_dtype(backward.dtype, dtype):
-        return _product_reduced_in_other_dtype
+    # Differentiated automatically, the layout of a result would be that of its gradient, which
+    # XLA's partitioner would then gather on all devices.
+    if collectives.reduces_in_other_dtype(backward.dtype, dtype) or matrix.by_token:
+        return _product_with_explicit_backward
     return _product
 
 
@@ -328,6 +340,7 @@ def _multiply(
 ) -> Array:
     weight, (out, inp) = matrix.split_heads(weight_OI), matrix.letters
     y = jnp.einsum(f"...{inp},{out}{inp}->...{out}", x, weight, preferred_element_type=dtype)
+    y = matrix.laid_out(y, out)
     return y if bias is None else y + bias.astype(dtype).reshape(weight.shape[: len(out)])
 
 
@@ -358,8 +371,8 @@ def _stationary_product(
     return constrain(y, "batch", *further, *compute_axes((out,)))
 
 
-_product_reduced_in_other_dtype = jax.custom_vjp(_product, nondiff_argnums=(0, 1, 2))
-"""`_product` on devices that split the batch and sum gradients in another dtype.
+_product_with_explicit_backward = jax.custom_vjp(_product, nondiff_argnums=(0, 1, 2))
+"""`_product` for devices that sum gradients in another dtype, or prescribe layouts of results.
 
 Gradients of weight and bias are computed in the dtype of their sum over devices: XLA's partitioner
 sums the products of split rows in the dtype of the products, before any cast. The saved weight is
@@ -395,6 +408,7 @@ def _product_backward(
     # have them.
     d_y, x_TI = d_y.reshape(*tokens, -1), x.reshape(*tokens, -1)
     d_x = jnp.einsum(f"...o,o{inp}->...{inp}", d_y, weight).astype(x.dtype)
+    d_x = matrix.laid_out(d_x, inp)
     sums = jnp.promote_types(backward.dtype, d_y.dtype)
     if backward.rounds:
         d_weight = _sum_of_rounded(matrix.axes, d_y, x_TI, sums)
@@ -423,7 +437,7 @@ def _sum_of_rounded(axes: Axes, d_y: Array, x: Array, dtype: jnp.dtype) -> Float
     return collectives.varying(product(d_y, x), collectives.varying_axes((d_y, x)))
 
 
-_product_reduced_in_other_dtype.defvjp(_product_forward, _product_backward)
+_product_with_explicit_backward.defvjp(_product_forward, _product_backward)
 
 
 class Embedding(nnx.Module):

@@ -61,8 +61,9 @@ class Gate(nnx.Module):
     def __call__(self, x_BSD: Float[Array, "b s d"]) -> Float[Array, "b s e"]:
         """Compute x Wᵀ + b; x Wᵀ is multiplied by muP's output multiplier."""
         bias, x_BSD = self.bias[...] if self.has_bias else None, times(x_BSD, self.multiplier)
-        product = select_product(self.backward, x_BSD.dtype)
-        return product(Matrix(self.axes), FLOAT32, self.backward, x_BSD, self.weight[...], bias)
+        matrix = Matrix(self.axes)
+        product = select_product(self.backward, x_BSD.dtype, matrix)
+        return product(matrix, FLOAT32, self.backward, x_BSD, self.weight[...], bias)
 
 
 class Router(nnx.Module):

@@ -170,7 +170,7 @@ class Model:
             backward=backward,
             init_factor=functools.partial(mup.init_factor, self.config),
             splits_sequences=runtime.splits_sequences,
-            heads_in_products=runtime.heads_in_products,
+            lays_out_products=runtime.lays_out_products,
         )
         module = type(self).network(self.config, declare)
         # Adapters come after the conversion to 8 bits: the base is converted, adapters are not.
