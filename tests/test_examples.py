@@ -177,6 +177,7 @@ class _Single:
         return params
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.usefixtures("examples")
 def test_callback_and_loss_work_in_one_run(tmp_path):

@@ -56,6 +56,7 @@ def test_evaluate_command_has_metrics_of_training(run, tmp_path, capsys):
     assert metrics == pytest.approx(report["metrics"], rel=1e-5)
 
 
+@pytest.mark.slow
 def test_generate_command_uses_average(run, tmp_path, capsysbinary):
     options = ["--prompt", "the quick", "--temperature=0", "--max-tokens=12"]
     texts = []

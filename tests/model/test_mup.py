@@ -137,6 +137,7 @@ def benchmark():
         sys.path.remove(str(BENCHMARKS))
 
 
+@pytest.mark.slow
 def test_coordinates_do_not_grow_with_width():
     """After some steps, values have the same size at any width; without muP they grow."""
     grown = {

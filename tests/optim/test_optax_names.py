@@ -123,11 +123,10 @@ def test_options_need_an_optimizer_of_optax():
         OptimizerConfig(options={"b1": 0.9})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    "name",
-    ["optax.contrib.muon", *(pytest.param(name, marks=pytest.mark.slow)
-                             for name in ("optax.adafactor", "optax.contrib.ademamix"))],
-)  # fmt: skip
+    "name", ["optax.contrib.muon", "optax.adafactor", "optax.contrib.ademamix"]
+)
 def test_run_is_sharded_and_resumes(name, tmp_path):
     """State with other shapes than parameters, or of some of them, on two devices."""
     job = config_of(name, distributed={"dp_shard": 2})

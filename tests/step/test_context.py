@@ -53,7 +53,9 @@ CASES = [  # each strategy with each model, both reductions and losses; the refe
     pytest.param(
         EVERY_OPTION, {"dp_shard": 2, "cp": 2, "tp": 2, **RING}, UPDATE, marks=pytest.mark.slow
     ),
-    (KINDS, {"pp": 2, "cp": 2, "dp_replicate": 2, **RING}, MICROBATCH),
+    pytest.param(
+        KINDS, {"pp": 2, "cp": 2, "dp_replicate": 2, **RING}, MICROBATCH, marks=pytest.mark.slow
+    ),
     pytest.param(KINDS, {"pp": 2, "cp": 2, **ULYSSES}, UPDATE, marks=pytest.mark.slow),
     pytest.param(EXPERTS, {"cp": 2, "ep": 2, **RING}, UPDATE, marks=pytest.mark.slow),
     pytest.param(COHERE, {"pp": 2, "dp_shard": 2, "tp": 2}, UPDATE, marks=pytest.mark.slow),

@@ -217,8 +217,16 @@ def test_rounded_gradients_are_summed_in_float32_by_their_owners():
     np.testing.assert_array_equal(jax.jit(add)(parts), expected)
 
 
-@pytest.mark.parametrize("axes", [{"dp_shard": 4, "tp": 2}, {"dp_shard": 4, "pp": 2}], ids=str)
-@pytest.mark.parametrize("mode", ["update", "microbatch"])
+@pytest.mark.parametrize(
+    ("mode", "axes"),
+    [
+        ("microbatch", {"dp_shard": 4, "tp": 2}),
+        ("microbatch", {"dp_shard": 4, "pp": 2}),
+        pytest.param("update", {"dp_shard": 4, "tp": 2}, marks=pytest.mark.slow),
+        pytest.param("update", {"dp_shard": 4, "pp": 2}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
 def test_rounded_gradients_are_sent_in_bf16(mode, axes):
     train = {**BF16, "grad_sync": mode, **ROUNDED}
     text = lowered(setup(tiny_config(train=train, distributed=axes))).as_text()

@@ -215,6 +215,7 @@ def command(config, output, *options):
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_killed_command_resumes_after_its_last_file(runs):
     np.save(runs / "tokens.npy", np.random.default_rng(0).integers(0, 260, 49 * 301, np.uint16))
     config, files = student(runs, "any"), 151
