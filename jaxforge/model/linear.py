@@ -64,7 +64,7 @@ class Declare(NamedTuple):
         layers: number of layers that share a declaration, stacked along a leading axis.
         backward: backward pass of products with matrices.
         init_factor: logical axes -> factor of the initial values (`model.mup`).
-        splits_sequences, lays_out_products: see `Runtime`.
+        splits_sequences, heads_in_products, results_by_token: see `Runtime`.
     """
 
     keys: Iterator[Array] | None
@@ -73,7 +73,8 @@ class Declare(NamedTuple):
     backward: Backward = Backward()
     init_factor: Callable[[Axes], float] = lambda axes: 1.0
     splits_sequences: bool = False
-    lays_out_products: bool = False
+    heads_in_products: bool = False
+    results_by_token: bool = False
 
     def __call__(self, shape: tuple[int, ...], axes: Axes, init: Initializer) -> nnx.Param:
         """Declare a parameter.
@@ -223,8 +224,8 @@ class Linear(nnx.Module):
         inp_head: int | None = None,
     ) -> None:
         self.axes, self.backward = (out[1], inp[1]), declare.backward
-        heads = (out_head, inp_head) if declare.lays_out_products else (None, None)
-        self.matrix = Matrix(self.axes, *heads, by_token=declare.lays_out_products)
+        heads = (out_head, inp_head) if declare.heads_in_products else (None, None)
+        self.matrix = Matrix(self.axes, *heads, by_token=declare.results_by_token)
         self.out_head = out_head
         self.splits_sequences = declare.splits_sequences
         self.fp8: fp8.Fp8 | None = None

@@ -57,12 +57,14 @@ class Runtime(NamedTuple):
             dimension, so that no compiler copies a transpose. With split sequences, a device's
             tokens of several sequences are not contiguous in that dimension: XLA would compute sums
             over `tp` for all tokens before it splits them, and gradients of all devices' tokens.
-        lays_out_products: whether products with queries, keys, values and outputs of attention have
+        heads_in_products: whether products with queries, keys, values and outputs of attention have
             heads as a dimension. XLA:TPU then writes the tokens of each head contiguously, as the
             kernel reads them, and otherwise transposes results by two copies. XLA:CPU and XLA:GPU
-            multiply matrices, and transpose the operands of other products. Results without heads
-            are laid out one token after another: XLA:TPU may choose the transposed layout, and
-            copies such results for the products of gradients (docs/xla_flags.md).
+            multiply matrices, and transpose the operands of other products.
+        results_by_token: whether results of products without heads are laid out one token after
+            another. XLA:TPU may choose the transposed layout, and copy such results for the
+            products of gradients (docs/xla_flags.md). Only with full recomputation: the partitioner
+            gathers saved results whose layout is prescribed.
         chunk_elements: elements of the matrices inside of chunks that a recurrence has at a time.
             Few stay in the caches of a CPU, and many keep a GPU busy.
         delta_chunk: tokens of a chunk of the gated delta rule. On TPU 128 fill the matrix unit: XLA
@@ -93,7 +95,8 @@ class Runtime(NamedTuple):
     why_attention: str = ""
     ring: str = "tiles"
     splits_sequences: bool = False
-    lays_out_products: bool = False
+    heads_in_products: bool = False
+    results_by_token: bool = False
     wholly_manual: bool = True
     unstacks: bool = False
     chunk_elements: int = 1 << 15
@@ -158,7 +161,8 @@ def runtime_for(
     if platform == "tpu":
         return runtime._replace(
             rope_as_matmul=True, wholly_manual=False, chunk_elements=_CHUNK_ELEMENTS,
-            delta_chunk=_LARGE_DELTA_CHUNK, lays_out_products=True,
+            delta_chunk=_LARGE_DELTA_CHUNK, heads_in_products=True,
+            results_by_token=save == "full",
         )  # fmt: skip
     is_unrolled = save == "none" and m.n_layers <= _most_unrolled_layers(platform, is_moe=m.is_moe)
     if is_unrolled:

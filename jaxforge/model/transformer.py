@@ -170,7 +170,8 @@ class Model:
             backward=backward,
             init_factor=functools.partial(mup.init_factor, self.config),
             splits_sequences=runtime.splits_sequences,
-            lays_out_products=runtime.lays_out_products,
+            heads_in_products=runtime.heads_in_products,
+            results_by_token=runtime.results_by_token,
         )
         module = type(self).network(self.config, declare)
         # Adapters come after the conversion to 8 bits: the base is converted, adapters are not.

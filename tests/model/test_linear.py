@@ -17,7 +17,7 @@ from tests.helpers import with_random_biases
 
 HEADS, HEAD, WIDTH = 3, 4, 6
 AXES = (None, None)
-PRODUCTS = [linear._product, linear._product_reduced_in_other_dtype]
+PRODUCTS = [linear._product, linear._product_with_explicit_backward]
 
 
 @pytest.mark.parametrize("product", PRODUCTS)
@@ -71,7 +71,7 @@ def test_model_of_tpus_equals_that_of_flat_products(options, adapters):
     config, results = ModelConfig(**SHAPE, **options), []
     tokens = jnp.asarray(np.random.default_rng(0).integers(0, 64, (2, 12)))
     for heads in (False, True):
-        model = Model(config, adapters=adapters, runtime=Runtime(lays_out_products=heads))
+        model = Model(config, adapters=adapters, runtime=Runtime(heads_in_products=heads))
         params = with_random_biases(model.init(jax.random.key(0)))
 
         def loss(params, model=model):
