@@ -290,7 +290,7 @@ class Tracker:
             latest = launched[counted - 1]
             values = jax.device_get(latest.metrics)
         losses = [float(loss) for loss in fetched[:counted]]
-        skipped, labels = [self._sums.skipped] * counted, [1] * counted
+        skipped, labels = [self._sums.skipped] * len(losses), [1] * len(losses)
         # Read only if they may differ from these: a step without labels is skipped, too.
         if int(values["skipped"]) != self._sums.skipped or not all(map(math.isfinite, losses)):
             each = [(launch.skipped, launch.labels) for launch in launched[:counted]]
