@@ -275,11 +275,10 @@ def _by_chunks(
     """Return outputs and last state: a scan over chunks for w and S, then y of all chunks."""
     batch, length, heads, channels = tokens.v.shape
     chunk = min(chunk, max(_BASE, 1 << (length - 1).bit_length()))
-    chunks = _split_into_chunks(chunk, _normalized(tokens), starts)
+    x = _split_into_chunks(chunk, _normalized(tokens), starts)
     key_heads, d = tokens.k.shape[2:]
     first = state.reshape(batch, key_heads, heads // key_heads, d, channels)
 
-    x = chunks
     s, w, last = (_apply_maps if maps_states else _pass_through)(x, first)
     y = jnp.einsum("nbKcd,nbKrdv->nbKrcv", x.q, s) * x.decay_in[..., None]
     y += jnp.einsum("nbKrcu,nbKruv->nbKrcv", x.scores, w)

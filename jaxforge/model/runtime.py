@@ -48,7 +48,7 @@ class Runtime(NamedTuple):
         loss_tile: preferred number of logits of the loss at a time; None: any number.
         grouped: name of the kernel of products with experts in `grouped.GROUPED_BACKENDS`.
         reduce_dtype: dtype in which devices sum their gradients of matrices.
-        rounds_gradients: whether they send them in the dtype of activations nevertheless.
+        sent_dtype: dtype in which they send them.
         context: how devices share a sequence: `distributed.cp_strategy`.
         why_attention: reasons against the kernels that are preferred to `attention`.
         ring: name of the kernel of a ring's turns in `partial_attention.PARTIAL_KERNELS`.
@@ -90,7 +90,7 @@ class Runtime(NamedTuple):
     loss_tile: int | None = None
     grouped: str = "blocks"
     reduce_dtype: jnp.dtype = FLOAT32
-    rounds_gradients: bool = False
+    sent_dtype: jnp.dtype = FLOAT32
     context: str = "ulysses"
     why_attention: str = ""
     ring: str = "tiles"
@@ -154,8 +154,9 @@ def runtime_for(
     runtime = Runtime(
         attention, save, "activations" in config.train.offload, grouped=grouped,
         reduce_dtype=jnp.dtype(dtype) if reduction == "compute" else FLOAT32,
-        rounds_gradients=reduction == "rounded", context=cp_strategy(config), why_attention=why,
-        ring=choose_ring_kernel(at), splits_sequences=config.distributed.tp > 1,
+        sent_dtype=FLOAT32 if reduction == "float32" else jnp.dtype(dtype),
+        context=cp_strategy(config), why_attention=why, ring=choose_ring_kernel(at),
+        splits_sequences=config.distributed.tp > 1,
         saves_elementwise=config.train.mixed_precision == "fp8",
     )  # fmt: skip
     if platform == "tpu":

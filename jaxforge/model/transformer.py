@@ -163,7 +163,8 @@ class Model:
         runtime = self.runtime
         # Without recomputation, the backward pass gathers weights again, so as not to save them.
         regathers = not remat.recomputes(runtime.save)
-        backward = Backward(runtime.reduce_dtype, regathers, runtime.rounds_gradients)
+        rounds = runtime.sent_dtype != runtime.reduce_dtype
+        backward = Backward(runtime.reduce_dtype, regathers, rounds)
         declare = Declare(
             None if key is None else parameter_keys(key),
             self._param_dtype,

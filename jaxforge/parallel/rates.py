@@ -113,7 +113,7 @@ def _between_tpus(
     Devices of a chip share its links (TPU7x). A ring through all of them passes each byte between
     chips once, so that each member has all of a link; in an all-to-all all bytes differ.
     """
-    slices = {getattr(device, "slice_index", 0) or 0 for device in members}
+    slices = slices_of(members)
     if len(slices) > 1:
         return chip.network * len(members) / len(slices)
     # A group that spans several sides of the torus uses the links of all of them at once.
@@ -127,6 +127,11 @@ def _between_tpus(
     if len(chips) == 1:
         return chip.chip_link or chip.link
     return sum(rates) * (1 if kind == "all-to-all" else len(members) / len(chips))
+
+
+def slices_of(devices: Sequence[jax.Device]) -> set[int]:
+    """Return the numbers of the slices that TPUs belong to; a compiler's devices have slice 0."""
+    return {getattr(device, "slice_index", 0) or 0 for device in devices}
 
 
 def shape_of_torus(devices: Sequence[jax.Device]) -> tuple[int, ...]:

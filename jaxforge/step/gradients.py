@@ -347,12 +347,11 @@ def _reduction(model: Model, mesh: Mesh) -> Callable[[Params], Params]:
     Matrices are sent and added up as `train.reduce_dtype` says; the result is float32.
     """
     runtime = model.runtime
-    sent = model.dtype if runtime.rounds_gradients else runtime.reduce_dtype
 
     def reduce_gradient(grad: Array, axes: Axes) -> Array:
         grad, sums = grad[0], grad.dtype
         if is_matrix(axes):
-            grad, sums = grad.astype(sent), runtime.reduce_dtype
+            grad, sums = grad.astype(runtime.sent_dtype), runtime.reduce_dtype
         return collectives.reduce_gradient(grad, axes, sums).astype(jnp.float32)
 
     # Manual over every mesh axis: the partitioner would gather the tp shards first.

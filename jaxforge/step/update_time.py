@@ -8,7 +8,6 @@ Tensor-parallel exchanges and the pipeline's bubble are added.
 import math
 from collections.abc import Mapping
 
-import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 
 from jaxforge.config.axes import data_parallel
@@ -70,9 +69,7 @@ def update_seconds(config: JobConfig, model: Model, mesh: Mesh | AbstractMesh, c
     bubble = 1 + (sizes["pp"] - 1) / (microbatches * config.distributed.chunks)
     weights = _weights_per_device(model, sizes)
     gathers = _exchange(weights * _BF16, mesh, ("dp_shard", "cp"), chip)
-    runtime = model.runtime
-    sent = model.dtype if runtime.rounds_gradients else runtime.reduce_dtype
-    reduces = gathers * jnp.dtype(sent).itemsize / _BF16
+    reduces = gathers * model.runtime.sent_dtype.itemsize / _BF16
     stored = weights / (sizes["dp_shard"] * sizes["cp"])
     replicas = _exchange(2 * _F32 * stored, mesh, ("dp_replicate",), chip)
     if train.grad_sync == "update":

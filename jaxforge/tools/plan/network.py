@@ -6,12 +6,11 @@ from collections import Counter
 from collections.abc import Hashable, Iterator, Sequence
 from typing import NamedTuple
 
-import jax
 import numpy as np
 from jax.sharding import Mesh
 
 from jaxforge.parallel.hardware import Chip
-from jaxforge.parallel.rates import EFFICIENCY, link_rate, shape_of_torus
+from jaxforge.parallel.rates import EFFICIENCY, link_rate, shape_of_torus, slices_of
 from jaxforge.tools.plan.hlo import (
     Computation,
     Operation,
@@ -77,7 +76,7 @@ class Network:
         self, chip: Chip, kind: str, group: tuple[int, ...], line: str
     ) -> tuple[float, frozenset[Hashable]]:
         """Return the bytes/s that each device sends, and the links of a torus that are in use."""
-        if chip.platform == "tpu" and len(_slices(self._devices)) == 1:
+        if chip.platform == "tpu" and len(slices_of(self._devices)) == 1:
             if kind != "collective-permute":
                 return self._rate_in_group(kind, group), self._links_within(group)
             if load := self._load(tuple(source_target_pairs(line))):
@@ -111,6 +110,10 @@ class Network:
             if (neighbour := self._moved(chip, axis, step)) in chips - {chip}
         )
 
+    @functools.cached_property
+    def _torus(self) -> Coordinates:
+        return shape_of_torus(self._devices)
+
     def _chip_of(self, device: int) -> Coordinates:
         return tuple(self._devices[device].coords)
 
@@ -120,7 +123,7 @@ class Network:
         """Yield the links, (from, to), of a message: one side after another, the shorter way."""
         assert self._chip is not None
         at = source
-        for axis, size in enumerate(shape_of_torus(self._devices)):
+        for axis, size in enumerate(self._torus):
             distance = target[axis] - at[axis]
             if self._chip.is_ring(size) and abs(distance) > size / 2:
                 distance -= int(math.copysign(size, distance))
@@ -131,10 +134,6 @@ class Network:
     def _moved(self, chip: Coordinates, axis: int, step: int) -> Coordinates:
         """Return the next chip on a side; beyond the end of a line, coordinates of no chip."""
         assert self._chip is not None
-        size, at = shape_of_torus(self._devices)[axis], chip[axis] + step
+        size, at = self._torus[axis], chip[axis] + step
         at = at % size if self._chip.is_ring(size) else at
         return (*chip[:axis], at, *chip[axis + 1 :])
-
-
-def _slices(devices: Sequence[jax.Device]) -> set[int]:
-    return {getattr(device, "slice_index", 0) or 0 for device in devices}
