@@ -10,11 +10,18 @@ Every benchmark that writes results also updates the pages. A test compares page
 Not in `make bench`: no benchmark.
 """
 
+import collections
 import json
 import re
+import statistics
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # this file is run by its path
+
+from benchmarks.faults import record
 
 HERE = Path(__file__).parent
 RESULTS, DOCS = HERE / "results", HERE.parent / "docs"
@@ -184,34 +191,35 @@ def _notes_and_table(matches: Mapping[str, Any], head: list[str]) -> str:
 
 
 def drill() -> str:
-    """Return the table of faults and their outcomes."""
-    matches = result("faults-cpu")
-    rows = matches["rows"]
-    same = all((row["date"], row["versions"]) == (rows[0]["date"], rows[0]["versions"])
-               for row in rows)  # fmt: skip
-    cells = [
-        [row["kind"], row["count"], _codes(row["codes"]),
-         f"{row['identical']} of {row['compared']}", row["expected"],
-         *([] if same else [_dates(row, matches["versions"])])]
-        for row in rows
-    ]  # fmt: skip
-    head = ["fault", "times", "exit codes", "bit-identical", "what must hold"]
-    failed = [failure for row in rows for failure in row["failures"]]
+    """Return the table of faults and their outcomes; kinds "name: variant" share a row."""
+    recorded = record.read()
+    faults = list(record.counted(recorded).values())
+    groups: dict[str, list[record.Fault]] = {}
+    for fault in sorted(faults, key=lambda fault: (fault.kind.lower(), fault.number)):
+        groups.setdefault(fault.kind.partition(":")[0], []).append(fault)
+    rows = []
+    for name, group in groups.items():
+        compared = [fault.identical for fault in group if fault.identical is not None]
+        codes = collections.Counter(code for fault in group for code in fault.codes)
+        expected = dict.fromkeys(fault.expected for fault in group)
+        rows.append([
+            name, len({fault.kind for fault in group}), len(group), _codes(codes),
+            f"{sum(compared)} of {len(compared)}", "; ".join(expected),
+            round(statistics.median(fault.seconds for fault in group)),
+        ])  # fmt: skip
+    failed = collections.Counter(fault.kind for fault in recorded if fault.failure)
+    mended = ", ".join(f"{kind} ({count})" for kind, count in sorted(failed.items()))
+    dates = sorted({fault.date for fault in faults})
+    versions = sorted({shown(fault.versions) for fault in faults})
     notes = [
-        f"{sum(row['count'] for row in rows)} faults, "
-        f"{sum(row['torn'] for row in rows)} left a half-written checkpoint",
-        *matches["notes"], f"what did not hold: {failed or 'nothing'}",
+        f"{len(faults)} faults of {len({fault.kind for fault in faults})} kinds, "
+        f"{sum(fault.torn for fault in faults)} left a half-written checkpoint",
+        f"{' to '.join(dict.fromkeys((dates[0], dates[-1])))}; {' or '.join(versions)}",
+        f"failures, after which the kind was mended and repeated from its first fault: "
+        f"{mended or 'none'}",
     ]  # fmt: skip
-    listed = "\n".join(f"- {note}" for note in notes)
-    return f"{origin(matches)}\n\n{listed}\n\n{table(head + ([] if same else ['date']), cells)}"
-
-
-def _dates(row: Mapping[str, Any], versions: Mapping[str, str]) -> str:
-    """Return the dates of a row, and those of its versions that differ from the page's."""
-    others = [f"{name} {each}" for name, each in row["versions"].items()
-              if each != versions.get(name)]  # fmt: skip
-    span = row["date"] if row["began"] == row["date"] else f"{row['began']} to {row['date']}"
-    return f"{span} ({', '.join(others)})" if others else span
+    head = ["fault", "kinds", "times", "exit codes", "bit-identical", "what must hold", "median, s"]
+    return "\n".join([*(f"- {note}" for note in notes), "", table(head, rows)])
 
 
 def growth() -> str:
@@ -309,10 +317,10 @@ def _whole(name: str) -> str:
     return f"{origin(matches)}\n\n{table(head, rows)}"
 
 
-def _codes(codes: Mapping[str, int]) -> str:
+def _codes(codes: Mapping[int, int]) -> str:
     if len(codes) == 1:
-        return next(iter(codes))
-    return ", ".join(f"{code} ({codes[code]})" for code in sorted(codes, key=int))
+        return str(next(iter(codes)))
+    return ", ".join(f"{code} ({codes[code]})" for code in sorted(codes))
 
 
 TABLES: Mapping[str, Callable[[], str]] = {
@@ -341,7 +349,7 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "speedrun": speedrun,
 }
 """What a page may name."""
-SHOWN = {"remat-cpu", "pipeline-cpu", "pipeline-tpu", "kernels-cpu", "faults-cpu", "gpu_aot-h100",
+SHOWN = {"remat-cpu", "pipeline-cpu", "pipeline-tpu", "kernels-cpu", "gpu_aot-h100",
          "experts_aot-none", "plan-none", "scaling-none", "kempnerforge_plans-none",
          "precision-cpu", "precision_kept-cpu", "kept-v5e", "kept-h100",
          "mup-cpu", "mup_rates-cpu", "growth-cpu", "speedrun-cpu", "fault_cost-cpu",

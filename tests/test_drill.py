@@ -1,7 +1,6 @@
-"""Record of the fault drill: several runs contribute to its rows."""
+"""Record of the fault drill, to which several drills contribute."""
 
 import importlib
-import json
 import sys
 
 import pytest
@@ -9,70 +8,66 @@ import pytest
 
 @pytest.fixture
 def drill(monkeypatch, tmp_path):
-    """Return a function that runs the drill with two kinds, and the recorded rows by kind."""
+    """Return a function that runs the drill with two kinds and returns the names of its faults."""
     monkeypatch.setattr(sys, "path", [*sys.path])  # benchmarks add their directory
     main = importlib.import_module("benchmarks.faults.__main__")
-    results = tmp_path / "results"
-    monkeypatch.setenv("JAXFORGE_RESULTS", str(results))
+    monkeypatch.setenv("JAXFORGE_RESULTS", str(tmp_path / "results"))
     monkeypatch.setenv(main._INSIDE, "no")
     monkeypatch.setattr(main, "can_make_networks", lambda: False)
     names = []
 
-    def scenario(case):
-        names.append(case.name)
-        case.codes.append(75)
-        case.identical = True
+    def run(*options, version="1", counts=(3, 1), broken=()):
+        def scenario(case):
+            names.append(case.name)
+            case.codes.append(75)
+            case.identical = True
+            if case.name in broken:
+                raise main.Broken("another curve")
 
-    kinds = (main.Kind("kill", 3, scenario, "resumes"), main.Kind("full disk", 1, scenario, "says"))
-    monkeypatch.setattr(main, "KINDS", kinds)
-
-    def run(*options, version="1"):
+        kinds = (main.Kind("kill", counts[0], scenario, "resumes"),
+                 main.Kind("full disk", counts[1], scenario, "says"))  # fmt: skip
         names.clear()
-        packages = {"jax": version}
-        monkeypatch.setattr(main.record, "versions", lambda: packages)
+        monkeypatch.setattr(main, "KINDS", kinds)
+        monkeypatch.setattr(main.record, "versions", lambda: {"jax": version})
         arguments = ["drill", "--jobs=1", f"--directory={tmp_path / 'work'}", *options]
         monkeypatch.setattr(sys, "argv", arguments)
-        assert main.main() == 0
-        path = results / "faults-cpu.json"
-        rows = json.loads(path.read_text())["rows"] if path.exists() else []
-        return list(names), {row["kind"]: row for row in rows}
+        assert main.main() == bool(broken)
+        return sorted(names)
 
     return run
 
 
-def test_complete_drill_replaces_rows_of_its_kinds(drill):
-    assert drill("--quick") == (["kill 0", "full disk 0"], {})
-    names, rows = drill()
-    assert sorted(names) == ["full disk 0", "kill 0", "kill 1", "kill 2"]
-    assert rows["kill"]["codes"] == {"75": 3}
-    _, again = drill("--only=full", version="2")
-    assert again["kill"] == rows["kill"]
-    assert again["full disk"]["versions"] == {"jax": "2"}
-    assert list(again) == ["kill", "full disk"]
+def counted():
+    """Return the numbers of the faults that count, by kind."""
+    record = importlib.import_module("benchmarks.faults.record")
+    faults = record.counted(record.read())
+    return {kind: sorted(n for name, n in faults if name == kind) for kind, _ in faults}
 
 
-def test_part_of_drill_continues_counts_of_same_versions(drill):
-    names, rows = drill("--quick", "--minutes=1")
-    assert rows == {}
-    drill("--only=full", version="1")
-    names, rows = drill("--minutes=1e-9")
-    assert names == []
-    assert list(rows) == ["full disk"]
-    names, rows = drill("--minutes=1")
-    assert names == ["kill 0", "kill 1", "kill 2"]
-    assert [(row["count"], row["identical"]) for row in rows.values()] == [(3, 3), (1, 1)]
-    assert drill("--minutes=1")[0] == []
-    names, rows = drill("--minutes=1", version="2")
-    assert len(names) == 4
-    assert rows["kill"]["count"] == 3
+def test_drill_continues_its_record(drill):
+    assert drill("--quick") == ["full disk 0", "kill 0"]
+    assert counted() == {}
+    assert drill("--only=full") == ["full disk 0"]
+    assert drill("--minutes=1e-9") == []
+    assert drill("--minutes=1", counts=(2, 1)) == ["kill 0", "kill 1"]
+    assert drill() == ["kill 2"]
+    assert drill() == []
+    assert counted() == {"full disk": [0], "kill": [0, 1, 2]}
 
 
-def test_part_of_drill_continues_with_next_fault_number(drill, monkeypatch):
-    main = sys.modules["benchmarks.faults.__main__"]
-    kill, _ = main.KINDS
-    monkeypatch.setattr(main, "KINDS", (kill._replace(count=1),))
-    drill("--minutes=1")
-    monkeypatch.setattr(main, "KINDS", (kill,))
-    names, rows = drill("--minutes=1")
-    assert names == ["kill 1", "kill 2"]
-    assert rows["kill"]["codes"] == {"75": 3}
+def test_drill_repeats_faults_of_other_versions(drill):
+    drill()
+    assert drill("--only=full", version="2") == ["full disk 0"]
+    assert drill(version="2") == ["kill 0", "kill 1", "kill 2"]
+    assert drill("--again", "--only=full", version="2") == ["full disk 0"]
+    assert counted() == {"full disk": [0], "kill": [0, 1, 2]}
+
+
+def test_failure_annuls_earlier_faults_of_its_kind(drill):
+    drill(broken=("kill 1",))
+    assert counted() == {"full disk": [0], "kill": [2]}
+    assert drill() == ["kill 0", "kill 1"]
+    record = importlib.import_module("benchmarks.faults.record")
+    [failed] = [fault for fault in record.read() if fault.failure]
+    assert (failed.kind, failed.number, failed.failure) == ("kill", 1, "another curve")
+    assert (failed.codes, failed.identical) == ((75,), True)

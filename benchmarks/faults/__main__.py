@@ -1,17 +1,18 @@
 """Fault injection: break over 1,000 training runs and check the result.
 
-    python -m benchmarks.faults [--quick] [--only TEXT] [--jobs N] [--minutes M] [--keep]
+    python -m benchmarks.faults [--quick] [--only TEXT] [--jobs N] [--minutes M] [--again] [--keep]
 
 Every fault hits a short run of a tiny model in real processes. Location and time come from a
 generator seeded by the fault's name and number. Results must be bit-identical to an undisturbed
 run: loss, gradient norm, learning rate and counts of every step, each exactly once, and each
 evaluation.
 
-Each run replaces the rows of its kinds in `benchmarks/results/faults-cpu.json`. With `--minutes`,
-it continues them: a complete drill may consist of several such runs.
+Each fault is recorded as soon as it has ended (`record.py`). A drill continues the record: it has
+the faults that were not met with the installed versions.
 """
 
 import argparse
+import collections
 import concurrent.futures
 import os
 import shutil
@@ -33,82 +34,97 @@ from benchmarks.faults import record
 from benchmarks.faults.case import Broken, Case, Shared
 from benchmarks.faults.kinds import KINDS, Kind
 from benchmarks.faults.network import can_make_networks
-from benchmarks.faults.record import Tally, continued
+from benchmarks.faults.record import Fault
 
 _INSIDE = "JAXFORGE_FAULTS_MAY_MOUNT"
 
 
-def meet(kind: Kind, number: int, shared: Shared, *, keep: bool) -> tuple[Case, str | None]:
-    """Run one fault; return what did not hold, or None."""
-    case, failure = Case(f"{kind.name} {number}", shared), None
+def meet(kind: Kind, number: int, shared: Shared, *, keep: bool) -> Fault:
+    """Run one fault."""
+    case, failure, began = Case(f"{kind.name} {number}", shared), None, time.monotonic()
     try:
         kind.scenario(case)
     except Broken as broken:
         failure = str(broken)
     except Exception:  # the drill goes on, whatever one case does
         failure = traceback.format_exc()
+    seconds = round(time.monotonic() - began, 1)
     case.close(keep=keep or failure is not None)
-    return case, failure
+    return Fault(
+        kind.name, number, kind.expected, seconds, tuple(case.codes), case.identical, case.torn,
+        case.notes, failure, record.today(), record.commit(), record.versions(),
+    )  # fmt: skip
 
 
-def drill(
-    kinds: list[Kind], tallies: dict[str, Tally], shared: Shared, options: argparse.Namespace
-) -> list[str]:
-    """Run all faults that the tallies lack; those of several processes run last, one at a time.
+def drill(kinds: list[Kind], shared: Shared, options: argparse.Namespace) -> list[Fault]:
+    """Run all faults that the record lacks; those of several processes run last, one at a time.
 
     Kinds take turns, in proportion to their counts, so that a part of a drill has all of them.
-
-    Returns:
-        What did not hold in this run.
     """
-    console, began, failures = Console(), time.monotonic(), []
+    console, began, met = Console(), time.monotonic(), list[Fault]()
 
     def minutes() -> float:
         return (time.monotonic() - began) / 60
 
-    def meet_in_time(kind: Kind, number: int) -> tuple[Case, str | None] | None:
+    def meet_in_time(kind: Kind, number: int) -> Fault | None:
         if options.minutes and minutes() > options.minutes:
             return None
         return meet(kind, number, shared, keep=options.keep)
 
+    recorded = [] if options.again or options.quick else record.read()
     for alone in (False, True):
-        faults = missing([kind for kind in kinds if (kind.n > 1) == alone], tallies, options.quick)
+        chosen = [kind for kind in kinds if (kind.n > 1) == alone]
+        faults = missing(chosen, recorded, options.quick)
         with concurrent.futures.ThreadPoolExecutor(1 if alone else options.jobs) as pool:
-            meetings = {pool.submit(meet_in_time, *fault): fault for fault in faults}
+            meetings = [pool.submit(meet_in_time, *fault) for fault in faults]
             for meeting in concurrent.futures.as_completed(meetings):
-                outcome = meeting.result()
-                if outcome is None:
+                fault = meeting.result()
+                if fault is None:
                     continue
-                case, failure = outcome
-                tallies[meetings[meeting][0].name].add(case, failure)
-                failures += [f"{case.name}: {failure}"] if failure else []
-                measured = ", ".join(f"{name} {x:.3g}" for name, x in case.notes.items())
-                verdict = f"FAILED: {failure}" if failure else f"as it should {measured}"
-                console.print(f"{minutes():5.1f} min  {case.name}: {case.codes} {verdict}",
-                              highlight=False, markup=False)  # fmt: skip
-    return failures
+                met.append(fault)
+                if not options.quick:
+                    record.append(fault)
+                console.print(f"{minutes():5.1f} min  {verdict(fault)}", highlight=False,
+                              markup=False)  # fmt: skip
+    return met
+
+
+def verdict(fault: Fault) -> str:
+    """Return a line about a fault that has ended."""
+    measured = ", ".join(f"{name} {x:.3g}" for name, x in fault.notes.items())
+    outcome = f"FAILED: {fault.failure}" if fault.failure else f"holds {measured}"
+    return f"{fault.kind} {fault.number}: {list(fault.codes)} {fault.seconds:.0f} s {outcome}"
 
 
 def missing(
-    kinds: list[Kind], tallies: dict[str, Tally], quick: bool = False
+    kinds: list[Kind], recorded: Iterable[Fault] = (), quick: bool = False
 ) -> list[tuple[Kind, int]]:
-    """Return the numbered faults that tallies lack, rarest kinds first."""
+    """Return the numbered faults that are not recorded, rarest kinds first."""
+    versions = record.versions()
+    met = record.counted(fault for fault in recorded if fault.versions == versions)
     faults = [
         (kind, number)
         for kind in kinds
-        for number in range(tallies[kind.name].count, 1 if quick else kind.count)
+        for number in range(1 if quick else kind.count)
+        if (kind.name, number) not in met
     ]
     return sorted(faults, key=lambda fault: fault[1] / fault[0].count)
 
 
-def show(tallies: Iterable[Tally]) -> None:
-    """Print the table."""
+def show(faults: Iterable[Fault]) -> None:
+    """Print a table of kinds."""
     table = Table("fault", "times", "exit codes", "bit-identical", "must hold", "failed",
                   title="faults")  # fmt: skip
-    for tally in tallies:
-        codes = ", ".join(f"{code} ({n})" for code, n in sorted(tally.codes.items()))
-        table.add_row(tally.kind, str(tally.count), codes, f"{tally.identical}/{tally.compared}",
-                      tally.expected, str(len(tally.failures)))  # fmt: skip
+    of_kind = collections.defaultdict(list)
+    for fault in faults:
+        of_kind[fault.kind].append(fault)
+    for kind, each in of_kind.items():
+        codes = collections.Counter(code for fault in each for code in fault.codes)
+        compared = [fault.identical for fault in each if fault.identical is not None]
+        table.add_row(kind, str(len(each)),
+                      ", ".join(f"{code} ({n})" for code, n in sorted(codes.items())),
+                      f"{sum(compared)}/{len(compared)}", each[0].expected,
+                      str(sum(fault.failure is not None for fault in each)))  # fmt: skip
     Console(width=150).print(table)
 
 
@@ -131,9 +147,8 @@ def parse() -> argparse.Namespace:
     parser = results.arguments(__doc__)
     parser.add_argument("--only", default="", help="kinds whose names hold this text")
     parser.add_argument("--jobs", type=int, default=2, help="faults at a time")
-    parser.add_argument(
-        "--minutes", type=float, help="starts no fault later, and continues the recorded counts"
-    )
+    parser.add_argument("--minutes", type=float, help="starts no fault later")
+    parser.add_argument("--again", action="store_true", help="has the recorded faults, too")
     parser.add_argument("--keep", action="store_true", help="keeps the files of every fault")
     parser.add_argument("--directory", type=Path, help="where to work; by default a temporary one")
     return parser.parse_args()
@@ -156,22 +171,19 @@ def main() -> int:
     root.mkdir(parents=True, exist_ok=True)
     for old in ("cases", "undisturbed"):
         shutil.rmtree(root / old, ignore_errors=True)
-    named = [(kind.name, kind.expected) for kind in kinds]
-    is_part = options.minutes is not None and not options.quick
-    tallies = continued(named) if is_part else {name: Tally(name, text) for name, text in named}
-    failures = drill(kinds, tallies, Shared(root), options)
-    show(tallies.values())
-    notes = []
+    met = drill(kinds, Shared(root), options)
+    show(met)
     if left_out := [kind.name for kind in chosen if kind not in kinds]:
-        notes.append("left out for want of cc, or of the right to mount or create networks: "
-                     f"{', '.join(left_out)}")  # fmt: skip
-    print("\n".join([*notes, *failures]))
+        print("left out for want of cc, or of the right to mount or create networks: "
+              f"{', '.join(left_out)}")  # fmt: skip
+    failures = [f"{fault.kind} {fault.number}: {fault.failure}" for fault in met if fault.failure]
+    print("\n".join(failures))
     if failures:
         print(f"files of what failed: {root / 'cases'}")
     elif not options.keep:
         shutil.rmtree(root)
-    if not options.quick:
-        record.write(tallies.values(), [kind.name for kind in KINDS], notes)
+    if not options.quick and results.ELSEWHERE not in os.environ:
+        results.show_in_docs()
     return bool(failures)
 
 
