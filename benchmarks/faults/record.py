@@ -93,12 +93,9 @@ def versions() -> dict[str, str]:
 
 
 def commit() -> str:
-    """Return the abbreviated commit of the code, with "+" if files have changed since."""
-    described = subprocess.run(
-        ["git", "describe", "--always", "--dirty=+", "--exclude=*"], cwd=ROOT, text=True,
-        capture_output=True, check=False,
-    )  # fmt: skip
-    return described.stdout.strip()
+    """Return the abbreviated commit of the code."""
+    command = ["git", "rev-parse", "--short", "HEAD"]
+    return subprocess.run(command, cwd=ROOT, text=True, capture_output=True).stdout.strip()
 
 
 def today() -> str:
