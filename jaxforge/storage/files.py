@@ -28,6 +28,7 @@ from obstore.store import GCSStore, S3Store
 
 from jaxforge.errors import StorageError, UserError
 from jaxforge.storage.requests import (
+    CONNECT_SEC,
     DATA_PATIENCE_SEC,
     RefusedError,
     attempts,
@@ -242,7 +243,7 @@ class _Bucket:
             "client_options": {
                 "allow_http": True,
                 "timeout": "1 hour",
-                "connect_timeout": "10 s",
+                "connect_timeout": f"{CONNECT_SEC:g} s",
                 "read_timeout": "30 s",  # without progress
             },
             "retry_config": {"max_retries": 0},

@@ -2,7 +2,7 @@
 
 Every request runs in one thread with an event loop. A failed request is repeated with exponential
 backoff until its patience ends; a refusal (4xx) is an error at once. A service that has never
-answered this process gets less patience, because its address is probably wrong.
+answered this process nor accepted a connection gets less patience: its address may be wrong.
 """
 
 import asyncio
@@ -23,10 +23,12 @@ PATIENCE_SEC = 90.0
 """Seconds until a request that keeps failing is an error."""
 DATA_PATIENCE_SEC = 300.0
 """The same for reads of data: a job that waits loses less than a job that ends."""
+CONNECT_SEC = 10.0
+"""Seconds until an attempt that finds no connection has failed."""
 REQUEST_SEC = (30.0, 60.0, 120.0)
 """Seconds until each attempt is repeated; later ones are longer in case the network is slow."""
 
-_FIRST_PATIENCE_SEC = 20.0  # for a service that has never answered
+_FIRST_PATIENCE_SEC = 20.0  # for a service that may not exist
 _DELAY_SEC, _LARGEST_DELAY_SEC = 0.1, 10.0  # between attempts
 _SLOWEST = 1e6  # bytes per second of a transfer that is still worth waiting for
 _PASSING = (408, 425, 429)  # the only refusals that a repetition may change
@@ -146,7 +148,8 @@ async def attempts(
             else:
                 _answered.add(_host(url))
                 return result
-            if status:
+            # A long attempt had a connection: the address is right, and the service slow.
+            if status or time.monotonic() - begun > 2 * CONNECT_SEC:
                 _answered.add(_host(url))
             # A long transfer that breaks costs no more patience than a request without an answer.
             spent += min(time.monotonic() - begun, seconds)
@@ -173,7 +176,7 @@ def _failure(
     )
 
 
-_answered: set[str] = set()  # services that have answered this process
+_answered: set[str] = set()  # services that have answered this process, or accepted a connection
 
 
 def _host(url: str) -> str:

@@ -1,5 +1,6 @@
 """Files by URL: listings, repeated requests, refusals, and the end of a process."""
 
+import asyncio
 import os
 import subprocess
 import sys
@@ -59,6 +60,20 @@ def test_persistent_failure_ends_with_patience(bucket, server, monkeypatch):
         files.read(f"{bucket}/a")
     with pytest.raises(StorageError, match=r"/a: the upload failed, attempts: \d, .*503"):
         files.write(f"{bucket}/a", b"")
+
+
+def test_first_request_without_answer_is_repeated(monkeypatch):
+    monkeypatch.setattr(requests, "CONNECT_SEC", 0.05)
+    monkeypatch.setattr(requests, "REQUEST_SEC", (0.3,))
+    monkeypatch.setattr(requests, "_FIRST_PATIENCE_SEC", 0.3)
+    monkeypatch.setattr(requests, "_answered", set())
+    seconds = [PATIENCE, PATIENCE, 0.0]
+
+    async def answer():
+        await asyncio.sleep(seconds.pop(0))
+        return 7
+
+    assert requests.wait(requests.attempts("s3://bucket/a", answer, "the read")) == 7
 
 
 def test_range_beyond_end_is_refused(bucket):
