@@ -171,7 +171,7 @@ def _failure(
             "bucket and network, then run the same command to resume"
         )
     return StorageError(
-        f"{_host(url)} cannot be reached: {reason}. Correct the URL of the bucket or the endpoint "
+        f"{url}: {_host(url)} cannot be reached: {reason}. Correct the URL or the endpoint "
         "(AWS_ENDPOINT_URL, TENSORSTORE_GCS_HTTP_URL), or check network and credentials"
     )
 

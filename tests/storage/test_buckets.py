@@ -113,7 +113,7 @@ def test_unreachable_service_is_reported_within_seconds(monkeypatch, capfd):
         monkeypatch.delenv(name, raising=False)
     begun = time.monotonic()
     with pytest.raises(
-        StorageError, match=rf"^http://127.0.0.1:{port} cannot be reached: Connection"
+        StorageError, match=rf"^s3://bucket/run: http://127.0.0.1:{port} cannot be reached: Conn"
     ):
         urls.path("s3://bucket/run").is_dir()
     assert time.monotonic() - begun < 30  # 90 s of retries for a service that has answered
