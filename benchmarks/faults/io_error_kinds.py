@@ -15,7 +15,6 @@ from benchmarks.faults.case import INTERVAL, STEPS, Case, Variation, require
 from benchmarks.faults.kind import (
     GOES_ON,
     STORAGE,
-    USER,
     Kind,
     copy_half_run,
     least_saved,
@@ -123,7 +122,7 @@ def at_start(
 def shard_at_start(case: Case) -> None:
     """Let the read of a shard's header fail."""
     case.own_tokens()
-    at_start("read", f"tokens/{data.TRAINING}/0090.npy", USER, "0090.npy", WORDS)(case)
+    at_start("read", f"tokens/{data.TRAINING}/0090.npy", STORAGE, "0090.npy", WORDS)(case)
 
 
 def mapped_page(case: Case) -> None:
