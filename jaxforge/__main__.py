@@ -14,7 +14,9 @@ def entry(command: str | None = None) -> int:
         command: name of the command; by default the first argument of the process.
     """
     leave_working_directory()
-    end_at_interrupt()
+    from jaxforge.cli.process import end_at_signals
+
+    end_at_signals()
     from jaxforge.commands import dispatch
 
     return dispatch.run_command(command) if command else dispatch.entry()
@@ -30,19 +32,6 @@ def leave_working_directory() -> None:
     is_first = not sys.flags.safe_path and sys.path[:1] in ([""], [os.getcwd()])
     if is_first and os.getcwd() != home:
         del sys.path[0]
-
-
-def end_at_interrupt() -> None:
-    """Let Ctrl-C end a command immediately, with the default action of the system.
-
-    Commands can be ended at any time without loss. Python's default handler raises an exception
-    inside some library, which not all libraries survive, and not while compiled code runs.
-    `training.preemption` and `cli.running` install other handlers.
-    """
-    import signal  # here, because the working directory is no longer on the path
-
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 if __name__ == "__main__":

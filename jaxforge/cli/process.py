@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 from jaxforge.exit_codes import STOP_SIGNALS
 
@@ -21,6 +22,32 @@ _PR_SET_PDEATHSIG = 1  # prctl(2)
 _BEGAN = "JAXFORGE_BEGAN"  # in seconds of the monotonic clock, common to a host
 _IMPORTED = time.monotonic()
 _process_start: float | None = None
+
+
+def _end(number: int, _: object) -> None:
+    os._exit(128 + number)
+
+
+DEFAULT_ACTION: Any = _end if os.getpid() == 1 else signal.SIG_DFL
+"""Handler of signals that end the process at once.
+
+The first process of a container is PID 1. Linux discards signals to PID 1 that have no handler, so
+that there the default action, the end of the process, must be a handler of Python.
+"""
+
+
+def end_at_signals() -> None:
+    """Let signals end a command at once.
+
+    Commands can be ended at any time without loss. Python's default handler of Ctrl-C raises an
+    exception inside some library, which not all libraries survive, and not while compiled code
+    runs. `training.preemption`, `listening` and `cli.running` install other handlers.
+    """
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, DEFAULT_ACTION)
+    for number in STOP_SIGNALS:
+        if signal.getsignal(number) is signal.SIG_DFL:
+            signal.signal(number, DEFAULT_ACTION)
 
 
 def began_env() -> dict[str, str]:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, TextIO
 
 from jaxforge.cli import streams
+from jaxforge.cli.process import DEFAULT_ACTION
 from jaxforge.cli.redaction import redacted_message
 from jaxforge.errors import PeerLostError, UserError, exit_code_of, printable
 from jaxforge.exit_codes import Exit
@@ -58,9 +59,9 @@ def run_main(
 def raise_interrupts() -> None:
     """Raise KeyboardInterrupt on Ctrl-C from now on, for commands that need to clean up.
 
-    By default Ctrl-C ends the process at once (`jaxforge.__main__`).
+    By default Ctrl-C ends the process at once (`cli.process.end_at_signals`).
     """
-    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
+    if signal.getsignal(signal.SIGINT) is DEFAULT_ACTION:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 

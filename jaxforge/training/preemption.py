@@ -35,7 +35,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from jaxforge.cli.process import end_now, is_interactive, stop_message, stop_signals
+from jaxforge.cli.process import DEFAULT_ACTION, end_now, is_interactive, stop_message, stop_signals
 from jaxforge.config.train import TrainConfig
 from jaxforge.exit_codes import Exit
 
@@ -97,7 +97,7 @@ class Signals:
             return
         self._received = signal.Signals(number)
         if number == signal.SIGINT:
-            second = self._previous[self._received] if is_interactive() else signal.SIG_DFL
+            second = self._previous[self._received] if is_interactive() else DEFAULT_ACTION
             signal.signal(number, second)
         if self._timer is None:
             self._timer = threading.Timer(self._timeout, _give_up, [self._timeout])

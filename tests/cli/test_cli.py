@@ -2,11 +2,13 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
 from jaxforge.cli.process import end_now
@@ -162,8 +164,8 @@ def test_help_needs_no_docstrings():
 
 COMPILES = """
 import ctypes
-from jaxforge.__main__ import end_at_interrupt
-end_at_interrupt()
+from jaxforge.cli.process import end_at_signals
+end_at_signals()
 from jaxforge.cli.running import run_main
 
 def work():
@@ -182,6 +184,33 @@ def test_ctrl_c_ends_a_command_in_compiled_code():
         assert process.stdout.readline() == "compiling\n"
         process.send_signal(signal.SIGINT)
         assert process.wait() == -signal.SIGINT
+
+
+NAMESPACE = ["unshare", *([] if os.geteuid() == 0 else ["-r"]), "--pid", "--fork", "--kill-child"]
+WAITS = """
+import time
+from jaxforge.cli.process import end_at_signals
+end_at_signals()
+print("waiting", flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_signal_ends_command_that_is_first_process_of_container(number):
+    """Linux discards signals to PID 1 without a handler, such as a Ctrl-C in `docker run`."""
+    is_here = shutil.which("unshare")
+    if not is_here or subprocess.run([*NAMESPACE, "true"], capture_output=True).returncode:
+        pytest.skip("no pid namespaces here")
+    command = [*NAMESPACE, sys.executable, "-c", WAITS]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline() == "waiting\n"
+        (first,) = psutil.Process(process.pid).children()
+        first.send_signal(number)
+        try:
+            assert process.wait(PATIENCE) == 128 + number
+        finally:
+            process.kill()
 
 
 def test_ctrl_c_is_raised_for_cleanup():
