@@ -104,6 +104,9 @@ def joined_job() -> JoinedJob | None:
 
 def _join(arguments: dict[str, Any], heartbeat_timeout_sec: int) -> None:
     """Call `jax.distributed.initialize`, with messages instead of a silent wait and an abort."""
+    for name in _EXPLICIT:  # an empty variable counts as unset, but JAX would read it
+        if not os.environ.get(name, "unset"):
+            del os.environ[name]
     awaited = _describe_awaited(arguments)
     log.info("waiting for %s, up to %g s", awaited, JOIN_SEC)
     if arguments.get("process_id"):

@@ -1,6 +1,7 @@
 """Connection of the processes of a job: environment variables, timeouts and lost processes."""
 
 import logging
+import os
 import socket
 import threading
 
@@ -206,6 +207,19 @@ def test_missing_processes_end_the_wait_before_jax_aborts(index, monkeypatch, ca
             multihost.initialize(env=environment(address, index))
     whom = "process 0 of 3 at" if index else "processes 1 to 2 to come to process 0 at"
     assert f"error: waited 0.05 s for {whom} {address}: some did not" in capsys.readouterr().err
+
+
+def test_empty_variables_are_hidden_from_jax(monkeypatch):
+    """Templates of manifests and scripts leave variables empty where the scheduler knows better."""
+    for name in multihost._EXPLICIT:
+        monkeypatch.setenv(name, "")
+    seen = {}
+    monkeypatch.setattr(jax.distributed, "initialize", lambda **_: seen.update(os.environ))
+    multihost.initialize(
+        env={**dict.fromkeys(multihost._EXPLICIT, ""), "SLURM_STEP_NUM_TASKS": "2"}
+    )
+    assert seen
+    assert not seen.keys() & set(multihost._EXPLICIT)
 
 
 def test_port_in_use_raises(monkeypatch):
