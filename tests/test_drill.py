@@ -5,6 +5,8 @@ import sys
 
 import pytest
 
+from jaxforge.config.reading.load import load_config
+
 
 @pytest.fixture
 def drill(monkeypatch, tmp_path):
@@ -71,3 +73,18 @@ def test_failure_annuls_earlier_faults_of_its_kind(drill):
     [failed] = [fault for fault in record.read() if fault.failure]
     assert (failed.kind, failed.number, failed.failure) == ("kill", 1, "another curve")
     assert (failed.codes, failed.identical) == ((75,), True)
+
+
+def test_settings_of_jobs_are_valid(monkeypatch, tmp_path):
+    """No settings of a job are unknown, of a wrong type, or in contradiction to others."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    case = importlib.import_module("benchmarks.faults.case")
+    job_kinds = importlib.import_module("benchmarks.faults.job_kinds")
+    jobs = [job for job in vars(job_kinds).values() if isinstance(job, job_kinds.JobSettings)]
+    assert len({job.name for job in jobs}) == len(jobs) > 10
+    for job in jobs:
+        run = case.Run(tmp_path / job.name / "run", tmp_path, tmp_path / "tokens")
+        run.job = job.settings
+        _, _, _, _, path, *overrides = run._command(["jaxforge.train"], [])
+        assert "{tokens}" not in " ".join(overrides)
+        load_config(path, overrides)

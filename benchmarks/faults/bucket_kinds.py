@@ -103,7 +103,7 @@ def gone_for_seconds(put: Put, begin: Begin) -> Callable[[Case], None]:
             require(not job.ended, f"ended before the bucket returned: {job.tail()}")
             bucket.mend()
             case.ends(job, 0)
-            case.matches(case.shared.undisturbed())
+            case.matches(case.undisturbed())
 
     return scenario
 

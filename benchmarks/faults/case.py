@@ -5,6 +5,7 @@ import dataclasses
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -155,6 +156,11 @@ class Job:
         """Return the output of all processes."""
         return "\n".join(path.read_text(errors="replace") for path in self._outputs)
 
+    def last_step(self) -> int:
+        """Return the last step on the console, or 0."""
+        steps = re.findall(r"^\[step (\d+)\]", self.output(), re.MULTILINE)
+        return max(map(int, steps), default=0)
+
     def tail(self) -> str:
         """Return the end of the output."""
         return self.output()[-1500:]
@@ -171,6 +177,9 @@ class Run:
     Attributes:
         location: `checkpoint.dir`, if it is not the directory.
         data: settings of the data, if they are not those of `tokens`.
+        n: number of processes.
+        variations: differences of processes, by their numbers, at starts that state none.
+        job: settings that change the curve. `{tokens}` stands for the directory of the data.
         settings: further settings of each start.
         environment: further environment variables of all processes.
         fetch: copies a run from its location to the directory.
@@ -181,6 +190,9 @@ class Run:
         self._starts = 0
         self.location = str(directory)
         self.data: Sequence[str] = ()
+        self.n = 1
+        self.job: Sequence[str] = ()
+        self.variations: Mapping[int, Variation] = {}
         self.settings: Sequence[str] = ()
         self.environment: dict[str, str] = {}
         self.fetch: Callable[[], None] = lambda: None
@@ -197,7 +209,7 @@ class Run:
         self,
         *overrides: str,
         fault: Sequence[Any] = (),
-        n: int = 1,
+        n: int | None = None,
         only: int | None = None,
         variations: Mapping[int, Variation] | None = None,
     ) -> Job:
@@ -206,16 +218,16 @@ class Run:
         Args:
             overrides: further settings.
             fault: name and arguments of a fault in `inject`.
-            n: number of processes.
+            n: number of processes, if it is not that of the run.
             only: number of the process with the fault; by default all have it.
             variations: differences of processes, by their numbers.
         """
-        port = free_port("127.0.0.1")
+        n, port = n or self.n, free_port("127.0.0.1")
         self._starts += 1
         commands, environments, outputs, roots = [], [], [], []
         for index in range(n):
             broken = fault if only in (None, index) else ()
-            other = (variations or {}).get(index) or Variation()
+            other = (variations or self.variations).get(index) or Variation()
             module = [f"{__package__}.inject", broken[0], json.dumps(broken[1])] if broken else []
             command = self._command(module or ["jaxforge.train"], [*overrides, *other.overrides])
             commands.append([*other.wrapper, *command])
@@ -231,7 +243,9 @@ class Run:
         ]
         return [
             sys.executable, "-m", *module, "--config", str(self.config),
-            f"--checkpoint.dir={self.location}", *tokens, *self.settings, *overrides,
+            f"--checkpoint.dir={self.location}", *tokens,
+            *(setting.replace("{tokens}", str(self.tokens))
+              for setting in (*self.job, *self.settings, *overrides)),
         ]  # fmt: skip
 
     def _environment(self, port: int, n: int, index: int) -> dict[str, str]:
@@ -291,6 +305,7 @@ class Shared:
     root: Path
     lock: Any = dataclasses.field(default_factory=threading.RLock)
     runs: dict[tuple[Any, ...], Run] = dataclasses.field(default_factory=dict)
+    _locks: dict[tuple[Any, ...], Any] = dataclasses.field(default_factory=dict)
 
     def tokens(self, left_out: Sequence[int] = ()) -> Path:
         """Return the data without some batches."""
@@ -307,8 +322,11 @@ class Shared:
         """Return an undisturbed run."""
         key = (overrides, n, tuple(left_out))
         with self.lock:
+            lock = self._locks.setdefault(key, threading.Lock())
+            number = list(self._locks).index(key)
+        with lock:  # cases wait for the run that they need, but not for other ones
             if key not in self.runs:
-                directory = self.root / "undisturbed" / str(len(self.runs))
+                directory = self.root / "undisturbed" / str(number)
                 run = Run(directory, self.root / "compiled", self.tokens(left_out))
                 job = run.start(*overrides, n=n)
                 require(set(job.wait()) == {code}, f"an undisturbed run failed: {job.tail()}")
@@ -385,7 +403,15 @@ class Case:
         for text in texts:
             require(text in output, f"does not say {text!r}: {output[-1500:]}")
 
-    def goes_on(self, *overrides: str, fault: Sequence[Any] = (), n: int = 1) -> str:
+    def undisturbed(
+        self, *overrides: str, n: int | None = None, left_out: Sequence[int] = (), code: int = 0
+    ) -> Run:
+        """Return an undisturbed run of the same job."""
+        settings = (*self.run.job, *overrides)
+        n = n or self.run.n
+        return self.shared.undisturbed(*settings, n=n, left_out=left_out, code=code)
+
+    def goes_on(self, *overrides: str, fault: Sequence[Any] = (), n: int | None = None) -> str:
         """Run the command again, from the newest durable step to the end; return the output."""
         durable = self.run.durable()
         job = self.run.start(*overrides, fault=fault, n=n)

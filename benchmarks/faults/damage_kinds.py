@@ -47,7 +47,7 @@ def flipped_in(*patterns: str) -> Callable[[Case], None]:
             require(path.name in output or checkpoint in output, f"{path} is not named: {output}")
             path.write_bytes(spare)
             case.goes_on()
-        case.matches(case.shared.undisturbed())
+        case.matches(case.undisturbed())
 
     return scenario
 
@@ -68,7 +68,7 @@ def flipped_in_metrics(case: Case) -> None:
     moved = path.with_name("metrics.damaged.jsonl").exists()
     require(not moved or "metrics.damaged.jsonl" in output, "moved without a warning")
     case.notes["detected"] = moved
-    case.matches(case.shared.undisturbed(), unlike=steps)
+    case.matches(case.undisturbed(), unlike=steps)
 
 
 def with_manifest(case: Case) -> Path:
@@ -114,7 +114,7 @@ def flipped_in_bare_shard(case: Case) -> None:
         resumes(case)
     else:
         require(case.run.last_logged() == STEPS, "steps are missing")
-        case.identical = case.run.curve() == case.shared.undisturbed().curve()
+        case.identical = case.run.curve() == case.undisturbed().curve()
 
 
 def flipped_in_manifest(case: Case) -> None:
@@ -128,7 +128,7 @@ def flipped_in_manifest(case: Case) -> None:
         require("manifest" in output or ".npy" in output, f"not named: {output[-1500:]}")
         path.write_bytes(spare)
         case.goes_on()
-    case.matches(case.shared.undisturbed())
+    case.matches(case.undisturbed())
 
 
 def flipped_in_replica(copies: Sequence[int], *said: str) -> Callable[[Case], None]:
@@ -164,7 +164,7 @@ def flipped_in_replica(copies: Sequence[int], *said: str) -> Callable[[Case], No
         case.notes["steps before the replica"] = newest - resumed
         require(resumed == newest if len(copies) < 2 else resumed < newest, f"from {resumed}")
         case.says(output, *said)
-        case.matches(case.shared.undisturbed("--distributed.dp_shard=2", n=2))
+        case.matches(case.undisturbed("--distributed.dp_shard=2", n=2))
 
     return scenario
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-TRAINING, HELD_OUT = "training", "held_out"
+TRAINING, SECOND, HELD_OUT = "training", "second", "held_out"
 MARKS = 256
 """Token MARKS + i stands in batch i alone."""
 
@@ -17,7 +17,7 @@ MARKED_ROW = 5
 
 
 def write(directory: Path, left_out: Collection[int] = ()) -> None:
-    """Write `training/` and `held_out/` with rows of tokens that follow a rule.
+    """Write `training/`, `second/` and `held_out/` with rows of tokens that follow a rule.
 
     Args:
         directory: destination.
@@ -32,5 +32,7 @@ def write(directory: Path, left_out: Collection[int] = ()) -> None:
         path = directory / TRAINING / f"{i:04}.npy"
         path.parent.mkdir(parents=True, exist_ok=True)
         np.save(path, rows[i : i + BATCHES_PER_FILE].reshape(-1))
-    (directory / HELD_OUT).mkdir()
+    for name in (SECOND, HELD_OUT):
+        (directory / name).mkdir()
+    np.save(directory / SECOND / "0000.npy", rows[::-1].reshape(-1))
     np.save(directory / HELD_OUT / "0000.npy", tokens[:6].reshape(-1).astype(np.uint16))

@@ -26,7 +26,7 @@ def refused(vary: Callable[[Case], Variation], *said: str) -> Callable[[Case], N
         require(not case.run.checkpoints.exists(), "a checkpoint directory was created")
         require(not case.run.last_logged(), "a step took place")
         case.goes_on(n=2)
-        case.matches(case.shared.undisturbed(n=2))
+        case.matches(case.undisturbed(n=2))
 
     return scenario
 
@@ -96,7 +96,7 @@ def clock_runs_at(rate: float) -> Callable[[Case], None]:
 
     def scenario(case: Case) -> None:
         case.ends(case.run.start(fault=("clock_from_start", {"rate": rate})), 0)
-        case.matches(case.shared.undisturbed())
+        case.matches(case.undisturbed())
 
     return scenario
 
@@ -106,7 +106,7 @@ def clock_of_one_host_is_off(case: Case) -> None:
     offset = case.rng.choice([-1, 1]) * case.rng.uniform(1, 12) * 3600
     fault = ("clock_from_start", {"offset": offset})
     case.ends(case.run.start(fault=fault, n=2, only=case.rng.choice([0, 1])), 0)
-    case.matches(case.shared.undisturbed(n=2))
+    case.matches(case.undisturbed(n=2))
 
 
 def clock_is_set_back_between_starts(case: Case) -> None:
@@ -115,7 +115,7 @@ def clock_is_set_back_between_starts(case: Case) -> None:
     case.ends(case.run.start(f"--train.exit_interval={stop}"), 75)
     offset = -case.rng.uniform(1, 12) * 3600
     case.goes_on(fault=("clock_from_start", {"offset": offset}))
-    case.matches(case.shared.undisturbed())
+    case.matches(case.undisturbed())
 
 
 DIFFERENCE_KINDS = (

@@ -11,7 +11,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 
-from benchmarks.faults.case import EVALUATION, INTERVAL, STEPS, Case, require
+from benchmarks.faults.case import EVALUATION, INTERVAL, STEPS, Case, Run, require
 from benchmarks.faults.hosts import N_HOSTS, TIMEOUT, Hosts
 from benchmarks.faults.network import Network
 
@@ -71,9 +71,9 @@ def job(case: Case, *, has_network: bool, overrides: Sequence[str] = ()) -> Iter
         yield hosts, network
 
 
-def nearly_matches(case: Case) -> None:
+def nearly_matches(case: Case, reference: Run | None = None) -> None:
     """Compare the curve with that of an undisturbed run up to rounding."""
-    ours, theirs = case.run.curve(), case.shared.undisturbed().curve()
+    ours, theirs = case.run.curve(), (reference or case.undisturbed()).curve()
     steps = [[line["step"] for line in curve if "train/loss" in line] for curve in (ours, theirs)]
     require(steps[0] == steps[1], f"other steps: {sorted(set(steps[1]) ^ set(steps[0]))[:5]}")
     differences = dict.fromkeys(("train/loss", "train/grad_norm", "eval/loss"), 0.0)

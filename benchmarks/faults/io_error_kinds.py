@@ -75,7 +75,7 @@ def on_the_way(pattern: str, code: int, *said: str) -> Callable[[Case], None]:
             least_saved(case, step)
             resumes(case)
         else:
-            case.matches(case.shared.undisturbed())
+            case.matches(case.undisturbed())
 
     return scenario
 
@@ -90,7 +90,7 @@ def for_a_while(pattern: str, *said: str) -> Callable[[Case], None]:
         output = case.ends(case.run.start(fault=fault, variations={0: variation}), 0)
         require_failure(armed)
         case.says(output, *said)
-        case.matches(case.shared.undisturbed())
+        case.matches(case.undisturbed())
 
     return scenario
 
@@ -114,7 +114,7 @@ def at_start(
             require(case.run.durable() == before, "checkpoints have changed")
             resumes(case)
         else:
-            case.matches(case.shared.undisturbed())
+            case.matches(case.undisturbed())
 
     return scenario
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from benchmarks.faults import data
 from benchmarks.faults.bucket_kinds import BUCKET_KINDS
-from benchmarks.faults.case import INTERVAL, STEPS, Case, Job, require
+from benchmarks.faults.case import INTERVAL, STEPS, Case, require
 from benchmarks.faults.damage_kinds import DAMAGE_KINDS
 from benchmarks.faults.difference_kinds import DIFFERENCE_KINDS
 from benchmarks.faults.elastic_kinds import (
@@ -33,80 +33,43 @@ from benchmarks.faults.elastic_kinds import (
 )
 from benchmarks.faults.hosts import N_HOSTS
 from benchmarks.faults.io_error_kinds import IO_ERROR_KINDS
+from benchmarks.faults.job_kinds import JOB_KINDS
 from benchmarks.faults.kind import (
     GAVE_UP,
     GOES_ON,
     HUNG,
+    INT,
     INTERRUPTED,
-    KILLED,
+    LEFT_OUT,
     MACHINE,
     SAVES,
     STOPPED,
     STORAGE,
+    TERM,
     USER,
+    USR1,
     Kind,
     array_files,
+    asked_to_stop,
     copy_half_run,
     flip,
+    killed_anywhere,
+    killed_in_save,
     least_saved,
+    moment_of,
+    of_job,
+    one_bad_step,
+    one_is_killed,
+    one_is_told_to_stop,
     remove,
+    rolled_back,
+    started,
+    stopped,
     truncate,
 )
 from benchmarks.faults.recovery_kinds import RECOVERY_KINDS
 
 # Kills and signals
-
-
-def started(case: Case) -> Job:
-    """Start a run, and return at a random time before its end."""
-    job = case.run.start()
-    # Most of a short run is its start: half of the faults wait for it.
-    after = case.rng.choice([0, case.rng.randrange(1, STEPS)])
-    case.wait_until(lambda: case.run.last_logged() >= after, job)
-    job.wait_at_most(case.rng.uniform(0, 4 if after == 0 else 0.2))
-    return job
-
-
-def killed_anywhere(case: Case) -> None:
-    """Kill the run from outside, between the first import and the last line."""
-    job = started(case)
-    logged = case.run.last_logged()
-    job.kill()
-    case.ends(job, KILLED, 0)
-    least_saved(case, logged)
-    case.goes_on()
-    case.matches(case.shared.undisturbed())
-
-
-def killed_in_save(case: Case) -> None:
-    """Kill the run from within, while a checkpoint is written."""
-    step = case.rng.randrange(INTERVAL, STEPS + 1, INTERVAL)
-    seconds = case.rng.uniform(0, 0.06)
-    arguments = {"step": step, "number": signal.SIGKILL, "seconds": seconds}
-    case.ends(case.run.start(fault=("signal_in_save", arguments)), KILLED, 0)
-    least_saved(case, step + 1)
-    case.goes_on()
-    case.matches(case.shared.undisturbed())
-
-
-def stopped(case: Case, fault: tuple, code: int, n: int = 1, only: int | None = None) -> None:
-    """Check a fault that asks the run to stop: it saves its state and resumes from it."""
-    output = case.ends(case.run.start(fault=fault, n=n, only=only), code)
-    last = case.run.durable()[-1]
-    require(last == case.run.last_logged(), f"logged {case.run.last_logged()}, saved {last}")
-    case.says(output, f"stopped at step {last} of {STEPS}; run the same command to resume")
-    case.goes_on(n=n)
-    case.matches(case.shared.undisturbed(n=n))
-
-
-def asked_to_stop(number: int, code: int, fault: str, **sections: range) -> Callable[[Case], None]:
-    """Send a signal in a random one of `sections`."""
-
-    def scenario(case: Case) -> None:
-        drawn = {name: case.rng.choice(values) for name, values in sections.items()}
-        stopped(case, (fault, {**drawn, "number": number}), code)
-
-    return scenario
 
 
 def signalled_anywhere(case: Case) -> None:
@@ -122,29 +85,10 @@ def signalled_anywhere(case: Case) -> None:
     job.signal(number)
     case.ends(job, *({code, 0} | ({-number, 1} if early else set())), noisy=early)
     case.goes_on()
-    case.matches(case.shared.undisturbed())
+    case.matches(case.undisturbed())
 
 
 # Numbers
-
-
-def one_bad_step(what: str) -> Callable[[Case], None]:
-    """Check that a bad step is skipped, as if its batch did not exist."""
-
-    def scenario(case: Case) -> None:
-        bad = moment_of(case)
-        guard = ["--train.on_spike=skip", "--train.spike_warmup=20"] if what == "spike" else []
-        case.ends(case.run.start(*guard, fault=("spoil", {"what": what, "first": bad})), 0)
-        require(case.run.progress(STEPS)["skipped"] == 1, "not counted as skipped")
-        left_out = case.shared.undisturbed(f"--train.iterations_to_skip=[{bad + 1}]")
-        case.matches(left_out, unlike=[bad + 1])
-
-    return scenario
-
-
-def moment_of(case: Case) -> int:
-    """Return a batch to spoil; there are few choices, since each compiles another program."""
-    return case.rng.choice([63, 125])
 
 
 def gives_up(case: Case) -> None:
@@ -155,7 +99,7 @@ def gives_up(case: Case) -> None:
     case.says(output, f"gave up at step {bad + 3}: 3 steps in a row")
     require(case.run.durable()[-1] == bad // INTERVAL * INTERVAL, "a bad step is saved")
     case.goes_on()
-    case.matches(case.shared.undisturbed())
+    case.matches(case.undisturbed())
 
 
 def stops_at_once(what: str, rule: str) -> Callable[[Case], None]:
@@ -168,7 +112,7 @@ def stops_at_once(what: str, rule: str) -> Callable[[Case], None]:
         case.ends(case.run.start(*overrides, fault=fault), GAVE_UP)
         require(case.run.last_logged() == bad + 1, "does not stop at the bad step")
         case.goes_on(*overrides)
-        case.matches(case.shared.undisturbed())
+        case.matches(case.undisturbed())
 
     return scenario
 
@@ -179,7 +123,7 @@ def same_answer_again(case: Case) -> None:
     fault = ("spoil", {"what": "NaN loss", "first": bad})
     output = case.ends(case.run.start("--train.rerun_bad_steps=true", fault=fault), 0)
     case.says(output, f"step {bad + 1}, rerun from the same state, gave the same result")
-    left_out = case.shared.undisturbed(f"--train.iterations_to_skip=[{bad + 1}]")
+    left_out = case.undisturbed(f"--train.iterations_to_skip=[{bad + 1}]")
     case.matches(left_out, unlike=[bad + 1])
 
 
@@ -191,7 +135,7 @@ def another_answer_again(case: Case) -> None:
     case.says(output, f"step {bad + 1}, rerun from the same state, gave two results")
     require(case.run.durable()[-1] == bad // INTERVAL * INTERVAL, "a doubtful step is saved")
     case.goes_on("--train.rerun_bad_steps=true")
-    case.matches(case.shared.undisturbed())
+    case.matches(case.undisturbed())
 
 
 def warned(case: Case) -> None:
@@ -199,35 +143,7 @@ def warned(case: Case) -> None:
     bad = moment_of(case)
     fault = ("spoil", {"what": "NaN loss", "first": bad})
     case.ends(case.run.start("--train.on_nonfinite=warn", fault=fault), 0)
-    case.matches(case.shared.undisturbed(), unlike=[bad + 1])
-
-
-def rolled_back(what: str, *, killed: bool = False) -> Callable[[Case], None]:
-    """Check a rollback: the run equals one without the data since the good checkpoint."""
-
-    def scenario(case: Case) -> None:
-        bad, rule = moment_of(case), "on_spike" if what == "spike" else "on_nonfinite"
-        overrides = [f"--train.{rule}=rollback", "--train.spike_warmup=20",
-                     "--checkpoint.keep_last_n=0"]  # fmt: skip
-        fault = ("spoil", {"what": what, "first": bad, "count": 3})
-        job = case.run.start(*overrides, fault=fault)
-        if killed:
-            after = case.rng.randrange(bad, STEPS - 10)
-            case.wait_until(lambda: case.run.last_logged() >= after, job)
-            job.wait_at_most(case.rng.uniform(0, 0.2))
-            job.kill()
-            case.ends(job, KILLED, 0)
-            case.goes_on(*overrides, fault=fault)
-        else:
-            output = case.ends(job, 0)
-            case.says(output, f"rolled back from step {bad + 3} to step")
-        good = bad // INTERVAL * INTERVAL
-        require(case.run.durable() == list(range(0, STEPS + 1, INTERVAL)), "saves are missing")
-        (jump,) = case.run.progress(STEPS)["rollbacks"]
-        require((jump["from"], jump["to"]) == (bad + 3, good), f"another jump: {jump}")
-        case.matches(case.shared.undisturbed(left_out=range(good, bad + 3)))
-
-    return scenario
+    case.matches(case.undisturbed(), unlike=[bad + 1])
 
 
 # Storage
@@ -247,7 +163,7 @@ def damaged(
         case.says(output, f"error: {newest} is damaged", f"remove it to go on from step {before}")
         shutil.rmtree(newest)
         case.goes_on()
-        case.matches(case.shared.undisturbed())
+        case.matches(case.undisturbed())
 
     return scenario
 
@@ -268,7 +184,7 @@ def disk_full_at_save(case: Case) -> None:
     least_saved(case, step)
     (case.run.directory / "ballast").unlink()
     case.goes_on()
-    case.matches(case.shared.undisturbed())
+    case.matches(case.undisturbed())
 
 
 def disk_full_between_saves(case: Case) -> None:
@@ -278,7 +194,7 @@ def disk_full_between_saves(case: Case) -> None:
     where = {"step": step, "until": step + 6, "directory": str(case.run.directory)}
     output = case.ends(case.run.start(fault=("fill_disk", where)), 0)
     case.says(output, "metrics.jsonl failed: ")
-    case.matches(case.shared.undisturbed())
+    case.matches(case.undisturbed())
 
 
 def disk_full_at_start(case: Case) -> None:
@@ -288,7 +204,7 @@ def disk_full_at_start(case: Case) -> None:
     case.ends(case.run.start(), USER, STORAGE, noisy=True)
     case.unmount()
     case.goes_on()
-    case.matches(case.shared.undisturbed())
+    case.matches(case.undisturbed())
 
 
 def read_only_at_start(case: Case) -> None:
@@ -298,7 +214,7 @@ def read_only_at_start(case: Case) -> None:
     case.says(output, "error: checkpoint.dir", "Read-only file system")
     case.unmount()
     case.goes_on()
-    case.matches(case.shared.undisturbed())
+    case.matches(case.undisturbed())
 
 
 def read_only_later(case: Case) -> None:
@@ -310,7 +226,7 @@ def read_only_later(case: Case) -> None:
     case.says(output, "a checkpoint could not be written", "Read-only file system")
     case.unmount()
     case.goes_on()
-    case.matches(case.shared.undisturbed())
+    case.matches(case.undisturbed())
 
 
 def shard_gone_at_start(case: Case) -> None:
@@ -322,7 +238,7 @@ def shard_gone_at_start(case: Case) -> None:
     case.says(output, "error: data.dataset_path", "does not exist")
     moved.rename(training)
     case.goes_on()
-    case.matches(case.shared.undisturbed())
+    case.matches(case.undisturbed())
 
 
 def shard_harmed_on_the_way(fault: str, said: str) -> Callable[[Case], None]:
@@ -337,7 +253,7 @@ def shard_harmed_on_the_way(fault: str, said: str) -> Callable[[Case], None]:
         least_saved(case, case.run.last_logged())
         shutil.copy(spare, victim)
         case.goes_on()
-        case.matches(case.shared.undisturbed())
+        case.matches(case.undisturbed())
 
     return scenario
 
@@ -350,7 +266,7 @@ def read_hangs(case: Case) -> None:
     case.says(output, "inject.py")  # the stacks show where
     least_saved(case, case.run.last_logged())
     case.goes_on()
-    case.matches(case.shared.undisturbed())
+    case.matches(case.undisturbed())
 
 
 def read_hangs_at_the_end(case: Case) -> None:
@@ -361,7 +277,7 @@ def read_hangs_at_the_end(case: Case) -> None:
     output = case.ends(case.run.start(f"--train.exit_interval={last}", fault=fault), STOPPED)
     case.says(output, f"stopped at step {last} of", "while threads are running")
     case.goes_on()
-    case.matches(case.shared.undisturbed())
+    case.matches(case.undisturbed())
 
 
 def clock_jumps(case: Case) -> None:
@@ -370,48 +286,27 @@ def clock_jumps(case: Case) -> None:
     seconds = case.rng.choice([-1, 1]) * 10 ** case.rng.uniform(1, 6)
     fault = ("clock_jump", {"step": step, "seconds": seconds})
     case.ends(case.run.start(fault=fault), 0)
-    case.matches(case.shared.undisturbed())
+    case.matches(case.undisturbed())
 
 
 # Two processes
-
-
-def one_of_two_is_told_to_stop(case: Case) -> None:
-    """Stop one of two processes: both stop at the same step."""
-    number = case.rng.choice([signal.SIGTERM, signal.SIGUSR1])
-    step = case.rng.randrange(1, STEPS // 2)
-    fault = ("signal_in_step", {"step": step, "number": number, "pause": 0.05})
-    stopped(case, fault, STOPPED, n=2, only=case.rng.choice([0, 1]))
 
 
 def one_of_two_is_told_while_evaluating(case: Case) -> None:
     """Stop one of two processes in an evaluation: both stop at the same batch and resume there."""
     arguments = {"batch": case.rng.randrange(3), "number": signal.SIGTERM, "pause": 2.0}
     fault = ("signal_in_evaluation", arguments)
-    stopped(case, fault, STOPPED, n=2, only=case.rng.choice([0, 1]))
+    stopped(case, fault, STOPPED, only=case.rng.choice([0, 1]))
     first = case.run.directory.with_suffix(".1.0.log").read_text()
     require("eval_loss" not in first, "the evaluation was not stopped")
-
-
-def one_of_two_is_killed(case: Case) -> None:
-    """Kill one of two processes: JAX's coordination service or a failing save stops the other."""
-    step, only = case.rng.randrange(1, STEPS - 20), case.rng.choice([0, 1])
-    fault = ("signal_in_step", {"step": step, "number": signal.SIGKILL})
-    job = case.run.start(fault=fault, n=2, only=only)
-    codes = job.wait()
-    case.codes += codes
-    require(codes[only] == KILLED and codes[1 - only] not in (0, USER), f"codes {codes}")
-    least_saved(case, case.run.last_logged())
-    case.goes_on(n=2)
-    case.matches(case.shared.undisturbed(n=2))
 
 
 def nan_from_one_host(case: Case) -> None:
     """Spoil a batch whose marked row is only read by the second process."""
     bad = moment_of(case)
     fault = ("spoil", {"what": "NaN loss", "first": bad})
-    case.ends(case.run.start(fault=fault, n=2), 0)
-    left_out = case.shared.undisturbed(f"--train.iterations_to_skip=[{bad + 1}]", n=2)
+    case.ends(case.run.start(fault=fault), 0)
+    left_out = case.undisturbed(f"--train.iterations_to_skip=[{bad + 1}]")
     case.matches(left_out, unlike=[bad + 1])
 
 
@@ -422,8 +317,6 @@ def _of_hosts(
     return Kind(f"elastic: {name}", 2, scenario, expected, n=N_HOSTS, has_network=has_network)
 
 
-TERM, USR1, INT = signal.SIGTERM, signal.SIGUSR1, signal.SIGINT
-_LEFT_OUT = "as if the batch's update were left out"
 _CONTINUES = "the other hosts continue"
 _RETURNS = "the others continue, and take the host back"
 _ALL_AGAIN = "all hosts start again"
@@ -446,18 +339,18 @@ KINDS = (
          asked_to_stop(USR1, STOPPED, "signal_in_step", step=range(1, STEPS)), SAVES),
     Kind("SIGINT, in a step", 18,
          asked_to_stop(INT, INTERRUPTED, "signal_in_step", step=range(1, STEPS)), SAVES),
-    Kind("NaN loss, skip", 4, one_bad_step("NaN loss"), _LEFT_OUT),
-    Kind("NaN gradient, skip", 4, one_bad_step("NaN gradient"), _LEFT_OUT),
-    Kind("infinite loss, skip", 4, one_bad_step("infinite loss"), _LEFT_OUT),
+    Kind("NaN loss, skip", 4, one_bad_step("NaN loss"), LEFT_OUT),
+    Kind("NaN gradient, skip", 4, one_bad_step("NaN gradient"), LEFT_OUT),
+    Kind("infinite loss, skip", 4, one_bad_step("infinite loss"), LEFT_OUT),
     Kind("NaN loss, warn", 2, warned, "counted, and applied"),
-    Kind("NaN loss, run again: the same", 2, same_answer_again, _LEFT_OUT),
+    Kind("NaN loss, run again: the same", 2, same_answer_again, LEFT_OUT),
     Kind("NaN loss, run again: another", 3, another_answer_again, GOES_ON),
     Kind("NaN loss, stop", 3, stops_at_once("NaN loss", "on_nonfinite"), GOES_ON),
     Kind("NaNs in a row, skip", 4, gives_up, GOES_ON),
     Kind("NaNs in a row, rollback", 4, rolled_back("NaN loss"), "as if the span were not there"),
     Kind("NaNs in a row, rollback, kill -9", 24, rolled_back("NaN loss", killed=True),
          "as if the span were not there"),
-    Kind("spike, skip", 4, one_bad_step("spike"), _LEFT_OUT),
+    Kind("spike, skip", 4, one_bad_step("spike"), LEFT_OUT),
     Kind("spike, stop", 3, stops_at_once("spike", "on_spike"), GOES_ON),
     Kind("spikes in a row, rollback", 3, rolled_back("spike"), "as if the span were not there"),
     Kind("newest checkpoint: flipped bit", 32, damaged(flip), _DAMAGED),
@@ -476,16 +369,17 @@ KINDS = (
     Kind("a read hangs", 4, read_hangs, GOES_ON),
     Kind("a read hangs, and the run ends before it is missed", 4, read_hangs_at_the_end, SAVES),
     Kind("clock jumps", 18, clock_jumps, "nothing"),
-    Kind("two processes: signal to one", 12, one_of_two_is_told_to_stop, SAVES, n=2),
-    Kind("two processes: signal to one, evaluating", 6, one_of_two_is_told_while_evaluating,
-         SAVES, n=2),
-    Kind("two processes: kill -9 of one", 12, one_of_two_is_killed, GOES_ON, n=2),
-    Kind("two processes: NaN from one", 2, nan_from_one_host, _LEFT_OUT, n=2),
+    Kind("two processes: signal to one", 12, of_job(one_is_told_to_stop, n=2), SAVES, n=2),
+    Kind("two processes: signal to one, evaluating", 6,
+         of_job(one_of_two_is_told_while_evaluating, n=2), SAVES, n=2),
+    Kind("two processes: kill -9 of one", 12, of_job(one_is_killed, n=2), GOES_ON, n=2),
+    Kind("two processes: NaN from one", 2, of_job(nan_from_one_host, n=2), LEFT_OUT, n=2),
     *RECOVERY_KINDS,
     *DIFFERENCE_KINDS,
     *DAMAGE_KINDS,
     *BUCKET_KINDS,
     *IO_ERROR_KINDS,
+    *JOB_KINDS,
     *(_of_hosts(f"{what}: {whom}", lost(strike, victims), _CONTINUES, has_network=strike is cut)
       for what, strike in (("host killed", kill), ("host stopped", freeze), ("host cut off", cut),
                            ("host preempted", preempt))

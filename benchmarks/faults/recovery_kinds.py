@@ -14,6 +14,8 @@ from benchmarks.faults.kind import (
     STORAGE,
     Kind,
     copy_half_run,
+    last_step_is_saved,
+    of_job,
     resumes,
 )
 
@@ -33,15 +35,14 @@ def stopped_in_restore(case: Case) -> None:
     seconds = case.rng.choice([0.0, case.rng.uniform(0.001, 0.5)])
     arguments = {"number": signal.SIGTERM, "seconds": seconds}
     case.ends(case.run.start(fault=("signal_in_restore", arguments)), STOPPED)
-    last = case.run.durable()[-1]
-    require(last == case.run.last_logged(), f"logged {case.run.last_logged()}, saved {last}")
+    last_step_is_saved(case)
     resumes(case)
 
 
 def full_disk_in_restore(case: Case) -> None:
     """Resume on a disk that is full."""
     case.mount(case.run.directory, "-t", "tmpfs", "-o", "size=64m", "tmpfs")
-    half = case.shared.undisturbed(f"--train.exit_interval={HALF}", code=STOPPED)
+    half = case.undisturbed(f"--train.exit_interval={HALF}", code=STOPPED)
     shutil.copytree(half.directory, case.run.directory, dirs_exist_ok=True)
     ballast = case.run.directory / "ballast"
     with ballast.open("ab", buffering=0) as file:
@@ -101,16 +102,16 @@ def killed_in_starts(case: Case) -> None:
 
 def one_of_two_killed_in_restore(case: Case) -> None:
     """Kill one of two processes while both restore."""
-    half = case.shared.undisturbed(f"--train.exit_interval={HALF}", n=2, code=STOPPED)
+    half = case.undisturbed(f"--train.exit_interval={HALF}", code=STOPPED)
     shutil.copytree(half.directory, case.run.directory)
     only = case.rng.choice([0, 1])
     arguments = {"number": signal.SIGKILL, "seconds": case.rng.uniform(0.001, 0.3)}
-    job = case.run.start(fault=("signal_in_restore", arguments), n=2, only=only)
+    job = case.run.start(fault=("signal_in_restore", arguments), only=only)
     codes = job.wait()
     case.codes += codes
     require(codes[only] == KILLED and codes[1 - only] not in (0, 2), f"codes {codes}")
     require(case.run.durable()[-1] >= HALF, "the checkpoint is lost")
-    resumes(case, n=2)
+    resumes(case)
 
 
 RECOVERY_KINDS = (
@@ -120,5 +121,11 @@ RECOVERY_KINDS = (
     Kind("recovery: kill -9, three times in a row", 12, killed_three_times, GOES_ON),
     Kind("recovery: kill -9, in three starts", 8, killed_in_starts, GOES_ON),
     Kind("recovery: disk full, restoring", 2, full_disk_in_restore, GOES_ON, mounts=True),
-    Kind("two processes: kill -9 of one, restoring", 6, one_of_two_killed_in_restore, GOES_ON, n=2),
+    Kind(
+        "two processes: kill -9 of one, restoring",
+        6,
+        of_job(one_of_two_killed_in_restore, n=2),
+        GOES_ON,
+        n=2,
+    ),
 )
