@@ -68,6 +68,7 @@ from benchmarks.faults.kind import (
     truncate,
 )
 from benchmarks.faults.recovery_kinds import RECOVERY_KINDS
+from benchmarks.faults.scheduler_kinds import SCHEDULER_KINDS
 
 # Kills and signals
 
@@ -380,6 +381,7 @@ KINDS = (
     *BUCKET_KINDS,
     *IO_ERROR_KINDS,
     *JOB_KINDS,
+    *SCHEDULER_KINDS,
     *(_of_hosts(f"{what}: {whom}", lost(strike, victims), _CONTINUES, has_network=strike is cut)
       for what, strike in (("host killed", kill), ("host stopped", freeze), ("host cut off", cut),
                            ("host preempted", preempt))
