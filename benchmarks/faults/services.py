@@ -85,25 +85,38 @@ def scrape(run: Run, rounds: int) -> Measured:
     port, log = free_port("127.0.0.1"), Log()
     job = run.start(
         f"--metrics.prometheus_port={port}", "--train.max_steps=1000000", "--eval.enabled=false",
-        "--checkpoint.interval=1000", "--checkpoint.keep_last_n=1",
+        "--checkpoint.interval=100", "--checkpoint.keep_last_n=1",
+        '--plugins.callbacks=["benchmarks.faults.pace.Pace"]',
     )  # fmt: skip
-    _await(lambda: job.ended or run.last_logged() >= 20, "20 steps")
-    process = psutil.Process(job.processes[0].pid)
-    threads = process.num_threads()
-    for _ in range(rounds):
-        crowd = [_hanging_client(port) for _ in range(_CROWD)]
-        with concurrent.futures.ThreadPoolExecutor(_PARALLEL) as pool:
-            answers = list(pool.map(lambda i: _ask(port, i), range(_REQUESTS)))
-        require(set(answers) == {200}, f"answers {set(answers)}: {job.tail()}")
-        for connection in crowd:
-            connection.close()
-        _await(lambda: process.num_threads() <= threads, f"{threads} threads")
-        log.add("the training process", process)
-    job.signal(signal.SIGTERM)
-    require(job.wait() == [75], job.tail())
+    try:
+        _await(lambda: job.ended or run.last_logged() >= 20, "20 steps")
+        process = psutil.Process(job.processes[0].pid)
+        for _ in range(rounds):
+            _ask_in_a_crowd(port, process)
+            log.add("the training process", process)
+        job.signal(signal.SIGTERM)
+        require(job.wait() == [75], job.tail())
+    finally:
+        job.kill()
     note = (f"endpoint: {rounds * _REQUESTS:,} requests answered, {_PARALLEL} at a time, among "
             f"{rounds * _CROWD:,} clients that hung or broke off")  # fmt: skip
     return log.rows("metrics endpoint"), [note]
+
+
+def _ask_in_a_crowd(port: int, process: psutil.Process) -> None:
+    """Ask while other clients hang; wait until no connection is left."""
+
+    def has_clients() -> bool:
+        connections = process.net_connections("tcp")
+        return any(c.laddr.port == port and c.status != psutil.CONN_LISTEN for c in connections)
+
+    crowd = [_hanging_client(port) for _ in range(_CROWD)]
+    with concurrent.futures.ThreadPoolExecutor(_PARALLEL) as pool:
+        answers = set(pool.map(lambda i: _ask(port, i), range(_REQUESTS)))
+    require(answers == {200}, f"answers {answers}")
+    for connection in crowd:
+        connection.close()
+    _await(lambda: not has_clients(), "no connections")
 
 
 def _hanging_client(port: int) -> socket.socket:
@@ -164,8 +177,11 @@ def restart(run: Run, starts: int) -> Measured:
         supervisor = subprocess.Popen(
             command, env={**os.environ, **run.environment}, stdout=output, stderr=output
         )
-    _measure(run, starts, log, [psutil.Process(supervisor.pid)])
-    require(supervisor.wait(PATIENCE) == 0, "the supervisor failed")
+    try:
+        _measure(run, starts, log, [psutil.Process(supervisor.pid)])
+        require(supervisor.wait(PATIENCE) == 0, "the supervisor failed")
+    finally:
+        supervisor.kill()
     _check_no_process(mark)
     return log.rows("supervise"), [
         f"supervise: {starts} starts of two processes, each with a child"
