@@ -17,8 +17,8 @@ loss, since Adam divides by gradients near zero. A larger `optimizer.eps` and a 
 at the size of one rounding, as two processes without faults show, so that one lost update is
 visible.
 
-Memory, open files and disk are measured halfway between faults: the last quarter of the
-measurements is compared with the second quarter, as caches fill in the first.
+Memory, open files and disk are measured halfway between faults: the largest value of the last
+quarter is compared with that of the second quarter, as caches fill in the first.
 """
 
 import argparse
