@@ -1,6 +1,7 @@
 """A run directory, the processes that work on it, and checks of the result."""
 
 import collections
+import contextlib
 import dataclasses
 import json
 import os
@@ -24,6 +25,7 @@ STEPS, INTERVAL, EVALUATION = 200, 10, 50
 """Steps of a run, between its checkpoints, and between its evaluations."""
 PATIENCE = 300.0
 """Seconds after which a process is taken to hang."""
+_END = 1 << 16  # bytes: many lines of metrics
 
 CONFIG = f"""
 [model]
@@ -278,8 +280,18 @@ class Run:
         return [json.loads(line) for line in lines if line.endswith(b"\n")]
 
     def last_logged(self) -> int:
-        """Return the last step with a complete line, or 0."""
-        return max((line["step"] for line in self.logged()), default=0)
+        """Return the step of the last complete line, or 0."""
+        path = self.directory / "metrics.jsonl"
+        if not path.exists():
+            return 0
+        # The end only: this is asked many times per second, and a long run has megabytes of lines.
+        with path.open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - _END))
+            lines = file.read().split(b"\n")[:-1]
+        for line in reversed(lines):
+            with contextlib.suppress(ValueError):  # the first line may be a part
+                return int(json.loads(line)["step"])
+        return 0
 
     def curve(self) -> Curve:
         """Return the values that must be bit-identical after any fault."""

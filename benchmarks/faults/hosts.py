@@ -29,6 +29,7 @@ class Hosts:
         network: network of the hosts; None for ports of this machine.
         overrides: further settings of the run.
         count: number of hosts.
+        program: command of a process, up to the options of `jaxforge train`.
     """
 
     def __init__(
@@ -37,8 +38,10 @@ class Hosts:
         network: Network | None,
         overrides: Sequence[str] = (),
         count: int = N_HOSTS,
+        program: Sequence[str] = (sys.executable, "-m", "jaxforge.train"),
     ) -> None:
         self._run, self._network, self._overrides = run, network, overrides
+        self._program = program
         names = [network.address(i) if network else "127.0.0.1" for i in range(count)]
         self._peers = ",".join(f"{name}:{free_port('127.0.0.1')}" for name in names)
         self.supervisors: dict[int, subprocess.Popen[bytes]] = {}
@@ -60,8 +63,8 @@ class Hosts:
             command = [
                 *inside, sys.executable, "-m", "jaxforge", "supervise", "--elastic",
                 f"--peers={self._peers}", f"--host-index={host}", f"--hang-timeout={TIMEOUT}",
-                "--peer-grace=3", "--backoff=1", "--", sys.executable, "-m", "jaxforge.train",
-                "--config", str(self._run.config), f"--checkpoint.dir={self._run.directory}",
+                "--peer-grace=3", "--backoff=1", "--", *self._program, "--config",
+                str(self._run.config), f"--checkpoint.dir={self._run.directory}",
                 f"--data.dataset_path={self._run.tokens / data.TRAINING}",
                 f"--eval.dataset_path={self._run.tokens / data.HELD_OUT}",
                 '--plugins.callbacks=["benchmarks.faults.pace.Pace"]', "--distributed.dp_shard=-1",

@@ -1,9 +1,11 @@
 """`logs/goodput_<process>.jsonl` in a run directory: the account of each attempt of a run.
 
-An attempt is one start of a process. Each process has a file with a line per attempt. The line of
-the running attempt is replaced every few seconds, so after kill -9 only the time since then is
-unknown; it counts as down time. `metrics.jsonl` could not hold the account: a resumed run drops the
-lines after its checkpoint, and their seconds would be lost.
+An attempt is one start of a process. Each process has a file with a line per earlier attempt. The
+latest attempt has a file of its own, `goodput_<process>.latest`, which is replaced every few
+seconds: after kill -9 only the time since then is unknown, and counts as down time. The next start
+adds its line to the first file. So the cost of an update does not grow with the attempts.
+`metrics.jsonl` could not hold the account: a resumed run drops the lines after its checkpoint, and
+their seconds would be lost.
 """
 
 import json
@@ -25,12 +27,22 @@ BEAT_SEC = 2.0
 BEAT_SEC_OF_WORKERS = 30.0
 """Seconds between two updates of the file of any other process."""
 
-_DIRECTORY, _NAME = "logs", re.compile(r"goodput_(\d{1,7})\.jsonl")
+_DIRECTORY, _NAME = "logs", re.compile(r"goodput_(\d{1,7})\.(jsonl|latest)")
 
 
 def file_name(process: int) -> str:
     """Return the path of the file of a process, relative to the run directory."""
     return f"{_DIRECTORY}/goodput_{process}.jsonl"
+
+
+def file_names(process: int) -> list[str]:
+    """Return the paths of both files of a process, relative to the run directory."""
+    name = file_name(process)
+    return [name, str(_latest_file(Path(name)))]
+
+
+def _latest_file(path: Path) -> Path:
+    return path.with_suffix(".latest")
 
 
 class AttemptLog:
@@ -45,7 +57,7 @@ class AttemptLog:
         # The clock has run since the start of the process, before this object existed.
         self._began = time.time() - sum(clock.attempt().values())
         self._path: Path | None = None
-        self._earlier = ""
+        self._earlier: str | None = None  # lines that are not in the first file yet
         self._has_failed = False
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
@@ -68,7 +80,6 @@ class AttemptLog:
         attempts, damage = read_file(self._path)
         for message in damage:
             log.warning("%s", message)
-        # Earlier lines are written again with each beat, since the file is replaced as a whole.
         self._earlier = "".join(_as_line(attempt) for attempt in attempts)
         # Steps launched before a fault and not saved: repeating them is rework.
         furthest = max((attempt.step for attempt in attempts), default=0)
@@ -100,12 +111,16 @@ class AttemptLog:
             self._write(None)
 
     def _write(self, code: int | None) -> None:
-        """Replace the file; a failure is logged once, since it does not affect the training."""
+        """Replace the latest line; log a failure once, since it does not affect the training."""
         assert self._path is not None
         seconds = {name: value for name, value in self._clock.attempt().items() if value}
         attempt = Attempt(self._began, time.time(), self._clock.step or 0, seconds, code)
         try:
-            safe_files.replace_text(self._path, self._earlier + _as_line(attempt))
+            # First of all: the file of the latest attempt still has the line of the one before.
+            if self._earlier is not None:
+                safe_files.replace_text(self._path, self._earlier)
+                self._earlier = None
+            safe_files.replace_text(_latest_file(self._path), _as_line(attempt))
         except OSError as error:
             if not self._has_failed:
                 log.warning("cannot write %s: %s. Until it can be written, goodput counts the time "
@@ -116,13 +131,21 @@ class AttemptLog:
 
 
 def read_file(path: Path) -> tuple[list[Attempt], list[str]]:
-    """Return the attempts of a file, which may not exist, and messages about damaged lines."""
-    lines, damage = read_lines(path, _FIELDS)
+    """Return the attempts of a process, and messages about damaged lines.
+
+    Args:
+        path: the file of earlier attempts, which may not exist.
+    """
+    (lines, damage), (latest, more) = (
+        read_lines(file, _FIELDS) for file in (path, _latest_file(path))
+    )
+    # A start that was killed between its two writes has left the latest line in both files.
+    lines += [line for line in latest if not lines or line["began"] != lines[-1]["began"]]
     attempts = [
         Attempt(line["began"], line["seen"], int(line["step"]), line["seconds"], line["code"])
         for line in lines
     ]
-    return attempts, damage
+    return attempts, damage + more
 
 
 def read(run: Path) -> tuple[dict[int, list[Attempt]], list[str]]:
@@ -130,13 +153,12 @@ def read(run: Path) -> tuple[dict[int, list[Attempt]], list[str]]:
 
     The dict is empty for a run of a version without accounts.
     """
-    attempts, damage = {}, []
-    for path in (run / _DIRECTORY).glob("goodput_*.jsonl"):
-        if match := _NAME.fullmatch(path.name):
-            of_process, messages = read_file(path)
-            attempts[int(match[1])] = of_process
-            damage += messages
-    return {process: attempts[process] for process in sorted(attempts) if attempts[process]}, damage
+    names = (_NAME.fullmatch(path.name) for path in (run / _DIRECTORY).glob("goodput_*"))
+    attempts, damage = {}, list[str]()
+    for process in sorted({int(match[1]) for match in names if match}):
+        attempts[process], messages = read_file(run / file_name(process))
+        damage += messages
+    return {process: lines for process, lines in attempts.items() if lines}, damage
 
 
 def _as_line(attempt: Attempt) -> str:

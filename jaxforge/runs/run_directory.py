@@ -160,7 +160,7 @@ def open_mirror(config: JobConfig) -> mirror.Mirror | None:
     if not urls.in_bucket(run):
         return None
     process = jax.process_index()
-    logs = [f"logs/process_{process}.log", attempts.file_name(process)]
+    logs = [f"logs/process_{process}.log", *attempts.file_names(process)]
     shared = [
         _CONFIG,
         _CONFIGS,

@@ -1,7 +1,8 @@
 """Local copies of the files of a run in a bucket, except checkpoints.
 
 Objects cannot be appended to. The files are therefore written to a local directory, and changed
-files are copied to the bucket as a whole: every 30 seconds, before each checkpoint, and at the end.
+files are copied to the bucket as a whole: every 30 seconds (less often if a copy takes seconds),
+before each checkpoint, and at the end.
 So the history up to a checkpoint in the bucket is complete. Lines that a killed process wrote later
 belong to steps that the next process repeats and logs again.
 """
@@ -13,6 +14,7 @@ import os
 import shutil
 import tempfile
 import threading
+import time
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -24,7 +26,8 @@ from jaxforge.storage import safe_files, urls
 log = logging.getLogger(__name__)
 
 INTERVAL = 30.0
-"""Seconds between copies of changed files."""
+"""Least seconds between copies of changed files."""
+_PAUSE_PER_COPY = 20.0  # pause after a copy / time of the copy: files grow, and are copied whole
 
 _UNFINISHED = ".partial"
 _BLOCK = 1 << 24  # bytes per read while copying
@@ -162,8 +165,11 @@ class Mirror:
         self._copied[path] = state
 
     def _watch(self) -> None:
-        while not self._ended.wait(INTERVAL):
+        pause = INTERVAL
+        while not self._ended.wait(pause):
+            began = time.monotonic()
             self.publish()
+            pause = max(INTERVAL, _PAUSE_PER_COPY * (time.monotonic() - began))
 
 
 def _state(path: Path) -> tuple[int, int]:

@@ -86,7 +86,7 @@ def check_time(run, moments):
 def test_repeated_steps_of_a_killed_run_are_rework(new_run):
     run = new_run()
     process = run.start("--train.max_steps=1000000", "--checkpoint.interval=1000000")
-    path = run.directory / attempts.file_name(0)
+    path = run.directory / attempts.file_names(0)[1]
     wait_until(lambda: path.exists() and json.loads(path.read_text())["step"] > 5, process)
     process.send_signal(signal.SIGKILL)
     process.wait()

@@ -22,8 +22,8 @@ def run(tmp_path):
 
 
 def lines(run, process=0):
-    text = (run / attempts.file_name(process)).read_text()
-    return [json.loads(line) for line in text.splitlines()]
+    texts = ((run / name).read_text() for name in attempts.file_names(process))
+    return [json.loads(line) for text in texts for line in text.splitlines()]
 
 
 def test_later_attempt_continues_the_account(run):
@@ -61,6 +61,33 @@ def test_running_attempt_is_updated_without_its_help(run, monkeypatch):
     assert line["code"] is None
     assert line["began"] < line["seen"]
     log.close(1)
+
+
+def test_update_writes_the_latest_attempt_alone(run, monkeypatch):
+    monkeypatch.setattr(attempts, "BEAT_SEC", 0.01)
+    for code in (75, 70, 69):
+        log = AttemptLog(ActivityClock())
+        log.open(run, 0)
+        log.close(code)
+    earlier, latest = (run / name for name in attempts.file_names(0))
+    log = AttemptLog(ActivityClock())
+    log.open(run, 0)
+    before, first = earlier.stat(), latest.read_text()
+    wait_until(lambda: latest.read_text() != first)
+    log.close(0)
+    after = earlier.stat()
+    assert (after.st_ino, after.st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
+    assert [line["code"] for line in lines(run)] == [75, 70, 69, 0]
+
+
+def test_start_killed_between_its_two_writes_counts_no_attempt_twice(run):
+    for code in (75, 70):
+        log = AttemptLog(ActivityClock())
+        log.open(run, 0)
+        log.close(code)
+    earlier, latest = (run / name for name in attempts.file_names(0))
+    earlier.write_text(earlier.read_text() + latest.read_text())
+    assert [attempt.code for attempt in attempts.read(run)[0][0]] == [75, 70]
 
 
 def test_damaged_lines_are_named_and_left_out(run, caplog, monkeypatch):

@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import time
 
 import pytest
 
@@ -140,3 +141,20 @@ def test_mirror_refuses_directory_of_other_user(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "getuid", lambda: os.geteuid() + 1)  # as if created by another user
     with pytest.raises(UserError, match="a private directory of this user"):
         mirror.claim(local)
+
+
+def test_mirror_rests_after_a_long_copy(tmp_path, monkeypatch):
+    """Files grow and are copied whole: otherwise the copies of a long run would never end."""
+    monkeypatch.setattr(mirror.tempfile, "gettempdir", lambda: str(tmp_path))
+    monkeypatch.setattr(mirror, "INTERVAL", 0.01)
+    copies = []
+
+    def publish(_: mirror.Mirror) -> bool:
+        copies.append(time.sleep(0.05))
+        return True
+
+    monkeypatch.setattr(mirror.Mirror, "publish", publish)
+    copy = mirror.Mirror(urls.path("s3://bucket/run"), 0, [])
+    time.sleep(0.6)
+    assert len(copies) <= 1
+    copy.close()

@@ -114,6 +114,14 @@ def test_damaged_lines_are_moved_and_sound_lines_stay(tmp_path, messages, start)
     assert sorted(p.name for p in tmp_path.iterdir()) == [aside.name, path.name]
 
 
+def test_line_with_nan_is_sound(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    text = b'{"step": 1, "train/loss": NaN}\n{"step": 2, "train/loss": Infinity}\n'
+    path.write_bytes(text)
+    JsonlSink(path, 6)
+    assert path.read_bytes() == text
+
+
 @pytest.mark.parametrize("repeats", [False, True])
 def test_evaluation_that_a_resumed_run_repeats_is_dropped(tmp_path, repeats):
     path = tmp_path / "metrics.jsonl"
