@@ -25,6 +25,7 @@ class Kind(NamedTuple):
         n: processes of a run.
         has_network: whether the fault needs network namespaces.
         compiles: whether the fault needs a C compiler.
+        has_ray: whether the fault needs Ray.
     """
 
     name: str
@@ -35,6 +36,7 @@ class Kind(NamedTuple):
     n: int = 1
     has_network: bool = False
     compiles: bool = False
+    has_ray: bool = False
 
 
 GOES_ON = "goes on from the newest durable step"
