@@ -38,6 +38,7 @@ class RayHosts(Hosts):
     def __init__(self, run: Run) -> None:
         super().__init__(run, None, count=0)
         self._directory = Path(tempfile.mkdtemp(prefix="jffray"))  # paths of sockets must be short
+        self._begin: dict[int, int] = {}  # characters of output before the latest start
         self._address = f"127.0.0.1:{free_port('127.0.0.1')}"
 
     def __exit__(self, *error: object) -> None:
@@ -56,9 +57,23 @@ class RayHosts(Hosts):
                 f"--num-cpus={_ROOM[node]}",
                 *(head if node == HEAD else [f"--address={self._address}"]),
             ]  # fmt: skip
-            self._open(node, command)
-            if node == HEAD:
-                self.wait_until(lambda: "Ray runtime started" in self.output(HEAD), "Ray's table")
+            self._open(node, command, RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S="120")
+            # Ray gives a node 30 s, which a busy machine may exceed.
+            while not self._has_started(node):
+                self._open(node, command, RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S="120")
+
+    def _has_started(self, node: int) -> bool:
+        """Wait until a node has joined the cluster; return False if it gave up."""
+        process = self.supervisors[node]
+        self.wait_until(
+            lambda: process.poll() is not None or "runtime started" in self._latest(node),
+            "a node of Ray",
+        )
+        return process.poll() is None
+
+    def _latest(self, node: int) -> str:
+        """Return the output of a node since its latest start."""
+        return self.output(node)[self._begin[node] :]
 
     def drive(self) -> None:
         """Start the driver."""
@@ -71,6 +86,7 @@ class RayHosts(Hosts):
 
     def _open(self, number: int, command: list[str], **env: str) -> None:
         with self._log(number).open("ab") as file:
+            self._begin[number] = len(self.output(number))
             self.supervisors[number] = subprocess.Popen(
                 command, cwd=ROOT, env={**self._run._environment(0, 1, 0), **env}, stdout=file,
                 stderr=subprocess.STDOUT,
@@ -157,12 +173,11 @@ def killed(node: int, text: str) -> Callable[[Case], None]:
 
 
 def preempted(case: Case) -> None:
-    """Ask a host to stop: it saves. Ray still has room for it, so it returns."""
+    """Ask a node to end: Ray drains it, and all processes save."""
     with job(case) as hosts:
         moment(case, hosts, "steps")
         logged = case.run.last_logged()
-        (host,) = hosts.named(SMALL, "ray::Host")
-        host.terminate()
+        hosts.supervisors[SMALL].terminate()
         hosts.await_count(len(ALL) - 1)
         resumed = hosts.resumed_from(DRIVER)
         require(resumed >= logged, f"resumed from {resumed}, but step {logged} had been logged")
@@ -204,7 +219,7 @@ RAY_KINDS = (
           "the others continue, and take the hosts back"),
     _kind("process killed", killed(LARGE, "jaxforge.train"), "all hosts start again"),
     _kind("actor of a host killed", killed(SMALL, "ray::Host"), "all hosts start again"),
-    _kind("host preempted", preempted, _CONTINUES),
+    _kind("node preempted", preempted, _CONTINUES),
     _kind("driver stopped", driver_is_stopped, SAVES),
     _kind("driver killed", driver_is_killed, "all processes end; one process goes on"),
 )  # fmt: skip

@@ -151,46 +151,53 @@ class Host:
     Args:
         directory: working directory of the driver.
         arguments: arguments of `ElasticSupervisor` up to the hosts.
-        table: actor of `Table`.
     """
 
     def __init__(
         self,
         directory: str,
         arguments: tuple[Sequence[str], int, Policy, Path | None, Hosts],
-        table: "ray.actor.ActorHandle",
     ) -> None:
         logging.basicConfig(level=logging.INFO, format="%(asctime)s supervise: %(message)s")
         os.chdir(directory)
-        self._arguments, self._table = arguments, table
+        self._arguments = arguments
         self._verdict: int | None = None
 
-    def run(self) -> tuple[int, bool]:
-        """Take part in the job; return its exit code, and whether only this host has left it."""
-        import ray
+    def run(self, table: Any) -> tuple[int, bool]:  # noqa: ANN401 (Ray's handle of an actor)
+        """Take part in the job; return its exit code, and whether only this host has left it.
 
-        hosts = self._arguments[-1]
+        Args:
+            table: actor of `Table`. A restart of this actor needs arguments of the constructor
+                without handles.
+        """
+        import ray
+        from ray._private.state import state as cluster  # no public function has draining nodes
+
+        node, hosts = ray.get_runtime_context().get_node_id(), self._arguments[-1]
         # The driver asks again if the connection broke before it heard the verdict.
         if self._verdict is not None:
             return self._verdict, False
+        if node in cluster.get_draining_nodes():
+            end_now(Exit.SIGNAL.code)  # Ray restarts this actor on another node
         name = ray.util.get_node_ip_address()
+
+        def ask(status: Status) -> Answer | None:
+            try:
+                # Ray kills the processes of the node at a deadline, without a signal before.
+                if node in cluster.get_draining_nodes() and not status.leaves:
+                    signal.raise_signal(signal.SIGTERM)
+                return ray.get(table.exchange.remote(status), timeout=_ANSWER_SEC)
+            except ray.exceptions.RayError:
+                return None
+
         supervisor = ElasticSupervisor(
             *self._arguments,
-            lambda status: SharedView(name, hosts.count, hosts.timeout, self._ask, status),
+            lambda status: SharedView(name, hosts.count, hosts.timeout, ask, status),
         )
         code = supervisor.run()
         if not supervisor.leaves:
             self._verdict = code
         return code, supervisor.leaves
-
-    def _ask(self, status: Status) -> Answer | None:
-        import ray
-
-        exchange: Any = self._table.exchange
-        try:
-            return ray.get(exchange.remote(status), timeout=_ANSWER_SEC)
-        except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError):
-            return None
 
 
 def supervise(
@@ -239,7 +246,7 @@ def supervise(
         options = _actor_options(resources)
         actors = [
             host_class.options(**options).remote(
-                os.getcwd(), (command, per_host, policy, run, replace(hosts, index=i)), table
+                os.getcwd(), (command, per_host, policy, run, replace(hosts, index=i))
             )
             for i in range(hosts.count)
         ]
@@ -266,7 +273,7 @@ def _follow(actors: Sequence["ray.actor.ActorHandle"], table: "ray.actor.ActorHa
     signals: queue.SimpleQueue[signal.Signals] = queue.SimpleQueue()
     stopping: signal.Signals | None = None
     verdict: int | None = None
-    runs: dict[Any, int] = {actor.run.remote(): host for host, actor in enumerate(actors)}
+    runs: dict[Any, int] = {actor.run.remote(table): host for host, actor in enumerate(actors)}
     with listening(signals.put):
         while runs:
             if not signals.empty():
@@ -291,7 +298,7 @@ def _follow(actors: Sequence["ray.actor.ActorHandle"], table: "ray.actor.ActorHa
                     if not has_left and verdict is None:
                         verdict = code
                 if has_left and verdict is None and stopping is None:
-                    runs[actors[host].run.remote()] = host  # joins at the next save
+                    runs[actors[host].run.remote(table)] = host  # joins at the next save
             # Hosts without processes, or without a place, need not be awaited.
             is_ending = verdict is not None or stopping is not None
             if is_ending and not ray.get(table.is_running.remote()):

@@ -29,7 +29,6 @@ class Cluster:
         self.env = {**environment(), "RAY_DEDUP_LOGS": "0", "RAY_ADDRESS": self.address}
         self.add(f"--head --port={self.address.rpartition(':')[2]} --include-dashboard=false "
                  f"--temp-dir={self.directory}")  # fmt: skip
-        wait_until(lambda: "Ray runtime started" in self.output())
         for _ in range(2):
             self.add(f"--address={self.address}")
 
@@ -41,6 +40,9 @@ class Cluster:
             self.nodes.append(subprocess.Popen(
                 [*command, *options.split()], env=env, stdout=log, stderr=subprocess.STDOUT
             ))  # fmt: skip
+
+        count = len(self.nodes)
+        wait_until(lambda: self.output().count("Ray runtime started") == count)
 
     def output(self):
         return (self.directory / "nodes").read_text()
