@@ -45,9 +45,10 @@ class Network:
         hosts = _SETTINGS / space / "hosts"
         hosts.parent.mkdir(parents=True, exist_ok=True)
         cleanup.callback(shutil.rmtree, hosts.parent)
-        lines = ["127.0.0.1 localhost", f"{self.address(host)} {socket.gethostname()}"]
-        lines += [f"{self.address(i)} {self.pod(i)}.jobset.test {self.pod(i)}"
-                  for i in range(self._count)]  # fmt: skip
+        # Names of pods come first: the first name of an address is the full name of its host.
+        pods = [f"{self.address(i)} {self.pod(i)}.jobset.test {self.pod(i)}"
+                for i in range(self._count)]  # fmt: skip
+        lines = ["127.0.0.1 localhost", *pods, f"{self.address(host)} {socket.gethostname()}"]
         hosts.write_text("\n".join([*lines, ""]))
         _ip("link", "add", link, "type", "veth", "peer", "name", end)
         _ip("link", "set", end, "netns", space)
