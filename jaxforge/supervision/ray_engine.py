@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from jaxforge import exit_codes
 from jaxforge.cli.process import end_now, listening
@@ -29,9 +29,6 @@ from jaxforge.exit_codes import Exit
 from jaxforge.supervision.elastic import ElasticSupervisor, Hosts
 from jaxforge.supervision.rosters import Status, View
 from jaxforge.supervision.supervisor import Policy, stop_code
-
-if TYPE_CHECKING:
-    import ray
 
 log = logging.getLogger("jaxforge.supervise")
 
@@ -244,13 +241,12 @@ def supervise(
         host_class: Any = ray.remote(Host)
         table = table_class.options(num_cpus=0, scheduling_strategy=here).remote(hosts.timeout)
         options = _actor_options(resources)
-        actors = [
-            host_class.options(**options).remote(
-                os.getcwd(), (command, per_host, policy, run, replace(hosts, index=i))
-            )
-            for i in range(hosts.count)
-        ]
-        return _follow(actors, table)
+
+        def create(host: int) -> Any:  # noqa: ANN401 (Ray's handle of an actor)
+            job = (command, per_host, policy, run, replace(hosts, index=host))
+            return host_class.options(**options).remote(os.getcwd(), job)
+
+        return _follow(create, hosts.count, table)
     finally:
         ray.shutdown()
 
@@ -266,13 +262,14 @@ def _actor_options(resources: Mapping[str, float]) -> dict[str, Any]:
     }
 
 
-def _follow(actors: Sequence["ray.actor.ActorHandle"], table: "ray.actor.ActorHandle") -> int:
+def _follow(create: Callable[[int], Any], count: int, table: Any) -> int:  # noqa: ANN401
     """Run the hosts until the job has ended; return its exit code."""
     import ray
 
     signals: queue.SimpleQueue[signal.Signals] = queue.SimpleQueue()
     stopping: signal.Signals | None = None
     verdict: int | None = None
+    actors = [create(host) for host in range(count)]
     runs: dict[Any, int] = {actor.run.remote(table): host for host, actor in enumerate(actors)}
     with listening(signals.put):
         while runs:
@@ -284,15 +281,18 @@ def _follow(actors: Sequence["ray.actor.ActorHandle"], table: "ray.actor.ActorHa
                 host = runs.pop(ref)
                 try:
                     code, has_left = ray.get(ref)
-                except ray.exceptions.ActorUnavailableError:
+                except ray.exceptions.RayActorError as error:
+                    if error.actor_init_failed:
+                        raise UserError(f"host {host} cannot start: {error}") from error
                     if ray.get(table.lose.remote(host)):
                         log.warning("host %d is lost: Ray restarts it when there is room", host)
+                    # Ray restarts no actor that ends by itself on a node that is being drained.
+                    if isinstance(error, ray.exceptions.ActorDiedError):
+                        actors[host] = create(host)
                     time.sleep(_BEAT_SEC)  # until it is back, each call returns at once
                     has_left = True
                 except ray.exceptions.RayTaskError as error:
                     raise getattr(error, "cause", None) or error from error
-                except ray.exceptions.ActorDiedError as error:  # it could not be created
-                    raise UserError(f"host {host} cannot start: {error}") from error
                 else:
                     log.info("host %d ended with %d: %s", host, code, exit_codes.meaning(code))
                     if not has_left and verdict is None:
