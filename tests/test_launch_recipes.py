@@ -64,7 +64,26 @@ def test_jobsets_are_of_one_piece(path):
         assert int(env["JAX_NUM_PROCESSES"]) == job["parallelism"]
         name = jobset["metadata"]["name"]
         assert env["JAX_COORDINATOR_ADDRESS"] == f"{name}-{replicated['name']}-0-0.{name}:1234"
-    check_probes(container)
+    if "--elastic" in container["command"]:
+        (hosts,) = (x for x in container["command"] if x.startswith("--hosts="))
+        assert hosts.endswith(f":{job['parallelism']}")
+        assert job["completionMode"] == "Indexed"
+        assert job["backoffLimit"] > 0  # a lost pod is replaced alone
+    else:
+        check_probes(container)
+
+
+def test_pods_of_an_elastic_jobset_know_their_peers(monkeypatch):
+    """Each pod finds the same addresses, from its own name."""
+    jobset = yaml.safe_load((RECIPES / "jobset_elastic.yaml").read_text())
+    (replicated,) = jobset["spec"]["replicatedJobs"]
+    name, count = jobset["metadata"]["name"], replicated["template"]["spec"]["parallelism"]
+    pods = [f"{name}-{replicated['name']}-0-{i}.{name}.default.svc.cluster.local"
+            for i in range(count)]  # fmt: skip
+    for index, pod in enumerate(pods):
+        monkeypatch.setenv("JOB_COMPLETION_INDEX", str(index))
+        monkeypatch.setattr("socket.getfqdn", lambda pod=pod: pod)
+        assert supervise._pods(count) == [f"{pod}:7070" for pod in pods]
 
 
 def check_probes(container):
@@ -84,7 +103,8 @@ def test_jobsets_give_up_where_the_supervisor_does(path):
     (replicated,) = yaml.safe_load(path.read_text())["spec"]["replicatedJobs"]
     job = replicated["template"]["spec"]
     assert job["template"]["spec"]["restartPolicy"] == "Never"  # podFailurePolicy demands it
-    (rule,) = job["podFailurePolicy"]["rules"]
+    rule, *ignored = job["podFailurePolicy"]["rules"]
+    assert all(rule["action"] == "Ignore" for rule in ignored)
     assert rule["onExitCodes"]["containerName"] == job["template"]["spec"]["containers"][0]["name"]
     stopped = AGREED - {Exit.NON_FINITE}  # on purpose, or to go on elsewhere
     assert rule["onExitCodes"]["values"] == [

@@ -14,6 +14,7 @@ the faults that were not met with the installed versions.
 import argparse
 import collections
 import concurrent.futures
+import importlib.util
 import os
 import shutil
 import sys
@@ -160,12 +161,14 @@ def main() -> int:
     mounts = may_mount()
     chosen = [kind for kind in KINDS if options.only in kind.name]
     networks, compiler = can_make_networks(), shutil.which("cc") is not None
+    ray = importlib.util.find_spec("ray") is not None
     kinds = [
         kind
         for kind in chosen
         if (mounts or not kind.mounts)
         and (networks or not kind.has_network)
         and (compiler or not kind.compiles)
+        and (ray or not kind.has_ray)
     ]
     root = options.directory or Path(tempfile.mkdtemp(prefix="jaxforge-faults-"))
     root.mkdir(parents=True, exist_ok=True)
@@ -174,7 +177,7 @@ def main() -> int:
     met = drill(kinds, Shared(root), options)
     show(met)
     if left_out := [kind.name for kind in chosen if kind not in kinds]:
-        print("left out for want of cc, or of the right to mount or create networks: "
+        print("left out for want of cc, Ray, or the right to mount or create networks: "
               f"{', '.join(left_out)}")  # fmt: skip
     failures = [f"{fault.kind} {fault.number}: {fault.failure}" for fault in met if fault.failure]
     print("\n".join(failures))

@@ -60,13 +60,13 @@ def preempt(hosts: Hosts, _: Network | None, host: int) -> None:
 
 
 @contextlib.contextmanager
-def job(case: Case, *, has_network: bool, overrides: Sequence[str] = ()) -> Iterator[
-    tuple[Hosts, Network | None]
-]:  # fmt: skip
+def job(
+    case: Case, *, has_network: bool, overrides: Sequence[str] = (), are_pods: bool = False
+) -> Iterator[tuple[Hosts, Network | None]]:
     """Start a job of four hosts, and wait for its first steps."""
     with contextlib.ExitStack() as stack:
         network = stack.enter_context(Network("jff", N_HOSTS)) if has_network else None
-        hosts = stack.enter_context(Hosts(case.run, network, overrides))
+        hosts = stack.enter_context(Hosts(case.run, network, overrides, are_pods=are_pods))
         hosts.start(*ALL)
         yield hosts, network
 
@@ -107,7 +107,12 @@ def moment(case: Case, hosts: Hosts, phase: str) -> None:
 
 
 def lost(
-    strike: Strike, victims: Sequence[int], phase: str = "steps", *, returns: bool = False
+    strike: Strike,
+    victims: Sequence[int],
+    phase: str = "steps",
+    *,
+    returns: bool = False,
+    are_pods: bool = False,
 ) -> Callable[[Case], None]:
     """Return a scenario in which the other hosts continue.
 
@@ -116,11 +121,13 @@ def lost(
         victims: hosts that are hit.
         phase: moment of the fault.
         returns: whether the hosts return later.
+        are_pods: whether the hosts are named like the pods of a JobSet.
     """
     left = [host for host in ALL if host not in victims]
 
     def scenario(case: Case) -> None:
-        with job(case, has_network=strike is cut) as (hosts, network):
+        has_network = are_pods or strike is cut
+        with job(case, has_network=has_network, are_pods=are_pods) as (hosts, network):
             moment(case, hosts, phase)
             newest = max(case.run.durable(), default=0)
             for host in victims:

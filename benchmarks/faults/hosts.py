@@ -30,6 +30,7 @@ class Hosts:
         overrides: further settings of the run.
         count: number of hosts.
         program: command of a process, up to the options of `jaxforge train`.
+        are_pods: whether the hosts find each other by their names, as pods of a JobSet.
     """
 
     def __init__(
@@ -39,7 +40,9 @@ class Hosts:
         overrides: Sequence[str] = (),
         count: int = N_HOSTS,
         program: Sequence[str] = (sys.executable, "-m", "jaxforge.train"),
+        are_pods: bool = False,
     ) -> None:
+        self._count, self._are_pods = count, are_pods
         self._run, self._network, self._overrides = run, network, overrides
         self._program = program
         names = [network.address(i) if network else "127.0.0.1" for i in range(count)]
@@ -60,21 +63,30 @@ class Hosts:
         """Start the supervisors of some hosts."""
         for host in hosts:
             inside = self._network.command(host) if self._network else []
+            engine = [f"--peers={self._peers}", f"--host-index={host}"]
+            env = self._run._environment(0, 1, 0)
+            if self._are_pods:
+                assert self._network is not None
+                inside, env["JOB_COMPLETION_INDEX"] = self._network.pod_command(host), str(host)
+                engine = ["--engine=jobset", f"--hosts=1:{self._count}"]
             command = [
-                *inside, sys.executable, "-m", "jaxforge", "supervise", "--elastic",
-                f"--peers={self._peers}", f"--host-index={host}", f"--hang-timeout={TIMEOUT}",
-                "--peer-grace=3", "--backoff=1", "--", *self._program, "--config",
-                str(self._run.config), f"--checkpoint.dir={self._run.directory}",
-                f"--data.dataset_path={self._run.tokens / data.TRAINING}",
-                f"--eval.dataset_path={self._run.tokens / data.HELD_OUT}",
-                '--plugins.callbacks=["benchmarks.faults.pace.Pace"]', "--distributed.dp_shard=-1",
-                *self._overrides,
+                *inside, sys.executable, "-m", "jaxforge", "supervise", "--elastic", *engine,
+                f"--hang-timeout={TIMEOUT}", "--peer-grace=3", "--backoff=1", "--", *self._train(),
             ]  # fmt: skip
             with self._log(host).open("ab") as file:
                 self.supervisors[host] = subprocess.Popen(
-                    command, cwd=ROOT, env=self._run._environment(0, 1, 0), stdout=file,
-                    stderr=subprocess.STDOUT,
-                )  # fmt: skip
+                    command, cwd=ROOT, env=env, stdout=file, stderr=subprocess.STDOUT
+                )
+
+    def _train(self) -> list[str]:
+        return [
+            *self._program, "--config", str(self._run.config),
+            f"--checkpoint.dir={self._run.directory}",
+            f"--data.dataset_path={self._run.tokens / data.TRAINING}",
+            f"--eval.dataset_path={self._run.tokens / data.HELD_OUT}",
+            '--plugins.callbacks=["benchmarks.faults.pace.Pace"]', "--distributed.dp_shard=-1",
+            *self._overrides,
+        ]  # fmt: skip
 
     def _log(self, host: int) -> Path:
         return self._run.directory.with_suffix(f".host{host}.log")

@@ -28,6 +28,7 @@ class Kind(NamedTuple):
         n: processes of a run.
         has_network: whether the fault needs network namespaces.
         compiles: whether the fault needs a C compiler.
+        has_ray: whether the fault needs Ray.
     """
 
     name: str
@@ -38,6 +39,7 @@ class Kind(NamedTuple):
     n: int = 1
     has_network: bool = False
     compiles: bool = False
+    has_ray: bool = False
 
 
 LEFT_OUT = "as if the batch's update were left out"

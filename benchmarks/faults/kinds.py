@@ -67,6 +67,7 @@ from benchmarks.faults.kind import (
     stopped,
     truncate,
 )
+from benchmarks.faults.ray_kinds import RAY_KINDS
 from benchmarks.faults.recovery_kinds import RECOVERY_KINDS
 from benchmarks.faults.scheduler_kinds import SCHEDULER_KINDS
 
@@ -412,4 +413,8 @@ KINDS = (
               _CONTINUES),
     _of_hosts("two hosts lost, both return", shrinks_twice_and_grows, _RETURNS),
     _of_hosts("all hosts preempted", all_are_preempted, "saves; one process goes on"),
+    *(_of_hosts(f"pod {what} and replaced", lost(strike, (0,), returns=True, are_pods=True),
+                _RETURNS, has_network=True)
+      for what, strike in (("killed", kill), ("preempted", preempt))),
+    *RAY_KINDS,
 )  # fmt: skip

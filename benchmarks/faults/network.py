@@ -45,7 +45,11 @@ class Network:
         hosts = _SETTINGS / space / "hosts"
         hosts.parent.mkdir(parents=True, exist_ok=True)
         cleanup.callback(shutil.rmtree, hosts.parent)
-        hosts.write_text(f"127.0.0.1 localhost\n{self.address(host)} {socket.gethostname()}\n")
+        # Names of pods come first: the first name of an address is the full name of its host.
+        pods = [f"{self.address(i)} {self.pod(i)}.jobset.test {self.pod(i)}"
+                for i in range(self._count)]  # fmt: skip
+        lines = ["127.0.0.1 localhost", *pods, f"{self.address(host)} {socket.gethostname()}"]
+        hosts.write_text("\n".join([*lines, ""]))
         _ip("link", "add", link, "type", "veth", "peer", "name", end)
         _ip("link", "set", end, "netns", space)
         _ip("link", "set", link, "master", self._name, "up")
@@ -62,6 +66,15 @@ class Network:
     def command(self, host: int, *command: str) -> list[str]:
         """Return a command that runs on a host."""
         return ["ip", "netns", "exec", self.space(host), *command]
+
+    def pod_command(self, host: int) -> list[str]:
+        """Return a command that runs its arguments on a host that is named like a pod."""
+        rename = 'hostname "$0" && exec "$@"'
+        return self.command(host, "unshare", "--uts", "sh", "-c", rename, self.pod(host))
+
+    def pod(self, host: int) -> str:
+        """Return the name of a host as a pod of a JobSet."""
+        return f"{self._name}-node-0-{host}"
 
     def space(self, host: int) -> str:
         """Return the name of a host's namespace."""

@@ -8,6 +8,7 @@ import os
 import shlex
 import socket
 import sys
+import uuid
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,7 +21,6 @@ from jaxforge.supervision.supervisor import Policy, Supervisor
 
 if TYPE_CHECKING:
     from jaxforge.config.job import JobConfig
-    from jaxforge.supervision.elastic import ElasticSupervisor
 
 _ABOUT = """\
 `jaxforge supervise [options] -- COMMAND`: run a command and restart it on failure.
@@ -39,10 +39,17 @@ With `--elastic`, the job has several hosts, each with a supervisor. When hosts 
 continue from the newest checkpoint with the same batches. Hosts that return join at the next save:
 
     jaxforge supervise --elastic --hosts 2:4 --peers a:7070,b:7070,c:7070,d:7070 -- ...
+
+In the pods of a JobSet, `--engine jobset` takes the peers from the names of the pods.
+
+With `--engine ray`, Ray places the hosts and replaces lost ones. The command is then run once:
+
+    jaxforge supervise --elastic --engine ray --hosts 2:4 --host-resources GPU=8 -- ...
 """
 
 _SECRET = "JAXFORGE_JOB_SECRET"
 _HANG_TIMEOUT_SEC = 30.0  # if train.hang_timeout is off
+_POD_PORT = 7070
 _INDEX_VARIABLES = ("SLURM_NODEID", "JOB_COMPLETION_INDEX", "GROUP_RANK")
 
 
@@ -61,26 +68,30 @@ def main(argv: Sequence[str] | None = None) -> int:
         frozenset(args.restart_on),
     )  # fmt: skip
     if args.elastic:
-        return _elastic(args, command, policy).run()
+        return _supervise_elastic(args, command, policy)
     return Supervisor(command, args.nproc, policy, run_directory(command)).run()
 
 
-def _elastic(
-    args: argparse.Namespace, command: Sequence[str], policy: Policy
-) -> "ElasticSupervisor":
-    """Return the supervisor of this host of an elastic job."""
+def _supervise_elastic(args: argparse.Namespace, command: Sequence[str], policy: Policy) -> int:
+    """Take part in an elastic job, or run all of it on a Ray cluster; return the exit code."""
     # The only part that needs pydantic, for messages of other hosts.
     from jaxforge.supervision.elastic import ElasticSupervisor, Hosts
 
+    on_ray = args.engine == "ray"
     addresses = [address for address in args.peers.split(",") if address.strip()]
+    if args.engine != "peers" and not args.hosts:
+        raise UserError(f"--engine {args.engine} requires --hosts MIN:MAX, such as 2:4")
     least, most = _host_range(args.hosts, len(addresses))
-    if not addresses:
+    resources = _resources(args.host_resources) if on_ray else {}
+    if args.engine == "jobset":
+        addresses = _pods(most)
+    elif not (on_ray or addresses):
         raise UserError("--elastic requires --peers: the address of each host's supervisor")
-    if most != len(addresses):
+    if not on_ray and most != len(addresses):
         raise UserError(
             f"--hosts {args.hosts} has at most {most} hosts, but --peers lists {len(addresses)}"
         )
-    index = _host_index(args.host_index, addresses)
+    index = 0 if on_ray else _host_index(args.host_index, addresses)
     if _arguments_of_train(command) is None:
         raise UserError("--elastic supervises `jaxforge train`: its batches are adapted")
     config = _train_config(command)
@@ -89,14 +100,46 @@ def _elastic(
         timeout = (config.train.hang_timeout if config else 0.0) or _HANG_TIMEOUT_SEC
     elastic = {"elastic_processes": most * args.nproc, "elastic_min_processes": least * args.nproc}
     command = [*command, *(f"--distributed.{key}={value}" for key, value in elastic.items())]
-    # With peers and command, so that hosts of another job cannot join by mistake.
-    secret = f"{os.environ.get(_SECRET, '')}\n{args.peers}\n{shlex.join(command)}"
-    hosts = Hosts(
-        addresses, index, least, args.host_multiple, hashlib.sha256(secret.encode()).hexdigest(),
-        timeout, args.join_timeout,
-    )  # fmt: skip
     run = urls.path(config.checkpoint.dir, "checkpoint.dir") if config else None
-    return ElasticSupervisor(command, args.nproc, policy, run, hosts)
+    # With peers and command, so that hosts of another job cannot join by mistake.
+    secret = f"{os.environ.get(_SECRET, '')}\n{','.join(addresses)}\n{shlex.join(command)}"
+    key = uuid.uuid4().hex if on_ray else hashlib.sha256(secret.encode()).hexdigest()
+    hosts = Hosts(most, index, least, args.host_multiple, key, timeout, args.join_timeout)
+    if on_ray:
+        from jaxforge.supervision import ray_engine
+
+        return ray_engine.supervise(command, args.nproc, policy, run, hosts, resources)
+    from jaxforge.supervision.members import Members
+
+    connect = functools.partial(Members, addresses, index, key, timeout)
+    return ElasticSupervisor(command, args.nproc, policy, run, hosts, connect).run()
+
+
+def _resources(text: str) -> dict[str, float]:
+    """Return the resources of a host by their names, of "GPU=8,CPU=16"."""
+    pairs = [item.partition("=")[::2] for item in text.split(",")]
+    try:
+        return {name.strip(): float(number) for name, number in pairs}
+    except ValueError as error:
+        raise UserError(
+            f"--host-resources {text}: give NAME=N,... with what Ray reserves for each host, such "
+            "as GPU=8"
+        ) from error
+
+
+def _pods(count: int) -> list[str]:
+    """Return the addresses of the pods of an Indexed Job, by the name of this pod.
+
+    The names of pods differ in their last number, and stay when pods are replaced.
+    """
+    name, _, domain = socket.getfqdn().partition(".")
+    stem, _, index = name.rpartition("-")
+    if not (stem and domain) or index != os.environ.get("JOB_COMPLETION_INDEX"):
+        raise UserError(
+            f"--engine jobset: {socket.getfqdn()} is not the name of a pod of a JobSet: it must "
+            "end with JOB_COMPLETION_INDEX and have a domain. Elsewhere, set --peers"
+        )
+    return [f"{stem}-{i}.{domain}:{_POD_PORT}" for i in range(count)]
 
 
 def _host_range(text: str | None, n_hosts: int) -> tuple[int, int]:
@@ -200,6 +243,19 @@ def parser() -> CommandParser:
         help="take part in a job whose hosts may leave and return; run this on every host",
     )
     add("--hosts", metavar="MIN:MAX", help="numbers of hosts of an elastic job (1 to all)")
+    add(
+        "--engine",
+        choices=["peers", "jobset", "ray"],
+        default="peers",
+        help="what starts and replaces the hosts: you or Slurm, with --peers (the default); "
+        "Kubernetes, in the pods of a JobSet; a Ray cluster",
+    )
+    add(
+        "--host-resources",
+        default="",
+        metavar="NAME=N,...",
+        help="what Ray reserves for each host, such as GPU=8",
+    )
     add(
         "--peers",
         default="",

@@ -1,7 +1,8 @@
 """Supervisor of one host of an elastic job, which continues when hosts leave and takes them back.
 
 Each host runs one such supervisor. They agree on rosters (`rosters.py`), and each starts and ends
-the processes of its own host:
+the processes of its own host. The engine transports their statuses and says which hosts are alive:
+TCP between the supervisors (`members.py`), or Ray (`ray_engine.py`).
 
     a process ends, or a host falls silent     all hosts end their processes; the leader publishes
                                                a roster of the remaining hosts
@@ -20,16 +21,16 @@ import queue
 import signal
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Protocol, Self
 
 from jaxforge import exit_codes
 from jaxforge.cli.process import ROSTER_VARIABLE, listening
 from jaxforge.cli.redaction import redacted_command
 from jaxforge.exit_codes import AGREED, Exit
 from jaxforge.supervision import rosters
-from jaxforge.supervision.members import Members
 from jaxforge.supervision.processes import Ended, Event, Group, environments, free_port
 from jaxforge.supervision.rosters import Roster, Status, View
 from jaxforge.supervision.supervisor import (
@@ -54,7 +55,7 @@ class Hosts:
     """The hosts of an elastic job.
 
     Attributes:
-        addresses: address of the supervisor of each host, as "name:port".
+        count: number of hosts of the whole job.
         index: number of this host.
         least: smallest number of hosts.
         multiple: number of hosts that hold one copy of the model together.
@@ -63,7 +64,7 @@ class Hosts:
         join_timeout: seconds that the first roster waits for all hosts.
     """
 
-    addresses: Sequence[str]
+    count: int
     index: int
     least: int
     multiple: int
@@ -72,18 +73,44 @@ class Hosts:
     join_timeout: float
 
 
+class Engine(Protocol):
+    """The hosts of a job as an engine knows them.
+
+    Attributes:
+        name: address of this host, at which processes of other hosts reach it.
+    """
+
+    name: str
+
+    def __enter__(self) -> Self: ...
+    def __exit__(self, *_: object) -> None: ...
+
+    def view(self) -> View:
+        """Return the hosts."""
+
+    def publish(self, patience: float = 0.0) -> None:
+        """Make the status of this host known at once, within `patience` seconds."""
+
+
 class ElasticSupervisor:
     """Runs the processes of one host in each roster that includes the host.
 
     Args:
         run: run directory, for progress and the log.
+        connect: returns the engine of this host. Its argument returns the status to publish.
     """
 
     def __init__(
-        self, command: Sequence[str], per_host: int, policy: Policy, run: Path | None, hosts: Hosts
+        self,
+        command: Sequence[str],
+        per_host: int,
+        policy: Policy,
+        run: Path | None,
+        hosts: Hosts,
+        connect: Callable[[Callable[[], Status]], Engine],
     ) -> None:
         self._command, self._per_host, self._policy = command, per_host, policy
-        self._run, self._hosts = run, hosts
+        self._run, self._hosts, self._connect = run, hosts, connect
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self._env = command_env(policy)
         # The lock of the run names the job, and others may read that file: it is not the key.
@@ -111,10 +138,7 @@ class ElasticSupervisor:
         Returns:
             The exit code of the job, or of a stop.
         """
-        hosts = self._hosts
-        members = Members(
-            hosts.addresses, hosts.index, hosts.key, hosts.timeout, lambda: self._status
-        )
+        members = self._connect(lambda: self._status)
         with members, listening(self._events.put):
             while self._final is None:
                 # This thread alone changes the state; others only send the published status.
@@ -133,13 +157,18 @@ class ElasticSupervisor:
             log.info("done: exit code %d", self._final)
             return self._final
 
+    @property
+    def leaves(self) -> bool:
+        """True if this host was asked to leave the job, which may continue without it."""
+        return self._status.leaves
+
     def _next_event(self) -> Event | None:
         try:
             return self._events.get(timeout=_TICK_SEC)
         except queue.Empty:
             return None
 
-    def _handle(self, event: Event | None, members: Members) -> None:
+    def _handle(self, event: Event | None, members: Engine) -> None:
         """Handle the end of a process, or a signal to this supervisor."""
         now = time.monotonic()
         match event:
@@ -200,7 +229,7 @@ class ElasticSupervisor:
     def _start(self, roster: Roster, view: View) -> None:
         total = len(roster.hosts) * self._per_host
         log.info("roster %d: %s of %d, %d processes: %s", roster.number,
-                 rosters.describe(roster.hosts), len(self._hosts.addresses), total,
+                 rosters.describe(roster.hosts), self._hosts.count, total,
                  redacted_command(self._command))  # fmt: skip
         self._status = replace(
             self._status, phase="running", attempt=roster.number, code=None, regroup=0
@@ -319,7 +348,7 @@ class ElasticSupervisor:
         now, least = time.monotonic(), self._hosts.least
         if roster is None and now - self._created < self._hosts.join_timeout:
             # Hosts start at different times: a job of a part of them would restart soon.
-            least = len(self._hosts.addresses)  # the first roster waits for all hosts
+            least = self._hosts.count  # the first roster waits for all hosts
         hosts = rosters.next_hosts(view, least, self._hosts.multiple)
         self._log_waiting(view, hosts, least)
         if hosts and view.is_leader and now >= self._not_before:

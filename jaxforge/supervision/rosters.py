@@ -109,6 +109,7 @@ class View:
         gone: hosts whose supervisor is known not to run: their machine refuses connections.
         n_hosts: number of hosts of the whole job.
         last: latest statuses of the other hosts, alive or not.
+        is_shared: whether all hosts see the same, because one engine decides who is alive.
     """
 
     local: Status
@@ -116,6 +117,7 @@ class View:
     gone: Collection[int]
     n_hosts: int
     last: Mapping[int, Status] = dataclasses.field(default_factory=dict)
+    is_shared: bool = False
 
     @property
     def alive(self) -> dict[int, Status]:
@@ -175,6 +177,9 @@ def has_majority(previous: Collection[int], view: View) -> bool:
         previous: hosts of the previous roster; all hosts before the first one.
         view: the hosts.
     """
+    # A host that the engine has given up sees no view, so it cannot make a roster.
+    if view.is_shared:
+        return True
     alive = {host for host in previous if host in view.alive}
     # Hosts that refuse connections run nothing, so they cannot form a group of their own.
     silent = {host for host in previous if host not in view.alive and host not in view.gone}
@@ -227,14 +232,18 @@ def can_grow(roster: Roster, view: View, multiple: int) -> bool:
 
 
 def verdict(roster: Roster, view: View) -> int | None:
-    """Return the exit code with which a host of the roster has ended the job, or None."""
+    """Return the exit code with which the hosts of the roster have ended the job, or None."""
+    codes = []
     for host in roster.hosts:
         status = view.last.get(host)
         has_ended = status and status.phase == "ended" and status.attempt == roster.number
         # A host that leaves ends for a reason of its own, which is not a verdict on the job.
-        if status and has_ended and status.code and not status.leaves:
-            return status.code
-    return None
+        if status and has_ended and not status.leaves:
+            codes.append(status.code)
+    if any(codes):
+        return next(code for code in codes if code)
+    # Only the last of them may have finished: until then, a host may have to start again.
+    return 0 if codes == [0] * len(roster.hosts) else None
 
 
 def have_heard(roster: Roster, view: View) -> bool:

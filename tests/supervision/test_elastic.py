@@ -23,6 +23,7 @@ import json, logging, sys
 from pathlib import Path
 from jaxforge.supervision import members, elastic
 from jaxforge.supervision.elastic import ElasticSupervisor, Hosts
+from jaxforge.supervision.members import Members
 from jaxforge.supervision.supervisor import Policy
 members.BEAT_SEC = 0.1
 elastic._LOOK_SEC = 0.1
@@ -31,7 +32,11 @@ options = json.loads(sys.argv[1])
 policy = Policy(max_restarts=3, backoff=0.1, backoff_cap=0.1, grace=20, peer_grace=0.3)
 command = [sys.executable, "-S", options.pop("script")]
 run = Path(options.pop("run"))
-raise SystemExit(ElasticSupervisor(command, 1, policy, run, Hosts(**options)).run())
+addresses, key = options.pop("addresses"), options["key"]
+hosts = Hosts(count=len(addresses), **options)
+def connect(status):
+    return Members(addresses, hosts.index, key, hosts.timeout, status)
+raise SystemExit(ElasticSupervisor(command, 1, policy, run, hosts, connect).run())
 """
 
 # Writes a line for its start, then does what the file `todo-<host>` says: an exit code, or nothing.
@@ -190,6 +195,18 @@ def test_failed_process_restarts_all_hosts_until_the_limit(new_job):
     assert "4 consecutive starts without progress" in job.log(1)
 
 
+def test_host_that_waits_to_join_ends_with_the_job(new_job):
+    job = new_job(2)
+    job.start(0, 1)
+    job.await_roster(0, 1)
+    job.kill(1)
+    job.await_roster(0)
+    job.start(1)
+    wait_until(lambda: "a host has come" in job.log(0))
+    (job.directory / "finish").touch()  # before the next save
+    assert job.codes(0, 1) == [0, 0]
+
+
 def test_mistake_of_the_user_ends_the_job(new_job):
     job = new_job(2)
     job.start(0, 1)
@@ -233,6 +250,10 @@ TRAIN = ["--", "--config", "x.toml"]
         (["--elastic", "--peers", "a,b:2"], "'a' must be the name of a host and a port"),
         (["--elastic", "--peers", "a:1,b:2"], "set --host-index from 0 to 1"),
         (["--elastic", "--peers", "a:1,b:2", "--host-index", "2"], "is 2: set --host-index"),
+        (["--elastic", "--engine=ray"], "requires --hosts MIN:MAX"),
+        (["--elastic", "--engine=ray", "--hosts=1:2", "--host-resources=GPU"], "give NAME=N"),
+        (["--elastic", "--engine=jobset"], "requires --hosts MIN:MAX"),
+        (["--elastic", "--engine=jobset", "--hosts=1:2"], "is not the name of a pod"),
     ],
 )
 def test_mistaken_options_are_explained(options, message):

@@ -94,6 +94,22 @@ def test_host_that_gives_up_ends_the_job():
         assert rosters.verdict(ROSTER, dataclasses.replace(seen, last={1: last})) == expected
 
 
+def test_idle_host_ends_once_all_others_have_completed_the_run():
+    roster = Roster(3, (0, 1), "a:1")
+    done = {host: idle(host, roster, phase="ended", code=0) for host in (0, 1)}
+    seen = dataclasses.replace(view(idle(2, roster, code=None)), last=done)
+    assert rosters.verdict(roster, seen) == 0
+    failed = dataclasses.replace(done[1], phase="idle", code=137)
+    assert rosters.verdict(roster, dataclasses.replace(seen, last={**done, 1: failed})) is None
+
+
+def test_hosts_of_an_engine_need_no_majority():
+    """Ray's view is the same for all hosts: those that it has given up cannot go on."""
+    seen = view(idle(3), gone=(0,))
+    assert not rosters.has_majority(ROSTER.hosts, seen)
+    assert rosters.has_majority(ROSTER.hosts, dataclasses.replace(seen, is_shared=True))
+
+
 def test_idle_host_lets_the_job_grow_only_by_whole_copies():
     roster = Roster(3, (0, 1), "a:1")
     seen = view(running(0, roster), running(1, roster), idle(2, None))
