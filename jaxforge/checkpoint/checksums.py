@@ -40,10 +40,22 @@ def begin(tree: PyTree) -> Callable[[], Checksums]:
     """
     # Dispatched here: devices run the hashes before the next step, which may donate the arrays.
     leaves = {name: jnp.asarray(leaf) for name, leaf in flatten_dict(tree, sep=".").items()}
+    _list_shards(leaves)
     if not is_on_this_host(leaves):
         hashes = _hash(leaves)
         return lambda: {name: int(value) for name, value in jax.device_get(hashes).items()}
     return lambda: {name: host_checksum(leaf) for name, leaf in leaves.items()}
+
+
+def _list_shards(leaves: Mapping[str, Array]) -> None:
+    """List the shards of each array in this thread.
+
+    Before JAX 0.12, the first access to the shards of an array builds their list without a lock. A
+    second thread may find a part of the list, or each shard twice: a hash of the array would be
+    wrong, and Orbax would leave chunks out of the checkpoint (docs/upstream.md).
+    """
+    for name, leaf in leaves.items():
+        assert len(leaf.addressable_shards) == len(leaf.sharding.addressable_devices), name
 
 
 def check(tree: PyTree, saved: Mapping[str, int], dtypes: Mapping[str, object]) -> None:

@@ -29,6 +29,7 @@ from jaxforge.config.checkpoint import CheckpointConfig
 from jaxforge.config.job import JobConfig
 from jaxforge.errors import UserError
 from jaxforge.model.transformer import Params, join
+from jaxforge.parallel.host_memory import in_own_memory
 from jaxforge.parallel.sharding import param_shardings
 from jaxforge.program import Program
 from jaxforge.state.progress import Progress
@@ -91,7 +92,12 @@ class Saved:
 
     def restore(self, like: TrainState) -> tuple[TrainState, Progress]:
         """Restore state and progress."""
-        return self.checkpoints.restore(like, self.step)
+        state, progress = self.checkpoints.restore(like, self.step)
+        leaves, tree = jax.tree.flatten(state)
+        del state
+        for i, leaf in enumerate(leaves):  # each is freed once it is copied
+            leaves[i] = in_own_memory(leaf)
+        return jax.tree.unflatten(tree, leaves), progress
 
     def restore_model(self, like: PyTree) -> PyTree:
         """Restore the model's part of the state."""

@@ -12,6 +12,10 @@ import importlib.metadata
 import importlib.util
 import os
 import sys
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from jax import Array
 
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -2, -4, -8  # malloc.h
 _PAD_BYTES = 256 << 20
@@ -39,6 +43,22 @@ def share_heaps() -> bool:
         Whether the settings were applied.
     """
     return _set({_M_ARENA_MAX: 2})
+
+
+def in_own_memory(array: "Array") -> "Array":
+    """Copy an array of CPU devices, which may share the memory of NumPy or of a mapped file.
+
+    JAX donates no shared memory, so the first step would need the memory of a restored state twice.
+    Arrays of other devices are returned as they are.
+    """
+    import jax  # imported lazily, because conversions may not need it
+
+    if any(device.platform != "cpu" for device in array.sharding.addressable_devices):
+        return array
+    # From NumPy, `may_alias=False` shares aligned memory all the same; from an array it copies.
+    shards = [jax.device_put(shard.data, may_alias=False) for shard in array.addressable_shards]
+    jax.block_until_ready(shards)  # so that the caller can free the memory
+    return jax.make_array_from_single_device_arrays(array.shape, array.sharding, shards)
 
 
 def _set(settings: dict[int, int]) -> bool:

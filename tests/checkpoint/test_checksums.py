@@ -1,6 +1,8 @@
 """Checksums of saved arrays: equal on hosts and devices, and computed in the background."""
 
+import concurrent.futures
 import json
+import sys
 import threading
 import types
 
@@ -117,3 +119,29 @@ def test_duplicate_shard_counts_once():
         shape=array.shape, addressable_shards=[*array.addressable_shards] * 2
     )
     assert checksums.host_checksum(twice) == checksums.host_checksum(array)
+
+
+def test_threads_see_all_shards_of_hashed_arrays():
+    """A hash and a second reader of the shards, such as Orbax, are in different threads."""
+    mesh = jax.make_mesh((8,), ("a",), axis_types=(jax.sharding.AxisType.Auto,))
+    sharding, names = NamedSharding(mesh, P("a")), [str(i) for i in range(50)]
+    compute = jax.jit(lambda x: {name: x + int(name) for name in names}, out_shardings=sharding)
+    start, interval = threading.Barrier(2), sys.getswitchinterval()
+
+    def listed(tree):
+        start.wait(PATIENCE)
+        return [len(leaf.addressable_shards) for leaf in tree.values()]
+
+    sys.setswitchinterval(1e-6)  # threads take turns within the constructor of a list
+    try:
+        with concurrent.futures.ThreadPoolExecutor(1) as pool:
+            for _ in range(20):
+                tree = compute(jnp.arange(16.0))
+                wait = checksums.begin(tree)
+                counts = pool.submit(listed, tree)
+                start.wait(PATIENCE)
+                hashes = wait()
+                assert counts.result(PATIENCE) == [8] * len(names)
+                assert hashes == {n: int(v) for n, v in checksums._hash(tree).items()}
+    finally:
+        sys.setswitchinterval(interval)
