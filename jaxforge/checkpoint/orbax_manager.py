@@ -33,6 +33,10 @@ _COMMIT_FILE = ocp.options.AtomicityOptions(mode=ocp.options.AtomicityMode.COMMI
 _DRIVERS = {"gs": "gcs", "s3": "s3"}
 _RETRIES = {"max_retries": 12, "initial_delay": "100ms", "max_delay": "16s"}  # about 90 seconds
 
+# The watchdog limits saves. Orbax's limit of 20 minutes ends those of large states on slow storage,
+# and counts by a clock that may be set (docs/upstream.md).
+_NO_LIMIT_SEC = 100_000_000
+
 
 class OrbaxManager(ocp.CheckpointManager):
     """Checkpoint manager that verifies metrics and does not query JAX's preemption service.
@@ -119,6 +123,7 @@ def manager_options(
         # Unused with a policy, but without it Orbax writes no metrics.
         best_fn=(lambda metrics: metrics[config.best_metric]) if config.keep_best_n else None,
         enable_async_checkpointing=config.async_mode != "disabled",
+        async_options=ocp.options.AsyncOptions(timeout_secs=_NO_LIMIT_SEC),
         # Orbax knows by itself that gs:// has no atomic rename, but not that s3:// has none.
         atomicity_options=_COMMIT_FILE if urls.in_bucket(directory) else None,
         # By default, Orbax uses device collectives, which would have to keep the order of the
