@@ -53,7 +53,7 @@ def in_own_memory(array: "Array") -> "Array":
     """
     import jax  # imported lazily, because conversions may not need it
 
-    if any(device.platform != "cpu" for device in array.sharding.addressable_devices):
+    if any(device.platform != "cpu" for device in array.devices()):
         return array
     # From NumPy, `may_alias=False` shares aligned memory all the same; from an array it copies.
     shards = [jax.device_put(shard.data, may_alias=False) for shard in array.addressable_shards]
