@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from benchmarks.faults.case import EVALUATION, INTERVAL, STEPS, Case, Run, require
 from benchmarks.faults.hosts import N_HOSTS, TIMEOUT, Hosts
+from benchmarks.faults.kind import Kind
 from benchmarks.faults.network import Network
 
 Strike = Callable[[Hosts, Network | None, int], None]
@@ -259,3 +260,51 @@ def all_are_preempted(case: Case) -> None:
         await_end(case, hosts, *ALL, code=75)
     case.goes_on()
     nearly_matches(case)
+
+
+def _of_hosts(
+    name: str, scenario: Callable[[Case], None], expected: str, *, has_network: bool = False
+) -> Kind:
+    """Return a kind of fault of an elastic job."""
+    return Kind(f"elastic: {name}", 2, scenario, expected, n=N_HOSTS, has_network=has_network)
+
+
+_CONTINUES = "the other hosts continue"
+_RETURNS = "the others continue, and take the host back"
+_ALL_AGAIN = "all hosts start again"
+
+ELASTIC_KINDS = (
+    *(_of_hosts(f"{what}: {whom}", lost(strike, victims), _CONTINUES, has_network=strike is cut)
+      for what, strike in (("host killed", kill), ("host stopped", freeze), ("host cut off", cut),
+                           ("host preempted", preempt))
+      for whom, victims in (("the coordinator's", (0,)), ("another", (2,)), ("two", (1, 3)))),
+    *(_of_hosts(f"host killed: two with the coordinator's, {phase}", lost(kill, (0, 1), phase),
+                _CONTINUES)
+      for phase in ("steps", "save", "evaluation")),
+    *(_of_hosts(f"host killed: {phase}", lost(kill, (3,), phase), _CONTINUES)
+      for phase in ("save", "evaluation", "start")),
+    *(_of_hosts(f"{what} and returns", lost(strike, (1,), returns=True), _RETURNS,
+                has_network=strike is cut)
+      for what, strike in (("host killed", kill), ("host stopped", freeze), ("host cut off", cut),
+                           ("host preempted", preempt))),
+    *(_of_hosts(f"supervisor killed: {whom}", lost(kill_supervisor, victims), _CONTINUES)
+      for whom, victims in (("the coordinator's", (0,)), ("another", (2,)))),
+    *(_of_hosts(f"process killed: {whom}, {phase}", restarted(kill_process, victims, phase),
+                _ALL_AGAIN)
+      for whom, victims in (("process 0", (0,)), ("another", (2,)), ("half of them", (1, 2)))
+      for phase in ("steps", "save", "evaluation")),
+    *(_of_hosts(f"process stopped: {whom}", restarted(freeze_process, victims), _ALL_AGAIN)
+      for whom, victims in (("process 0", (0,)), ("another", (2,)))),
+    _of_hosts("host stopped for seconds", frozen_for_seconds, "nothing"),
+    _of_hosts("link fails now and then", link_fails_now_and_then, "the same curve",
+              has_network=True),
+    _of_hosts("halves cannot hear each other", halves_are_separated, "one half continues",
+              has_network=True),
+    _of_hosts("host killed in the recovery from another's loss", second_fault_in_recovery,
+              _CONTINUES),
+    _of_hosts("two hosts lost, both return", shrinks_twice_and_grows, _RETURNS),
+    _of_hosts("all hosts preempted", all_are_preempted, "saves; one process goes on"),
+    *(_of_hosts(f"pod {what} and replaced", lost(strike, (0,), returns=True, are_pods=True),
+                _RETURNS, has_network=True)
+      for what, strike in (("killed", kill), ("preempted", preempt))),
+)  # fmt: skip
