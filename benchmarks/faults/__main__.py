@@ -15,6 +15,7 @@ import argparse
 import collections
 import concurrent.futures
 import importlib.util
+import itertools
 import os
 import shutil
 import sys
@@ -37,6 +38,7 @@ from benchmarks.faults.kinds import KINDS, Kind
 from benchmarks.faults.network import can_make_networks
 from benchmarks.faults.record import Fault
 
+TURNS = 20  # of a drill; each has faults of all kinds
 _INSIDE = "JAXFORGE_FAULTS_MAY_MOUNT"
 
 
@@ -58,7 +60,7 @@ def meet(kind: Kind, number: int, shared: Shared, *, keep: bool) -> Fault:
 
 
 def drill(kinds: list[Kind], shared: Shared, options: argparse.Namespace) -> list[Fault]:
-    """Run all faults that the record lacks; those of several processes run last, one at a time.
+    """Run all faults that the record lacks; those of several processes run one at a time.
 
     Kinds take turns, in proportion to their counts, so that a part of a drill has all of them.
     """
@@ -73,11 +75,10 @@ def drill(kinds: list[Kind], shared: Shared, options: argparse.Namespace) -> lis
         return meet(kind, number, shared, keep=options.keep)
 
     recorded = [] if options.again or options.quick else record.read()
-    for alone in (False, True):
-        chosen = [kind for kind in kinds if (kind.n > 1) == alone]
-        faults = missing(chosen, recorded, options.quick)
+    faults = missing(kinds, recorded, options.quick)
+    for (_, alone), turn in itertools.groupby(sorted(faults, key=turn_of), turn_of):
         with concurrent.futures.ThreadPoolExecutor(1 if alone else options.jobs) as pool:
-            meetings = [pool.submit(meet_in_time, *fault) for fault in faults]
+            meetings = [pool.submit(meet_in_time, *fault) for fault in turn]
             for meeting in concurrent.futures.as_completed(meetings):
                 fault = meeting.result()
                 if fault is None:
@@ -110,6 +111,12 @@ def missing(
         if (kind.name, number) not in met
     ]
     return sorted(faults, key=lambda fault: fault[1] / fault[0].count)
+
+
+def turn_of(fault: tuple[Kind, int]) -> tuple[int, bool]:
+    """Return the turn of a fault, in which each kind has an equal share of its count."""
+    kind, number = fault
+    return TURNS * number // kind.count, kind.n > 1
 
 
 def show(faults: Iterable[Fault]) -> None:

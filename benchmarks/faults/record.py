@@ -5,6 +5,7 @@ cause is mended, they are repeated from the first.
 """
 
 import dataclasses
+import functools
 import json
 import os
 import subprocess
@@ -92,6 +93,7 @@ def versions() -> dict[str, str]:
     return {package: version(package) for package in PACKAGES}
 
 
+@functools.cache  # of this process, while the files may change
 def commit() -> str:
     """Return the abbreviated commit of the code."""
     command = ["git", "rev-parse", "--short", "HEAD"]
