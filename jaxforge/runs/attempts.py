@@ -140,7 +140,7 @@ def read_file(path: Path) -> tuple[list[Attempt], list[str]]:
         read_lines(file, _FIELDS) for file in (path, _latest_file(path))
     )
     # A start that was killed between its two writes has left the latest line in both files.
-    lines += [line for line in latest if not lines or line["began"] != lines[-1]["began"]]
+    lines += [line for line in latest if line not in lines[-1:]]
     attempts = [
         Attempt(line["began"], line["seen"], int(line["step"]), line["seconds"], line["code"])
         for line in lines

@@ -9,9 +9,10 @@ from jaxforge.errors import UserError
 from jaxforge.supervision import ray_engine
 from jaxforge.supervision.ray_engine import SharedView, Table
 from jaxforge.supervision.rosters import Status
+from tests.machine import PATIENCE
 
 
-def connected(table, host, *, ask=None, timeout=30.0):
+def connected(table, host, *, ask=None, timeout=PATIENCE):
     status = Status(host, f"supervisor {host}")
     return SharedView("node", 3, timeout, ask or table.exchange, lambda: status)
 
