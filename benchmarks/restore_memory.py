@@ -71,10 +71,12 @@ def peaks(new: Callable[[str], Run], memory: Path) -> dict[str, float]:
     peak(replicated, "", *replicas)
     peak(replicated, "", *replicas)  # by now a replica is complete
     load = functools.partial("--checkpoint.load_path={}".format)
+    lora = [load(saved.directory), "--lora.rank=8"]
+    peak(new("compiling"), "", *lora)  # the other starts have the step of `saved`
     return {
         NOTHING: peak(new("nothing"), ""),
         "replica in memory": peak(replicated, "resuming from the replica", *replicas),
-        "LoRA on a checkpoint": peak(new("lora"), "", load(saved.directory), "--lora.rank=8"),
+        "LoRA on a checkpoint": peak(new("lora"), "", *lora),
         **{
             name: peak(new(to), "", load(converted(saved.directory, to)))
             for name, to in (("DCP", "dcp"), ("Megatron-Core", "megatron"), ("Hugging Face", "hf"))

@@ -65,6 +65,8 @@ def test_front_page_figures_match_the_drill():
 
 def test_record_names_kinds_of_the_drill():
     counts = {kind.name: kind.count for kind in KINDS}
+    complete = f"{sum(counts.values()):,} faults of {len(counts)} kinds"
+    assert complete in (ROOT / "docs" / "reliability.md").read_text()
     assert all(number < counts[kind] for kind, number in record.counted(record.read()))
 
 

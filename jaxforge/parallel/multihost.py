@@ -186,13 +186,18 @@ def open_devices(env: Mapping[str, str] = os.environ) -> None:
         env: environment variables; the message shows `JAX_PLATFORMS`.
 
     Raises:
-        UserError: there are no devices.
+        UserError: there are no devices, or the host's name has no address.
     """
     try:
         jax.devices()
     except (RuntimeError, AssertionError) as error:  # the latter for a platform without a plugin
         if "in use" in str(error):
             raise  # a process that is ending may hold them: a restart may succeed
+        if "/gloo/" in str(error) and not _has_address(host := socket.gethostname()):
+            raise UserError(
+                f"{host}, the name of this host, has no address, at which the other processes "
+                "reach this one: add it to /etc/hosts"
+            ) from error
         platforms = env.get("JAX_PLATFORMS")
         prefix = f"JAX_PLATFORMS={platforms}: " if platforms else ""
         reason = str(error).partition(" (set JAX_PLATFORMS")[0].rstrip(".")
@@ -202,6 +207,13 @@ def open_devices(env: Mapping[str, str] = os.environ) -> None:
             "install '.[cuda]' or '.[tpu]'), or change JAX_PLATFORMS (unset: the fastest platform; "
             "cpu: works on every machine)"
         ) from error
+
+
+def _has_address(host: str) -> bool:
+    try:
+        return bool(socket.getaddrinfo(host, None))
+    except OSError:
+        return False
 
 
 @contextlib.contextmanager

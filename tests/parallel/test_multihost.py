@@ -231,6 +231,14 @@ def test_port_in_use_raises(monkeypatch):
         multihost.initialize(env=environment("here:80", 0))
 
 
+def test_host_without_address_is_named(monkeypatch):
+    error = RuntimeError("[enforce fail at external/gloo/gloo/transport/tcp/device.cc:99] rv == 0")
+    monkeypatch.setattr(jax, "devices", raises(error))
+    monkeypatch.setattr(socket, "gethostname", lambda: "name.invalid")
+    with pytest.raises(UserError, match=r"^name\.invalid, the name of this host, has no address"):
+        multihost.initialize(env={})
+
+
 @pytest.mark.parametrize(
     ("error", "reason"),
     [
