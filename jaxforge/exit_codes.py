@@ -141,6 +141,20 @@ def again(code: int) -> bool:
     return killer is not None and killer not in STOP_SIGNALS
 
 
+def as_stop(code: int) -> int:
+    """Return the code of a stopped run if a signal that requests a stop killed the process.
+
+    The signal may arrive before the process can handle it, and before one to its supervisor.
+    """
+    killer = _killer(code)
+    return stop_code(killer) if killer in STOP_SIGNALS else code
+
+
+def stop_code(received: signal.Signals | None) -> int:
+    """Return the exit code of a run that was stopped by a signal."""
+    return (Exit.INTERRUPT if received is signal.SIGINT else Exit.SIGNAL).code
+
+
 def _killer(code: int) -> signal.Signals | None:
     try:
         return signal.Signals(code - 128)

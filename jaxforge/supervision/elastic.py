@@ -29,7 +29,7 @@ from typing import Protocol, Self
 from jaxforge import exit_codes
 from jaxforge.cli.process import ROSTER_VARIABLE, listening
 from jaxforge.cli.redaction import redacted_command
-from jaxforge.exit_codes import AGREED, Exit
+from jaxforge.exit_codes import AGREED, Exit, as_stop, stop_code
 from jaxforge.supervision import rosters
 from jaxforge.supervision.processes import Ended, Event, Group, environments, free_port
 from jaxforge.supervision.rosters import Roster, Status, View
@@ -39,7 +39,6 @@ from jaxforge.supervision.supervisor import (
     newest_step,
     progressed,
     record,
-    stop_code,
 )
 
 log = logging.getLogger("jaxforge.supervise")
@@ -316,6 +315,10 @@ class ElasticSupervisor:
 
     def _decide(self, code: int) -> float | None:
         """Return the pause before the next roster; set `_final` if there is none for this host."""
+        if as_stop(code) != code:
+            # A stop signal killed a process before it could handle it. If the host is to stop, its
+            # supervisor receives the signal, too; otherwise this is a failure like others.
+            code = Exit.ABORTED.code
         if self._stopping is not None:
             self._final = stop_code(self._stopping)
         elif code in _STOPS:

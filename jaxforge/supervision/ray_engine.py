@@ -25,10 +25,10 @@ from typing import Any
 from jaxforge import exit_codes
 from jaxforge.cli.process import end_now, listening
 from jaxforge.errors import UserError
-from jaxforge.exit_codes import Exit
+from jaxforge.exit_codes import Exit, stop_code
 from jaxforge.supervision.elastic import ElasticSupervisor, Hosts
 from jaxforge.supervision.rosters import Status, View
-from jaxforge.supervision.supervisor import Policy, stop_code
+from jaxforge.supervision.supervisor import Policy
 
 log = logging.getLogger("jaxforge.supervise")
 

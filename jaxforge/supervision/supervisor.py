@@ -17,7 +17,7 @@ from jaxforge import exit_codes
 from jaxforge.checkpoint.paths import is_durable
 from jaxforge.cli.process import began_env, listening, new_command_env
 from jaxforge.cli.redaction import redacted_command
-from jaxforge.exit_codes import AGREED, Exit
+from jaxforge.exit_codes import AGREED, Exit, as_stop, stop_code
 from jaxforge.storage import safe_files, urls
 from jaxforge.supervision.processes import Ended, Event, Group, environments, free_port
 
@@ -120,11 +120,6 @@ def record(run: Path | None, values: Mapping[str, Any]) -> None:
         log.warning("cannot write %s: %s", run / _LOG_FILE, error.strerror)
 
 
-def stop_code(received: signal.Signals | None) -> int:
-    """Return the exit code of a supervisor that was stopped by a signal."""
-    return (Exit.INTERRUPT if received is signal.SIGINT else Exit.SIGNAL).code
-
-
 _LONGEST_WAIT_SEC = 1.0
 
 
@@ -158,7 +153,7 @@ class Supervisor:
                 progress = progressed(self._run, step, time.monotonic() - clock)
                 # Failures add up only while no newer checkpoint is written between them.
                 self._failures = 1 if progress else self._failures + 1
-                code = self._code(group)
+                code = as_stop(group.code)
                 delay = self._decide(code)
                 self._record(began, step, group, delay)
                 if delay is None:
@@ -221,11 +216,6 @@ class Supervisor:
     def _log_end(self, end: Ended) -> None:
         which = f"process {end.index}" if self._count > 1 else "the command"
         log.info("%s ended with %d: %s", which, end.code, exit_codes.meaning(end.code))
-
-    def _code(self, group: Group) -> int:
-        """Return the exit code of a start; death by the stop signal counts as a stop."""
-        is_stopped = self._stopping and group.code == 128 + self._stopping
-        return stop_code(self._stopping) if is_stopped else group.code
 
     def _decide(self, code: int) -> float | None:
         """Return the seconds until the next start, or None for no restart."""

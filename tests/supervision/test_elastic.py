@@ -39,7 +39,8 @@ def connect(status):
 raise SystemExit(ElasticSupervisor(command, 1, policy, run, hosts, connect).run())
 """
 
-# Writes a line for its start, then does what the file `todo-<host>` says: an exit code, or nothing.
+# Writes a line for its start, then does what the file `todo-<host>` says: an exit code, a signal
+# that kills it (negative), or nothing.
 # SIGTERM to one process ends all of the roster with 75, as JAX's preemption service does.
 CHILD = """
 import os, signal, sys, time
@@ -55,6 +56,9 @@ while not stop.exists():
     if todo.exists():
         code = int(todo.read_text())
         todo.unlink()
+        if code < 0:
+            signal.signal(-code, signal.SIG_DFL)
+            os.kill(os.getpid(), -code)
         sys.exit(code)
     if Path("finish").exists():
         sys.exit(0)
@@ -193,6 +197,16 @@ def test_failed_process_restarts_all_hosts_until_the_limit(new_job):
         job.fail(1, 1)
     assert job.codes(0, 1) == [1, 1]
     assert "4 consecutive starts without progress" in job.log(1)
+
+
+def test_process_killed_by_stop_signal_restarts_all_hosts(new_job):
+    job = new_job(2)
+    job.start(0, 1)
+    job.await_roster(0, 1)
+    job.fail(1, -signal.SIGTERM)
+    wait_until(lambda: [len(job.starts(host)) for host in (0, 1)] == [2, 2])
+    (job.directory / "finish").touch()
+    assert job.codes(0, 1) == [0, 0]
 
 
 def test_host_that_waits_to_join_ends_with_the_job(new_job):

@@ -164,6 +164,12 @@ def test_child_killed_by_early_signal_counts_as_stopped(child):
     assert supervisor.wait(PATIENCE) == 75
 
 
+def test_stop_signal_to_child_alone_counts_as_stop(child):
+    """A scheduler signals all processes; the supervisor may hear of the child's end first."""
+    assert main([*QUICK, *child.command("os.kill(os.getpid(), signal.SIGTERM)")]) == 75
+    assert child.starts() == 1
+
+
 def test_unresponsive_child_is_killed_with_its_children(child):
     body = (
         "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
