@@ -13,7 +13,6 @@ Not in `make bench`: no benchmark.
 import collections
 import json
 import re
-import statistics
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -205,7 +204,6 @@ def drill() -> str:
         rows.append([
             name, len({fault.kind for fault in group}), len(group), _codes(codes),
             f"{sum(compared)} of {len(compared)}", "; ".join(expected),
-            round(statistics.median(fault.seconds for fault in group)),
         ])  # fmt: skip
     failed = collections.Counter(fault.kind for fault in recorded if fault.failure)
     mended = ", ".join(f"{kind} ({count})" for kind, count in sorted(failed.items()))
@@ -218,7 +216,7 @@ def drill() -> str:
         f"failures, after which the kind was mended and repeated from its first fault: "
         f"{mended or 'none'}",
     ]  # fmt: skip
-    head = ["fault", "kinds", "times", "exit codes", "bit-identical", "what must hold", "median, s"]
+    head = ["fault", "kinds", "times", "exit codes", "bit-identical", "what must hold"]
     return "\n".join([*(f"- {note}" for note in notes), "", table(head, rows)])
 
 
