@@ -92,12 +92,7 @@ class Saved:
 
     def restore(self, like: TrainState) -> tuple[TrainState, Progress]:
         """Restore state and progress."""
-        state, progress = self.checkpoints.restore(like, self.step)
-        leaves, tree = jax.tree.flatten(state)
-        del state
-        for i, leaf in enumerate(leaves):  # each is freed once it is copied
-            leaves[i] = in_own_memory(leaf)
-        return jax.tree.unflatten(tree, leaves), progress
+        return self.checkpoints.restore(like, self.step)
 
     def restore_model(self, like: PyTree) -> PyTree:
         """Restore the model's part of the state."""
@@ -238,7 +233,7 @@ def start_from(
         )
     if has_optimizer:
         log.info("resuming from %s", source.name)
-        state, progress = source.restore(by_layers)
+        state, progress = _read(source.restore, by_layers)
         state = by_stage(state, stack, like)
         if "model" in excluded:
             new = stored_state(program.init())
@@ -250,7 +245,8 @@ def start_from(
         state = _with_progress(program.init(), progress)
     else:
         log.info("starting with the weights of %s", source.name)
-        restored = source.restore_model(model_tree(by_layers.params, by_layers.model_state))
+        like_saved = model_tree(by_layers.params, by_layers.model_state)
+        restored = _read(source.restore_model, like_saved)
         like_model = model_tree(like.params, like.model_state)
         # Weights of a checkpoint without non-trainable state: it is new.
         restored = by_stage(restored, stack, drop_unsaved(like_model, restored))
@@ -265,6 +261,14 @@ def start_from(
     if "progress" in excluded:
         return _with_progress(state, Progress()), Progress()
     return state, progress
+
+
+def _read(restore: Callable[[PyTree], PyTree], like: PyTree) -> Any:  # noqa: ANN401 (as `restore`)
+    """Return what `restore` does, with arrays that JAX can donate."""
+    leaves, tree = jax.tree.flatten(restore(like))  # no other reference: each is freed once copied
+    for i, leaf in enumerate(leaves):
+        leaves[i] = in_own_memory(leaf) if isinstance(leaf, jax.Array) else leaf
+    return jax.tree.unflatten(tree, leaves)
 
 
 class Base(NamedTuple):
@@ -326,7 +330,7 @@ def load_base(
 
 def restore_recorded(source: Source, like: PyTree) -> tuple[PyTree, dict[str, Any]]:
     """Restore a model that is not trained; return it with dtype and hash of each parameter."""
-    restored = source.restore_model(like)
+    restored = _read(source.restore_model, like)
     hashes = begin(restored["params"])()
     dtypes = {n: str(x.dtype) for n, x in flatten_dict(restored["params"], sep=".").items()}
     return restored, {name: [dtypes[name], value] for name, value in hashes.items()}
@@ -351,7 +355,8 @@ def _with_new_adapters(
         section = at_path(program.config, lora.adapter)
         with opened(section, program.config, open_foreign) as source:
             log.info("starting with the adapters of %s", source.name)
-            adapters = source.restore_model({"params": by_layer(like, model.stack)})["params"]
+            saved = {"params": by_layer(like, model.stack)}
+            adapters = _read(source.restore_model, saved)["params"]
             adapters = by_stage(adapters, model.stack, like)
     else:
         shardings = jax.tree.map(lambda leaf: leaf.sharding, like)
