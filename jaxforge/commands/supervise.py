@@ -77,21 +77,10 @@ def _supervise_elastic(args: argparse.Namespace, command: Sequence[str], policy:
     # The only part that needs pydantic, for messages of other hosts.
     from jaxforge.supervision.elastic import ElasticSupervisor, Hosts
 
-    on_ray = args.engine == "ray"
-    addresses = [address for address in args.peers.split(",") if address.strip()]
-    if args.engine != "peers" and not args.hosts:
-        raise UserError(f"--engine {args.engine} requires --hosts MIN:MAX, such as 2:4")
+    addresses = _addresses(args)
     least, most = _host_range(args.hosts, len(addresses))
-    resources = _resources(args.host_resources) if on_ray else {}
-    if args.engine == "jobset":
-        addresses = _pods(most)
-    elif not (on_ray or addresses):
-        raise UserError("--elastic requires --peers: the address of each host's supervisor")
-    if not on_ray and most != len(addresses):
-        raise UserError(
-            f"--hosts {args.hosts} has at most {most} hosts, but --peers lists {len(addresses)}"
-        )
-    index = 0 if on_ray else _host_index(args.host_index, addresses)
+    index = _host_index(args.host_index, addresses) if addresses else 0
+    resources = _resources(args.host_resources) if args.engine == "ray" else {}
     if _arguments_of_train(command) is None:
         raise UserError("--elastic supervises `jaxforge train`: its batches are adapted")
     config = _train_config(command)
@@ -101,11 +90,12 @@ def _supervise_elastic(args: argparse.Namespace, command: Sequence[str], policy:
     elastic = {"elastic_processes": most * args.nproc, "elastic_min_processes": least * args.nproc}
     command = [*command, *(f"--distributed.{key}={value}" for key, value in elastic.items())]
     run = urls.path(config.checkpoint.dir, "checkpoint.dir") if config else None
-    # With peers and command, so that hosts of another job cannot join by mistake.
+    # With peers and command, so that hosts of another job cannot join by mistake. Only one process
+    # starts a job on Ray: its key is new.
     secret = f"{os.environ.get(_SECRET, '')}\n{','.join(addresses)}\n{shlex.join(command)}"
-    key = uuid.uuid4().hex if on_ray else hashlib.sha256(secret.encode()).hexdigest()
+    key = hashlib.sha256(secret.encode()).hexdigest() if addresses else uuid.uuid4().hex
     hosts = Hosts(most, index, least, args.host_multiple, key, timeout, args.join_timeout)
-    if on_ray:
+    if args.engine == "ray":
         from jaxforge.supervision import ray_engine
 
         return ray_engine.supervise(command, args.nproc, policy, run, hosts, resources)
@@ -113,6 +103,22 @@ def _supervise_elastic(args: argparse.Namespace, command: Sequence[str], policy:
 
     connect = functools.partial(Members, addresses, index, key, timeout)
     return ElasticSupervisor(command, args.nproc, policy, run, hosts, connect).run()
+
+
+def _addresses(args: argparse.Namespace) -> list[str]:
+    """Return the address of each host's supervisor; none on Ray, which places the hosts."""
+    if args.engine == "peers":
+        addresses = [address for address in args.peers.split(",") if address.strip()]
+        if not addresses:
+            raise UserError("--elastic requires --peers: the address of each host's supervisor")
+        if (most := _host_range(args.hosts, len(addresses))[1]) != len(addresses):
+            raise UserError(
+                f"--hosts {args.hosts} has at most {most} hosts, but --peers lists {len(addresses)}"
+            )
+        return addresses
+    if not args.hosts:
+        raise UserError(f"--engine {args.engine} requires --hosts MIN:MAX, such as 2:4")
+    return _pods(_host_range(args.hosts, 0)[1]) if args.engine == "jobset" else []
 
 
 def _resources(text: str) -> dict[str, float]:
