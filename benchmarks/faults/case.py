@@ -211,7 +211,6 @@ class Run:
         self,
         *overrides: str,
         fault: Sequence[Any] = (),
-        n: int | None = None,
         only: int | None = None,
         variations: Mapping[int, Variation] | None = None,
     ) -> Job:
@@ -220,11 +219,10 @@ class Run:
         Args:
             overrides: further settings.
             fault: name and arguments of a fault in `inject`.
-            n: number of processes, if it is not that of the run.
             only: number of the process with the fault; by default all have it.
             variations: differences of processes, by their numbers.
         """
-        n, port = n or self.n, free_port("127.0.0.1")
+        n, port = self.n, free_port("127.0.0.1")
         self._starts += 1
         commands, environments, outputs, roots = [], [], [], []
         for index in range(n):
@@ -340,7 +338,8 @@ class Shared:
             if key not in self.runs:
                 directory = self.root / "undisturbed" / str(number)
                 run = Run(directory, self.root / "compiled", self.tokens(left_out))
-                job = run.start(*overrides, n=n)
+                run.n = n
+                job = run.start(*overrides)
                 require(set(job.wait()) == {code}, f"an undisturbed run failed: {job.tail()}")
                 self.runs[key] = run
             return self.runs[key]
@@ -415,18 +414,15 @@ class Case:
         for text in texts:
             require(text in output, f"does not say {text!r}: {output[-1500:]}")
 
-    def undisturbed(
-        self, *overrides: str, n: int | None = None, left_out: Sequence[int] = (), code: int = 0
-    ) -> Run:
+    def undisturbed(self, *overrides: str, left_out: Sequence[int] = (), code: int = 0) -> Run:
         """Return an undisturbed run of the same job."""
         settings = (*self.run.job, *overrides)
-        n = n or self.run.n
-        return self.shared.undisturbed(*settings, n=n, left_out=left_out, code=code)
+        return self.shared.undisturbed(*settings, n=self.run.n, left_out=left_out, code=code)
 
-    def goes_on(self, *overrides: str, fault: Sequence[Any] = (), n: int | None = None) -> str:
+    def goes_on(self, *overrides: str, fault: Sequence[Any] = ()) -> str:
         """Run the command again, from the newest durable step to the end; return the output."""
         durable = self.run.durable()
-        job = self.run.start(*overrides, fault=fault, n=n)
+        job = self.run.start(*overrides, fault=fault)
         require(set(job.wait()) == {0}, f"does not go on: {job.tail()}")
         self.run.fetch()
         output = job.output()

@@ -149,7 +149,8 @@ def flipped_in_replica(copies: Sequence[int], *said: str) -> Callable[[Case], No
                     "--distributed.dp_shard=2"]  # fmt: skip
         step = case.rng.randrange(75, STEPS - 20)
         fault = ("signal_in_step", {"step": step, "number": signal.SIGKILL})
-        case.ends(case.run.start(*settings, fault=fault, n=2, variations=variations),
+        case.run.n, case.run.variations = 2, variations
+        case.ends(case.run.start(*settings, fault=fault),
                   KILLED, 1, -signal.SIGABRT)  # fmt: skip
         newest = max(_complete(hosts[0]) & _complete(hosts[1]))
         at = None  # the same byte: copies that are damaged in different blocks mend each other
@@ -157,14 +158,14 @@ def flipped_in_replica(copies: Sequence[int], *said: str) -> Callable[[Case], No
             (path,) = hosts[i].rglob(f"step_{newest}.*/0.data")
             at = case.rng.randrange(path.stat().st_size) if at is None else at
             flip(path, case, at, at + 1)
-        job = case.run.start(*settings, n=2, variations=variations)
+        job = case.run.start(*settings)
         require(set(job.wait()) == {0}, f"does not go on: {job.tail()}")
         output = job.output()
         resumed = int(re.findall(r"resuming from (?:the replica of )?step (\d+)", output)[-1])
         case.notes["steps before the replica"] = newest - resumed
         require(resumed == newest if len(copies) < 2 else resumed < newest, f"from {resumed}")
         case.says(output, *said)
-        case.matches(case.undisturbed("--distributed.dp_shard=2", n=2))
+        case.matches(case.undisturbed("--distributed.dp_shard=2"))
 
     return scenario
 

@@ -17,16 +17,16 @@ def refused(vary: Callable[[Case], Variation], *said: str) -> Callable[[Case], N
     """Start one of two processes with a variation: both refuse, and name the difference."""
 
     def scenario(case: Case) -> None:
-        only = case.rng.choice([0, 1])
-        job = case.run.start(n=2, variations={only: vary(case)})
+        case.run.n, only = 2, case.rng.choice([0, 1])
+        job = case.run.start(variations={only: vary(case)})
         output = case.ends(job, USER)
         case.says(output, *said)
         errors = [line for line in output.splitlines() if line.startswith("error: ")]
         require(len(errors) == 2, f"not one message each: {errors}")
         require(not case.run.checkpoints.exists(), "a checkpoint directory was created")
         require(not case.run.last_logged(), "a step took place")
-        case.goes_on(n=2)
-        case.matches(case.undisturbed(n=2))
+        case.goes_on()
+        case.matches(case.undisturbed())
 
     return scenario
 
@@ -105,8 +105,9 @@ def clock_of_one_host_is_off(case: Case) -> None:
     """Set the clock of one of two processes off by hours, in either direction."""
     offset = case.rng.choice([-1, 1]) * case.rng.uniform(1, 12) * 3600
     fault = ("clock_from_start", {"offset": offset})
-    case.ends(case.run.start(fault=fault, n=2, only=case.rng.choice([0, 1])), 0)
-    case.matches(case.undisturbed(n=2))
+    case.run.n = 2
+    case.ends(case.run.start(fault=fault, only=case.rng.choice([0, 1])), 0)
+    case.matches(case.undisturbed())
 
 
 def clock_is_set_back_between_starts(case: Case) -> None:

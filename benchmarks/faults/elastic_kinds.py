@@ -269,31 +269,31 @@ def _of_hosts(
     return Kind(f"elastic: {name}", 2, scenario, expected, n=N_HOSTS, has_network=has_network)
 
 
-_CONTINUES = "the other hosts continue"
-_RETURNS = "the others continue, and take the host back"
-_ALL_AGAIN = "all hosts start again"
+CONTINUES = "the other hosts continue"
+RETURNS = "the others continue, and take the host back"
+ALL_AGAIN = "all hosts start again"
 
 ELASTIC_KINDS = (
-    *(_of_hosts(f"{what}: {whom}", lost(strike, victims), _CONTINUES, has_network=strike is cut)
+    *(_of_hosts(f"{what}: {whom}", lost(strike, victims), CONTINUES, has_network=strike is cut)
       for what, strike in (("host killed", kill), ("host stopped", freeze), ("host cut off", cut),
                            ("host preempted", preempt))
       for whom, victims in (("the coordinator's", (0,)), ("another", (2,)), ("two", (1, 3)))),
     *(_of_hosts(f"host killed: two with the coordinator's, {phase}", lost(kill, (0, 1), phase),
-                _CONTINUES)
+                CONTINUES)
       for phase in ("steps", "save", "evaluation")),
-    *(_of_hosts(f"host killed: {phase}", lost(kill, (3,), phase), _CONTINUES)
+    *(_of_hosts(f"host killed: {phase}", lost(kill, (3,), phase), CONTINUES)
       for phase in ("save", "evaluation", "start")),
-    *(_of_hosts(f"{what} and returns", lost(strike, (1,), returns=True), _RETURNS,
+    *(_of_hosts(f"{what} and returns", lost(strike, (1,), returns=True), RETURNS,
                 has_network=strike is cut)
       for what, strike in (("host killed", kill), ("host stopped", freeze), ("host cut off", cut),
                            ("host preempted", preempt))),
-    *(_of_hosts(f"supervisor killed: {whom}", lost(kill_supervisor, victims), _CONTINUES)
+    *(_of_hosts(f"supervisor killed: {whom}", lost(kill_supervisor, victims), CONTINUES)
       for whom, victims in (("the coordinator's", (0,)), ("another", (2,)))),
     *(_of_hosts(f"process killed: {whom}, {phase}", restarted(kill_process, victims, phase),
-                _ALL_AGAIN)
+                ALL_AGAIN)
       for whom, victims in (("process 0", (0,)), ("another", (2,)), ("half of them", (1, 2)))
       for phase in ("steps", "save", "evaluation")),
-    *(_of_hosts(f"process stopped: {whom}", restarted(freeze_process, victims), _ALL_AGAIN)
+    *(_of_hosts(f"process stopped: {whom}", restarted(freeze_process, victims), ALL_AGAIN)
       for whom, victims in (("process 0", (0,)), ("another", (2,)))),
     _of_hosts("host stopped for seconds", frozen_for_seconds, "nothing"),
     _of_hosts("link fails now and then", link_fails_now_and_then, "the same curve",
@@ -301,10 +301,10 @@ ELASTIC_KINDS = (
     _of_hosts("halves cannot hear each other", halves_are_separated, "one half continues",
               has_network=True),
     _of_hosts("host killed in the recovery from another's loss", second_fault_in_recovery,
-              _CONTINUES),
-    _of_hosts("two hosts lost, both return", shrinks_twice_and_grows, _RETURNS),
+              CONTINUES),
+    _of_hosts("two hosts lost, both return", shrinks_twice_and_grows, RETURNS),
     _of_hosts("all hosts preempted", all_are_preempted, "saves; one process goes on"),
     *(_of_hosts(f"pod {what} and replaced", lost(strike, (0,), returns=True, are_pods=True),
-                _RETURNS, has_network=True)
+                RETURNS, has_network=True)
       for what, strike in (("killed", kill), ("preempted", preempt))),
 )  # fmt: skip

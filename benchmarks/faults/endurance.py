@@ -195,7 +195,8 @@ def effect_of_an_update(run: Run, reference: Run) -> str:
 
 def undisturbed(run: Run, steps: int, n: int) -> None:
     """Train without faults."""
-    job = run.start(*settings(steps), n=n)
+    run.n = n
+    job = run.start(*settings(steps))
     codes = [process.wait() for process in job.processes]
     require(set(codes) == {0}, job.tail())
 

@@ -63,20 +63,23 @@ class Hosts:
         """Start the supervisors of some hosts."""
         for host in hosts:
             inside = self._network.command(host) if self._network else []
-            engine = [f"--peers={self._peers}", f"--host-index={host}"]
-            env = self._run._environment(0, 1, 0)
+            engine, env = [f"--peers={self._peers}", f"--host-index={host}"], {}
             if self._are_pods:
                 assert self._network is not None
-                inside, env["JOB_COMPLETION_INDEX"] = self._network.pod_command(host), str(host)
+                inside, env = self._network.pod_command(host), {"JOB_COMPLETION_INDEX": str(host)}
                 engine = ["--engine=jobset", f"--hosts=1:{self._count}"]
             command = [
                 *inside, sys.executable, "-m", "jaxforge", "supervise", "--elastic", *engine,
                 f"--hang-timeout={TIMEOUT}", "--peer-grace=3", "--backoff=1", "--", *self._train(),
             ]  # fmt: skip
-            with self._log(host).open("ab") as file:
-                self.supervisors[host] = subprocess.Popen(
-                    command, cwd=ROOT, env=env, stdout=file, stderr=subprocess.STDOUT
-                )
+            self._open(host, command, **env)
+
+    def _open(self, host: int, command: Sequence[str], **env: str) -> None:
+        with self._log(host).open("ab") as file:
+            self.supervisors[host] = subprocess.Popen(
+                command, cwd=ROOT, env={**self._run._environment(0, 1, 0), **env}, stdout=file,
+                stderr=subprocess.STDOUT,
+            )  # fmt: skip
 
     def _train(self) -> list[str]:
         return [

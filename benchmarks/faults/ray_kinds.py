@@ -7,16 +7,22 @@ driver; the last one has room for two hosts.
 import contextlib
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import psutil
 
-from benchmarks.faults.case import PATIENCE, ROOT, Case, Run, require
-from benchmarks.faults.elastic_kinds import ALL, await_end, moment, nearly_matches
+from benchmarks.faults.case import PATIENCE, Case, Run, require
+from benchmarks.faults.elastic_kinds import (
+    ALL,
+    ALL_AGAIN,
+    CONTINUES,
+    await_end,
+    moment,
+    nearly_matches,
+)
 from benchmarks.faults.hosts import TIMEOUT, Hosts
 from benchmarks.faults.kind import SAVES, Kind
 from jaxforge.supervision.processes import free_port
@@ -25,7 +31,6 @@ HEAD, SMALL, LARGE = range(3)
 DRIVER = 3
 """Number of the driver next to those of the nodes."""
 _ROOM = (1, 1, 2)  # hosts of each node
-_CONTINUES = "the other hosts continue"
 
 
 class RayHosts(Hosts):
@@ -84,13 +89,10 @@ class RayHosts(Hosts):
         ]  # fmt: skip
         self._open(DRIVER, command, RAY_ADDRESS=self._address, RAY_DEDUP_LOGS="0")
 
-    def _open(self, number: int, command: list[str], **env: str) -> None:
-        with self._log(number).open("ab") as file:
-            self._begin[number] = len(self.output(number))
-            self.supervisors[number] = subprocess.Popen(
-                command, cwd=ROOT, env={**self._run._environment(0, 1, 0), **env}, stdout=file,
-                stderr=subprocess.STDOUT,
-            )  # fmt: skip
+    def _open(self, host: int, command: Sequence[str], **env: str) -> None:
+        self._log(host).touch()
+        self._begin[host] = len(self.output(host))
+        super()._open(host, command, **env)
 
     def named(self, node: int, text: str) -> list[psutil.Process]:
         """Return the processes of a node with a text in their command lines."""
@@ -212,14 +214,14 @@ def _kind(name: str, scenario: Callable[[Case], None], expected: str) -> Kind:
 
 
 RAY_KINDS = (
-    _kind("node killed, steps", lost(SMALL, "steps"), _CONTINUES),
-    _kind("node with two hosts killed, save", lost(LARGE, "save"), _CONTINUES),
-    _kind("node stopped", lost(SMALL, "steps", number=signal.SIGSTOP), _CONTINUES),
+    _kind("node killed, steps", lost(SMALL, "steps"), CONTINUES),
+    _kind("node with two hosts killed, save", lost(LARGE, "save"), CONTINUES),
+    _kind("node stopped", lost(SMALL, "steps", number=signal.SIGSTOP), CONTINUES),
     _kind("node killed and replaced", lost(LARGE, "steps", returns=True),
           "the others continue, and take the hosts back"),
-    _kind("process killed", killed(LARGE, "jaxforge.train"), "all hosts start again"),
-    _kind("actor of a host killed", killed(SMALL, "ray::Host"), "all hosts start again"),
-    _kind("node preempted", preempted, _CONTINUES),
+    _kind("process killed", killed(LARGE, "jaxforge.train"), ALL_AGAIN),
+    _kind("actor of a host killed", killed(SMALL, "ray::Host"), ALL_AGAIN),
+    _kind("node preempted", preempted, CONTINUES),
     _kind("driver stopped", driver_is_stopped, SAVES),
     _kind("driver killed", driver_is_killed, "all processes end; one process goes on"),
 )  # fmt: skip

@@ -7,13 +7,17 @@ cause is mended, they are repeated from the first.
 import dataclasses
 import functools
 import json
-import os
 import subprocess
+import sys
 from collections.abc import Iterable
 from datetime import date
 from importlib.metadata import version
 from pathlib import Path
 from typing import Self
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # benchmarks import one another by their names
+
+import results
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("jax", "orbax-checkpoint", "grain")
@@ -60,8 +64,7 @@ class Fault:
 
 def path() -> Path:
     """Return the file of the record."""
-    directory = os.environ.get("JAXFORGE_RESULTS") or ROOT / "benchmarks" / "results"
-    return Path(directory) / "faults.jsonl"
+    return results.directory() / "faults.jsonl"
 
 
 def append(fault: Fault) -> None:
