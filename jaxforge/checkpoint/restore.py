@@ -57,7 +57,10 @@ class Source(Protocol):
         ...
 
     def restore(self, like: TrainState) -> tuple[TrainState, Progress]:
-        """Restore state and progress, with the shardings of `like`."""
+        """Restore state and progress, with the shardings of `like`.
+
+        Arrays have memory of their own (`parallel.host_memory`), best one after another.
+        """
         ...
 
     def restore_model(self, like: PyTree) -> PyTree:
@@ -92,11 +95,18 @@ class Saved:
 
     def restore(self, like: TrainState) -> tuple[TrainState, Progress]:
         """Restore state and progress."""
-        return self.checkpoints.restore(like, self.step)
+        return self._read(self.checkpoints.restore, like)
 
     def restore_model(self, like: PyTree) -> PyTree:
         """Restore the model's part of the state."""
-        return self.checkpoints.restore_model(like, self.step)
+        return self._read(self.checkpoints.restore_model, like)
+
+    def _read(self, restore: Callable[[Any, int], Any], like: PyTree) -> Any:  # noqa: ANN401
+        """Return what is restored; Orbax gives all arrays at once."""
+        leaves, tree = jax.tree.flatten(restore(like, self.step))
+        for i, leaf in enumerate(leaves):  # each is freed once it is copied
+            leaves[i] = in_own_memory(leaf) if isinstance(leaf, jax.Array) else leaf
+        return jax.tree.unflatten(tree, leaves)
 
 
 def starting_state(
@@ -233,7 +243,7 @@ def start_from(
         )
     if has_optimizer:
         log.info("resuming from %s", source.name)
-        state, progress = _read(source.restore, by_layers)
+        state, progress = source.restore(by_layers)
         state = by_stage(state, stack, like)
         if "model" in excluded:
             new = stored_state(program.init())
@@ -245,8 +255,7 @@ def start_from(
         state = _with_progress(program.init(), progress)
     else:
         log.info("starting with the weights of %s", source.name)
-        like_saved = model_tree(by_layers.params, by_layers.model_state)
-        restored = _read(source.restore_model, like_saved)
+        restored = source.restore_model(model_tree(by_layers.params, by_layers.model_state))
         like_model = model_tree(like.params, like.model_state)
         # Weights of a checkpoint without non-trainable state: it is new.
         restored = by_stage(restored, stack, drop_unsaved(like_model, restored))
@@ -261,14 +270,6 @@ def start_from(
     if "progress" in excluded:
         return _with_progress(state, Progress()), Progress()
     return state, progress
-
-
-def _read(restore: Callable[[PyTree], PyTree], like: PyTree) -> Any:  # noqa: ANN401 (as `restore`)
-    """Return what `restore` does, with arrays that JAX can donate."""
-    leaves, tree = jax.tree.flatten(restore(like))  # no other reference: each is freed once copied
-    for i, leaf in enumerate(leaves):
-        leaves[i] = in_own_memory(leaf) if isinstance(leaf, jax.Array) else leaf
-    return jax.tree.unflatten(tree, leaves)
 
 
 class Base(NamedTuple):
@@ -330,7 +331,7 @@ def load_base(
 
 def restore_recorded(source: Source, like: PyTree) -> tuple[PyTree, dict[str, Any]]:
     """Restore a model that is not trained; return it with dtype and hash of each parameter."""
-    restored = _read(source.restore_model, like)
+    restored = source.restore_model(like)
     hashes = begin(restored["params"])()
     dtypes = {n: str(x.dtype) for n, x in flatten_dict(restored["params"], sep=".").items()}
     return restored, {name: [dtypes[name], value] for name, value in hashes.items()}
@@ -355,8 +356,7 @@ def _with_new_adapters(
         section = at_path(program.config, lora.adapter)
         with opened(section, program.config, open_foreign) as source:
             log.info("starting with the adapters of %s", source.name)
-            saved = {"params": by_layer(like, model.stack)}
-            adapters = _read(source.restore_model, saved)["params"]
+            adapters = source.restore_model({"params": by_layer(like, model.stack)})["params"]
             adapters = by_stage(adapters, model.stack, like)
     else:
         shardings = jax.tree.map(lambda leaf: leaf.sharding, like)

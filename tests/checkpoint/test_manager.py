@@ -8,7 +8,6 @@ import shutil
 import sys
 import threading
 import time
-import types
 from pathlib import Path
 
 import jax
@@ -22,7 +21,7 @@ from jaxforge.checkpoint import layout
 from jaxforge.checkpoint.failures import is_storage_failure
 from jaxforge.checkpoint.manager import Checkpoints
 from jaxforge.checkpoint.paths import find
-from jaxforge.checkpoint.restore import start_from, starting_state
+from jaxforge.checkpoint.restore import Saved, starting_state
 from jaxforge.errors import StorageError, UserError
 from jaxforge.state.progress import Progress
 from jaxforge.supervision.processes import free_port
@@ -576,24 +575,23 @@ def test_pytorch_checkpoints_in_directory_raise(tmp_path, marker):
     assert path.exists()
 
 
-def test_restored_state_shares_no_memory_with_numpy():
+def test_restored_state_shares_no_memory_with_numpy(tmp_path, monkeypatch):
     """JAX cannot donate such arrays: the first step would need the memory of the state twice."""
     program, memory = setup(tiny_config()), []
 
-    def shared(leaf):
-        buffer = np.zeros(leaf.nbytes + 64, np.uint8)
-        start = -buffer.ctypes.data % 64  # JAX copies what is not aligned
-        values = buffer[start : start + leaf.nbytes].view(leaf.dtype).reshape(leaf.shape)
-        memory.append(values)  # an address is used again once it is free
-        return jax.device_put(values, leaf.sharding)
+    def restore(self, like, step):
+        def shared(leaf):
+            buffer = np.zeros(leaf.nbytes + 64, np.uint8)
+            start = -buffer.ctypes.data % 64  # JAX copies what is not aligned
+            values = buffer[start : start + leaf.nbytes].view(leaf.dtype).reshape(leaf.shape)
+            memory.append(values)  # an address is used again once it is free
+            return jax.device_put(values, leaf.sharding)
 
-    state = program.state()
-    source = types.SimpleNamespace(
-        name="a checkpoint",
-        has_optimizer=True,
-        restore=lambda _: (jax.tree.map(shared, state), Progress()),
-    )
-    restored, _ = start_from(source, program)
+        return jax.tree.map(shared, program.state()), Progress()
+
+    monkeypatch.setattr(Checkpoints, "restore", restore)
+    own = checkpoints(tmp_path, program)
+    state, _ = Saved(own, 1).restore(program.abstract_state())
+    own.close()
     addresses = {values.ctypes.data for values in memory}
-    assert addresses
-    assert not {leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(restored)} & addresses
+    assert not {leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(state)} & addresses

@@ -18,6 +18,7 @@ from jaxforge.checkpoint import layout, paths
 from jaxforge.checkpoint.layout import check_adapters
 from jaxforge.config.job import JobConfig
 from jaxforge.errors import UserError
+from jaxforge.parallel.host_memory import in_own_memory
 from jaxforge.state.progress import Progress
 from jaxforge.state.train_state import GuardState, TrainState, with_counts
 from jaxforge.storage import urls
@@ -192,7 +193,7 @@ def _array(tensor: LazyTensor, like: jax.Array) -> jax.Array:
         bounds = zip(index, cast.shape, strict=True)
         return cast.read(tuple(slice(*s.indices(n)[:2]) for s, n in bounds))
 
-    return jax.make_array_from_callback(cast.shape, like.sharding, read_shard)
+    return in_own_memory(jax.make_array_from_callback(cast.shape, like.sharding, read_shard))
 
 
 def _scalar(value: float | np.ndarray, like: jax.Array) -> jax.Array:

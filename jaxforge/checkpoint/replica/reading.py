@@ -21,6 +21,7 @@ from jaxforge.checkpoint import layout
 from jaxforge.checkpoint.replica import transfer
 from jaxforge.checkpoint.replica.store import Bounds, Group, Shard, Store, overlap
 from jaxforge.checkpoint.replica.transfer import Process, gather
+from jaxforge.parallel.host_memory import in_own_memory
 from jaxforge.state.progress import Progress, unseal_progress
 from jaxforge.state.train_state import TrainState, with_counts
 
@@ -168,7 +169,7 @@ def _read_array(
             arrays.append(jax.device_put(region, target))
     # Bounds the host memory to the arrays of `_THREADS`: their regions are free only now.
     jax.block_until_ready(arrays)
-    return jax.make_array_from_single_device_arrays(leaf.shape, sharding, arrays)
+    return in_own_memory(jax.make_array_from_single_device_arrays(leaf.shape, sharding, arrays))
 
 
 class Replica:
