@@ -161,6 +161,18 @@ class LatentAttentionConfig(MixerConfig):
             )
 
 
+SHORT_CONVOLUTION = "short_convolution"
+
+
+class ShortConvolutionConfig(MixerConfig):
+    """`[model.short_convolution]`: gated convolutions over a few tokens, as in LFM2."""
+
+    conv_size: Annotated[int, Field(ge=2)] = 3
+    """Tokens in the causal convolution, including the token itself."""
+    bias: bool = False
+    """Add a bias to the convolution and to the projections before and after it."""
+
+
 class MixerTables(Section):
     """Tables of `[model]` for the mixers with settings."""
 
@@ -170,6 +182,8 @@ class MixerTables(Section):
     """Settings of layers with "latent_attention" in mixer_pattern."""
     mamba2: Mamba2Config = Mamba2Config()
     """Settings of layers with "mamba2" in mixer_pattern."""
+    short_convolution: ShortConvolutionConfig = ShortConvolutionConfig()
+    """Settings of layers with "short_convolution" in mixer_pattern."""
 
 
 MIXER_TABLES = tuple(MixerTables.model_fields)

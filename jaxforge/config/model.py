@@ -639,7 +639,7 @@ class ModelConfig(MixerTables):
             if self.mup_base_width is not None and not table.has_mup_rules:
                 yield (
                     f"mup_base_width = {self.mup_base_width} is not supported with mixer "
-                    f'"{mixer}": muP has no rule for the recurrence. Remove it'
+                    f'"{mixer}": muP has no rules for its parameters. Remove it'
                 )
         if "experts" in self.feed_forward_pattern and not self.num_experts:
             yield 'feed_forward_pattern has "experts", which requires num_experts'

@@ -143,6 +143,26 @@ def fan_in_uniform(key: Array, shape: tuple[int, ...], dtype: jnp.dtype) -> Arra
     return jax.random.uniform(key, shape, dtype, -limit, limit)
 
 
+class Convolution(nnx.Module):
+    """Parameters of a causal convolution of single channels.
+
+    Args:
+        size: number of channels.
+        axis: their logical axis.
+        width: tokens in the convolution.
+        declare: declares the parameters.
+        bias: whether there is a bias, initially zero.
+    """
+
+    def __init__(
+        self, size: int, axis: str | None, width: int, declare: Declare, *, bias: bool
+    ) -> None:
+        self.weight = declare((size, width), (axis, None), fan_in_uniform)
+        self.has_bias = bias
+        if bias:
+            self.bias = declare((size,), (axis,), jax.nn.initializers.zeros)
+
+
 def residual_std(config: ModelConfig) -> float:
     """Return the initial std of matrices that write to the residual stream: init_std / √(2 L)."""
     return config.init_std / (2 * config.n_layers) ** 0.5

@@ -165,7 +165,7 @@ def mix_shares(
     *,
     weight_axes: PyTree,
     channels: Axes,
-) -> Float[Array, "b s heads v"]:
+) -> Float[Array, "b s heads *v"]:
     """Call `mix` on each device's share, if devices share sequences, as it communicates.
 
     Args:
@@ -186,7 +186,7 @@ def mix_shares(
     run = jax.shard_map(
         mix,
         in_specs=(of_weights, of_tokens, of_ids),
-        out_specs=automatic_spec("batch", "context", "heads", None),
+        out_specs=automatic_spec("batch", "context", "heads"),
         axis_names=names,
         check_vma=False,  # results of collectives vary as `out_specs` says
     )

@@ -271,6 +271,7 @@ def test_every_key_of_kempnerforge_loads():
                 "mamba2",
                 "mixer_pattern",
                 "latent_attention",
+                "short_convolution",
                 "moe_group_score",
                 "mtp_depth",
                 "feed_forward_pattern",

@@ -181,7 +181,7 @@ def test_contradicting_settings_are_refused(keys, message):
 
 
 def test_mup_is_refused():
-    with pytest.raises(ValidationError, match="muP has no rule for the recurrence"):
+    with pytest.raises(ValidationError, match="muP has no rules for its parameters"):
         ModelConfig(mixer_pattern=("mamba2",), mup_base_width=64)
 
 

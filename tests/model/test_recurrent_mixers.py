@@ -1,4 +1,4 @@
-"""Tests of recurrent mixers with experts, interleaved stages, 8-bit products, moments, resuming."""
+"""Tests of all recurrent mixers: meshes, packed documents, decoding, 8 bits, moments, resuming."""
 
 import functools
 
@@ -7,8 +7,15 @@ import numpy as np
 import pytest
 from jax.flatten_util import ravel_pytree
 
+from jaxforge.model.transformer import Model
 from tests.conftest import tiny_config
-from tests.helpers import losses_and_gradients, random_batches, setup, through_checkpoint
+from tests.helpers import (
+    initial_params,
+    losses_and_gradients,
+    random_batches,
+    setup,
+    through_checkpoint,
+)
 
 ROWS, TOKENS = 4, 24
 SHAPE = {"dim": 32, "n_layers": 2, "n_heads": 4, "vocab_size": 64, "ffn_hidden_dim": 48,
@@ -18,15 +25,17 @@ MIXERS = {
         "key_heads": 2, "value_heads": 4, "key_head_dim": 8, "value_head_dim": 16, "conv_size": 3,
     },
     "mamba2": {"heads": 8, "head_dim": 8, "state_size": 6, "groups": 2, "chunk_size": 5},
+    "short_convolution": {"conv_size": 5, "bias": True},
 }  # fmt: skip
 EXPERTS = {"num_experts": 4, "moe_top_k": 2, "moe_expert_dim": 16, "moe_shared_experts": 1}
 EXPERT_PARALLEL = {"dp_shard": 2, "ep": 2}
 INTERLEAVED = {"pp": 2, "pp_schedule": "interleaved_1f1b", "pp_chunks": 2}
+RING = {"dp_shard": 2, "cp": 2, "tp": 2, "cp_strategy": "ring"}
 FP8 = {"mixed_precision": "fp8", "fp8_scaling": "delayed", "fp8_amax_history_len": 3,
        "num_layers_at_start_in_bf16": 0, "num_layers_at_end_in_bf16": 0,
        "activation_checkpointing": "selective"}  # fmt: skip
 
-both_mixers = pytest.mark.parametrize("mixer", MIXERS)
+all_mixers = pytest.mark.parametrize("mixer", MIXERS)
 
 
 def config(mixer, model=(), train=(), **mesh):
@@ -83,6 +92,17 @@ def alone(mixer, model):
             "gated_delta_net", {**EXPERTS, "n_layers": 4}, {**INTERLEAVED, **EXPERT_PARALLEL},
             "microbatch", marks=pytest.mark.slow,
         ),
+        ("short_convolution", {}, RING, "microbatch"),
+        *(
+            pytest.param("short_convolution", model, mesh, grad_sync, marks=pytest.mark.slow)
+            for model, mesh, grad_sync in (
+                ({}, RING, "update"),
+                ({}, {"cp": 4, "tp": 2, "cp_strategy": "ulysses"}, "microbatch"),
+                ({}, {"pp": 2, "cp": 2, "cp_strategy": "ulysses"}, "update"),
+                (EXPERTS, EXPERT_PARALLEL, "update"),
+                ({"n_layers": 4}, INTERLEAVED, "update"),
+            )
+        ),
     ],
 )  # fmt: skip
 def test_losses_and_gradients_match_single_device(mixer, model, mesh, grad_sync):
@@ -92,8 +112,24 @@ def test_losses_and_gradients_match_single_device(mixer, model, mesh, grad_sync)
     np.testing.assert_allclose(gradients, expected, atol=1e-5 * np.abs(expected).max())
 
 
+@pytest.mark.parametrize("mixer", ["short_convolution"])
+def test_packed_documents_equal_separate_ones(mixer):
+    model = Model(config(mixer).model)
+    params = jax.device_get(initial_params(model))
+    tokens = np.random.default_rng(0).integers(0, 64, (1, TOKENS))
+    ids = np.repeat([[0, 1, 2]], [7, 4, 13], axis=1)
+    hidden = jax.jit(model.hidden)
+    packed = hidden(params, tokens, ids)[0]
+    for i in range(3):
+        first, end = np.flatnonzero(ids[0] == i)[[0, -1]] + [0, 1]
+        alone = np.zeros_like(tokens)
+        alone[0, : end - first] = tokens[0, first:end]
+        separate = hidden(params, alone, np.zeros_like(ids))[0, : end - first]
+        np.testing.assert_allclose(packed[first:end], separate, atol=2e-5)
+
+
 @pytest.mark.slow
-@both_mixers
+@all_mixers
 def test_8_bit_products_do_not_depend_on_the_mesh(mixer):
     """Rounding of bf16 sums moves some values to the next of 8 bits."""
     results = []
@@ -105,7 +141,7 @@ def test_8_bit_products_do_not_depend_on_the_mesh(mixer):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mixer", ["gated_delta_net", "mamba2"])
+@all_mixers
 def test_run_in_8_bits_resumes_bit_exactly(mixer, tmp_path):
     """Products and moments have 8 bits, and experts are spread over devices."""
     train = {**FP8, "opt_state_dtype": "8bit"}

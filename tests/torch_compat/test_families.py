@@ -293,6 +293,13 @@ CASES = {
         **NEMOTRON, "hybrid_override_pattern": "ME*", "use_bias": True, "use_conv_bias": False,
         "n_group": 2, "topk_group": 1, "routed_scaling_factor": 2.5,
         "time_step_min": 1e-6}),  # transformers does not clamp the time steps of single tokens
+    "lfm2": ("lfm2", {"num_hidden_layers": 3, "full_attn_idxs": [1]}),
+    "lfm2, biases": ("lfm2", {
+        "layer_types": ["full_attention", "conv"], "conv_bias": True, "conv_L_cache": 5,
+        "block_auto_adjust_ff_dim": False, "tie_word_embeddings": False}),
+    "lfm2_moe": ("lfm2_moe", {
+        **FEW_EXPERTS, "num_experts": 6, "num_hidden_layers": 3, "num_dense_layers": 1,
+        "layer_types": ["conv", "full_attention", "conv"], "routed_scaling_factor": 2.5}),
     "ernie4_5_moe": ("ernie4_5_moe", {**ERNIE, "num_hidden_layers": 3}),
     "ernie4_5_moe, some layers": ("ernie4_5_moe", {
         **ERNIE, "num_hidden_layers": 4, "moe_layer_interval": 2, "moe_num_shared_experts": 0,
@@ -342,7 +349,7 @@ def network_of(case):
             if parameter.ndim == 1 or is_bias(name) or "_norm." in name:
                 parameter.add_(torch.empty_like(parameter).uniform_(-0.4, 0.4))
         for name, buffer in network.named_buffers():
-            if name.endswith("e_score_correction_bias"):
+            if name.endswith(("e_score_correction_bias", "expert_bias")):
                 buffer.uniform_(-0.4, 0.4)
     return network.eval()
 
@@ -364,7 +371,7 @@ SLOW = frozenset({
     "hy_v3, some layers, biases", "hunyuan_v1_dense, biases", "hunyuan_v1_moe, biases",
     "glm4_moe_lite", "exaone4, window 80",
     "exaone4, no windows", "afmoe, window 80", "ministral3, window 8",
-    "smollm3, window 8", "dots1, window 8",
+    "smollm3, window 8", "dots1, window 8", "lfm2, biases",
 })  # fmt: skip
 """Cases with little that no other case has. `kimi_k2` has the network of `deepseek_v3`."""
 
@@ -422,7 +429,7 @@ CACHED = [
         "qwen2", "olmo3, window 8", "smollm3, window 8", "gemma2, window 8", "granite",
         "phi3, longrope, short", "gpt_neox", "qwen2_moe, some layers, window 8", "dots1, window 8",
         "granitemoehybrid, dense", "bamba", "cohere2, window 8", "deepseek_v2, groups",
-        "minimax_m2", "hy_v3", "hunyuan_v1_dense", "hunyuan_v1_moe")),
+        "minimax_m2", "hy_v3", "hunyuan_v1_dense", "hunyuan_v1_moe", "lfm2, biases", "lfm2_moe")),
 ]  # fmt: skip
 
 
@@ -452,8 +459,9 @@ def test_cached_logits_match_transformers(imported):
 GENERATED = 64
 RECURRENT = [
     "nemotron_h, experts, biases",
-    *(pytest.param(name, marks=pytest.mark.slow) for name in ("granitemoehybrid, dense", "bamba")),
-]
+    *(pytest.param(name, marks=pytest.mark.slow)
+      for name in ("granitemoehybrid, dense", "bamba", "lfm2", "lfm2_moe")),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("imported", RECURRENT, indirect=True)
@@ -533,6 +541,7 @@ TRAINED = [
         "llama4_text", "granitemoeshared", "bamba, biases",
         "granitemoehybrid, dense", "granitemoehybrid, experts", "qwen3_next",
         "deepseek_v2, groups", "deepseek_v3, lite", "minimax_m2", "hy_v3",
+        "lfm2, biases", "lfm2_moe",
         "hunyuan_v1_dense", "hunyuan_v1_moe", "afmoe", "exaone4, window 8", "ministral3")),
     "deepseek_v3",
 ]  # fmt: skip
@@ -671,6 +680,7 @@ def minimal(model_type, **keys):
         (minimal("hunyuan_v1_dense", rope_scaling={"type": "linear", "alpha": 2.0}), "has alpha,"),
         (minimal("hy_v3", first_k_dense_replace=2), "_replace = 2 contradicts .* which mean 1"),
         (minimal("hy_v3", mlp_layer_types=["sparse"]), "mlp_layer_types has 1 of 2 layers"),
+        (minimal("lfm2", layer_types=["conv"]), "layer_types has 1 layers of conv; it must have 2"),
         (minimal("nonsense"), "model_type 'nonsense' is not one of llama, mistral"),
     ],
 )  # fmt: skip
@@ -722,6 +732,10 @@ OLDER = [
                        "rope_scaling": None, "rope_theta": 1e6, "head_dim": 64}),
     ("ministral3", {"rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0,
                     "type": "yarn", "llama_4_scaling_beta": 0.1}, "sliding_window": None}),
+    ("lfm2", {"block_ff_dim": 640, "block_ffn_dim_multiplier": 1.5, "block_multiple_of": 16,
+              "tie_embedding": False, "full_attn_idxs": [2, 5], "block_dim": 256,
+              "block_norm_eps": 1e-5, "block_use_swiglu": True, "conv_dim": 256, "num_heads": 32,
+              "use_pos_enc": True, "theta": 1e6}),
     ("seed_oss", {"rope_scaling": {"rope_type": "default"}, "rope_theta": 1e7, "mlp_bias": True}),
 ]  # fmt: skip
 
@@ -1114,7 +1128,7 @@ FIRST = list({CASES[case][0]: case for case in reversed(CASES)}.values())
 SIMILAR = frozenset(
     {"glm4", "cohere2, window 8", "ernie4_5", "afmoe", "exaone4, window 8", "ministral3",
      "ernie4_5_moe", "llama4_text", "qwen3_next", "qwen3_5_moe", "bamba",
-     "minimax_m2", "hunyuan_v1_moe", "hy_v3",
+     "minimax_m2", "hunyuan_v1_moe", "hy_v3", "lfm2_moe",
      "granitemoehybrid, dense", "gemma", "gemma2, window 8", "qwen3", "olmo2", "smollm3",
      "granite", "starcoder2", "arcee", "glm", "qwen3_moe", "olmoe", "granitemoe",
      "granitemoeshared"}

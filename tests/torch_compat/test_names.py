@@ -60,6 +60,9 @@ HYBRID = {**MAMBA, "mixer_pattern": ["mamba2", "none", "attention", "none"], "n_
 DELTA = {"mixer_pattern": ["gated_delta_net", "attention"], "qk_norm": True,
          "attention_output_gate": True, "gated_delta_net": {
              "key_heads": 2, "value_heads": 4, "key_head_dim": 3, "value_head_dim": 5}}  # fmt: skip
+CONVOLUTIONS = {"mixer_pattern": ["short_convolution", "attention"], "qk_norm": True,
+                "short_convolution": {"bias": True}}  # fmt: skip
+SIGN_WITHOUT_SHARED = {**DEEPSEEK, "moe_shared_experts": 0}
 FEATURES = {
     "kempnerforge": [
         {"qk_norm": True, "norm_type": "layernorm", "qkv_bias": True},
@@ -111,6 +114,8 @@ FEATURES = {
         {**MIXTURE, **SOME, "moe_shared_experts": 1},
         {**MIXTURE, "moe_shared_experts": 1, "qkv_bias": True, "o_bias": True},
     ],
+    "hf-lfm2": [CONVOLUTIONS],
+    "hf-lfm2-moe": [{**CONVOLUTIONS, **SIGN_WITHOUT_SHARED}],
     "hf-mixtral": [MIXTURE],
     "hf-minimax-m2": [
         {

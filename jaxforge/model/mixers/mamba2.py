@@ -37,7 +37,7 @@ from jaxforge.kernels.state_space import (
 )
 from jaxforge.model.cost import MixerCost
 from jaxforge.model.layer import Context, LayerSettings
-from jaxforge.model.linear import Declare, Linear, fan_in_uniform, residual_std
+from jaxforge.model.linear import Convolution, Declare, Linear, residual_std
 from jaxforge.model.mixer import Mixer, MixerOut, SavedValues, mix_shares, register_mixer
 from jaxforge.model.runtime import Runtime
 from jaxforge.parallel.sharding import (
@@ -85,16 +85,6 @@ class _Weights(NamedTuple):
     skip: Float[Array, "heads"]
 
 
-class _Convolution(nnx.Module):
-    """Parameters of a causal convolution of single channels."""
-
-    def __init__(self, config: Mamba2Config, size: int, axis: str | None, declare: Declare) -> None:
-        shape = (size, config.conv_size)
-        self.weight = declare(shape, (axis, None), fan_in_uniform)
-        if config.conv_bias:
-            self.bias = declare((size,), (axis,), jax.nn.initializers.zeros)
-
-
 class GatedRMSNorm(nnx.Module):
     """RMSNorm of y · silu(z) within each group of channels, in float32."""
 
@@ -131,7 +121,8 @@ class Mamba2(Mixer):
         self.b_proj, self.c_proj = project(groups), project(groups)
         self.dt_proj = project(heads)
         self.x_conv, self.b_conv, self.c_conv = (
-            _Convolution(c, *channels, declare) for channels in (inner, groups, groups)
+            Convolution(*channels, c.conv_size, declare, bias=c.conv_bias)
+            for channels in (inner, groups, groups)
         )
         self.a_log = declare((c.heads,), ("heads",), _log_rates)
         self.dt_bias = declare((c.heads,), ("heads",), functools.partial(_time_step_biases, c))
