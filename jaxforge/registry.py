@@ -30,10 +30,11 @@ class Registry:
         built_in: built-in names.
         family: prefix of further names, such as "optax.", whose builder is registered for the
             prefix and checks the rest of the name; "" for none.
+        joint: text that joins several names in one value; "" if a value is one name.
     """
 
-    def __init__(self, key: str, *built_in: str, family: str = "") -> None:
-        self.key, self.built_in, self.family = key, built_in, family
+    def __init__(self, key: str, *built_in: str, family: str = "", joint: str = "") -> None:
+        self.key, self.built_in, self.family, self.joint = key, built_in, family, joint
         self._builders: dict[str, Callable[..., Any] | None] = dict.fromkeys(built_in)
 
     def names(self) -> tuple[str, ...]:
@@ -91,7 +92,8 @@ class Registry:
 
     def _known(self, name: str, info: ValidationInfo) -> str:
         """Raise an error for an unknown name, unless plugins may still register it."""
-        is_known = name in self.names() or (self.family and name.startswith(self.family))
+        parts = name.split(self.joint) if self.joint else [name]
+        is_known = {*parts} <= {*self.names()} or (self.family and name.startswith(self.family))
         if not is_known and not (info.context or {}).get("may_be_unknown"):
             raise PydanticCustomError("unknown_name", "not a name that is registered")
         return name

@@ -8,7 +8,7 @@ from operator import attrgetter
 from jaxforge.config.eval import ATTENTION_WEIGHTS
 from jaxforge.config.job import JobConfig
 from jaxforge.config.mixers import LATENT_ATTENTION
-from jaxforge.config.model import ATTENTION, NO_MIXER
+from jaxforge.config.model import ATTENTION
 from jaxforge.config.section import SplitBy, facts
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "ep", "tp")
@@ -214,7 +214,7 @@ def different_stages_exchange_in_groups(config: JobConfig, mesh: Mesh) -> Iterat
         f"with distributed.cp = {cp} in {pp * chunks} pipeline stages of different layers: set "
         "distributed.pp or cp to 1"
     )
-    recurrent = sorted({*config.model.mixers} - {ATTENTION, LATENT_ATTENTION, NO_MIXER})
+    recurrent = sorted({*config.model.mixers} - {ATTENTION, LATENT_ATTENTION})
     if recurrent:
         yield f"mixers {', '.join(recurrent)} are not supported {where}"
     elif cp_strategy(config) == "ring":
@@ -244,8 +244,11 @@ def biased_stages_have_equal_layers(config: JobConfig, mesh: Mesh) -> Iterator[s
     model, parts = config.model, mesh["pp"] * config.distributed.chunks
     # A LayerNorm after a part has a bias in the output of the layer.
     after = model.norm_type == "layernorm" and model.norm_placement != "pre"
-    if mesh["pp"] > 1 and model.n_layers % parts and (model.o_bias or model.mlp_bias or after):
-        what = "a layernorm after its parts" if after else "model.o_bias or mlp_bias"
+    biased = [name for name, table in model.mixer_tables.items() if table.has_output_bias]
+    has_bias = model.o_bias or model.mlp_bias or biased
+    if mesh["pp"] > 1 and model.n_layers % parts and (has_bias or after):
+        keys = f"biases in model.{biased[0]}" if biased else "model.o_bias or mlp_bias"
+        what = "a layernorm after its parts" if after else keys
         yield (
             f"model.n_layers = {model.n_layers} must be a multiple of {parts} pipeline stages in a "
             f"model with {what}: change model.n_layers or distributed.pp"

@@ -5,7 +5,7 @@ JAX, which a config is read without, and imports point downwards.
 """
 
 from collections.abc import Iterator
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
@@ -17,6 +17,11 @@ class MixerConfig(Section):
 
     has_mup_rules: ClassVar[bool] = False
     """Whether muP has rules for the parameters."""
+
+    @property
+    def has_output_bias(self) -> bool:
+        """True if the output of the mixer has a bias."""
+        return False
 
 
 GATED_DELTA_NET = "gated_delta_net"
@@ -75,6 +80,12 @@ class Mamba2Config(MixerConfig):
     """Add a bias to the convolution."""
     proj_bias: bool = False
     """Add a bias to the projections before and after the recurrence."""
+    gated_norm: Annotated[Literal["after_gate", "before_gate", "none"], Structure()] = "after_gate"
+    """Norm of the recurrence's output y: RMSNorm(y silu(z)), RMSNorm(y) silu(z), or y silu(z)
+    without a norm, as in Falcon-H1."""
+    multipliers: Annotated[tuple[PositiveFloat, ...], Constant()] = ()
+    """Factors on the five projections to z, x, B, C and the time steps, as in Falcon-H1; if empty,
+    all are 1."""
     chunk_size: PositiveInt = 256
     """Tokens that are computed by products with each other. It affects speed and memory, and
     results only by rounding."""
@@ -91,6 +102,11 @@ class Mamba2Config(MixerConfig):
     def split_groups(self) -> int:
         """Number of groups that devices share; a single group is not split."""
         return self.groups if self.groups > 1 else 0
+
+    @property
+    def has_output_bias(self) -> bool:
+        """True if the output of the mixer has a bias."""
+        return self.proj_bias
 
     @property
     def inner_size(self) -> int:
@@ -111,6 +127,8 @@ class Mamba2Config(MixerConfig):
     def _problems(self) -> Iterator[str]:
         if self.heads % self.groups:
             yield not_multiple("heads", self.heads, "groups", self.groups)
+        if len(self.multipliers) not in (0, 5):
+            yield f"multipliers must have five factors, not {len(self.multipliers)}"
         for first, last in (
             ("time_step_min", "time_step_max"),
             ("init_time_step_min", "init_time_step_max"),
@@ -171,6 +189,11 @@ class ShortConvolutionConfig(MixerConfig):
     """Tokens in the causal convolution, including the token itself."""
     bias: bool = False
     """Add a bias to the convolution and to the projections before and after it."""
+
+    @property
+    def has_output_bias(self) -> bool:
+        """True if the output of the mixer has a bias."""
+        return self.bias
 
 
 class MixerTables(Section):

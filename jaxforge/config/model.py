@@ -17,6 +17,8 @@ from jaxforge.config.section import (
     Section,
     SplitBy,
     Structure,
+    Weights,
+    WeightTable,
     facts,
     not_multiple,
 )
@@ -28,7 +30,7 @@ LAYERS = "layers"
 ATTENTION, NO_MIXER = "attention", "none"
 """Names of softmax attention as a mixer, and of layers without a mixer."""
 
-MIXERS = Registry("model.mixer_pattern", ATTENTION, *MIXER_TABLES, NO_MIXER)
+MIXERS = Registry("model.mixer_pattern", ATTENTION, *MIXER_TABLES, NO_MIXER, joint="+")
 """Registered mixers (`model.mixer_pattern`), which exchange information between tokens."""
 
 FeedForward = Literal["dense", "experts", "none"]
@@ -105,16 +107,27 @@ class RopeScaling(Section):
 _STACK_WORDS: dict[FeedForward, str] = {"dense": "dense", "experts": "moe", "none": ""}
 
 
+def mixer_names(mixer: str) -> tuple[str, ...]:
+    """Return the registered names of the mixers in an entry of `model.mixer_pattern`."""
+    return () if mixer == NO_MIXER else tuple(mixer.split(MIXERS.joint))
+
+
 class LayerParts(NamedTuple):
     """Parts of a layer, which determine its parameters.
 
     Attributes:
-        mixer: registered name of the mixer (`MIXERS`), or `NO_MIXER`.
+        mixer: registered name of the mixer (`MIXERS`), several names that are joined, or
+            `NO_MIXER`.
         feed_forward: kind of the feed-forward; "none": the layer has none.
     """
 
     mixer: str
     feed_forward: FeedForward
+
+    @property
+    def mixers(self) -> tuple[str, ...]:
+        """Registered names of the layer's mixers."""
+        return mixer_names(self.mixer)
 
 
 @functools.lru_cache
@@ -168,8 +181,12 @@ class ModelConfig(MixerTables):
     """Width of one head; if not set, dim / n_heads."""
     mixer_pattern: tuple[Annotated[str, MIXERS], ...] = ()
     """Mixers of consecutive layers, repeated over all layers: registered names of the part that
-    exchanges information between tokens. "none": the layer has a feed-forward only. If empty,
-    every layer has attention."""
+    exchanges information between tokens. "none": the layer has a feed-forward only.
+    "attention+mamba2": the layer has both, side by side, and adds their outputs. If empty, every
+    layer has attention."""
+    mixer_multipliers: Annotated[WeightTable, Constant()] = Field(default_factory=Weights)
+    """Factors on the outputs of mixers by name, as in Falcon-H1: {attention = 0.9, mamba2 = 0.2}.
+    Mixers that are not in the table have 1."""
     feed_forward_pattern: tuple[FeedForward, ...] = ()
     """Feed-forwards of consecutive layers, repeated over all layers; "none": the layer has a mixer
     only. If empty, all layers have experts if num_experts is set, else none."""
@@ -239,6 +256,9 @@ class ModelConfig(MixerTables):
     activation function (7 in gpt-oss). If not set, neither is clamped."""
     mlp_bias: bool = False
     """Add a bias to every linear layer of the feed-forward."""
+    mlp_multipliers: Annotated[tuple[PositiveFloat, PositiveFloat], Constant()] = (1.0, 1.0)
+    """Factors on the gate of the feed-forward, before its activation, and on its output, as in
+    Falcon-H1."""
     embedding_multiplier: Annotated[PositiveFloat, Constant()] = 1.0
     """Factor on embeddings; sqrt(dim) in Gemma."""
     residual_multiplier: Annotated[PositiveFloat, Constant()] = 1.0
@@ -416,7 +436,7 @@ class ModelConfig(MixerTables):
     @property
     def has_latent_attention(self) -> bool:
         """True if some layers have latent attention; other layers then have no other attention."""
-        return LATENT_ATTENTION in self.mixer_pattern
+        return any(LATENT_ATTENTION in mixer_names(mixer) for mixer in self.mixer_pattern)
 
     @property
     def ffn_dim(self) -> int:
@@ -476,7 +496,7 @@ class ModelConfig(MixerTables):
     @property
     def mixers(self) -> tuple[str, ...]:
         """Distinct mixers of the layers, in order of appearance."""
-        return tuple(dict.fromkeys(parts.mixer for parts in self.layer_parts))
+        return tuple(dict.fromkeys(name for parts in self.layer_parts for name in parts.mixers))
 
     @property
     def mixer_tables(self) -> dict[str, MixerConfig]:
@@ -510,7 +530,7 @@ class ModelConfig(MixerTables):
         stacks: dict[str, list[int]] = {}
         for i, (mixer, feed_forward) in enumerate(parts):
             words = [
-                mixer if mixers_differ and mixer != NO_MIXER else "",
+                *(mixer_names(mixer) if mixers_differ else ()),
                 _STACK_WORDS[feed_forward] if feed_forwards_differ else "",
                 LAYERS,
             ]
@@ -551,6 +571,11 @@ class ModelConfig(MixerTables):
             yield 'activation = "swiglu_oai" is always gated: remove gated_mlp'
         if self.swiglu_limit is not None and not self.is_gated:
             yield f"swiglu_limit = {self.swiglu_limit} requires gated_mlp = true"
+        if self.mlp_multipliers != (1.0, 1.0) and (self.is_moe or not self.is_gated):
+            yield (
+                f"mlp_multipliers = {list(self.mlp_multipliers)} requires a gated feed-forward "
+                "without experts: remove it"
+            )
         yield from self._position_problems()
         yield from self._norm_problems()
         yield from self._window_problems()
@@ -627,7 +652,16 @@ class ModelConfig(MixerTables):
                 f"layer {parts.index(LayerParts(NO_MIXER, 'none'))} has neither a mixer nor a "
                 "feed-forward: change mixer_pattern or feed_forward_pattern"
             )
-        mixers, fields = {mixer for mixer, _ in parts}, type(self).model_fields
+        for mixer in dict.fromkeys(self.mixer_pattern):
+            names = mixer.split(MIXERS.joint)
+            if len(names) > 1 and (NO_MIXER in names or len(set(names)) < len(names)):
+                yield f'mixer_pattern has "{mixer}": mixers side by side must be distinct'
+        mixers, fields = set(self.mixers), type(self).model_fields
+        if unused := sorted(self.mixer_multipliers.keys() - mixers):
+            yield (
+                f'mixer_multipliers.{unused[0]} has no effect: mixer_pattern has no "{unused[0]}". '
+                "Add it there, or remove the factor"
+            )
         for mixer in MIXER_TABLES:
             # A table that nothing uses is more likely a missing name than a default.
             if mixer not in mixers and getattr(self, mixer) != fields[mixer].default:
@@ -655,7 +689,7 @@ class ModelConfig(MixerTables):
 
     def _latent_problems(self) -> Iterator[str]:
         # Both would share the sizes of heads, which the latents determine.
-        if ATTENTION in self.mixer_pattern:
+        if any(ATTENTION in mixer_names(mixer) for mixer in self.mixer_pattern):
             yield 'mixer_pattern has both "attention" and "latent_attention": choose one of them'
         for key in ("head_dim", "n_kv_heads", "partial_rotary_factor", "qk_norm",
                     "attention_sinks"):  # fmt: skip

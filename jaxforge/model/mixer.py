@@ -1,11 +1,13 @@
 """Mixers: the part of a layer that exchanges information between the tokens of a sequence.
 
 A mixer is one file of `model/mixers/`: its parameters, its forward pass over sequences and packed
-documents, its decoding state, its cost and its memory. `model.mixer_pattern`
-choose the mixer of each layer.
+documents, its decoding state, its cost and its memory. `model.mixer_pattern` selects the mixers of
+each layer. Several mixers of a layer read the same input, and their outputs are added.
 """
 
-from collections.abc import Callable, Mapping
+import functools
+import operator
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import jax
@@ -18,7 +20,7 @@ from jaxforge.kernels.context_parallel import context_size
 from jaxforge.kernels.fp8 import LayerPrecision
 from jaxforge.model.cost import MixerCost
 from jaxforge.model.layer import Context, LayerSettings
-from jaxforge.model.linear import Declare
+from jaxforge.model.linear import Declare, times
 from jaxforge.parallel.sharding import Axes, automatic_axes, automatic_spec
 
 
@@ -155,6 +157,31 @@ class Mixer(nnx.Module):
             share: size of a dimension that `tp` splits -> size on one device.
         """
         return 0
+
+
+def states_by_mixer(cache: PyTree, names: Sequence[str]) -> dict[str, PyTree]:
+    """Return the decoding state of each mixer of a layer.
+
+    The state of a layer is that of its mixer; of several mixers, it is a tree by name.
+    """
+    return {names[0]: cache} if len(names) == 1 else {**dict.fromkeys(names), **(cache or {})}
+
+
+def add_outputs(outs: Mapping[str, MixerOut], factors: Mapping[str, float]) -> MixerOut:
+    """Return the outputs of a layer: the sum of its mixers' outputs, their states and captures.
+
+    Args:
+        outs: outputs by name of the mixer, at least one.
+        factors: factors of outputs by name of the mixer; 1 by default.
+    """
+    y_BSD = functools.reduce(
+        operator.add, (times(out.y, factors.get(name, 1.0)) for name, out in outs.items())
+    )
+    states = {name: out.cache for name, out in outs.items() if out.cache is not None}
+    first, *further = outs
+    cache = (states or None) if further else states.get(first)
+    captured = {name: value for out in outs.values() for name, value in out.captured.items()}
+    return MixerOut(y_BSD, cache, captured)
 
 
 def mix_shares(

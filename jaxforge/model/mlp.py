@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, PyTree
 
 from jaxforge.config.model import ModelConfig
 from jaxforge.kernels.fp8 import LayerPrecision
-from jaxforge.model.linear import Declare, Linear, residual_std
+from jaxforge.model.linear import Declare, Linear, residual_std, times
 from jaxforge.parallel.sharding import constrain
 
 
@@ -140,7 +140,10 @@ class MLP(nnx.Module):
         self, x_BSD: Float[Array, "b s d"], precision: LayerPrecision | None = None
     ) -> Float[Array, "b s d"]:
         """Apply the block to each position; `precision` is that of the enclosing block."""
-        up_BSF = self.up_proj(x_BSD, precision)
-        gate_BSF = self.gate_proj(x_BSD, precision) if self.config.is_gated else None
+        of_gate, of_output = self.config.mlp_multipliers
+        up_BSF, gate_BSF = self.up_proj(x_BSD, precision), None
+        if self.config.is_gated:
+            gate_BSF = times(self.gate_proj(x_BSD, precision), of_gate)
         hidden_BSF = activated(up_BSF, gate_BSF, self.config, recomputes=self.recomputes)
-        return self.down_proj(constrain(hidden_BSF, "batch", "context", "mlp"), precision)
+        hidden_BSF = constrain(hidden_BSF, "batch", "context", "mlp")
+        return times(self.down_proj(hidden_BSF, precision), of_output)

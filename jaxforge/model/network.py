@@ -10,12 +10,12 @@ from jaxtyping import Array, Float, Int, PyTree
 
 from jaxforge.aux_outputs import AuxOutputs, Max
 from jaxforge.config.eval import ATTENTION_WEIGHTS, MAX_LOGITS
-from jaxforge.config.model import NO_MIXER, FeedForward, LayerParts, ModelConfig
+from jaxforge.config.model import FeedForward, LayerParts, ModelConfig
 from jaxforge.kernels.fp8 import LayerPrecision
 from jaxforge.model import remat
 from jaxforge.model.layer import Capture, Context, LayerOut, LayerSettings
 from jaxforge.model.linear import Declare, Embedding, Linear, look_up, normal, times
-from jaxforge.model.mixer import MixerOut
+from jaxforge.model.mixer import MixerOut, add_outputs, states_by_mixer
 from jaxforge.model.mixers import mixer_class
 from jaxforge.model.mlp import MLP
 from jaxforge.model.moe import MoE, empty_expert_aux
@@ -65,9 +65,10 @@ def _at_positions(table: Float[Array, "p d"], positions: Int[Array, "b s"]) -> A
 class Block(nnx.Module):
     """Block x += mixer(norm(x)); x += mlp(norm(x)), declared for all layers of a stack at once.
 
-    The mixer is an attribute named after itself, such as `attention`. Norms may instead follow the
-    two parts (post-norm), or come before and after. With `parallel_residual`, mixer and mlp read
-    the same x, and with `shared_norm` also the same norm(x). A block may lack one of its parts.
+    The mixer is an attribute named after itself, such as `attention`. Several mixers are attributes
+    each, and their outputs are added. Norms may instead follow the two parts (post-norm), or come
+    before and after. With `parallel_residual`, mixer and mlp read the same x, and with
+    `shared_norm` also the same norm(x). A block may lack one of its parts.
 
     Args:
         config: the model.
@@ -87,12 +88,12 @@ class Block(nnx.Module):
         self.parts = parts or config.layer_parts[0]
         before = config.norm_placement != "post"
         after = config.norm_placement != "pre"
-        has_mixer, has_mlp = self.parts.mixer != NO_MIXER, self.parts.feed_forward != "none"
+        has_mixer, has_mlp = bool(self.parts.mixers), self.parts.feed_forward != "none"
         separate = before and not config.shared_norm
         self.shared_norm = build_norm(config, declare) if config.shared_norm else None
         self.attention_norm = build_norm(config, declare) if separate and has_mixer else None
-        if has_mixer:
-            setattr(self, self.parts.mixer, mixer_class(self.parts.mixer)(config, declare))
+        for name in self.parts.mixers:
+            setattr(self, name, mixer_class(name)(config, declare))
         self.attention_post_norm = build_norm(config, declare) if after and has_mixer else None
         self.mlp_norm = build_norm(config, declare) if separate and has_mlp else None
         self.mlp = _build_feed_forward(self.parts.feed_forward, config, declare)
@@ -115,10 +116,14 @@ class Block(nnx.Module):
         is_parallel, normed_BSD = self.config.parallel_residual, x_BSD
         records_logits = self.records_max_logits and context.loss_weights is not None
         of_mixer = settings.with_point(MAX_LOGITS) if records_logits else settings
-        mix, mixed, y_BSD = self._mixer(of_mixer, precision), MixerOut(x_BSD), None
-        if mix is not None:
+        mixed, y_BSD = MixerOut(x_BSD), None
+        if mixers := self.parts.mixers:
             normed_BSD = _normed(self.shared_norm or self.attention_norm, x_BSD)
-            mixed = mix(normed_BSD, context, cache)
+            outs = {
+                name: self._mixer(name, of_mixer, precision)(normed_BSD, context, state)
+                for name, state in states_by_mixer(cache, mixers).items()
+            }
+            mixed = add_outputs(outs, self.config.mixer_multipliers)
             y_BSD = self._residual_term(self.attention_post_norm, mixed.y)
         if not is_parallel:
             x_BSD = split_sequence(_add(x_BSD, y_BSD))
@@ -141,13 +146,11 @@ class Block(nnx.Module):
         return x_BSD, LayerOut(mixed.cache, aux, self._captured(values, x_BSD, settings.capture))
 
     def _mixer(
-        self, settings: LayerSettings, precision: LayerPrecision | None
-    ) -> Callable[..., MixerOut] | None:
-        """Return the mixer, rematerialized if only its inside is; None if there is no mixer."""
-        if self.parts.mixer == NO_MIXER:
-            return None
+        self, name: str, settings: LayerSettings, precision: LayerPrecision | None
+    ) -> Callable[..., MixerOut]:
+        """Return a mixer, rematerialized if only its inside is."""
         save = settings.runtime.save
-        mix = functools.partial(getattr(self, self.parts.mixer), settings=settings)
+        mix = functools.partial(getattr(self, name), settings=settings)
         if precision and save == "selective":
             return functools.partial(_rematerialized, mix, precision)
         return remat.attention(save, functools.partial(mix, precision=precision))

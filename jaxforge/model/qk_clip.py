@@ -38,13 +38,13 @@ def clip_logits(
     """
     clipped = dict(params)
     for stack, layers in config.stacks.items():
-        name = config.layer_parts[layers[0]].mixer
-        mixer = mixer_class(name)
-        if mixer.scores_pairs:
-            by_head = order.rows_of_stack(stack, largest)
-            factors = jnp.where(by_head > limit, limit / by_head, 1.0)
-            scaled = mixer.scale_logits(config, params[stack][name], factors)
-            clipped[stack] = {**params[stack], name: scaled}
+        for name in config.layer_parts[layers[0]].mixers:
+            mixer = mixer_class(name)
+            if mixer.scores_pairs:
+                by_head = order.rows_of_stack(stack, largest)
+                factors = jnp.where(by_head > limit, limit / by_head, 1.0)
+                scaled = mixer.scale_logits(config, params[stack][name], factors)
+                clipped[stack] = {**clipped[stack], name: scaled}
     return clipped
 
 

@@ -15,6 +15,7 @@ from jax.sharding import AbstractMesh, Mesh
 from jaxforge.config.job import JobConfig
 from jaxforge.model.experts import filled_rows
 from jaxforge.model.linear import is_matrix
+from jaxforge.model.mixer import Mixer
 from jaxforge.model.mixers import mixer_class
 from jaxforge.model.transformer import Model
 from jaxforge.optim.freezing import frozen_paths
@@ -168,12 +169,12 @@ class _Sizes:
     def layer(self, whole: bool) -> int:
         """Return the bytes of one layer's backward pass: values, their gradients, weight grads."""
         c, runtime = self.model.config, self.model.runtime
-        inside = max(mixer_class(name).saved_values(c, self._share).inside for name in c.mixers)
+        inside = max(mixer.saved_values(c, self._share).inside for mixer in self._mixers())
         fused = self._saved_per_token("none")
         values = fused if runtime.fuses_elementwise else self._all_per_token(inside)
         recomputed = 0 if self.config.train.activation_checkpointing == "none" else values
         grad = self.bytes if whole else _F32
-        working = max(mixer_class(name).working_values(c, self._share) for name in c.mixers)
+        working = max(mixer.working_values(c, self._share) for mixer in self._mixers())
         per_token = recomputed + values + _F32 * working + self._copies_per_token()
         return self.tokens * per_token + self._scores() + grad * self._layer_elements()
 
@@ -223,7 +224,7 @@ class _Sizes:
         """Return the bytes that a layer saves per token under a rematerialization policy."""
         c = self.model.config
         dim, stream, width = c.dim, self._share(c.dim), self._width()
-        mixers = [mixer_class(name).saved_values(c, self._share) for name in c.mixers]
+        mixers = [mixer.saved_values(c, self._share) for mixer in self._mixers()]
         mixer = max(mixers, key=sum)  # the largest layer counts
         products = mixer.projections + (1 + c.is_gated) * width + 2 * dim
         if save in ("full", "nothing_saveable"):
@@ -253,7 +254,13 @@ class _Sizes:
 
     def _has_scores(self) -> bool:
         """Return whether some layers score pairs of tokens."""
-        return any(mixer_class(name).scores_pairs for name in self.model.config.mixers)
+        return any(mixer.scores_pairs for mixer in self._mixers())
+
+    def _mixers(self) -> list[type[Mixer]]:
+        """Return the mixers of each kind of layer."""
+        return [
+            mixer_class(name) for name in {parts.mixer for parts in self.model.config.layer_parts}
+        ]
 
     def _width(self) -> int:
         """Return the hidden width per token of a feed-forward, or of all of a token's experts."""

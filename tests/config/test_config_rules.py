@@ -271,6 +271,18 @@ CASES = [
     ),
     (
         2,
+        [*PIPELINED, "model.mixer=short_convolution", "model.n_layers=3"],
+        [
+            *PIPELINED,
+            "model.mixer=short_convolution",
+            "model.n_layers=3",
+            "model.short_convolution.bias=true",
+        ],
+        "model.n_layers = 3 must be a multiple of 2 pipeline stages in a model with biases in "
+        "model.short_convolution: change model.n_layers or distributed.pp",
+    ),
+    (
+        2,
         [*PIPELINED, "model.n_layers=2"],
         [*PIPELINED, "model.n_layers=1"],
         "model.n_layers = 1 is less than distributed.pp = 2: lower it",

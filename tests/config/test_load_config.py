@@ -248,6 +248,8 @@ def test_every_key_of_kempnerforge_loads():
                 "moe_score_inputs",
                 "gated_mlp",
                 "mlp_bias",
+                "mlp_multipliers",
+                "mixer_multipliers",
                 "embedding_multiplier",
                 "residual_multiplier",
                 "logits_scaling",

@@ -170,6 +170,7 @@ def test_flops_count_projections_convolutions_and_states():
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
+        ({"multipliers": (1.0, 2.0)}, "multipliers must have five factors, not 2"),
         ({"groups": 3}, "heads = 80 must be a multiple of groups = 3"),
         ({"time_step_min": 0.2, "time_step_max": 0.1}, "time_step_min = 0.2 must be less than"),
         ({"init_time_step_min": 0.5}, "init_time_step_min = 0.5 must be less than"),

@@ -26,6 +26,11 @@ from torch_compat.checkpoint import shapes
 LENGTH = 12
 SHAPE = {"dim": 32, "n_heads": 4, "n_kv_heads": 2, "vocab_size": 64, "ffn_hidden_dim": 48,
          "init_std": 0.3}  # fmt: skip
+COMBINED = {  # any registered mixers, next to layers with one of them
+    "n_layers": 3,
+    "mixer_pattern": ("attention+decayed_sum", "none", "decayed_sum"),
+    "mixer_multipliers": {"decayed_sum": 0.25},
+}
 HYBRID = {  # a leading layer, two periods, and all combinations of parts
     "n_layers": 7,
     "mixer_pattern": ("decayed_sum", *("decayed_sum", "none", "attention") * 2),
@@ -48,13 +53,33 @@ def random_tokens(rows=2, length=LENGTH):
     return np.random.default_rng(0).integers(64, size=(rows, length), dtype=np.int32)
 
 
-def build(**runtime):
-    return Model(ModelConfig(**SHAPE, **HYBRID), runtime=Runtime(**runtime))
+def build(layers=HYBRID, **runtime):
+    return Model(ModelConfig(**SHAPE, **layers), runtime=Runtime(**runtime))
 
 
 @functools.cache
 def params_of_hybrid():
     return jax.device_get(initial_params(build()))
+
+
+def test_mixers_side_by_side_add_their_outputs():
+    model, tokens = build(COMBINED), random_tokens()
+    params = jax.device_get(initial_params(model))
+    layer = jax.tree.map(lambda leaf: leaf[0], params["attention_decayed_sum_layers"])
+    assert {"attention", "decayed_sum"} < layer.keys()
+    block = model.module("attention_decayed_sum_layers", layer)
+    x = model.embed(params, {"input_ids": tokens})
+    context = model.context(x)
+    settings = LayerSettings(model.plan.layers[0], model.plan, model.runtime)
+    normed = block.attention_norm(x)
+    attended, summed = (
+        mixer(normed, context, settings=settings).y
+        for mixer in (block.attention, block.decayed_sum)
+    )
+    block.mlp = None
+    np.testing.assert_allclose(
+        block(x, context, settings=settings)[0], x + attended + 0.25 * summed, atol=1e-6
+    )
 
 
 def joined(model, params):
@@ -97,11 +122,15 @@ def test_layers_run_in_order_of_pattern():
     np.testing.assert_allclose(actual, expected, rtol=0, atol=2e-5)
 
 
-@pytest.mark.parametrize("unstacks", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_generation_equals_whole_passes(unstacks):
+@pytest.mark.parametrize(
+    ("layers", "unstacks"),
+    [pytest.param(HYBRID, False, marks=pytest.mark.slow), (HYBRID, True),
+     pytest.param(COMBINED, False, marks=pytest.mark.slow), (COMBINED, True)],
+)  # fmt: skip
+def test_generation_equals_whole_passes(layers, unstacks):
     """Prompts of different lengths are padded, which recurrent states must ignore."""
-    model = build(unstacks=unstacks)
-    params = joined(model, params_of_hybrid())
+    model = build(layers, unstacks=unstacks)
+    params = joined(model, jax.device_get(initial_params(model)))
     prompts = [[5, 9, 33], [7, 1, 60, 2, 8, 44, 21]]
     decoder = Decoder(model, params, 6, Sampling(temperature=0.0))
     forward = jax.jit(lambda params, tokens: model.logits(params, model.hidden(params, tokens)))
@@ -215,6 +244,13 @@ def test_stages_of_several_mixers_decode_like_single_device(layers):
     [
         ({"mixer_pattern": ("none",), "feed_forward_pattern": ("none",)}, "neither a mixer nor"),
         ({"feed_forward_pattern": ("experts",)}, "requires num_experts"),
+        ({"mixer_pattern": ("attention+attention",)}, "side by side must be distinct"),
+        ({"mixer_pattern": ("attention+none",)}, "side by side must be distinct"),
+        ({"mixer_pattern": ("attention+mamba",)}, "not a name that is registered"),
+        ({"mixer_pattern": ("attention+mamba2", "latent_attention")}, "choose one of them"),
+        ({"mixer_multipliers": {"mamba2": 0.5}}, 'mixer_pattern has no "mamba2"'),
+        ({"mlp_multipliers": (1.0, 0.5), "activation": "gelu"}, "requires a gated feed-forward"),
+        ({"mlp_multipliers": (1.0, 0.5), "num_experts": 4}, "requires a gated feed-forward"),
         ({"num_experts": 4, "feed_forward_pattern": ("dense",)}, "num_experts = 4 has no effect"),
     ],
 )

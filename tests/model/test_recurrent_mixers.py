@@ -27,6 +27,7 @@ MIXERS = {
     "mamba2": {"heads": 8, "head_dim": 8, "state_size": 6, "groups": 2, "chunk_size": 5},
     "short_convolution": {"conv_size": 5, "bias": True},
 }  # fmt: skip
+SIDE_BY_SIDE = "attention+mamba2"
 EXPERTS = {"num_experts": 4, "moe_top_k": 2, "moe_expert_dim": 16, "moe_shared_experts": 1}
 EXPERT_PARALLEL = {"dp_shard": 2, "ep": 2}
 INTERLEAVED = {"pp": 2, "pp_schedule": "interleaved_1f1b", "pp_chunks": 2}
@@ -35,12 +36,15 @@ FP8 = {"mixed_precision": "fp8", "fp8_scaling": "delayed", "fp8_amax_history_len
        "num_layers_at_start_in_bf16": 0, "num_layers_at_end_in_bf16": 0,
        "activation_checkpointing": "selective"}  # fmt: skip
 
-all_mixers = pytest.mark.parametrize("mixer", MIXERS)
+all_mixers = pytest.mark.parametrize("mixer", [*MIXERS, SIDE_BY_SIDE])
 
 
 def config(mixer, model=(), train=(), **mesh):
-    """Return a config whose layers all have this mixer."""
-    own = {"mixer_pattern": (mixer,), mixer: MIXERS[mixer]}
+    """Return a config whose layers all have this mixer, or these."""
+    own = {"mixer_pattern": (mixer,)}
+    own |= {name: MIXERS[name] for name in mixer.split("+") if name in MIXERS}
+    if mixer == SIDE_BY_SIDE:
+        own |= {"mixer_multipliers": {"attention": 0.7, "mamba2": 0.4}}
     groups = mesh.get("dp_shard", 1) * mesh.get("ep", 1)
     rows = {"batch_size": ROWS // groups, "seq_len": TOKENS, "grad_accum_steps": 2}
     return tiny_config(
@@ -93,11 +97,13 @@ def alone(mixer, model):
             "microbatch", marks=pytest.mark.slow,
         ),
         ("short_convolution", {}, RING, "microbatch"),
+        pytest.param(SIDE_BY_SIDE, {}, RING, "microbatch", marks=pytest.mark.slow),
         *(
-            pytest.param("short_convolution", model, mesh, grad_sync, marks=pytest.mark.slow)
+            pytest.param(mixer, model, mesh, grad_sync, marks=pytest.mark.slow)
+            for mixer in ("short_convolution", SIDE_BY_SIDE)
             for model, mesh, grad_sync in (
                 ({}, RING, "update"),
-                ({}, {"cp": 4, "tp": 2, "cp_strategy": "ulysses"}, "microbatch"),
+                ({}, {"cp": 2, "tp": 2, "cp_strategy": "ulysses"}, "microbatch"),
                 ({}, {"pp": 2, "cp": 2, "cp_strategy": "ulysses"}, "update"),
                 (EXPERTS, EXPERT_PARALLEL, "update"),
                 ({"n_layers": 4}, INTERLEAVED, "update"),
@@ -112,7 +118,7 @@ def test_losses_and_gradients_match_single_device(mixer, model, mesh, grad_sync)
     np.testing.assert_allclose(gradients, expected, atol=1e-5 * np.abs(expected).max())
 
 
-@pytest.mark.parametrize("mixer", ["short_convolution"])
+@pytest.mark.parametrize("mixer", ["short_convolution", SIDE_BY_SIDE])
 def test_packed_documents_equal_separate_ones(mixer):
     model = Model(config(mixer).model)
     params = jax.device_get(initial_params(model))
@@ -151,9 +157,10 @@ def test_run_in_8_bits_resumes_bit_exactly(mixer, tmp_path):
     restored = through_checkpoint(program, state, tmp_path)
     expected = jax.device_get(program.run(state, batches[2:])[0])
     assert {"int8", "uint8"} <= {leaf.dtype.name for leaf in jax.tree.leaves(expected.opt_state)}
-    recorded = expected.model_state["layers"][mixer]
-    projections = {name for name in expected.params["layers"][mixer] if name.endswith("_proj")}
-    assert recorded.keys() == projections
-    assert all(np.all(history > 0) for history in jax.tree.leaves(recorded))
+    for name in mixer.split("+"):
+        recorded = expected.model_state["layers"][name]
+        projections = {key for key in expected.params["layers"][name] if key.endswith("_proj")}
+        assert recorded.keys() == projections
+        assert all(np.all(history > 0) for history in jax.tree.leaves(recorded))
     resumed = jax.device_get(program.run(restored, batches[2:])[0])
     jax.tree.map(np.testing.assert_array_equal, resumed, expected)

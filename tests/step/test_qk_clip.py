@@ -12,6 +12,8 @@ from jaxforge.config.rules import check
 from jaxforge.errors import UserError
 from jaxforge.model.mixers.attention import Attention
 from jaxforge.model.mixers.latent_attention import LatentAttention
+from jaxforge.model.qk_clip import clip_logits
+from jaxforge.parallel.stages import Stack
 from tests.conftest import tiny_config
 from tests.helpers import random_batches, setup, through_checkpoint
 from tests.training.health.test_attention_logits import rotated
@@ -86,6 +88,19 @@ def test_shared_keys_have_the_smallest_factor_of_their_heads():
     k = scaled["k_proj"]["weight"][:, ::2, 0]
     np.testing.assert_allclose(k, [[0.5, 1.0], [0.5**0.5, 0.25]], rtol=1e-6)
     np.testing.assert_allclose(q * np.repeat(k, 2, axis=1), factors, rtol=1e-6)
+
+
+def test_mixers_next_to_attention_keep_their_weights():
+    config = ModelConfig(
+        dim=8, n_layers=1, n_heads=4, vocab_size=16, mixer_pattern=("mamba2+attention",)
+    )
+    weights = {name: {"weight": jnp.ones((1, 8, 8))} for name in ("q_proj", "k_proj")}
+    params = {"layers": {"attention": weights, "mamba2": {"a_log": jnp.ones((1, 4))}}}
+    largest = jnp.array([[2.0, 1.0, 1.0, 0.5]])
+    clipped = clip_logits(config, params, largest, Stack(1), 1.0)["layers"]
+    q, k = (clipped["attention"][f"{name}_proj"]["weight"][0, ::2, 0] for name in "qk")
+    np.testing.assert_allclose(q * k, [0.5, 1.0, 1.0, 1.0], rtol=1e-6)
+    np.testing.assert_array_equal(clipped["mamba2"]["a_log"], 1.0)
 
 
 @pytest.mark.parametrize("q_rank", [None, 6])

@@ -86,6 +86,11 @@ GRANITE = {"embedding_multiplier": 12.0, "residual_multiplier": 0.22, "attention
 GRANITE_EXPERTS = {**GRANITE, "num_local_experts": 4, "num_experts_per_tok": 2}
 MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_n_groups": 2, "mamba_d_state": 12,
          "mamba_chunk_size": 8}  # fmt: skip
+FALCON = {
+    **MAMBA, "mamba_d_ssm": 64, "key_multiplier": 0.4, "attention_out_multiplier": 0.9,
+    "ssm_out_multiplier": 0.6, "ssm_multipliers": [0.7, 0.5, 0.9, 1.4, 0.8],
+    "mlp_multipliers": [0.9, 0.6], "embedding_multiplier": 5.0, "lm_head_multiplier": 0.3,
+}  # fmt: skip
 NEMOTRON = {"mamba_num_heads": 8, "mamba_head_dim": 8, "n_groups": 2, "ssm_state_size": 12,
             "chunk_size": 8, "head_dim": 16, "n_routed_experts": 4, "moe_intermediate_size": 20,
             "moe_shared_expert_intermediate_size": 28}  # fmt: skip
@@ -300,6 +305,13 @@ CASES = {
     "lfm2_moe": ("lfm2_moe", {
         **FEW_EXPERTS, "num_experts": 6, "num_hidden_layers": 3, "num_dense_layers": 1,
         "layer_types": ["conv", "full_attention", "conv"], "routed_scaling_factor": 2.5}),
+    "falcon_h1": ("falcon_h1", {
+        **FALCON, "attention_in_multiplier": 1.3, "ssm_in_multiplier": 1.25}),
+    "falcon_h1, biases, norm": ("falcon_h1", {
+        **FALCON, **ALL_BIASES, "mamba_proj_bias": True, "projectors_bias": True,
+        "mamba_rms_norm": True, "head_dim": 16, "time_step_limit": [0.2, 1.5]}),
+    "falcon_h1, gated norm": ("falcon_h1", {
+        **FALCON, "mamba_rms_norm": True, "mamba_norm_before_gate": False}),
     "ernie4_5_moe": ("ernie4_5_moe", {**ERNIE, "num_hidden_layers": 3}),
     "ernie4_5_moe, some layers": ("ernie4_5_moe", {
         **ERNIE, "num_hidden_layers": 4, "moe_layer_interval": 2, "moe_num_shared_experts": 0,
@@ -372,6 +384,7 @@ SLOW = frozenset({
     "glm4_moe_lite", "exaone4, window 80",
     "exaone4, no windows", "afmoe, window 80", "ministral3, window 8",
     "smollm3, window 8", "dots1, window 8", "lfm2, biases",
+    "falcon_h1, biases, norm", "falcon_h1, gated norm",
 })  # fmt: skip
 """Cases with little that no other case has. `kimi_k2` has the network of `deepseek_v3`."""
 
@@ -429,7 +442,8 @@ CACHED = [
         "qwen2", "olmo3, window 8", "smollm3, window 8", "gemma2, window 8", "granite",
         "phi3, longrope, short", "gpt_neox", "qwen2_moe, some layers, window 8", "dots1, window 8",
         "granitemoehybrid, dense", "bamba", "cohere2, window 8", "deepseek_v2, groups",
-        "minimax_m2", "hy_v3", "hunyuan_v1_dense", "hunyuan_v1_moe", "lfm2, biases", "lfm2_moe")),
+        "minimax_m2", "hy_v3", "hunyuan_v1_dense", "hunyuan_v1_moe", "lfm2, biases", "lfm2_moe",
+        "falcon_h1", "falcon_h1, gated norm")),
 ]  # fmt: skip
 
 
@@ -460,7 +474,7 @@ GENERATED = 64
 RECURRENT = [
     "nemotron_h, experts, biases",
     *(pytest.param(name, marks=pytest.mark.slow)
-      for name in ("granitemoehybrid, dense", "bamba", "lfm2", "lfm2_moe")),
+      for name in ("granitemoehybrid, dense", "bamba", "lfm2", "lfm2_moe", "falcon_h1")),
 ]  # fmt: skip
 
 
@@ -541,7 +555,7 @@ TRAINED = [
         "llama4_text", "granitemoeshared", "bamba, biases",
         "granitemoehybrid, dense", "granitemoehybrid, experts", "qwen3_next",
         "deepseek_v2, groups", "deepseek_v3, lite", "minimax_m2", "hy_v3",
-        "lfm2, biases", "lfm2_moe",
+        "lfm2, biases", "lfm2_moe", "falcon_h1", "falcon_h1, biases, norm",
         "hunyuan_v1_dense", "hunyuan_v1_moe", "afmoe", "exaone4, window 8", "ministral3")),
     "deepseek_v3",
 ]  # fmt: skip
@@ -681,6 +695,10 @@ def minimal(model_type, **keys):
         (minimal("hy_v3", first_k_dense_replace=2), "_replace = 2 contradicts .* which mean 1"),
         (minimal("hy_v3", mlp_layer_types=["sparse"]), "mlp_layer_types has 1 of 2 layers"),
         (minimal("lfm2", layer_types=["conv"]), "layer_types has 1 layers of conv; it must have 2"),
+        (minimal("falcon_h1", **FALCON, attention_bias=True, attention_in_multiplier=2.0),
+         "of attention_in_multiplier = 2.0 with attention_bias = true"),
+        (minimal("falcon_h1", **FALCON, projectors_bias=True), "must equal mamba_proj_bias"),
+        (minimal("falcon_h1", ssm_multipliers=[1.0]), "ssm_multipliers = .1.0. is not possible"),
         (minimal("nonsense"), "model_type 'nonsense' is not one of llama, mistral"),
     ],
 )  # fmt: skip
@@ -810,6 +828,7 @@ SELECTED = [
         "gpt_neox",
     ),
     ({"norm_placement": "sandwich"}, "glm4"),
+    ({"mixer_pattern": ["mamba2+attention"], "mamba2": {"gated_norm": "none"}}, "falcon_h1"),
     ({**MIXTURE, "moe_norm_topk": False, "qkv_bias": True, **SHARED}, "qwen2_moe"),
     ({**MIXTURE, **NORMS, **SIGN, "n_layers": 3, "moe_first_dense_layers": 2}, "dots1"),
     ({**MIXTURE, **SINKS, "sliding_window": 8, "qkv_bias": True, "o_bias": True}, "gpt_oss"),
@@ -1128,7 +1147,7 @@ FIRST = list({CASES[case][0]: case for case in reversed(CASES)}.values())
 SIMILAR = frozenset(
     {"glm4", "cohere2, window 8", "ernie4_5", "afmoe", "exaone4, window 8", "ministral3",
      "ernie4_5_moe", "llama4_text", "qwen3_next", "qwen3_5_moe", "bamba",
-     "minimax_m2", "hunyuan_v1_moe", "hy_v3", "lfm2_moe",
+     "minimax_m2", "hunyuan_v1_moe", "hy_v3", "lfm2_moe", "falcon_h1",
      "granitemoehybrid, dense", "gemma", "gemma2, window 8", "qwen3", "olmo2", "smollm3",
      "granite", "starcoder2", "arcee", "glm", "qwen3_moe", "olmoe", "granitemoe",
      "granitemoeshared"}

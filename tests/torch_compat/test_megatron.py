@@ -438,6 +438,7 @@ def test_settings_restore_the_model(keys):
         {"final_logit_softcap": 9.0},
         {"mixer_pattern": ["latent_attention"]},
         {"mixer_pattern": ["mamba2"]},
+        {"mixer_pattern": ["attention+mamba2"]},
     ],
 )
 def test_model_without_settings_raises(keys):

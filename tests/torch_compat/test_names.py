@@ -60,6 +60,8 @@ HYBRID = {**MAMBA, "mixer_pattern": ["mamba2", "none", "attention", "none"], "n_
 DELTA = {"mixer_pattern": ["gated_delta_net", "attention"], "qk_norm": True,
          "attention_output_gate": True, "gated_delta_net": {
              "key_heads": 2, "value_heads": 4, "key_head_dim": 3, "value_head_dim": 5}}  # fmt: skip
+SIDE_BY_SIDE = {"mixer_pattern": ["attention+mamba2"],
+                "mamba2": {**MAMBA["mamba2"], "proj_bias": True, "gated_norm": "none"}}  # fmt: skip
 CONVOLUTIONS = {"mixer_pattern": ["short_convolution", "attention"], "qk_norm": True,
                 "short_convolution": {"bias": True}}  # fmt: skip
 SIGN_WITHOUT_SHARED = {**DEEPSEEK, "moe_shared_experts": 0}
@@ -113,6 +115,10 @@ FEATURES = {
     "hf-llama4-text": [
         {**MIXTURE, **SOME, "moe_shared_experts": 1},
         {**MIXTURE, "moe_shared_experts": 1, "qkv_bias": True, "o_bias": True},
+    ],
+    "hf-falcon-h1": [
+        {**MAMBA, "mixer_pattern": ["attention+mamba2"]},
+        {**SIDE_BY_SIDE, **BIASES},
     ],
     "hf-lfm2": [CONVOLUTIONS],
     "hf-lfm2-moe": [{**CONVOLUTIONS, **SIGN_WITHOUT_SHARED}],
@@ -407,7 +413,7 @@ def test_dialect_is_detected_from_keys(dialect, features, prefix):
     keys = keys_of(dialect, features)
     llamas = ("hf-mistral", "hf-gemma", "hf-smollm3", "hf-granite", "hf-ernie4-5")
     same = {**dict.fromkeys(llamas, "hf-llama"), "hf-olmo3": "hf-olmo2", "hf-cohere2": "hf-cohere",
-            "hf-kimi-k2": "hf-deepseek-v3"}  # fmt: skip
+            "hf-kimi-k2": "hf-deepseek-v3", "hf-bamba": "hf-falcon-h1"}  # fmt: skip
     expected = NAME_MAPS[same.get(dialect, dialect)]  # identical names
     for wrapped in WRAPPERS:
         result = dcp_state.sort_keys(as_dcp([prefix + wrapped(key) for key in keys]))

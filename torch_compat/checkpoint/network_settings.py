@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxforge.config.mixers import MIXER_TABLES
-from jaxforge.config.model import ModelConfig
+from jaxforge.config.model import MIXERS, ModelConfig
 from torch_compat.families.common import scaling_keys
 
 _NOT_COMPARED = ("sdpa_backend", "sliding_window", "attention_chunk_size", "attention_pattern",
@@ -36,7 +36,11 @@ def network_settings(model: ModelConfig) -> dict[str, Any]:
         "n_kv_heads": model.kv_heads,
         "head_dim": model.head_size,
         "ffn_hidden_dim": model.ffn_dim if has_dense_layers else None,
-        "mixer_pattern": tuple(parts.mixer for parts in model.layer_parts),
+        # Mixers side by side have no order.
+        "mixer_pattern": tuple(
+            MIXERS.joint.join(sorted(parts.mixer.split(MIXERS.joint)))
+            for parts in model.layer_parts
+        ),
         "gated_mlp": model.is_gated,
         "attention_scale": model.attention_scale or model.head_size**-0.5,
         "qk_norm_eps": model.qk_norm_eps if model.uses("qk_norm_eps") else model.norm_eps,

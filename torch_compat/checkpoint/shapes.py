@@ -7,7 +7,7 @@ itself (`training_state.model_shapes`).
 
 from collections.abc import Callable, Iterator
 
-from jaxforge.config.model import ATTENTION, MTP, NO_MIXER, LayerParts, ModelConfig
+from jaxforge.config.model import ATTENTION, MTP, LayerParts, ModelConfig
 from torch_compat.checkpoint.stacking import EXPERTS, Stacking
 from torch_compat.names.table import EMBEDDING, HEAD, POSITIONS
 
@@ -82,13 +82,13 @@ def _block(
     if model.shared_norm:
         yield from _norm("shared_norm", model.dim, model)
     for edge in () if model.shared_norm else norm_names[model.norm_placement]:
-        if parts.mixer != NO_MIXER:
+        if parts.mixers:
             yield from _norm(f"attention_{edge}", model.dim, model)
         if parts.feed_forward != "none":
             yield from _norm(f"mlp_{edge}", model.dim, model)
-    if parts.mixer != NO_MIXER:
-        mixer = _attention(model) if parts.mixer == ATTENTION else _mixer(model, parts.mixer)
-        yield from ((f"{parts.mixer}.{name}", shape) for name, shape in mixer)
+    for mixer in parts.mixers:
+        shapes = _attention(model) if mixer == ATTENTION else _mixer(model, mixer)
+        yield from ((f"{mixer}.{name}", shape) for name, shape in shapes)
     if parts.feed_forward == "experts":
         yield from _experts(model)
     elif parts.feed_forward == "dense":

@@ -245,7 +245,7 @@ GRANITEMOEHYBRID_FAMILY = Family(
 # Bamba.
 
 _PARTIAL = 0.5  # fraction of a head with rotary positions, which files do not give
-_BAMBA_RULES = (
+BAMBA_RULES = (
     *(rule for rule in OUTSIDE if rule.name != "norm.weight"),
     Rule("norm.weight", "model.final_layernorm.weight"),
     Rule(f"{NAME}attention_norm.weight", f"{HF_NAME}input_layernorm.weight"),
@@ -282,7 +282,7 @@ def _write_bamba(model: ModelConfig) -> Table:
 
 BAMBA_FAMILY = Family(
     "bamba",
-    name_map("hf-bamba", "BambaForCausalLM", *_BAMBA_RULES),
+    name_map("hf-bamba", "BambaForCausalLM", *BAMBA_RULES),
     {**COMMON, **BIASES, **state_space.DEFAULTS, "rms_norm_eps": 1e-5, "num_key_value_heads": 8,
      "attn_layer_indices": None, "partial_rotary_factor": None},
     summary="Bamba: layers of Mamba-2 and of attention; rotary positions in half of a head",

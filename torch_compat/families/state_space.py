@@ -95,19 +95,20 @@ RANGES = {"mamba_d_head": lambda value: value == "auto" or integer()(value)}
 
 
 def mamba2(c: Config, where: str) -> Table:
-    """Read the settings of Mamba-2 layers from the keys of Bamba and Granite 4.
+    """Read the settings of Mamba-2 layers from the keys of Bamba, Granite 4 and Falcon-H1.
 
     Raises:
         UserError: the heads do not add up to the width of the layer.
     """
     table = {key: c[hf_key] for key, hf_key in KEYS.items()}
-    inner = c["mamba_expand"] * c["hidden_size"]
+    size = c.get("mamba_d_ssm")  # Falcon-H1
+    inner = size or c["mamba_expand"] * c["hidden_size"]
     if table["head_dim"] == "auto":
         table["head_dim"] = max(1, inner // table["heads"])
     if table["head_dim"] * table["heads"] != inner:
         raise UserError(
             f"{where}: mamba_n_heads * mamba_d_head = {table['heads']} * {table['head_dim']} must "
-            f"be mamba_expand * hidden_size = {inner}"
+            f"be {'mamba_d_ssm' if size else 'mamba_expand * hidden_size'} = {inner}"
         )
     return {MAMBA2: table | time_step_limits(c["time_step_limit"], where)}
 

@@ -3,8 +3,9 @@
 import importlib
 import pkgutil
 
-from jaxforge.config.model import MIXERS
+from jaxforge.config.model import MIXERS, mixer_names
 from jaxforge.model.mixer import Mixer
+from jaxforge.model.mixers.combined import CombinedMixers
 
 
 def discover() -> None:
@@ -17,10 +18,11 @@ discover()
 
 
 def mixer_class(name: str) -> type[Mixer]:
-    """Return the mixer that is registered as a name of `model.mixer_pattern`.
+    """Return the class of a name in `model.mixer_pattern`.
 
     Raises:
-        UserError: the name is not registered.
+        UserError: the name, or a name that it joins, is not registered.
     """
-    mixer: type[Mixer] = MIXERS[name]  # type: ignore[assignment]  # a class is its own builder
-    return mixer
+    # A class is its own builder.
+    parts: dict[str, type[Mixer]] = {each: MIXERS[each] for each in mixer_names(name)}  # type: ignore[misc]
+    return parts[name] if name in parts else CombinedMixers.of(parts)

@@ -1,10 +1,12 @@
 """State-space layer of Mamba-2 (arXiv:2405.21060), as in Nemotron-H, Granite 4 and Bamba.
 
-    z, x, B, C, Δ = u W_zᵀ, u W_xᵀ, u W_Bᵀ, u W_Cᵀ, u W_Δᵀ        of the normalized input u
+    z, x, B, C, Δ = u W_zᵀ, u W_xᵀ, u W_Bᵀ, u W_Cᵀ, u W_Δᵀ        of the normalized input u,
+                                                                times constant factors (Falcon-H1)
     x, B, C       = silu(conv(x)), silu(conv(B)), silu(conv(C))   causal, of each channel
     Δ             = clamp(softplus(Δ + bias))                     time step of each head
     y             = recurrence of `kernels/state_space.py`, with A = -exp(a)
-    output        = (RMSNorm(y · silu(z)) · weight) W_oᵀ          a norm for each group of heads
+    output        = (RMSNorm(y · silu(z)) · weight) W_oᵀ          a norm for each group of heads;
+                                                                or before the gate, or none
 
 B and C are to the heads of a group what keys and queries are to value heads. The decoding state has
 a constant size: the state of each head in float32, and the last inputs of the convolutions.
@@ -37,7 +39,7 @@ from jaxforge.kernels.state_space import (
 )
 from jaxforge.model.cost import MixerCost
 from jaxforge.model.layer import Context, LayerSettings
-from jaxforge.model.linear import Convolution, Declare, Linear, residual_std
+from jaxforge.model.linear import Convolution, Declare, Linear, residual_std, times
 from jaxforge.model.mixer import Mixer, MixerOut, SavedValues, mix_shares, register_mixer
 from jaxforge.model.runtime import Runtime
 from jaxforge.parallel.sharding import (
@@ -86,22 +88,35 @@ class _Weights(NamedTuple):
 
 
 class GatedRMSNorm(nnx.Module):
-    """RMSNorm of y · silu(z) within each group of channels, in float32."""
+    """Product y · silu(z) with an RMSNorm of each group of channels after or before it, in float32.
 
-    def __init__(self, size: int, groups: int, eps: float, declare: Declare) -> None:
-        self.weight = declare((size,), ("heads",), jax.nn.initializers.ones)
-        self.groups, self.eps = groups, eps
+    Args:
+        config: settings; `gated_norm` is the order of gate and norm, or "none" without a norm.
+        eps: added to the variance.
+        declare: declares the parameters.
+    """
+
+    def __init__(self, config: Mamba2Config, eps: float, declare: Declare) -> None:
+        self.groups, self.eps, self.order = config.groups, eps, config.gated_norm
+        if self.order != "none":
+            self.weight = declare((config.inner_size,), ("heads",), jax.nn.initializers.ones)
 
     def __call__(
         self, y: Float[Array, "b s inner"], z: Float[Array, "b s inner"]
     ) -> Float[Array, "b s inner"]:
         """Gate and normalize; the result has the dtype of z."""
+        y, gate = y.astype(jnp.float32), jax.nn.silu(z.astype(jnp.float32))
+        if self.order == "before_gate":
+            return (self._normed(y) * gate).astype(z.dtype)
+        gated = y * gate
+        return (gated if self.order == "none" else self._normed(gated)).astype(z.dtype)
+
+    def _normed(self, x: Float[Array, "b s inner"]) -> Float[Array, "b s inner"]:
         # Groups [b, s, groups, channels of a group]: tp splits between groups, never within one.
-        gated = y.astype(jnp.float32) * jax.nn.silu(z.astype(jnp.float32))
-        grouped = gated.reshape(*gated.shape[:-1], self.groups, -1)
+        grouped = x.reshape(*x.shape[:-1], self.groups, -1)
         squares = jnp.mean(grouped * grouped, axis=-1, keepdims=True)
-        normed = (grouped * jax.lax.rsqrt(squares + self.eps)).reshape(gated.shape)
-        return (normed * self.weight[...].astype(jnp.float32)).astype(z.dtype)
+        normed = (grouped * jax.lax.rsqrt(squares + self.eps)).reshape(x.shape)
+        return normed * self.weight[...].astype(jnp.float32)
 
 
 @register_mixer(MAMBA2)
@@ -127,7 +142,7 @@ class Mamba2(Mixer):
         self.a_log = declare((c.heads,), ("heads",), _log_rates)
         self.dt_bias = declare((c.heads,), ("heads",), functools.partial(_time_step_biases, c))
         self.skip = declare((c.heads,), ("heads",), jax.nn.initializers.ones)
-        self.norm = GatedRMSNorm(c.inner_size, c.groups, config.norm_eps, declare)
+        self.norm = GatedRMSNorm(c, config.norm_eps, declare)
         std = residual_std(config)
         self.out_proj = Linear(embed, inner, std=std, declare=declare, bias=c.proj_bias)
 
@@ -141,13 +156,13 @@ class Mamba2(Mixer):
         precision: LayerPrecision | None = None,
     ) -> MixerOut:
         """Mix the tokens of `x` and, with a decoding state, all earlier tokens."""
-        z_BSI = self.z_proj(x_BSD, precision)
-        projections = _Projections(
-            self.x_proj(x_BSD, precision),
-            self.b_proj(x_BSD, precision),
-            self.c_proj(x_BSD, precision),
-            self.dt_proj(x_BSD, precision),
+        layers = self.z_proj, self.x_proj, self.b_proj, self.c_proj, self.dt_proj
+        factors = self.config.multipliers or (1.0,) * len(layers)
+        z_BSI, *projected = (
+            times(project(x_BSD, precision), factor)
+            for project, factor in zip(layers, factors, strict=True)
         )
+        projections = _Projections(*projected)
         if cache is None:
             mix = functools.partial(self._mix, runtime=settings.runtime)
             y_BSHP = self._mix_shares(mix, projections, context.segment_ids)
