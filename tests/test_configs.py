@@ -33,7 +33,7 @@ TORUS = {  # topology of a slice
     "v6e_128": (8, 16),
     "v6e_256": (16, 16),
 }
-PARAMETERS = {  # as published with the weights
+PARAMETERS = {  # as published with the weights, or counted by transformers
     "1b": 1_235_814_400,
     "7b": 6_738_415_616,
     "8b": 8_030_261_248,
@@ -41,10 +41,17 @@ PARAMETERS = {  # as published with the weights
     "70b": 68_976_648_192,
     "nemotron_h_8b": 8_100_852_736,
     "gpt_oss_20b": 20_914_757_184,
+    "lfm2_1b": 1_170_340_608,
+    "falcon_h1_7b": 7_585_513_568,
 }
 
 pytestmark = pytest.mark.parametrize(
-    "path", CONFIGS, ids=[path.stem for path in CONFIGS], scope="module"
+    "path",
+    [
+        pytest.param(path, id=path.stem, marks=[pytest.mark.slow] * path.stem.startswith("lfm2"))
+        for path in CONFIGS
+    ],
+    scope="module",
 )
 
 
