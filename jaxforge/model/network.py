@@ -119,10 +119,10 @@ class Block(nnx.Module):
         mixed, y_BSD = MixerOut(x_BSD), None
         if mixers := self.parts.mixers:
             normed_BSD = _normed(self.shared_norm or self.attention_norm, x_BSD)
-            outs = {
-                name: self._mixer(name, of_mixer, precision)(normed_BSD, context, state)
-                for name, state in states_by_mixer(cache, mixers).items()
-            }
+            outs = {}
+            for name, state in states_by_mixer(cache, mixers).items():
+                mix = self._mixer(name, of_mixer, precision)
+                outs[name] = mix(normed_BSD, context, state)
             mixed = add_outputs(outs, self.config.mixer_multipliers)
             y_BSD = self._residual_term(self.attention_post_norm, mixed.y)
         if not is_parallel:
