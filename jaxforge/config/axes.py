@@ -45,10 +45,11 @@ def token_parallel(mesh: Mesh) -> int:
 def with_equal_shards(config: JobConfig, mesh: Mesh) -> dict[str, int]:
     """Return the axis sizes with which every device holds an equal share of each parameter.
 
-    Parameters are sharded along `model.dim`, and those of latent attention also along its ranks. If
-    dp_shard does not divide these, it keeps its largest factor that does, and the remaining factor
-    moves to dp_replicate. Parameters are then sharded over the former and replicated over the
-    latter. The split of the batch is unchanged.
+    Parameters are sharded along `model.dim`, those of latent attention also along its ranks, and
+    those of experts along `model.moe_latent_dim`, if there is one. If dp_shard does not divide
+    these, it keeps its largest factor that does, and the remaining factor moves to dp_replicate.
+    Parameters are then sharded over the former and replicated over the latter. The split of the
+    batch is unchanged.
     """
     latents = config.model.latent_attention
     ranks = (latents.q_rank or 0, latents.kv_rank) if config.model.has_latent_attention else ()
@@ -56,6 +57,8 @@ def with_equal_shards(config: JobConfig, mesh: Mesh) -> dict[str, int]:
     width = math.gcd(config.model.dim, *ranks)
     # cp and ep shard the same axis of the parameters.
     shards = math.gcd(mesh["dp_shard"], width // (mesh["cp"] * mesh["ep"]))
+    if config.model.is_moe:  # ep splits experts, and not what they read
+        shards = math.gcd(shards, config.model.expert_embed_dim // mesh["cp"])
     copies = mesh["dp_shard"] // shards
     return {**mesh, "dp_replicate": mesh["dp_replicate"] * copies, "dp_shard": shards}
 

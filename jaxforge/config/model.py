@@ -296,6 +296,9 @@ class ModelConfig(MixerTables):
     """Number of modules of multi-token prediction, as in DeepSeek-V3. Module k predicts the token k
     positions after the next one, from the output of module k - 1 and the token before. Only
     training uses the modules (train.mtp_loss_weight)."""
+    mtp_mixer: Annotated[str, MIXERS] | None = None
+    """Mixer of the modules of multi-token prediction, one of the mixers of the layers; if not set,
+    that of the last layer. Their feed-forward is that of the last layer."""
     tie_embeddings: bool = False
     """Share the embedding matrix with the output head."""
     qk_norm: bool = False
@@ -386,6 +389,10 @@ class ModelConfig(MixerTables):
     """Multiply the shared expert's output by a sigmoid gate per token, as in Qwen2-MoE."""
     moe_expert_dim: Annotated[PositiveInt | None, _OF_EXPERTS, SplitBy("tp", "expert_dim")] = None
     """Width of an expert; if not set, that of the feed-forward, rounded to a multiple of 16."""
+    moe_latent_dim: Annotated[PositiveInt | None, _OF_EXPERTS, SplitBy("cp")] = None
+    """Width of the latent that routed experts read and write (Nemotron 3 Super): tokens are
+    projected to it before they are sent to their experts, and the weighted sum back to dim. Router
+    and shared expert read the full width. If not set, experts read and write dim."""
     moe_capacity_factor: Annotated[NonNegativeFloat, _OF_EXPERTS, Constant()] = 0.0
     """Capacity of an expert for tokens' first choices, second choices and so on, relative to an
     even load. Later tokens of the microbatch are dropped. 0 drops no tokens."""
@@ -494,6 +501,12 @@ class ModelConfig(MixerTables):
         )  # fmt: skip
 
     @property
+    def mtp_parts(self) -> LayerParts:
+        """Mixer and feed-forward of the modules of multi-token prediction."""
+        last = self.layer_parts[-1]
+        return last if self.mtp_mixer is None else last._replace(mixer=self.mtp_mixer)
+
+    @property
     def mixers(self) -> tuple[str, ...]:
         """Distinct mixers of the layers, in order of appearance."""
         return tuple(dict.fromkeys(name for parts in self.layer_parts for name in parts.mixers))
@@ -547,6 +560,11 @@ class ModelConfig(MixerTables):
     def expert_dim(self) -> int:
         """Width of an expert: `moe_expert_dim`, or `ffn_dim` rounded to 16."""
         return scaled_expert(self.ffn_dim) if self.moe_expert_dim is None else self.moe_expert_dim
+
+    @property
+    def expert_embed_dim(self) -> int:
+        """Width of what routed experts read and write: `moe_latent_dim`, or `dim`."""
+        return self.moe_latent_dim or self.dim
 
     @property
     def shared_expert_dim(self) -> int:
@@ -651,6 +669,12 @@ class ModelConfig(MixerTables):
             yield (
                 f"layer {parts.index(LayerParts(NO_MIXER, 'none'))} has neither a mixer nor a "
                 "feed-forward: change mixer_pattern or feed_forward_pattern"
+            )
+        of_layers = {mixer for mixer, _ in parts} - {NO_MIXER}
+        if self.mtp_mixer not in (None, *of_layers):
+            yield (
+                f'mtp_mixer = "{self.mtp_mixer}" is not the mixer of a layer: set it to '
+                f"{' or '.join(sorted(of_layers))}, or remove it"
             )
         for mixer in dict.fromkeys(self.mixer_pattern):
             names = mixer.split(MIXERS.joint)

@@ -146,7 +146,8 @@ class Experts(nnx.Module):
     """Experts: down(act(gate(x)) · up(x)) each, or down(act(up(x))) without a gate."""
 
     def __init__(self, config: ModelConfig, declare: Declare) -> None:
-        embed, hidden = (config.dim, "expert_embed"), (config.expert_dim, "mlp")
+        embed = (config.expert_embed_dim, "expert_embed")
+        hidden = (config.expert_dim, "mlp")
         linear = functools.partial(ExpertLinear, config=config, declare=declare)
         if config.is_gated:
             self.gate_proj = linear(hidden, embed, std=config.init_std)

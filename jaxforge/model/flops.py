@@ -58,10 +58,11 @@ def visible_fraction(model: ModelConfig, seq_len: int) -> float:
 
 def _mixing(model: ModelConfig) -> Iterator[tuple[MixerCost, int | None, int | None]]:
     """Return the mixer's cost, window and chunk in tokens, of each layer and prediction module."""
-    costs = {name: _mixer_cost(model, name) for name, _ in set(model.layer_parts)}
+    costs = {name: _mixer_cost(model, name) for name in model.mixers}
     mixers = [costs[parts.mixer] for parts in model.layer_parts]
     layers = list(zip(mixers, model.windows, model.chunks, strict=True))
-    return iter(layers + layers[-1:] * model.mtp_depth)
+    module = (costs[model.mtp_parts.mixer], *layers[-1][1:])
+    return iter(layers + [module] * model.mtp_depth)
 
 
 def _mixer_cost(model: ModelConfig, mixer: str) -> MixerCost:
@@ -89,19 +90,24 @@ def _pairs_twice(window: int | None, chunk: int | None, seq_len: int) -> int:
 def matrix_elements(model: ModelConfig, feed_forward: int, experts: int) -> int:
     """Return the number of matrix elements that multiply a token, without embedding and routers.
 
-    The output head counts once for each depth of multi-token prediction, too.
+    The output head counts once for each depth of multi-token prediction, too, and so do the
+    projections to and from the latent of experts (`model.moe_latent_dim`).
 
     Args:
         model: a model with the structure of Llama.
         feed_forward: matrices of a feed-forward: 3 if gated, else 2.
         experts: number of experts that count per layer with experts, without the shared one.
     """
-    wide = experts * model.expert_dim + model.shared_expert_dim
-    widths = {"dense": model.ffn_dim, "experts": wide, "none": 0}
-    parts = model.layer_parts
-    blocks = parts + parts[-1:] * model.mtp_depth
-    width = sum(widths[block.feed_forward] for block in blocks)
+    routed = feed_forward * experts * model.expert_embed_dim * model.expert_dim
+    routed += 2 * model.dim * (model.moe_latent_dim or 0)
+    elements = {
+        "dense": feed_forward * model.dim * model.ffn_dim,
+        "experts": routed + feed_forward * model.dim * model.shared_expert_dim,
+        "none": 0,
+    }
+    blocks = model.layer_parts + (model.mtp_parts,) * model.mtp_depth
+    feed_forwards = sum(elements[block.feed_forward] for block in blocks)
     mixers = sum(cost.matrices for cost, _, _ in _mixing(model))
     projections = model.mtp_depth * 2 * model.dim
     heads = (1 + model.mtp_depth) * model.vocab_size
-    return mixers + model.dim * (feed_forward * width + projections + heads)
+    return mixers + feed_forwards + model.dim * (projections + heads)

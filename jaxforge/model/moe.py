@@ -1,5 +1,6 @@
 """Mixture of experts instead of a feed-forward: router, experts and shared expert."""
 
+import functools
 from typing import Any
 
 import jax
@@ -13,7 +14,7 @@ from jaxforge.config.model import LAYERS, MTP, ModelConfig
 from jaxforge.kernels.fp8 import LayerPrecision
 from jaxforge.model import mup
 from jaxforge.model.experts import Experts
-from jaxforge.model.linear import Declare, Linear, times
+from jaxforge.model.linear import Declare, Linear, residual_std, times
 from jaxforge.model.mlp import MLP
 from jaxforge.model.router import Router, bias_rate, next_bias, next_ema, term_weights
 from jaxforge.parallel.stages import Stack
@@ -25,12 +26,25 @@ _ROUTER = ("mlp", "router")
 
 
 class MoE(nnx.Module):
-    """Mixture scaling · Σ_k weight_k · expert_k(x) over a token's experts, plus a shared expert."""
+    """Mixture scaling · Σ_k weight_k · expert_k(x) over a token's experts, plus a shared expert.
+
+    With `moe_latent_dim`, experts read and write a narrower latent ℓ, which is also what devices
+    exchange (LatentMoE of Nemotron 3, arXiv:2512.20856):
+
+        ℓ = latent_down_proj(x),  y = latent_up_proj(scaling · Σ_k weight_k · expert_k(ℓ))
+
+    Each device of a `tp` group computes both projections for all tokens, as in Megatron.
+    """
 
     def __init__(self, config: ModelConfig, declare: Declare) -> None:
         c = self.config = config
         self.router = Router(c, declare)
         self.experts = Experts(c, declare)
+        if c.moe_latent_dim is not None:
+            embed, latent = (c.dim, "embed"), (c.moe_latent_dim, "latent")
+            linear = functools.partial(Linear, declare=declare, bias=c.mlp_bias)
+            self.latent_down_proj = linear(latent, embed, std=c.init_std)
+            self.latent_up_proj = linear(embed, latent, std=residual_std(c))
         if c.shared_expert_dim:
             self.shared_expert = MLP(c, declare, width=c.shared_expert_dim)
         if c.moe_shared_expert_gate:
@@ -61,13 +75,17 @@ class MoE(nnx.Module):
         in_8_bits = precision is not None and precision.in_8_bits
         routing, aux = self.router(x_BSD, loss_weights, is_padding)
         has_padding = is_padding is not None
+        has_latent = c.moe_latent_dim is not None
+        inputs = self.latent_down_proj(x_BSD, precision) if has_latent else x_BSD
         y_BSD, dropped = self.experts(
-            x_BSD, routing, backend, has_padding=has_padding, in_8_bits=in_8_bits,
+            inputs, routing, backend, has_padding=has_padding, in_8_bits=in_8_bits,
             strategy=strategy,
         )  # fmt: skip
         if c.moe_routed_scaling != 1.0:
             # Only the routed part: the shared expert is outside of the scale, as in DeepSeek-V3.
             y_BSD = y_BSD * jnp.asarray(c.moe_routed_scaling, y_BSD.dtype)
+        if has_latent:
+            y_BSD = self.latent_up_proj(y_BSD, precision)
         if c.shared_expert_dim:
             shared_BSD = self.shared_expert(x_BSD, precision)
             if c.moe_shared_expert_gate:

@@ -218,12 +218,12 @@ class PredictionBlock(Block):
         x_t = input_proj [embedding_norm(embedding of token t + k); hidden_norm(h_t of depth k - 1)]
         h_t of depth k = Block(x)_t,  input of the output head: output_norm(h_t)
 
-    It has the parts of the last layer. The columns of `input_proj` have the order of DeepSeek-V3's
-    files, the embedding first; the paper writes it second.
+    It has the parts `ModelConfig.mtp_parts`. The columns of `input_proj` have the order of
+    DeepSeek-V3's files, the embedding first; the paper writes it second.
     """
 
     def __init__(self, config: ModelConfig, declare: Declare) -> None:
-        super().__init__(config, declare, config.layer_parts[-1])
+        super().__init__(config, declare, config.mtp_parts)
         out, inp = (config.dim, "embed"), (2 * config.dim, "mlp")
         self.embedding_norm = build_norm(config, declare)
         self.hidden_norm = build_norm(config, declare)

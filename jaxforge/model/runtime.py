@@ -144,7 +144,7 @@ def runtime_for(
         config.data.pack_sequences, capability, is_present=jax.default_backend() == platform,
         value_size=m.value_head_size,
     )  # fmt: skip
-    widths = (m.dim, m.expert_dim // config.distributed.tp)
+    widths = (m.expert_embed_dim, m.expert_dim // config.distributed.tp)
     products = ProductRequirements(platform, dtype, widths, capability)
     grouped = choose_grouped(m.moe_backend, products) if m.is_moe else "blocks"
     save = config.train.activation_checkpointing

@@ -61,7 +61,7 @@ _CONFIG_KEYS = {
     "kv_heads": "model.n_kv_heads",
     "mlp": "model.ffn_hidden_dim",
     EXPERTS: "model.num_experts",
-    "expert_embed": "model.dim",
+    "expert_embed": "model.moe_latent_dim, or dim without one",
     "latent_embed": "the ranks of model.latent_attention",
 }
 

@@ -187,7 +187,7 @@ class _Sizes:
         c = self.model.config
         if self.model.runtime.grouped != "mosaic_gpu":
             return 0
-        width = 2 * c.dim + (2 + c.is_gated) * self._share(c.expert_dim)
+        width = 2 * c.expert_embed_dim + (2 + c.is_gated) * self._share(c.expert_dim)
         return self.bytes * self._rows_per_token() * width
 
     def loss(self) -> int:
@@ -269,8 +269,9 @@ class _Sizes:
         if not c.is_moe:
             return dense
         rows = self._rows_per_token()
-        per_row = self._share(c.expert_dim) + c.dim  # the row itself is sorted or sent
+        per_row = self._share(c.expert_dim) + c.expert_embed_dim  # the row is sorted or sent
         experts = rows * per_row + self._share(c.shared_expert_dim)
+        experts += 2 * (c.moe_latent_dim or 0)  # what experts read and write
         has_dense = any(parts.feed_forward == "dense" for parts in c.layer_parts)
         return max(dense, experts) if has_dense else experts
 

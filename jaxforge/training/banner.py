@@ -207,9 +207,11 @@ def _experts(model: Model) -> str:
     if not m.is_moe:
         return ""
     layers = "" if all(m.has_experts) else f"in {sum(m.has_experts)} layers, "
+    latent = f" in a latent of {m.moe_latent_dim}" if m.moe_latent_dim else ""
     shared = f", 1 shared of {m.shared_expert_dim}" if m.shared_expert_dim else ""
     capacity = f"capacity {m.moe_capacity_factor:g}" if m.moe_capacity_factor else "dropless"
     return (
-        f"{layers}{m.moe_top_k} of {m.num_experts}, width {m.expert_dim}{shared}; {m.moe_router}, "
-        f"{capacity}; {human(active_parameter_count(model))} active parameters per token"
+        f"{layers}{m.moe_top_k} of {m.num_experts}, width {m.expert_dim}{latent}{shared}; "
+        f"{m.moe_router}, {capacity}; {human(active_parameter_count(model))} active parameters "
+        "per token"
     )

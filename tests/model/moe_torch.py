@@ -170,7 +170,11 @@ def forward(
             continue
         flat = y.flatten(0, 1)
         r = routings[i] = route(c, p, named, f"{name}.router", flat)
-        out = routed(c, p, f"{name}.experts", flat, r, training)
+        has_latent = c.moe_latent_dim is not None
+        inputs = linear(p, f"{name}.latent_down_proj", flat) if has_latent else flat
+        out = routed(c, p, f"{name}.experts", inputs, r, training)
+        if has_latent:
+            out = linear(p, f"{name}.latent_up_proj", out)
         if c.moe_shared_experts:
             out = out + shared(c, p, f"{name}.shared_expert", flat)
         x = x + out.view_as(x)

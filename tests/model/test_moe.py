@@ -29,7 +29,7 @@ SHARED = {"moe_shared_experts": 1, "moe_shared_expert_dim": 24}
 CASES = {
     "mixtral, with capacity": {
         "num_experts": 6, "moe_top_k": 4, "moe_capacity_factor": 0.35,
-        "feed_forward_pattern": ("dense", "experts"),
+        "feed_forward_pattern": ("dense", "experts"), "moe_latent_dim": 24,
         "moe_aux_loss_weight": 0.3, "moe_router_z_loss_weight": 0.1, **SHARED,
         "moe_shared_expert_gate": True,
     },
@@ -47,7 +47,7 @@ CASES = {
     "sigmoid without bias": {
         "n_layers": 1, "moe_router": "sigmoid_topk", "moe_bias_update": "none", "num_experts": 6,
         "moe_top_k": 3, "activation": "relu", "mlp_bias": True, "moe_router_bias": True,
-        "moe_aux_loss_weight": 0.3, "moe_sequence_aux_loss_weight": 0.2,
+        "moe_aux_loss_weight": 0.3, "moe_sequence_aux_loss_weight": 0.2, "moe_latent_dim": 20,
     },
     "gpt-oss": {
         "num_experts": 6, "moe_top_k": 3, "activation": "swiglu_oai", "swiglu_limit": 0.5,

@@ -28,6 +28,7 @@ MODELS = {
     "softmax": {
         **SHAPE, **UNEVEN, "moe_top_k": 3, "moe_shared_experts": 1, "moe_shared_expert_gate": True,
         "moe_router_z_loss_weight": 1e-3, "moe_sequence_aux_loss_weight": 1e-2,
+        "moe_latent_dim": 24,
     },
     "deepseek": {
         **SHAPE, **UNEVEN, "moe_router": "sigmoid_topk", "moe_bias_update": "sign",
@@ -39,7 +40,7 @@ MODELS = {
         **SHAPE, **UNEVEN, "moe_router": "sigmoid_topk", "moe_sequence_aux_loss_weight": 1.0,
         "moe_capacity_factor": 0.9, "moe_gradient_scale": True,
         "feed_forward_pattern": ("dense", "experts"),
-        "activation": "gelu", "n_layers": 4,
+        "activation": "gelu", "n_layers": 4, "moe_latent_dim": 24,
     },
 }  # fmt: skip
 MODELS["leading"] = {  # DeepSeek-V3's leading dense layers
@@ -152,12 +153,17 @@ def test_run_in_stages_of_different_layers_resumes_on_any_mesh(tmp_path):
 
 @pytest.mark.parametrize(("model", "train", "axes"), [DATA_AND_TENSOR, MESHES[1]], ids=str)
 def test_tokens_are_exchanged_and_expert_weights_are_not(model, train, axes):
-    """Each device has its own share of 8 experts' matrices, 16 x 32 over tp."""
-    text = hlo(setup(config(model, train, **axes)))
+    """Each device has its own share of 8 experts' matrices, 16 x D over tp.
+
+    D is the width that experts read and write, which is also what devices exchange.
+    """
+    job = config(model, train, **axes)
+    text, width = hlo(setup(job)), job.model.expert_embed_dim
     exchanged = [shape for shape, kind, _ in collectives_in_loops(text) if kind == "all-to-all"]
-    assert any(re.match(r"\(?f32\[", shape) for shape in exchanged), exchanged
-    assert re.search(rf"f32\[{8 // axes['ep']},8,32\]", text)
-    assert not re.search(r"f32\[8,(8|16),32\]", text)
+    assert any(re.match(rf"\(?f32\[[\d,]*,{width}\]", shape) for shape in exchanged), exchanged
+    assert width == 32 or not any(",32]" in shape for shape in exchanged)
+    assert re.search(rf"f32\[{8 // axes['ep']},8,{width}\]", text)
+    assert not re.search(rf"f32\[8,(8|16),{width}\]", text)
 
 
 def test_every_assignment_is_counted():

@@ -30,6 +30,10 @@ EXPERTS = {
     "moe_bias_update": "sign", "moe_bias_update_rate": 0.05, "moe_first_dense_layers": 1,
     "moe_shared_experts": 1,
 }  # fmt: skip
+ONE_PART = {  # Nemotron 3 Super: layers of one part, and modules of attention and latent experts
+    **EXPERTS, "moe_first_dense_layers": 0, "moe_latent_dim": 24, "mtp_mixer": "attention",
+    "mixer_pattern": ["attention", "none"], "feed_forward_pattern": ["none", "experts"],
+}  # fmt: skip
 LR, WEIGHT, DECAY, CLIP = 1e-2, 0.7, 0.1, 1.0
 
 
@@ -176,11 +180,12 @@ def test_updates_do_not_depend_on_other_meshes(train, axes):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("experts", [EXPERTS, ONE_PART], ids=["experts", "layers of one part"])
 @pytest.mark.parametrize(
     "axes", [{"dp_shard": 2, "ep": 2}, {"pp": 2, "dp_shard": 2}, {"tp": 2}], ids=str
 )
-def test_modules_with_experts_do_not_depend_on_the_mesh(axes):
-    model = EXPERTS if "pp" not in axes else {**EXPERTS, "moe_first_dense_layers": 0}
+def test_modules_with_experts_do_not_depend_on_the_mesh(axes, experts):
+    model = experts if "pp" not in axes else {**experts, "moe_first_dense_layers": 0}
     alone = run(job(model))
     check_same(run(job(model, **axes)), alone)
     biases = alone[1][1]["mtp"]["0"]["mlp"]["router"]["expert_bias"]
@@ -224,7 +229,9 @@ def test_loss_of_each_depth_is_logged():
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("experts", [{}, EXPERTS], ids=["dense", "experts"])
+@pytest.mark.parametrize(
+    "experts", [{}, EXPERTS, ONE_PART], ids=["dense", "experts", "layers of one part"]
+)
 def test_counts_include_modules(experts):
     """The head counts again in FLOPs, but not among the parameters."""
     with_modules = ModelConfig(**tiny_config(model={**MODEL, **experts}).model.model_dump())
@@ -235,7 +242,8 @@ def test_counts_include_modules(experts):
     assert parameters(with_modules) - parameters(without) == added - DEPTH * vectors
     c, module = with_modules, added // DEPTH - vectors
     if experts:
-        module -= 32 * 4 + 2 * 3 * 32 * 16  # the router, and experts that a token does not use
+        # The router, and experts that a token does not use.
+        module -= 32 * 4 + 2 * 3 * c.expert_embed_dim * 16
     pairs = 2 * c.n_heads * c.head_size * 5  # the window of the last layer
     before, after = (flops.flops_per_token(config, 16) for config in (without, with_modules))
     assert after - before == 6 * DEPTH * (module + 64 * 32 + pairs)

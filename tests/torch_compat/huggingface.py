@@ -8,6 +8,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from flax.traverse_util import flatten_dict, unflatten_dict
 
 from jaxforge import inference
 from jaxforge.checkpoint.manager import Checkpoints
@@ -17,7 +18,7 @@ from jaxforge.runs import run_directory
 from jaxforge.state.progress import Progress
 from jaxforge.state.train_state import init_train_state
 from tests.conftest import tiny_config
-from tests.helpers import setup
+from tests.helpers import placed, setup
 from torch_compat.checkpoint import checkpoints
 from torch_compat.convert import conversion
 from torch_compat.convert.source import Request
@@ -107,6 +108,20 @@ def params_of(run):
     trained = inference.open_run(run, devices=jax.devices()[:1])
     with trained.in_use() as params:
         return trained.config.model, jax.device_get(params)
+
+
+def state_of(native, variables):
+    """Return a state with these parameters, including untrained ones."""
+    values = flatten_dict(variables)
+    params, model_state = (
+        unflatten_dict({path: values[path] for path in flatten_dict(like)})
+        for like in (native.model.abstract, native.model.state.abstract)
+    )
+    make = jax.jit(
+        lambda *values: init_train_state(native.model, values[0], native.optimizer, values[1])
+    )
+    state = jax.device_get(make(params, model_state))
+    return jax.tree.map(placed, state, native.shardings)
 
 
 @functools.lru_cache(16)  # programs take memory

@@ -91,6 +91,7 @@ model:
   mamba_num_heads: 6
   mamba_state_dim: 8
   moe_ffn_hidden_size: 12
+  moe_latent_size: 8
   moe_router_enable_expert_bias: true
   moe_router_score_function: sigmoid
   moe_router_topk: 2
@@ -122,8 +123,9 @@ HYBRID_LAYERS = {
         "self_attention.linear_qkv.weight": (30, 20),
         "self_attention.linear_proj.weight": (20, 18)},
     4: {"pre_mlp_layernorm.weight": (20,), "mlp.router.weight": (4, 20),
-        "mlp.router.expert_bias": (4,), "mlp.experts.experts.linear_fc1.weight": (4, 12, 20),
-        "mlp.experts.experts.linear_fc2.weight": (4, 20, 12),
+        "mlp.router.expert_bias": (4,), "mlp.experts.experts.linear_fc1.weight": (4, 12, 8),
+        "mlp.experts.experts.linear_fc2.weight": (4, 8, 12),
+        "mlp.fc1_latent_proj.weight": (8, 20), "mlp.fc2_latent_proj.weight": (20, 8),
         "mlp.shared_experts.linear_fc1.weight": (14, 20),
         "mlp.shared_experts.linear_fc2.weight": (20, 14)},
 }  # fmt: skip

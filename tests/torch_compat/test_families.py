@@ -11,7 +11,7 @@ import tomllib
 import jax
 import numpy as np
 import pytest
-from flax.traverse_util import flatten_dict, unflatten_dict
+from flax.traverse_util import unflatten_dict
 
 from jaxforge.config.model import ModelConfig
 from jaxforge.config.reading.load import make_config
@@ -20,9 +20,8 @@ from jaxforge.errors import UserError
 from jaxforge.model.decoding import Decoder
 from jaxforge.model.sampling import Sampling
 from jaxforge.model.transformer import Model, join
-from jaxforge.state.train_state import init_train_state
 from tests.conftest import tiny_config
-from tests.helpers import placed, setup
+from tests.helpers import setup
 from torch_compat.checkpoint import checkpoints, hf_config
 from torch_compat.checkpoint.dcp_state import ReadOptions
 from torch_compat.checkpoint.stacking import Stacking
@@ -47,6 +46,7 @@ from tests.torch_compat.huggingface import (  # noqa: E402 (needs torch)
     params_of,
     random_params,
     save_run,
+    state_of,
     tensors_of,
     their_logits,
 )
@@ -296,7 +296,7 @@ CASES = {
         **NEMOTRON, "hybrid_override_pattern": "M*-", "time_step_min": 0.01}),
     "nemotron_h, experts, biases": ("nemotron_h", {
         **NEMOTRON, "hybrid_override_pattern": "ME*", "use_bias": True, "use_conv_bias": False,
-        "n_group": 2, "topk_group": 1, "routed_scaling_factor": 2.5,
+        "n_group": 2, "topk_group": 1, "routed_scaling_factor": 2.5, "moe_latent_size": 24,
         "time_step_min": 1e-6}),  # transformers does not clamp the time steps of single tokens
     "lfm2": ("lfm2", {"num_hidden_layers": 3, "full_attn_idxs": [1]}),
     "lfm2, biases": ("lfm2", {
@@ -312,6 +312,8 @@ CASES = {
         "mamba_rms_norm": True, "head_dim": 16, "time_step_limit": [0.2, 1.5]}),
     "falcon_h1, gated norm": ("falcon_h1", {
         **FALCON, "mamba_rms_norm": True, "mamba_norm_before_gate": False}),
+    "nemotron_h, no latent": ("nemotron_h", {
+        **NEMOTRON, "hybrid_override_pattern": "ME*E", "time_step_min": 0.01}),
     "ernie4_5_moe": ("ernie4_5_moe", {**ERNIE, "num_hidden_layers": 3}),
     "ernie4_5_moe, some layers": ("ernie4_5_moe", {
         **ERNIE, "num_hidden_layers": 4, "moe_layer_interval": 2, "moe_num_shared_experts": 0,
@@ -383,7 +385,7 @@ SLOW = frozenset({
     "hy_v3, some layers, biases", "hunyuan_v1_dense, biases", "hunyuan_v1_moe, biases",
     "glm4_moe_lite", "exaone4, window 80",
     "exaone4, no windows", "afmoe, window 80", "ministral3, window 8",
-    "smollm3, window 8", "dots1, window 8", "lfm2, biases",
+    "smollm3, window 8", "dots1, window 8", "nemotron_h, no latent", "lfm2, biases",
     "falcon_h1, biases, norm", "falcon_h1, gated norm",
 })  # fmt: skip
 """Cases with little that no other case has. `kimi_k2` has the network of `deepseek_v3`."""
@@ -584,20 +586,6 @@ def test_ten_updates_match_torch(imported):
     expected = torch_updates(network_of(case), inputs, labels)
     np.testing.assert_allclose(metrics["loss"], expected[0], rtol=1e-5)
     np.testing.assert_allclose(metrics["grad_norm"], expected[1], rtol=1e-5)
-
-
-def state_of(native, variables):
-    """Return a state with these parameters, including untrained ones."""
-    values = flatten_dict(variables)
-    params, model_state = (
-        unflatten_dict({path: values[path] for path in flatten_dict(like)})
-        for like in (native.model.abstract, native.model.state.abstract)
-    )
-    make = jax.jit(
-        lambda *values: init_train_state(native.model, values[0], native.optimizer, values[1])
-    )
-    state = jax.device_get(make(params, model_state))
-    return jax.tree.map(placed, state, native.shardings)
 
 
 def torch_updates(network, inputs, labels):

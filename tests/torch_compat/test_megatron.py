@@ -119,6 +119,9 @@ def test_hybrid_model_is_converted_to_hugging_face(tmp_path):
             np.testing.assert_array_equal(written[mixer + name].all(), fused, name)
     gate = written["backbone.layers.4.mixer.gate.e_score_correction_bias"].all()
     np.testing.assert_array_equal(gate, theirs["decoder.layers.4.mlp.router.expert_bias"])
+    for name in ("fc1_latent_proj.weight", "fc2_latent_proj.weight"):
+        latent = written[f"backbone.layers.4.mixer.{name}"].all()
+        np.testing.assert_array_equal(latent, theirs[f"decoder.layers.4.mlp.{name}"])
     about = json.loads((tmp_path / "hf" / "config.json").read_text())
     assert (about["model_type"], about["hybrid_override_pattern"]) == ("nemotron_h", "M-M*E")
     assert about["time_step_min"] == 0  # Megatron-Core does not limit time steps
@@ -417,7 +420,7 @@ MODELS = {
     "sigmoid": {"num_experts": 8, "moe_router": "sigmoid_topk", "moe_bias_update": "sign",
                 "moe_first_dense_layers": 1, "moe_groups": 4, "moe_top_k_groups": 2,
                 "moe_top_k": 4, "moe_shared_experts": 1, "moe_shared_expert_dim": 40,
-                "moe_routed_scaling": 2.5},
+                "moe_routed_scaling": 2.5, "moe_latent_dim": 24},
 }  # fmt: skip
 
 

@@ -157,6 +157,7 @@ FEATURES = {
             **SIGMOID,
             "moe_bias_update": "sign",
             "activation": "relu2",
+            "moe_latent_dim": 7,
             "feed_forward_pattern": ["none", "experts", "none", "dense"],
         },
     ],

@@ -1,5 +1,6 @@
 """Modules of multi-token prediction in Hugging Face and DCP checkpoints."""
 
+import copy
 import json
 
 import jax
@@ -9,6 +10,7 @@ import pytest
 from jaxforge.checkpoint.manager import Checkpoints
 from jaxforge.config.model import ModelConfig
 from jaxforge.errors import UserError
+from tests.conftest import tiny_config
 from tests.helpers import setup, underway
 from torch_compat.checkpoint import checkpoints
 from torch_compat.convert.source import Request
@@ -27,6 +29,7 @@ from tests.torch_compat.huggingface import (  # noqa: E402 (needs torch)
     load,
     params_of,
     save_run,
+    state_of,
     tensors_of,
 )
 
@@ -140,6 +143,121 @@ def test_8_bit_export_keeps_the_input_projection(published, tmp_path):
     assert not scaled & {
         f"model.layers.2.{name}.weight" for name in (*OWN, *OUTPUT_NORMS, "embed_tokens")
     }
+
+
+# Nemotron-H: a module is a layer of attention and a layer of experts.
+
+NEMOTRON = {key: value for key, value in SHAPE.items() if key[:5] != "first"} | {
+    "mamba_num_heads": 4, "mamba_head_dim": 8, "n_groups": 2, "ssm_state_size": 12, "chunk_size": 8,
+    "head_dim": 8, "num_key_value_heads": 2, "moe_shared_expert_intermediate_size": 28,
+    "moe_latent_size": 24, "routed_scaling_factor": 2.5, "time_step_min": 0.01,
+    "num_nextn_predict_layers": 1,
+}  # fmt: skip
+UPDATES, LR, WEIGHT = 10, 1e-3, 0.3
+
+
+class NemotronModule(torch.nn.Module):
+    """Module of multi-token prediction whose layers are those of transformers."""
+
+    def __init__(self, config):
+        super().__init__()
+        from transformers.models.nemotron_h import modeling_nemotron_h as nemotron
+
+        of_module = copy.deepcopy(config)
+        of_module.layers_block_type = ["full_attention", "moe"]
+        of_module._attn_implementation = "eager"
+        self.layers = torch.nn.ModuleList(nemotron.NemotronHBlock(of_module, i) for i in range(2))
+        width, eps = config.hidden_size, config.layer_norm_epsilon
+        first, last = self.layers
+        first.enorm, first.hnorm, last.final_layernorm = (
+            nemotron.NemotronHRMSNorm(width, eps=eps) for _ in range(3)
+        )
+        first.eh_proj = torch.nn.Linear(2 * width, width, bias=False)
+        for parameter in self.parameters():
+            torch.nn.init.uniform_(parameter, -0.3, 0.3)
+        last.mixer.gate.e_score_correction_bias.uniform_(-0.4, 0.4)
+
+    def forward(self, embedding, hidden):
+        first, last = self.layers
+        x = first.eh_proj(torch.cat([first.enorm(embedding), first.hnorm(hidden)], -1))
+        length = x.shape[1]
+        mask = torch.full((length, length), -torch.inf).triu(1)[None, None]
+        return last.final_layernorm(last(first(x, attention_mask=mask)))
+
+    def tensors(self):
+        """Return the tensors as in files, where each expert has its own."""
+        for key, x in self.state_dict(prefix="mtp.").items():
+            if ".experts." not in key:
+                yield key, x.numpy()
+                continue
+            for j in range(len(x)):
+                yield key.replace("experts.", f"experts.{j}.") + ".weight", x[j].numpy()
+
+
+@pytest.fixture(scope="module")
+def nemotron(tmp_path_factory):
+    """Return a directory, its network and the network's module."""
+    path = tmp_path_factory.mktemp("nemotron") / "hf"
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model(
+        "nemotron_h", hybrid_override_pattern="M*E", **NEMOTRON
+    )
+    network = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    module = NemotronModule(config)
+    network.save_pretrained(path)
+    tensors = load_file(path / "model.safetensors") | dict(module.tensors())
+    save_file(tensors, path / "model.safetensors", {"format": "pt"})
+    return path, network, module
+
+
+def test_modules_of_nemotron_are_read_and_written(nemotron, tmp_path):
+    path, _, _ = nemotron
+    assert load(path, tmp_path / "run", "--model.mtp_depth=1") == ()
+    written = export(tmp_path / "run", tmp_path / "back")
+    assert_same_bits(tensors_of(path), tensors_of(written))
+    expected = {**config_json(path), "dtype": "float32", "torch_dtype": "float32"}
+    assert config_json(written) == expected
+    (note,) = load(path, tmp_path / "without")
+    assert note.endswith("they predict further tokens; model.mtp_depth takes them in")
+    assert params_of(tmp_path / "without")[0].mtp_mixer == "attention"  # for a later depth
+
+
+@pytest.mark.slow
+def test_ten_updates_of_nemotron_with_a_module_match_torch(nemotron, tmp_path):
+    path, network, module = nemotron
+    load(path, tmp_path / "run", "--model.mtp_depth=1")
+    model, params = params_of(tmp_path / "run")
+    config = tiny_config(
+        model={**model.model_dump(), "moe_aux_loss_weight": 0.0, "moe_bias_update_rate": 0.0},
+        train={"batch_size": 2, "seq_len": 24, "mtp_loss_weight": WEIGHT, "grad_clip_norm": 1.0},
+        optimizer={"lr": LR, "weight_decay": 0.0, "betas": (0.9, 0.95), "eps": 1e-6},
+        scheduler={"name": "none"},
+    )  # fmt: skip
+    native = setup(config)
+    tokens = np.random.default_rng(1).integers(0, 96, (UPDATES, 2, 25))
+    batches = [{"input_ids": x[None, :, :-1], "labels": x[None, :, 1:]} for x in tokens]
+    _, metrics = native.run(state_of(native, params), batches)
+    parameters = [*network.parameters(), *module.parameters()]
+    optimizer = torch.optim.AdamW(parameters, LR, (0.9, 0.95), 1e-6, weight_decay=0.0)
+    losses, further, norms = [], [], []
+    for text in torch.from_numpy(tokens):
+        hidden = network.model(text[:, :-1]).last_hidden_state
+        # The token after the next one, from the token after this one: the last has no label.
+        embedding = network.model.embeddings(text[:, 1:])
+        predicted = module(embedding, hidden)[:, :-1]
+        loss, of_module = (
+            torch.nn.functional.cross_entropy(network.lm_head(x).flatten(0, 1), y.flatten())
+            for x, y in ((hidden, text[:, 1:]), (predicted, text[:, 2:]))
+        )
+        optimizer.zero_grad()
+        (loss + WEIGHT * of_module).backward()
+        norms.append(float(torch.nn.utils.clip_grad_norm_(parameters, 1.0)))
+        optimizer.step()
+        losses.append(float(loss.detach()) + WEIGHT * float(of_module.detach()))
+        further.append(float(of_module.detach()))
+    np.testing.assert_allclose(metrics["loss"], losses, rtol=1e-5)
+    np.testing.assert_allclose(metrics["grad_norm"], norms, rtol=1e-5)
+    np.testing.assert_allclose(metrics["side"]["mtp_loss"][:, 0], further, rtol=1e-5)
 
 
 DENSE = {"dim": 32, "n_layers": 2, "n_heads": 4, "vocab_size": 96, "ffn_hidden_dim": 48}

@@ -46,6 +46,7 @@ MIXTURES = {
     },
     "biases": {**EXPERTS, "mlp_bias": True, "moe_router_bias": True, "moe_shared_experts": 1},
     "without a gate": {**EXPERTS, "activation": "gelu", "moe_shared_experts": 1},
+    "of a latent": {**EXPERTS, "moe_latent_dim": 24, "mlp_bias": True, "moe_shared_experts": 1},
     "gpt-oss": {**EXPERTS, "activation": "swiglu_oai", "mlp_bias": True, "attention_sinks": True},
     "predicting further tokens": {
         **SIGMOID, "moe_first_dense_layers": 1, "moe_shared_experts": 1, "mtp_depth": 2,

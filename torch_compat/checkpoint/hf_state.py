@@ -107,6 +107,7 @@ def read(directory: Directory, target: AbstractTarget, options: ReadOptions) -> 
         raise UserError(f"{directory}: {summarize_names(quantized)} are in MXFP4: {DEQUANTIZED}")
     if (block := block_of_scales(config, f"{directory}/{CONFIG}")) is not None:
         contents = block_scaled.dequantize(contents, block, str(directory))
+    dialect = dialect.of_model(model)
     by_name = _rename_to_dialect(contents, dialect, str(directory))
     further = further_layers(config, f"{directory}/{CONFIG}")
     if len(further) < model.mtp_depth:
@@ -305,6 +306,8 @@ def _drop_layers(
 
 def shared_keys(layer: int, dialect: NameMap, model: ModelConfig) -> dict[str, str]:
     """Return keys of a layer that predicts further tokens -> keys of the same tensors outside."""
+    if dialect.module_rules is not None:  # such files have no copies
+        return {}
     embedding = dialect.key_for(EMBEDDING)
     return {
         f"model.layers.{layer}.embed_tokens.weight": embedding,

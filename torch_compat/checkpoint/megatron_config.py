@@ -36,7 +36,8 @@ _DEFAULTS: Settings = {
     "moe_router_topk_scaling_factor": None, "moe_router_num_groups": None,
     "moe_router_group_topk": None, "moe_router_enable_expert_bias": False,
     "moe_router_bias_update_rate": 1e-3, "moe_shared_expert_intermediate_size": None,
-    "moe_shared_expert_gate": False, "mtp_num_layers": None, "multi_latent_attention": False,
+    "moe_shared_expert_gate": False, "moe_latent_size": None, "mtp_num_layers": None,
+    "multi_latent_attention": False,
     "kv_lora_rank": 512, "qk_head_dim": 128, "qk_pos_emb_head_dim": 64, "v_head_dim": 128,
     "rope_type": "yarn", "rotary_scaling_factor": 40.0, "original_max_position_embeddings": 4096,
     "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 0.0,
@@ -48,7 +49,7 @@ _SUPPORTED: Settings = {
     "rotary_interleaved": False, "qk_l2_norm": False,
     "apply_residual_connection_post_layernorm": False, "heterogeneous_block_specs": False,
     "attention_output_gate": False, "glu_linear_offset": 0.0, "activation_func_clamp_value": None,
-    "softmax_type": "vanilla", "moe_apply_probs_on_input": False, "moe_latent_size": None,
+    "softmax_type": "vanilla", "moe_apply_probs_on_input": False,
     "mtp_use_repeated_layer": False, "experimental_attention_variant": None,
     "linear_attention_freq": None, "moe_mlp_glu_interleave_size": None, "mrope_section": None,
 }  # fmt: skip
@@ -56,10 +57,10 @@ _SUPPORTED: Settings = {
 _REQUIRED = ("num_layers", "hidden_size", "num_attention_heads")
 _SIZES = (*_REQUIRED, "num_query_groups", "kv_channels", "ffn_hidden_size", "moe_ffn_hidden_size",
           "num_moe_experts", "moe_router_topk", "moe_router_num_groups", "moe_router_group_topk",
-          "moe_shared_expert_intermediate_size", "mtp_num_layers", "q_lora_rank", "kv_lora_rank",
-          "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim", "original_max_position_embeddings",
-          "mamba_state_dim", "mamba_head_dim", "mamba_num_groups", "mamba_num_heads",
-          "vocab_size", "padded_vocab_size",
+          "moe_shared_expert_intermediate_size", "moe_latent_size", "mtp_num_layers",
+          "q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim",
+          "original_max_position_embeddings", "mamba_state_dim", "mamba_head_dim",
+          "mamba_num_groups", "mamba_num_heads", "vocab_size", "padded_vocab_size",
           "max_position_embeddings", "seq_length")  # fmt: skip
 _NUMBERS = ("layernorm_epsilon", "rotary_base", "rotary_percent", "softmax_scale",
             "seq_len_interpolation_factor", "moe_router_topk_scaling_factor", "scale_factor",
@@ -330,6 +331,8 @@ def _experts(s: Settings, where: str) -> Table:
             raise _unsupported("moe_router_group_topk", s, where)
         table |= {"moe_groups": s["moe_router_num_groups"],
                   "moe_top_k_groups": s["moe_router_group_topk"]}  # fmt: skip
+    if s["moe_latent_size"]:
+        table["moe_latent_dim"] = s["moe_latent_size"]
     if width := s["moe_shared_expert_intermediate_size"]:
         table |= {"moe_shared_experts": 1, "moe_shared_expert_dim": width,
                   "moe_shared_expert_gate": bool(s["moe_shared_expert_gate"])}  # fmt: skip
@@ -424,6 +427,7 @@ def _written_experts(model: ModelConfig) -> Iterator[tuple[str, Any]]:
         "moe_router_pre_softmax": is_softmax and not model.moe_norm_topk,
         "moe_router_topk_scaling_factor": model.moe_routed_scaling,
         "moe_router_enable_expert_bias": model.bias_update == "sign",
+        "moe_latent_size": model.moe_latent_dim,
     }.items()  # fmt: skip
     if not all(model.has_experts):
         yield "moe_layer_freq", [int(has) for has in model.has_experts]

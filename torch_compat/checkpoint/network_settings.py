@@ -11,7 +11,7 @@ from torch_compat.families.common import scaling_keys
 _NOT_COMPARED = ("sdpa_backend", "sliding_window", "attention_chunk_size", "attention_pattern",
                  "rope_theta", "rope_scaling", "local_rope_theta", "rope_pattern",
                  "partial_rotary_factor", "mixer_pattern", "feed_forward_pattern",
-                 "mtp_depth")  # fmt: skip
+                 "mtp_depth", "mtp_mixer")  # fmt: skip
 """Keys of `[model]` that are compared by their effect on each layer, or that have none."""
 
 
@@ -71,6 +71,7 @@ def _experts(model: ModelConfig) -> dict[str, Any]:
         ),
         "moe_bias_update": model.bias_update,
         "moe_expert_dim": model.expert_dim,
+        "moe_latent_dim": model.moe_latent_dim,
         "moe_shared_expert_dim": model.shared_expert_dim,
         "moe_shared_expert_gate": model.moe_shared_expert_gate,
     }

@@ -57,7 +57,7 @@ def _in_layers(
             array = (len(layers), *of_experts, *shape)
             shapes |= {e: shape for e, _ in stacking.entries(f"{stack}.{name}", array)}
     for depth in range(model.mtp_depth):
-        for name, shape in sorted(block(model, model.layer_parts[-1], is_module=True)):
+        for name, shape in sorted(block(model, model.mtp_parts, is_module=True)):
             of_experts = (model.num_experts,) if name.startswith(EXPERTS) else ()
             entries = stacking.entries(f"{MTP}.{depth}.{name}", (*of_experts, *shape))
             shapes |= {entry: shape for entry, _ in entries}
@@ -92,7 +92,7 @@ def _block(
     if parts.feed_forward == "experts":
         yield from _experts(model)
     elif parts.feed_forward == "dense":
-        yield from _feed_forward("mlp", model.ffn_dim, model)
+        yield from _feed_forward("mlp", model.dim, model.ffn_dim, model)
 
 
 def _mixer(model: ModelConfig, mixer: str) -> Iterator[tuple[str, Shape]]:
@@ -122,17 +122,23 @@ def _experts(model: ModelConfig) -> Iterator[tuple[str, Shape]]:
     yield from _linear("mlp.router.gate", model.num_experts, model.dim, bias=model.moe_router_bias)
     if model.bias_update == "kempnerforge":
         yield "mlp.router.expert_bias", (model.num_experts,)
-    yield from _feed_forward(EXPERTS.rstrip("."), model.expert_dim, model)
+    embed, width = model.expert_embed_dim, model.expert_dim
+    yield from _feed_forward(EXPERTS.rstrip("."), embed, width, model)
+    if (latent := model.moe_latent_dim) is not None:
+        yield from _linear("mlp.latent_down_proj", latent, model.dim, bias=model.mlp_bias)
+        yield from _linear("mlp.latent_up_proj", model.dim, latent, bias=model.mlp_bias)
     if model.shared_expert_dim:
-        yield from _feed_forward("mlp.shared_expert", model.shared_expert_dim, model)
+        yield from _feed_forward("mlp.shared_expert", model.dim, model.shared_expert_dim, model)
         if model.moe_shared_expert_gate:
             yield from _linear("mlp.shared_expert_gate", 1, model.dim, bias=False)
 
 
-def _feed_forward(name: str, width: int, model: ModelConfig) -> Iterator[tuple[str, Shape]]:
+def _feed_forward(
+    name: str, embed: int, width: int, model: ModelConfig
+) -> Iterator[tuple[str, Shape]]:
     for edge in ("gate", "up") if model.is_gated else ("up",):
-        yield from _linear(f"{name}.{edge}_proj", width, model.dim, bias=model.mlp_bias)
-    yield from _linear(f"{name}.down_proj", model.dim, width, bias=model.mlp_bias)
+        yield from _linear(f"{name}.{edge}_proj", width, embed, bias=model.mlp_bias)
+    yield from _linear(f"{name}.down_proj", embed, width, bias=model.mlp_bias)
 
 
 def _linear(name: str, outputs: int, inputs: int, *, bias: bool) -> Iterator[tuple[str, Shape]]:

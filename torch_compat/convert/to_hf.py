@@ -94,7 +94,7 @@ class HfWriter(Writer):
         """
         checkpoint, model = self.source.checkpoint, self.source.target.config.model
         family, original = FAMILIES[self._family], self._original
-        dialect = original.parts.dialect if original else family.dialect
+        dialect = (original.parts.dialect if original else family.dialect).of_model(model)
         copies: dict[str, str] = {}
         # Files repeat embedding and head in each layer that predicts further tokens.
         for depth in range(model.mtp_depth if family.further_layers_key else 0):

@@ -87,4 +87,4 @@ class Writer(abc.ABC):
         """Check that the dialect has a key for every tensor."""
         model = self.source.target.config.model
         stages.check(self.request.stages, name_map(dialect), model)
-        name_map(dialect).to_dialect(self.source.checkpoint.variables, model)
+        name_map(dialect).of_model(model).to_dialect(self.source.checkpoint.variables, model)

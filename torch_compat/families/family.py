@@ -15,6 +15,7 @@ from torch_compat.names.table import (
     InterleavedRotary,
     Layout,
     LayoutChange,
+    ModuleRules,
     NameMap,
     Rule,
 )
@@ -46,7 +47,7 @@ class Family:
         requires_head_divisor: whether transformers requires that the number of heads divides the
             width.
         further_layers_key: key of the number of layers after the last that predict further tokens.
-            Its rules include `PREDICTION`.
+            Its rules include `PREDICTION`, or its name map has `module_rules`.
         experts_are_optional: whether a family with experts also has models without.
         is_usual: whether exports prefer the family to those that are not usual.
         float32: dtype of the weights in files -> pattern of jaxforge's names of the weights that
@@ -161,7 +162,8 @@ _IGNORED = (r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq", r"model\.rot
 
 def name_map(name: str, about: str, *rules: Rule, ignored: tuple[str, ...] = (),
             renamed: tuple[tuple[str, str], ...] = (),
-            optional_groups: Mapping[str, str] | None = None) -> NameMap:  # fmt: skip
+            optional_groups: Mapping[str, str] | None = None,
+            module_rules: ModuleRules | None = None) -> NameMap:  # fmt: skip
     """Return the name map of a family.
 
     Args:
@@ -171,10 +173,11 @@ def name_map(name: str, about: str, *rules: Rule, ignored: tuple[str, ...] = (),
         ignored: patterns of keys without trained values, in addition to rotary frequencies.
         renamed: (pattern of outdated keys, current key) pairs.
         optional_groups: pattern of keys without counterpart -> what an import leaves out.
+        module_rules: see `NameMap`.
     """
     return NameMap(
         name, about, rules, (*_IGNORED, *ignored), renamed=renamed,
-        optional_groups=optional_groups or {},
+        optional_groups=optional_groups or {}, module_rules=module_rules,
     )  # fmt: skip
 
 

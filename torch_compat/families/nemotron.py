@@ -1,6 +1,9 @@
 """NVIDIA's models: Nemotron 3 and 4, and Nemotron-H."""
 
+from collections.abc import Iterator, Sequence
+
 from jaxforge.config.mixers import MAMBA2
+from jaxforge.config.model import ATTENTION as ATTENTION_MIXER
 from jaxforge.config.model import ModelConfig
 from jaxforge.errors import UserError
 from torch_compat.families import common, experts, state_space
@@ -20,7 +23,7 @@ from torch_compat.families.family import (
     name_map,
 )
 from torch_compat.families.state_space import HYBRID_LAYERS, LINEAR
-from torch_compat.families.values import is_size, list_of
+from torch_compat.families.values import integer, is_size, list_of
 from torch_compat.formats.limits import is_name
 from torch_compat.names.table import EMBEDDING, HEAD, Rule
 
@@ -74,8 +77,36 @@ _EXPERTS = {
     "num_experts": "n_routed_experts", "moe_top_k": "num_experts_per_tok",
     "moe_expert_dim": "moe_intermediate_size", "moe_shared_expert_dim": _SHARED_WIDTH,
     "moe_norm_topk": "norm_topk_prob", "moe_routed_scaling": "routed_scaling_factor",
-    "moe_groups": "n_group", "moe_top_k_groups": "topk_group",
+    "moe_groups": "n_group", "moe_top_k_groups": "topk_group", "moe_latent_dim": "moe_latent_size",
 }  # fmt: skip
+_MTP_PATTERN, _MTP_TYPES = "mtp_hybrid_override_pattern", "mtp_layers_block_type"
+_DEPTHS = "num_nextn_predict_layers"
+_MODULE = (FULL, "moe")
+"""Default of `_MTP_TYPES` in transformers."""
+
+
+def _attention_rules(name: str, key: str) -> Iterator[Rule]:
+    return (Rule(f"{name}attention.{m}_proj.weight", f"{key}{m}_proj.weight") for m in "qkvo")
+
+
+def _feed_forward_rules(name: str, key: str) -> Iterator[Rule]:
+    """Yield the rules of a feed-forward or experts.
+
+    Args:
+        name: prefix of jaxforge's names of the layer.
+        key: prefix of the keys of its only part.
+    """
+    for m in ("up_proj", "down_proj"):
+        yield Rule(f"{name}mlp.{m}.weight", f"{key}{m}.weight")
+        yield Rule(f"{name}mlp.{m}.bias", f"{key}{m}.bias", optional=True)
+        yield Rule(f"{name}mlp.experts.{{j}}.{m}.weight", f"{key}experts.{{j}}.{m}.weight")
+        yield Rule(f"{name}mlp.shared_expert.{m}.weight", f"{key}shared_experts.{m}.weight")
+    yield Rule(f"{name}mlp.router.gate.weight", f"{key}gate.weight")
+    yield Rule(f"{name}mlp.router.expert_bias", f"{key}gate.e_score_correction_bias")
+    yield Rule(f"{name}mlp.latent_down_proj.weight", f"{key}fc1_latent_proj.weight")
+    yield Rule(f"{name}mlp.latent_up_proj.weight", f"{key}fc2_latent_proj.weight")
+
+
 _LAYER = "backbone.layers.{i}."
 _MIXER = f"{_LAYER}mixer."
 _NEMOTRON_H_RULES = (
@@ -85,31 +116,35 @@ _NEMOTRON_H_RULES = (
     # A layer is either a mixer or a feed-forward, so that only one of these norms exists.
     Rule(f"{NAME}attention_norm.weight", f"{_LAYER}norm.weight"),
     Rule(f"{NAME}mlp_norm.weight", f"{_LAYER}norm.weight"),
-    *(Rule(f"{NAME}attention.{m}_proj.weight", f"{_MIXER}{m}_proj.weight") for m in "qkvo"),
+    *_attention_rules(NAME, _MIXER),
     *state_space.mamba2_rules(_MIXER),
-    *(
-        Rule(f"{NAME}mlp.{m}_proj.{kind}", f"{_MIXER}{m}_proj.{kind}", optional=kind == "bias")
-        for m in ("up", "down")
-        for kind in ("weight", "bias")
-    ),
-    Rule(f"{NAME}mlp.router.gate.weight", f"{_MIXER}gate.weight"),
-    Rule(f"{NAME}mlp.router.expert_bias", f"{_MIXER}gate.e_score_correction_bias"),
-    *(
-        Rule(f"{NAME}mlp.{name}.{m}_proj.weight", f"{_MIXER}{hf_name}.{m}_proj.weight")
-        for name, hf_name in (("experts.{j}", "experts.{j}"), ("shared_expert", "shared_experts"))
-        for m in ("up", "down")
-    ),
+    *_feed_forward_rules(NAME, _MIXER),
 )
-_LEFT_OUT = {r"(backbone\.)?mtp\..*": "they predict further tokens and are not part of the model"}
+_LEFT_OUT = {r"mtp\..*": "they predict further tokens; model.mtp_depth takes them in"}
 
 
-def _letters(c: Config, where: str) -> str:
-    """Return the letters of all layers.
+def _module_rules(layer: int, depth: int) -> tuple[Rule, ...]:
+    """Return the rules of a module of multi-token prediction: two layers of one part in files."""
+    name = f"layers.{layer}."
+    first, second = f"mtp.layers.{2 * depth}.", f"mtp.layers.{2 * depth + 1}."
+    return (
+        Rule(f"{name}embedding_norm.weight", f"{first}enorm.weight"),
+        Rule(f"{name}hidden_norm.weight", f"{first}hnorm.weight"),
+        Rule(f"{name}input_proj.weight", f"{first}eh_proj.weight"),
+        Rule(f"{name}attention_norm.weight", f"{first}norm.weight"),
+        *_attention_rules(name, f"{first}mixer."),
+        Rule(f"{name}mlp_norm.weight", f"{second}norm.weight"),
+        *_feed_forward_rules(name, f"{second}mixer."),
+        Rule(f"{name}output_norm.weight", f"{second}final_layernorm.weight"),
+    )
+
+
+def _letters(kinds: Sequence[str], where: str) -> str:
+    """Return the letters of layers.
 
     Raises:
         UserError: a kind of layer is unknown.
     """
-    kinds = c[_TYPES] or c[_PATTERN] or [LINEAR, "moe", FULL, "mlp"]
     letters = [_KINDS.get(kind, kind) for kind in kinds]
     if unknown := set(letters) - HYBRID_LAYERS.keys():
         raise UserError(
@@ -120,7 +155,7 @@ def _letters(c: Config, where: str) -> str:
 
 
 def _read_nemotron_h(c: Config, where: str) -> Table:
-    letters = _letters(c, where)
+    letters = _letters(c[_TYPES] or c[_PATTERN] or [LINEAR, "moe", FULL, "mlp"], where)
     table = common.shape({**c, "num_hidden_layers": len(letters)}) | {
         **common.feed_forward(c, where, "mlp_hidden_act", gated=False),
         **state_space.hybrid_patterns(letters),
@@ -132,7 +167,12 @@ def _read_nemotron_h(c: Config, where: str) -> Table:
             if c[hf_key] or key != "init_time_step_min"
         },
     }  # fmt: skip
-    return table | _read_experts(c, where) if "E" in letters else table
+    table |= _read_experts(c, where) if "E" in letters else {}
+    if c[_DEPTHS] and "*" in letters and letters[-1] in "E-":
+        # A layer of attention and one like the last layer are one block here.
+        of_module = _letters(c[_MTP_TYPES] or c[_MTP_PATTERN] or _MODULE, where)
+        table |= {"mtp_mixer": ATTENTION_MIXER} if of_module == f"*{letters[-1]}" else {}
+    return table
 
 
 def _read_experts(c: Config, where: str) -> Table:
@@ -154,7 +194,17 @@ def _read_experts(c: Config, where: str) -> Table:
 
 
 def _write_nemotron_h(model: ModelConfig) -> Table:
+    """Return the keys that `_read_nemotron_h` reads.
+
+    Raises:
+        UserError: modules of multi-token prediction are not attention and a feed-forward.
+    """
     letters = {parts: letter for letter, parts in HYBRID_LAYERS.items()}
+    last = letters.get(model.layer_parts[-1], "?")
+    if model.mtp_depth and (model.mtp_parts.mixer != ATTENTION_MIXER or last not in "E-"):
+        raise UserError(
+            "model.mtp_mixer must be attention, and the last layer a feed-forward or experts"
+        )
     pattern = "".join(letters.get(parts, "?") for parts in model.layer_parts)
     keys = {
         **common.shape_keys(model),
@@ -164,7 +214,10 @@ def _write_nemotron_h(model: ModelConfig) -> Table:
         "mlp_bias": model.mlp_bias,
         "time_step_min": model.mamba2.time_step_min,
         "mamba_hidden_act": "silu",
+        _DEPTHS: model.mtp_depth,
     }
+    if model.mtp_depth:
+        keys[_MTP_PATTERN] = f"*{last}"
     if model.is_moe:
         keys |= {hf_key: getattr(model, key) for key, hf_key in _EXPERTS.items()}
         keys |= {"moe_intermediate_size": model.expert_dim, _SHARED_WIDTH: model.shared_expert_dim}
@@ -175,8 +228,9 @@ NEMOTRON_H_FAMILY = Family(
     "nemotron_h",
     name_map(
         "hf-nemotron-h", "NemotronHForCausalLM", *_NEMOTRON_H_RULES,
-        renamed=((r"^model\.", "backbone."),),
+        renamed=((r"^model\.", "backbone."), (r"^backbone\.mtp\.", "mtp.")),
         optional_groups=_LEFT_OUT,
+        module_rules=_module_rules,
     ),
     {**COMMON, "vocab_size": 131072, "hidden_size": 4096, "num_hidden_layers": 4,
      "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
@@ -186,22 +240,23 @@ NEMOTRON_H_FAMILY = Family(
      "use_conv_bias": True, "use_bias": False, "time_step_min": 0.001, "time_step_max": 0.1,
      "n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 7688,
      _SHARED_WIDTH: 7688, "norm_topk_prob": True, "routed_scaling_factor": 1.0, "n_group": 1,
-     "topk_group": 1, _TYPES: None, _PATTERN: None},
-    summary="Nemotron-H, Nemotron Nano 2, Nemotron 3 Nano: layers of one part: Mamba-2, attention "
-            "without positions, squared ReLU, or experts",
+     "topk_group": 1, "moe_latent_size": None, _TYPES: None, _PATTERN: None,
+     _DEPTHS: 0, _MTP_PATTERN: None, _MTP_TYPES: None},
+    summary="Nemotron-H, Nemotron Nano 2, Nemotron 3: layers of one part: Mamba-2, attention "
+            "without positions, squared ReLU, or experts, also of a latent",
     read=_read_nemotron_h,
     write=_write_nemotron_h,
-    ranges={_PATTERN: is_name, _TYPES: list_of(is_name),
+    ranges={**dict.fromkeys((_PATTERN, _MTP_PATTERN), is_name),
+            **dict.fromkeys((_TYPES, _MTP_TYPES), list_of(is_name)), "moe_latent_size": integer(),
             "time_step_min": lambda value: is_size(value) or value == 0},
-    only={"attention_bias": False, "tie_word_embeddings": False, "mamba_hidden_act": "silu",
-          "moe_latent_size": None},
+    only={"attention_bias": False, "tie_word_embeddings": False, "mamba_hidden_act": "silu"},
     names={"layer_norm_epsilon": "rms_norm_eps"},
     aliases={"layer_types": _TYPES, "attention_head_dim": "head_dim"},
     unused=("expand", "mamba_proj_bias", "mamba_ssm_cache_dtype", "moe_shared_expert_overlap",
-            "mtp_hybrid_override_pattern", "mtp_layers_block_type", "n_shared_experts",
-            "num_logits_to_keep", "num_nextn_predict_layers", "output_router_logits",
+            "n_shared_experts", "num_logits_to_keep", "output_router_logits",
             "rescale_prenorm_residual", "residual_in_fp32", "time_step_floor", "time_step_limit",
             "time_step_rank", "use_mamba_kernels"),
     experts_are_optional=True,
+    further_layers_key=_DEPTHS,
     float32=experts.FLOAT32,
 )  # fmt: skip

@@ -16,7 +16,7 @@ UNSUPPORTED_KEYS = (
     "attention_scale", "attn_logit_softcap", "attention_sinks", "attention_output_gate",
     "final_logit_softcap", "swiglu_limit", "embedding_multiplier",
     "residual_multiplier", "logits_scaling", "moe_first_dense_layers", "moe_norm_topk",
-    "moe_routed_scaling", "moe_groups", "mup_base_width", "mup_base_head_dim",
+    "moe_routed_scaling", "moe_groups", "moe_latent_dim", "mup_base_width", "mup_base_head_dim",
 )  # fmt: skip
 """Keys of `[model]` that KempnerForge does not have."""
 

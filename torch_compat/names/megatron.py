@@ -96,6 +96,8 @@ MEGATRON = NameMap(
         Rule(f"{_NAME}mlp.router.gate.bias", f"{_MLP}router.bias", optional=True),
         Rule(f"{_NAME}mlp.router.expert_bias", f"{_MLP}router.expert_bias", optional=True),
         *_linears(f"{_NAME}mlp.experts.{{j}}.", _EXPERTS),
+        Rule(f"{_NAME}mlp.latent_down_proj.weight", f"{_MLP}fc1_latent_proj.weight"),
+        Rule(f"{_NAME}mlp.latent_up_proj.weight", f"{_MLP}fc2_latent_proj.weight"),
         *_linears(f"{_NAME}mlp.shared_expert.", f"{_MLP}shared_experts.", biases=False),
         Rule(f"{_NAME}mlp.shared_expert_gate.weight", f"{_MLP}shared_experts.gate_weight"),
         *(

@@ -14,7 +14,7 @@ import dataclasses
 import functools
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, Self
 
 import numpy as np
 
@@ -225,6 +225,10 @@ class Rule(NamedTuple):
         return "{j}" in self.name and "{j}" not in self.key
 
 
+ModuleRules = Callable[[int, int], tuple[Rule, ...]]
+"""(layer, depth) -> rules of a module of multi-token prediction that is named as that layer."""
+
+
 @dataclasses.dataclass(frozen=True)
 class NameMap:
     """Parameter names of a code base.
@@ -240,6 +244,8 @@ class NameMap:
             settings that differ between parameters.
         renamed: pattern of an outdated key -> the key in the table.
         optional_groups: pattern of keys that a model may lack -> what is lost without them.
+        module_rules: rules of modules of multi-token prediction. None: keys name their parameters
+            as those of a layer, as jaxforge does.
     """
 
     name: str
@@ -251,6 +257,22 @@ class NameMap:
     has_one_group: bool = False
     renamed: tuple[tuple[str, str], ...] = ()
     optional_groups: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    module_rules: ModuleRules | None = None
+
+    def of_model(self, model: ModelConfig) -> Self:
+        """Return the name map of a model, with the rules of its modules of multi-token prediction.
+
+        The keys of these modules are then no longer optional.
+        """
+        if self.module_rules is None or not model.mtp_depth:
+            return self
+        of_modules = (
+            rule
+            for depth in range(model.mtp_depth)
+            for rule in self.module_rules(model.n_layers + depth, depth)
+        )
+        # First, because the rules of layers also match the names.
+        return dataclasses.replace(self, rules=(*of_modules, *self.rules), optional_groups={})
 
     def current_key(self, key: str) -> str:
         """Return the key in the table for a key that may be outdated."""

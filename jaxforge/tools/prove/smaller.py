@@ -245,6 +245,7 @@ def _experts(model: ModelConfig, dim: int) -> Table:
         "moe_groups": groups,
         "moe_top_k_groups": max(1, model.moe_top_k_groups * groups // model.moe_groups),
         "moe_expert_dim": dim // 2,
+        **({"moe_latent_dim": dim // 2} if model.moe_latent_dim else {}),
         **({"moe_shared_expert_dim": dim} if model.moe_shared_experts else {}),
     }
 
