@@ -634,7 +634,16 @@ def test_mesh_shape_refuses_wrong_device_count():
     ids=str,
 )
 def test_indivisible_dp_shard_is_replicated(dim, sizes, built):
-    config = small(f"model.dim={dim}", *(f"distributed.{axis}={n}" for axis, n in sizes.items()))
+    check_shards([f"model.dim={dim}"], sizes, built)
+
+
+def test_shards_divide_the_latent_of_experts():
+    model = ["model.dim=64", "model.num_experts=8", "model.moe_latent_dim=24"]
+    check_shards(model, {"dp_shard": 16, "ep": 4}, (2, 8))  # ep does not split the latent
+
+
+def check_shards(model, sizes, built):
+    config = small(*model, *(f"distributed.{axis}={n}" for axis, n in sizes.items()))
     asked = mesh_shape(config, math.prod(sizes.values()))
     mesh = axes.with_equal_shards(config, asked)
     assert (mesh["dp_replicate"], mesh["dp_shard"]) == built

@@ -118,8 +118,8 @@ def test_zero_weights_give_zero_products():
 
 
 def model_of(experts=False, **train):
-    keys = {"num_experts": 4, "moe_top_k": 2, "moe_shared_experts": 1} if experts else {}
-    model = {"n_layers": 4, **keys}
+    keys = {"num_experts": 4, "moe_top_k": 2, "moe_shared_experts": 1, "moe_latent_dim": 32}
+    model = {"n_layers": 4, **(keys if experts else {})}
     return build_model(tiny_config(model=model, train={"mixed_precision": "fp8", **train}))
 
 
@@ -140,7 +140,8 @@ MLP = {"mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"}
     [
         (False, (), ATTENTION | MLP),
         (False, ("attention", "layers.mlp.down"), MLP - {"mlp.down_proj"}),
-        (True, ("shared_expert",), ATTENTION),
+        (True, ("shared_expert",), ATTENTION | {"mlp.latent_down_proj", "mlp.latent_up_proj"}),
+        (True, ("shared_expert", "latent_"), ATTENTION),
     ],
 )
 def test_fp8_exclude_matches_parts_of_names(experts, exclude, names):

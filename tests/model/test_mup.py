@@ -20,11 +20,12 @@ from tests.helpers import initial_params, lowered, random_batches, setup
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 MOE = {
     "num_experts": 4, "moe_expert_dim": 32, "moe_shared_experts": 1, "moe_shared_expert_gate": True,
-    "moe_router_bias": True,
+    "moe_router_bias": True, "moe_latent_dim": 32,
 }  # fmt: skip
 FOUR = 4.0  # width relative to the base
 WIDER = {"mup_base_width": 16, "mup_base_head_dim": 4}  # tiny_config has a width of 64
-HIDDEN = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+HIDDEN = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj",
+          "latent_down_proj", "latent_up_proj"}  # fmt: skip
 
 
 def is_hidden(path):

@@ -57,7 +57,7 @@ def test_losses_and_histories_do_not_depend_on_the_mesh(mesh, grad_sync):
 def with_experts(distributed=None, **train):
     d = {"dp_shard": 1, **(distributed or {})}
     return tiny_config(
-        model={"n_layers": 1, "num_experts": 4, "moe_top_k": 2},
+        model={"n_layers": 1, "num_experts": 4, "moe_top_k": 2, "moe_latent_dim": 32},
         train={"mixed_precision": "fp8", "fp8_exclude": (), "num_layers_at_start_in_bf16": 0,
                "num_layers_at_end_in_bf16": 0, "global_batch_size": 8, **train},
         distributed=d,
