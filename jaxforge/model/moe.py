@@ -33,7 +33,7 @@ class MoE(nnx.Module):
 
         ℓ = latent_down_proj(x),  y = latent_up_proj(scaling · Σ_k weight_k · expert_k(ℓ))
 
-    Each device of a `tp` group computes both projections for all tokens, as in Megatron.
+    Each device of a `tp` group computes both projections for all tokens: `tp` splits neither side.
     """
 
     def __init__(self, config: ModelConfig, declare: Declare) -> None:

@@ -251,6 +251,7 @@ def test_stages_of_several_mixers_decode_like_single_device(layers):
         ({"mixer_multipliers": {"mamba2": 0.5}}, 'mixer_pattern has no "mamba2"'),
         ({"mlp_multipliers": (1.0, 0.5), "activation": "gelu"}, "requires a gated feed-forward"),
         ({"mlp_multipliers": (1.0, 0.5), "num_experts": 4}, "requires a gated feed-forward"),
+        ({"mtp_mixer": "mamba2"}, '"mamba2" is not the mixer of a layer: set it to attention'),
         ({"num_experts": 4, "feed_forward_pattern": ("dense",)}, "num_experts = 4 has no effect"),
     ],
 )
