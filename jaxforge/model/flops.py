@@ -58,7 +58,7 @@ def visible_fraction(model: ModelConfig, seq_len: int) -> float:
 
 def _mixing(model: ModelConfig) -> Iterator[tuple[MixerCost, int | None, int | None]]:
     """Return the mixer's cost, window and chunk in tokens, of each layer and prediction module."""
-    costs = {name: _mixer_cost(model, name) for name in model.mixers}
+    costs = {name: _mixer_cost(model, name) for name, _ in {*model.layer_parts}}
     mixers = [costs[parts.mixer] for parts in model.layer_parts]
     layers = list(zip(mixers, model.windows, model.chunks, strict=True))
     module = (costs[model.mtp_parts.mixer], *layers[-1][1:])
