@@ -157,7 +157,7 @@ class GatedDeltaNet(nn.Module):
 
     def __init__(self, c: ModelConfig, project: Projection) -> None:
         super().__init__()
-        at = self.at = c.gated_delta_net
+        at = self.at = c.gated_delta_net.sizes
         self.sizes = [at.key_size, at.key_size, at.value_size]
         self.widths = [*self.sizes, at.value_size, at.value_heads, at.value_heads]
         self.inputs = project(c.dim, *self.widths)

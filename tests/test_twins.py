@@ -4,6 +4,7 @@ import importlib
 import re
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -57,7 +58,8 @@ def test_twin_of_gated_delta_rule_matches_the_kernel(modules):
     log_decay = -rng.random((b, s, heads), np.float32)
     beta = rng.random((b, s, heads), np.float32)
     arrays = (q, k, v, log_decay, beta)
-    expected, _ = gated_delta_rule(DeltaTokens(*map(jnp.asarray, arrays)))
+    tokens = DeltaTokens(q, k, v, log_decay[..., None], beta)
+    expected, _ = gated_delta_rule(jax.tree.map(jnp.asarray, tokens))
     close(modules[1].gated_delta_rule(*map(torch.tensor, arrays)), expected)
 
 

@@ -5,7 +5,7 @@ JAX, which a config is read without, and imports point downwards.
 """
 
 from collections.abc import Iterator
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal, NamedTuple
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
@@ -22,6 +22,32 @@ class MixerConfig(Section):
     def has_output_bias(self) -> bool:
         """True if the output of the mixer has a bias."""
         return False
+
+
+class DeltaSizes(NamedTuple):
+    """Sizes of the heads of mixers with the gated delta rule.
+
+    Attributes:
+        key_heads, value_heads: numbers of heads.
+        key_head_dim, value_head_dim: their widths.
+        conv_size: tokens in the causal convolutions.
+    """
+
+    key_heads: int
+    value_heads: int
+    key_head_dim: int
+    value_head_dim: int
+    conv_size: int
+
+    @property
+    def key_size(self) -> int:
+        """Channels of all key heads."""
+        return self.key_heads * self.key_head_dim
+
+    @property
+    def value_size(self) -> int:
+        """Channels of all value heads."""
+        return self.value_heads * self.value_head_dim
 
 
 GATED_DELTA_NET = "gated_delta_net"
@@ -43,18 +69,37 @@ class GatedDeltaNetConfig(MixerConfig):
     """Tokens in the causal convolutions of queries, keys and values, including the token itself."""
 
     @property
-    def key_size(self) -> int:
-        """Channels of all key heads."""
-        return self.key_heads * self.key_head_dim
-
-    @property
-    def value_size(self) -> int:
-        """Channels of all value heads."""
-        return self.value_heads * self.value_head_dim
+    def sizes(self) -> DeltaSizes:
+        """Sizes of the heads."""
+        return DeltaSizes(self.key_heads, self.value_heads, self.key_head_dim,
+                          self.value_head_dim, self.conv_size)  # fmt: skip
 
     def _problems(self) -> Iterator[str]:
         if self.value_heads % self.key_heads:
             yield not_multiple("value_heads", self.value_heads, "key_heads", self.key_heads)
+
+
+KIMI_DELTA_ATTENTION = "kimi_delta_attention"
+
+
+class KimiDeltaAttentionConfig(MixerConfig):
+    """`[model.kimi_delta_attention]`: the gated delta rule with a decay per channel.
+
+    Default values are those of Kimi Linear 48B-A3B (arXiv:2510.26692).
+    """
+
+    heads: Annotated[PositiveInt, SplitBy("tp")] = 32
+    """Heads per layer. Each has a state of head_dim times head_dim numbers."""
+    head_dim: PositiveInt = 128
+    """Width of queries, keys and values of a head, and of the bottlenecks of decays and output
+    gates."""
+    conv_size: Annotated[int, Field(ge=2)] = 4
+    """Tokens in the causal convolutions of queries, keys and values, including the token itself."""
+
+    @property
+    def sizes(self) -> DeltaSizes:
+        """Sizes of the heads."""
+        return DeltaSizes(self.heads, self.heads, self.head_dim, self.head_dim, self.conv_size)
 
 
 MAMBA2 = "mamba2"
@@ -201,6 +246,8 @@ class MixerTables(Section):
 
     gated_delta_net: GatedDeltaNetConfig = GatedDeltaNetConfig()
     """Settings of layers with "gated_delta_net" in mixer_pattern."""
+    kimi_delta_attention: KimiDeltaAttentionConfig = KimiDeltaAttentionConfig()
+    """Settings of layers with "kimi_delta_attention" in mixer_pattern."""
     latent_attention: Annotated[LatentAttentionConfig, Structure()] = LatentAttentionConfig()
     """Settings of layers with "latent_attention" in mixer_pattern."""
     mamba2: Mamba2Config = Mamba2Config()

@@ -3,8 +3,11 @@
 The state S [d, v] of a head maps keys to values. A token decays it by exp(g), replaces a share β of
 the value that the state has for its key, and reads the new state (equation 10 of the paper):
 
-    S_t = exp(g_t) S_{t-1} + k_t w_tᵀ,    w_t = β_t (v_t - exp(g_t) S_{t-1}ᵀ k_t)
+    S_t = exp(g_t) S_{t-1} + k_t w_tᵀ,    w_t = β_t (v_t - (exp(g_t) S_{t-1})ᵀ k_t)
     y_t = S_tᵀ q_t
+
+g is one number per head, or one per key channel, which decays a row of S (Kimi Delta Attention,
+arXiv:2510.26692).
 
 In training a sequence is cut into chunks of C tokens. With G the sum of g from the start of the
 chunk and S_0 the state before the chunk, the corrections w of a chunk solve one triangular system
@@ -15,6 +18,9 @@ chunk and S_0 the state before the chunk, the corrections w of a chunk solve one
     w    = T diag(β) V - T diag(β exp(G)) K S_0
     y    = diag(exp(G)) Q S_0 + (Q Kᵀ ∘ D) w
     S_C  = exp(G_C) S_0 + (diag(exp(G_C - G)) K)ᵀ w
+
+With a decay per channel, exp(G) S_0 and exp(G) K multiply rows and columns of channels, and sums
+over channels contain D: (Q Kᵀ ∘ D)_cu = Σ_d q_cd k_ud exp(G_cd - G_ud) (`delta_chunks.py`).
 
 A scan over chunks computes w and S_C, and the states between chunks. y follows for all chunks at
 once. Nothing has the size of the sequence squared. On GPUs, where each operation of a scan is a
@@ -36,18 +42,18 @@ G restarts with each document:
                                                           x
 
 Shape letters: n chunks, b batch, K key heads, r value heads of each key head, c and u tokens of a
-chunk, d key channels, v value channels.
+chunk, d key channels, v value channels, e decays of a head (1 or d).
 """
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxforge.kernels.delta_chunks import Chunks, split_into_chunks
 from jaxforge.kernels.sequence_parts import (
     combine_before,
     from_parts,
@@ -55,14 +61,13 @@ from jaxforge.kernels.sequence_parts import (
     parts_per_device,
     to_parts,
 )
+from jaxforge.kernels.triangular_inverse import SMALLEST
 from jaxforge.parallel import collectives
 
 CHUNK = 64
 """Tokens of a chunk, as in the paper's kernels."""
 
-_BASE = 16  # size of the diagonal blocks that `_invert_block` inverts
 _EPS = 1e-6  # added to squared lengths of queries and keys, as in transformers
-_EXACT = jax.lax.Precision.HIGHEST
 
 
 class DeltaTokens(NamedTuple):
@@ -71,15 +76,17 @@ class DeltaTokens(NamedTuple):
     Attributes:
         q: queries, of any length: they are divided by their norm and by √d.
         k: keys, of any length: they are divided by their norm.
-        v: values. Each key head serves an equal number of consecutive value heads.
-        log_decay: g ≤ 0. Tokens with g = β = 0 leave the state unchanged.
+        v: values. Each key head serves an equal number of consecutive value heads; with a decay
+            per channel, one.
+        log_decay: g ≤ 0, for all channels of a head (e = 1) or for each of them. Tokens with
+            g = β = 0 leave the state unchanged.
         beta: β, share of the old value that a token replaces, from 0 to 1.
     """
 
     q: Float[Array, "b s K d"]
     k: Float[Array, "b s K d"]
     v: Float[Array, "b s H v"]
-    log_decay: Float[Array, "b s H"]
+    log_decay: Float[Array, "b s H e"]
     beta: Float[Array, "b s H"]
 
 
@@ -126,14 +133,17 @@ def gated_delta_rule(
     return run(tokens, starts, _empty_state(tokens) if state is None else state)
 
 
-def working_values(key_heads: int, value_heads: int, d: int, channels: int) -> int:
+def working_values(
+    key_heads: int, value_heads: int, d: int, channels: int, *, by_channel: bool = False
+) -> int:
     """Return the float32 numbers per token that the backward pass of the rule holds at a time.
 
     They are the values of all chunks and their gradients: queries and keys of key heads, and for
     each value head u, w and w_state, the state and the map P of each chunk, and four matrices of
-    pairs.
+    pairs. With a decay per channel, also sums of g, decays, and decayed queries and keys.
     """
     of_value_head = 2 * channels + d + d * (channels + d) // CHUNK + 4 * CHUNK
+    of_value_head += 8 * d if by_channel else 0
     return 2 * (2 * key_heads * d + value_heads * of_value_head)
 
 
@@ -152,7 +162,7 @@ def gated_delta_step(
     v, log_decay, beta = (
         x.reshape(batch, k.shape[1], -1, *x.shape[3:]) for x in (v, log_decay, beta)
     )
-    decayed = state.reshape(*v.shape[:3], d, channels) * jnp.exp(log_decay)[..., None, None]
+    decayed = state.reshape(*v.shape[:3], d, channels) * jnp.exp(log_decay)[..., None]
     w = beta[..., None] * (v - jnp.einsum("bKd,bKrdv->bKrv", k, decayed))
     new = decayed + k[:, :, None, :, None] * w[..., None, :]
     y = jnp.einsum("bKd,bKrdv->bKrv", q, new)
@@ -241,30 +251,6 @@ def _unit(x: Float[Array, "... d"]) -> Float[Array, "... d"]:
     return x * jax.lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + _EPS)
 
 
-class _Chunks(NamedTuple):
-    """Values of all chunks that do not depend on the state.
-
-    Attributes:
-        u: T diag(β) V.
-        w_state: T diag(β exp(G)) K, factor of the state in w.
-        k: keys.
-        q: queries.
-        scores: Q Kᵀ ∘ D.
-        decay_in: exp(G), decay from the start of the chunk to a token.
-        decay_out: exp(G_C - G), decay from a token to the end of the chunk.
-        decay: exp(G_C), decay over the whole chunk.
-    """
-
-    u: Float[Array, "n b K r c v"]
-    w_state: Float[Array, "n b K r c d"]
-    k: Float[Array, "n b K c d"]
-    q: Float[Array, "n b K c d"]
-    scores: Float[Array, "n b K r c u"]
-    decay_in: Float[Array, "n b K r c"]
-    decay_out: Float[Array, "n b K r c"]
-    decay: Float[Array, "n b K r"]
-
-
 def _by_chunks(
     chunk: int,
     maps_states: bool,
@@ -274,38 +260,43 @@ def _by_chunks(
 ) -> tuple[Array, DeltaState]:
     """Return outputs and last state: a scan over chunks for w and S, then y of all chunks."""
     batch, length, heads, channels = tokens.v.shape
-    chunk = min(chunk, max(_BASE, 1 << (length - 1).bit_length()))
-    x = _split_into_chunks(chunk, _normalized(tokens), starts)
+    chunk = min(chunk, max(SMALLEST, 1 << (length - 1).bit_length()))
+    x = split_into_chunks(chunk, *_normalized(tokens), starts)
     key_heads, d = tokens.k.shape[2:]
     first = state.reshape(batch, key_heads, heads // key_heads, d, channels)
 
     s, w, last = (_apply_maps if maps_states else _pass_through)(x, first)
-    y = jnp.einsum("nbKcd,nbKrdv->nbKrcv", x.q, s) * x.decay_in[..., None]
+    y = _scaled(jnp.einsum("nbKcd,nbKrdv->nbKrcv", x.q, s), x.decay_in)
     y += jnp.einsum("nbKrcu,nbKruv->nbKrcv", x.scores, w)
     # [n, b, K, r, c, v] -> [b, n, c, K, r, v]
     y = jnp.transpose(y, (1, 0, 4, 2, 3, 5)).reshape(batch, -1, heads, channels)
     return y[:, :length].astype(tokens.v.dtype), last.reshape(state.shape)
 
 
-def _pass_through(x: _Chunks, first: Array) -> tuple[Array, Array, Array]:
+def _scaled(x: Array, factors: Array | None) -> Array:
+    """Return values of tokens times their factors, if there are any."""
+    return x if factors is None else x * factors[..., None]
+
+
+def _pass_through(x: Chunks, first: Array) -> tuple[Array, Array, Array]:
     """Return the states before chunks, w, and the last state.
 
     A step of the scan is w = u - w_state S_0 and S_C = exp(G_C) S_0 + (decay_out ∘ K)ᵀ w.
     """
 
-    def step(s: Array, x: tuple[Array, ...]) -> tuple[Array, tuple[Array, Array]]:
+    def step(s: Array, x: tuple[Any, ...]) -> tuple[Array, tuple[Array, Array]]:
         u, w_state, k, decay_out, decay = x
         w = u - jnp.einsum("bKrcd,bKrdv->bKrcv", w_state, s)
-        written = jnp.einsum("bKcd,bKrcv->bKrdv", k, w * decay_out[..., None])
-        return s * decay[..., None, None] + written, (s, w)
+        written = jnp.einsum("bKcd,bKrcv->bKrdv", k, _scaled(w, decay_out))
+        return s * decay[..., None] + written, (s, w)
 
     last, (s, w) = jax.lax.scan(step, first, (x.u, x.w_state, x.k, x.decay_out, x.decay))
     return s, w, last
 
 
-def _apply_maps(x: _Chunks, first: Array) -> tuple[Array, Array, Array]:
+def _apply_maps(x: Chunks, first: Array) -> tuple[Array, Array, Array]:
     """Return the results of `_pass_through`, with one product in each step of the scan."""
-    keys = x.k[:, :, :, None] * x.decay_out[..., None]
+    keys = _scaled(x.k[:, :, :, None], x.decay_out)
     p = jnp.einsum("nbKrcd,nbKrce->nbKrde", keys, x.w_state)
     b = jnp.einsum("nbKrcd,nbKrcv->nbKrdv", keys, x.u)
     s, last = _states(p, b, x.decay, first)
@@ -322,7 +313,7 @@ def _states(p: Array, b: Array, decay: Array, first: Array) -> tuple[Array, Arra
 
     def step(s: Array, x: tuple[Array, ...]) -> tuple[Array, Array]:
         p, b, decay = x
-        return s * decay[..., None, None] - p @ s + b, s
+        return s * decay[..., None] - p @ s + b, s
 
     last, s = jax.lax.scan(step, first, (p, b, decay))
     return s, last
@@ -342,153 +333,13 @@ def _states_backward(
 
     def step(g: Array, x: tuple[Array, ...]) -> tuple[Array, Array]:
         p, decay, d_s = x
-        return g * decay[..., None, None] - p.swapaxes(-1, -2) @ g + d_s, g
+        return g * decay[..., None] - p.swapaxes(-1, -2) @ g + d_s, g
 
     d_s, d_last = gradients
     d_first, g = jax.lax.scan(step, d_last, (p, decay, d_s), reverse=True)
     d_p = -jnp.einsum("...dv,...ev->...de", g, s)
-    return d_p, g, jnp.sum(g * s, axis=(-2, -1)), d_first
+    d_decay = jnp.sum(g * s, axis=-1 if decay.shape[-1] > 1 else (-2, -1))
+    return d_p, g, d_decay.reshape(decay.shape), d_first
 
 
 _states.defvjp(_states_forward, _states_backward)
-
-
-def _split_into_chunks(
-    chunk: int, tokens: DeltaTokens, starts: Bool[Array, "b s"] | None
-) -> _Chunks:
-    """Solve the triangular systems of all chunks, which do not depend on the state."""
-    groups = tokens.v.shape[2] // tokens.k.shape[2]
-    split = functools.partial(_chunked, chunk)
-    # Tokens of padding have g = β = 0, so that they do not change the state.
-    q, k = (split(x, ()) for x in (tokens.q, tokens.k))  # [n, b, K, c, d]
-    v, log_decay, beta = (split(x, (groups,)) for x in tokens[2:])  # [n, b, K, r, c, ...]
-    is_seen: Array | np.ndarray = np.tril(np.ones((chunk, chunk), bool))
-    if starts is None:
-        total = jnp.cumsum(log_decay, axis=-1)
-        decay_in, decay_out = jnp.exp(total), jnp.exp(total[..., -1:] - total)
-    else:
-        is_start = split(starts, None)  # [n, b, c]
-        document = jnp.cumsum(is_start, axis=-1, dtype=jnp.int32)
-        in_document = jnp.tril(document[..., :, None] == document[..., None, :])
-        total = _sums_in_documents(log_decay, in_document, is_start)
-        is_seen, document = in_document[:, :, None, None], document[:, :, None, None]
-        decay_in = jnp.where(document == 0, jnp.exp(total), 0)
-        is_last = document == document[..., -1:]
-        decay_out = jnp.exp(jnp.where(is_last, total[..., -1:] - total, -jnp.inf))
-    # The difference is positive for tokens after a query, where exp could overflow.
-    pairs = jnp.exp(jnp.where(is_seen, total[..., :, None] - total[..., None, :], -jnp.inf))
-    system = jnp.einsum("nbKcd,nbKud->nbKcu", k, k)[:, :, :, None] * pairs * beta[..., None]
-    inverse = invert_unit_lower(system * np.tril(np.ones((chunk, chunk), bool), -1))
-    u = jnp.einsum("nbKrcu,nbKruv->nbKrcv", inverse * beta[..., None, :], v)
-    w_state = jnp.einsum("nbKrcu,nbKud->nbKrcd", inverse * (beta * decay_in)[..., None, :], k)
-    scores = jnp.einsum("nbKcd,nbKud->nbKcu", q, k)[:, :, :, None] * pairs
-    return _Chunks(u, w_state, k, q, scores, decay_in, decay_out, decay_in[..., -1])
-
-
-def _sums_in_documents(
-    log_decay: Float[Array, "n b K r u"], in_document: Bool[Array, "n b c u"], is_start: Array
-) -> Float[Array, "n b K r c"]:
-    """Return sums of g that restart at each document, without g of its first token.
-
-    With a sum over the chunk, later documents would add to the gradient of g of an earlier one what
-    is left of their own: zero but for rounding. The first token of a document decays no state.
-    """
-    is_added = (in_document & ~is_start[:, :, None]).astype(log_decay.dtype)
-    return jnp.einsum("nbcu,nbKru->nbKrc", is_added, log_decay, precision=_EXACT)
-
-
-def _chunked(chunk: int, x: Array, groups: tuple[int, ...] | None) -> Array:
-    """Return chunks of tokens [b, s, heads, ...] as [n, b, K, *groups, c, ...].
-
-    Args:
-        chunk: tokens of a chunk; the last one is filled with zeros.
-        x: values of the tokens.
-        groups: number of value heads of each key head; () for values of key heads, None for values
-            without heads.
-    """
-    batch, length = x.shape[:2]
-    x = jnp.pad(x, ((0, 0), (0, -length % chunk), *((0, 0),) * (x.ndim - 2)))
-    x = x.reshape(batch, -1, chunk, *x.shape[2:])
-    if groups is None:
-        return x.swapaxes(0, 1)
-    if groups:
-        x = x.reshape(*x.shape[:3], -1, *groups, *x.shape[4:])
-    # [b, n, c, K, *groups, ...] -> [n, b, K, *groups, c, ...]
-    heads = range(3, 4 + len(groups))
-    return jnp.transpose(x, (1, 0, *heads, 2, *range(4 + len(groups), x.ndim)))
-
-
-@jax.custom_vjp
-def invert_unit_lower(strict: Float[Array, "*b c c"]) -> Float[Array, "*b c c"]:
-    """Return (I + A)⁻¹ of strictly lower triangular matrices A.
-
-    The inverse is built from blocks of twice the size in each step, which is as stable as forward
-    substitution. (The shorter product (I - A)(I + A²)(I + A⁴)… has terms that grow like binomial
-    coefficients if keys repeat.) Products are exact, because later products depend on them.
-
-        ⎡ P 0 ⎤⁻¹   ⎡ P⁻¹          0   ⎤
-        ⎣ L Q ⎦   = ⎣ -Q⁻¹ L P⁻¹   Q⁻¹ ⎦
-
-    Args:
-        strict: the matrices A; c is a power of two of at least 16.
-    """
-    return _invert(strict)
-
-
-def _invert(strict: Array) -> Array:
-    # XLA:TPU has a kernel for small triangular systems. It compiles exact products of small
-    # matrices slowly, and pads them to tiles of 8 x 128 elements.
-    return jax.lax.platform_dependent(strict, tpu=invert_by_rows, default=_invert_by_blocks)
-
-
-def invert_by_rows(strict: Float[Array, "*b c c"]) -> Float[Array, "*b c c"]:
-    """Return (I + A)⁻¹ by forward substitution."""
-    identity = jnp.broadcast_to(jnp.eye(strict.shape[-1], dtype=strict.dtype), strict.shape)
-    return jax.lax.linalg.triangular_solve(
-        strict, identity, left_side=True, lower=True, unit_diagonal=True
-    )
-
-
-def _invert_by_blocks(strict: Array) -> Array:
-    size = strict.shape[-1]
-    if size <= _BASE:
-        return _invert_block(strict)
-    half = size // 2
-    corners = jnp.stack([strict[..., :half, :half], strict[..., half:, half:]])
-    upper, lower = _invert_by_blocks(corners)
-    below = -_product(lower, _product(strict[..., half:, :half], upper))
-    return jnp.concatenate(
-        [
-            jnp.concatenate([upper, jnp.zeros_like(upper)], axis=-1),
-            jnp.concatenate([below, lower], axis=-1),
-        ],
-        axis=-2,
-    )
-
-
-def _invert_block(strict: Array) -> Array:
-    """Invert small blocks: the same recursion by masks, without arrays of a few elements."""
-    size = strict.shape[-1]
-    i = np.arange(size)
-    row, column = i[:, None], i
-    inverse = jnp.eye(size, dtype=strict.dtype) - strict * (row // 2 == column // 2)
-    block = 2
-    while block < size:
-        is_pair = row // (2 * block) == column // (2 * block)
-        below = strict * (is_pair & (row // block != column // block))
-        inverse = inverse - _product(inverse, _product(below, inverse))
-        block *= 2
-    return inverse
-
-
-def _product(a: Array, b: Array) -> Array:
-    return jnp.matmul(a, b, precision=_EXACT)
-
-
-def _invert_backward(inverse: Array, gradient: Array) -> tuple[Array]:
-    """Return -T⁻ᵀ dT T⁻ᵀ for the inverse T; callers mask elements that are not variables."""
-    transposed = inverse.swapaxes(-1, -2)
-    return (-_product(transposed, _product(gradient, transposed)),)
-
-
-invert_unit_lower.defvjp(lambda strict: (_invert(strict),) * 2, _invert_backward)

@@ -14,12 +14,13 @@ from jaxforge.kernels.gated_delta import (
     DeltaTokens,
     gated_delta_rule,
     gated_delta_step,
-    invert_by_rows,
-    invert_unit_lower,
 )
+from jaxforge.kernels.triangular_inverse import invert_by_rows, invert_unit_lower
 
 ROWS, KEY_HEADS, HEADS, D, V = 2, 2, 4, 6, 5
 TOLERANCE = 1e-10
+
+per_head_and_channel = pytest.mark.parametrize("decays", [1, D])
 
 
 @pytest.fixture(autouse=True)
@@ -28,12 +29,14 @@ def float64():
         yield
 
 
-def drawn(length):
-    """Return tokens and a state; some tokens forget almost everything."""
+def drawn(length, decays=1):
+    """Return tokens and a state; some tokens forget almost everything, or almost all channels."""
     rng = np.random.default_rng(0)
-    q, k = rng.standard_normal((2, ROWS, length, KEY_HEADS, D))
+    key_heads = KEY_HEADS if decays == 1 else HEADS
+    q, k = rng.standard_normal((2, ROWS, length, key_heads, D))
     v = rng.standard_normal((ROWS, length, HEADS, V))
-    log_decay = -rng.exponential(0.3, (ROWS, length, HEADS)) * rng.choice([1, 30], (length, 1))
+    log_decay = -rng.exponential(0.3, (ROWS, length, HEADS, decays))
+    log_decay *= rng.choice([1, 30], (length, 1, decays))
     beta = rng.uniform(0, 1, (ROWS, length, HEADS))
     state = rng.standard_normal((ROWS, HEADS, D, V))
     return DeltaTokens(q, k, v, log_decay, beta), state
@@ -41,14 +44,14 @@ def drawn(length):
 
 def recurrence(tokens, ids, state):
     """Compute the definition of the rule, token by token."""
-    repeat = HEADS // KEY_HEADS
+    repeat = HEADS // tokens.k.shape[2]
     q, k = (jnp.repeat(x / jnp.sqrt((x * x).sum(-1, keepdims=True) + 1e-6), repeat, axis=2)
             for x in tokens[:2])  # fmt: skip
     q = q / jnp.sqrt(D)
 
     def step(s, at):
         q, k, v, log_decay, beta, start = at
-        s = jnp.where(start[:, None, None, None], 0, s) * jnp.exp(log_decay)[..., None, None]
+        s = jnp.where(start[:, None, None, None], 0, s) * jnp.exp(log_decay)[..., None]
         missing = (v - jnp.einsum("bhdv,bhd->bhv", s, k)) * beta[..., None]
         s = s + k[..., None] * missing[..., None, :]
         return s, jnp.einsum("bhdv,bhd->bhv", s, q)
@@ -90,9 +93,10 @@ def packed(length):
 @pytest.mark.parametrize("length", [1, 37, 64])
 @pytest.mark.parametrize("is_packed", [False, True])
 @pytest.mark.parametrize("maps_states", [False, True])
-def test_chunks_match_recurrence(length, is_packed, maps_states):
+@per_head_and_channel
+def test_chunks_match_recurrence(length, is_packed, maps_states, decays):
     """Length 37 leaves a part of a chunk; with 64 tokens, chunks of 16 pass on four states."""
-    tokens, state = drawn(length)
+    tokens, state = drawn(length, decays)
     ids = packed(length) if is_packed else None
 
     def run(rule):
@@ -108,9 +112,10 @@ def test_chunks_match_recurrence(length, is_packed, maps_states):
         np.testing.assert_allclose(computed, reference_result, rtol=TOLERANCE, atol=TOLERANCE)
 
 
-def test_gradients_in_float32_do_not_depend_on_other_documents():
+@per_head_and_channel
+def test_gradients_in_float32_do_not_depend_on_other_documents(decays):
     """No output depends on the last token of a document if its own has no gradient."""
-    tokens, state = drawn(100)
+    tokens, state = drawn(100, decays)
     ids, d_y = packed(100), directions(tokens, state)[0]
     is_last = np.diff(ids, axis=1, append=-1) != 0
     d_y = np.where(is_last[..., None, None], 0, d_y)
@@ -131,16 +136,18 @@ def test_gradients_in_float32_do_not_depend_on_other_documents():
         )
 
 
-def test_large_chunks_match_recurrence():
-    tokens, state = drawn(100)
+@per_head_and_channel
+def test_large_chunks_match_recurrence(decays):
+    tokens, state = drawn(100, decays)
     expected = compiled_recurrence(tokens, packed(100), state)
     result = jax.jit(gated_delta_rule)(tokens, packed(100), state)
     for computed, reference_result in zip(result, expected, strict=True):
         np.testing.assert_allclose(computed, reference_result, rtol=TOLERANCE, atol=TOLERANCE)
 
 
-def test_steps_match_recurrence():
-    tokens, state = drawn(5)
+@per_head_and_channel
+def test_steps_match_recurrence(decays):
+    tokens, state = drawn(5, decays)
     y, last = compiled_recurrence(tokens, None, state)
     outputs, step = [], jax.jit(gated_delta_step)
     for i in range(5):
@@ -185,9 +192,10 @@ def test_bfloat16_values_keep_float32_state():
 
 
 @pytest.mark.parametrize("strategy", [pytest.param("ulysses", marks=pytest.mark.slow), "ring"])
-def test_devices_that_share_sequences_compute_same_rule(strategy):
+@per_head_and_channel
+def test_devices_that_share_sequences_compute_same_rule(strategy, decays):
     """Documents start in the middle of parts and at their first tokens; one spans five parts."""
-    tokens, state = drawn(64)
+    tokens, state = drawn(64, decays)
     ids = packed(64)
     ids[1, 56:] += 1
     d_y, no_direction = directions(tokens, state)[0], np.zeros_like(state)

@@ -81,6 +81,10 @@ FEW_EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 20}
 DEEPSEEK = {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 20,
             "n_group": 4, "topk_group": 2, "n_shared_experts": 2,
             "routed_scaling_factor": 2.5}  # fmt: skip
+KIMI_LINEAR = {**FEW_EXPERTS, **LATENT, "q_lora_rank": None, "num_local_experts": 8,
+               "num_expert_group": 2, "linear_num_heads": 4, "linear_head_dim": 8,
+               "num_hidden_layers": 3, "rms_norm_eps": 1e-4,
+               "layer_types": ["linear_attention"] * 2 + ["full_attention"]}  # fmt: skip
 GRANITE = {"embedding_multiplier": 12.0, "residual_multiplier": 0.22, "attention_multiplier": 0.3,
            "logits_scaling": 3.0}  # fmt: skip
 GRANITE_EXPERTS = {**GRANITE, "num_local_experts": 4, "num_experts_per_tok": 2}
@@ -238,6 +242,7 @@ CASES = {
     "kimi_k2": ("kimi_k2", {
         **LATENT, **DEEPSEEK, "n_group": 1, "topk_group": 1, "n_shared_experts": 1,
         "first_k_dense_replace": 1}),
+    "kimi_linear": ("kimi_linear", {**KIMI_LINEAR, "mlp_layer_types": ["sparse"] * 3}),
     "minimax_m2": ("minimax_m2", {
         **MINIMAX, "rotary_dim": 8, "qk_norm_type": "per_layer", "use_qk_norm": True,
         "scoring_func": "sigmoid", "use_routing_bias": True, "shared_intermediate_size": 0,
@@ -438,7 +443,7 @@ def extending(model):
 CACHED = [
     "llama, dynamic, longer", "mistral, window 8", "gemma3, window 80", "phi3, longrope", "gpt2",
     "gpt_oss", "nemotron_h, experts, biases", "llama4_text", "qwen3_next",
-    "deepseek_v3",
+    "deepseek_v3", "kimi_linear",
     *(pytest.param(name, marks=pytest.mark.slow) for name in (
         "afmoe", "exaone4, window 8", "ministral3",
         "qwen2", "olmo3, window 8", "smollm3, window 8", "gemma2, window 8", "granite",
@@ -474,7 +479,7 @@ def test_cached_logits_match_transformers(imported):
 
 GENERATED = 64
 RECURRENT = [
-    "nemotron_h, experts, biases",
+    "nemotron_h, experts, biases", "kimi_linear",
     *(pytest.param(name, marks=pytest.mark.slow)
       for name in ("granitemoehybrid, dense", "bamba", "lfm2", "lfm2_moe", "falcon_h1")),
 ]  # fmt: skip
@@ -551,7 +556,7 @@ def test_export_of_import_is_identical(imported, tmp_path):
 TRAINED = [
     "gpt_oss",
     *(pytest.param(name, marks=pytest.mark.slow) for name in (
-        "qwen3_5",
+        "qwen3_5", "kimi_linear",
         "gemma3, window 8", "gpt2", "nemotron_h, experts, biases", "cohere", "nemotron",
         "olmo3, window 8", "gemma2, window 8", "granite", "gpt_neox", "qwen2_moe", "dots1",
         "llama4_text", "granitemoeshared", "bamba, biases",
@@ -592,7 +597,7 @@ def torch_updates(network, inputs, labels):
     """Return losses and gradient norms of AdamW, which decays matrices."""
     matrices, vectors = (
         [p for name, p in network.named_parameters()
-         if (p.ndim > 1 and not is_bias(name)) is is_matrix]
+         if (p.squeeze().ndim > 1 and not is_bias(name)) is is_matrix]
         for is_matrix in (True, False)
     )  # fmt: skip
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
@@ -1363,7 +1368,9 @@ def test_generation_and_trainer_keys_are_ignored(model_type):
     left = {"unsloth_fixed": True, "unsloth_version": "2024.9", "neftune_noise_alpha": 5,
             "pad_to_multiple_of": 8, "max_length": 20, "temperature": 0.6, "top_p": 0.9,
             "do_sample": True, "pruned_heads": {}, "use_bfloat16": True}  # fmt: skip
-    sizes = {"dots1": DEEPSEEK, "bamba": MAMBA, "granitemoehybrid": MAMBA}.get(model_type, {})
+    sizes = {
+        "dots1": DEEPSEEK, "bamba": MAMBA, "granitemoehybrid": MAMBA, "kimi_linear": KIMI_LINEAR
+    }.get(model_type, {})  # fmt: skip
     values = minimal(model_type, **(DEEPSEEK | LATENT if model_type in WITH_LATENTS else sizes))
     if model_type == "arcee":
         values["hidden_act"] = "relu"

@@ -45,7 +45,7 @@ def _latent_rule(
     )
 
 
-_LATENT_RULES = (
+LATENT_RULES = (
     _latent_rule("q_proj.weight", "q_proj.weight", LATENT_QUERIES, optional=True),
     _latent_rule("q_a_proj.weight", "q_a_proj.weight", optional=True),
     _latent_rule("q_a_proj.bias", "q_a_proj.bias", optional=True),
@@ -113,7 +113,7 @@ def _latent_keys(model: ModelConfig) -> Table:
 # DeepSeek-V3 and R1 (arXiv:2412.19437).
 
 _DEEPSEEK_V3_RULES = (
-    *OUTSIDE, *PRE_NORMS, *GATED, *_LATENT_RULES, *experts.EXPERTS, experts.BIAS,
+    *OUTSIDE, *PRE_NORMS, *GATED, *LATENT_RULES, *experts.EXPERTS, experts.BIAS,
     *experts.shared("shared_experts"), *PREDICTION,
 )  # fmt: skip
 _DEEPSEEK_V3_DEFAULTS = {
@@ -206,7 +206,7 @@ def _write_deepseek_v2(model: ModelConfig) -> Table:
 DEEPSEEK_V2_FAMILY = Family(
     "deepseek_v2",
     name_map(
-        "hf-deepseek-v2", "DeepseekV2ForCausalLM", *OUTSIDE, *PRE_NORMS, *GATED, *_LATENT_RULES,
+        "hf-deepseek-v2", "DeepseekV2ForCausalLM", *OUTSIDE, *PRE_NORMS, *GATED, *LATENT_RULES,
         *experts.EXPERTS, *experts.shared("shared_experts"),
     ),
     {**_LATENT_DEFAULTS, "n_routed_experts": 64, "num_experts_per_tok": None, "n_shared_experts": 2,

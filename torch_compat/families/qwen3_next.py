@@ -124,20 +124,20 @@ def _expert_keys(model: ModelConfig) -> Table:
 
 def _queries_keys_values_gates(model: ModelConfig) -> list[np.ndarray]:
     """Return the rows of a key head: its query and key, and the values and gates that it serves."""
-    c = model.gated_delta_net
+    c = model.gated_delta_net.sizes
     values = c.value_size // c.key_heads
     return grouped_rows(c.key_heads, (c.key_head_dim, c.key_head_dim, values, values))
 
 
 def _betas_and_decays(model: ModelConfig) -> list[np.ndarray]:
-    c = model.gated_delta_net
+    c = model.gated_delta_net.sizes
     heads = c.value_heads // c.key_heads
     return grouped_rows(c.key_heads, (heads, heads))
 
 
 def _queries_keys_values(model: ModelConfig) -> list[np.ndarray]:
     """Return the rows of queries, keys and values that follow each other."""
-    c = model.gated_delta_net
+    c = model.gated_delta_net.sizes
     return consecutive_rows(c.key_size, c.key_size, c.value_size)
 
 

@@ -7,18 +7,20 @@
     output  = (RMSNorm(y) · silu(x W_zᵀ)) W_oᵀ
 
 `kernels/gated_delta.py` describes the rule. The decoding state has a constant size: the state of
-each value head in float32, and the last inputs of the convolutions.
+each value head in float32, and the last inputs of the convolutions. Kimi Delta Attention has other
+decays and output gates (`kimi_delta_attention.py`); `DeltaNet` is what both share.
 """
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from jaxforge.config.mixers import GATED_DELTA_NET
+from jaxforge.config.mixers import GATED_DELTA_NET, DeltaSizes
 from jaxforge.config.model import ModelConfig
 from jaxforge.kernels import gated_delta
 from jaxforge.kernels.causal_convolution import ConvolutionState, causal_convolution
@@ -60,7 +62,7 @@ class _Inputs(NamedTuple):
     q: Float[Array, "b s keys"]
     k: Float[Array, "b s keys"]
     v: Float[Array, "b s values"]
-    log_decay: Float[Array, "b s H"]
+    log_decay: Float[Array, "b s He"]
     beta: Float[Array, "b s H"]
 
 
@@ -72,34 +74,56 @@ class _Convolutions(NamedTuple):
     v: Float[Array, "values w"]
 
 
-@register_mixer(GATED_DELTA_NET)
-class GatedDeltaNet(Mixer):
-    """Gated DeltaNet of `model.gated_delta_net`; heads are split over `tp`.
+class DeltaNet(Mixer):
+    """Base class of mixers with the gated delta rule; heads are split over `tp`.
 
     Devices that share sequences pass on the last inputs of their convolutions and the effect of
     their tokens on the state.
+
+    Attributes:
+        table: table of `[model]`, whose `sizes` the mixer has.
+        decays_channels: whether each channel of a key has a decay, instead of each head.
+        decay_log, decay_bias: a and b of the decays, which subclasses declare.
     """
 
     is_recurrent = True
+    table: ClassVar[str]
+    decays_channels: ClassVar[bool] = False
+    decay_log: nnx.Param[Array]
+    decay_bias: nnx.Param[Array]
 
     def __init__(self, config: ModelConfig, declare: Declare) -> None:
-        c = self.config = config.gated_delta_net
+        c = self.sizes = self.sizes_of(config)
         embed = (config.dim, "embed")
         keys = (c.key_size, "kv_heads")
         values = (c.value_size, "heads")
-        heads = (c.value_heads, "heads")
         project = functools.partial(Linear, inp=embed, std=config.init_std, declare=declare)
         self.q_proj, self.k_proj, self.v_proj = project(keys), project(keys), project(values)
-        self.gate_proj = project(values)
-        self.beta_proj, self.decay_proj = project(heads), project(heads)
+        self.beta_proj = project((c.value_heads, "heads"))
         self.q_conv, self.k_conv, self.v_conv = (
             declare((size, c.conv_size), (axis, None), fan_in_uniform)
             for size, axis in (keys, keys, values)
         )
-        self.decay_log = declare((c.value_heads,), ("heads",), _log_rates)
-        self.decay_bias = declare((c.value_heads,), ("heads",), jax.nn.initializers.ones)
         self.norm = RMSNorm(c.value_head_dim, config.norm_eps, declare)
         self.o_proj = Linear(embed, values, std=residual_std(config), declare=declare)
+
+    @classmethod
+    def sizes_of(cls, config: ModelConfig) -> DeltaSizes:
+        """Return the sizes of the mixer's heads."""
+        sizes: DeltaSizes = getattr(config, cls.table).sizes
+        return sizes
+
+    def decay_input(
+        self, x_BSD: Float[Array, "b s d"], precision: LayerPrecision | None
+    ) -> Float[Array, "b s He"]:
+        """Return what the decays follow from, for each head or for each of its channels."""
+        raise NotImplementedError
+
+    def output_gate(
+        self, x_BSD: Float[Array, "b s d"], precision: LayerPrecision | None
+    ) -> Float[Array, "b s values"]:
+        """Return the factors of the normalized outputs, in float32."""
+        raise NotImplementedError
 
     def __call__(
         self,
@@ -115,7 +139,7 @@ class GatedDeltaNet(Mixer):
             self.q_proj(x_BSD, precision),
             self.k_proj(x_BSD, precision),
             self.v_proj(x_BSD, precision),
-            self._log_decay(self.decay_proj(x_BSD, precision)),
+            self._log_decay(self.decay_input(x_BSD, precision)),
             # Decays and strengths are float32 in every precision: errors add up along a sequence.
             jax.nn.sigmoid(self.beta_proj(x_BSD, precision).astype(jnp.float32)),
         )
@@ -129,15 +153,16 @@ class GatedDeltaNet(Mixer):
         else:
             y_BSHv, cache = self._extend(weights, inputs, context, cache)
         y_BSHv = constrain(y_BSHv, "batch", "context", "heads", None)
-        gate_BSHv = self.gate_proj(x_BSD, precision).reshape(y_BSHv.shape)
+        gate_BSHv = self.output_gate(x_BSD, precision).reshape(y_BSHv.shape)
         # Normalized before the gate, as in the authors' code; Mamba-2 gates first.
-        y_BSHv = self.norm(y_BSHv.astype(jnp.float32)) * jax.nn.silu(gate_BSHv.astype(jnp.float32))
+        y_BSHv = self.norm(y_BSHv.astype(jnp.float32)) * gate_BSHv
         y_BSD = self.o_proj(y_BSHv.astype(x_BSD.dtype).reshape(*x_BSD.shape[:2], -1), precision)
         return MixerOut(y_BSD, cache)
 
-    def _log_decay(self, x_BSH: Float[Array, "b s H"]) -> Float[Array, "b s H"]:
+    def _log_decay(self, x_BSe: Float[Array, "b s He"]) -> Float[Array, "b s He"]:
         rate, bias = jnp.exp(self.decay_log[...].astype(jnp.float32)), self.decay_bias[...]
-        return -rate * jax.nn.softplus(x_BSH.astype(jnp.float32) + bias.astype(jnp.float32))
+        rate = jnp.repeat(rate, len(bias) // len(rate))
+        return -rate * jax.nn.softplus(x_BSe.astype(jnp.float32) + bias.astype(jnp.float32))
 
     def _mix(
         self,
@@ -187,20 +212,20 @@ class GatedDeltaNet(Mixer):
 
     def _tokens(self, convolved: Sequence[Array], log_decay: Array, beta: Array) -> DeltaTokens:
         """Return the inputs of the rule, by head, from the results of the convolutions."""
-        c = self.config
+        c = self.sizes
         sizes = (c.key_head_dim, c.key_head_dim, c.value_head_dim)
         q, k, v = (
             jax.nn.silu(x).reshape(*x.shape[:2], -1, size)
             for x, size in zip(convolved, sizes, strict=True)
         )
-        return DeltaTokens(q, k, v, log_decay, beta)
+        return DeltaTokens(q, k, v, log_decay.reshape(*beta.shape, -1), beta)
 
     @classmethod
     def empty_cache(
         cls, config: ModelConfig, batch: int, length: int, dtype: jnp.dtype
     ) -> DeltaNetState:
         """Return the state before the first token; its size does not depend on `length`."""
-        c = config.gated_delta_net
+        c = cls.sizes_of(config)
         inputs = [
             jnp.zeros((batch, n, c.conv_size - 1), dtype)
             for n in (c.key_size, c.key_size, c.value_size)
@@ -221,26 +246,72 @@ class GatedDeltaNet(Mixer):
         A token reads the value of its key, writes the correction and reads with its query: three
         times the size of the state. Chunks compute more, which is not work of the model.
         """
-        c = config.gated_delta_net
-        projections = 2 * c.key_size + 3 * c.value_size + 2 * c.value_heads
+        c = cls.sizes_of(config)
+        projections = 2 * c.key_size + 2 * c.value_size + c.value_heads
         convolutions = c.conv_size * (2 * c.key_size + c.value_size)
         states = 3 * c.key_head_dim * c.value_size
-        return MixerCost(config.dim * projections, per_token=convolutions + states)
+        matrices = config.dim * projections + cls.gate_cost(config)
+        return MixerCost(matrices, per_token=convolutions + states)
+
+    @classmethod
+    def gate_cost(cls, config: ModelConfig) -> int:
+        """Return the multiply-adds of a token in the matrices of decays and output gates."""
+        raise NotImplementedError
 
     @classmethod
     def saved_values(cls, config: ModelConfig, share: Callable[[int], int]) -> SavedValues:
         """Return the size of projections, of the rule's output, and of normalized values."""
-        c = config.gated_delta_net
+        c = cls.sizes_of(config)
         keys, values, heads = share(c.key_size), share(c.value_size), share(c.value_heads)
-        return SavedValues(2 * keys + 2 * values + 2 * heads, mixed=values,
+        decays = keys if cls.decays_channels else heads
+        return SavedValues(2 * keys + 2 * values + heads + decays, mixed=values,
                            inside=2 * keys + 3 * values)  # fmt: skip
 
     @classmethod
     def working_values(cls, config: ModelConfig, share: Callable[[int], int]) -> int:
         """Return the size of the values of all chunks, and of their gradients."""
-        c = config.gated_delta_net
+        c = cls.sizes_of(config)
         heads = share(c.key_heads), share(c.value_heads)
-        return gated_delta.working_values(*heads, c.key_head_dim, c.value_head_dim)
+        return gated_delta.working_values(
+            *heads, c.key_head_dim, c.value_head_dim, by_channel=cls.decays_channels
+        )
+
+
+@register_mixer(GATED_DELTA_NET)
+class GatedDeltaNet(DeltaNet):
+    """Gated DeltaNet of `model.gated_delta_net`."""
+
+    table = GATED_DELTA_NET
+
+    def __init__(self, config: ModelConfig, declare: Declare) -> None:
+        super().__init__(config, declare)
+        embed, values, heads = (
+            (config.dim, "embed"), (self.sizes.value_size, "heads"),
+            (self.sizes.value_heads, "heads"),
+        )  # fmt: skip
+        self.gate_proj, self.decay_proj = (
+            Linear(out, embed, std=config.init_std, declare=declare) for out in (values, heads)
+        )
+        self.decay_log = declare(heads[:1], heads[1:], _log_rates)
+        self.decay_bias = declare(heads[:1], heads[1:], jax.nn.initializers.ones)
+
+    def decay_input(
+        self, x_BSD: Float[Array, "b s d"], precision: LayerPrecision | None
+    ) -> Float[Array, "b s H"]:
+        """Return what the decay of each head follows from."""
+        return self.decay_proj(x_BSD, precision)
+
+    def output_gate(
+        self, x_BSD: Float[Array, "b s d"], precision: LayerPrecision | None
+    ) -> Float[Array, "b s values"]:
+        """Return silu(x W_zᵀ)."""
+        return jax.nn.silu(self.gate_proj(x_BSD, precision).astype(jnp.float32))
+
+    @classmethod
+    def gate_cost(cls, config: ModelConfig) -> int:
+        """Return the multiply-adds of a token in the matrices of decays and output gates."""
+        c = cls.sizes_of(config)
+        return config.dim * (c.value_heads + c.value_size)
 
 
 _AXES = ("kv_heads", "kv_heads", "heads", "heads", "heads")

@@ -39,7 +39,14 @@ from jaxforge.kernels.state_space import (
 )
 from jaxforge.model.cost import MixerCost
 from jaxforge.model.layer import Context, LayerSettings
-from jaxforge.model.linear import Convolution, Declare, Linear, residual_std, times
+from jaxforge.model.linear import (
+    Convolution,
+    Declare,
+    Initializer,
+    Linear,
+    residual_std,
+    times,
+)
 from jaxforge.model.mixer import Mixer, MixerOut, SavedValues, mix_shares, register_mixer
 from jaxforge.model.runtime import Runtime
 from jaxforge.parallel.sharding import (
@@ -139,8 +146,9 @@ class Mamba2(Mixer):
             Convolution(*channels, c.conv_size, declare, bias=c.conv_bias)
             for channels in (inner, groups, groups)
         )
-        self.a_log = declare((c.heads,), ("heads",), _log_rates)
-        self.dt_bias = declare((c.heads,), ("heads",), functools.partial(_time_step_biases, c))
+        self.a_log = declare((c.heads,), ("heads",), log_rates)
+        steps = time_step_biases(c.init_time_step_min, c.init_time_step_max)
+        self.dt_bias = declare((c.heads,), ("heads",), steps)
         self.skip = declare((c.heads,), ("heads",), jax.nn.initializers.ones)
         self.norm = GatedRMSNorm(c, config.norm_eps, declare)
         std = residual_std(config)
@@ -337,15 +345,21 @@ def _projection_axes(config: Mamba2Config) -> Axes:
     return "heads", groups, groups, "heads"
 
 
-def _log_rates(key: Array, shape: tuple[int, ...], dtype: jnp.dtype) -> Array:
+def log_rates(key: Array, shape: tuple[int, ...], dtype: jnp.dtype) -> Array:
     """Draw a = log(-A) with -A from U(1, 16)."""
     return jnp.log(jax.random.uniform(key, shape, dtype, 1.0, _LARGEST_RATE))
 
 
-def _time_step_biases(
-    config: Mamba2Config, key: Array, shape: tuple[int, ...], dtype: jnp.dtype
-) -> Array:
-    """Draw biases whose softplus is uniform in its logarithm between the initial time steps."""
-    least, most = jnp.log(config.init_time_step_min), jnp.log(config.init_time_step_max)
-    steps = jnp.exp(jax.random.uniform(key, shape, jnp.float32, least, most))
-    return (steps + jnp.log(-jnp.expm1(-steps))).astype(dtype)  # inverse of softplus
+def time_step_biases(least: float, most: float) -> Initializer:
+    """Return an initializer of biases whose softplus is uniform in its logarithm.
+
+    Args:
+        least: smallest initial time step, the softplus of a bias.
+        most: largest initial time step.
+    """
+
+    def draw(key: Array, shape: tuple[int, ...], dtype: jnp.dtype) -> Array:
+        steps = jnp.exp(jax.random.uniform(key, shape, jnp.float32, jnp.log(least), jnp.log(most)))
+        return (steps + jnp.log(-jnp.expm1(-steps))).astype(dtype)  # inverse of softplus
+
+    return draw

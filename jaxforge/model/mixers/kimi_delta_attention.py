@@ -1,0 +1,63 @@
+"""Kimi Delta Attention (arXiv:2510.26692): the gated delta rule with a decay for each channel.
+
+It differs from Gated DeltaNet (`gated_delta_net.py`) in decays and output gates, which pass through
+bottlenecks of the width of a head:
+
+    g       = -exp(a) softplus(x W_fᵀ W_gᵀ + b)      decay of each key channel; a per head
+    output  = (RMSNorm(y) · sigmoid(x W_uᵀ W_zᵀ)) W_oᵀ
+"""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from jaxforge.config.mixers import KIMI_DELTA_ATTENTION
+from jaxforge.config.model import ModelConfig
+from jaxforge.kernels.fp8 import LayerPrecision
+from jaxforge.model.linear import Declare, Linear
+from jaxforge.model.mixer import register_mixer
+from jaxforge.model.mixers.gated_delta_net import DeltaNet
+from jaxforge.model.mixers.mamba2 import log_rates, time_step_biases
+
+_TIME_STEPS = 0.001, 0.1  # range of the initial softplus(b), as in Mamba-2
+
+
+@register_mixer(KIMI_DELTA_ATTENTION)
+class KimiDeltaAttention(DeltaNet):
+    """Kimi Delta Attention of `model.kimi_delta_attention`."""
+
+    table = KIMI_DELTA_ATTENTION
+    decays_channels = True
+
+    def __init__(self, config: ModelConfig, declare: Declare) -> None:
+        super().__init__(config, declare)
+        c = self.sizes
+        embed, rank, values = (config.dim, "embed"), c.value_head_dim, (c.value_size, "heads")
+        self.decay_a_proj, self.gate_a_proj = (
+            Linear((rank, "latent"), embed, std=config.init_std, declare=declare) for _ in range(2)
+        )
+        self.decay_b_proj, self.gate_b_proj = (
+            Linear(values, (rank, "latent_embed"), std=config.init_std, declare=declare)
+            for _ in range(2)
+        )
+        self.decay_log = declare((c.value_heads,), ("heads",), log_rates)
+        self.decay_bias = declare((c.key_size,), ("heads",), time_step_biases(*_TIME_STEPS))
+
+    def decay_input(
+        self, x_BSD: Float[Array, "b s d"], precision: LayerPrecision | None
+    ) -> Float[Array, "b s keys"]:
+        """Return what the decay of each channel follows from."""
+        return self.decay_b_proj(self.decay_a_proj(x_BSD, precision), precision)
+
+    def output_gate(
+        self, x_BSD: Float[Array, "b s d"], precision: LayerPrecision | None
+    ) -> Float[Array, "b s values"]:
+        """Return the sigmoids of the low-rank projection."""
+        gate = self.gate_b_proj(self.gate_a_proj(x_BSD, precision), precision)
+        return jax.nn.sigmoid(gate.astype(jnp.float32))
+
+    @classmethod
+    def gate_cost(cls, config: ModelConfig) -> int:
+        """Return the multiply-adds of a token in the matrices of decays and output gates."""
+        c = cls.sizes_of(config)
+        return 2 * c.value_head_dim * (config.dim + c.value_size)
