@@ -5,7 +5,7 @@ JAX, which a config is read without, and imports point downwards.
 """
 
 from collections.abc import Iterator
-from typing import Annotated, ClassVar, Literal, NamedTuple
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
@@ -18,10 +18,21 @@ class MixerConfig(Section):
     has_mup_rules: ClassVar[bool] = False
     """Whether muP has rules for the parameters."""
 
+    has_chunks: ClassVar[bool] = False
+    """Whether a scan over chunks of a sequence passes on a state."""
+
     @property
     def has_output_bias(self) -> bool:
         """True if the output of the mixer has a bias."""
         return False
+
+    def smaller(self, tp: int) -> dict[str, Any]:
+        """Return the keys of a mixer with the same structure and few channels, for `prove`.
+
+        Args:
+            tp: devices that share the heads.
+        """
+        return {}
 
 
 class DeltaSizes(NamedTuple):
@@ -50,11 +61,14 @@ class DeltaSizes(NamedTuple):
         return self.value_heads * self.value_head_dim
 
 
+_MOST_VALUE_HEADS = 8  # per key head, in `smaller`
 GATED_DELTA_NET = "gated_delta_net"
 
 
 class GatedDeltaNetConfig(MixerConfig):
     """`[model.gated_delta_net]`: linear attention with the gated delta rule, as in Qwen3-Next."""
+
+    has_chunks = True
 
     key_heads: Annotated[PositiveInt, Structure(), SplitBy("tp")] = 16
     """Query and key heads per layer."""
@@ -74,6 +88,12 @@ class GatedDeltaNetConfig(MixerConfig):
         return DeltaSizes(self.key_heads, self.value_heads, self.key_head_dim,
                           self.value_head_dim, self.conv_size)  # fmt: skip
 
+    def smaller(self, tp: int) -> dict[str, Any]:
+        """Return the keys of a mixer with few channels."""
+        keys = 2 * tp
+        values = keys * min(_MOST_VALUE_HEADS, self.value_heads // self.key_heads)
+        return {"key_heads": keys, "value_heads": values, "key_head_dim": 8, "value_head_dim": 8}
+
     def _problems(self) -> Iterator[str]:
         if self.value_heads % self.key_heads:
             yield not_multiple("value_heads", self.value_heads, "key_heads", self.key_heads)
@@ -88,6 +108,8 @@ class KimiDeltaAttentionConfig(MixerConfig):
     Default values are those of Kimi Linear 48B-A3B (arXiv:2510.26692).
     """
 
+    has_chunks = True
+
     heads: Annotated[PositiveInt, SplitBy("tp")] = 32
     """Heads per layer. Each has a state of head_dim times head_dim numbers."""
     head_dim: PositiveInt = 128
@@ -101,6 +123,10 @@ class KimiDeltaAttentionConfig(MixerConfig):
         """Sizes of the heads."""
         return DeltaSizes(self.heads, self.heads, self.head_dim, self.head_dim, self.conv_size)
 
+    def smaller(self, tp: int) -> dict[str, Any]:
+        """Return the keys of a mixer with few channels."""
+        return {"heads": 2 * tp, "head_dim": 8}
+
 
 MAMBA2 = "mamba2"
 
@@ -110,6 +136,8 @@ class Mamba2Config(MixerConfig):
 
     Default values are those of the 2.7B model of the paper (arXiv:2405.21060).
     """
+
+    has_chunks = True
 
     heads: Annotated[PositiveInt, SplitBy("tp")] = 80
     """Heads per layer."""
@@ -169,6 +197,12 @@ class Mamba2Config(MixerConfig):
         largest = self.time_step_max
         return self.time_step_min, float("inf") if largest is None else largest
 
+    def smaller(self, tp: int) -> dict[str, Any]:
+        """Return the keys of a mixer with few channels."""
+        groups = 1 if self.groups == 1 else 2 * tp
+        return {"groups": groups, "heads": 2 * max(groups, tp), "head_dim": 8, "state_size": 12,
+                "chunk_size": 16}  # fmt: skip
+
     def _problems(self) -> Iterator[str]:
         if self.heads % self.groups:
             yield not_multiple("heads", self.heads, "groups", self.groups)
@@ -215,6 +249,11 @@ class LatentAttentionConfig(MixerConfig):
     def cached_values(self) -> int:
         """Values of a token that decoding keeps in each layer: its latent and its rotary key."""
         return self.kv_rank + self.rope_head_dim
+
+    def smaller(self, tp: int) -> dict[str, Any]:
+        """Return the keys of a mixer with few channels."""
+        return {"q_rank": None if self.q_rank is None else 64, "kv_rank": 32, "nope_head_dim": 8,
+                "rope_head_dim": 4, "value_head_dim": 6}  # fmt: skip
 
     def _problems(self) -> Iterator[str]:
         if self.rope_head_dim % 2:

@@ -12,7 +12,6 @@ from typing import Any, Literal, NamedTuple
 import jax
 
 from jaxforge.config.job import JobConfig
-from jaxforge.config.mixers import GATED_DELTA_NET, MAMBA2
 from jaxforge.errors import UserError
 
 Option = Any
@@ -39,7 +38,7 @@ def traits(config: JobConfig, unroll: int = 1) -> tuple[str, ...]:
     has = {
         EXPERTS: config.model.is_moe,
         CONTEXT: config.distributed.cp > 1,
-        RECURRENT: not {GATED_DELTA_NET, MAMBA2}.isdisjoint(config.model.mixers),
+        RECURRENT: any(table.has_chunks for table in config.model.mixer_tables.values()),
         UNROLLED: unroll > 1 and config.train.grad_accum_steps > 1,
     }
     return tuple(name for name, is_so in has.items() if is_so)

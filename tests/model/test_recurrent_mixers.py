@@ -24,6 +24,7 @@ MIXERS = {
     "gated_delta_net": {
         "key_heads": 2, "value_heads": 4, "key_head_dim": 8, "value_head_dim": 16, "conv_size": 3,
     },
+    "kimi_delta_attention": {"heads": 4, "head_dim": 8, "conv_size": 3},
     "mamba2": {"heads": 8, "head_dim": 8, "state_size": 6, "groups": 2, "chunk_size": 5},
     "short_convolution": {"conv_size": 5, "bias": True},
 }  # fmt: skip
@@ -97,10 +98,11 @@ def alone(mixer, model):
             "microbatch", marks=pytest.mark.slow,
         ),
         ("short_convolution", {}, RING, "microbatch"),
+        ("kimi_delta_attention", {}, RING, "update"),
         pytest.param(SIDE_BY_SIDE, {}, RING, "microbatch", marks=pytest.mark.slow),
         *(
             pytest.param(mixer, model, mesh, grad_sync, marks=pytest.mark.slow)
-            for mixer in ("short_convolution", SIDE_BY_SIDE)
+            for mixer in ("kimi_delta_attention", "short_convolution", SIDE_BY_SIDE)
             for model, mesh, grad_sync in (
                 ({}, RING, "update"),
                 ({}, {"cp": 2, "tp": 2, "cp_strategy": "ulysses"}, "microbatch"),
@@ -118,7 +120,7 @@ def test_losses_and_gradients_match_single_device(mixer, model, mesh, grad_sync)
     np.testing.assert_allclose(gradients, expected, atol=1e-5 * np.abs(expected).max())
 
 
-@pytest.mark.parametrize("mixer", ["short_convolution", SIDE_BY_SIDE])
+@pytest.mark.parametrize("mixer", ["kimi_delta_attention", "short_convolution", SIDE_BY_SIDE])
 def test_packed_documents_equal_separate_ones(mixer):
     model = Model(config(mixer).model)
     params = jax.device_get(initial_params(model))

@@ -184,8 +184,9 @@ KIMI_LINEAR_FAMILY = Family(
     read=_read,
     write=_write,
     # hidden_act is also the activation of Kimi Delta Attention's convolutions.
-    only={"hidden_act": "silu", "moe_router_activation_func": "sigmoid", "use_grouped_topk": True, "moe_layer_freq": 1,
-          "mla_use_nope": True, "num_nextn_predict_layers": 0, "num_mtp_layers": 0},
+    only={"hidden_act": "silu", "moe_router_activation_func": "sigmoid", "use_grouped_topk": True,
+          "moe_layer_freq": 1, "mla_use_nope": True, "num_nextn_predict_layers": 0,
+          "num_mtp_layers": 0},
     ranges={_KINDS: list_of(is_name), _PUBLISHED: nullable(
         lambda table: isinstance(table, dict)
         and all(list_of(integer())(table.get(key, [])) for key in _LAYERS.values()))},

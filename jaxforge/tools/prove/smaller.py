@@ -14,7 +14,6 @@ from typing import Any
 from jaxforge.config import rules
 from jaxforge.config.axes import AXES, Mesh, cp_strategy, declared_sizes
 from jaxforge.config.job import JobConfig
-from jaxforge.config.mixers import GATED_DELTA_NET, LATENT_ATTENTION, MAMBA2
 from jaxforge.config.model import ModelConfig
 from jaxforge.config.optimizer import OPTIMIZERS
 from jaxforge.errors import UserError
@@ -252,32 +251,12 @@ def _experts(model: ModelConfig, dim: int) -> Table:
 
 def _mixers(model: ModelConfig, sizes: Mesh) -> Table:
     """Return the tables of the mixers."""
-    tables: Table = {}
-    tp = sizes["tp"]
-    if LATENT_ATTENTION in model.mixers:
-        latent = model.latent_attention
-        tables[LATENT_ATTENTION] = {
-            **latent.model_dump(mode="json", exclude_unset=True),
-            "q_rank": None if latent.q_rank is None else 64, "kv_rank": 32,
-            "nope_head_dim": 8, "rope_head_dim": 4, "value_head_dim": 6,
-        }  # fmt: skip
-    if MAMBA2 in model.mixers:
-        mamba = model.mamba2
-        groups = 1 if mamba.groups == 1 else 2 * tp
-        tables[MAMBA2] = {
-            **mamba.model_dump(mode="json", exclude_unset=True),
-            "groups": groups, "heads": 2 * max(groups, tp), "head_dim": 8,
-            "state_size": 12, "chunk_size": _CHUNK,
-        }  # fmt: skip
-    if GATED_DELTA_NET in model.mixers:
-        delta = model.gated_delta_net
-        keys = 2 * tp
-        values = keys * min(_MOST_RATIO, delta.value_heads // delta.key_heads)
-        tables[GATED_DELTA_NET] = {
-            **delta.model_dump(mode="json", exclude_unset=True),
-            "key_heads": keys, "value_heads": values, "key_head_dim": 8, "value_head_dim": 8,
-        }  # fmt: skip
-    return tables
+    return {
+        name: {
+            **table.model_dump(mode="json", exclude_unset=True), **table.smaller(sizes["tp"])
+        }
+        for name, table in model.mixer_tables.items()
+    }  # fmt: skip
 
 
 def _layers(config: JobConfig, sizes: Mesh) -> Table:
