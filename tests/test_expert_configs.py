@@ -18,12 +18,13 @@ from jaxforge.step.train_step import Controls
 from tests.test_configs import MEMORY, bytes_per_device
 
 ROOT = Path(__file__).parents[1]
-DIRECTORIES = ("deepseek", "qwen3_next", "nemotron_3")
+DIRECTORIES = ("deepseek", "kimi_linear", "qwen3_next", "nemotron_3")
 CONFIGS = sorted(path for name in DIRECTORIES for path in (ROOT / "configs" / name).glob("*.toml"))
 MODELS = {  # parameters, billions of active parameters, page
     "deepseek_v3": (671_026_404_352, 37.6, "latent_attention"),
     "deepseek_v2_lite": (15_706_484_224, 2.66, "latent_attention"),
-    # Of transformers' model with its default config.
+    # Of transformers' models with their default configs; of Kimi Linear with the published layers.
+    "kimi_linear_48b_a3b": (49_122_675_072, 3.484, "gated_delta_net"),
     "qwen3_next_80b_a3b": (79_674_391_296, 3.87, "gated_delta_net"),
     # Of transformers' model, 120,668,687,360 and 12.77, and of a module of two layers.
     "nemotron_3_super_120b_a12b": (123_611_012_096, 13.02, "experts"),

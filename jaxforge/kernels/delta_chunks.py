@@ -234,7 +234,7 @@ def _decayed_products(
 
 
 def _halves(x: Array, axis: int) -> Array:
-    """Return the halves of chunks as chunks; XLA:CPU has no products of arrays of rank 8."""
+    """Return the halves of chunks as chunks; more dimensions crash XLA:CPU (docs/upstream.md)."""
     return jnp.concatenate(jnp.split(x, 2, axis))
 
 
