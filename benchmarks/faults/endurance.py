@@ -13,9 +13,10 @@ The other parts are in `services`: the metrics endpoint, and supervisors with ma
 
 Every step must be logged once, with the loss of one process without faults. Rounding differs
 between two processes and one. At the drill's settings such differences grow to the size of the
-loss, since Adam divides by gradients near zero. A larger `optimizer.eps` and a lower rate keep them
-at the size of one rounding, as two processes without faults show, so that one lost update is
-visible.
+loss, since Adam divides by gradients near zero. A larger `optimizer.eps`, and a rate that falls with
+the number of steps, keep them at the size of one rounding, as two processes without faults show, so
+that one lost update is visible. (At a rate of 1e-3 the model learns its data by heart within 8,000
+steps, and the control differs by 1.1e-5 then.)
 
 Memory, open files and disk are measured halfway between faults: the largest value of the last
 quarter is compared with that of the second quarter, as caches fill in the first.
@@ -102,7 +103,7 @@ def settings(steps: int) -> list[str]:
     return [
         f"--train.max_steps={steps}", f"--eval.interval={steps // 10}",
         "--checkpoint.interval=100", "--checkpoint.keep_last_n=2",
-        "--optimizer.lr=1e-3", "--optimizer.eps=1e-2",
+        f"--optimizer.lr={min(1e-3, 10 / steps):g}", "--optimizer.eps=1e-2",
     ]  # fmt: skip
 
 

@@ -81,7 +81,8 @@ def killed_three_times(case: Case) -> None:
             lambda step=step: ("signal_in_save", {"step": step,
                                                   "seconds": case.rng.uniform(0, 0.06)}),
         ]  # fmt: skip
-        name, arguments = case.rng.choice(moments)()
+        # The first start has nothing to restore.
+        name, arguments = case.rng.choice(moments[0 if newest else 1 :])()
         fault = (name, {**arguments, "number": signal.SIGKILL})
         case.ends(case.run.start(fault=fault), KILLED)
         require(max(case.run.durable(), default=0) >= newest, "the checkpoint is lost")

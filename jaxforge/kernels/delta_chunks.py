@@ -10,7 +10,7 @@ the second half meet those of the first half over R, the sum up to the end of th
 both exponents are at most 0:
 
     ⎡ P 0 ⎤    L = (l ∘ exp(G - R)) (k ∘ exp(R - G))ᵀ
-    ⎣ L Q ⎦    P and Q are halved in turn, and blocks of few tokens are summed as they stand
+    ⎣ L Q ⎦    P and Q are halved again, down to blocks of a few tokens, which are summed directly
 
 Everything but these blocks is a product of matrices, as with one decay per head. The triangle has
 half of the multiply-adds of the square.
@@ -147,7 +147,8 @@ def _sums(log_decay: Array, is_start: Array | None) -> _Sums:
         total = jnp.cumsum(log_decay, axis=4)
         return _Sums(total, jnp.exp(total), jnp.exp(total[:, :, :, :, -1:] - total), None)
     document = jnp.cumsum(is_start, axis=-1, dtype=jnp.int32)
-    total = _sums_in_documents(log_decay, _is_seen(is_start.shape[-1], document), is_start)
+    in_document = jnp.asarray(_is_seen(is_start.shape[-1], document))
+    total = _sums_in_documents(log_decay, in_document, is_start)
     number = document.reshape(*document.shape[:2], 1, 1, -1, *(1,) * (total.ndim - 5))
     decay_in = jnp.where(number == 0, jnp.exp(total), 0)
     is_last = number == number[:, :, :, :, -1:]
