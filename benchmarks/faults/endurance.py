@@ -13,10 +13,10 @@ The other parts are in `services`: the metrics endpoint, and supervisors with ma
 
 Every step must be logged once, with the loss of one process without faults. Rounding differs
 between two processes and one. At the drill's settings such differences grow to the size of the
-loss, since Adam divides by gradients near zero. A larger `optimizer.eps`, and a rate that falls with
-the number of steps, keep them at the size of one rounding, as two processes without faults show, so
-that one lost update is visible. (At a rate of 1e-3 the model learns its data by heart within 8,000
-steps, and the control differs by 1.1e-5 then.)
+loss, since Adam divides by gradients near zero. A larger `optimizer.eps`, and a rate that falls
+with the number of steps, keep them at the size of one rounding, as two processes without faults
+show, so that one lost update is visible. (At a rate of 1e-3 the model learns its data by heart
+within 8,000 steps, and the control then differs by 1.1e-5.)
 
 Memory, open files and disk are measured halfway between faults: the largest value of the last
 quarter is compared with that of the second quarter, as caches fill in the first.

@@ -83,12 +83,14 @@ class DeltaNet(Mixer):
     Attributes:
         table: table of `[model]`, whose `sizes` the mixer has.
         decays_channels: whether each channel of a key has a decay, instead of each head.
-        decay_log, decay_bias: a and b of the decays, which subclasses declare.
+        beta_proj: matrix of β.
+        decay_log, decay_bias: a and b of the decays.
     """
 
     is_recurrent = True
     table: ClassVar[str]
     decays_channels: ClassVar[bool] = False
+    beta_proj: Linear
     decay_log: nnx.Param[Array]
     decay_bias: nnx.Param[Array]
 
@@ -97,15 +99,31 @@ class DeltaNet(Mixer):
         embed = (config.dim, "embed")
         keys = (c.key_size, "kv_heads")
         values = (c.value_size, "heads")
-        project = functools.partial(Linear, inp=embed, std=config.init_std, declare=declare)
+
+        def project(out: tuple[int, str], inp: tuple[int, str] = embed) -> Linear:
+            return Linear(out, inp, std=config.init_std, declare=declare)
+
         self.q_proj, self.k_proj, self.v_proj = project(keys), project(keys), project(values)
-        self.beta_proj = project((c.value_heads, "heads"))
+        self.declare_gates(project)
         self.q_conv, self.k_conv, self.v_conv = (
             declare((size, c.conv_size), (axis, None), fan_in_uniform)
             for size, axis in (keys, keys, values)
         )
+        self.declare_decays(declare)
         self.norm = RMSNorm(c.value_head_dim, config.norm_eps, declare)
         self.o_proj = Linear(embed, values, std=residual_std(config), declare=declare)
+
+    def declare_gates(self, project: Callable[..., Linear]) -> None:
+        """Declare the matrices of β, of the decays and of the output gates.
+
+        Args:
+            project: (out, inp) -> matrix, by default from the residual stream.
+        """
+        raise NotImplementedError
+
+    def declare_decays(self, declare: Declare) -> None:
+        """Declare `decay_log` and `decay_bias`."""
+        raise NotImplementedError
 
     @classmethod
     def sizes_of(cls, config: ModelConfig) -> DeltaSizes:
@@ -283,17 +301,17 @@ class GatedDeltaNet(DeltaNet):
 
     table = GATED_DELTA_NET
 
-    def __init__(self, config: ModelConfig, declare: Declare) -> None:
-        super().__init__(config, declare)
-        embed, values, heads = (
-            (config.dim, "embed"), (self.sizes.value_size, "heads"),
-            (self.sizes.value_heads, "heads"),
-        )  # fmt: skip
-        self.gate_proj, self.decay_proj = (
-            Linear(out, embed, std=config.init_std, declare=declare) for out in (values, heads)
-        )
-        self.decay_log = declare(heads[:1], heads[1:], _log_rates)
-        self.decay_bias = declare(heads[:1], heads[1:], jax.nn.initializers.ones)
+    def declare_gates(self, project: Callable[..., Linear]) -> None:
+        """Declare the matrices of β, of the decays and of the output gates."""
+        heads = (self.sizes.value_heads, "heads")
+        self.gate_proj = project((self.sizes.value_size, "heads"))
+        self.beta_proj, self.decay_proj = project(heads), project(heads)
+
+    def declare_decays(self, declare: Declare) -> None:
+        """Declare `decay_log` and `decay_bias`."""
+        heads = self.sizes.value_heads
+        self.decay_log = declare((heads,), ("heads",), _log_rates)
+        self.decay_bias = declare((heads,), ("heads",), jax.nn.initializers.ones)
 
     def decay_input(
         self, x_BSD: Float[Array, "b s d"], precision: LayerPrecision | None

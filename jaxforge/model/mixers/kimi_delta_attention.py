@@ -7,6 +7,8 @@ bottlenecks of the width of a head:
     output  = (RMSNorm(y) · sigmoid(x W_uᵀ W_zᵀ)) W_oᵀ
 """
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
@@ -29,17 +31,19 @@ class KimiDeltaAttention(DeltaNet):
     table = KIMI_DELTA_ATTENTION
     decays_channels = True
 
-    def __init__(self, config: ModelConfig, declare: Declare) -> None:
-        super().__init__(config, declare)
+    def declare_gates(self, project: Callable[..., Linear]) -> None:
+        """Declare the matrices of β, of the decays and of the output gates."""
         c = self.sizes
-        embed, rank, values = (config.dim, "embed"), c.value_head_dim, (c.value_size, "heads")
-        self.decay_a_proj, self.gate_a_proj = (
-            Linear((rank, "latent"), embed, std=config.init_std, declare=declare) for _ in range(2)
-        )
+        latent, latent_embed = ((c.value_head_dim, axis) for axis in ("latent", "latent_embed"))
+        self.beta_proj = project((c.value_heads, "heads"))
+        self.decay_a_proj, self.gate_a_proj = project(latent), project(latent)
         self.decay_b_proj, self.gate_b_proj = (
-            Linear(values, (rank, "latent_embed"), std=config.init_std, declare=declare)
-            for _ in range(2)
+            project((size, "heads"), latent_embed) for size in (c.key_size, c.value_size)
         )
+
+    def declare_decays(self, declare: Declare) -> None:
+        """Declare `decay_log` and `decay_bias`."""
+        c = self.sizes
         self.decay_log = declare((c.value_heads,), ("heads",), log_rates)
         self.decay_bias = declare((c.key_size,), ("heads",), time_step_biases(*_TIME_STEPS))
 
