@@ -45,14 +45,13 @@ def token_parallel(mesh: Mesh) -> int:
 def with_equal_shards(config: JobConfig, mesh: Mesh) -> dict[str, int]:
     """Return the axis sizes with which every device holds an equal share of each parameter.
 
-    Parameters are sharded along `model.dim`, those of latent attention also along its ranks, and
-    those of experts along `model.moe_latent_dim`, if there is one. If dp_shard does not divide
-    these, it keeps its largest factor that does, and the remaining factor moves to dp_replicate.
-    Parameters are then sharded over the former and replicated over the latter. The split of the
-    batch is unchanged.
+    Parameters are sharded along `model.dim`, those of some mixers also along the ranks of their
+    latents, and those of experts along `model.moe_latent_dim`, if there is one. If dp_shard does
+    not divide these, it keeps its largest factor that does, and the remaining factor moves to
+    dp_replicate. Parameters are then sharded over the former and replicated over the latter. The
+    split of the batch is unchanged.
     """
-    latents = config.model.latent_attention
-    ranks = (latents.q_rank or 0, latents.kv_rank) if config.model.has_latent_attention else ()
+    ranks = (rank for table in config.model.mixer_tables.values() for rank in table.ranks)
     # Every matrix has an axis of one of these sizes, along which it is sharded.
     width = math.gcd(config.model.dim, *ranks)
     # cp and ep shard the same axis of the parameters.

@@ -26,6 +26,11 @@ class MixerConfig(Section):
         """True if the output of the mixer has a bias."""
         return False
 
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Widths of latents; matrices that read them are sharded along them."""
+        return ()
+
     def smaller(self, tp: int) -> dict[str, Any]:
         """Return the keys of a mixer with the same structure and few channels, for `prove`.
 
@@ -112,7 +117,7 @@ class KimiDeltaAttentionConfig(MixerConfig):
 
     heads: Annotated[PositiveInt, SplitBy("tp")] = 32
     """Heads per layer. Each has a state of head_dim times head_dim numbers."""
-    head_dim: PositiveInt = 128
+    head_dim: Annotated[PositiveInt, SplitBy("cp ep")] = 128
     """Width of queries, keys and values of a head, and of the bottlenecks of decays and output
     gates."""
     conv_size: Annotated[int, Field(ge=2)] = 4
@@ -122,6 +127,11 @@ class KimiDeltaAttentionConfig(MixerConfig):
     def sizes(self) -> DeltaSizes:
         """Sizes of the heads."""
         return DeltaSizes(self.heads, self.heads, self.head_dim, self.head_dim, self.conv_size)
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Width of the bottlenecks."""
+        return (self.head_dim,)
 
     def smaller(self, tp: int) -> dict[str, Any]:
         """Return the keys of a mixer with few channels."""
@@ -249,6 +259,11 @@ class LatentAttentionConfig(MixerConfig):
     def cached_values(self) -> int:
         """Values of a token that decoding keeps in each layer: its latent and its rotary key."""
         return self.kv_rank + self.rope_head_dim
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Widths of the latents."""
+        return (self.kv_rank,) if self.q_rank is None else (self.q_rank, self.kv_rank)
 
     def smaller(self, tp: int) -> dict[str, Any]:
         """Return the keys of a mixer with few channels."""

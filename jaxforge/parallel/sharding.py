@@ -62,7 +62,7 @@ _CONFIG_KEYS = {
     "mlp": "model.ffn_hidden_dim",
     EXPERTS: "model.num_experts",
     "expert_embed": "model.moe_latent_dim, or dim without one",
-    "latent_embed": "the ranks of model.latent_attention",
+    "latent_embed": "the ranks of model.latent_attention, or head_dim of kimi_delta_attention",
 }
 
 

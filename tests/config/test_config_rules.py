@@ -642,6 +642,12 @@ def test_shards_divide_the_latent_of_experts():
     check_shards(model, {"dp_shard": 16, "ep": 4}, (2, 8))  # ep does not split the latent
 
 
+def test_shards_divide_the_bottlenecks_of_a_mixer():
+    mixer = "kimi_delta_attention"
+    model = ["model.dim=64", f"model.mixer_pattern=['{mixer}']", f"model.{mixer}.head_dim=24"]
+    check_shards(model, {"dp_shard": 16}, (2, 8))
+
+
 def check_shards(model, sizes, built):
     config = small(*model, *(f"distributed.{axis}={n}" for axis, n in sizes.items()))
     asked = mesh_shape(config, math.prod(sizes.values()))

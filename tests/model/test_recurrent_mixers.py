@@ -19,7 +19,7 @@ from tests.helpers import (
 
 ROWS, TOKENS = 4, 24
 SHAPE = {"dim": 32, "n_layers": 2, "n_heads": 4, "vocab_size": 64, "ffn_hidden_dim": 48,
-         "init_std": 0.1}  # fmt: skip
+         "init_std": 0.1, "norm_eps": 1e-3}  # fmt: skip
 MIXERS = {
     "gated_delta_net": {
         "key_heads": 2, "value_heads": 4, "key_head_dim": 8, "value_head_dim": 16, "conv_size": 3,
