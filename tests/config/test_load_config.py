@@ -271,6 +271,7 @@ def test_every_key_of_kempnerforge_loads():
                 "moe_latent_dim",
                 "moe_backend",
                 "gated_delta_net",
+                "kimi_delta_attention",
                 "mamba2",
                 "mixer_pattern",
                 "latent_attention",

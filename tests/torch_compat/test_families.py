@@ -1034,7 +1034,7 @@ def test_router_bias_stays_float32(tmp_path):
 # The families other than gpt-oss and Trinity keep their routers.
 KEPT_IN_FLOAT32 = ["dots1", "gpt_oss", "afmoe"]
 SIMILARLY_KEPT = ["ernie4_5_moe", "glm4_moe", "deepseek_v2", "deepseek_v3", "kimi_k2", "hy_v3",
-                  "glm4_moe_lite", "nemotron_h, experts, biases"]  # fmt: skip
+                  "glm4_moe_lite", "nemotron_h, experts, biases", "kimi_linear"]  # fmt: skip
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

@@ -107,6 +107,7 @@ QWEN3_FAMILY = Family(
         **common.llama_keys(model), **_window_keys(model),
         "attention_bias": model.qkv_bias and model.o_bias,
     },
+    is_usual=True,
 )  # fmt: skip
 
 
