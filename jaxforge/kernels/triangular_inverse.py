@@ -6,7 +6,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 SMALLEST = 16
-"""Smallest size of a matrix, and of the diagonal blocks that are inverted without products."""
+"""Smallest size of a matrix, and size of the diagonal blocks that `_invert_block` inverts."""
 
 _EXACT = jax.lax.Precision.HIGHEST
 

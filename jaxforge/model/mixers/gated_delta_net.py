@@ -32,14 +32,13 @@ from jaxforge.kernels.gated_delta import (
     gated_delta_step,
 )
 from jaxforge.model.cost import MixerCost
+from jaxforge.model.initial_decays import log_rates
 from jaxforge.model.layer import Context, LayerSettings
 from jaxforge.model.linear import Declare, Linear, fan_in_uniform, residual_std
 from jaxforge.model.mixer import Mixer, MixerOut, SavedValues, mix_shares, register_mixer
 from jaxforge.model.norm import RMSNorm
 from jaxforge.model.runtime import Runtime
 from jaxforge.parallel.sharding import constrain
-
-_LARGEST_RATE = 16.0  # initial exp(a) are uniform up to this value, as in Mamba-2
 
 
 class DeltaNetState(NamedTuple):
@@ -310,7 +309,7 @@ class GatedDeltaNet(DeltaNet):
     def declare_decays(self, declare: Declare) -> None:
         """Declare `decay_log` and `decay_bias`."""
         heads = self.sizes.value_heads
-        self.decay_log = declare((heads,), ("heads",), _log_rates)
+        self.decay_log = declare((heads,), ("heads",), log_rates(0.01))
         self.decay_bias = declare((heads,), ("heads",), jax.nn.initializers.ones)
 
     def decay_input(
@@ -336,8 +335,3 @@ _AXES = ("kv_heads", "kv_heads", "heads", "heads", "heads")
 """Logical axes of the channels of `_Inputs`."""
 
 _WEIGHT_AXES = _Convolutions._make((axis, None) for axis in _AXES[:3])
-
-
-def _log_rates(key: Array, shape: tuple[int, ...], dtype: jnp.dtype) -> Array:
-    """Draw a = log(rate) with rates from U(0.01, 16)."""
-    return jnp.log(jax.random.uniform(key, shape, dtype, 0.01, _LARGEST_RATE))

@@ -16,10 +16,10 @@ from jaxtyping import Array, Float
 from jaxforge.config.mixers import KIMI_DELTA_ATTENTION
 from jaxforge.config.model import ModelConfig
 from jaxforge.kernels.fp8 import LayerPrecision
+from jaxforge.model.initial_decays import log_rates, time_step_biases
 from jaxforge.model.linear import Declare, Linear
 from jaxforge.model.mixer import register_mixer
 from jaxforge.model.mixers.gated_delta_net import DeltaNet
-from jaxforge.model.mixers.mamba2 import log_rates, time_step_biases
 
 _TIME_STEPS = 0.001, 0.1  # range of the initial softplus(b), as in Mamba-2
 
@@ -44,7 +44,7 @@ class KimiDeltaAttention(DeltaNet):
     def declare_decays(self, declare: Declare) -> None:
         """Declare `decay_log` and `decay_bias`."""
         c = self.sizes
-        self.decay_log = declare((c.value_heads,), ("heads",), log_rates)
+        self.decay_log = declare((c.value_heads,), ("heads",), log_rates(1.0))
         self.decay_bias = declare((c.key_size,), ("heads",), time_step_biases(*_TIME_STEPS))
 
     def decay_input(

@@ -38,11 +38,11 @@ from jaxforge.kernels.state_space import (
     time_steps,
 )
 from jaxforge.model.cost import MixerCost
+from jaxforge.model.initial_decays import log_rates, time_step_biases
 from jaxforge.model.layer import Context, LayerSettings
 from jaxforge.model.linear import (
     Convolution,
     Declare,
-    Initializer,
     Linear,
     residual_std,
     times,
@@ -55,8 +55,6 @@ from jaxforge.parallel.sharding import (
     automatic_size,
     constrain,
 )
-
-_LARGEST_RATE = 16.0  # initial A are uniform in -16 … -1, as in the authors' code
 
 
 class Mamba2State(NamedTuple):
@@ -146,7 +144,7 @@ class Mamba2(Mixer):
             Convolution(*channels, c.conv_size, declare, bias=c.conv_bias)
             for channels in (inner, groups, groups)
         )
-        self.a_log = declare((c.heads,), ("heads",), log_rates)
+        self.a_log = declare((c.heads,), ("heads",), log_rates(1.0))
         steps = time_step_biases(c.init_time_step_min, c.init_time_step_max)
         self.dt_bias = declare((c.heads,), ("heads",), steps)
         self.skip = declare((c.heads,), ("heads",), jax.nn.initializers.ones)
@@ -343,23 +341,3 @@ def _projection_axes(config: Mamba2Config) -> Axes:
     """Return the logical axes of the channels of `_Projections`."""
     groups = _group_axis(config)
     return "heads", groups, groups, "heads"
-
-
-def log_rates(key: Array, shape: tuple[int, ...], dtype: jnp.dtype) -> Array:
-    """Draw a = log(-A) with -A from U(1, 16)."""
-    return jnp.log(jax.random.uniform(key, shape, dtype, 1.0, _LARGEST_RATE))
-
-
-def time_step_biases(least: float, most: float) -> Initializer:
-    """Return an initializer of biases whose softplus is uniform in its logarithm.
-
-    Args:
-        least: smallest initial time step, the softplus of a bias.
-        most: largest initial time step.
-    """
-
-    def draw(key: Array, shape: tuple[int, ...], dtype: jnp.dtype) -> Array:
-        steps = jnp.exp(jax.random.uniform(key, shape, jnp.float32, jnp.log(least), jnp.log(most)))
-        return (steps + jnp.log(-jnp.expm1(-steps))).astype(dtype)  # inverse of softplus
-
-    return draw
