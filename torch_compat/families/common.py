@@ -78,6 +78,16 @@ def shape(c: Config) -> Table:
     return table
 
 
+def shortest_period(names: Sequence[str]) -> list[str]:
+    """Return the shortest beginning that yields all names when it is repeated."""
+    lengths = range(1, len(names) + 1)
+    return next(
+        list(names[:length])
+        for length in lengths
+        if all(name == names[i % length] for i, name in enumerate(names))
+    )
+
+
 def check_usual_heads(c: Config, where: str) -> None:
     """Check that all heads add up to the width, in families that have no other heads.
 

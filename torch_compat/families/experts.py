@@ -6,6 +6,7 @@ from typing import Any
 
 from jaxforge.config.model import ModelConfig, every_nth
 from jaxforge.errors import UserError
+from torch_compat.families import common
 from torch_compat.families.family import HF_NAME, NAME, Config, Table
 from torch_compat.names.table import Rule
 
@@ -55,6 +56,8 @@ SIGMOID: Mapping[str, Any] = {
 """DeepSeek-V3's keys and their defaults in the families that adopted them."""
 FLOAT32: Mapping[str, str] = dict.fromkeys(("bfloat16", "float16"), r".*\.router\.gate\.weight")
 """`Family.float32` of families whose routers are in float32."""
+KINDS, DENSE, SPARSE_LAYER = "mlp_layer_types", "dense", "sparse"
+"""Key of the kind of each layer's feed-forward, and its values."""
 LOSSES = ("output_router_logits", "router_aux_loss_coef")
 """Keys of auxiliary losses, which jaxforge sets per run."""
 
@@ -137,6 +140,28 @@ def chosen_layers(layers: Collection[int], c: Config, where: str) -> Table:
             "layer on"
         )
     return {"feed_forward_pattern": every_nth(step), "moe_first_dense_layers": first}
+
+
+def listed_layers(c: Config, where: str, dense: int = 1) -> Table:
+    """Return the first layer with experts and their period from `mlp_layer_types`.
+
+    Args:
+        c: the config.
+        where: the file, for messages.
+        dense: number of first layers without experts, if the key is null.
+
+    Raises:
+        UserError: a kind is unknown, or the layers have no period.
+    """
+    n_layers = c["num_hidden_layers"]
+    kinds = c[KINDS] or [DENSE if i < dense else SPARSE_LAYER for i in range(n_layers)]
+    common.check_layer_types(kinds, n_layers, (DENSE, SPARSE_LAYER), where, KINDS)
+    return chosen_layers([i for i, kind in enumerate(kinds) if kind == SPARSE_LAYER], c, where)
+
+
+def listed_layer_keys(model: ModelConfig) -> Table:
+    """Return the key that `listed_layers` reads."""
+    return {KINDS: [SPARSE_LAYER if has else DENSE for has in model.has_experts]}
 
 
 def sigmoid(c: Config, where: str) -> Table:

@@ -137,23 +137,18 @@ GLM4_MOE_FAMILY = Family(
 
 # GLM-4.7-Flash.
 
-_KINDS, _DENSE, _SPARSE = "mlp_layer_types", "dense", "sparse"
 _FIRST = "first_k_dense_replace"
 
 
 def _read_glm4_moe_lite(c: Config, where: str) -> Table:
-    n_layers = c["num_hidden_layers"]
-    kinds = c[_KINDS] or [_DENSE, *[_SPARSE] * (n_layers - 1)]
-    common.check_layer_types(kinds, n_layers, (_DENSE, _SPARSE), where, _KINDS)
-    sparse = [i for i, kind in enumerate(kinds) if kind == _SPARSE]
-    table = DEEPSEEK_V3_FAMILY.read({**c, _FIRST: 0}, where)
-    return table | experts.chosen_layers(sparse, c, where)
+    layers = experts.listed_layers(c, where)
+    return DEEPSEEK_V3_FAMILY.read({**c, _FIRST: 0}, where) | layers
 
 
 def _write_glm4_moe_lite(model: ModelConfig) -> Table:
     keys = DEEPSEEK_V3_FAMILY.write(model)
     del keys[_FIRST]
-    return {**keys, _KINDS: [_SPARSE if has else _DENSE for has in model.has_experts]}
+    return keys | experts.listed_layer_keys(model)
 
 
 GLM4_MOE_LITE_FAMILY = dataclasses.replace(
@@ -168,12 +163,12 @@ GLM4_MOE_LITE_FAMILY = dataclasses.replace(
         "qk_nope_head_dim": 192, "v_head_dim": 256, "n_routed_experts": 64,
         "routed_scaling_factor": 1.8, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 4,
         "moe_intermediate_size": 1536, "num_nextn_predict_layers": 0,
-        "partial_rotary_factor": None, _KINDS: None,
+        "partial_rotary_factor": None, experts.KINDS: None,
     },
     summary="GLM-4.7-Flash: DeepSeek-V3's latent attention, router and experts",
     read=_read_glm4_moe_lite,
     write=_write_glm4_moe_lite,
     only={**DEEPSEEK_V3_FAMILY.only, _FIRST: 1},  # in files, and ignored by transformers
-    ranges={_KINDS: list_of(is_name)},
+    ranges={experts.KINDS: list_of(is_name)},
     aliases={"num_local_experts": "n_routed_experts"},
 )  # fmt: skip

@@ -172,7 +172,6 @@ HUNYUAN_V1_MOE_FAMILY = Family(
 
 # Hunyuan 3 (Hy3).
 
-_DENSE, _SPARSE = "dense", "sparse"
 _SIZES = ("num_experts", "moe_intermediate_size")
 _ONLY: Mapping[str, Any] = {
     "moe_router_enable_expert_bias": True, "moe_router_use_sigmoid": True, "qk_norm": True,
@@ -194,10 +193,10 @@ _HY_V3_RULES = (
 
 def _read_hy_v3(c: Config, where: str) -> Table:
     n_layers = c["num_hidden_layers"]
-    kinds = c["mlp_layer_types"] or [_DENSE, *[_SPARSE] * (n_layers - 1)]
+    kinds = c["mlp_layer_types"] or [experts.DENSE, *[experts.SPARSE_LAYER] * (n_layers - 1)]
     if len(kinds) < n_layers:
         raise UserError(f"{where}: mlp_layer_types has {len(kinds)} of {n_layers} layers")
-    sparse = [i for i in range(n_layers) if kinds[i] == _SPARSE]
+    sparse = [i for i in range(n_layers) if kinds[i] == experts.SPARSE_LAYER]
     table = common.llama(c, where) | experts.chosen_layers(sparse, c, where)
     implied = {"first_k_dense_replace": sparse[0], "expert_hidden_dim": c["moe_intermediate_size"]}
     _check_published(c, implied, where)
@@ -222,7 +221,7 @@ def _write_hy_v3(model: ModelConfig) -> Table:
         "attention_bias": model.qkv_bias and model.o_bias,
         "router_scaling_factor": model.moe_routed_scaling,
         "num_shared_experts": model.shared_expert_dim // model.expert_dim,
-        "mlp_layer_types": [_SPARSE if has else _DENSE for has in model.has_experts],
+        **experts.listed_layer_keys(model),
         "first_k_dense_replace": model.has_experts.index(True),
         "expert_hidden_dim": model.expert_dim,
         "num_nextn_predict_layers": model.mtp_depth,
@@ -242,8 +241,12 @@ HY_V3_FAMILY = Family(
             "3's attention",
     read=_read_hy_v3,
     write=_write_hy_v3,
-    ranges={"mlp_layer_types": list_of(lambda value: value in (_DENSE, _SPARSE)),
-            "first_k_dense_replace": LAYER},
+    ranges={
+        "mlp_layer_types": list_of(
+            lambda value: value in (experts.DENSE, experts.SPARSE_LAYER)
+        ),
+        "first_k_dense_replace": LAYER,
+    },
     only={**_ONLY, "mlp_bias": False},
     aliases={"num_local_experts": "num_experts"},
     # Precisions and kernels, which are settings of a run.

@@ -20,13 +20,13 @@ from torch_compat.families.family import (
     Table,
     name_map,
 )
-from torch_compat.families.state_space import shortest_period
 from torch_compat.families.values import integer, is_name, list_of, nullable
 from torch_compat.formats.lazy import LazyTensor
 from torch_compat.names.table import DepthwiseConvolution, Rule
 
 _LINEAR = "linear_attention"
-_KINDS, _DENSE, _SPARSE = "mlp_layer_types", "dense", "sparse"
+_MIXERS = {FULL: LATENT_ATTENTION, _LINEAR: KIMI_DELTA_ATTENTION}
+"""Kind of a layer in transformers -> mixer."""
 _SIZES = {
     "heads": ("linear_num_heads", "num_heads"),
     "head_dim": ("linear_head_dim", "head_dim"),
@@ -85,16 +85,12 @@ def _sizes(c: Config, where: str) -> Table:
 
 
 def _read(c: Config, where: str) -> Table:
-    n_layers, dense = c["num_hidden_layers"], c["first_k_dense_replace"]
-    feed_forwards = c[_KINDS] or [_DENSE if i < dense else _SPARSE for i in range(n_layers)]
-    common.check_layer_types(feed_forwards, n_layers, (_DENSE, _SPARSE), where, _KINDS)
-    sparse = [i for i, kind in enumerate(feed_forwards) if kind == _SPARSE]
+    layers = experts.listed_layers(c, where, c["first_k_dense_replace"])
     # Files give the width of a head in their own way, and transformers ignores it.
     usual = {**c, **_OF_ROTARY, "head_dim": None, "first_k_dense_replace": 0}
-    table = DEEPSEEK_V3_FAMILY.read(usual, where) | experts.chosen_layers(sparse, c, where)
+    table = DEEPSEEK_V3_FAMILY.read(usual, where) | layers
     del table["rope_theta"]
-    mixers = {FULL: LATENT_ATTENTION, _LINEAR: KIMI_DELTA_ATTENTION}
-    pattern = shortest_period([mixers[kind] for kind in _kinds(c, where)])
+    pattern = common.shortest_period([_MIXERS[kind] for kind in _kinds(c, where)])
     table |= {"rope_pattern": [False], "mixer_pattern": pattern}
     if KIMI_DELTA_ATTENTION in pattern:
         table[KIMI_DELTA_ATTENTION] = _sizes(c, where)
@@ -106,12 +102,12 @@ def _read(c: Config, where: str) -> Table:
 def _write(model: ModelConfig) -> Table:
     keys = DEEPSEEK_V3_FAMILY.write(model)
     settings = model.kimi_delta_attention
-    kinds = {LATENT_ATTENTION: FULL, KIMI_DELTA_ATTENTION: _LINEAR}
+    kinds = {mixer: kind for kind, mixer in _MIXERS.items()}
     return {
         **{key: value for key, value in keys.items() if key in _DEFAULTS and key not in _OF_ROTARY},
         **{names[0]: getattr(settings, key) for key, names in _SIZES.items()},
         "layer_types": [kinds.get(parts.mixer, parts.mixer) for parts in model.layer_parts],
-        _KINDS: [_SPARSE if has else _DENSE for has in model.has_experts],
+        **experts.listed_layer_keys(model),
     }
 
 
@@ -166,7 +162,7 @@ _DEFAULTS: dict[str, Any] = {
     "num_key_value_heads": 32, "rms_norm_eps": 1e-5, "q_lora_rank": None, "n_routed_experts": 256,
     "num_experts_per_tok": 8, "moe_intermediate_size": 1024, "routed_scaling_factor": 2.446,
     "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "num_nextn_predict_layers": 0,
-    "layer_types": None, _KINDS: None, _PUBLISHED: None, "linear_num_heads": 32,
+    "layer_types": None, experts.KINDS: None, _PUBLISHED: None, "linear_num_heads": 32,
     "linear_head_dim": 128, "linear_conv_kernel_dim": 4,
 }  # fmt: skip
 
@@ -187,7 +183,7 @@ KIMI_LINEAR_FAMILY = Family(
     only={"hidden_act": "silu", "moe_router_activation_func": "sigmoid", "use_grouped_topk": True,
           "moe_layer_freq": 1, "mla_use_nope": True, "num_nextn_predict_layers": 0,
           "num_mtp_layers": 0},
-    ranges={_KINDS: list_of(is_name), _PUBLISHED: nullable(
+    ranges={experts.KINDS: list_of(is_name), _PUBLISHED: nullable(
         lambda table: isinstance(table, dict)
         and all(list_of(integer())(table.get(key, [])) for key in _LAYERS.values()))},
     names=_NAMES,

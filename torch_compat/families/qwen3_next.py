@@ -1,6 +1,5 @@
 """Qwen3-Next and the text models of Qwen 3.5: Gated DeltaNet and output-gated attention."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -80,20 +79,11 @@ def _mixers(c: Config, where: str) -> Table:
     common.check_layer_types(kinds, n_layers, (FULL, _LINEAR), where)
     if _LINEAR not in kinds:
         return {}
-    pattern = _shortest_pattern([ATTENTION if kind == FULL else GATED_DELTA_NET for kind in kinds])
+    mixers = [ATTENTION if kind == FULL else GATED_DELTA_NET for kind in kinds]
     return {
-        "mixer_pattern": pattern,
+        "mixer_pattern": common.shortest_period(mixers),
         GATED_DELTA_NET: {key: c[hf_key] for key, hf_key in _DELTA.items()},
     }
-
-
-def _shortest_pattern(names: Sequence[str]) -> list[str]:
-    """Return the shortest beginning that yields all names when it is repeated."""
-    return next(
-        list(names[:length])
-        for length in range(1, len(names) + 1)
-        if all(name == names[i % length] for i, name in enumerate(names))
-    )
 
 
 def _layer_keys(model: ModelConfig) -> Table:

@@ -10,7 +10,7 @@ import numpy as np
 from jaxforge.config.mixers import MAMBA2
 from jaxforge.config.model import ATTENTION, NO_MIXER, LayerParts, ModelConfig
 from jaxforge.errors import UserError
-from torch_compat.families.common import FULL
+from torch_compat.families.common import FULL, shortest_period
 from torch_compat.families.family import NAME, Config, Table, consecutive_rows, fused
 from torch_compat.families.values import integer
 from torch_compat.names.table import DepthwiseConvolution, Rule
@@ -176,16 +176,6 @@ def hybrid_patterns(letters: str) -> Table:
 def pattern(names: Sequence[str]) -> Table:
     """Return the keys of `[model]` for the mixers of all layers."""
     return {} if set(names) == {ATTENTION} else {"mixer_pattern": shortest_period(names)}
-
-
-def shortest_period(names: Sequence[str]) -> list[str]:
-    """Return the shortest beginning that yields all names when it is repeated."""
-    lengths = range(1, len(names) + 1)
-    return next(
-        list(names[:length])
-        for length in lengths
-        if all(name == names[i % length] for i, name in enumerate(names))
-    )
 
 
 def layer_kinds(model: ModelConfig) -> list[str]:
