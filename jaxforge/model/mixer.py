@@ -229,11 +229,3 @@ def register_mixer(name: str) -> Callable[[type[AnyMixer]], type[AnyMixer]]:
     Parameters of the mixer in layer i are named `layers.{i}.{name}.*`.
     """
     return MIXERS.register(name)
-
-
-def parameter_shapes(config: ModelConfig, mixer: str) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of a mixer's parameters in one layer, by name."""
-
-    module = MIXERS[mixer](config, Declare(None, jnp.dtype(jnp.float32)))
-    state = nnx.state(module, nnx.Param)
-    return {".".join(map(str, path)): leaf.shape for path, leaf in nnx.to_flat_state(state)}

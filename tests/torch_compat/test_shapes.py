@@ -1,12 +1,14 @@
 """Shapes computed without JAX match those of the model and the optimizer."""
 
 import itertools
+import subprocess
+import sys
 
 import pytest
 
 from jaxforge.config.model import ModelConfig
 from jaxforge.config.section import Invisible
-from jaxforge.model.mixer import parameter_shapes
+from jaxforge.model.mixers import parameter_shapes
 from tests.conftest import tiny_config
 from torch_compat.checkpoint import training_state
 from torch_compat.checkpoint.shapes import parameters, untrained
@@ -132,3 +134,16 @@ def test_heads_that_change_no_shape_are_compared_with_those_of_the_weights(
     (difference,) = invisible_differences(*models, Invisible)
     was, now = trained[key], changed[key]
     assert difference == f"model.{mixer}.{key} is {now} and the weights were trained with {was}"
+
+
+def test_mixers_are_found_in_a_new_process():
+    """A command reads shapes before it has imported any mixer."""
+    program = (
+        "from jaxforge.config.model import MIXERS, ModelConfig\n"
+        "from torch_compat.checkpoint.shapes import parameters\n"
+        "models = [ModelConfig(mixer_pattern=(name,)) for name in MIXERS.built_in]\n"
+        "print(sum(len(parameters(model)) > 0 for model in models), len(models))"
+    )
+    command = [sys.executable, "-c", program]
+    counts = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+    assert counts[0] == counts[1]

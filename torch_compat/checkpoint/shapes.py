@@ -97,7 +97,7 @@ def _block(
 
 def _mixer(model: ModelConfig, mixer: str) -> Iterator[tuple[str, Shape]]:
     """Yield the parameters of a mixer as its module declares them."""
-    from jaxforge.model.mixer import parameter_shapes  # imports JAX
+    from jaxforge.model.mixers import parameter_shapes  # imports JAX
 
     yield from parameter_shapes(model, mixer).items()
 

@@ -3,7 +3,11 @@
 import importlib
 import pkgutil
 
-from jaxforge.config.model import MIXERS, mixer_names
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxforge.config.model import MIXERS, ModelConfig, mixer_names
+from jaxforge.model.linear import Declare
 from jaxforge.model.mixer import Mixer
 from jaxforge.model.mixers.combined import CombinedMixers
 
@@ -26,3 +30,10 @@ def mixer_class(name: str) -> type[Mixer]:
     # A class is its own builder.
     parts: dict[str, type[Mixer]] = {each: MIXERS[each] for each in mixer_names(name)}  # type: ignore[misc]
     return parts[name] if name in parts else CombinedMixers.of(parts)
+
+
+def parameter_shapes(config: ModelConfig, mixer: str) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of a mixer's parameters in one layer, by name."""
+    module = mixer_class(mixer)(config, Declare(None, jnp.dtype(jnp.float32)))
+    state = nnx.state(module, nnx.Param)
+    return {".".join(map(str, path)): leaf.shape for path, leaf in nnx.to_flat_state(state)}
