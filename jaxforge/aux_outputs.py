@@ -6,6 +6,7 @@ the part's share of the loss, already weighted (`LossWeights`): the sum over all
 """
 
 import functools
+from collections import ChainMap
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -90,6 +91,12 @@ class AuxOutputs(NamedTuple):
             total = jnp.sum(by_layer, axis=0)
             terms[name] = terms[name] + total if name in terms else total
         return self._replace(loss_terms=terms)
+
+
+def join(*parts: AuxOutputs) -> AuxOutputs:
+    """Return the auxiliary outputs of parts that have different names."""
+    fields = zip(*parts, strict=True)
+    return AuxOutputs(*(dict(ChainMap(*map(dict, field))) for field in fields))
 
 
 def merge(*parts: PyTree) -> PyTree:

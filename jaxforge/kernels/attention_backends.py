@@ -22,7 +22,6 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Int, PyTree
 
 from jaxforge.config.model import ModelConfig
@@ -41,7 +40,7 @@ from jaxforge.kernels.dot_product_attention import (
 from jaxforge.kernels.masking import Mask, chunk_ids, select_chunk, select_window
 from jaxforge.kernels.on_first_use import on_first_use
 from jaxforge.kernels.scoring import PLAIN, Scoring
-from jaxforge.parallel.sharding import automatic_axes, automatic_spec
+from jaxforge.parallel.sharding import run_on_shares
 
 Backend = Callable[..., Output]
 """(q, k, v, segment_ids, window=None, chunk=None, scoring=PLAIN, sinks=None)
@@ -94,20 +93,9 @@ def run_per_device(
     *scalars: Array,
 ) -> Output:
     """Run a function on each device's share of q, k, v, arrays [b, s] of tokens, and sinks."""
-    axes = automatic_axes()
-    if not axes:  # the caller is in a `shard_map` over all axes, or there is no mesh
-        return kernel(q, k, v, of_tokens, sinks, *scalars)
-    queries = automatic_spec("batch", "context", "heads", None)
-    keys = automatic_spec("batch", "context", "kv_heads", None)
-    rows = jax.tree.map(lambda _: automatic_spec("batch", "context"), of_tokens)
-    of_heads = None if sinks is None else automatic_spec("heads")
-    return jax.shard_map(
-        kernel,
-        in_specs=(queries, keys, keys, rows, of_heads, *(P() for _ in scalars)),
-        out_specs=queries,
-        axis_names=axes,
-        check_vma=False,  # kernels do not declare the mesh axes that their results vary over
-    )(q, k, v, of_tokens, sinks, *scalars)
+    queries, keys = (("batch", "context", heads, None) for heads in ("heads", "kv_heads"))
+    axes = queries, keys, keys, queries[:2], ("heads",), *((),) * len(scalars)
+    return run_on_shares(kernel, (q, k, v, of_tokens, sinks, *scalars), axes, queries)
 
 
 def attend_with_masks(

@@ -9,15 +9,53 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, PyTree
+from jaxtyping import Array, Bool, Float, Int, PyTree
 
+from jaxforge.config.eval import ATTENTION_WEIGHTS, MAX_LOGITS
 from jaxforge.kernels.attention_backends import run_per_device
-from jaxforge.kernels.context_parallel import local_chunk_ids
+from jaxforge.kernels.context_parallel import context_size, local_chunk_ids
 from jaxforge.kernels.dot_product_attention import Keys, Queries, SegmentIds, Sinks, softmax_weights
 from jaxforge.kernels.masking import Mask, chunk_ids, select_chunk, select_window, visible
 from jaxforge.kernels.scoring import Scoring
+from jaxforge.model.layer import Context, LayerSettings
 from jaxforge.parallel import collectives
 from jaxforge.parallel.sharding import automatic_size, constrain
+
+
+def capture_scores(
+    q_BSHh: Float[Array, "b s heads h"],
+    k_BSKh: Float[Array, "b s kv h"],
+    context: Context,
+    settings: LayerSettings,
+    scoring: Scoring,
+    sinks: Float[Array, "heads"] | None = None,
+    selected_BSS: Bool[Array, "b s s"] | None = None,
+) -> dict[str, Array]:
+    """Return the captured attention weights and largest logits, by name.
+
+    Both are computed apart from the kernel, which never has the whole matrix of scores.
+
+    Args:
+        q_BSHh: queries.
+        k_BSKh: keys.
+        context: positions and documents of the tokens.
+        settings: settings of the layer, with the names to capture.
+        scoring: scale and soft cap of the scores.
+        sinks: an extra logit per head that joins the scores; None: there are none.
+        selected_BSS: keys that each query attends to; None: all that it sees. The largest logits
+            are those of all keys that queries see.
+    """
+    kind, plan, runtime, capture = settings
+    captured: dict[str, Array] = {}
+    inputs = plan.masks, kind.mask, q_BSHh, k_BSKh, context.segment_ids, scoring
+    if ATTENTION_WEIGHTS in capture.points:
+        assert context_size() == 1  # otherwise no device has all keys
+        captured[ATTENTION_WEIGHTS] = attention_weights(*inputs, sinks, selected_BSS)
+    # QK-Clip needs only the largest logit, which devices can combine.
+    if MAX_LOGITS in capture.points:
+        strategy = runtime.context if context_size() > 1 else None
+        captured[MAX_LOGITS] = max_logits(*inputs, context.positions, strategy)
+    return captured
 
 
 def attention_weights(
@@ -28,6 +66,7 @@ def attention_weights(
     segment_ids: SegmentIds,
     scoring: Scoring,
     sinks: Sinks,
+    selected: Bool[Array, "b s s"] | None = None,
 ) -> Float[Array, "b heads s s"]:
     """Return the weight of every key for every query of its sequence, 0 for invisible keys.
 
@@ -39,6 +78,7 @@ def attention_weights(
         segment_ids: documents of packed rows.
         scoring: scale and soft cap of the scores.
         sinks: an extra logit per head; weights then sum to less than 1.
+        selected: keys that each query attends to; None: all that it sees.
     """
     batch, length, heads, _ = q.shape
     tokens = jnp.arange(length)
@@ -46,6 +86,8 @@ def attention_weights(
     segment_ids = _with_chunks(masks, mask_index, q, segment_ids)
     if segment_ids is not None:
         seen_BST = seen_BST & (segment_ids[:, :, None] == segment_ids[:, None, :])
+    if selected is not None:
+        seen_BST = seen_BST & selected
     weights = softmax_weights(q, k, seen_BST[:, None], scoring, sinks)
     return constrain(weights.reshape(batch, heads, length, length), "batch", "heads", None, None)
 

@@ -163,6 +163,38 @@ class Convolution(nnx.Module):
             self.bias = declare((size,), (axis,), jax.nn.initializers.zeros)
 
 
+class Float32Linear(nnx.Module):
+    """Linear layer with float32 results, from activations in their dtype; never in 8 bits.
+
+    Args:
+        out: (size, logical axis) of the output dimension.
+        inp: (size, logical axis) of the input dimension.
+        std: standard deviation of the initial weights.
+        declare: declares the parameters.
+        bias: whether there is a bias, initially zero.
+    """
+
+    def __init__(
+        self,
+        out: tuple[int, str | None],
+        inp: tuple[int, str],
+        std: float,
+        declare: Declare,
+        *,
+        bias: bool = False,
+    ) -> None:
+        self.axes, self.backward, self.has_bias = (out[1], inp[1]), declare.backward, bias
+        self.weight = declare((out[0], inp[0]), self.axes, normal(std))
+        if bias:
+            self.bias = declare((out[0],), (out[1],), jax.nn.initializers.zeros)
+
+    def __call__(self, x_BSI: Float[Array, "b s i"]) -> Float[Array, "b s o"]:
+        """Compute x Wᵀ + b."""
+        matrix, bias = Matrix(self.axes), self.bias[...] if self.has_bias else None
+        product = select_product(self.backward, x_BSI.dtype, matrix)
+        return product(matrix, FLOAT32, self.backward, x_BSI, self.weight[...], bias)
+
+
 def residual_std(config: ModelConfig) -> float:
     """Return the initial std of matrices that write to the residual stream: init_std / √(2 L)."""
     return config.init_std / (2 * config.n_layers) ** 0.5

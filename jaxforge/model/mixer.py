@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int, PyTree
 
+from jaxforge.aux_outputs import AuxOutputs, join
 from jaxforge.config.model import MIXERS, ModelConfig
 from jaxforge.kernels.context_parallel import context_size
 from jaxforge.kernels.fp8 import LayerPrecision
@@ -31,11 +32,13 @@ class MixerOut(NamedTuple):
         y: output to add to the residual stream.
         cache: the next decoding state, if the mixer was given one.
         captured: values of the mixer that the layer captures, by name (`config.points`).
+        aux: auxiliary outputs in training.
     """
 
     y: Float[Array, "b s d"]
     cache: PyTree = None
     captured: Mapping[str, Array] = {}
+    aux: AuxOutputs = AuxOutputs()
 
 
 class SavedValues(NamedTuple):
@@ -116,6 +119,11 @@ class Mixer(nnx.Module):
         return cache
 
     @classmethod
+    def empty_aux(cls, config: ModelConfig) -> AuxOutputs:
+        """Return the auxiliary outputs of a layer without this mixer, of the same names."""
+        return AuxOutputs()
+
+    @classmethod
     def scale_logits(
         cls, config: ModelConfig, params: dict[str, Any], factors: Float[Array, "l heads"]
     ) -> dict[str, Any]:
@@ -168,7 +176,7 @@ def states_by_mixer(cache: PyTree, names: Sequence[str]) -> dict[str, PyTree]:
 
 
 def add_outputs(outs: Mapping[str, MixerOut], factors: Mapping[str, float]) -> MixerOut:
-    """Return the outputs of a layer: the sum of its mixers' outputs, their states and captures.
+    """Return the outputs of a layer: the sum of its mixers' outputs, and all other values.
 
     Args:
         outs: outputs by name of the mixer, at least one.
@@ -181,7 +189,7 @@ def add_outputs(outs: Mapping[str, MixerOut], factors: Mapping[str, float]) -> M
     first, *further = outs
     cache = (states or None) if further else states.get(first)
     captured = {name: value for out in outs.values() for name, value in out.captured.items()}
-    return MixerOut(y_BSD, cache, captured)
+    return MixerOut(y_BSD, cache, captured, join(*(out.aux for out in outs.values())))
 
 
 def mix_shares(

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int, PyTree
 
-from jaxforge.aux_outputs import AuxOutputs, Max
+from jaxforge.aux_outputs import AuxOutputs, Max, join
 from jaxforge.config.eval import ATTENTION_WEIGHTS, MAX_LOGITS
 from jaxforge.config.model import FeedForward, LayerParts, ModelConfig
 from jaxforge.kernels.fp8 import LayerPrecision
@@ -131,7 +131,11 @@ class Block(nnx.Module):
         runtime = settings.runtime
         if cache is not None:  # tokens that extend a cache are in the order of the sequence
             runtime = runtime._replace(context="ulysses")
-        z_BSD, aux = self._feed_forward(entering, context, runtime, precision)
+        z_BSD, of_experts = self._feed_forward(entering, context, runtime, precision)
+        aux = join(of_experts, mixed.aux)
+        if context.loss_weights is not None:  # all layers of a scan return the same names
+            absent = set(self.config.mixers) - set(mixers)
+            aux = join(aux, *(mixer_class(name).empty_aux(self.config) for name in sorted(absent)))
         x_BSD = split_sequence(_add(_add(x_BSD, y_BSD if is_parallel else None), z_BSD))
         if precision and precision.records_amax:
             # Scan outputs of all layers need the same names; this layer may be in bf16, or belong

@@ -26,7 +26,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxforge.aux_outputs import AuxOutputs, LossWeights, Mean, Metric
 from jaxforge.config.model import ModelConfig
 from jaxforge.model import mup
-from jaxforge.model.linear import FLOAT32, Declare, Matrix, normal, select_product, times
+from jaxforge.model.linear import Declare, Float32Linear, times
 from jaxforge.parallel import collectives
 
 _EMA_DECAY = 0.99  # as in KempnerForge
@@ -46,24 +46,17 @@ class Routing(NamedTuple):
     counts: Float[Array, "e"]
 
 
-class Gate(nnx.Module):
-    """Projection of activations, in their dtype, to float32 logits of all experts."""
+class Gate(Float32Linear):
+    """Projection of activations to the logits of all experts."""
 
     def __init__(self, config: ModelConfig, declare: Declare) -> None:
-        self.axes, self.backward = (None, "embed"), declare.backward
-        shape = (config.num_experts, config.dim)
-        self.weight = declare(shape, self.axes, normal(config.init_std))
+        out, inp = (config.num_experts, None), (config.dim, "embed")
+        super().__init__(out, inp, config.init_std, declare, bias=config.moe_router_bias)
         self.multiplier = mup.output_multiplier(config)
-        self.has_bias = config.moe_router_bias
-        if self.has_bias:
-            self.bias = declare((config.num_experts,), (None,), jax.nn.initializers.zeros)
 
     def __call__(self, x_BSD: Float[Array, "b s d"]) -> Float[Array, "b s e"]:
         """Compute x Wᵀ + b; x Wᵀ is multiplied by muP's output multiplier."""
-        bias, x_BSD = self.bias[...] if self.has_bias else None, times(x_BSD, self.multiplier)
-        matrix = Matrix(self.axes)
-        product = select_product(self.backward, x_BSD.dtype, matrix)
-        return product(matrix, FLOAT32, self.backward, x_BSD, self.weight[...], bias)
+        return super().__call__(times(x_BSD, self.multiplier))
 
 
 class Router(nnx.Module):

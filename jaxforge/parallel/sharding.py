@@ -6,8 +6,8 @@ a parameter.
 """
 
 import math
-from collections.abc import Iterable, Mapping
-from typing import Protocol
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Protocol, TypeVar
 
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
@@ -21,6 +21,8 @@ from jaxforge.parallel.mesh import STAGES
 
 Axes = tuple[str | None, ...]
 """Logical axes of an array, one entry per dimension."""
+
+T = TypeVar("T")
 
 
 class Shaped(Protocol):
@@ -154,6 +156,44 @@ def merge_sequences(x_PS: Array, batch: int) -> Array:
         return x_PS
     x = x_PS.reshape(parts, batch, length, *x_PS.shape[2:]).swapaxes(0, 1)
     return x.reshape(batch, parts * length, *x_PS.shape[2:])
+
+
+def run_on_shares(
+    function: Callable[..., T], inputs: Sequence[PyTree], axes: Sequence[Axes], outputs: PyTree
+) -> T:
+    """Call a function on each device's share of its inputs.
+
+    The axes that the partitioner handles become manual. Without any, the function is called as it
+    is: inputs are shares already, or there is no mesh.
+
+    Args:
+        function: takes the inputs; it may communicate (`parallel.collectives`).
+        inputs: arrays, or trees of arrays of the same logical axes.
+        axes: logical axes of each input.
+        outputs: tree of the logical axes of the results.
+    """
+    names = automatic_axes()
+    if not names:
+        return function(*inputs)
+
+    def specs(tree: PyTree) -> PyTree:
+        return jax.tree.map(lambda each: automatic_spec(*each), tree, is_leaf=_are_axes)
+
+    run = jax.shard_map(
+        function,
+        in_specs=specs(
+            tuple(None if x is None else each for x, each in zip(inputs, axes, strict=True))
+        ),
+        out_specs=specs(outputs),
+        axis_names=names,
+        check_vma=False,  # kernels do not declare the mesh axes that their results vary over
+    )
+    result: T = run(*inputs)
+    return result
+
+
+def _are_axes(node: object) -> bool:
+    return isinstance(node, tuple) and all(axis is None or isinstance(axis, str) for axis in node)
 
 
 def manual_over(names: Iterable[str], mesh: Mesh | AbstractMesh) -> set[str]:

@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxforge.config.eval import ATTENTION_WEIGHTS, MAX_LOGITS
 from jaxforge.config.model import ATTENTION, ModelConfig
 from jaxforge.kernels.attention_backends import attend_with_masks
 from jaxforge.kernels.context_parallel import attend_across_devices, context_size
@@ -22,7 +21,7 @@ from jaxforge.kernels.masking import (
 )
 from jaxforge.kernels.scoring import Scoring
 from jaxforge.model import mup
-from jaxforge.model.attention_weights import attention_weights, max_logits
+from jaxforge.model.attention_weights import capture_scores
 from jaxforge.model.cost import MixerCost, attention_cost
 from jaxforge.model.layer import Context, LayerSettings
 from jaxforge.model.linear import Declare, Linear, normal, residual_std
@@ -230,17 +229,7 @@ def attend_to_sequence(
     Returns:
         The result, and the captured weights and logits by name.
     """
-    kind, plan, runtime, capture = settings
-    captured: dict[str, Array] = {}
-    inputs = plan.masks, kind.mask, q_BSHh, k_BSKh, context.segment_ids, scoring
-    if ATTENTION_WEIGHTS in capture.points:
-        assert context_size() == 1  # otherwise no device has all keys
-        # Computed once more apart from the kernel, which never has the whole matrix of scores.
-        captured[ATTENTION_WEIGHTS] = attention_weights(*inputs, sinks)
-    # QK-Clip needs only the largest logit, which devices can combine.
-    if MAX_LOGITS in capture.points:
-        strategy = runtime.context if context_size() > 1 else None
-        captured[MAX_LOGITS] = max_logits(*inputs, context.positions, strategy)
+    kind, plan, runtime, _ = settings
     attend: Callable[..., Array] = attend_with_masks
     kernel = runtime.attention
     if context_size() > 1:
@@ -250,7 +239,7 @@ def attend_to_sequence(
         kernel, plan.masks, kind.mask, q_BSHh, k_BSKh, v_BSKh, context.segment_ids,
         context.positions, scoring, sinks,
     )  # fmt: skip
-    return y_BSHh, captured
+    return y_BSHh, capture_scores(q_BSHh, k_BSKh, context, settings, scoring, sinks)
 
 
 def scale_outputs(
