@@ -18,10 +18,12 @@ from jaxforge.step.train_step import Controls
 from tests.test_configs import MEMORY, bytes_per_device
 
 ROOT = Path(__file__).parents[1]
-DIRECTORIES = ("deepseek", "kimi_linear", "qwen3_next", "nemotron_3")
+DIRECTORIES = ("deepseek", "glm_5", "kimi_linear", "qwen3_next", "nemotron_3")
 CONFIGS = sorted(path for name in DIRECTORIES for path in (ROOT / "configs" / name).glob("*.toml"))
 MODELS = {  # parameters, billions of active parameters, page
     "deepseek_v3": (671_026_404_352, 37.6, "latent_attention"),
+    "deepseek_v32": (671_877_929_216, 38.4, "latent_attention"),
+    "glm_5": (743_911_199_232, 41.8, "latent_attention"),
     "deepseek_v2_lite": (15_706_484_224, 2.66, "latent_attention"),
     # Of transformers' models with their default configs; of Kimi Linear with the published layers.
     "kimi_linear_48b_a3b": (49_122_675_072, 3.484, "gated_delta_net"),

@@ -33,6 +33,7 @@ from jaxtyping import PyTree
 
 from jaxforge.checkpoint.paths import EMA, is_optional, is_precision_specific
 from jaxforge.config.fine_tuning import ADAPTER, is_adapter
+from jaxforge.config.mixers import is_of_indexer
 from jaxforge.config.model import EXPERTS, LAYERS, MTP
 from jaxforge.config.optimizer import EXPERT_FIELD
 from jaxforge.errors import UserError
@@ -241,9 +242,11 @@ def check_model(requested: PyTree, saved: PyTree, path: Path) -> None:
     for name in sorted((shapes.keys() | actual_shapes.keys()) - spare):
         expected, actual = shapes.get(name, "absent"), actual_shapes.get(name, "absent")
         if expected != actual:
+            is_new = actual == "absent" and is_of_indexer(name)
+            hint = ', or add "indexer" to checkpoint.exclude_from_loading' if is_new else ""
             raise UserError(
                 f"{path} does not fit [model]: {name} is {actual} in the checkpoint "
-                f"and {expected} in the config; change [model] or checkpoint.dir"
+                f"and {expected} in the config; change [model] or checkpoint.dir{hint}"
             )
 
 

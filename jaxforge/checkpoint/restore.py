@@ -27,8 +27,10 @@ from jaxforge.checkpoint.relayout import by_layer, by_stage
 from jaxforge.checkpoint.replica.reading import Replica, ReplicaError
 from jaxforge.config.checkpoint import CheckpointConfig
 from jaxforge.config.job import JobConfig
+from jaxforge.config.mixers import is_of_indexer
 from jaxforge.errors import UserError
 from jaxforge.model.transformer import Params, join
+from jaxforge.optim.trees import split
 from jaxforge.parallel.host_memory import in_own_memory
 from jaxforge.parallel.sharding import param_shardings
 from jaxforge.program import Program
@@ -126,7 +128,8 @@ def starting_state(
 
     A checkpoint of weights only starts at step 0. `checkpoint.exclude_from_loading` excludes parts
     of `load_path`: without "model", weights are new; without "optimizer", moments and schedule
-    start anew; without "progress", steps and data are counted from 0.
+    start anew; without "progress", steps and data are counted from 0; without "indexer", which
+    `load_path` must lack, indexers of sparse attention are new, and moments.
 
     Args:
         program: program of the run.
@@ -235,7 +238,7 @@ def start_from(
     # on the devices after that.
     like, stack = stored_state(program.abstract_state()), program.model.stack
     by_layers = by_layer(like, stack)
-    has_optimizer = source.has_optimizer and "optimizer" not in excluded
+    has_optimizer = source.has_optimizer and not {"optimizer", "indexer"} & set(excluded)
     if "model" in excluded and not source.has_optimizer:
         raise UserError(
             f"{source.name} holds weights only, and checkpoint.exclude_from_loading leaves "
@@ -255,12 +258,19 @@ def start_from(
         state = _with_progress(program.init(), progress)
     else:
         log.info("starting with the weights of %s", source.name)
-        restored = source.restore_model(model_tree(by_layers.params, by_layers.model_state))
-        like_model = model_tree(like.params, like.model_state)
+        names = {path: ".".join(path) for path in flatten_dict(like.params)}
+        absent = {path for path, name in names.items() if is_of_indexer(name)}
+        absent = absent if "indexer" in excluded else set()
+        layers_params, params = (split(x, absent)[1] for x in (by_layers.params, like.params))
+        restored = source.restore_model(model_tree(layers_params, by_layers.model_state))
+        like_model = model_tree(params, like.model_state)
         # Weights of a checkpoint without non-trainable state: it is new.
         restored = by_stage(restored, stack, drop_unsaved(like_model, restored))
         if "model_state" in restored:
             restored = fill_missing(restored, like_model)
+        if absent:
+            indexers, _ = split(program.init().params, absent)
+            restored = {**restored, "params": join(restored["params"], indexers)}
         state = program.init_from(restored)
         progress = source.progress()
         state = _with_progress(state, progress)

@@ -108,8 +108,9 @@ class CheckpointConfig(Section):
     """Dtype of exported weights."""
     export_weights: Literal["raw", "ema"] = "raw"
     """Exported weights: the parameters, or their average (train.ema_decay)."""
-    exclude_from_loading: tuple[Literal["model", "optimizer", "progress"], ...] = ()
-    """Parts of load_path that are not loaded. Without "model", weights are new."""
+    exclude_from_loading: tuple[Literal["model", "optimizer", "progress", "indexer"], ...] = ()
+    """Parts of load_path that are not loaded. Without "model", weights are new. Without "indexer",
+    which load_path must lack, indexers and the state of the optimizer are new."""
 
     def _problems(self) -> Iterator[str]:
         if self.branch_from is not None:

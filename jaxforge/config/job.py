@@ -147,8 +147,12 @@ class JobConfig(Section):
         return self.model.is_moe and bool(self.optimizer.skip_idle_experts)
 
     def freezes(self, name: str) -> bool:
-        """Return whether a parameter is frozen, by `lora.rank` or `optimizer.freeze_patterns`."""
-        return self.lora.freezes(name) or self.optimizer.freezes(name)
+        """Return whether a parameter is frozen, by its dotted name.
+
+        `lora.rank`, `optimizer.freeze_patterns` and settings of mixers freeze parameters.
+        """
+        of_mixers = any(table.freezes(name) for table in self.model.mixer_tables.values())
+        return of_mixers or self.lora.freezes(name) or self.optimizer.freezes(name)
 
     def eval_batch_size(self, dp: int) -> int:
         """Return the sequences of a batch of an evaluation on `dp` data-parallel ranks."""

@@ -7,9 +7,17 @@ JAX, which a config is read without, and imports point downwards.
 from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
-from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from jaxforge.config.section import Constant, Section, SplitBy, Structure, not_multiple
+from jaxforge.config.section import (
+    Constant,
+    Flag,
+    Needs,
+    Section,
+    SplitBy,
+    Structure,
+    not_multiple,
+)
 
 
 class MixerConfig(Section):
@@ -30,6 +38,10 @@ class MixerConfig(Section):
     def ranks(self) -> tuple[int, ...]:
         """Widths of latents; matrices that read them are sharded along them."""
         return ()
+
+    def freezes(self, name: str) -> bool:
+        """Return whether the settings of the mixer freeze a parameter of the model."""
+        return False
 
     def smaller(self, tp: int) -> dict[str, Any]:
         """Return the keys of a mixer with the same structure and few channels, for `prove`.
@@ -176,9 +188,9 @@ class Mamba2Config(MixerConfig):
     """Lower limit of the time steps of a head."""
     time_step_max: Annotated[PositiveFloat | None, Constant()] = None
     """Upper limit of the time steps of a head; if not set, there is none."""
-    init_time_step_min: PositiveFloat = 0.001
+    init_time_step_min: Annotated[PositiveFloat, Flag.TRAINING] = 0.001
     """Smallest initial time step. Initial time steps of heads are uniform in their logarithm."""
-    init_time_step_max: PositiveFloat = 0.1
+    init_time_step_max: Annotated[PositiveFloat, Flag.TRAINING] = 0.1
     """Largest initial time step."""
 
     @property
@@ -227,7 +239,7 @@ class Mamba2Config(MixerConfig):
                 yield f"{first} = {least} must be less than {last} = {most}"
 
 
-LATENT_ATTENTION = "latent_attention"
+LATENT_ATTENTION, INDEXER = "latent_attention", "indexer"
 
 
 class LatentAttentionConfig(MixerConfig):
@@ -238,17 +250,30 @@ class LatentAttentionConfig(MixerConfig):
     q_rank: Annotated[PositiveInt | None, SplitBy("cp ep")] = None
     """Width of the latent from which queries are computed; if not set, queries are computed from
     the residual stream, as in DeepSeek-V2-Lite."""
-    kv_rank: Annotated[PositiveInt, SplitBy("cp ep")] = 512
+    kv_rank: Annotated[PositiveInt, Structure(), SplitBy("cp ep")] = 512
     """Width of the latent from which keys and values are computed. With the rotary key, it is all
     that decoding keeps of a token."""
-    nope_head_dim: PositiveInt = 128
+    nope_head_dim: Annotated[PositiveInt, Structure()] = 128
     """Channels of a query or key head without rotary positions."""
-    rope_head_dim: PositiveInt = 64
+    rope_head_dim: Annotated[PositiveInt, Structure()] = 64
     """Channels of a query head with rotary positions; all heads share those of the key."""
-    value_head_dim: PositiveInt = 128
+    value_head_dim: Annotated[PositiveInt, Structure()] = 128
     """Width of a value head."""
-    norm_eps: PositiveFloat = 1e-6
+    norm_eps: Annotated[PositiveFloat, Structure()] = 1e-6
     """Added to the variance in the RMSNorms of the latents, independent of model.norm_eps."""
+    index_heads: Annotated[NonNegativeInt, Structure(), SplitBy("tp")] = 0
+    """Heads of the indexer that selects the keys of each query (DeepSeek Sparse Attention,
+    arXiv:2512.02556). 0: queries attend to all earlier keys. Requires q_rank."""
+    index_head_dim: Annotated[PositiveInt, Needs("index_heads"), Structure()] = 128
+    """Width of a head of the indexer, of which rope_head_dim channels have rotary positions."""
+    index_top_k: Annotated[PositiveInt, Needs("index_heads"), Constant()] = 2048
+    """Number of keys that a query attends to, those with the largest scores of the indexer."""
+    index_loss_weight: Annotated[NonNegativeFloat, Needs("index_heads"), Flag.TRAINING] = 1.0
+    """Weight of the indexer's loss: the divergence of its scores from the weights of attention,
+    averaged over tokens and layers. With 0 the indexer is frozen."""
+    index_warm_up: Annotated[bool, Needs("index_heads"), Flag.TRAINING] = False
+    """Train the indexer alone, while queries attend to all earlier keys and all other parameters
+    are frozen. It prepares a model with dense attention for the selection."""
 
     @property
     def query_head_dim(self) -> int:
@@ -265,10 +290,22 @@ class LatentAttentionConfig(MixerConfig):
         """Widths of the latents."""
         return (self.kv_rank,) if self.q_rank is None else (self.q_rank, self.kv_rank)
 
+    @property
+    def has_indexer(self) -> bool:
+        """True if an indexer selects the keys of each query."""
+        return self.index_heads > 0
+
+    def freezes(self, name: str) -> bool:
+        """Return whether the indexer has no loss, or is trained alone and does not own it."""
+        no_loss = not self.index_loss_weight
+        return self.has_indexer and (no_loss if is_of_indexer(name) else self.index_warm_up)
+
     def smaller(self, tp: int) -> dict[str, Any]:
         """Return the keys of a mixer with few channels."""
+        indexer = {"index_heads": 2 * tp, "index_head_dim": 8, "index_top_k": 8}
         return {"q_rank": None if self.q_rank is None else 64, "kv_rank": 32, "nope_head_dim": 8,
-                "rope_head_dim": 4, "value_head_dim": 6}  # fmt: skip
+                "rope_head_dim": 4, "value_head_dim": 6,
+                **(indexer if self.has_indexer else {})}  # fmt: skip
 
     def _problems(self) -> Iterator[str]:
         if self.rope_head_dim % 2:
@@ -276,6 +313,25 @@ class LatentAttentionConfig(MixerConfig):
                 f"rope_head_dim = {self.rope_head_dim} must be even: rotary embeddings pair the "
                 "two halves"
             )
+        if not self.has_indexer:
+            return
+        if self.q_rank is None:
+            yield (
+                f"index_heads = {self.index_heads} requires q_rank: the indexer computes its "
+                "queries from that latent. Set q_rank, or index_heads = 0"
+            )
+        if self.rope_head_dim > self.index_head_dim:
+            yield (
+                f"index_head_dim = {self.index_head_dim} must be at least rope_head_dim = "
+                f"{self.rope_head_dim}, the channels with rotary positions"
+            )
+        if self.index_warm_up and not self.index_loss_weight:
+            yield "index_warm_up = true trains nothing with index_loss_weight = 0: change one"
+
+
+def is_of_indexer(name: str) -> bool:
+    """Return whether a parameter belongs to an indexer, given its dotted name."""
+    return f".{INDEXER}." in name
 
 
 SHORT_CONVOLUTION = "short_convolution"
@@ -302,7 +358,7 @@ class MixerTables(Section):
     """Settings of layers with "gated_delta_net" in mixer_pattern."""
     kimi_delta_attention: KimiDeltaAttentionConfig = KimiDeltaAttentionConfig()
     """Settings of layers with "kimi_delta_attention" in mixer_pattern."""
-    latent_attention: Annotated[LatentAttentionConfig, Structure()] = LatentAttentionConfig()
+    latent_attention: LatentAttentionConfig = LatentAttentionConfig()
     """Settings of layers with "latent_attention" in mixer_pattern."""
     mamba2: Mamba2Config = Mamba2Config()
     """Settings of layers with "mamba2" in mixer_pattern."""

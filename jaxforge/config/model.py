@@ -720,6 +720,14 @@ class ModelConfig(MixerTables):
             if (value := getattr(self, key)) != type(self).model_fields[key].default:
                 shown = str(value).lower() if isinstance(value, bool) else value
                 yield f'{key} = {shown} is not possible with mixer "latent_attention": remove it'
+        if not self.latent_attention.has_indexer:
+            return
+        for key in ("sliding_window", "attention_chunk_size", "mup_base_width"):
+            if (value := getattr(self, key)) is not None:
+                yield (
+                    f"{key} = {value} is not supported with latent_attention.index_heads = "
+                    f"{self.latent_attention.index_heads}: remove one of them"
+                )
 
     def _expert_problems(self) -> Iterator[str]:
         experts, groups = self.num_experts, self.moe_groups

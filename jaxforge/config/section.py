@@ -150,6 +150,7 @@ class Flag(enum.Enum):
     PER_HOST = "may differ between the processes of a job"
     SIDE_EFFECT = "writes files or loads compiled code, which the config of a stranger must not"
     NO_RESULT = "does not affect the results of a run, so that it may change at a resume"
+    TRAINING = "affects how weights are trained, and not what trained weights compute"
 
 
 F = TypeVar("F")

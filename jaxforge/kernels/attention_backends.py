@@ -325,6 +325,13 @@ def choose_backend(config: ModelConfig, at: KernelRequirements) -> KernelChoice:
         UserError: the configured backend is not supported.
     """
     requested = config.sdpa_backend
+    if config.latent_attention.has_indexer:  # `sparse_attention.py`
+        if requested not in ("auto", "blockwise"):
+            raise UserError(
+                f'model.sdpa_backend = "{requested}" cannot attend to the keys that an indexer '
+                'selects (model.latent_attention.index_heads). Set it to "auto"'
+            )
+        return KernelChoice("blockwise", "to the keys that an indexer selects")
     flash = _FLASH.get(at.platform, ("blockwise",))
     if requested == "auto":
         return _first_supported((*flash, "blockwise"), at)

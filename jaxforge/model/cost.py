@@ -10,13 +10,15 @@ class MixerCost(NamedTuple):
 
     Attributes:
         matrices: elements of the matrices that multiply each token.
-        per_pair: multiply-adds of a query with a key that it attends to, over all heads.
+        per_pair: multiply-adds of a query with a key that it sees, over all heads.
         per_token: other multiply-adds of a token, such as those with a recurrent state.
+        per_selected: as `per_pair`, with a key that an indexer has selected for the query.
     """
 
     matrices: int
     per_pair: int = 0
     per_token: int = 0
+    per_selected: int = 0
 
 
 def attention_cost(config: ModelConfig) -> MixerCost:

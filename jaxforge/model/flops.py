@@ -17,8 +17,9 @@ def flops_per_token(model: ModelConfig, seq_len: int) -> int:
 
     P is the number of matrix elements without the embedding, with three matrices per feed-forward.
     Attention counts in full, without the causal mask; a sliding window of W tokens counts as W, a
-    chunk of C as C. The experts of a token count, and the shared expert. In mixers other than
-    attention, 2 H h S is replaced by the multiply-adds of `MixerCost`.
+    chunk of C as C, and k keys that an indexer selects as k. The experts of a token count, and the
+    shared expert. In mixers other than attention, 2 H h S is replaced by the multiply-adds of
+    `MixerCost`.
 
     Two differences from KempnerForge: S is the training length and not `model.max_seq_len`, and
     experts have their own width and not that of a dense feed-forward
@@ -26,8 +27,11 @@ def flops_per_token(model: ModelConfig, seq_len: int) -> int:
     with a projection of 2 D² elements and another product with the output head.
     """
     matrices = matrix_elements(model, 3, model.moe_top_k)
+    selected = min(model.latent_attention.index_top_k, seq_len)
     per_token = sum(
-        cost.per_pair * min(window or chunk or seq_len, seq_len) + cost.per_token
+        cost.per_pair * min(window or chunk or seq_len, seq_len)
+        + cost.per_selected * selected
+        + cost.per_token
         for cost, window, chunk in _mixing(model)
     )
     return 6 * (matrices + per_token)
@@ -42,8 +46,12 @@ def causal_flops_per_token(model: ModelConfig, seq_len: int) -> int:
     `utils/flop_utils.py`.
     """
     matrices = matrix_elements(model, 2 + model.is_gated, model.moe_top_k)
+    # A query has as many selected keys as with a window of that size.
+    selected = _pairs_twice(model.latent_attention.index_top_k, None, seq_len)
     twice = sum(
-        cost.per_pair * _pairs_twice(window, chunk, seq_len) + 2 * cost.per_token * seq_len
+        cost.per_pair * _pairs_twice(window, chunk, seq_len)
+        + cost.per_selected * selected
+        + 2 * cost.per_token * seq_len
         for cost, window, chunk in _mixing(model)
     )
     return 6 * matrices + 3 * twice // seq_len

@@ -261,7 +261,8 @@ class Model:
         """
         has_state = self.config.is_moe and self.config.bias_update != "none"
         # Biases of routers follow their loads, which mean nothing to routers that do not change.
-        if has_state and self.adapters is None:  # else routers are frozen
+        are_frozen = self.adapters is not None or self.config.latent_attention.index_warm_up
+        if has_state and not are_frozen:
             state = moe.next_state(self.config, state, stats, self.stack, progress)
         if self.recipe is not None and self.recipe.scaling == "delayed":
             state = fp8_layers.next_histories(self.config, state, stats[LAYERS]["amax"], self.stack)
@@ -423,11 +424,12 @@ class Model:
         lengths: Int[Array, "b 1"] | None = None,
         loss_weights: LossWeights | None = None,
     ) -> Context:
-        """Return the `context` of a microbatch, with padding that experts must not see."""
+        """Return the `context` of a microbatch, with padding that some layers must not see."""
         fields = {name: batch.get(name) for name in ("positions", "segment_ids")}
         context = self.context(x_BSD, **fields, lengths=lengths, loss_weights=loss_weights)
         context = context._replace(mask_keys=batch.get(MASK_KEYS))
-        needs_padding = self.config.is_moe or self.is_recurrent
+        has_indexer = self.config.latent_attention.has_indexer
+        needs_padding = self.config.is_moe or self.is_recurrent or has_indexer
         return context._replace(is_padding=padding_of(batch)) if needs_padding else context
 
     @functools.cached_property

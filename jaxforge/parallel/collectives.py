@@ -120,6 +120,31 @@ def all_gather(x: Array, axis: str, join: int) -> Array:
     return jax.lax.all_gather(x, names, axis=join, tiled=True) if names else x
 
 
+def gather_keys(x: Array, axis: str, join: int) -> Array:
+    """Do an `all_gather` with a gradient, whose shares are summed in float32."""
+    names = split_over(axis)
+    return _gather_keys(x, names, join) if names else x
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def _gather_keys(x: Array, mesh_axes: tuple[str, ...], join: int) -> Array:
+    return jax.lax.all_gather(x, mesh_axes, axis=join, tiled=True)
+
+
+def _gather_keys_forward(x: Array, mesh_axes: tuple[str, ...], join: int) -> tuple[Array, None]:
+    return _gather_keys(x, mesh_axes, join), None
+
+
+def _gather_keys_backward(
+    mesh_axes: tuple[str, ...], join: int, _: None, gradient: Array
+) -> tuple[Array]:
+    total = psum_scatter(gradient.astype(jnp.float32), mesh_axes, join)
+    return (total.astype(gradient.dtype),)
+
+
+_gather_keys.defvjp(_gather_keys_forward, _gather_keys_backward)
+
+
 def ring_shift(x: Array, axis: str) -> Array:
     """Send an array to the next device of a ring, and return that of the previous device."""
     names = split_over(axis)

@@ -227,9 +227,11 @@ def _merge_losses(losses: Loss) -> Loss:
 
 def _can_check_vma(model: Model, mesh: Mesh) -> bool:
     """Return whether `shard_map` can check the mesh axes over which results vary."""
-    # Pallas kernels and all-to-alls of experts do not declare over which axes their results vary.
+    # Some functions do not declare over which axes their results vary: Pallas kernels, all-to-alls
+    # of experts, and sparse attention (`sharding.run_on_shares`).
+    c = model.config
     is_opaque = BACKENDS[model.runtime.attention].is_opaque or mesh.shape["cp"] > 1
-    return not (is_opaque or model.config.is_moe)
+    return not (is_opaque or c.is_moe or c.latent_attention.has_indexer)
 
 
 def _manual_axes(model: Model, names: tuple[str, ...], mesh: Mesh) -> set[str]:

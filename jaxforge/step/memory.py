@@ -253,8 +253,10 @@ class _Sizes:
         return _F32 * heads * values.get(self.model.runtime.attention, 0)
 
     def _has_scores(self) -> bool:
-        """Return whether some layers score pairs of tokens."""
-        return any(mixer.scores_pairs for mixer in self._mixers())
+        """Return whether some layers score all pairs of tokens with the attention kernel."""
+        # Sparse attention scores as many pairs at a time as fit into a constant size.
+        has_indexer = self.model.config.latent_attention.has_indexer
+        return not has_indexer and any(mixer.scores_pairs for mixer in self._mixers())
 
     def _mixers(self) -> list[type[Mixer]]:
         """Return the mixers of each kind of layer."""

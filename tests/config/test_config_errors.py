@@ -118,7 +118,7 @@ NAMES = "cosine, linear, wsd, constant, rex, none"
         (
             "[checkpoint]\nexclude_from_loading = ['progres']",
             'x.toml:2: checkpoint.exclude_from_loading[0] = "progres": expected one of model, '
-            'optimizer, progress; did you mean "progress"?',
+            'optimizer, progress, indexer; did you mean "progress"?',
         ),
         (
             "[data]\nanneal_start_step = 1\nanneal_weights = {a = -1}",

@@ -45,7 +45,9 @@ LATENT = {"q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope
 HY3 = {key: value for key, value in SHAPE.items() if "group" not in key and key[:2] != "n_"}
 HY3 |= {"head_dim": 8, "num_experts": 4}
 FAMILIES = {"glm4_moe": SHAPE, "hy_v3": HY3,
-            **dict.fromkeys(("deepseek_v3", "glm4_moe_lite"), SHAPE | LATENT)}  # fmt: skip
+            **dict.fromkeys(("deepseek_v3", "glm4_moe_lite"), SHAPE | LATENT),
+            "deepseek_v32": SHAPE | LATENT | {"index_n_heads": 16, "index_head_dim": 8,
+                                              "index_topk": 6}}  # fmt: skip
 OUTPUT_NORMS = ("shared_head.norm", "final_layernorm")
 """Names of the norm before the output head; the second one is Hy3's."""
 OWN = {"enorm": (32,), "hnorm": (32,), "eh_proj": (32, 64)}
@@ -56,7 +58,7 @@ OWN = {"enorm": (32,), "hnorm": (32,), "eh_proj": (32, 64)}
     params=[
         *(
             pytest.param(name, marks=pytest.mark.slow)
-            for name in ("glm4_moe", "glm4_moe_lite", "hy_v3")
+            for name in ("glm4_moe", "glm4_moe_lite", "hy_v3", "deepseek_v32")
         ),
         "deepseek_v3",
     ],

@@ -33,8 +33,8 @@ from torch_compat.formats.files import Directory
 from torch_compat.formats.lazy import DTYPES, Index, LazyTensor, first_position
 from torch_compat.names.table import (
     Fused,
+    InterleavedChannels,
     InterleavedRotary,
-    InterleavedTail,
     LayoutChange,
     NameMap,
     Rule,
@@ -420,7 +420,7 @@ def _row_change(rule: Rule, layer: str) -> LayoutChange | None:
     change = rule.change.change if isinstance(rule.change, Fused) else rule.change
     if isinstance(change, Transposed):
         change = None  # PEFT's matrices are the same for both layouts
-    if rule.is_packed or not isinstance(change, InterleavedRotary | InterleavedTail | None):
+    if rule.is_packed or not isinstance(change, InterleavedRotary | InterleavedChannels | None):
         raise UserError(
             f"{layer}: adapters of PEFT cannot be converted for the way in which this family "
             "stores the matrix. Export merged weights with --to hf"

@@ -6,6 +6,7 @@ from typing import Any
 
 from jaxforge.config.mixers import MIXER_TABLES
 from jaxforge.config.model import MIXERS, ModelConfig
+from jaxforge.config.section import Flag, flagged
 from torch_compat.families.common import scaling_keys
 
 _NOT_COMPARED = ("sdpa_backend", "sliding_window", "attention_chunk_size", "attention_pattern",
@@ -78,9 +79,11 @@ def _experts(model: ModelConfig) -> dict[str, Any]:
 
 
 def _mixer_settings(model: ModelConfig) -> dict[str, Any]:
-    """Return the settings of mixers that layers have, without those of the initialization."""
+    """Return the settings of mixers that layers have, without those of training."""
     tables = {
-        mixer: {key: value for key, value in table if not key.startswith("init_")}
+        mixer: {
+            key: value for key, value in table if key not in flagged(type(table), Flag.TRAINING)
+        }
         for mixer, table in model.mixer_tables.items()
     }
     return dict.fromkeys(MIXER_TABLES) | tables

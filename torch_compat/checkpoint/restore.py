@@ -114,8 +114,12 @@ def open_foreign(path: str, config: JobConfig) -> ForeignCheckpoint:
     reference = checkpoints.find(path)
     if reference.format == "peft" and path == config.lora.adapter:
         return _open_adapter(reference, config)
+    left_out = set(config.checkpoint.exclude_from_loading)
     # Adapters belong to the weights of a checkpoint alone.
-    excluded = bool(config.lora.rank) or ("optimizer" in config.checkpoint.exclude_from_loading)
+    excluded = bool(config.lora.rank) or not left_out.isdisjoint(("optimizer", "indexer"))
+    if "indexer" in left_out:  # the checkpoint has the network without it
+        latent = config.model.latent_attention.with_values({"index_heads": 0})
+        config = config.with_values({"model.latent_attention": latent})
     checkpoint = reference.read(config, ReadOptions(weights_only=excluded, keep_place=excluded))
     check_moment_dtype(checkpoint, config, str(reference))
     notes = [*checkpoint.notes]

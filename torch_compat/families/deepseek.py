@@ -1,10 +1,11 @@
 """DeepSeek-V2 and V3, Kimi K2, and dots.llm1, which has DeepSeek's experts."""
 
+import dataclasses
 import reprlib
 from collections.abc import Mapping
 from typing import Any
 
-from jaxforge.config.mixers import LATENT_ATTENTION
+from jaxforge.config.mixers import INDEXER, LATENT_ATTENTION
 from jaxforge.config.model import ModelConfig
 from jaxforge.errors import UserError
 from torch_compat.families import common, experts
@@ -24,7 +25,9 @@ from torch_compat.families.family import (
     Table,
     name_map,
 )
-from torch_compat.names.table import LATENT_KEYS, LATENT_QUERIES, InterleavedTail, Rule
+from torch_compat.families.values import list_of
+from torch_compat.formats.limits import is_name
+from torch_compat.names.table import LATENT_KEYS, LATENT_QUERIES, InterleavedChannels, Rule
 
 # Parameter names and config keys of multi-head latent attention, shared by DeepSeek's families.
 
@@ -38,7 +41,7 @@ _UNUSED = ("ep_size", "pretraining_tp", "aux_loss_alpha", "seq_aux", "output_rou
 
 
 def _latent_rule(
-    name: str, hf_name: str, change: InterleavedTail | None = None, *, optional: bool = False
+    name: str, hf_name: str, change: InterleavedChannels | None = None, *, optional: bool = False
 ) -> Rule:
     return Rule(
         f"{NAME}{LATENT_ATTENTION}.{name}", f"{HF_NAME}self_attn.{hf_name}", change, optional
@@ -112,7 +115,7 @@ def _latent_keys(model: ModelConfig) -> Table:
 
 # DeepSeek-V3 and R1 (arXiv:2412.19437).
 
-_DEEPSEEK_V3_RULES = (
+DEEPSEEK_V3_RULES = (
     *OUTSIDE, *PRE_NORMS, *GATED, *LATENT_RULES, *experts.EXPERTS, experts.BIAS,
     *experts.shared("shared_experts"), *PREDICTION,
 )  # fmt: skip
@@ -146,7 +149,7 @@ def _write_deepseek_v3(model: ModelConfig) -> Table:
 
 DEEPSEEK_V3_FAMILY = Family(
     "deepseek_v3",
-    name_map("hf-deepseek-v3", "DeepseekV3ForCausalLM", *_DEEPSEEK_V3_RULES),
+    name_map("hf-deepseek-v3", "DeepseekV3ForCausalLM", *DEEPSEEK_V3_RULES),
     _DEEPSEEK_V3_DEFAULTS,
     summary="DeepSeek-V3 and R1, Moonlight: latent attention with interleaved rotary pairs, YaRN's "
     "`mscale`; a sigmoid router with groups and a bias for selection only, shared experts, "
@@ -224,11 +227,88 @@ DEEPSEEK_V2_FAMILY = Family(
 )  # fmt: skip
 
 
+# DeepSeek-V3.2 (arXiv:2512.02556): DeepSeek-V3 with an indexer in each layer.
+
+_INDEX_SIZES = {
+    "index_heads": "index_n_heads", "index_head_dim": "index_head_dim", "index_top_k": "index_topk",
+}  # fmt: skip
+"""Key of `[model.latent_attention]` -> key of `config.json`."""
+_OF_ALL_LAYERS = "indexed_attention"
+
+
+def index_rules(heads: InterleavedChannels | None = None) -> tuple[Rule, ...]:
+    """Return the rules of indexers.
+
+    Args:
+        heads: layout of the channels of a head, if it is not that of jaxforge.
+    """
+    names = {
+        "q_proj.weight": ("wq_b.weight", heads),
+        "k_proj.weight": ("wk.weight", heads),
+        "k_norm.weight": ("k_norm.weight", heads),
+        "k_norm.bias": ("k_norm.bias", heads),
+        "weights_proj.weight": ("weights_proj.weight", None),
+    }
+    return tuple(
+        _latent_rule(f"{INDEXER}.{name}", f"{INDEXER}.{hf_name}", change)
+        for name, (hf_name, change) in names.items()
+    )
+
+
+def read_indexed(c: Config, where: str) -> Table:
+    """Read DeepSeek-V3's model with an indexer in each layer.
+
+    Raises:
+        UserError: some layers have other attention.
+    """
+    if c["layer_types"] is not None:
+        kinds = c["layer_types"], c["num_hidden_layers"], (_OF_ALL_LAYERS,)
+        common.check_layer_types(*kinds, where)
+    layers = {} if c[experts.KINDS] is None else experts.listed_layers(c, where)
+    table = _read_deepseek_v3(c, where) | layers
+    table[LATENT_ATTENTION] |= {key: c[hf_key] for key, hf_key in _INDEX_SIZES.items()}
+    return table
+
+
+def write_indexed(model: ModelConfig) -> Table:
+    """Return the keys that `read_indexed` reads."""
+    sizes = model.latent_attention
+    return {
+        **_write_deepseek_v3(model),
+        **{hf_key: getattr(sizes, key) for key, hf_key in _INDEX_SIZES.items()},
+        **experts.listed_layer_keys(model),
+        "layer_types": [_OF_ALL_LAYERS] * model.n_layers,
+    }
+
+
+DEEPSEEK_V32_FAMILY = dataclasses.replace(
+    DEEPSEEK_V3_FAMILY,
+    model_type="deepseek_v32",
+    dialect=name_map(
+        "hf-deepseek-v32", "DeepseekV32ForCausalLM", *DEEPSEEK_V3_RULES, *index_rules()
+    ),
+    defaults={
+        **_DEEPSEEK_V3_DEFAULTS,
+        "index_n_heads": 64,
+        "index_head_dim": 128,
+        "index_topk": 2048,
+        "num_nextn_predict_layers": 0,
+        "layer_types": None,
+        experts.KINDS: None,
+    },
+    summary="DeepSeek-V3.2: DeepSeek-V3 with sparse attention to the keys that an indexer selects",
+    read=read_indexed,
+    write=write_indexed,
+    ranges={experts.KINDS: list_of(is_name), "layer_types": list_of(is_name)},
+    float32=experts.FLOAT32 | {"float16": r".*\.(router\.gate|indexer\.weights_proj)\.weight"},
+)
+
+
 # Kimi K2 (arXiv:2507.20534).
 
 KIMI_K2_FAMILY = Family(
     "kimi_k2",
-    name_map("hf-kimi-k2", "DeepseekV3ForCausalLM", *_DEEPSEEK_V3_RULES),
+    name_map("hf-kimi-k2", "DeepseekV3ForCausalLM", *DEEPSEEK_V3_RULES),
     _DEEPSEEK_V3_DEFAULTS,
     summary="Kimi K2: DeepSeek-V3's architecture",
     read=_read_deepseek_v3,

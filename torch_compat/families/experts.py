@@ -54,7 +54,7 @@ SIGMOID: Mapping[str, Any] = {
     "first_k_dense_replace": 0, "moe_intermediate_size": 1408,
 }  # fmt: skip
 """DeepSeek-V3's keys and their defaults in the families that adopted them."""
-FLOAT32: Mapping[str, str] = dict.fromkeys(("bfloat16", "float16"), r".*\.router\.gate\.weight")
+FLOAT32: dict[str, str] = dict.fromkeys(("bfloat16", "float16"), r".*\.router\.gate\.weight")
 """`Family.float32` of families whose routers are in float32."""
 KINDS, DENSE, SPARSE_LAYER = "mlp_layer_types", "dense", "sparse"
 """Key of the kind of each layer's feed-forward, and its values."""

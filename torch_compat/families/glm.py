@@ -1,11 +1,20 @@
-"""GLM-4, GLM-4-0414, GLM 4.5 and GLM-4.7-Flash."""
+"""GLM-4, GLM-4-0414, GLM 4.5, GLM-4.7-Flash and GLM-5."""
 
 import dataclasses
+import reprlib
 
 from jaxforge.config.model import ModelConfig
+from jaxforge.errors import UserError
 from torch_compat.families import common, experts
 from torch_compat.families.common import COMMON
-from torch_compat.families.deepseek import DEEPSEEK_V3_FAMILY
+from torch_compat.families.deepseek import (
+    DEEPSEEK_V3_FAMILY,
+    DEEPSEEK_V3_RULES,
+    DEEPSEEK_V32_FAMILY,
+    index_rules,
+    read_indexed,
+    write_indexed,
+)
 from torch_compat.families.family import (
     HF_NAME,
     LLAMA,
@@ -25,7 +34,7 @@ from torch_compat.families.family import (
 from torch_compat.families.qwen import BIASES
 from torch_compat.families.values import list_of
 from torch_compat.formats.limits import is_name
-from torch_compat.names.table import Rule
+from torch_compat.names.table import INDEXER_HEADS, Rule
 
 # GLM-4 9B (arXiv:2406.12793).
 
@@ -171,4 +180,48 @@ GLM4_MOE_LITE_FAMILY = dataclasses.replace(
     only={**DEEPSEEK_V3_FAMILY.only, _FIRST: 1},  # in files, and ignored by transformers
     ranges={experts.KINDS: list_of(is_name)},
     aliases={"num_local_experts": "n_routed_experts"},
+)  # fmt: skip
+
+
+# GLM-5 (arXiv:2602.15763).
+
+_PATTERN, _EVERY = "index_topk_pattern", "index_topk_freq"
+
+
+def _read_glm_moe_dsa(c: Config, where: str) -> Table:
+    """Read a model whose layers each have an indexer.
+
+    Raises:
+        UserError: some layers use the selection of an earlier layer.
+    """
+    key = next((key for key in ("indexer_types", _PATTERN) if c[key]), _EVERY)
+    if c[_EVERY] > 1 if key == _EVERY else {"S", "shared"} & set(c[key]):
+        raise UserError(
+            f"{where}: {key} = {reprlib.repr(c[key])}: layers that use the selection of an earlier "
+            "layer have no counterpart in jaxforge's model"
+        )
+    return read_indexed(c, where)
+
+
+def _write_glm_moe_dsa(model: ModelConfig) -> Table:
+    return write_indexed(model) | {"indexer_types": ["full"] * model.n_layers}
+
+
+GLM_MOE_DSA_FAMILY = dataclasses.replace(
+    DEEPSEEK_V32_FAMILY,
+    model_type="glm_moe_dsa",
+    dialect=name_map(
+        "hf-glm-moe-dsa", "GlmMoeDsaForCausalLM", *DEEPSEEK_V3_RULES, *index_rules(INDEXER_HEADS)
+    ),
+    defaults={
+        **DEEPSEEK_V32_FAMILY.defaults,
+        "num_key_value_heads": 64, "rms_norm_eps": 1e-5, "q_lora_rank": 2048,
+        "qk_nope_head_dim": 192, "v_head_dim": 256, "n_group": 1, "topk_group": 1,
+        "index_n_heads": 32, "indexer_types": None, _PATTERN: None, _EVERY: 1,
+    },
+    summary="GLM-5: DeepSeek-V3.2's attention with interleaved rotary pairs in the indexer",
+    read=_read_glm_moe_dsa,
+    write=_write_glm_moe_dsa,
+    ranges={**DEEPSEEK_V32_FAMILY.ranges, "indexer_types": list_of(is_name),
+            _PATTERN: lambda value: is_name(value) or list_of(is_name)(value)},
 )  # fmt: skip

@@ -64,14 +64,16 @@ class InterleavedRotary:
         return tensor.rows(np.argsort(_even_then_odd(tensor.shape[0], config)))
 
 
-class InterleavedTail(NamedTuple):
-    """DeepSeek's layout of rotary channels: the last ones of a head, rotated in pairs (2i, 2i + 1).
+class InterleavedChannels(NamedTuple):
+    """DeepSeek's layout of the rotary channels of a head: rotated in pairs (2i, 2i + 1).
 
     Attributes:
-        head_size: the config -> rows of a head. Its last `rotary_size` rows are rotated.
+        head_size: the config -> rows of a head. Its `rotary_size` last rows are rotated.
+        are_first: whether the first rows are rotated instead.
     """
 
     head_size: Callable[[ModelConfig], int]
+    are_first: bool = False
 
     def to_jaxforge(self, tensor: LazyTensor, config: ModelConfig) -> LazyTensor:
         """Move the even rotary channels of each head before the odd ones."""
@@ -84,17 +86,22 @@ class InterleavedTail(NamedTuple):
         return tensor.rows(np.argsort(self._order(tensor.shape[0], config)))
 
     def _order(self, rows: int, config: ModelConfig) -> np.ndarray:
-        head = self.head_size(config)
-        first = head - config.rotary_size
-        rotated = np.arange(first, head)
-        # Unrotated rows, then the even rotated rows, then the odd ones.
-        order = [np.arange(first), rotated[::2], rotated[1::2]]
+        head, size = self.head_size(config), config.rotary_size
+        first = 0 if self.are_first else head - size
+        channels = np.arange(head)
+        rotated = channels[first : first + size]
+        # The even rotated rows, then the odd ones, in the place of both.
+        order = [channels[:first], rotated[::2], rotated[1::2], channels[first + size :]]
         return (np.arange(0, rows, head)[:, None] + np.concatenate(order)).reshape(-1)
 
 
-LATENT_QUERIES = InterleavedTail(lambda model: model.latent_attention.query_head_dim)
-LATENT_KEYS = InterleavedTail(lambda model: model.latent_attention.cached_values)
-"""Layouts of the queries, and of the latent with the shared rotary key, of latent attention."""
+LATENT_QUERIES = InterleavedChannels(lambda model: model.latent_attention.query_head_dim)
+LATENT_KEYS = InterleavedChannels(lambda model: model.latent_attention.cached_values)
+INDEXER_HEADS = InterleavedChannels(
+    lambda model: model.latent_attention.index_head_dim, are_first=True
+)
+"""Layouts of the queries, and of the latent with the shared rotary key, of latent attention; and of
+the heads of an indexer whose rotary channels are rotated in pairs."""
 
 
 class Transposed:

@@ -57,6 +57,10 @@ model.latent_attention.kv_rank kv_lora_rank
 model.latent_attention.nope_head_dim qk_nope_head_dim qk_head_dim
 model.latent_attention.rope_head_dim qk_rope_head_dim qk_pos_emb_head_dim
 model.latent_attention.value_head_dim v_head_dim
+model.latent_attention.index_heads index_n_heads dsa_indexer_n_heads
+model.latent_attention.index_head_dim dsa_indexer_head_dim
+model.latent_attention.index_top_k index_topk dsa_indexer_topk
+model.latent_attention.index_loss_weight dsa_indexer_loss_coeff
 model.sdpa_backend attn_implementation _attn_implementation attention_impl attn_type
 lora.rank lora_rank lora_r lora_dim
 lora.alpha lora_alpha

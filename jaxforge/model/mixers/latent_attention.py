@@ -29,14 +29,17 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxforge.aux_outputs import AuxOutputs
 from jaxforge.config.mixers import LATENT_ATTENTION, LatentAttentionConfig
 from jaxforge.config.model import ModelConfig
 from jaxforge.kernels.dot_product_attention import cached_attention
 from jaxforge.kernels.fp8 import LayerPrecision
 from jaxforge.kernels.masking import select_chunk, select_window, visible
 from jaxforge.kernels.scoring import Scoring
+from jaxforge.kernels.sparse_attention import Index, choose_cached, pick_cached
 from jaxforge.model import mup
 from jaxforge.model.cost import MixerCost
+from jaxforge.model.indexer import Indexer, attend_to_selected, empty_aux
 from jaxforge.model.layer import Context, LayerSettings
 from jaxforge.model.linear import Declare, Linear, is_decoding_step, residual_std
 from jaxforge.model.mixer import Mixer, MixerOut, SavedValues, register_mixer
@@ -48,15 +51,24 @@ from jaxforge.parallel.sharding import constrain
 
 
 class LatentCache(NamedTuple):
-    """Latents and rotated keys of the tokens so far, in one array for both products of a query."""
+    """Values of the tokens so far.
+
+    Attributes:
+        tokens: latents and rotated keys, in one array for both products of a query.
+        index_keys: keys of the indexer; None: the model has none.
+    """
 
     tokens: Float[Array, "b t r"]
+    index_keys: Float[Array, "b t i"] | None
 
-    def write(self, tokens: Array, positions: Int[Array, "b s"]) -> "LatentCache":
-        """Return the cache with tokens [b, s, r] at `positions`, which may differ by row."""
+    def write(self, tokens: "LatentCache", positions: Int[Array, "b s"]) -> "LatentCache":
+        """Return the cache with tokens [b, s, ...] at `positions`, which may differ by row."""
         # Mapped over rows: a scatter over the batch dimension would communicate between devices.
         write_rows = jax.vmap(lambda old, new, at: old.at[at].set(new))
-        return LatentCache(write_rows(self.tokens, tokens, positions))
+        cache: LatentCache = jax.tree.map(
+            lambda old, new: write_rows(old, new, positions), self, tokens
+        )
+        return cache
 
 
 @register_mixer(LATENT_ATTENTION)
@@ -96,6 +108,8 @@ class LatentAttention(Mixer):
             embed, (c.n_heads * sizes.value_head_dim, "heads"), std=residual_std(c),
             declare=declare, bias=c.o_bias, inp_head=sizes.value_head_dim,
         )  # fmt: skip
+        if sizes.has_indexer:  # last, so that the other initial values do not depend on it
+            self.indexer = Indexer(c, declare)
         self.config, self.sizes = c, sizes
         scale = mup.attention_scale(c)
         # The absorbed form has wider queries, so that the factor does not follow from their width.
@@ -113,46 +127,77 @@ class LatentAttention(Mixer):
         precision: LayerPrecision | None = None,
     ) -> MixerOut:
         """Attend to the tokens of `x` and, with a cache, to all earlier tokens."""
-        q_BSHh = self._queries(x_BSD, context, settings, precision)
-        tokens_BSr = self._tokens(x_BSD, context, settings, precision)
-        captured: dict[str, Array] = {}
-        if cache is None:
-            k_BSHh, v_BSHv = self._decompressed(tokens_BSr, precision)
-            y_BSHv, captured = attend_to_sequence(
-                q_BSHh, k_BSHh, v_BSHv, context, settings, self.scoring
-            )
-        else:
+        inputs_BSr = x_BSD
+        if self.sizes.q_rank is not None:
+            inputs_BSr = self.q_a_norm(self.q_a_proj(x_BSD, precision))
+        q_BSHh = self._queries(inputs_BSr, context, settings, precision)
+        tokens_BSr, index = self._tokens(x_BSD, context, settings, precision), None
+        if self.sizes.has_indexer:
+            index = self.indexer(x_BSD, inputs_BSr, context, settings, precision)
+        captured, aux = dict[str, Array](), AuxOutputs()
+        if cache is not None:
             assert context.positions is not None
-            assert context.segment_ids is None  # a cache holds one document per row
-            cache = cache.write(tokens_BSr, context.positions)
-            at = context.positions[..., None], jnp.arange(cache.tokens.shape[1])
-            masks, kind = settings.plan.masks, settings.kind.mask
-            seen_BST = visible(*at, select_window(masks, kind), select_chunk(masks, kind))
-            mask = seen_BST[:, None]
-            if absorbs(self.sizes, x_BSD.shape[1], cache.tokens.shape[1]):
-                y_BSHv = self._attend_to_latents(q_BSHh, cache.tokens, mask)
+            new = LatentCache(tokens_BSr, None if index is None else index.k)
+            cache = cache.write(new, context.positions)
+            y_BSHv = self._attend_to_cache(q_BSHh, index, cache, context, settings, precision)
+        else:
+            heads = q_BSHh, *self._decompressed(tokens_BSr, precision)
+            if index is None:
+                y_BSHv, captured = attend_to_sequence(*heads, context, settings, self.scoring)
             else:
-                k_BTHh, v_BTHv = self._decompressed(cache.tokens, precision)
-                kv = k_BTHh.swapaxes(1, 2), v_BTHv.swapaxes(1, 2)
-                y_BSHv = cached_attention(q_BSHh, *kv, mask, self.scoring)
+                y_BSHv, captured, aux = attend_to_selected(
+                    index, *heads, context, settings, self.config, self.scoring
+                )
         y_BSHv = constrain_heads(y_BSHv, "heads")
         y_BSD = self.o_proj(y_BSHv, precision)
-        return MixerOut(y_BSD, cache, captured)
+        return MixerOut(y_BSD, cache, captured, aux)
+
+    def _attend_to_cache(
+        self,
+        q_BSHh: Float[Array, "b s heads h"],
+        index: Index | None,
+        cache: LatentCache,
+        context: Context,
+        settings: LayerSettings,
+        precision: LayerPrecision | None,
+    ) -> Float[Array, "b s heads v"]:
+        """Attend to the tokens of a cache that the queries see, or to those of them selected."""
+        assert context.positions is not None
+        assert context.segment_ids is None  # a cache holds one document per row
+        tokens_BTr, sizes = cache.tokens, self.sizes
+        at = context.positions[..., None], jnp.arange(tokens_BTr.shape[1])
+        masks, kind = settings.plan.masks, settings.kind.mask
+        seen_BST = visible(*at, select_window(masks, kind), select_chunk(masks, kind))
+        selects = not sizes.index_warm_up and sizes.index_top_k < tokens_BTr.shape[1]
+        if index is not None and selects:
+            assert cache.index_keys is not None
+            index = index._replace(k=cache.index_keys)
+            if q_BSHh.shape[1] == 1:  # reads the selected tokens only
+                picked_Bk = pick_cached(index, seen_BST, sizes.index_top_k)
+                tokens_BTr = jnp.take_along_axis(tokens_BTr, picked_Bk[..., None], axis=1)
+                seen_BST = jnp.take_along_axis(seen_BST, picked_Bk[:, None], axis=2)
+            else:
+                seen_BST = choose_cached(index, seen_BST, sizes.index_top_k)
+        mask = seen_BST[:, None]
+        if absorbs(sizes, q_BSHh.shape[1], tokens_BTr.shape[1]):
+            return self._attend_to_latents(q_BSHh, tokens_BTr, mask)
+        k_BTHh, v_BTHv = self._decompressed(tokens_BTr, precision)
+        kv = k_BTHh.swapaxes(1, 2), v_BTHv.swapaxes(1, 2)
+        return cached_attention(q_BSHh, *kv, mask, self.scoring)
 
     def _queries(
         self,
-        x_BSD: Float[Array, "b s d"],
+        inputs_BSr: Float[Array, "b s r"],
         context: Context,
         settings: LayerSettings,
         precision: LayerPrecision | None,
     ) -> Float[Array, "b s heads h"]:
-        """Return the queries: channels without positions, then rotated channels."""
-        if self.sizes.q_rank is None:
-            q = self.q_proj(x_BSD, precision)
-        else:
-            latents_BSr = self.q_a_norm(self.q_a_proj(x_BSD, precision))
-            q = self.q_b_proj(latents_BSr, precision)
-        q_BSHh = constrain_heads(q, "heads")
+        """Return the queries: channels without positions, then rotated channels.
+
+        They are computed from their latents, or from the residual stream without `q_rank`.
+        """
+        project = self.q_proj if self.sizes.q_rank is None else self.q_b_proj
+        q_BSHh = constrain_heads(project(inputs_BSr, precision), "heads")
         nope, rope = jnp.split(q_BSHh, [self.sizes.nope_head_dim], axis=-1)
         rope = _rotated(rope, context, settings)
         return constrain_heads(jnp.concatenate([nope, rope], axis=-1), "heads")
@@ -220,19 +265,32 @@ class LatentAttention(Mixer):
         cls, config: ModelConfig, batch: int, length: int, dtype: jnp.dtype
     ) -> LatentCache:
         """Return a cache without tokens."""
-        return LatentCache(jnp.zeros((batch, length, config.latent_attention.cached_values), dtype))
+        sizes = config.latent_attention
+        tokens, index = (
+            jnp.zeros((batch, length, width), dtype)
+            for width in (sizes.cached_values, sizes.index_head_dim)
+        )
+        return LatentCache(tokens, index if sizes.has_indexer else None)
 
     @classmethod
     def cache_axes(cls, config: ModelConfig) -> LatentCache:
         """Return the logical axes of a cache: rows are split, and `tp` has copies."""
         axes: Any = ("batch", None, None)
-        return LatentCache(axes)
+        return LatentCache(axes, axes if config.latent_attention.has_indexer else None)
 
     @classmethod
     def extend_cache(cls, cache: LatentCache, tokens: int) -> LatentCache:
         """Return a cache with room for more tokens."""
         before = ((0, 0),) * (cache.tokens.ndim - 2)
-        return LatentCache(jnp.pad(cache.tokens, (*before, (0, tokens), (0, 0))))
+        longer: LatentCache = jax.tree.map(
+            lambda x: jnp.pad(x, (*before, (0, tokens), (0, 0))), cache
+        )
+        return longer
+
+    @classmethod
+    def empty_aux(cls, config: ModelConfig) -> AuxOutputs:
+        """Return the auxiliary outputs of a layer with another mixer."""
+        return empty_aux(config) if config.latent_attention.has_indexer else AuxOutputs()
 
     @classmethod
     def scale_logits(
@@ -271,7 +329,14 @@ class LatentAttention(Mixer):
             + s.kv_rank * heads * (s.nope_head_dim + s.value_head_dim)
             + (config.dim * queries if s.q_rank is None else s.q_rank * (config.dim + queries))
         )
-        return MixerCost(matrices, per_pair=heads * (s.query_head_dim + s.value_head_dim))
+        per_pair = heads * (s.query_head_dim + s.value_head_dim)
+        if not s.has_indexer:
+            return MixerCost(matrices, per_pair)
+        of_index = s.index_heads * s.index_head_dim
+        matrices += (s.q_rank or 0) * of_index + config.dim * (s.index_head_dim + s.index_heads)
+        if s.index_warm_up:
+            return MixerCost(matrices, of_index + per_pair)
+        return MixerCost(matrices, of_index, per_selected=per_pair)
 
     @classmethod
     def saved_values(cls, config: ModelConfig, share: Callable[[int], int]) -> SavedValues:
@@ -280,11 +345,20 @@ class LatentAttention(Mixer):
         queries, values = share(heads * s.query_head_dim), share(heads * s.value_head_dim)
         decompressed = share(heads * (s.nope_head_dim + s.value_head_dim))
         latents = s.cached_values + (s.q_rank or 0)
+        if s.has_indexer:
+            latents += share(s.index_heads * (s.index_head_dim + 1)) + s.index_head_dim
         return SavedValues(
             latents + queries + decompressed,
             mixed=values,
             inside=2 * latents + 2 * queries + 2 * values,
         )
+
+    @classmethod
+    def working_values(cls, config: ModelConfig, share: Callable[[int], int]) -> int:
+        """Return the size of keys and values with an indexer, and of their gradients."""
+        s = config.latent_attention
+        heads = share(config.n_heads * (s.query_head_dim + s.value_head_dim))
+        return 2 * (heads + s.index_head_dim) if s.has_indexer else 0
 
 
 def absorbs(sizes: LatentAttentionConfig, queries: int, keys: int) -> bool:
