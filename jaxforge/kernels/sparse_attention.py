@@ -17,7 +17,9 @@ at a time, as many as the number of keys allows, and once more in the backward p
 with S and not with S².
 """
 
-from collections.abc import Callable
+import functools
+import itertools
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
@@ -32,6 +34,8 @@ from jaxforge.parallel.sharding import Axes, run_on_shares
 
 _QUERIES, _SCORES = 128, 2**24
 """Queries that are computed at once, and the most scores of a device (64 MiB)."""
+_PARTS = 4
+"""Parts of a sequence, whose queries skip the keys of later parts: 5/8 of the pairs remain."""
 
 
 class Index(NamedTuple):
@@ -125,16 +129,41 @@ def _attend(
     dtype, (positions_BS, ids_BS) = queries[0].dtype, at
     ids_BS = jnp.zeros_like(positions_BS) if ids_BS is None else ids_BS
     # The gradients of a key come from all queries: they are summed in float32.
-    keys = tuple(
-        collectives.gather_keys(x, "context", 1).astype(jnp.promote_types(dtype, jnp.float32))
-        for x in keys
+    of_keys = [collectives.gather_keys(x, "context", 1) for x in keys]
+    of_keys = [x.astype(jnp.promote_types(dtype, jnp.float32)) for x in of_keys]
+    of_keys += [collectives.all_gather(x, "context", 1) for x in (positions_BS, ids_BS)]
+    attend = functools.partial(_attend_to_keys, selection, scoring)
+    of_queries, length = (*queries, positions_BS, ids_BS), positions_BS.shape[1]
+    is_split = collectives.axis_size("context") > 1
+    if is_split or length < _PARTS * _QUERIES:
+        return attend(of_queries, of_keys)
+    # Queries see no later keys.
+    bounds = [length * i // _PARTS for i in range(_PARTS + 1)]
+    parts = (
+        attend([x[:, first:end] for x in of_queries], [x[:, :end] for x in of_keys])
+        for first, end in itertools.pairwise(bounds)
     )
-    positions_BT, ids_BT = (collectives.all_gather(x, "context", 1) for x in (positions_BS, ids_BS))
-    heads = queries[0].shape[2] * collectives.axis_size("heads")
+    return tuple(jnp.concatenate(results, axis=1) for results in zip(*parts, strict=True))
+
+
+def _attend_to_keys(
+    selection: Selection, scoring: Scoring, queries: Sequence[Array], keys: Sequence[Array]
+) -> tuple[Array, ...]:
+    """Attend with a part of the queries.
+
+    Args:
+        selection: options of the selection.
+        scoring: scale and soft cap of the scores.
+        queries: queries, those of the indexer, its weights, positions and documents [b, s, ...].
+        keys: keys and values, keys of the indexer, positions and documents [b, t, ...].
+    """
+    dtype, local_heads = queries[0].dtype, queries[0].shape[2]
+    heads = local_heads * collectives.axis_size("heads")
+    positions_BT, ids_BT = keys[3:]
 
     def of_query(row: tuple[Array, ...]) -> tuple[Array, ...]:
         q_BHh, index_q, index_weights, position_B, id_B = row
-        k_BTHh, v_BTHh, index_k = (x.astype(dtype) for x in keys)
+        k_BTHh, v_BTHh, index_k = (x.astype(dtype) for x in keys[:3])
         seen_BT = visible(position_B[:, None], positions_BT) & (id_B[:, None] == ids_BT)
         index_BT = _index_scores(index_q, index_weights, index_k)
         chosen_BT = _choose(index_BT, seen_BT, selection.top_k)
@@ -147,24 +176,32 @@ def _attend(
             return (y_BHh,)
         weights, scores = jax.lax.stop_gradient((weights, scores))
         mean_BT = collectives.psum(jnp.sum(weights, axis=1), "heads") / heads
-        of_seen, of_chosen = (
-            jax.nn.logsumexp(scores, axis=-1, where=mask[:, None]) for mask in (seen_BT, chosen_BT)
-        )
-        coverage_B = (
-            collectives.psum(jnp.sum(jnp.exp(of_chosen - of_seen), axis=1), "heads") / heads
-        )
+        coverage_BH = _coverage(scores, chosen_BT[:, None], seen_BT[:, None])
+        coverage_B = collectives.psum(jnp.sum(coverage_BH, axis=1), "heads") / heads
         return y_BHh, _divergence(mean_BT, index_BT, attended_BT), coverage_B
 
     # Blocks of queries are steps of a loop, from which XLA cannot move what they compute again.
     of_query = jax.checkpoint(of_query, prevent_cse=False)
-    most_heads = max(queries[0].shape[2], queries[1].shape[2])
-    rows = (*queries, positions_BS, ids_BS)
-    results: tuple[Array, ...] = _map_queries(of_query, rows, most_heads * positions_BT.size)
+    most_heads = max(local_heads, queries[1].shape[2])
+    results: tuple[Array, ...] = _map_queries(of_query, queries, most_heads * positions_BT.size)
     return results
 
 
+def _coverage(
+    scores: Float[Array, "b heads t"], chosen: Bool[Array, "b 1 t"], seen: Bool[Array, "b 1 t"]
+) -> Float[Array, "b heads"]:
+    """Return the share of the softmax over the seen keys that the chosen ones have."""
+    # With the largest chosen score as reference, large scores of other keys give inf: share 0.
+    top = jnp.max(scores, axis=-1, keepdims=True, initial=-jnp.inf, where=chosen)
+    of_chosen, of_seen = (
+        jnp.sum(jnp.exp(jnp.where(mask, scores, -jnp.inf) - top), axis=-1)
+        for mask in (chosen, seen)
+    )
+    return of_chosen / of_seen
+
+
 def _map_queries(
-    of_query: Callable[[tuple[Array, ...]], PyTree], rows: tuple[Array, ...], scores: int
+    of_query: Callable[[tuple[Array, ...]], PyTree], rows: Sequence[Array], scores: int
 ) -> PyTree:
     """Map a function over the tokens of arrays [b, s, ...].
 
