@@ -1,9 +1,10 @@
-"""CPU time of an update with Gated DeltaNet layers, compared with transformers on one core.
+"""CPU time of an update with each mixer, compared with transformers on one core.
 
     python benchmarks/mixers.py [--quick] [--cases WORDS]
 
-Both have a model of Qwen3-Next's layers without experts, float32, AdamW and the same tokens, and
-alternate in one process. The process keeps to one core, and CPU time does not depend on the load.
+Both have the same layers, float32, AdamW and the same tokens, and alternate in one process. The
+process keeps to one core, and CPU time does not depend on the load. transformers gets the model by
+the keys of our export. It trains no indexer, so that the one of sparse attention is frozen.
 """
 
 import os
@@ -14,46 +15,64 @@ import results
 import step
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, Qwen3NextConfig
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from jaxforge.config.model import ModelConfig
 from jaxforge.parallel import host_memory
+from torch_compat.checkpoint.hf_config import select_family
+from torch_compat.families import FAMILIES
 
 
-def case(name: str, layers: int, ffn: int, heads: tuple[int, int, int], *,
-         tokens: tuple[int, int] = (8, 256)) -> step.Case:  # fmt: skip
-    """Return a case of width 256; heads are key heads, value heads and their width."""
-    net = {"key_heads": heads[0], "value_heads": heads[1], "key_head_dim": heads[2],
-           "value_head_dim": heads[2]}  # fmt: skip
-    model = {"dim": 256, "n_layers": layers, "n_heads": 4, "ffn_hidden_dim": ffn,
-             "vocab_size": 1024, "mixer_pattern": ["gated_delta_net"],
-             "gated_delta_net": net}  # fmt: skip
+def case(name: str, mixer: str, tokens: tuple[int, int] = (8, 256), layers: int = 4,
+         **keys: object) -> step.Case:  # fmt: skip
+    """Return a case of width 256; keys are tables of mixers or keys of `[model]`."""
+    model = {"dim": 256, "n_layers": layers, "n_heads": 4, "ffn_hidden_dim": 704,
+             "vocab_size": 1024, "mixer_pattern": [mixer], **keys}  # fmt: skip
     return step.Case(name, model, *tokens)
 
 
+def delta_net(heads: tuple[int, int, int], **options: object) -> step.Case:
+    """Return a case of Gated DeltaNet with numbers of key and value heads, and their width."""
+    keys, values, width = heads
+    net = {"key_heads": keys, "value_heads": values, "key_head_dim": width,
+           "value_head_dim": width}  # fmt: skip
+    at = case("", "gated_delta_net", gated_delta_net=net, qk_norm=True, norm_unit_offset=True,
+              attention_output_gate=True, **options)  # fmt: skip
+    name = f"Gated DeltaNet, {values} heads of {width}, {at.batch} x {at.seq} tokens"
+    return step.replace(at, name=name)
+
+
+_EXPERTS = {"num_experts": 4, "moe_top_k": 2, "moe_expert_dim": 256, "moe_shared_experts": 1,
+            "moe_router": "sigmoid_topk", "moe_bias_update": "sign", "moe_bias_update_rate": 0.0,
+            "moe_aux_loss_weight": 0.0}  # fmt: skip
+_LATENT = {"q_rank": 128, "kv_rank": 64, "nope_head_dim": 64, "rope_head_dim": 32,
+           "value_head_dim": 64}  # fmt: skip
+_INDEXER = {"index_heads": 8, "index_head_dim": 64, "index_loss_weight": 0.0}
+_MAMBA = {"heads": 8, "head_dim": 64, "state_size": 64, "groups": 1, "gated_norm": "none"}
 CASES = (
-    case("4M, 4 heads of 64, 8 x 256 tokens", 4, 704, (2, 4, 64)),
-    case("4M, 2 heads of 128, 8 x 256 tokens", 4, 704, (1, 2, 128)),
-    case("4M, 8 heads of 32, 8 x 256 tokens", 4, 704, (8, 8, 32)),
-    case("4M, 4 heads of 64, 1 x 2048 tokens", 4, 704, (2, 4, 64), tokens=(1, 2048)),
-)
-QUICK = case("1M, 4 heads of 16, 2 x 128 tokens", 1, 256, (2, 4, 16), tokens=(2, 128))
+    delta_net((2, 4, 64)),
+    delta_net((1, 2, 128)),
+    delta_net((8, 8, 32)),
+    delta_net((2, 4, 64), tokens=(1, 2048)),
+    case("Kimi Delta Attention, 4 heads of 64, 8 x 256 tokens", "kimi_delta_attention",
+         kimi_delta_attention={"heads": 4, "head_dim": 64}, rope_pattern=[False], **_EXPERTS),
+    case("latent attention with experts, 8 x 256 tokens", "latent_attention",
+         latent_attention=_LATENT, **_EXPERTS),
+    case("sparse attention with experts, 128 of 8 x 512 tokens", "latent_attention", (8, 512),
+         latent_attention={**_LATENT, **_INDEXER, "index_top_k": 128}, **_EXPERTS),
+    case("short convolutions, 8 x 256 tokens", "short_convolution", qk_norm=True),
+    case("attention and Mamba-2 in a layer, 8 x 256 tokens", "attention+mamba2", mamba2=_MAMBA),
+)  # fmt: skip
+QUICK = delta_net((2, 4, 16), tokens=(2, 128), layers=1)
 
 
 def of_transformers(model: ModelConfig) -> nn.Module:
     """Return the model of transformers with the same layers."""
-    net, layers = model.gated_delta_net, model.n_layers
+    family = FAMILIES[select_family(model)]
     torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(
-        Qwen3NextConfig(
-            vocab_size=model.vocab_size, hidden_size=model.dim, intermediate_size=model.ffn_dim,
-            num_hidden_layers=layers, layer_types=["linear_attention"] * layers,
-            mlp_only_layers=list(range(layers)), use_cache=False,
-            linear_num_key_heads=net.key_heads, linear_num_value_heads=net.value_heads,
-            linear_key_head_dim=net.key_head_dim, linear_value_head_dim=net.value_head_dim,
-            linear_conv_kernel_dim=net.conv_size,
-        )
-    )  # fmt: skip
+    keys = {**family.keys(model), "use_cache": False, "pad_token_id": None}
+    keys.pop("time_step_limit", None)  # infinity has another form in files
+    return AutoModelForCausalLM.from_config(CONFIG_MAPPING[family.model_type].from_dict(keys))
 
 
 def peer_step(at: step.Case) -> Callable[[], None]:
@@ -77,7 +96,7 @@ def compare(at: step.Case, rounds: int) -> results.Row:
     """Return the CPU milliseconds of an update of both."""
     seconds = moe.measure({"ours": step.jax_step(at), "theirs": peer_step(at)}, rounds)
     ours, theirs = (round(1e3 * seconds[name][1]) for name in ("ours", "theirs"))
-    return results.Row(f"Gated DeltaNet, {at.name}", ours, "transformers", theirs,
+    return results.Row(at.name, ours, "transformers", theirs,
                        "ms of one core", smaller_is_better=True)  # fmt: skip
 
 

@@ -49,6 +49,7 @@ CHAPTERS = {
         "pipeline",
         "experts",
         "latent_attention",
+        "hyper_connections",
         "gated_delta_net",
         "multi_token_prediction",
         "context",

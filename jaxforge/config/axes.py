@@ -248,9 +248,10 @@ def biased_stages_have_equal_layers(config: JobConfig, mesh: Mesh) -> Iterator[s
     after = model.norm_type == "layernorm" and model.norm_placement != "pre"
     biased = [name for name, table in model.mixer_tables.items() if table.has_output_bias]
     has_bias = model.o_bias or model.mlp_bias or biased
-    if mesh["pp"] > 1 and model.n_layers % parts and (has_bias or after):
+    mixes = model.hyper_connections != "none"  # also with coefficients of zeros
+    if mesh["pp"] > 1 and model.n_layers % parts and (has_bias or after or mixes):
         keys = f"biases in model.{biased[0]}" if biased else "model.o_bias or mlp_bias"
-        what = "a layernorm after its parts" if after else keys
+        what = "hyper_connections" if mixes else "a layernorm after its parts" if after else keys
         yield (
             f"model.n_layers = {model.n_layers} must be a multiple of {parts} pipeline stages in a "
             f"model with {what}: change model.n_layers or distributed.pp"

@@ -238,6 +238,16 @@ class ModelConfig(MixerTables):
     """Bias of each LayerNorm; false in Cohere's models. RMSNorm never has one."""
     parallel_residual: Annotated[bool, Structure()] = False
     """Attention and feed-forward both read the input of the block, as in GPT-NeoX."""
+    hyper_connections: Literal["none", "dynamic", "manifold"] = "none"
+    """Several residual streams, which each part of a block combines and mixes by learned functions.
+    dynamic: hyper-connections (arXiv:2409.19606). manifold: shares of streams in one another are
+    doubly stochastic (arXiv:2512.24880), as in DeepSeek V4. none: a plain residual."""
+    residual_streams: Annotated[PositiveInt, Needs("hyper_connections")] = 4
+    """Number of residual streams."""
+    sinkhorn_iterations: Annotated[
+        PositiveInt, Needs("hyper_connections", "manifold"), Constant()
+    ] = 20
+    """Number of divisions by sums that make the shares of streams doubly stochastic."""
     shared_norm: Annotated[
         bool, Requires("parallel_residual", True), Requires("norm_placement", "pre")
     ] = False
@@ -446,6 +456,16 @@ class ModelConfig(MixerTables):
         return any(LATENT_ATTENTION in mixer_names(mixer) for mixer in self.mixer_pattern)
 
     @property
+    def n_streams(self) -> int:
+        """Number of residual streams."""
+        return 1 if self.hyper_connections == "none" else self.residual_streams
+
+    @property
+    def stream_dim(self) -> int:
+        """Width of all residual streams."""
+        return self.n_streams * self.dim
+
+    @property
     def ffn_dim(self) -> int:
         """Width of the dense feed-forward: `ffn_hidden_dim`, or Llama's rule rounded up to 256."""
         return scaled_width(self.dim) if self.ffn_hidden_dim is None else self.ffn_hidden_dim
@@ -614,6 +634,13 @@ class ModelConfig(MixerTables):
     def _norm_problems(self) -> Iterator[str]:
         if self.qk_l2_norm and (self.qk_norm or not any(self.ropes)):
             yield "qk_l2_norm = true requires layers with rotary positions, and qk_norm = false"
+        if self.hyper_connections != "none":
+            for key in ("parallel_residual", "mup_base_width", "mtp_depth"):
+                if value := getattr(self, key):
+                    yield (
+                        f"{key} = {str(value).lower()} is not supported with hyper_connections = "
+                        f'"{self.hyper_connections}": remove one of them'
+                    )
         if self.qk_norm_after_rotary and (
             self.qk_norm_scope == "projection" or not any(self.ropes)
         ):

@@ -99,7 +99,8 @@ def matrix_elements(model: ModelConfig, feed_forward: int, experts: int) -> int:
     """Return the number of matrix elements that multiply a token, without embedding and routers.
 
     The output head counts once for each depth of multi-token prediction, too, and so do the
-    projections to and from the latent of experts (`model.moe_latent_dim`).
+    projections to and from the latent of experts (`model.moe_latent_dim`). Matrices of
+    hyper-connections count once for each vector that they multiply.
 
     Args:
         model: a model with the structure of Llama.
@@ -116,6 +117,12 @@ def matrix_elements(model: ModelConfig, feed_forward: int, experts: int) -> int:
     blocks = model.layer_parts + (model.mtp_parts,) * model.mtp_depth
     feed_forwards = sum(elements[block.feed_forward] for block in blocks)
     mixers = sum(cost.matrices for cost, _, _ in _mixing(model))
+    # Coefficients of the residual streams, of each part.
+    n, parts = model.n_streams, sum(len(block.mixers) > 0 for block in blocks)
+    parts += sum(block.feed_forward != "none" for block in blocks)
+    per_part = n * (n + 2)
+    mixing = {"none": 0, "dynamic": per_part * parts, "manifold": n * (per_part * parts + n)}
     projections = model.mtp_depth * 2 * model.dim
     heads = (1 + model.mtp_depth) * model.vocab_size
-    return mixers + feed_forwards + model.dim * (projections + heads)
+    of_streams = mixing[model.hyper_connections]
+    return mixers + feed_forwards + model.dim * (projections + heads + of_streams)

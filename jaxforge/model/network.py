@@ -13,6 +13,7 @@ from jaxforge.config.eval import ATTENTION_WEIGHTS, MAX_LOGITS
 from jaxforge.config.model import FeedForward, LayerParts, ModelConfig
 from jaxforge.kernels.fp8 import LayerPrecision
 from jaxforge.model import remat
+from jaxforge.model.hyper_connections import CONNECTIONS, HyperConnection, Mixing, StreamHead
 from jaxforge.model.layer import Capture, Context, LayerOut, LayerSettings
 from jaxforge.model.linear import Declare, Embedding, Linear, look_up, normal, times
 from jaxforge.model.mixer import MixerOut, add_outputs, states_by_mixer
@@ -68,7 +69,8 @@ class Block(nnx.Module):
     The mixer is an attribute named after itself, such as `attention`. Several mixers are attributes
     each, and their outputs are added. Norms may instead follow the two parts (post-norm), or come
     before and after. With `parallel_residual`, mixer and mlp read the same x, and with
-    `shared_norm` also the same norm(x). A block may lack one of its parts.
+    `shared_norm` also the same norm(x). A block may lack one of its parts. With
+    `hyper_connections`, x is several streams of the residual in one dimension.
 
     Args:
         config: the model.
@@ -98,6 +100,11 @@ class Block(nnx.Module):
         self.mlp_norm = build_norm(config, declare) if separate and has_mlp else None
         self.mlp = _build_feed_forward(self.parts.feed_forward, config, declare)
         self.mlp_post_norm = build_norm(config, declare) if after and has_mlp else None
+        connection = CONNECTIONS.get(config.hyper_connections)
+        self.attention_connection, self.mlp_connection = (
+            connection(config, declare, part) if connection and has_part else None
+            for part, has_part in enumerate((has_mixer, has_mlp))
+        )
         self.config = config
         self.fp8_names: tuple[str, ...] | None = None
         self.records_amax = self.records_max_logits = False
@@ -114,11 +121,13 @@ class Block(nnx.Module):
         """Run one layer; `precision` is `self.precision(...)`, if a subclass has called it."""
         precision = precision or self.precision(settings.kind, context)
         is_parallel, normed_BSD = self.config.parallel_residual, x_BSD
+        of_mlp = self.mlp_connection
         records_logits = self.records_max_logits and context.loss_weights is not None
         of_mixer = settings.with_point(MAX_LOGITS) if records_logits else settings
-        mixed, y_BSD = MixerOut(x_BSD), None
+        mixed, y_BSD, mixing = MixerOut(x_BSD), None, None
         if mixers := self.parts.mixers:
-            normed_BSD = _normed(self.shared_norm or self.attention_norm, x_BSD)
+            input_BSD, mixing = _read(self.attention_connection, x_BSD)
+            normed_BSD = _normed(self.shared_norm or self.attention_norm, input_BSD)
             outs = {}
             for name, state in states_by_mixer(cache, mixers).items():
                 mix = self._mixer(name, of_mixer, precision)
@@ -126,8 +135,8 @@ class Block(nnx.Module):
             mixed = add_outputs(outs, self.config.mixer_multipliers)
             y_BSD = self._residual_term(self.attention_post_norm, mixed.y)
         if not is_parallel:
-            x_BSD = split_sequence(_add(x_BSD, y_BSD))
-        entering = x_BSD if self.shared_norm is None else normed_BSD
+            x_BSD = _write(self.attention_connection, x_BSD, y_BSD, mixing)
+        entering, mixing = _read(of_mlp, x_BSD) if self.shared_norm is None else (normed_BSD, None)
         runtime = settings.runtime
         if cache is not None:  # tokens that extend a cache are in the order of the sequence
             runtime = runtime._replace(context="ulysses")
@@ -136,7 +145,7 @@ class Block(nnx.Module):
         if context.loss_weights is not None:  # all layers of a scan return the same names
             absent = set(self.config.mixers) - set(mixers)
             aux = join(aux, *(mixer_class(name).empty_aux(self.config) for name in sorted(absent)))
-        x_BSD = split_sequence(_add(_add(x_BSD, y_BSD if is_parallel else None), z_BSD))
+        x_BSD = _write(of_mlp, _add(x_BSD, y_BSD if is_parallel else None), z_BSD, mixing)
         if precision and precision.records_amax:
             # Scan outputs of all layers need the same names; this layer may be in bf16, or belong
             # to a stack with other names.
@@ -164,9 +173,9 @@ class Block(nnx.Module):
     ) -> dict[str, Array]:
         """Return the captured values; zeros for values that only other layers have."""
         batch, length, _ = x_BSD.shape
-        heads = (batch, self.config.n_heads)
+        heads, of_parts = (batch, self.config.n_heads), (batch, length, self.config.dim)
         shapes = {
-            "attention": x_BSD.shape, "mlp": x_BSD.shape,
+            "attention": of_parts, "mlp": of_parts,
             ATTENTION_WEIGHTS: (*heads, length, length), MAX_LOGITS: heads,
         }  # fmt: skip
         zeros = {
@@ -269,6 +278,8 @@ class Transformer(nnx.Module):
         self.norm = build_norm(config, declare)
         if not config.tie_embeddings:
             self.output_head = OutputHead(config, declare)
+        if config.hyper_connections == "manifold":
+            self.stream_head = StreamHead(config, declare)
         if config.mtp_depth:  # last, so that the other initial values do not depend on it
             self.mtp = PredictionModules(config, declare)
 
@@ -299,6 +310,26 @@ def _add(
     x_BSD: Float[Array, "b s d"], y_BSD: Float[Array, "b s d"] | None
 ) -> Float[Array, "b s d"]:
     return x_BSD if y_BSD is None else x_BSD + y_BSD
+
+
+def _read(
+    connection: HyperConnection | None, x_BSD: Float[Array, "b s d"]
+) -> tuple[Float[Array, "b s d"], Mixing | None]:
+    """Return the input of a part, and how its streams are mixed; one stream is read as it is."""
+    return (x_BSD, None) if connection is None else connection.read(x_BSD)
+
+
+def _write(
+    connection: HyperConnection | None,
+    x_BSD: Float[Array, "b s d"],
+    y_BSD: Float[Array, "b s d"] | None,
+    mixing: Mixing | None,
+) -> Float[Array, "b s d"]:
+    """Add the result of a part to the stream or streams; None: the layer lacks the part."""
+    if connection is None or y_BSD is None:
+        return split_sequence(_add(x_BSD, y_BSD))
+    assert mixing is not None
+    return split_sequence(connection.write(x_BSD, y_BSD, mixing))
 
 
 def _normed(

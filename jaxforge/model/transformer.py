@@ -29,7 +29,7 @@ from jaxforge.config.job import JobConfig
 from jaxforge.config.model import EXPERTS, LAYERS, MODELS, MTP, ModelConfig
 from jaxforge.kernels.masking import padding_of, positions_in_documents
 from jaxforge.kernels.scoring import soft_cap
-from jaxforge.model import fp8_layers, lora, moe, mup, remat
+from jaxforge.model import fp8_layers, hyper_connections, lora, moe, mup, remat
 from jaxforge.model.dropout import LAYER_NUMBER, MASK_KEYS, layer_keys
 from jaxforge.model.layer import (
     NO_CAPTURE,
@@ -78,6 +78,7 @@ _COMPUTE_DTYPES = {
 }
 
 _EMBEDDINGS = ("token_embedding", "position_embedding")
+_STREAM_HEAD = "stream_head"
 
 Params = dict[str, Any]
 """Parameters: nested dicts of arrays, keyed by module and parameter name."""
@@ -151,7 +152,7 @@ class Model:
         module = self._declare()
         self._definitions = {
             name: nnx.split(getattr(module, name))[0]
-            for name in (*_EMBEDDINGS, *config.stacks, "norm")
+            for name in (*_EMBEDDINGS, *config.stacks, _STREAM_HEAD, "norm")
             if hasattr(module, name)
         }
         if hasattr(module, MTP):  # all modules have the same definition
@@ -375,7 +376,7 @@ class Model:
         return self.logits(params, hidden_BSD), out.cache
 
     def embed(self, params: Params, batch: Batch) -> Float[Array, "b s d"]:
-        """Return the input of the first block for a microbatch.
+        """Return the input of the first block for a microbatch: the embeddings in all streams.
 
         Learned position embeddings are added. Positions are the batch's "positions", or else are
         counted from 0 in each packed document.
@@ -383,13 +384,14 @@ class Model:
         tokens = batch["input_ids"]
         x_BSD = self.embed_tokens(params, tokens)
         if self.config.position_embedding != "learned":
-            return x_BSD
+            return hyper_connections.expand(x_BSD, self.config)
         positions = batch.get("positions")
         if positions is None:
             batch_size, length = tokens.shape
             positions = positions_in_documents(batch_size, length, batch.get("segment_ids"))
         position_embedding = self.module("position_embedding", params["position_embedding"])
-        return split_sequence(x_BSD + position_embedding(positions, self.dtype))
+        x_BSD = split_sequence(x_BSD + position_embedding(positions, self.dtype))
+        return hyper_connections.expand(x_BSD, self.config)
 
     def embed_tokens(self, params: Params, tokens: Int[Array, "b s"]) -> Float[Array, "b s d"]:
         """Return the embeddings of tokens, times `embedding_multiplier`."""
@@ -485,6 +487,10 @@ class Model:
 
     def final_norm(self, params: Params, x_BSD: Float[Array, "b s d"]) -> Float[Array, "b s d"]:
         """Return the scaled final norm of the last block's output, the input of `head`."""
+        if _STREAM_HEAD in params:
+            x_BSD = self.module(_STREAM_HEAD, params[_STREAM_HEAD])(x_BSD)
+        elif self.config.n_streams > 1:
+            x_BSD = hyper_connections.add_streams(x_BSD, self.config.n_streams)
         hidden_BSD = self.module("norm", params["norm"])(x_BSD)
         return gather_sequence(times(hidden_BSD, self._head_scale))
 

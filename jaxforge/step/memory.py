@@ -151,7 +151,7 @@ class _Sizes:
         d = self.config.distributed
         schedule = SCHEDULES[d.pp_schedule](d.pp, self.config.train.grad_accum_steps, d.chunks)
         layers = self.n_layers // d.chunks
-        inputs = self.tokens * self._share(self.model.config.dim) * self.bytes
+        inputs = self.tokens * self._share(self.model.config.stream_dim) * self.bytes
         modules = self._modules(save)  # of one microbatch: the loss and its gradient are one tick
         if save in ("full", "nothing_saveable"):
             current = self._saved_per_token("dots_with_no_batch_dims_saveable")
@@ -223,10 +223,11 @@ class _Sizes:
     def _saved_per_token(self, save: str) -> int:
         """Return the bytes that a layer saves per token under a rematerialization policy."""
         c = self.model.config
-        dim, stream, width = c.dim, self._share(c.dim), self._width()
+        dim, stream, width = c.dim, self._share(c.stream_dim), self._width()
         mixers = [mixer.saved_values(c, self._share) for mixer in self._mixers()]
         mixer = max(mixers, key=sum)  # the largest layer counts
         products = mixer.projections + (1 + c.is_gated) * width + 2 * dim
+        products += stream if c.n_streams > 1 else 0  # between the parts of the layer
         if save in ("full", "nothing_saveable"):
             return self.bytes * stream
         if save == "dots_with_no_batch_dims_saveable":
@@ -239,7 +240,7 @@ class _Sizes:
 
     def _all_per_token(self, inside: int) -> int:
         """Return the bytes per token of all values of a layer, with these values of its mixer."""
-        c, stream = self.model.config, self._share(self.model.config.dim)
+        c, stream = self.model.config, self._share(self.model.config.stream_dim)
         norms = 2 * (self.bytes * c.dim + 2 * _F32 * stream)
         feed_forward = self.bytes * (2 + c.is_gated) * self._width()
         return self.bytes * (2 * stream + inside) + norms + feed_forward

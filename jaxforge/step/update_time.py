@@ -56,7 +56,7 @@ def update_seconds(config: JobConfig, model: Model, mesh: Mesh | AbstractMesh, c
     computing = tokens / split * causal_flops_per_token(c, train.seq_len) * recompute / peak
     # tp: each half of a layer (attention, feed-forward) gathers and scatters the residual stream,
     # in the forward and in the backward pass: 2 halves x 2 collectives x 2 passes = 8.
-    stream = 8 * c.n_layers / sizes["pp"] * tokens * c.dim * _BF16
+    stream = 8 * c.n_layers / sizes["pp"] * tokens * c.stream_dim * _BF16
     computing += _exchange(stream, mesh, ("tp",), chip)
     # cp: queries, keys, values and outputs in the forward pass, its recomputation and the backward.
     heads = (c.n_heads + c.kv_heads) * (c.head_size + c.value_head_size)

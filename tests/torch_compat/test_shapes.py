@@ -31,6 +31,7 @@ OPTIONS = {
     "mlp_bias": [False, True],
     "norm_placement": ["pre", "sandwich"],
     "position_embedding": ["rotary", "learned"],
+    "hyper_connections": ["none", "manifold"],
 }
 EXPERTS = {"num_experts": 4, "moe_top_k": 2}
 SIGMOID = {**EXPERTS, "moe_router": "sigmoid_topk"}

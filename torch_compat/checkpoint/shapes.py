@@ -21,7 +21,12 @@ def parameters(model: ModelConfig) -> dict[str, Shape]:
     head = {} if model.tie_embeddings else {HEAD: table}
     learned = model.position_embedding == "learned"
     positions = {POSITIONS: (model.max_seq_len, model.dim)} if learned else {}
-    embeddings = {**positions, EMBEDDING: table}
+    n, name = model.n_streams, "stream_head"
+    streams: dict[str, Shape] = {}
+    if model.hyper_connections == "manifold":
+        streams = {f"{name}.proj.weight": (n, n * model.dim), f"{name}.read_bias": (n,),
+                   f"{name}.scale": (1,)}  # fmt: skip
+    embeddings = {**positions, **streams, EMBEDDING: table}
     shapes = _in_layers(model, _block)
     return {**shapes, **dict(sorted(norm.items())), **head, **embeddings}
 
@@ -86,6 +91,10 @@ def _block(
             yield from _norm(f"attention_{edge}", model.dim, model)
         if parts.feed_forward != "none":
             yield from _norm(f"mlp_{edge}", model.dim, model)
+    if parts.mixers:
+        yield from _connection("attention_connection", model)
+    if parts.feed_forward != "none":
+        yield from _connection("mlp_connection", model)
     for mixer in parts.mixers:
         shapes = _attention(model) if mixer == ATTENTION else _mixer(model, mixer)
         yield from ((f"{mixer}.{name}", shape) for name, shape in shapes)
@@ -93,6 +102,20 @@ def _block(
         yield from _experts(model)
     elif parts.feed_forward == "dense":
         yield from _feed_forward("mlp", model.dim, model.ffn_dim, model)
+
+
+def _connection(name: str, model: ModelConfig) -> Iterator[tuple[str, Shape]]:
+    """Yield the parameters of a hyper-connection."""
+    n, dim = model.n_streams, model.dim
+    sizes: dict[str, dict[str, Shape]] = {
+        "none": {},
+        "dynamic": {"norm.weight": (dim,), "proj.weight": (n + 2, dim), "scale": (2,)},
+        "manifold": {"proj.weight": (n * (n + 2), n * dim), "scale": (3,)},
+    }
+    shapes = sizes[model.hyper_connections]
+    if shapes:
+        shapes |= {"read_bias": (n,), "factor_bias": (n,), "share_bias": (n, n)}
+    yield from ((f"{name}.{key}", shape) for key, shape in shapes.items())
 
 
 def _mixer(model: ModelConfig, mixer: str) -> Iterator[tuple[str, Shape]]:
