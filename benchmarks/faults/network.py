@@ -51,6 +51,8 @@ class Network:
         lines = ["127.0.0.1 localhost", *pods, f"{self.address(host)} {socket.gethostname()}"]
         hosts.write_text("\n".join([*lines, ""]))
         _ip("link", "add", link, "type", "veth", "peer", "name", end)
+        # The end of a namespace is deleted some time after it, and with it the name of the link.
+        cleanup.callback(_ip, "link", "del", link)
         _ip("link", "set", end, "netns", space)
         _ip("link", "set", link, "master", self._name, "up")
         for command in (
