@@ -34,7 +34,6 @@ from jaxforge.model.attention_weights import capture_scores
 from jaxforge.model.layer import Context, LayerSettings
 from jaxforge.model.linear import Declare, Float32Linear, Linear
 from jaxforge.model.norm import LayerNorm
-from jaxforge.model.rope import rotate
 from jaxforge.parallel.sharding import constrain
 
 LOSS, COVERAGE = "indexer_loss", "indexer_coverage"
@@ -86,12 +85,8 @@ class Indexer(nnx.Module):
     def _rotated(
         self, x_BSHh: Float[Array, "b s heads h"], context: Context, settings: LayerSettings
     ) -> Float[Array, "b s heads h"]:
-        kind, plan, runtime, _ = settings
-        if not plan.has_rope(kind):
-            return x_BSHh
         rope, nope = jnp.split(x_BSHh, [self.sizes.rope_head_dim], axis=-1)
-        rope = rotate(rope, by=context.rotation(kind), rope_as_matmul=runtime.rope_as_matmul)
-        return jnp.concatenate([rope, nope], axis=-1)
+        return jnp.concatenate([settings.rotated(rope, context), nope], axis=-1)
 
 
 def attend_to_selected(

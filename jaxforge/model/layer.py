@@ -5,11 +5,11 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int, PyTree, UInt32
+from jaxtyping import Array, Bool, Float, Int, PyTree, UInt32
 
 from jaxforge.aux_outputs import AuxOutputs, LossWeights
 from jaxforge.model.plan import LayerKind, LayerPlan
-from jaxforge.model.rope import Rotation
+from jaxforge.model.rope import Rotation, rotate
 from jaxforge.model.runtime import Runtime
 
 
@@ -89,6 +89,16 @@ class LayerSettings(NamedTuple):
     plan: LayerPlan
     runtime: Runtime
     capture: Capture = NO_CAPTURE
+
+    def rotated(
+        self, x_BSHp: Float[Array, "b s heads p"], context: Context
+    ) -> Float[Array, "b s heads p"]:
+        """Rotate all channels, if the layer has rotary positions."""
+        if not self.plan.has_rope(self.kind):
+            return x_BSHp
+        return rotate(
+            x_BSHp, by=context.rotation(self.kind), rope_as_matmul=self.runtime.rope_as_matmul
+        )
 
     def with_point(self, name: str) -> "LayerSettings":
         """Return settings that also capture the activation of this name."""

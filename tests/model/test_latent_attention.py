@@ -210,6 +210,9 @@ MODEL = {
 }  # fmt: skip
 
 
+INDEXER = {"index_heads": 16, "index_head_dim": 6, "index_top_k": 4}
+
+
 def of_mesh(grad_sync="update", experts=False, strategy="auto", **distributed):
     dp = np.prod([distributed.get(axis, 1) for axis in ("dp_shard", "dp_replicate", "ep")])
     return tiny_config(
@@ -263,10 +266,12 @@ def test_losses_do_not_depend_on_the_mesh(keys):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("indexer", [{}, INDEXER], ids=["all keys", "selected keys"])
 @pytest.mark.parametrize("axes", [{"dp_shard": 2, "tp": 2}, {"dp_shard": 4}], ids=str)
-def test_decoding_does_not_depend_on_the_mesh(axes):
+def test_decoding_does_not_depend_on_the_mesh(axes, indexer):
     """Tokens of the absorbed form travel to the shards of the matrices."""
-    section = tiny_config(model={**MODEL, "init_std": 0.3})
+    latent = {**MODEL["latent_attention"], **indexer}
+    section = tiny_config(model={**MODEL, "init_std": 0.3, "latent_attention": latent})
     model, params = Model(section.model), drawn(section)
     prompts = [[5, 9, 33], [7, 1, 60, 2, 8, 44, 21], [50], list(range(20))]
     greedy = Sampling(temperature=0.0)

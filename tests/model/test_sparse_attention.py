@@ -17,7 +17,6 @@ from jaxforge.errors import UserError
 from jaxforge.kernels import sparse_attention
 from jaxforge.kernels.scoring import PLAIN
 from jaxforge.kernels.sparse_attention import Index, Selection, select_largest
-from jaxforge.model.decoding import Decoder
 from jaxforge.model.flops import causal_flops_per_token, matrix_elements
 from jaxforge.model.indexer import COVERAGE, LOSS
 from jaxforge.model.layer import Capture, Context, LayerSettings
@@ -26,13 +25,9 @@ from jaxforge.model.mixers.latent_attention import LatentAttention
 from jaxforge.model.plan import build_layer_plan
 from jaxforge.model.rope import rotations
 from jaxforge.model.runtime import Runtime
-from jaxforge.model.sampling import Sampling
 from jaxforge.model.transformer import Model
-from jaxforge.parallel.mesh import make_mesh
-from jaxforge.parallel.sharding import param_shardings
 from tests.conftest import tiny_config
 from tests.helpers import (
-    drawn,
     losses_and_gradients,
     random_batches,
     setup,
@@ -317,22 +312,6 @@ def test_indexer_without_loss_is_frozen():
 
 NAMES = ("layers.latent_attention.indexer.q_proj.weight", "layers.latent_attention.q_b_proj.weight",
          "layers.mlp.up_proj.weight", "mtp.0.latent_attention.indexer.k_norm.bias")  # fmt: skip
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("axes", [{"dp_shard": 2, "tp": 2}, {"dp_shard": 4}], ids=str)
-def test_decoding_does_not_depend_on_the_mesh(axes):
-    section = tiny_config(model={**MODEL, "init_std": 0.3})
-    model, params = Model(section.model), drawn(section)
-    prompts = [[5, 9, 33], [7, 1, 60, 2, 8, 44, 21], [50], list(range(20))]
-    greedy = Sampling(temperature=0.0)
-    alone = Decoder(model, params, 12, greedy).complete(prompts, range(4))
-    mesh = make_mesh(tiny_config(distributed=axes), jax.devices()[:4])
-    placed = jax.device_put(params, param_shardings(model.abstract, model.axes, mesh))
-    with jax.set_mesh(mesh):
-        spread = Decoder(model, placed, 12, greedy, mesh=mesh).complete(prompts, range(4))
-    assert spread == alone
-    assert len({tuple(completion.tokens) for completion in alone}) == 4
 
 
 def test_decoding_step_reads_the_selected_tokens_only():

@@ -45,7 +45,6 @@ from jaxforge.model.linear import Declare, Linear, is_decoding_step, residual_st
 from jaxforge.model.mixer import Mixer, MixerOut, SavedValues, register_mixer
 from jaxforge.model.mixers.attention import attend_to_sequence, constrain_heads, scale_outputs
 from jaxforge.model.norm import RMSNorm
-from jaxforge.model.rope import rotate
 from jaxforge.parallel import collectives
 from jaxforge.parallel.sharding import constrain
 
@@ -199,7 +198,7 @@ class LatentAttention(Mixer):
         project = self.q_proj if self.sizes.q_rank is None else self.q_b_proj
         q_BSHh = constrain_heads(project(inputs_BSr, precision), "heads")
         nope, rope = jnp.split(q_BSHh, [self.sizes.nope_head_dim], axis=-1)
-        rope = _rotated(rope, context, settings)
+        rope = settings.rotated(rope, context)
         return constrain_heads(jnp.concatenate([nope, rope], axis=-1), "heads")
 
     def _tokens(
@@ -212,7 +211,7 @@ class LatentAttention(Mixer):
         """Return what all heads share of each token: its latent, then its rotated key."""
         both_BSr = self.kv_a_proj(x_BSD, precision)
         latents, rope = jnp.split(both_BSr, [self.sizes.kv_rank], axis=-1)
-        rope = _rotated(rope[:, :, None], context, settings)[:, :, 0]
+        rope = settings.rotated(rope[:, :, None], context)[:, :, 0]
         return jnp.concatenate([self.kv_a_norm(latents), rope], axis=-1)
 
     def _decompressed(
@@ -372,16 +371,6 @@ def absorbs(sizes: LatentAttentionConfig, queries: int, keys: int) -> bool:
     absorbed = queries * channels + queries * keys * (s.cached_values + s.kv_rank)
     per_pair = s.query_head_dim + s.value_head_dim
     return absorbed <= keys * channels + queries * keys * per_pair
-
-
-def _rotated(
-    x_BSHp: Float[Array, "b s heads p"], context: Context, settings: LayerSettings
-) -> Float[Array, "b s heads p"]:
-    """Rotate all channels, if the layer has rotary positions."""
-    kind, plan, runtime, _ = settings
-    if not plan.has_rope(kind):
-        return x_BSHp
-    return rotate(x_BSHp, by=context.rotation(kind), rope_as_matmul=runtime.rope_as_matmul)
 
 
 def _product(
