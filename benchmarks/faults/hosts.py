@@ -155,12 +155,17 @@ class Hosts:
         )
 
     def resumed_from(self, host: int) -> int:
-        """Wait until the process of a host that has process 0 resumes; return the step."""
+        """Wait until the process of a host that has process 0 resumes; return the step.
+
+        It is 0 for a run that begins again, because no checkpoint was durable.
+        """
         steps: list[str] = []
 
         def has_resumed() -> bool:
             latest = self.output(host).rpartition(" supervise: roster ")[2]
             steps[:] = re.findall(r"resuming from step (\d+)", latest)
+            if not steps and "[step 1]" in latest:
+                steps[:] = ["0"]
             return bool(steps)
 
         self.wait_until(has_resumed, "a resumed run")
