@@ -45,10 +45,13 @@ PARAMETERS = {  # as published with the weights, or counted by transformers
     "falcon_h1_7b": 7_585_513_568,
 }
 
+SLOW = re.compile("lfm2|13b|v6e|llama_7b_gpu|llama_70b_tpu|llama_8b_128k_tpu")
+"""Configs with little that no other one has."""
+
 pytestmark = pytest.mark.parametrize(
     "path",
     [
-        pytest.param(path, id=path.stem, marks=[pytest.mark.slow] * path.stem.startswith("lfm2"))
+        pytest.param(path, id=path.stem, marks=[pytest.mark.slow] * bool(SLOW.search(path.stem)))
         for path in CONFIGS
     ],
     scope="module",

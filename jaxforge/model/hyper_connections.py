@@ -21,6 +21,7 @@ streams: here s is small, α = 1 / n, β = 1 and A is near 1, which begins like 
 Between layers, the streams of a token are one vector: [b, s, n d].
 """
 
+import functools
 import math
 from typing import NamedTuple
 
@@ -176,6 +177,7 @@ def add_streams(x_BSH: Float[Array, "b s n*d"], n: int) -> Float[Array, "b s d"]
     return jnp.sum(_split(x_BSH, n), axis=2)
 
 
+@functools.partial(jax.checkpoint, static_argnums=1)
 def doubly_stochastic(logits: Float[Array, "b s n n"], iterations: int) -> Float[Array, "b s n n"]:
     """Return matrices whose rows and columns sum to 1 (Sinkhorn and Knopp, 1967).
 
@@ -183,10 +185,15 @@ def doubly_stochastic(logits: Float[Array, "b s n n"], iterations: int) -> Float
         logits: logits of a softmax over each row.
         iterations: number of divisions by the sums of columns; between them those of rows.
     """
+
+    def divide(shares: Array, _: None) -> tuple[Array, None]:
+        shares /= jnp.sum(shares, axis=-1, keepdims=True) + _EPS
+        return shares / (jnp.sum(shares, axis=-2, keepdims=True) + _EPS), None
+
     shares = jax.nn.softmax(logits, axis=-1) + _EPS
-    for i in range(2 * iterations - 1):
-        shares /= jnp.sum(shares, axis=-1 if i % 2 else -2, keepdims=True) + _EPS
-    return shares
+    shares /= jnp.sum(shares, axis=-2, keepdims=True) + _EPS
+    # A loop: unrolled, the divisions took more than half of the time to compile a step.
+    return jax.lax.scan(divide, shares, length=iterations - 1)[0]
 
 
 def _split(x_BSH: Float[Array, "b s n*d"], n: int) -> Streams:

@@ -175,6 +175,8 @@ class _Sizes:
         recomputed = 0 if self.config.train.activation_checkpointing == "none" else values
         grad = self.bytes if whole else _F32
         working = max(mixer.working_values(c, self._share) for mixer in self._mixers())
+        if c.latent_attention.has_indexer:  # devices gather the keys of a sequence
+            working *= self.mesh.shape["cp"]
         per_token = recomputed + values + _F32 * working + self._copies_per_token()
         return self.tokens * per_token + self._scores() + grad * self._layer_elements()
 

@@ -211,9 +211,9 @@ def alone(kind, model=()):
 @pytest.mark.parametrize(
     ("kind", "model", "train", "mesh"),
     [
-        ("manifold", {}, {}, {"pp": 2, "tp": 2}),
+        ("dynamic", {}, {}, {"pp": 2, "dp_shard": 2}),
         *(pytest.param(*keys, marks=pytest.mark.slow) for keys in (
-            ("dynamic", {}, {}, {"pp": 2, "dp_shard": 2}),
+            ("manifold", {}, {}, {"pp": 2, "tp": 2}),
             ("manifold", {}, {}, {"dp_shard": 2, "cp": 2, "tp": 2, "cp_strategy": "ring"}),
             ("manifold", {}, {"grad_sync": "microbatch", "activation_checkpointing": "full"},
              {"dp_shard": 4, "tp": 2}),

@@ -153,7 +153,14 @@ def of_paper(p, x, sizes, segment_ids, padding):
 
 @pytest.mark.parametrize(
     ("keys", "is_packed"),
-    [({}, False), ({}, True), ({"index_warm_up": True}, True), ({"index_top_k": 99}, False)],
+    [
+        ({}, True),
+        ({"index_warm_up": True}, True),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (({}, False), ({"index_top_k": 99}, False))
+        ),
+    ],
     ids=str,
 )
 def test_results_and_gradients_equal_those_of_torch(keys, is_packed, monkeypatch):

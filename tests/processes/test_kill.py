@@ -1,5 +1,6 @@
 """`kill -9` at random moments: the run that is started again is the run undisturbed."""
 
+import contextlib
 import functools
 import json
 import os
@@ -100,8 +101,9 @@ def test_repeated_steps_of_a_killed_run_are_rework(new_run):
 
 def written_since(run, moment):
     """Return whether a step was logged after `moment` (a resumed run first cuts the file)."""
-    path = run.directory / "metrics.jsonl"
-    last = path.read_bytes().splitlines()[-1:] if path.exists() else []
+    last = []
+    with contextlib.suppress(FileNotFoundError):  # not begun yet, or just set aside
+        last = (run.directory / "metrics.jsonl").read_bytes().splitlines()[-1:]
     return bool(last) and last[0].endswith(b"}") and json.loads(last[0])["time"] > moment
 
 

@@ -48,6 +48,9 @@ LATENTS = {
         "q_rank": 6, "kv_rank": 5, "nope_head_dim": 3, "rope_head_dim": 8, "value_head_dim": 2
     },
 }  # fmt: skip
+INDEXED = LATENTS | {"latent_attention": {
+    **LATENTS["latent_attention"], "index_heads": 2, "index_head_dim": 9
+}}  # fmt: skip
 WITHOUT_QUERY_RANK = LATENTS | {
     "latent_attention": {"kv_rank": 5, "nope_head_dim": 3, "rope_head_dim": 4}
 }
@@ -169,6 +172,8 @@ FEATURES = {
         {**DEEPSEEK, **LATENTS},
         {**DEEPSEEK, **LATENTS, **BIASES, "mlp_bias": False},
     ],
+    "hf-deepseek-v32": [{**DEEPSEEK, **INDEXED}],
+    "hf-glm-moe-dsa": [{**DEEPSEEK, **INDEXED}],
     "hf-kimi-k2": [{**DEEPSEEK, **LATENTS}],
     "hf-qwen3-next": [{**DELTA, **MIXTURE, **SHARED}, {**DELTA, **MIXTURE, **SHARED, **SOME}],
     "hf-qwen3-5": [DELTA, {**DELTA, "qkv_bias": True, "o_bias": True}],
@@ -414,7 +419,8 @@ def test_dialect_is_detected_from_keys(dialect, features, prefix):
     keys = keys_of(dialect, features)
     llamas = ("hf-mistral", "hf-gemma", "hf-smollm3", "hf-granite", "hf-ernie4-5")
     same = {**dict.fromkeys(llamas, "hf-llama"), "hf-olmo3": "hf-olmo2", "hf-cohere2": "hf-cohere",
-            "hf-kimi-k2": "hf-deepseek-v3", "hf-bamba": "hf-falcon-h1"}  # fmt: skip
+            "hf-kimi-k2": "hf-deepseek-v3", "hf-bamba": "hf-falcon-h1",
+            "hf-glm-moe-dsa": "hf-deepseek-v32"}  # fmt: skip
     expected = NAME_MAPS[same.get(dialect, dialect)]  # identical names
     for wrapped in WRAPPERS:
         result = dcp_state.sort_keys(as_dcp([prefix + wrapped(key) for key in keys]))
