@@ -30,6 +30,20 @@ def adapters_have_model(config: JobConfig, mesh: Mesh) -> Iterator[str]:
         )
 
 
+def new_indexers_belong_to_the_model(config: JobConfig, mesh: Mesh) -> Iterator[str]:
+    """Refuse new indexers for a model without any, and with adapters, whose base is frozen."""
+    if "indexer" not in config.checkpoint.exclude_from_loading:
+        return
+    asked = '"indexer" in checkpoint.exclude_from_loading'
+    if not config.model.latent_attention.has_indexer:
+        yield f"{asked} has no effect without model.latent_attention.index_heads: remove it"
+    elif config.lora.rank:
+        yield (
+            f"{asked} asks for new indexers, and lora.rank = {config.lora.rank} would freeze them: "
+            "remove one of them"
+        )
+
+
 def objective_has_one_loss(config: JobConfig, mesh: Mesh) -> Iterator[str]:
     """Refuse a registered loss with an objective that defines its own."""
     train = config.train

@@ -11,6 +11,7 @@ from flax.traverse_util import flatten_dict
 from jax.flatten_util import ravel_pytree
 
 from jaxforge.aux_outputs import LossWeights, metric_value
+from jaxforge.config import rules
 from jaxforge.config.eval import ATTENTION_WEIGHTS, MAX_LOGITS
 from jaxforge.config.model import ModelConfig
 from jaxforge.errors import UserError
@@ -372,3 +373,17 @@ def test_impossible_settings_are_problems(latent, keys, message):
 def test_kernels_that_attend_to_all_keys_are_refused(backend):
     with pytest.raises(UserError, match=f'sdpa_backend = "{backend}" cannot attend to the keys'):
         setup(job({"sdpa_backend": backend}))
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({"model": {"latent_attention": {"rope_head_dim": 4}}}, "has no effect without"),
+        ({"lora": {"rank": 2}, "model": {}}, "lora.rank = 2 would freeze them"),
+    ],
+)  # fmt: skip
+def test_new_indexers_without_use_are_refused(sections, message):
+    checkpoint = {"load_path": "base", "exclude_from_loading": ("indexer",)}
+    config = tiny_config(**sections | {"model": MODEL | sections["model"]}, checkpoint=checkpoint)
+    with pytest.raises(UserError, match=message):
+        rules.check(config, 1)
