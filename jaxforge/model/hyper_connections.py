@@ -186,12 +186,15 @@ def doubly_stochastic(logits: Float[Array, "b s n n"], iterations: int) -> Float
         iterations: number of divisions by the sums of columns; between them those of rows.
     """
 
-    def divide(shares: Array, _: None) -> tuple[Array, None]:
-        shares /= jnp.sum(shares, axis=-1, keepdims=True) + _EPS
-        return shares / (jnp.sum(shares, axis=-2, keepdims=True) + _EPS), None
+    def by_sums(shares: Array, axis: int) -> Array:
+        # Sums of slices, which XLA fuses into one kernel; a GPU launches each sum on its own.
+        slices = jnp.split(shares, shares.shape[axis], axis)
+        return shares / (functools.reduce(jnp.add, slices) + _EPS)
 
-    shares = jax.nn.softmax(logits, axis=-1) + _EPS
-    shares /= jnp.sum(shares, axis=-2, keepdims=True) + _EPS
+    def divide(shares: Array, _: None) -> tuple[Array, None]:
+        return by_sums(by_sums(shares, -1), -2), None
+
+    shares = by_sums(jax.nn.softmax(logits, axis=-1) + _EPS, -2)
     # A loop: unrolled, the divisions took more than half of the time to compile a step.
     return jax.lax.scan(divide, shares, length=iterations - 1)[0]
 
