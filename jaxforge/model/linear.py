@@ -108,6 +108,14 @@ class Declare(NamedTuple):
         return (self.layers, *shape), (LAYERS, *axes)
 
 
+def parameter_shapes(
+    build: Callable[[Declare], nnx.Module],
+) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the parameters that a module declares for one layer, by name."""
+    state = nnx.state(build(Declare(None, FLOAT32)), nnx.Param)
+    return {".".join(map(str, path)): leaf.shape for path, leaf in nnx.to_flat_state(state)}
+
+
 def parameter_keys(key: Array) -> Iterator[Array]:
     """Yield `jax.random.fold_in(key, i)` for i = 0, 1, ...
 

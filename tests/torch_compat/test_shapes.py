@@ -8,7 +8,7 @@ import pytest
 
 from jaxforge.config.model import ModelConfig
 from jaxforge.config.section import Invisible
-from jaxforge.model.mixers import parameter_shapes
+from jaxforge.model.mixers import mixer_shapes
 from tests.conftest import tiny_config
 from torch_compat.checkpoint import training_state
 from torch_compat.checkpoint.shapes import parameters, untrained
@@ -131,7 +131,7 @@ def test_heads_that_change_no_shape_are_compared_with_those_of_the_weights(
         ModelConfig(dim=32, n_heads=4, mixer_pattern=(mixer,), **{mixer: table})
         for table in (trained, changed)
     ]
-    assert parameter_shapes(models[0], mixer) == parameter_shapes(models[1], mixer)
+    assert mixer_shapes(models[0], mixer) == mixer_shapes(models[1], mixer)
     (difference,) = invisible_differences(*models, Invisible)
     was, now = trained[key], changed[key]
     assert difference == f"model.{mixer}.{key} is {now} and the weights were trained with {was}"

@@ -21,12 +21,7 @@ def parameters(model: ModelConfig) -> dict[str, Shape]:
     head = {} if model.tie_embeddings else {HEAD: table}
     learned = model.position_embedding == "learned"
     positions = {POSITIONS: (model.max_seq_len, model.dim)} if learned else {}
-    n, name = model.n_streams, "stream_head"
-    streams: dict[str, Shape] = {}
-    if model.hyper_connections == "manifold":
-        streams = {f"{name}.proj.weight": (n, n * model.dim), f"{name}.read_bias": (n,),
-                   f"{name}.scale": (1,)}  # fmt: skip
-    embeddings = {**positions, **streams, EMBEDDING: table}
+    embeddings = {**positions, **_stream_head(model), EMBEDDING: table}
     shapes = _in_layers(model, _block)
     return {**shapes, **dict(sorted(norm.items())), **head, **embeddings}
 
@@ -105,24 +100,33 @@ def _block(
 
 
 def _connection(name: str, model: ModelConfig) -> Iterator[tuple[str, Shape]]:
-    """Yield the parameters of a hyper-connection."""
-    n, dim = model.n_streams, model.dim
-    sizes: dict[str, dict[str, Shape]] = {
-        "none": {},
-        "dynamic": {"norm.weight": (dim,), "proj.weight": (n + 2, dim), "scale": (2,)},
-        "manifold": {"proj.weight": (n * (n + 2), n * dim), "scale": (3,)},
-    }
-    shapes = sizes[model.hyper_connections]
-    if shapes:
-        shapes |= {"read_bias": (n,), "factor_bias": (n,), "share_bias": (n, n)}
+    """Yield the parameters of the connection of a part with the residual streams."""
+    if model.hyper_connections == "none":
+        return
+    from jaxforge.model.hyper_connections import CONNECTIONS  # imports JAX
+    from jaxforge.model.linear import parameter_shapes
+
+    connection = CONNECTIONS[model.hyper_connections]
+    shapes = parameter_shapes(lambda declare: connection(model, declare, part=0))
     yield from ((f"{name}.{key}", shape) for key, shape in shapes.items())
+
+
+def _stream_head(model: ModelConfig) -> dict[str, Shape]:
+    """Return the parameters of the combination of the residual streams, if there is one."""
+    if model.hyper_connections != "manifold":
+        return {}
+    from jaxforge.model.hyper_connections import StreamHead  # imports JAX
+    from jaxforge.model.linear import parameter_shapes
+
+    shapes = parameter_shapes(lambda declare: StreamHead(model, declare))
+    return {f"stream_head.{name}": shape for name, shape in shapes.items()}
 
 
 def _mixer(model: ModelConfig, mixer: str) -> Iterator[tuple[str, Shape]]:
     """Yield the parameters of a mixer as its module declares them."""
-    from jaxforge.model.mixers import parameter_shapes  # imports JAX
+    from jaxforge.model.mixers import mixer_shapes  # imports JAX
 
-    yield from parameter_shapes(model, mixer).items()
+    yield from mixer_shapes(model, mixer).items()
 
 
 def _attention(model: ModelConfig) -> Iterator[tuple[str, Shape]]:

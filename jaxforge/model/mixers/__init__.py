@@ -1,13 +1,11 @@
 """Built-in mixers, one file each: importing a module of this package registers its mixer."""
 
+import functools
 import importlib
 import pkgutil
 
-import jax.numpy as jnp
-from flax import nnx
-
 from jaxforge.config.model import MIXERS, ModelConfig, mixer_names
-from jaxforge.model.linear import Declare
+from jaxforge.model.linear import parameter_shapes
 from jaxforge.model.mixer import Mixer
 from jaxforge.model.mixers.combined import CombinedMixers
 
@@ -32,8 +30,6 @@ def mixer_class(name: str) -> type[Mixer]:
     return parts[name] if name in parts else CombinedMixers.of(parts)
 
 
-def parameter_shapes(config: ModelConfig, mixer: str) -> dict[str, tuple[int, ...]]:
+def mixer_shapes(config: ModelConfig, mixer: str) -> dict[str, tuple[int, ...]]:
     """Return the shapes of a mixer's parameters in one layer, by name."""
-    module = mixer_class(mixer)(config, Declare(None, jnp.dtype(jnp.float32)))
-    state = nnx.state(module, nnx.Param)
-    return {".".join(map(str, path)): leaf.shape for path, leaf in nnx.to_flat_state(state)}
+    return parameter_shapes(functools.partial(mixer_class(mixer), config))
