@@ -258,9 +258,8 @@ def start_from(
         state = _with_progress(program.init(), progress)
     else:
         log.info("starting with the weights of %s", source.name)
-        names = {path: ".".join(path) for path in flatten_dict(like.params)}
-        absent = {path for path, name in names.items() if is_of_indexer(name)}
-        absent = absent if "indexer" in excluded else set()
+        paths = flatten_dict(like.params) if "indexer" in excluded else ()
+        absent = {path for path in paths if is_of_indexer(".".join(path))}
         layers_params, params = (split(x, absent)[1] for x in (by_layers.params, like.params))
         restored = source.restore_model(model_tree(layers_params, by_layers.model_state))
         like_model = model_tree(params, like.model_state)
@@ -269,7 +268,7 @@ def start_from(
         if "model_state" in restored:
             restored = fill_missing(restored, like_model)
         if absent:
-            indexers, _ = split(program.init().params, absent)
+            indexers = _draw(program, lambda params: split(params, absent)[0], like.params)
             restored = {**restored, "params": join(restored["params"], indexers)}
         state = program.init_from(restored)
         progress = source.progress()
@@ -369,15 +368,26 @@ def _with_new_adapters(
             adapters = source.restore_model({"params": by_layer(like, model.stack)})["params"]
             adapters = by_stage(adapters, model.stack, like)
     else:
-        shardings = jax.tree.map(lambda leaf: leaf.sharding, like)
-        draw: Any = jax.jit(lambda k: split_adapters(model.init(k))[0], out_shardings=shardings)
-        with program.context():
-            adapters = draw(jax.random.key(program.config.train.seed))
+        adapters = _draw(program, lambda params: split_adapters(params)[0], like)
     variables = {"params": join(base.params, adapters)}
     if base.model_state:
         like_state = {"model_state": program.abstract_state().model_state}
         variables = fill_missing({**variables, "model_state": base.model_state}, like_state)
     return program.init_from(variables), Progress(base=base.record)
+
+
+def _draw(program: Program, select: Callable[[Params], Params], like: Params) -> Params:
+    """Return the initial values of the selected parameters; no others are computed.
+
+    Args:
+        program: program of the run.
+        select: parameters -> those to draw.
+        like: shapes and shardings, at least of these parameters.
+    """
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, select(like))
+    draw: Any = jax.jit(lambda key: select(program.model.init(key)), out_shardings=shardings)
+    with program.context():
+        return draw(jax.random.key(program.config.train.seed))
 
 
 def _with_progress(state: TrainState, progress: Progress) -> TrainState:
