@@ -7,6 +7,7 @@ process keeps to one core, and CPU time does not depend on the load. transformer
 the keys of our export. It trains no indexer, so that the one of sparse attention is frozen.
 """
 
+import dataclasses
 import os
 from collections.abc import Callable
 
@@ -39,7 +40,7 @@ def delta_net(heads: tuple[int, int, int], **options: object) -> step.Case:
     at = case("", "gated_delta_net", gated_delta_net=net, qk_norm=True, norm_unit_offset=True,
               attention_output_gate=True, **options)  # fmt: skip
     name = f"Gated DeltaNet, {values} heads of {width}, {at.batch} x {at.seq} tokens"
-    return step.replace(at, name=name)
+    return dataclasses.replace(at, name=name)
 
 
 _EXPERTS = {"num_experts": 4, "moe_top_k": 2, "moe_expert_dim": 256, "moe_shared_experts": 1,

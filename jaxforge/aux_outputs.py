@@ -6,7 +6,6 @@ the part's share of the loss, already weighted (`LossWeights`): the sum over all
 """
 
 import functools
-from collections import ChainMap
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -96,7 +95,9 @@ class AuxOutputs(NamedTuple):
 def join(*parts: AuxOutputs) -> AuxOutputs:
     """Return the auxiliary outputs of parts that have different names."""
     fields = zip(*parts, strict=True)
-    return AuxOutputs(*(dict(ChainMap(*map(dict, field))) for field in fields))
+    return AuxOutputs(*(
+        {name: value for values in field for name, value in values.items()} for field in fields
+    ))  # fmt: skip
 
 
 def merge(*parts: PyTree) -> PyTree:

@@ -207,10 +207,8 @@ def _combine(streams: Streams, factors: Float[Array, "b s n"]) -> Float[Array, "
     """Return Σ_i factor_i H_i in the dtype of the streams."""
     factors = factors.astype(streams.dtype)
     # A sum of products, which XLA fuses; products of such small matrices would be slower.
-    return sum(
-        (factors[..., i, None] * streams[..., i, :] for i in range(1, streams.shape[2])),
-        start=factors[..., 0, None] * streams[..., 0, :],
-    )
+    terms = (factors[..., i, None] * streams[..., i, :] for i in range(streams.shape[2]))
+    return functools.reduce(jnp.add, terms)
 
 
 def _unit_mean_square(streams: Streams, eps: float) -> Float[Array, "b s n*d"]:

@@ -93,7 +93,7 @@ class LayerSettings(NamedTuple):
     def rotated(
         self, x_BSHp: Float[Array, "b s heads p"], context: Context
     ) -> Float[Array, "b s heads p"]:
-        """Rotate all channels, if the layer has rotary positions."""
+        """Rotate the channels that have rotary positions, if the layer has some."""
         if not self.plan.has_rope(self.kind):
             return x_BSHp
         return rotate(

@@ -121,7 +121,6 @@ class Block(nnx.Module):
         """Run one layer; `precision` is `self.precision(...)`, if a subclass has called it."""
         precision = precision or self.precision(settings.kind, context)
         is_parallel, normed_BSD = self.config.parallel_residual, x_BSD
-        of_mlp = self.mlp_connection
         records_logits = self.records_max_logits and context.loss_weights is not None
         of_mixer = settings.with_point(MAX_LOGITS) if records_logits else settings
         mixed, y_BSD, mixing = MixerOut(x_BSD), None, None
@@ -136,7 +135,9 @@ class Block(nnx.Module):
             y_BSD = self._residual_term(self.attention_post_norm, mixed.y)
         if not is_parallel:
             x_BSD = _write(self.attention_connection, x_BSD, y_BSD, mixing)
-        entering, mixing = _read(of_mlp, x_BSD) if self.shared_norm is None else (normed_BSD, None)
+        entering, mixing = normed_BSD, None
+        if self.shared_norm is None:
+            entering, mixing = _read(self.mlp_connection, x_BSD)
         runtime = settings.runtime
         if cache is not None:  # tokens that extend a cache are in the order of the sequence
             runtime = runtime._replace(context="ulysses")
@@ -145,7 +146,8 @@ class Block(nnx.Module):
         if context.loss_weights is not None:  # all layers of a scan return the same names
             absent = set(self.config.mixers) - set(mixers)
             aux = join(aux, *(mixer_class(name).empty_aux(self.config) for name in sorted(absent)))
-        x_BSD = _write(of_mlp, _add(x_BSD, y_BSD if is_parallel else None), z_BSD, mixing)
+        x_BSD = _add(x_BSD, y_BSD if is_parallel else None)
+        x_BSD = _write(self.mlp_connection, x_BSD, z_BSD, mixing)
         if precision and precision.records_amax:
             # Scan outputs of all layers need the same names; this layer may be in bf16, or belong
             # to a stack with other names.

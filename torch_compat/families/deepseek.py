@@ -1,4 +1,4 @@
-"""DeepSeek-V2 and V3, Kimi K2, and dots.llm1, which has DeepSeek's experts."""
+"""DeepSeek-V2, V3 and V3.2, Kimi K2, and dots.llm1, which has DeepSeek's experts."""
 
 import dataclasses
 import reprlib

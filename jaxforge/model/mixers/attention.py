@@ -27,7 +27,6 @@ from jaxforge.model.layer import Context, LayerSettings
 from jaxforge.model.linear import Declare, Linear, normal, residual_std
 from jaxforge.model.mixer import Mixer, MixerOut, SavedValues, register_mixer
 from jaxforge.model.norm import build_qk_norm
-from jaxforge.model.rope import rotate
 from jaxforge.parallel.sharding import constrain
 
 
@@ -198,12 +197,8 @@ class Attention(Mixer):
 
         Norms that follow the rotation are applied between the two.
         """
-        c, (kind, plan, runtime, _) = self.config, settings
-        if plan.has_rope(kind):
-            rope = functools.partial(
-                rotate, by=context.rotation(kind), rope_as_matmul=runtime.rope_as_matmul
-            )
-            q_BSHh, k_BSKh = rope(q_BSHh), rope(k_BSKh)
+        c, (kind, plan, *_) = self.config, settings
+        q_BSHh, k_BSKh = (settings.rotated(x, context) for x in (q_BSHh, k_BSKh))
         if c.qk_norm_after_rotary:
             q_BSHh, k_BSKh = self.q_norm(q_BSHh), self.k_norm(k_BSKh)
         if c.qk_l2_norm:
