@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.custom_partitioning import custom_partitioning
+from jax.flatten_util import ravel_pytree
 from jax.sharding import NamedSharding, SingleDeviceSharding
 
 from jaxforge.checkpoint.manager import Checkpoints
@@ -119,6 +120,15 @@ def losses_and_gradients(ours: Setup, batches) -> tuple[np.ndarray, Params]:
         state = ours.state()
         result = [jax.device_get(run(state, ours.put(batch))) for batch in batches]
     return jax.tree.map(lambda *of_batches: np.stack(of_batches), *result)
+
+
+def loss_and_gradient(ours: Setup, batch) -> tuple[np.ndarray, np.ndarray]:
+    """Return the loss of a batch, and all gradients in one vector, with the layers in order."""
+    losses, grads = losses_and_gradients(ours, [batch])
+    for name in set(grads) & set(ours.config.model.stacks):
+        unstack = ours.model.stack.of(name).unstack
+        grads[name] = jax.tree.map(lambda x, unstack=unstack: unstack(x[0]), grads[name])
+    return losses, ravel_pytree(grads)[0]
 
 
 def over_steps(values):

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from flax import nnx
 from flax.traverse_util import flatten_dict
-from jax.flatten_util import ravel_pytree
 
 from jaxforge.aux_outputs import LossWeights, metric_value
 from jaxforge.config import rules
@@ -29,7 +28,7 @@ from jaxforge.model.runtime import Runtime
 from jaxforge.model.transformer import Model
 from tests.conftest import tiny_config
 from tests.helpers import (
-    losses_and_gradients,
+    loss_and_gradient,
     random_batches,
     setup,
     through_checkpoint,
@@ -251,13 +250,8 @@ def packed_batches(section, n):
 
 
 def values(section):
-    """Return the losses of a packed batch, and all gradients with the layers in their order."""
-    program = setup(section)
-    losses, grads = losses_and_gradients(program, packed_batches(section, 1))
-    order = program.model.stack
-    for name in set(grads) & set(section.model.stacks):
-        grads[name] = jax.tree.map(lambda x, n=name: order.of(n).unstack(x[0]), grads[name])
-    return losses, ravel_pytree(grads)[0]
+    """Return the loss of a packed batch, and all gradients."""
+    return loss_and_gradient(setup(section), packed_batches(section, 1)[0])
 
 
 @functools.cache
