@@ -107,7 +107,10 @@ def follow_torch(frozen_setup, batches, torch_loss):
         optimizer.zero_grad()
         loss.backward()
         for name, grad in named(of_step["grads"], model).items():
-            torch.testing.assert_close(grad, p[name].grad, rtol=1e-4, atol=5e-6, msg=name)
+            expected = p[name].grad
+            # Elements are sums of terms as large as the largest, and have the rounding of these.
+            rounding = 5e-6 * max(1.0, float(expected.abs().max()))
+            torch.testing.assert_close(grad, expected, rtol=1e-4, atol=rounding, msg=name)
         torch.nn.utils.clip_grad_norm_(p.values(), 1.0)
         optimizer.step()
         np.testing.assert_allclose(of_step["loss"], loss.item(), rtol=1e-5, atol=1e-6)
