@@ -7,7 +7,7 @@ from operator import attrgetter
 
 from jaxforge.config.eval import ATTENTION_WEIGHTS
 from jaxforge.config.job import JobConfig
-from jaxforge.config.mixers import LATENT_ATTENTION
+from jaxforge.config.mixers import GLOBAL_ATTENTION, LATENT_ATTENTION
 from jaxforge.config.model import ATTENTION
 from jaxforge.config.section import SplitBy, facts
 
@@ -216,7 +216,7 @@ def different_stages_exchange_in_groups(config: JobConfig, mesh: Mesh) -> Iterat
         f"with distributed.cp = {cp} in {pp * chunks} pipeline stages of different layers: set "
         "distributed.pp or cp to 1"
     )
-    recurrent = sorted({*config.model.mixers} - {ATTENTION, LATENT_ATTENTION})
+    recurrent = sorted({*config.model.mixers} - {ATTENTION, GLOBAL_ATTENTION, LATENT_ATTENTION})
     if recurrent:
         yield f"mixers {', '.join(recurrent)} are not supported {where}"
     elif cp_strategy(config) == "ring":
@@ -234,6 +234,16 @@ def _stages_are_equal(config: JobConfig, stages: int) -> bool:
     return len(set(parts)) == 1 or (not longer and is_periodic)
 
 
+def stages_share_nothing(config: JobConfig, mesh: Mesh) -> Iterator[str]:
+    """Refuse pipelines in which later stages need values of the first layers."""
+    for key in ("n_kv_shared_layers", "layer_embedding_dim"):
+        if mesh["pp"] > 1 and (value := getattr(config.model, key)):
+            yield (
+                f"model.{key} = {value} is not supported with distributed.pp = {mesh['pp']}, whose "
+                "stages exchange the residual stream only: set distributed.pp to 1"
+            )
+
+
 def biased_stages_have_equal_layers(config: JobConfig, mesh: Mesh) -> Iterator[str]:
     """Require equal layers per stage if the output of a layer has a bias.
 
@@ -248,10 +258,12 @@ def biased_stages_have_equal_layers(config: JobConfig, mesh: Mesh) -> Iterator[s
     after = model.norm_type == "layernorm" and model.norm_placement != "pre"
     biased = [name for name, table in model.mixer_tables.items() if table.has_output_bias]
     has_bias = model.o_bias or model.mlp_bias or biased
-    mixes = model.hyper_connections != "none"  # also with coefficients of zeros
+    # Coefficients of zeros would lose the residual.
+    mixes = model.hyper_connections != "none" or model.layer_multipliers
     if mesh["pp"] > 1 and model.n_layers % parts and (has_bias or after or mixes):
         keys = f"biases in model.{biased[0]}" if biased else "model.o_bias or mlp_bias"
-        what = "hyper_connections" if mixes else "a layernorm after its parts" if after else keys
+        mixing = "layer_multipliers" if model.layer_multipliers else "hyper_connections"
+        what = mixing if mixes else "a layernorm after its parts" if after else keys
         yield (
             f"model.n_layers = {model.n_layers} must be a multiple of {parts} pipeline stages in a "
             f"model with {what}: change model.n_layers or distributed.pp"

@@ -78,6 +78,21 @@ class DeltaSizes(NamedTuple):
         return self.value_heads * self.value_head_dim
 
 
+class HeadSizes(NamedTuple):
+    """Sizes of the heads of softmax attention.
+
+    Attributes:
+        kv_heads: number of key and value heads.
+        head_size: width of a query, key or value head.
+        projections: number of matrices of keys and values. 1: values are the keys before norm and
+            rotation. 0: both are those of an earlier layer.
+    """
+
+    kv_heads: int
+    head_size: int
+    projections: int = 2
+
+
 _MOST_VALUE_HEADS = 8  # per key head, in `smaller`
 GATED_DELTA_NET = "gated_delta_net"
 
@@ -239,6 +254,34 @@ class Mamba2Config(MixerConfig):
                 yield f"{first} = {least} must be less than {last} = {most}"
 
 
+GLOBAL_ATTENTION = "global_attention"
+
+
+class GlobalAttentionConfig(MixerConfig):
+    """`[model.global_attention]`: attention with heads of another size, in full layers of Gemma 4.
+
+    Its other settings are those of "attention".
+    """
+
+    head_dim: Annotated[PositiveInt, Structure()] = 512
+    """Width of a head."""
+    n_kv_heads: Annotated[PositiveInt | None, Structure(), SplitBy("tp")] = None
+    """Key/value heads; if not set, those of "attention" (model.n_kv_heads)."""
+    keys_as_values: Annotated[bool, Structure()] = False
+    """Take the keys, before their norm and rotation, as values: there is no v_proj."""
+
+    def smaller(self, tp: int) -> dict[str, Any]:
+        """Return the keys of a mixer with few channels."""
+        return {"head_dim": 16, "n_kv_heads": None}
+
+    def _problems(self) -> Iterator[str]:
+        if self.head_dim % 2:
+            yield (
+                f"head_dim = {self.head_dim} must be even: rotary embeddings pair the two halves "
+                "of a head"
+            )
+
+
 LATENT_ATTENTION, INDEXER = "latent_attention", "indexer"
 
 
@@ -354,6 +397,8 @@ class ShortConvolutionConfig(MixerConfig):
 class MixerTables(Section):
     """Tables of `[model]` for the mixers with settings."""
 
+    global_attention: GlobalAttentionConfig = GlobalAttentionConfig()
+    """Settings of layers with "global_attention" in mixer_pattern."""
     gated_delta_net: GatedDeltaNetConfig = GatedDeltaNetConfig()
     """Settings of layers with "gated_delta_net" in mixer_pattern."""
     kimi_delta_attention: KimiDeltaAttentionConfig = KimiDeltaAttentionConfig()

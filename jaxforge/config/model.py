@@ -8,7 +8,14 @@ from typing import Annotated, Literal, NamedTuple
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from jaxforge.config.mixers import LATENT_ATTENTION, MIXER_TABLES, MixerConfig, MixerTables
+from jaxforge.config.mixers import (
+    GLOBAL_ATTENTION,
+    LATENT_ATTENTION,
+    MIXER_TABLES,
+    HeadSizes,
+    MixerConfig,
+    MixerTables,
+)
 from jaxforge.config.section import (
     MOST_LAYERS,
     Constant,
@@ -33,6 +40,9 @@ ATTENTION, NO_MIXER = "attention", "none"
 MIXERS = Registry("model.mixer_pattern", ATTENTION, *MIXER_TABLES, NO_MIXER, joint="+")
 """Registered mixers (`model.mixer_pattern`), which exchange information between tokens."""
 
+SHARED_MIXERS = {name: f"shared_{name}" for name in (ATTENTION, GLOBAL_ATTENTION)}
+"""Mixer -> mixer of the layers of `n_kv_shared_layers`, which has no keys and values of its own."""
+
 FeedForward = Literal["dense", "experts", "none"]
 
 MTP, MTP_LOSS = "mtp", "mtp_loss"
@@ -54,10 +64,11 @@ _OF_ROTARY = Requires("position_embedding", "rotary")
 class RopeScaling(Section):
     """`[model.rope_scaling]`: scaling of rotary positions to longer contexts."""
 
-    rope_type: Literal["llama3", "linear", "dynamic", "yarn", "longrope"] = "llama3"
+    rope_type: Literal["llama3", "linear", "dynamic", "yarn", "longrope", "proportional"] = "llama3"
     """Scaling method. llama3: as in Llama 3.1. linear: every wavelength * factor. dynamic
     (NTK-aware): the base grows for sequences over original_max_seq_len. yarn, longrope: as in
-    their papers."""
+    their papers. proportional: every wavelength * factor, and only the pairs of channels with the
+    shortest wavelengths are rotated, as in Gemma 4."""
     factor: PositiveFloat = 8.0
     """Ratio of the extended to the original context length."""
     low_freq_factor: PositiveFloat = 1.0
@@ -65,7 +76,7 @@ class RopeScaling(Section):
     high_freq_factor: PositiveFloat = 4.0
     """llama3: wavelengths under original_max_seq_len / high_freq_factor are unchanged."""
     original_max_seq_len: PositiveInt = 8192
-    """Original context length in tokens; not used by linear."""
+    """Original context length in tokens; not used by linear and proportional."""
     attention_factor: PositiveFloat | None = None
     """yarn, longrope: factor on rotated queries and keys; if not set, the value of their papers."""
     beta_fast: PositiveFloat = 32.0
@@ -84,6 +95,8 @@ class RopeScaling(Section):
     original_max_seq_len tokens."""
     long_factor: tuple[PositiveFloat, ...] = ()
     """longrope: wavelength factor of each pair of channels, in longer sequences."""
+    rotated_share: Annotated[float, Field(gt=0, le=1), Requires("rope_type", "proportional")] = 1.0
+    """proportional: fraction of the pairs of channels that are rotated."""
 
     @property
     def score_factor(self) -> float:
@@ -102,6 +115,20 @@ class RopeScaling(Section):
                 f"low_freq_factor = {self.low_freq_factor} must be less than "
                 f"high_freq_factor = {self.high_freq_factor}"
             )
+
+
+class Rope(NamedTuple):
+    """Rotary positions.
+
+    Attributes:
+        theta: base of the frequencies.
+        scaling: scaling of the frequencies; None: none.
+        size: number of rotated channels of a head.
+    """
+
+    theta: float
+    scaling: RopeScaling | None
+    size: int
 
 
 _STACK_WORDS: dict[FeedForward, str] = {"dense": "dense", "experts": "moe", "none": ""}
@@ -136,15 +163,20 @@ def _layer_parts(
     mixers: tuple[str, ...],
     feed_forwards: tuple[FeedForward, ...],
     n_dense: int,
+    n_shared: int,
 ) -> tuple[LayerParts, ...]:
     """Return the parts of each layer, the first `n_dense` without experts.
 
-    They are cached, because rules and plans ask for each layer.
+    The last `n_shared` have the mixers with shared keys. Parts are cached, because rules and plans
+    ask for each layer.
     """
     repeated = zip(itertools.cycle(mixers), itertools.cycle(feed_forwards), strict=False)
     of_layers = enumerate(itertools.islice(repeated, n_layers))
     return tuple(
-        LayerParts(mixer, "dense" if kind == "experts" and i < n_dense else kind)
+        LayerParts(
+            SHARED_MIXERS.get(mixer, mixer) if i >= n_layers - n_shared else mixer,
+            "dense" if kind == "experts" and i < n_dense else kind,
+        )
         for i, (mixer, kind) in of_layers
     )
 
@@ -184,6 +216,9 @@ class ModelConfig(MixerTables):
     exchanges information between tokens. "none": the layer has a feed-forward only.
     "attention+mamba2": the layer has both, side by side, and adds their outputs. If empty, every
     layer has attention."""
+    n_kv_shared_layers: Annotated[NonNegativeInt, Structure()] = 0
+    """Number of last layers that take keys and values from an earlier layer: the last of all others
+    with the same mixer (Gemma 3n and 4)."""
     mixer_multipliers: Annotated[WeightTable, Constant()] = Field(default_factory=Weights)
     """Factors on the outputs of mixers by name, as in Falcon-H1: {attention = 0.9, mamba2 = 0.2}.
     Mixers that are not in the table have 1."""
@@ -225,6 +260,13 @@ class ModelConfig(MixerTables):
     """Number of token ids."""
     ffn_hidden_dim: Annotated[PositiveInt | None, SplitBy("tp", "ffn_dim")] = None
     """Feed-forward width; if not set, 4 * dim * 2/3, rounded up to a multiple of 256."""
+    kv_shared_ffn_dim: Annotated[
+        PositiveInt | None, Requires("n_kv_shared_layers"), SplitBy("tp")
+    ] = None
+    """Feed-forward width of the layers of n_kv_shared_layers; if not set, that of all others."""
+    layer_embedding_dim: Annotated[PositiveInt | None, Structure()] = None
+    """Width of the embeddings that each layer has of every token (Gemma 3n and 4), which gates of
+    the layer's output multiply. If not set, layers have none."""
     norm_type: Literal["rmsnorm", "layernorm"] = "rmsnorm"
     """Normalisation of attention, feed-forward and the final output."""
     norm_eps: Annotated[PositiveFloat, Constant()] = 1e-5
@@ -271,6 +313,9 @@ class ModelConfig(MixerTables):
     Falcon-H1."""
     embedding_multiplier: Annotated[PositiveFloat, Constant()] = 1.0
     """Factor on embeddings; sqrt(dim) in Gemma."""
+    layer_multipliers: bool = False
+    """Multiply the output of each layer, with its residual, by a number that checkpoints hold and
+    training does not change, as in Gemma 4. It is 1 in a new model."""
     residual_multiplier: Annotated[PositiveFloat, Constant()] = 1.0
     """Factor on the outputs of attention and feed-forward, as in Granite."""
     logits_scaling: Annotated[PositiveFloat, Constant()] = 1.0
@@ -330,8 +375,10 @@ class ModelConfig(MixerTables):
     qk_l2_norm: Annotated[bool, Structure()] = False
     """Divide the heads of queries and keys by their root mean square in layers with rotary
     positions, without weights (Llama 4)."""
+    value_norm: Annotated[bool, Structure()] = False
+    """Divide the heads of values by their root mean square, without weights (Gemma 4)."""
     qk_norm_eps: Annotated[PositiveFloat, Constant()] = 1e-5
-    """Added to the variance in the norms of queries and keys, independent of norm_eps."""
+    """Added to the variance in the norms of queries, keys and values, independent of norm_eps."""
     init_std: NonNegativeFloat = 0.02
     """Standard deviation of initial weights, over sqrt(2 n_layers) in o_proj and down_proj."""
     mup_base_width: Annotated[PositiveInt | None, Constant()] = None
@@ -397,6 +444,13 @@ class ModelConfig(MixerTables):
     """Width of the shared expert; if not set, the width of a routed expert."""
     moe_shared_expert_gate: Annotated[bool, _OF_EXPERTS, Requires("moe_shared_experts")] = False
     """Multiply the shared expert's output by a sigmoid gate per token, as in Qwen2-MoE."""
+    moe_separate_norms: Annotated[
+        bool, _OF_EXPERTS, Requires("moe_shared_experts"), Requires("norm_placement", "sandwich")
+    ] = False
+    """Router, experts and shared expert read the residual stream through a norm each, and the
+    outputs of experts and shared expert have a norm each before they are added (Gemma 4)."""
+    moe_expert_scales: Annotated[bool, _OF_EXPERTS] = False
+    """Multiply the output of each expert by a learned number (Gemma 4)."""
     moe_expert_dim: Annotated[PositiveInt | None, _OF_EXPERTS, SplitBy("tp", "expert_dim")] = None
     """Width of an expert; if not set, that of the feed-forward, rounded to a multiple of 16."""
     moe_latent_dim: Annotated[PositiveInt | None, _OF_EXPERTS, SplitBy("cp")] = None
@@ -426,7 +480,7 @@ class ModelConfig(MixerTables):
         """Return whether a key, or a key of a table, affects the model."""
         # Two keys give it an effect, which one `Needs` cannot say.
         if key == "qk_norm_eps":
-            return self.qk_norm or self.qk_l2_norm
+            return self.qk_norm or self.qk_l2_norm or self.value_norm
         if (table := key.partition(".")[0]) in MIXER_TABLES:
             return table in self.mixers
         needs = (needs for name, needs in facts(ModelConfig, Needs) if name == key)
@@ -451,6 +505,26 @@ class ModelConfig(MixerTables):
         return self.latent_attention.value_head_dim if has_latents else self.head_size
 
     @property
+    def widest_head(self) -> int:
+        """Width of a query or key head in the layers with the widest heads."""
+        return max([self.head_size, *(self.head_sizes(name).head_size for name in self.mixers)])
+
+    def head_sizes(self, mixer: str) -> HeadSizes:
+        """Return the sizes of the heads of a mixer with softmax attention."""
+        table, is_shared = self.global_attention, mixer in SHARED_MIXERS.values()
+        if mixer not in (GLOBAL_ATTENTION, SHARED_MIXERS[GLOBAL_ATTENTION]):
+            return HeadSizes(self.kv_heads, self.head_size, 0 if is_shared else 2)
+        kv_heads, own = table.n_kv_heads or self.kv_heads, 2 - table.keys_as_values
+        return HeadSizes(kv_heads, table.head_dim, 0 if is_shared else own)
+
+    @property
+    def key_sources(self) -> tuple[int, ...]:
+        """Layers whose keys and values the last `n_kv_shared_layers` layers use, in order."""
+        names = [parts.mixer for parts in self.layer_parts]
+        last = {SHARED_MIXERS.get(name): i for i, name in enumerate(names)}
+        return tuple(sorted(last[name] for name in {*names} & last.keys()))
+
+    @property
     def has_latent_attention(self) -> bool:
         """True if some layers have latent attention; other layers then have no other attention."""
         return any(LATENT_ATTENTION in mixer_names(mixer) for mixer in self.mixer_pattern)
@@ -469,6 +543,11 @@ class ModelConfig(MixerTables):
     def ffn_dim(self) -> int:
         """Width of the dense feed-forward: `ffn_hidden_dim`, or Llama's rule rounded up to 256."""
         return scaled_width(self.dim) if self.ffn_hidden_dim is None else self.ffn_hidden_dim
+
+    def dense_width(self, parts: LayerParts) -> int:
+        """Return the width of the dense feed-forward in layers with these parts."""
+        shared = self.kv_shared_ffn_dim if parts.mixer in SHARED_MIXERS.values() else None
+        return shared or self.ffn_dim
 
     @property
     def rotary_size(self) -> int:
@@ -500,15 +579,22 @@ class ModelConfig(MixerTables):
         return tuple(tokens if kind == selected_kind else None for kind in kinds)
 
     @property
-    def ropes(self) -> tuple[tuple[float, RopeScaling | None] | None, ...]:
-        """Rotary base and scaling of each layer; None for layers without rotary positions."""
+    def ropes(self) -> tuple[Rope | None, ...]:
+        """Rotary positions of each layer; None for layers without."""
         turns = itertools.cycle(self.rope_pattern or (self.position_embedding == "rotary",))
         # Sliding layers see a short context: Gemma 3 neither scales nor stretches their positions.
         full, local = (self.rope_theta, self.rope_scaling), self.local_rope_theta
         sliding = full if local is None else (local, None)
-        of_layers = zip(self.windows, turns, strict=False)
+        wide = {GLOBAL_ATTENTION, SHARED_MIXERS[GLOBAL_ATTENTION]}
+        of_layers = zip(self.windows, self.layer_parts, turns, strict=False)
         return tuple(
-            (full if window is None else sliding) if turn else None for window, turn in of_layers
+            Rope(
+                *(full if window is None else sliding),
+                self.global_attention.head_dim if parts.mixer in wide else self.rotary_size,
+            )
+            if turn
+            else None
+            for window, parts, turn in of_layers
         )
 
     @property
@@ -517,7 +603,7 @@ class ModelConfig(MixerTables):
         usual: tuple[FeedForward, ...] = ("experts" if self.num_experts else "dense",)
         return _layer_parts(
             self.n_layers, self.mixer_pattern or (ATTENTION,), self.feed_forward_pattern or usual,
-            self.moe_first_dense_layers,
+            self.moe_first_dense_layers, self.n_kv_shared_layers,
         )  # fmt: skip
 
     @property
@@ -605,6 +691,9 @@ class ModelConfig(MixerTables):
             yield from self._rotary_problems()
         if self.n_heads % self.kv_heads:
             yield not_multiple("n_heads", self.n_heads, "n_kv_heads", self.kv_heads)
+        if GLOBAL_ATTENTION in self.mixers:
+            yield from self._global_problems()
+        yield from self._gemma_problems()
         if self.activation == "swiglu_oai" and not self.is_gated:
             yield 'activation = "swiglu_oai" is always gated: remove gated_mlp'
         if self.swiglu_limit is not None and not self.is_gated:
@@ -738,12 +827,60 @@ class ModelConfig(MixerTables):
                 'feed_forward_pattern is "experts"'
             )
 
+    def _global_problems(self) -> Iterator[str]:
+        kv_heads = self.head_sizes(GLOBAL_ATTENTION).kv_heads
+        if self.n_heads % kv_heads:
+            yield not_multiple("n_heads", self.n_heads, "global_attention.n_kv_heads", kv_heads)
+        if self.partial_rotary_factor < 1:
+            yield (
+                f"partial_rotary_factor = {self.partial_rotary_factor} is not supported with mixer "
+                '"global_attention": remove it. rope_scaling of type "proportional" rotates a part '
+                "of the channels of full layers"
+            )
+        if any({ATTENTION, GLOBAL_ATTENTION} <= {*parts.mixers} for parts in self.layer_parts):
+            yield (
+                'mixer_pattern has "attention" and "global_attention" side by side, whose rotary '
+                "positions differ: choose one of them for each layer"
+            )
+
+    def _gemma_problems(self) -> Iterator[str]:
+        """Yield problems of shared keys and of embeddings of layers, which Gemma 3n introduced."""
+        used = {
+            f"n_kv_shared_layers = {self.n_kv_shared_layers}": self.n_kv_shared_layers,
+            f"layer_embedding_dim = {self.layer_embedding_dim}": self.layer_embedding_dim,
+        }
+        for setting in (name for name, value in used.items() if value):
+            for key in ("mtp_depth", "mup_base_width"):
+                if value := getattr(self, key):
+                    yield f"{key} = {value} is not supported with {setting}: remove one of them"
+        if self.layer_embedding_dim and self.hyper_connections != "none":
+            yield (
+                f'hyper_connections = "{self.hyper_connections}" is not supported with '
+                f"layer_embedding_dim = {self.layer_embedding_dim}: remove one of them"
+            )
+        names, shared = [parts.mixer for parts in self.layer_parts], self.n_kv_shared_layers
+        if shared >= self.n_layers:
+            yield (
+                f"n_kv_shared_layers = {shared} must be less than n_layers = {self.n_layers}: an "
+                "earlier layer computes the keys"
+            )
+            return
+        of_earlier = {SHARED_MIXERS.get(name) for name in names[: self.n_layers - shared]}
+        if wrong := [name for name in names[self.n_layers - shared :] if name not in of_earlier]:
+            mixer = next((own for own, name in SHARED_MIXERS.items() if name == wrong[0]), wrong[0])
+            yield (
+                f'n_kv_shared_layers = {shared} has layers of mixer "{mixer}", whose keys no '
+                f"earlier layer computes: set it to less, or change mixer_pattern. Layers of "
+                f"{' and '.join(SHARED_MIXERS)} share keys"
+            )
+
     def _latent_problems(self) -> Iterator[str]:
         # Both would share the sizes of heads, which the latents determine.
-        if any(ATTENTION in mixer_names(mixer) for mixer in self.mixer_pattern):
-            yield 'mixer_pattern has both "attention" and "latent_attention": choose one of them'
+        for other in (ATTENTION, GLOBAL_ATTENTION):
+            if other in self.mixers:
+                yield f'mixer_pattern has both "{other}" and "latent_attention": choose one of them'
         for key in ("head_dim", "n_kv_heads", "partial_rotary_factor", "qk_norm",
-                    "attention_sinks"):  # fmt: skip
+                    "attention_sinks", "value_norm"):  # fmt: skip
             if (value := getattr(self, key)) != type(self).model_fields[key].default:
                 shown = str(value).lower() if isinstance(value, bool) else value
                 yield f'{key} = {shown} is not possible with mixer "latent_attention": remove it'

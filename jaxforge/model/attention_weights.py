@@ -45,7 +45,7 @@ def capture_scores(
         selected_BSS: keys that each query attends to; None: all that it sees. The largest logits
             are those of all keys that queries see.
     """
-    kind, plan, runtime, capture = settings
+    kind, plan, runtime, capture, _ = settings
     captured: dict[str, Array] = {}
     inputs = plan.masks, kind.mask, q_BSHh, k_BSKh, context.segment_ids, scoring
     if ATTENTION_WEIGHTS in capture.points:

@@ -2,6 +2,7 @@
 
 from typing import NamedTuple
 
+from jaxforge.config.mixers import HeadSizes
 from jaxforge.config.model import ModelConfig
 
 
@@ -21,8 +22,8 @@ class MixerCost(NamedTuple):
     per_selected: int = 0
 
 
-def attention_cost(config: ModelConfig) -> MixerCost:
+def attention_cost(config: ModelConfig, sizes: HeadSizes) -> MixerCost:
     """Return the cost of grouped queries: q, k, v, o and gate, and two products per pair."""
-    c = config
-    heads = (2 + c.attention_output_gate) * c.n_heads + 2 * c.kv_heads
-    return MixerCost(c.dim * heads * c.head_size, per_pair=2 * c.n_heads * c.head_size)
+    c, width = config, sizes.head_size
+    heads = (2 + c.attention_output_gate) * c.n_heads + sizes.projections * sizes.kv_heads
+    return MixerCost(c.dim * heads * width, per_pair=2 * c.n_heads * width)

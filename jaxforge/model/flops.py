@@ -8,7 +8,7 @@ feed-forward width, V vocabulary, S sequence.
 
 from collections.abc import Iterator
 
-from jaxforge.config.model import ATTENTION, ModelConfig
+from jaxforge.config.model import SHARED_MIXERS, ModelConfig
 from jaxforge.model.cost import MixerCost, attention_cost
 
 
@@ -75,8 +75,8 @@ def _mixing(model: ModelConfig) -> Iterator[tuple[MixerCost, int | None, int | N
 
 def _mixer_cost(model: ModelConfig, mixer: str) -> MixerCost:
     """Return the cost of a mixer in one layer; JAX is not imported for softmax attention."""
-    if mixer == ATTENTION:
-        return attention_cost(model)
+    if mixer in (*SHARED_MIXERS, *SHARED_MIXERS.values()):
+        return attention_cost(model, model.head_sizes(mixer))
     from jaxforge.model.mixers import mixer_class
 
     return mixer_class(mixer).cost(model)
@@ -100,7 +100,8 @@ def matrix_elements(model: ModelConfig, feed_forward: int, experts: int) -> int:
 
     The output head counts once for each depth of multi-token prediction, too, and so do the
     projections to and from the latent of experts (`model.moe_latent_dim`). Matrices of
-    hyper-connections count once for each vector that they multiply.
+    hyper-connections count once for each vector that they multiply, and so do those of the
+    embeddings of layers (`model.layer_embedding_dim`).
 
     Args:
         model: a model with the structure of Llama.
@@ -110,12 +111,18 @@ def matrix_elements(model: ModelConfig, feed_forward: int, experts: int) -> int:
     routed = feed_forward * experts * model.expert_embed_dim * model.expert_dim
     routed += 2 * model.dim * (model.moe_latent_dim or 0)
     elements = {
-        "dense": feed_forward * model.dim * model.ffn_dim,
         "experts": routed + feed_forward * model.dim * model.shared_expert_dim,
         "none": 0,
     }
     blocks = model.layer_parts + (model.mtp_parts,) * model.mtp_depth
-    feed_forwards = sum(elements[block.feed_forward] for block in blocks)
+    feed_forwards = sum(
+        elements[block.feed_forward]
+        if block.feed_forward in elements
+        else feed_forward * model.dim * model.dense_width(block)
+        for block in blocks
+    )
+    # To the embeddings of all layers, and to and from the width of one in each layer.
+    embeddings = 3 * model.dim * model.n_layers * (model.layer_embedding_dim or 0)
     mixers = sum(cost.matrices for cost, _, _ in _mixing(model))
     # Coefficients of the residual streams, of each part.
     n, parts = model.n_streams, sum(len(block.mixers) > 0 for block in blocks)
@@ -125,4 +132,4 @@ def matrix_elements(model: ModelConfig, feed_forward: int, experts: int) -> int:
     projections = model.mtp_depth * 2 * model.dim
     heads = (1 + model.mtp_depth) * model.vocab_size
     of_streams = mixing[model.hyper_connections]
-    return mixers + feed_forwards + model.dim * (projections + heads + of_streams)
+    return mixers + feed_forwards + embeddings + model.dim * (projections + heads + of_streams)

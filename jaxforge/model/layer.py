@@ -23,6 +23,8 @@ class Context(NamedTuple):
         loss_weights: weights of the layers' loss terms; None outside of training.
         is_padding: tokens that are routed to no expert; None: there is no padding.
         mask_keys: key of each token for dropout (`model.dropout`); None: nothing is dropped.
+        keys: keys and values of earlier layers by name of their mixer, for layers without their
+            own (`model.n_kv_shared_layers`).
     """
 
     positions: Int[Array, "b s"] | None = None
@@ -31,14 +33,31 @@ class Context(NamedTuple):
     loss_weights: LossWeights | None = None
     is_padding: Bool[Array, "b s"] | None = None
     mask_keys: UInt32[Array, "b s"] | None = None
+    keys: Mapping[str, PyTree] = {}
 
-    def rotation(self, kind: LayerKind) -> Rotation:
-        """Return the rotation of a kind of layer."""
+    def with_keys(self, keys: Mapping[str, PyTree] | None) -> "Context":
+        """Return the context of layers that also use these keys and values."""
+        return self if keys is None else self._replace(keys={**self.keys, **keys})
+
+    def rotation(self, kind: LayerKind, channels: int) -> Rotation:
+        """Return the rotation of a kind of layer with heads of `channels` channels."""
         if isinstance(kind.rope, int):
             return self.rotations[kind.rope]
         if len(self.rotations) == 1:
             return self.rotations[0]
-        return jax.tree.map(lambda *angles: jnp.stack(angles)[kind.rope], *self.rotations)
+        # Angles that are too many belong to layers with wider heads, which have another stack.
+        most = max(rotation.cos.shape[-1] for rotation in self.rotations)
+        half = min(most, channels // 2)
+
+        def select(*angles: Float[Array, "b s _"]) -> Float[Array, "b s half"]:
+            fitting = [x if x.shape[-1] == most else _padded(x, most) for x in angles]
+            return jnp.stack(fitting)[kind.rope][..., :half]
+
+        return jax.tree.map(select, *self.rotations)
+
+
+def _padded(x: Float[Array, "b s _"], size: int) -> Float[Array, "b s size"]:
+    return jnp.pad(x, ((0, 0), (0, 0), (0, size - x.shape[-1])))
 
 
 Cache = Mapping[str, PyTree] | list[PyTree]
@@ -83,12 +102,14 @@ class LayerSettings(NamedTuple):
         plan: masks and rotary positions that `kind` selects from.
         runtime: kernels and rematerialization.
         capture: the activations to return.
+        passes_keys: whether to return keys and values, which later layers use.
     """
 
     kind: LayerKind
     plan: LayerPlan
     runtime: Runtime
     capture: Capture = NO_CAPTURE
+    passes_keys: bool = False
 
     def rotated(
         self, x_BSHp: Float[Array, "b s heads p"], context: Context
@@ -97,7 +118,9 @@ class LayerSettings(NamedTuple):
         if not self.plan.has_rope(self.kind):
             return x_BSHp
         return rotate(
-            x_BSHp, by=context.rotation(self.kind), rope_as_matmul=self.runtime.rope_as_matmul
+            x_BSHp,
+            by=context.rotation(self.kind, x_BSHp.shape[-1]),
+            rope_as_matmul=self.runtime.rope_as_matmul,
         )
 
     def with_point(self, name: str) -> "LayerSettings":
@@ -115,8 +138,10 @@ class LayerOut(NamedTuple):
         cache: the next decoding state, if the layer was given one; None: the layer has none.
         aux: auxiliary outputs.
         activations: the captured activations, by name.
+        keys: keys and values for later layers by name of the mixer; None: no layer needs them.
     """
 
     cache: PyTree
     aux: AuxOutputs = AuxOutputs()
     activations: Mapping[str, Array] = {}
+    keys: Mapping[str, PyTree] | None = None

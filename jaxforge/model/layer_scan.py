@@ -74,8 +74,8 @@ def split_into_groups(
     for first, end in ((0, leading), (leading, period.end), (period.end, len(plan.layers))):
         if first == end:
             continue
-        group_rows = _slice_layers(rows, plan, slice(first, end))
-        if first != leading:
+        group_rows = slice_layers(rows, plan, slice(first, end))
+        if first != leading or len(plan.layers) == 1:
             yield LayerGroup(
                 functools.partial(run, range(first, end), False, rows=group_rows), False
             )
@@ -193,9 +193,10 @@ def stack_outputs(stacks: Sequence[str], outs: Sequence[LayerOut]) -> LayerOut:
     states: dict[str, list[PyTree]] = {}
     for stack, out in zip(stacks, outs, strict=True):
         states.setdefault(stack, []).append(out.cache)
-    without_caches = [out._replace(cache=None) for out in outs]
+    without_caches = [out._replace(cache=None, keys=None) for out in outs]
     cache = {stack: _stacked(rows) for stack, rows in states.items()}
-    return _stacked(without_caches)._replace(cache=cache)
+    # Only layers that run alone return keys.
+    return _stacked(without_caches)._replace(cache=cache, keys=outs[-1].keys)
 
 
 def _stacked(trees: Sequence[PyTree]) -> Any:  # noqa: ANN401  # the type of the trees
@@ -249,8 +250,10 @@ def run_unstacked(
     return x_BSD, outs
 
 
-def _slice_layers(rows: LayerInputs, plan: LayerPlan, layers: slice) -> LayerInputs:
+def slice_layers(rows: LayerInputs, plan: LayerPlan, layers: slice) -> LayerInputs:
     """Return the rows of consecutive layers, without stacks that have none of these layers."""
+    if layers == slice(0, len(plan.layers)):
+        return rows
     slices = {stack: plan.stack_rows(stack, layers) for stack in rows.stacks}
     slices = {stack: at for stack, at in slices.items() if at.stop > at.start}
 

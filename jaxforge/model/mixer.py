@@ -33,12 +33,14 @@ class MixerOut(NamedTuple):
         cache: the next decoding state, if the mixer was given one.
         captured: values of the mixer that the layer captures, by name (`config.points`).
         aux: auxiliary outputs in training.
+        keys: keys and values for later layers, if the settings ask for them.
     """
 
     y: Float[Array, "b s d"]
     cache: PyTree = None
     captured: Mapping[str, Array] = {}
     aux: AuxOutputs = AuxOutputs()
+    keys: PyTree = None
 
 
 class SavedValues(NamedTuple):
@@ -189,7 +191,8 @@ def add_outputs(outs: Mapping[str, MixerOut], factors: Mapping[str, float]) -> M
     first, *further = outs
     cache = (states or None) if further else states.get(first)
     captured = {name: value for out in outs.values() for name, value in out.captured.items()}
-    return MixerOut(y_BSD, cache, captured, join(*(out.aux for out in outs.values())))
+    aux = join(*(out.aux for out in outs.values()))
+    return MixerOut(y_BSD, cache, captured, aux, outs[first].keys)
 
 
 def mix_shares(

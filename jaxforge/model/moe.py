@@ -16,7 +16,9 @@ from jaxforge.model import mup
 from jaxforge.model.experts import Experts
 from jaxforge.model.linear import Declare, Linear, residual_std, times
 from jaxforge.model.mlp import MLP
+from jaxforge.model.norm import LayerNorm, RMSNorm, build_norm
 from jaxforge.model.router import Router, bias_rate, next_bias, next_ema, term_weights
+from jaxforge.parallel.sharding import constrain
 from jaxforge.parallel.stages import Stack
 
 Params = dict[str, Any]
@@ -34,10 +36,17 @@ class MoE(nnx.Module):
         ℓ = latent_down_proj(x),  y = latent_up_proj(scaling · Σ_k weight_k · expert_k(ℓ))
 
     Each device of a `tp` group computes both projections for all tokens: `tp` splits neither side.
+
+    With `moe_separate_norms`, x is the residual stream, and n(·) are four norms (Gemma 4):
+
+        y = n(scaling · Σ_k weight_k · expert_k(n(x))) + n(shared_expert(n(x)))
     """
 
     def __init__(self, config: ModelConfig, declare: Declare) -> None:
         c = self.config = config
+        self.routed_norm, self.routed_post_norm, self.shared_norm, self.shared_post_norm = (
+            build_norm(c, declare) if c.moe_separate_norms else None for _ in range(4)
+        )
         self.router = Router(c, declare)
         self.experts = Experts(c, declare)
         if c.moe_latent_dim is not None:
@@ -76,7 +85,8 @@ class MoE(nnx.Module):
         routing, aux = self.router(x_BSD, loss_weights, is_padding)
         has_padding = is_padding is not None
         has_latent = c.moe_latent_dim is not None
-        inputs = self.latent_down_proj(x_BSD, precision) if has_latent else x_BSD
+        inputs = _normed(self.routed_norm, x_BSD)
+        inputs = self.latent_down_proj(inputs, precision) if has_latent else inputs
         y_BSD, dropped = self.experts(
             inputs, routing, backend, has_padding=has_padding, in_8_bits=in_8_bits,
             strategy=strategy,
@@ -86,15 +96,16 @@ class MoE(nnx.Module):
             y_BSD = y_BSD * jnp.asarray(c.moe_routed_scaling, y_BSD.dtype)
         if has_latent:
             y_BSD = self.latent_up_proj(y_BSD, precision)
+        y_BSD = _normed_output(self.routed_post_norm, y_BSD)
         if c.shared_expert_dim:
-            shared_BSD = self.shared_expert(x_BSD, precision)
+            shared_BSD = self.shared_expert(_normed(self.shared_norm, x_BSD), precision)
             if c.moe_shared_expert_gate:
                 # An output of the width, like the head: muP scales its input in the same way.
                 gated_BSD = times(x_BSD, mup.output_multiplier(c))
                 shared_BSD = shared_BSD * jax.nn.sigmoid(
                     self.shared_expert_gate(gated_BSD, precision)
                 )
-            y_BSD = y_BSD + shared_BSD
+            y_BSD = y_BSD + _normed_output(self.shared_post_norm, shared_BSD)
         if loss_weights is not None:
             assigned = jnp.float32(routing.experts.size)
             if is_padding is not None:
@@ -103,6 +114,17 @@ class MoE(nnx.Module):
             dropped_share = Mean(dropped, assigned)
             aux = aux._replace(metrics={**aux.metrics, "dropped": dropped_share})
         return y_BSD, aux
+
+
+def _normed(norm: RMSNorm | LayerNorm | None, x_BSD: Float[Array, "b s d"]) -> Array:
+    return x_BSD if norm is None else norm(x_BSD)
+
+
+def _normed_output(
+    norm: RMSNorm | LayerNorm | None, y_BSD: Float[Array, "b s d"]
+) -> Float[Array, "b s d"]:
+    """Normalize the sum over `tp` of a part's outputs, with its sequences split over `tp`."""
+    return y_BSD if norm is None else norm(constrain(y_BSD, "batch", "seq", None))
 
 
 def empty_expert_aux(config: ModelConfig) -> AuxOutputs:

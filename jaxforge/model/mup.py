@@ -85,9 +85,9 @@ def score_scale(config: ModelConfig) -> float | None:
     return base_scale * base / config.head_size
 
 
-def attention_scale(config: ModelConfig) -> float | None:
-    """Return `score_scale` times the factor of YaRN with `mscale_all_dim`."""
+def attention_scale(config: ModelConfig, head_size: int) -> float | None:
+    """Return `score_scale` times the factor of YaRN with `mscale_all_dim`, for heads of a width."""
     scale, scaling = score_scale(config), config.rope_scaling
     if scaling is None or scaling.score_factor == 1.0:
         return scale
-    return scaling.score_factor * (config.head_size**-0.5 if scale is None else scale)
+    return scaling.score_factor * (head_size**-0.5 if scale is None else scale)

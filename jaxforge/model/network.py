@@ -4,17 +4,19 @@ import dataclasses
 import functools
 from collections.abc import Callable, Mapping
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int, PyTree
 
 from jaxforge.aux_outputs import AuxOutputs, Max, join
 from jaxforge.config.eval import ATTENTION_WEIGHTS, MAX_LOGITS
-from jaxforge.config.model import FeedForward, LayerParts, ModelConfig
+from jaxforge.config.model import LayerParts, ModelConfig
 from jaxforge.kernels.fp8 import LayerPrecision
 from jaxforge.model import remat
 from jaxforge.model.hyper_connections import CONNECTIONS, HyperConnection, Mixing, StreamHead
 from jaxforge.model.layer import Capture, Context, LayerOut, LayerSettings
+from jaxforge.model.layer_embeddings import LayerEmbedding, LayerEmbeddings
 from jaxforge.model.linear import Declare, Embedding, Linear, look_up, normal, times
 from jaxforge.model.mixer import MixerOut, add_outputs, states_by_mixer
 from jaxforge.model.mixers import mixer_class
@@ -91,20 +93,26 @@ class Block(nnx.Module):
         before = config.norm_placement != "post"
         after = config.norm_placement != "pre"
         has_mixer, has_mlp = bool(self.parts.mixers), self.parts.feed_forward != "none"
+        has_experts = self.parts.feed_forward == "experts"
         separate = before and not config.shared_norm
+        normalizes = separate and has_mlp and not (has_experts and config.moe_separate_norms)
         self.shared_norm = build_norm(config, declare) if config.shared_norm else None
         self.attention_norm = build_norm(config, declare) if separate and has_mixer else None
         for name in self.parts.mixers:
             setattr(self, name, mixer_class(name)(config, declare))
         self.attention_post_norm = build_norm(config, declare) if after and has_mixer else None
-        self.mlp_norm = build_norm(config, declare) if separate and has_mlp else None
-        self.mlp = _build_feed_forward(self.parts.feed_forward, config, declare)
+        self.mlp_norm = build_norm(config, declare) if normalizes else None
+        self.mlp = _build_feed_forward(self.parts, config, declare)
         self.mlp_post_norm = build_norm(config, declare) if after and has_mlp else None
         connection = CONNECTIONS.get(config.hyper_connections)
         self.attention_connection, self.mlp_connection = (
             connection(config, declare, part) if connection and has_part else None
             for part, has_part in enumerate((has_mixer, has_mlp))
         )
+        has_embedding = config.layer_embedding_dim is not None
+        self.layer_embedding = LayerEmbedding(config, declare) if has_embedding else None
+        if config.layer_multipliers:
+            self.multiplier = declare.untrained((1,), (None,), jax.nn.initializers.ones)
         self.config = config
         self.fp8_names: tuple[str, ...] | None = None
         self.records_amax = self.records_max_logits = False
@@ -117,8 +125,18 @@ class Block(nnx.Module):
         *,
         settings: LayerSettings,
         precision: LayerPrecision | None = None,
+        embedding: Float[Array, "b s p"] | None = None,
     ) -> tuple[Float[Array, "b s d"], LayerOut]:
-        """Run one layer; `precision` is `self.precision(...)`, if a subclass has called it."""
+        """Run one layer.
+
+        Args:
+            x_BSD: residual stream, or streams.
+            context: properties of the tokens.
+            cache: decoding state; None in training and evaluation.
+            settings: settings of the layer.
+            precision: `self.precision(...)`, if a subclass has called it.
+            embedding: embeddings of the tokens for this layer, with `layer_embedding_dim`.
+        """
         precision = precision or self.precision(settings.kind, context)
         is_parallel, normed_BSD = self.config.parallel_residual, x_BSD
         records_logits = self.records_max_logits and context.loss_weights is not None
@@ -148,6 +166,11 @@ class Block(nnx.Module):
             aux = join(aux, *(mixer_class(name).empty_aux(self.config) for name in sorted(absent)))
         x_BSD = _add(x_BSD, y_BSD if is_parallel else None)
         x_BSD = _write(self.mlp_connection, x_BSD, z_BSD, mixing)
+        if self.layer_embedding is not None:
+            assert embedding is not None
+            x_BSD = x_BSD + self.layer_embedding(x_BSD, embedding, precision)
+        if self.config.layer_multipliers:
+            x_BSD = x_BSD * self.multiplier[...].astype(x_BSD.dtype)
         if precision and precision.records_amax:
             # Scan outputs of all layers need the same names; this layer may be in bf16, or belong
             # to a stack with other names.
@@ -158,7 +181,9 @@ class Block(nnx.Module):
             largest = Max(jnp.max(mixed.captured.get(MAX_LOGITS, heads), axis=0, initial=0.0))
             aux = aux._replace(statistics={**aux.statistics, MAX_LOGITS: largest})
         values = {"attention": y_BSD, "mlp": z_BSD, **mixed.captured}
-        return x_BSD, LayerOut(mixed.cache, aux, self._captured(values, x_BSD, settings.capture))
+        captured = self._captured(values, x_BSD, settings.capture)
+        keys = {self.parts.mixer: mixed.keys} if settings.passes_keys else None
+        return x_BSD, LayerOut(mixed.cache, aux, captured, keys)
 
     def _mixer(
         self, name: str, settings: LayerSettings, precision: LayerPrecision | None
@@ -274,6 +299,8 @@ class Transformer(nnx.Module):
         self.token_embedding = TokenEmbedding(config, declare)
         if config.position_embedding == "learned":
             self.position_embedding = PositionEmbedding(config, declare)
+        if config.layer_embedding_dim:
+            self.layer_embeddings = LayerEmbeddings(config, declare)
         for name, rows in config.stacks.items():
             stack_of_layers = declare._replace(layers=len(rows))
             setattr(self, name, Block(config, stack_of_layers, config.layer_parts[rows[0]]))
@@ -301,11 +328,13 @@ def _rematerialized(
 
 
 def _build_feed_forward(
-    kind: FeedForward, config: ModelConfig, declare: Declare
+    parts: LayerParts, config: ModelConfig, declare: Declare
 ) -> MoE | MLP | None:
-    if kind == "none":
+    if parts.feed_forward == "none":
         return None
-    return MoE(config, declare) if kind == "experts" else MLP(config, declare)
+    if parts.feed_forward == "experts":
+        return MoE(config, declare)
+    return MLP(config, declare, width=config.dense_width(parts))
 
 
 def _add(

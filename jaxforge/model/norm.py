@@ -87,11 +87,13 @@ def build_norm(config: ModelConfig, declare: Declare) -> RMSNorm | LayerNorm:
     return NORMS[config.norm_type](config.dim, config.norm_eps, declare, **options)
 
 
-def build_qk_norm(config: ModelConfig, heads: int, declare: Declare) -> RMSNorm | LayerNorm:
-    """Return the norm of queries or keys that `[model]` selects, for a number of heads."""
+def build_qk_norm(
+    config: ModelConfig, heads: int, head_size: int, declare: Declare
+) -> RMSNorm | LayerNorm:
+    """Return the norm of queries or keys that `[model]` selects, for heads of a width."""
     c, options = config, {"unit_offset": config.norm_unit_offset}
     if c.qk_norm_type == "layernorm":
         options["bias"] = False
     per_head = {"heads": heads} if c.qk_norm_scope == "each_head" else {}
-    size = c.head_size if c.qk_norm_scope == "head" else heads * c.head_size
+    size = head_size if c.qk_norm_scope == "head" else heads * head_size
     return NORMS[c.qk_norm_type](size, c.qk_norm_eps, declare, **options, **per_head)

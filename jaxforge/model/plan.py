@@ -6,28 +6,17 @@ compiled, and a scan runs over the periods, so that compile time does not grow w
 """
 
 import functools
-from collections.abc import Hashable, Sequence
+import itertools
+from collections.abc import Hashable, Iterator, Sequence
 from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int
 
-from jaxforge.config.model import ModelConfig, RopeScaling
+from jaxforge.config.model import ModelConfig, Rope
 from jaxforge.kernels.masking import Mask
 from jaxforge.parallel.stages import Stack
-
-
-class Rope(NamedTuple):
-    """Rotary positions.
-
-    Attributes:
-        theta: base of the frequencies.
-        scaling: scaling of the frequencies; None: none.
-    """
-
-    theta: float
-    scaling: RopeScaling | None
 
 
 class LayerKind(NamedTuple):
@@ -56,12 +45,22 @@ class LayerPlan(NamedTuple):
         ropes: distinct rotary positions; None: no rotation.
         layers: kind of each layer.
         stacks: name of each layer's stack of parameters (`ModelConfig.stacks`).
+        key_sources: layers whose keys and values later layers use, in order.
     """
 
     masks: tuple[Mask, ...]
     ropes: tuple[Rope | None, ...]
     layers: tuple[LayerKind, ...]
     stacks: tuple[str, ...]
+    key_sources: tuple[int, ...] = ()
+
+    def parts(self) -> Iterator["PlanPart"]:
+        """Return consecutive parts of the plan: each layer of `key_sources` is one of its own."""
+        inner = {edge for layer in self.key_sources for edge in (layer, layer + 1)}
+        for first, end in itertools.pairwise(sorted({0, *inner, len(self.layers)})):
+            layers = slice(first, end)
+            plan = self._replace(layers=self.layers[layers], stacks=self.stacks[layers])
+            yield PlanPart(plan, layers, first in self.key_sources)
 
     @property
     def is_uniform(self) -> bool:
@@ -111,6 +110,20 @@ class LayerPlan(NamedTuple):
         return next(self.stacks[:n] for n in lengths if _repeats(self.stacks, n))
 
 
+class PlanPart(NamedTuple):
+    """Consecutive layers of a plan.
+
+    Attributes:
+        plan: plan of these layers.
+        layers: their indices in the whole plan.
+        passes_keys: whether later layers use their keys and values.
+    """
+
+    plan: LayerPlan
+    layers: slice
+    passes_keys: bool
+
+
 def _repeats(names: Sequence[str], length: int) -> bool:
     """Return whether a sequence consists of repetitions of its first `length` names."""
     return all(name == names[i % length] for i, name in enumerate(names))
@@ -138,12 +151,13 @@ class Period(NamedTuple):
 def build_layer_plan(config: ModelConfig) -> LayerPlan:
     """Return the plan of the layers that `[model]` describes."""
     masks = [Mask(*limits) for limits in zip(config.windows, config.chunks, strict=True)]
-    ropes = [None if rope is None else Rope(*rope) for rope in config.ropes]
+    ropes = config.ropes
     all_masks, all_ropes = tuple(dict.fromkeys(masks)), tuple(dict.fromkeys(ropes))
     layers = zip(map(all_masks.index, masks), map(all_ropes.index, ropes), strict=True)
     stack_of = {i: name for name, rows in config.stacks.items() for i in rows}
     stacks = tuple(stack_of[i] for i in range(config.n_layers))
-    return LayerPlan(all_masks, all_ropes, tuple(LayerKind(*kind) for kind in layers), stacks)
+    kinds = tuple(LayerKind(*kind) for kind in layers)
+    return LayerPlan(all_masks, all_ropes, kinds, stacks, config.key_sources)
 
 
 @functools.cache

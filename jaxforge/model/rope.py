@@ -8,8 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from jaxforge.config.model import RopeScaling
-from jaxforge.model.plan import Rope
+from jaxforge.config.model import Rope, RopeScaling
 
 
 class Rotation(NamedTuple):
@@ -21,24 +20,22 @@ class Rotation(NamedTuple):
 
 def rotation(
     rope: Rope,
-    size: int,
     positions: Int[Array, "b s"],
     lengths: Int[Array, "b 1"] | int | None = None,
 ) -> Rotation:
     """Compute the angles position · frequency for every pair of channels of a head.
 
     Args:
-        rope: base and scaling of the frequencies.
-        size: number of rotated channels of a head.
+        rope: rotary positions of a layer.
         positions: positions of the tokens.
         lengths: number of tokens of each sequence, which determines some scalings; None: the number
             of `positions`.
     """
     scaling = rope.scaling
-    frequencies = jnp.asarray(inverse_frequencies(rope, size))
+    frequencies = jnp.asarray(inverse_frequencies(rope))
     if scaling is not None and scaling.rope_type in ("dynamic", "longrope"):
         tokens = jnp.asarray(positions.shape[1] if lengths is None else lengths)
-        frequencies = _by_length(rope, scaling, size, tokens[..., None])
+        frequencies = _by_length(rope, scaling, tokens[..., None])
     angles = positions[..., None].astype(jnp.float32) * frequencies
     cos, sin, factor = jnp.cos(angles), jnp.sin(angles), attention_factor(scaling)
     return Rotation(cos, sin) if factor == 1.0 else Rotation(cos * factor, sin * factor)
@@ -46,25 +43,24 @@ def rotation(
 
 def rotations(
     ropes: Sequence[Rope | None],
-    size: int,
     positions: Int[Array, "b s"],
     lengths: Int[Array, "b 1"] | int | None = None,
 ) -> tuple[Rotation, ...]:
     """Return the rotation of each of `ropes`; for None, by angles of 0."""
+    unrotated = Rope(1.0, None, min((rope.size for rope in ropes if rope), default=2))
     zeros = jnp.zeros_like(positions)
     return tuple(
-        rotation(Rope(1.0, None), size, zeros)
-        if rope is None
-        else rotation(rope, size, positions, lengths)
+        rotation(unrotated, zeros) if rope is None else rotation(rope, positions, lengths)
         for rope in ropes
     )
 
 
-def inverse_frequencies(rope: Rope, size: int) -> np.ndarray:
+def inverse_frequencies(rope: Rope) -> np.ndarray:
     """Return theta^(-2i / size) for i < size / 2 in float32, scaled by `rope.scaling`.
 
     Scalings that depend on the length of a sequence return the frequencies of short sequences.
     """
+    size = rope.size
     exponents = np.arange(0, size, 2, dtype=np.float32) / np.float32(size)
     frequencies = (1.0 / np.float32(rope.theta) ** exponents).astype(np.float32)
     scaling = rope.scaling
@@ -72,6 +68,9 @@ def inverse_frequencies(rope: Rope, size: int) -> np.ndarray:
         return frequencies
     if scaling.rope_type == "linear":
         return frequencies / np.float32(scaling.factor)
+    if scaling.rope_type == "proportional":
+        is_rotated = np.arange(size // 2) < int(scaling.rotated_share * size // 2)
+        return np.where(is_rotated, frequencies / np.float32(scaling.factor), np.float32(0))
     if scaling.rope_type == "longrope":
         return frequencies / np.asarray(scaling.short_factor, np.float32)
     if scaling.rope_type == "yarn":
@@ -153,7 +152,7 @@ def _yarn_scaled(frequencies: np.ndarray, theta: float, scaling: RopeScaling) ->
 
 
 def _by_length(
-    rope: Rope, scaling: RopeScaling, size: int, tokens: Int[Array, "*b 1 1"]
+    rope: Rope, scaling: RopeScaling, tokens: Int[Array, "*b 1 1"]
 ) -> Float[Array, "*b 1 half"]:
     """Return the rotary frequencies for sequences of the given number of tokens.
 
@@ -161,10 +160,10 @@ def _by_length(
     (NTK-aware) scaling multiplies the base by
     (factor · tokens / original - factor + 1)^(size / (size - 2)).
     """
-    original = scaling.original_max_seq_len
+    original, size = scaling.original_max_seq_len, rope.size
     is_longer = tokens > original
     if scaling.rope_type == "longrope":
-        plain = inverse_frequencies(Rope(rope.theta, None), size)
+        plain = inverse_frequencies(rope._replace(scaling=None))
         stretched: Array | np.ndarray = plain / np.asarray(scaling.long_factor, np.float32)
     else:
         longer = tokens.astype(jnp.float32) / original
@@ -172,4 +171,4 @@ def _by_length(
         base = rope.theta * grown ** (size / max(1, size - 2))
         exponents = np.arange(0, size, 2, dtype=np.float32) / np.float32(size)
         stretched = 1.0 / base**exponents
-    return jnp.where(is_longer, stretched, inverse_frequencies(rope, size))
+    return jnp.where(is_longer, stretched, inverse_frequencies(rope))

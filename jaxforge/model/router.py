@@ -27,6 +27,7 @@ from jaxforge.aux_outputs import AuxOutputs, LossWeights, Mean, Metric
 from jaxforge.config.model import ModelConfig
 from jaxforge.model import mup
 from jaxforge.model.linear import Declare, Float32Linear, times
+from jaxforge.model.norm import build_norm
 from jaxforge.parallel import collectives
 
 _EMA_DECAY = 0.99  # as in KempnerForge
@@ -60,10 +61,15 @@ class Gate(Float32Linear):
 
 
 class Router(nnx.Module):
-    """Router; `expert_bias` is trained under "kempnerforge", else non-trainable state."""
+    """Router; `expert_bias` is trained under "kempnerforge", else non-trainable state.
+
+    With `moe_separate_norms`, its input is the residual stream, which it normalizes and divides by
+    √d. With `moe_expert_scales`, weights of experts are multiplied by learned `expert_scales`.
+    """
 
     def __init__(self, config: ModelConfig, declare: Declare) -> None:
         self.config = config
+        self.norm = build_norm(config, declare) if config.moe_separate_norms else None
         self.gate = Gate(config, declare)
         shape, zeros = (config.num_experts,), jax.nn.initializers.zeros
         if config.bias_update == "sign":
@@ -72,6 +78,8 @@ class Router(nnx.Module):
             self.expert_bias = declare(shape, (None,), zeros)
             even = jax.nn.initializers.constant(1 / config.num_experts)
             self.expert_ema = declare.untrained(shape, (None,), even)
+        if config.moe_expert_scales:
+            self.expert_scales = declare(shape, (None,), jax.nn.initializers.ones)
 
     def __call__(
         self,
@@ -86,12 +94,17 @@ class Router(nnx.Module):
             loss_weights: weights of the loss terms; None outside of training.
             is_padding: tokens that are routed to no expert and left out of statistics.
         """
-        c, logits = self.config, self.gate(x_BSD)
+        c = self.config
+        if self.norm is not None:
+            x_BSD = self.norm(x_BSD) * jnp.asarray(c.dim**-0.5, x_BSD.dtype)
+        logits = self.gate(x_BSD)
         scores, ranking = self._scores(logits)
         _, experts = jax.lax.top_k(_within_groups(ranking, c), c.moe_top_k)
         weights = _scores_of(experts, scores)
         if c.moe_norm_topk:
             weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
+        if c.moe_expert_scales:
+            weights = weights * self.expert_scales[...].astype(weights.dtype)[experts]
         is_real = None
         if is_padding is not None:
             is_real, experts = ~is_padding, jnp.where(is_padding[..., None], c.num_experts, experts)

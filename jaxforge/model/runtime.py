@@ -140,7 +140,7 @@ def runtime_for(
     length = config.train.seq_len
     chunk = next((c for c in m.chunks if c is not None and c < length), None)
     at = KernelRequirements(
-        platform, dtype, m.head_size, length, m.attn_logit_softcap, chunk, m.attention_sinks,
+        platform, dtype, m.widest_head, length, m.attn_logit_softcap, chunk, m.attention_sinks,
         config.data.pack_sequences, capability, is_present=jax.default_backend() == platform,
         value_size=m.value_head_size,
     )  # fmt: skip

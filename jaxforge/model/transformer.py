@@ -41,12 +41,14 @@ from jaxforge.model.layer import (
 )
 from jaxforge.model.layer_scan import (
     Layer,
+    LayerGroup,
     LayerInputs,
     concatenate_outputs,
     join_periods,
     run_period,
     run_rows,
     run_unstacked,
+    slice_layers,
     split_into_groups,
     split_periods,
     unstack,
@@ -77,8 +79,12 @@ _COMPUTE_DTYPES = {
     "fp8": jnp.bfloat16,
 }
 
-_EMBEDDINGS = ("token_embedding", "position_embedding")
+LAYER_EMBEDDINGS = "layer_embeddings"
+"""Name of the parameter group of the embeddings that each layer has of tokens."""
+
+_EMBEDDINGS = ("token_embedding", "position_embedding", LAYER_EMBEDDINGS)
 _STREAM_HEAD = "stream_head"
+_EMBEDDING = "embedding of the tokens"  # among the inputs of a layer, next to its parameters
 
 Params = dict[str, Any]
 """Parameters: nested dicts of arrays, keyed by module and parameter name."""
@@ -316,14 +322,20 @@ class Model:
         """
         x_BSD = self.embed(params, batch)
         context = self.batch_context(x_BSD, batch, lengths=lengths, loss_weights=loss_weights)
-        layer = functools.partial(self._layer, context, capture)
+        layer = functools.partial(self._layer, context, capture, False)
+        if self.config.layer_embedding_dim:
+            params = self._with_layer_embeddings(params, x_BSD, batch["input_ids"])
         # Four ways through the layers. In decoding, each layer has arrays of its own, because a
         # scan would copy the cache for each token. Stages run their rows in `shard_map`. Equal
         # layers are one scan; others are groups: leading layers, a scan over periods, later layers.
         if isinstance(cache, list):
-            apart = zip(params[LAYERS], cache, strict=True)
-            x_BSD, layer_outs = run_unstacked(self.plan, layer, apart, x_BSD)
-            out = LayerOut([out.cache for out in layer_outs])
+            apart, caches = list(zip(params[LAYERS], cache, strict=True)), list[PyTree]()
+            for part in self.plan.parts():
+                layer = functools.partial(self._layer, context, capture, part.passes_keys)
+                x_BSD, outs = run_unstacked(part.plan, layer, apart[part.layers], x_BSD)
+                context = context.with_keys(outs[-1].keys)
+                caches += [out.cache for out in outs]
+            out = LayerOut(caches)
         elif self.stack.stages > 1 and STAGES in automatic_axes():
             # None: all stages have the same layers. Otherwise a row says which layer it holds.
             locations = None if self.stack.has_equal_stages else self.stack.locations()
@@ -342,13 +354,29 @@ class Model:
             out = out._replace(cache=cache and {LAYERS: out.cache})
         else:
             inputs = LayerInputs({name: params[name] for name in self.config.stacks}, cache)
-            groups = list(split_into_groups(self.plan, layer, inputs, self.runtime.unroll))
-            outs = []
-            for group in groups:
-                x_BSD, out = group.run(x_BSD)
-                outs.append(out)
+            groups, outs = list[LayerGroup](), list[LayerOut]()
+            for part in self.plan.parts():
+                layer = functools.partial(self._layer, context, capture, part.passes_keys)
+                rows = slice_layers(inputs, self.plan, part.layers)
+                for group in split_into_groups(part.plan, layer, rows, self.runtime.unroll):
+                    x_BSD, out = group.run(x_BSD)
+                    context = context.with_keys(out.keys)
+                    groups.append(group)
+                    outs.append(out._replace(keys=None))
             out = concatenate_outputs(groups, outs)
         return self.final_norm(params, x_BSD), out
+
+    def _with_layer_embeddings(
+        self, params: Params, x_BSD: Float[Array, "b s d"], tokens: Int[Array, "b s"]
+    ) -> Params:
+        """Return parameters of layers together with the embeddings of tokens for each layer."""
+        module = self.module(LAYER_EMBEDDINGS, params[LAYER_EMBEDDINGS])
+        e_LBSP = module(x_BSD, tokens)
+        if LAYERS in params and isinstance(params[LAYERS], list):
+            layers = zip(params[LAYERS], e_LBSP, strict=True)
+            return {**params, LAYERS: [{**layer, _EMBEDDING: e_BSP} for layer, e_BSP in layers]}
+        rows = {name: e_LBSP[np.array(layers)] for name, layers in self.config.stacks.items()}
+        return {**params, **{name: {**params[name], _EMBEDDING: e} for name, e in rows.items()}}
 
     def extend(
         self,
@@ -415,7 +443,7 @@ class Model:
         """
         at = jnp.arange(x_BSD.shape[1])[None] if positions is None else positions
         length = x_BSD.shape[1] * collectives.axis_size("context") if lengths is None else lengths
-        angles = rotations(self.plan.ropes, self.config.rotary_size, at, length)
+        angles = rotations(self.plan.ropes, at, length)
         return Context(positions, segment_ids, angles, loss_weights)
 
     def batch_context(
@@ -440,17 +468,25 @@ class Model:
         return any(mixer_class(name).is_recurrent for name in self.config.mixers)
 
     def _layer(
-        self, context: Context, capture: Capture, kind: LayerKind, stack: str, in_loop: bool
+        self,
+        context: Context,
+        capture: Capture,
+        passes_keys: bool,
+        kind: LayerKind,
+        stack: str,
+        in_loop: bool,
     ) -> Layer:
         """Return the layer function of a stack, rematerialized according to the runtime."""
-        settings = LayerSettings(kind, self.plan, self.runtime, capture)
+        settings = LayerSettings(kind, self.plan, self.runtime, capture, passes_keys)
 
         def run_layer(x_BSD: Array, row: tuple[Params, PyTree]) -> tuple[Array, LayerOut]:
             params, cache = row
             # The name by which a policy moves the inputs of layers to host memory.
             x_BSD = remat.name_input(x_BSD)
-            block = self.block(stack, params, context)
-            x_BSD, out = block(x_BSD, context, cache, settings=settings)
+            own = {name: value for name, value in params.items() if name != _EMBEDDING}
+            of_tokens = {"embedding": params[_EMBEDDING]} if _EMBEDDING in params else {}
+            block = self.block(stack, own, context)
+            x_BSD, out = block(x_BSD, context, cache, settings=settings, **of_tokens)
             residual = capture.collect({"residual": x_BSD})
             return x_BSD, out._replace(activations={**out.activations, **residual})
 
@@ -470,7 +506,7 @@ class Model:
         cache: PyTree,
     ) -> tuple[Array, PyTree, tuple[AuxOutputs, PyTree]]:
         kinds, locations, stacks = layers
-        layer = functools.partial(self._layer, context, capture)
+        layer = functools.partial(self._layer, context, capture, False)
         if locations is not None:
             names = self.stack.stack_names
             x, out = run_rows(names, layer, x, (kinds, locations), LayerInputs(stacks, cache))
@@ -517,7 +553,7 @@ class Model:
             loss_weights: weights of the loss terms.
         """
         context = self.batch_context(hidden_BSD, batch, loss_weights=loss_weights)
-        run_block = self._layer(context, NO_CAPTURE, self.plan.layers[-1], MTP, False)
+        run_block = self._layer(context, NO_CAPTURE, False, self.plan.layers[-1], MTP, False)
         # `final_norm` has scaled its result for the head; modules take the unscaled norm.
         x_BSD = times(hidden_BSD, 1 / self._head_scale)
         for depth in range(self.config.mtp_depth):

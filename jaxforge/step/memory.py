@@ -145,9 +145,13 @@ class _Sizes:
         """Return the bytes of activations that the forward saves for the backward pass."""
         save = self.config.train.activation_checkpointing
         if not self.pipelined:
+            # Embeddings of all layers and their gradient.
+            of_layers = 2 * self.bytes * (self.model.config.layer_embedding_dim or 0)
+            embeddings = self.n_layers * self.tokens * self._share(of_layers)
             offloads = "activations" in self.config.train.offload
             layers = min(self.n_layers, _LAYERS_IN_TRANSFER) if offloads else self.n_layers
-            return layers * self.tokens * self._saved_per_token(save) + self._modules(save)
+            saved = layers * self.tokens * self._saved_per_token(save)
+            return saved + self._modules(save) + embeddings
         d = self.config.distributed
         schedule = SCHEDULES[d.pp_schedule](d.pp, self.config.train.grad_accum_steps, d.chunks)
         layers = self.n_layers // d.chunks
@@ -270,7 +274,7 @@ class _Sizes:
     def _width(self) -> int:
         """Return the hidden width per token of a feed-forward, or of all of a token's experts."""
         c = self.model.config
-        dense = self._share(c.ffn_dim)
+        dense = self._share(max(map(c.dense_width, c.layer_parts)))
         if not c.is_moe:
             return dense
         rows = self._rows_per_token()

@@ -15,7 +15,12 @@ from jaxforge.config.model import ModelConfig
 from jaxforge.config.train import TrainConfig
 from jaxforge.model.fp8_layers import describe_products
 from jaxforge.model.runtime import gpu_capability
-from jaxforge.model.transformer import Model, active_parameter_count, parameter_count
+from jaxforge.model.transformer import (
+    LAYER_EMBEDDINGS,
+    Model,
+    active_parameter_count,
+    parameter_count,
+)
 from jaxforge.parallel import device_memory
 from jaxforge.parallel.device_memory import bytes_per_device, gigabytes
 from jaxforge.parallel.mesh import data_parallel_size, describe_mesh
@@ -58,6 +63,7 @@ def _rows(
     yield "experts", _experts(model)
     count = human(parameter_count(model.abstract))
     yield "parameters", f"{count} in {train.param_dtype}, computing in {train.mixed_precision}"
+    yield "embeddings of layers", describe_layer_embeddings(state)
     yield "adapters", _adapters(model)
     yield "frozen model", _frozen(frozen)
     yield "optimizer", _optimizer(config)
@@ -199,6 +205,14 @@ def describe_average(train: TrainConfig, nbytes: int) -> str:
         f"of the parameters, decay {train.ema_decay:g}{every}{start}, in {train.ema_dtype}: "
         f"{gigabytes(nbytes)} per device"
     )
+
+
+def describe_layer_embeddings(state: TrainState) -> str:
+    """Describe the size of the embeddings of layers; empty without them."""
+    if (embeddings := state.params.get(LAYER_EMBEDDINGS)) is None:
+        return ""
+    count, size = parameter_count(embeddings), bytes_per_device(embeddings)
+    return f"{human(count)} parameters, {gigabytes(size)} per device"
 
 
 def _experts(model: Model) -> str:

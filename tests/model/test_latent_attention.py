@@ -61,7 +61,7 @@ def run(mixer, x, cache=None, positions=None, segment_ids=None, capture=NO_CAPTU
 
     @jax.jit
     def mix(x, cache, at, segment_ids):
-        turned = rotations(plan.ropes, mixer.config.rotary_size, at)
+        turned = rotations(plan.ropes, at)
         context = Context(None if cache is None else at, segment_ids, turned)
         return mixer(x, context, cache, settings=settings)
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxforge.config.model import ModelConfig
+from jaxforge.config.model import ModelConfig, Rope
 from jaxforge.config.reading.load import make_config
 from jaxforge.errors import UserError
 from jaxforge.kernels.masking import FULL, Mask
@@ -16,7 +16,6 @@ from jaxforge.model.plan import (
     LayerKind,
     LayerPlan,
     Period,
-    Rope,
     build_layer_plan,
     shortest_period,
 )
@@ -73,11 +72,11 @@ def test_layer_kinds_follow_config():
     plan = build_layer_plan(ModelConfig(**SHAPE, **LEADING))
     windows = [plan.masks[kind.mask] for kind in plan.layers]
     assert windows == [Mask(n) for n in (None, None, 5, 5, None, 5, 5, None, 5)]
-    full, local = Rope(10000.0, None), Rope(100.0, None)
+    full, local = Rope(10000.0, None, 8), Rope(100.0, None, 8)
     ropes = [plan.ropes[kind.rope] for kind in plan.layers]
     assert ropes == [full, full, None, local, full, None, local, full, None]
     for window in (None, 7):
-        plan = build_layer_plan(ModelConfig(n_layers=3, sliding_window=window))
+        plan = build_layer_plan(ModelConfig(n_layers=3, head_dim=8, sliding_window=window))
         expected = LayerPlan((Mask(window),), (full,), (LayerKind(0, 0),) * 3, ("layers",) * 3)
         assert plan == expected
 

@@ -10,9 +10,9 @@ import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from jaxforge.config.model import ModelConfig, RopeScaling
+from jaxforge.config.model import ModelConfig, Rope, RopeScaling
 from jaxforge.model.mup import attention_scale
-from jaxforge.model.plan import Rope, build_layer_plan
+from jaxforge.model.plan import build_layer_plan
 from jaxforge.model.rope import attention_factor, inverse_frequencies, rotate, rotation
 from jaxforge.model.transformer import Model
 
@@ -29,7 +29,7 @@ def rope(**options):
 
 @functools.partial(jax.jit, static_argnums=(0, 3))
 def turned(rope, x, positions, as_matmul=False):
-    return rotate(x, rotation(rope, HEAD, positions), rope_as_matmul=as_matmul)
+    return rotate(x, rotation(rope, positions), rope_as_matmul=as_matmul)
 
 
 def rotated(x, positions, **options):
@@ -130,8 +130,8 @@ SCALINGS = [RopeScaling(), RopeScaling(factor=32.0, low_freq_factor=2.0, high_fr
 
 @pytest.mark.parametrize("scaling", SCALINGS, ids=str)
 def test_llama3_scaling_matches_reference(scaling):
-    plain = inverse_frequencies(Rope(500000.0, None), 128)
-    computed = inverse_frequencies(Rope(500000.0, scaling), 128)
+    plain = inverse_frequencies(Rope(500000.0, None, 128))
+    computed = inverse_frequencies(Rope(500000.0, scaling, 128))
     assert computed.dtype == np.float32
     expected = [scaled_frequency(float(f), scaling) for f in plain]
     np.testing.assert_allclose(computed, expected, rtol=1e-6)
@@ -146,7 +146,9 @@ def test_yarn_mscale_follows_deepseek():
     yarn = {"rope_type": "yarn", "factor": 40.0}
     both = RopeScaling(**yarn, mscale=1.0, mscale_all_dim=1.0)
     assert attention_factor(both) == 1.0
-    assert attention_scale(config(rope_scaling=both)) == pytest.approx(1.36888794541139363**2 / 4)
+    assert attention_scale(config(rope_scaling=both), HEAD) == pytest.approx(
+        1.36888794541139363**2 / 4
+    )
     uneven = RopeScaling(**yarn, mscale=1.0, mscale_all_dim=0.5)
     assert attention_factor(uneven) == pytest.approx(1.36888794541139363 / 1.18444397270569681)
     assert attention_factor(RopeScaling(**yarn)) == pytest.approx(1.36888794541139363)
@@ -154,8 +156,8 @@ def test_yarn_mscale_follows_deepseek():
         RopeScaling(**yarn)
     )
     scaled = config(rope_scaling=uneven, attention_scale=0.5)
-    assert attention_scale(scaled) == pytest.approx(0.5 * 1.18444397270569681**2)
-    assert attention_scale(config(rope_scaling=RopeScaling(**yarn))) is None
+    assert attention_scale(scaled, HEAD) == pytest.approx(0.5 * 1.18444397270569681**2)
+    assert attention_scale(config(rope_scaling=RopeScaling(**yarn)), HEAD) is None
 
 
 @pytest.mark.parametrize(
@@ -166,3 +168,9 @@ def test_yarn_mscale_follows_deepseek():
 def test_mscale_without_effect_is_a_problem(keys, message):
     with pytest.raises(ValueError, match=message):
         RopeScaling(**keys)
+
+
+def test_proportional_positions_rotate_the_first_pairs_at_the_frequencies_of_the_whole_head():
+    scaling = RopeScaling(rope_type="proportional", factor=2.0, rotated_share=0.25)
+    plain, part = (inverse_frequencies(Rope(1e6, s, 64)) for s in (None, scaling))
+    np.testing.assert_allclose(part, np.where(np.arange(32) < 8, plain / 2, 0.0))

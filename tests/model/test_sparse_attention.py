@@ -70,7 +70,7 @@ def mixer_of(**keys):
 def run(mixer, x, segment_ids, padding):
     """Return outputs of a mixer, and the gradients of Σ y c and the loss."""
     plan = build_layer_plan(mixer.config)
-    angles = rotations(plan.ropes, mixer.config.rotary_size, np.arange(LENGTH)[None])
+    angles = rotations(plan.ropes, np.arange(LENGTH)[None])
     weights = LossWeights(jnp.float64(1.0), jnp.float64(1 / np.sum(~padding)))
     context = Context(None, segment_ids, angles, weights, padding)
     capture = Capture((ATTENTION_WEIGHTS, MAX_LOGITS))

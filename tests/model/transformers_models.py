@@ -31,6 +31,7 @@ def hugging_face_config(kind, config):
     if config.rope_scaling is not None:
         scaling = config.rope_scaling.model_dump()
         original = scaling.pop("original_max_seq_len")
+        del scaling["rotated_share"]
         rope |= {"rope_type": "llama3", "original_max_position_embeddings": original, **scaling}
     return kind(
         vocab_size=config.vocab_size,

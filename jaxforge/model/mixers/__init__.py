@@ -8,6 +8,7 @@ from jaxforge.config.model import MIXERS, ModelConfig, mixer_names
 from jaxforge.model.linear import parameter_shapes
 from jaxforge.model.mixer import Mixer
 from jaxforge.model.mixers.combined import CombinedMixers
+from jaxforge.model.mixers.shared_attention import CLASSES
 
 
 def discover() -> None:
@@ -25,6 +26,8 @@ def mixer_class(name: str) -> type[Mixer]:
     Raises:
         UserError: the name, or a name that it joins, is not registered.
     """
+    if name in CLASSES:
+        return CLASSES[name]
     # A class is its own builder.
     parts: dict[str, type[Mixer]] = {each: MIXERS[each] for each in mixer_names(name)}  # type: ignore[misc]
     return parts[name] if name in parts else CombinedMixers.of(parts)

@@ -2,12 +2,13 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxforge.config.mixers import HeadSizes
 from jaxforge.config.model import ATTENTION, ModelConfig
 from jaxforge.kernels.attention_backends import attend_with_masks
 from jaxforge.kernels.context_parallel import attend_across_devices, context_size
@@ -26,7 +27,7 @@ from jaxforge.model.cost import MixerCost, attention_cost
 from jaxforge.model.layer import Context, LayerSettings
 from jaxforge.model.linear import Declare, Linear, normal, residual_std
 from jaxforge.model.mixer import Mixer, MixerOut, SavedValues, register_mixer
-from jaxforge.model.norm import build_qk_norm
+from jaxforge.model.norm import LayerNorm, RMSNorm, build_qk_norm
 from jaxforge.parallel.sharding import constrain
 
 
@@ -46,6 +47,10 @@ class KVCache(NamedTuple):
         return KVCache(write_rows(self.k, k, positions), write_rows(self.v, v, positions))
 
 
+Keys = KVCache | tuple[Float[Array, "b s kv h"], Float[Array, "b s kv h"]]
+"""Keys and values that queries attend to: those of a sequence, or a cache."""
+
+
 @register_mixer(ATTENTION)
 class Attention(Mixer):
     """Attention of `n_heads` query and `kv_heads` key/value heads; optional norms of q and k.
@@ -56,33 +61,36 @@ class Attention(Mixer):
     """
 
     scores_pairs = True
+    name: ClassVar[str] = ATTENTION
 
     def __init__(self, config: ModelConfig, declare: Declare) -> None:
-        c = config
-        embed, heads = (c.dim, "embed"), (c.n_heads * c.head_size, "heads")
-        kv_heads = (c.kv_heads * c.head_size, "kv_heads")
+        c, sizes = config, self._sizes(config)
+        width = sizes.head_size
+        embed, heads = (c.dim, "embed"), (c.n_heads * width, "heads")
+        kv_heads = (sizes.kv_heads * width, "kv_heads")
         project = functools.partial(
             Linear,
             inp=embed,
             std=c.init_std,
             declare=declare,
             bias=c.qkv_bias,
-            out_head=c.head_size,
+            out_head=width,
         )
-        self.q_proj, self.k_proj, self.v_proj = project(heads), project(kv_heads), project(kv_heads)
+        self.q_proj = project(heads)
+        self.k_proj = project(kv_heads) if sizes.projections > 0 else None
+        self.v_proj = project(kv_heads) if sizes.projections > 1 else None
         if c.attention_output_gate:
             self.gate_proj = project(heads)
         self.o_proj = Linear(
-            embed, heads, std=residual_std(c), declare=declare, bias=c.o_bias, inp_head=c.head_size
+            embed, heads, std=residual_std(c), declare=declare, bias=c.o_bias, inp_head=width
         )
-        if c.qk_norm:
-            self.q_norm, self.k_norm = (
-                build_qk_norm(c, n, declare) for n in (c.n_heads, c.kv_heads)
-            )
+        norm = functools.partial(build_qk_norm, c, head_size=width, declare=declare)
+        self.q_norm = norm(c.n_heads) if c.qk_norm else None
+        self.k_norm = norm(sizes.kv_heads) if c.qk_norm and self.k_proj else None
         if c.attention_sinks:
             self.sinks = declare((c.n_heads,), ("heads",), normal(c.init_std))
         self.config = c
-        self.scoring = Scoring(mup.attention_scale(c), c.attn_logit_softcap)
+        self.scoring = Scoring(mup.attention_scale(c, width), c.attn_logit_softcap)
 
     def __call__(
         self,
@@ -95,46 +103,62 @@ class Attention(Mixer):
     ) -> MixerOut:
         """Attend to the tokens of `x` and, with a cache, to all earlier tokens."""
         kind, plan = settings.kind, settings.plan
-        c, q, k = self.config, self.q_proj(x_BSD, precision), self.k_proj(x_BSD, precision)
-        # The order matters to imported weights: norm over the projection, clip, norm of heads,
-        # rotation, norm of rotated heads or unit norm, temperature.
-        if c.qk_norm and c.qk_norm_scope == "projection":
-            q, k = _over_heads(self.q_norm, q), _over_heads(self.k_norm, k)
-        q_BSHh = constrain_heads(_clipped(q, c.clip_qkv), "heads")
-        k_BSKh = constrain_heads(_clipped(k, c.clip_qkv), "kv_heads")
-        if c.qk_norm and c.qk_norm_scope != "projection" and not c.qk_norm_after_rotary:
-            q_BSHh, k_BSKh = self.q_norm(q_BSHh), self.k_norm(k_BSKh)
-        v = _clipped(self.v_proj(x_BSD, precision), c.clip_qkv)
-        v_BSKh = constrain_heads(v, "kv_heads")
-        q_BSHh, k_BSKh = self._with_positions(q_BSHh, k_BSKh, context, settings)
+        c, q = self.config, self.q_proj(x_BSD, precision)
+        q_BSHh = self._positioned(q, self.q_norm, "heads", context, settings)
+        if c.attn_temperature_scale is not None:
+            factor_BS = _temperature(c, q_BSHh.shape[1], context, plan.rotates(kind))
+            q_BSHh = (q_BSHh * factor_BS[..., None, None]).astype(q_BSHh.dtype)
+        keys = self._keys(x_BSD, context, cache, settings, precision)
         # Scores are float32, so sinks are, too.
         sinks = self.sinks[...].astype(jnp.float32) if c.attention_sinks else None
         captured: dict[str, Array] = {}
-        if cache is None:
-            y_BSHh, captured = attend_to_sequence(
-                q_BSHh, k_BSKh, v_BSKh, context, settings, self.scoring, sinks
-            )
-        else:
+        if isinstance(keys, KVCache):
             assert context.positions is not None
             assert context.segment_ids is None  # a cache holds one document per row
-            # Written before it is read: a new token sees itself.
-            cache = cache.write(k_BSKh, v_BSKh, context.positions)
-            at = context.positions[..., None], jnp.arange(cache.k.shape[2])
+            at = context.positions[..., None], jnp.arange(keys.k.shape[2])
             seen_BST = visible(
                 *at, select_window(plan.masks, kind.mask), select_chunk(plan.masks, kind.mask)
             )
-            y_BSHh = cached_attention(q_BSHh, *cache, seen_BST[:, None], self.scoring, sinks)
+            y_BSHh = cached_attention(q_BSHh, *keys, seen_BST[:, None], self.scoring, sinks)
+        else:
+            y_BSHh, captured = attend_to_sequence(
+                q_BSHh, *keys, context, settings, self.scoring, sinks
+            )
         y_BSHh = constrain_heads(y_BSHh, "heads")
         if c.attention_output_gate:
             gate_BSHh = constrain_heads(self.gate_proj(x_BSD, precision), "heads")
             y_BSHh *= jax.nn.sigmoid(gate_BSHh)
         y_BSD = self.o_proj(y_BSHh, precision)
-        return MixerOut(y_BSD, cache, captured)
+        next_cache = keys if cache is not None else None
+        return MixerOut(y_BSD, next_cache, captured, keys=keys if settings.passes_keys else None)
+
+    def _keys(
+        self,
+        x_BSD: Float[Array, "b s d"],
+        context: Context,
+        cache: KVCache | None,
+        settings: LayerSettings,
+        precision: LayerPrecision | None,
+    ) -> Keys:
+        """Return the keys and values that queries attend to, with the tokens of `x`."""
+        assert self.k_proj is not None
+        c, k = self.config, self.k_proj(x_BSD, precision)
+        v = k if self.v_proj is None else self.v_proj(x_BSD, precision)
+        k_BSKh = self._positioned(k, self.k_norm, "kv_heads", context, settings)
+        v_BSKh = constrain_heads(_clipped(v, c.clip_qkv), "kv_heads")
+        if c.value_norm:
+            v_BSKh = _unit_rms(v_BSKh, c.qk_norm_eps, rotates=True)
+        if cache is None:
+            return k_BSKh, v_BSKh
+        assert context.positions is not None
+        # Written before it is read: a new token sees itself.
+        return cache.write(k_BSKh, v_BSKh, context.positions)
 
     @classmethod
     def empty_cache(cls, config: ModelConfig, batch: int, length: int, dtype: jnp.dtype) -> KVCache:
         """Return a cache without tokens."""
-        shape = (batch, config.kv_heads, length, config.head_size)
+        sizes = cls._sizes(config)
+        shape = (batch, sizes.kv_heads, length, sizes.head_size)
         return KVCache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
 
     @classmethod
@@ -163,7 +187,7 @@ class Attention(Mixer):
         each query the remainder, which exceeds 1 for a head that is not scaled: its logits stay the
         same, and those of the others are multiplied by exactly their factors.
         """
-        by_key = factors.reshape(len(factors), config.kv_heads, -1)
+        by_key = factors.reshape(len(factors), cls._sizes(config).kv_heads, -1)
         # [l, kv heads]; queries [l, kv heads, heads per key] have the remainder of their factor.
         of_keys = jnp.sqrt(jnp.min(by_key, axis=-1))
         of_queries = (by_key / of_keys[..., None]).reshape(factors.shape)
@@ -176,38 +200,48 @@ class Attention(Mixer):
     @classmethod
     def cost(cls, config: ModelConfig) -> MixerCost:
         """Return the multiply-adds of one layer."""
-        return attention_cost(config)
+        return attention_cost(config, cls._sizes(config))
 
     @classmethod
     def saved_values(cls, config: ModelConfig, share: Callable[[int], int]) -> SavedValues:
         """Return the size of q, k, v, gate and the heads' outputs, before and after rotation."""
-        heads = share(config.n_heads * config.head_size)
-        kv = share(config.kv_heads * config.head_size)
+        sizes = cls._sizes(config)
+        heads = share(config.n_heads * sizes.head_size)
+        kv = share(sizes.kv_heads * sizes.head_size)
         gates = config.attention_output_gate * heads
-        return SavedValues(heads + 2 * kv + gates, mixed=heads, inside=2 * heads + 2 * kv + gates)
+        inside = 2 * heads + min(2, 2 * sizes.projections) * kv + gates
+        return SavedValues(heads + sizes.projections * kv + gates, mixed=heads, inside=inside)
 
-    def _with_positions(
+    @classmethod
+    def _sizes(cls, config: ModelConfig) -> HeadSizes:
+        return config.head_sizes(cls.name)
+
+    def _positioned(
         self,
-        q_BSHh: Float[Array, "b s heads h"],
-        k_BSKh: Float[Array, "b s kv h"],
+        x_BSHh: Float[Array, "b s heads h"],
+        norm: RMSNorm | LayerNorm | None,
+        axis: str,
         context: Context,
         settings: LayerSettings,
-    ) -> tuple[Float[Array, "b s heads h"], Float[Array, "b s kv h"]]:
-        """Return queries and keys that depend on positions, by rotation and temperature.
+    ) -> Float[Array, "b s heads h"]:
+        """Return queries or keys that are normalized and rotated to their positions.
 
-        Norms that follow the rotation are applied between the two.
+        The order matters to imported weights: norm over the projection, clip, norm of heads,
+        rotation, norm of rotated heads or unit norm.
         """
-        c, (kind, plan, *_) = self.config, settings
-        q_BSHh, k_BSKh = (settings.rotated(x, context) for x in (q_BSHh, k_BSKh))
-        if c.qk_norm_after_rotary:
-            q_BSHh, k_BSKh = self.q_norm(q_BSHh), self.k_norm(k_BSKh)
+        c = self.config
+        if norm is not None and c.qk_norm_scope == "projection":
+            x_BSHh = _over_heads(norm, x_BSHh)
+        x_BSHh = constrain_heads(_clipped(x_BSHh, c.clip_qkv), axis)
+        of_heads = norm if c.qk_norm_scope != "projection" else None
+        if of_heads is not None and not c.qk_norm_after_rotary:
+            x_BSHh = of_heads(x_BSHh)
+        x_BSHh = settings.rotated(x_BSHh, context)
+        if of_heads is not None and c.qk_norm_after_rotary:
+            x_BSHh = of_heads(x_BSHh)
         if c.qk_l2_norm:
-            rotates = plan.rotates(kind)
-            q_BSHh, k_BSKh = (_unit_rms(x, c.qk_norm_eps, rotates) for x in (q_BSHh, k_BSKh))
-        if c.attn_temperature_scale is not None:
-            factor_BS = _temperature(c, q_BSHh.shape[1], context, plan.rotates(kind))
-            q_BSHh = (q_BSHh * factor_BS[..., None, None]).astype(q_BSHh.dtype)
-        return q_BSHh, k_BSKh
+            x_BSHh = _unit_rms(x_BSHh, c.qk_norm_eps, settings.plan.rotates(settings.kind))
+        return x_BSHh
 
 
 def attend_to_sequence(
@@ -224,7 +258,7 @@ def attend_to_sequence(
     Returns:
         The result, and the captured weights and logits by name.
     """
-    kind, plan, runtime, _ = settings
+    kind, plan, runtime, *_ = settings
     attend: Callable[..., Array] = attend_with_masks
     kernel = runtime.attention
     if context_size() > 1:

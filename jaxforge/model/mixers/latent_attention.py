@@ -110,7 +110,7 @@ class LatentAttention(Mixer):
         if sizes.has_indexer:  # last, so that the other initial values do not depend on it
             self.indexer = Indexer(c, declare)
         self.config, self.sizes = c, sizes
-        scale = mup.attention_scale(c)
+        scale = mup.attention_scale(c, c.head_size)
         # The absorbed form has wider queries, so that the factor does not follow from their width.
         self.scoring = Scoring(
             sizes.query_head_dim**-0.5 if scale is None else scale, c.attn_logit_softcap

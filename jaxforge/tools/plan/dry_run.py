@@ -48,7 +48,7 @@ from jaxforge.tools.plan.dry_run_memory import (
     this_device,
     too_large,
 )
-from jaxforge.training.banner import describe_average
+from jaxforge.training.banner import describe_average, describe_layer_embeddings
 from jaxforge.training.callbacks.callback import named_callback
 from jaxforge.training.resolution import with_idle_experts
 from jaxforge.training.summary import schedule_summary
@@ -264,6 +264,8 @@ def run(config: UnresolvedConfig, devices: str) -> int:
     _show("model", model_rows(model))
     average = describe_average(resolved.train, device_memory.bytes_per_device(state.ema))
     parts = [f"of the state, average {average}"] if average else []
+    if embeddings := describe_layer_embeddings(state):
+        parts.append(f"of the state, embeddings of layers: {embeddings}")
     _show("memory of a device, an estimate", [*memory_rows(fits), *parts])
     _show("run", [run_row, *replica_rows(resolved, state)])
     if notes := [*notes, *config.notes, *answers(resolved)]:

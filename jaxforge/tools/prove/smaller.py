@@ -186,6 +186,8 @@ def _model(config: JobConfig, sizes: Mesh) -> Table:
     table |= {"attn_temperature_floor": _FLOOR} if model.attn_temperature_scale else {}
     table |= {"n_kv_heads": kv_heads} if model.n_kv_heads is not None else {}
     table |= {"head_dim": head} if model.head_dim is not None else {}
+    table |= {"layer_embedding_dim": 8} if model.layer_embedding_dim is not None else {}
+    table |= {"kv_shared_ffn_dim": 2 * dim} if model.kv_shared_ffn_dim is not None else {}
     table |= {"sliding_window": _WINDOW} if model.sliding_window is not None else {}
     table |= {"attention_chunk_size": _CHUNK} if model.attention_chunk_size is not None else {}
     for key, before, after in (
@@ -277,6 +279,8 @@ def _layers(config: JobConfig, sizes: Mesh) -> Table:
         for key in ("mixer_pattern", "feed_forward_pattern", "attention_pattern", "rope_pattern"):
             if pattern := getattr(model, key):
                 table[key] = [pattern[i % len(pattern)] for i in range(begin, end)]
+        first = model.n_layers - model.n_kv_shared_layers
+        table["n_kv_shared_layers"] = max(0, end - max(begin, first))
     d = config.distributed
     if sizes["pp"] > 1:
         stages, before = sizes["pp"] * d.chunks, d.pp * d.chunks
