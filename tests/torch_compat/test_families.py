@@ -58,6 +58,7 @@ SHAPE = {"vocab_size": 300, "hidden_size": 32, "intermediate_size": 48, "num_hid
 MHA = {"num_key_value_heads": 4}
 ALL_BIASES = {"attention_bias": True, "mlp_bias": True}
 PATTERN = {"num_hidden_layers": 4, "layer_types": ["sliding_attention"] * 3 + ["full_attention"]}
+GEMMA4 = {**PATTERN, "head_dim": 16, "sliding_window": 8, "hidden_size_per_layer_input": 0}
 GPT2 = {"vocab_size": 300, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": LONGEST,
         "initializer_range": 0.1, "pad_token_id": None, "eos_token_id": 0, "resid_pdrop": 0.0,
         "embd_pdrop": 0.0, "attn_pdrop": 0.0}  # fmt: skip
@@ -162,6 +163,17 @@ CASES = {
     "gemma3, window 80": ("gemma3_text", {
         "head_dim": 16, "sliding_window": 80, **PATTERN, "rope_parameters": {
             "full_attention": rope("default", 1e6), "sliding_attention": rope("default", 100.0)}}),
+    "gemma4": ("gemma4_text", {
+        **GEMMA4, "attention_k_eq_v": True, "global_head_dim": 32, "attention_bias": True,
+        "num_global_key_value_heads": 1, "final_logit_softcapping": 2.0}),
+    "gemma4, experts": ("gemma4_text", {
+        **GEMMA4, "global_head_dim": 16, "enable_moe_block": True, "num_experts": 6,
+        "top_k_experts": 3, "moe_intermediate_size": 20}),
+    "gemma4, shared keys": ("gemma4_text", {
+        **GEMMA4, "global_head_dim": 32, "num_hidden_layers": 8, "num_kv_shared_layers": 4,
+        "layer_types": PATTERN["layer_types"] * 2, "use_double_wide_mlp": True,
+        "hidden_size_per_layer_input": 6,
+        "rms_norm_eps": 1e-2}),  # norms amplify the rounding of small values
     "granite": ("granite", {**GRANITE, **ALL_BIASES}),
     "phi3": ("phi3", {}),
     "phi3, window 8": ("phi3", {"sliding_window": 8}),
@@ -345,7 +357,7 @@ CASES = {
     "qwen3_next": ("qwen3_next", {**DELTA, **FEW_EXPERTS, "num_experts": 4,
                                   "shared_expert_intermediate_size": 28, "head_dim": 16}),
 }  # fmt: skip
-SHAPES = {"gpt2": GPT2}
+SHAPES = {"gpt2": GPT2, "gemma4_text": {**SHAPE, "vocab_size_per_layer_input": 300}}
 
 
 def default_keys(family):
@@ -375,9 +387,13 @@ def network_of(case):
         for name, parameter in network.named_parameters():
             if parameter.ndim == 1 or is_bias(name) or "_norm." in name:
                 parameter.add_(torch.empty_like(parameter).uniform_(-0.4, 0.4))
+            if name.endswith("q_norm.weight") and model_type == "gemma4_text":
+                parameter.mul_(0.2)  # its scores have no scale: sharp weights amplify rounding
         for name, buffer in network.named_buffers():
             if name.endswith(("e_score_correction_bias", "expert_bias")):
                 buffer.uniform_(-0.4, 0.4)
+            if name.endswith("layer_scalar"):
+                buffer.uniform_(0.5, 1.5)
     return network.eval()
 
 
@@ -454,8 +470,9 @@ def extending(model):
 CACHED = [
     "llama, dynamic, longer", "mistral, window 8", "phi3, longrope", "gpt2",
     "gpt_oss", "llama4_text", "qwen3_next",
-    "deepseek_v3", "kimi_linear", "deepseek_v32",
+    "deepseek_v3", "kimi_linear", "deepseek_v32", "gemma4, shared keys",
     *(pytest.param(name, marks=pytest.mark.slow) for name in (
+        "gemma4", "gemma4, experts",
         "gemma3, window 80", "nemotron_h, experts, biases",
         "afmoe", "exaone4, window 8", "ministral3",
         "qwen2", "olmo3, window 8", "smollm3, window 8", "gemma2, window 8", "granite",
@@ -493,7 +510,8 @@ GENERATED = 64
 RECURRENT = [
     "kimi_linear",
     *(pytest.param(name, marks=pytest.mark.slow)
-      for name in ("nemotron_h, experts, biases", "glm_moe_dsa", "granitemoehybrid, dense", "bamba",
+      for name in ("nemotron_h, experts, biases", "glm_moe_dsa", "gemma4, shared keys",
+                   "gemma4, experts", "granitemoehybrid, dense", "bamba",
                    "lfm2", "lfm2_moe", "falcon_h1")),
 ]  # fmt: skip
 
@@ -567,9 +585,9 @@ def test_export_of_import_is_identical(imported, tmp_path):
 # Families whose gradients differ; layers of other families are subsets. Gradients of routers are
 # tested in tests/model/test_moe.py.
 TRAINED = [
-    "gpt_oss",
+    "gpt_oss", "gemma4, shared keys",
     *(pytest.param(name, marks=pytest.mark.slow) for name in (
-        "qwen3_5", "kimi_linear", "glm_moe_dsa",
+        "qwen3_5", "kimi_linear", "glm_moe_dsa", "gemma4", "gemma4, experts",
         "gemma3, window 8", "gpt2", "nemotron_h, experts, biases", "cohere", "nemotron",
         "olmo3, window 8", "gemma2, window 8", "granite", "gpt_neox", "qwen2_moe", "dots1",
         "llama4_text", "granitemoeshared", "bamba, biases",
@@ -775,6 +793,8 @@ def test_minimal_and_old_configs_match_transformers(model_type, keys):
     values = {**(FEW_OF_GPT2 if model_type == "gpt2" else FEW), **keys}
     if model_type == "dots1":  # it has no defaults of these
         values |= {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": 1}
+    if model_type == "gemma4_text":
+        values |= {"vocab_size_per_layer_input": values["vocab_size"]}
     if model_type in WITH_LATENTS:  # other defaults do not fit
         values |= {"num_key_value_heads": 32, "num_experts_per_tok": 6}
     theirs = transformers.AutoConfig.for_model(model_type, **json.loads(json.dumps(values)))
@@ -1055,7 +1075,9 @@ SIMILARLY_KEPT = ["ernie4_5_moe", "glm4_moe", "deepseek_v2", "deepseek_v3", "kim
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("case", marked([*KEPT_IN_FLOAT32, *SIMILARLY_KEPT], SIMILARLY_KEPT))
+@pytest.mark.parametrize(
+    "case", marked([*KEPT_IN_FLOAT32, *SIMILARLY_KEPT, "gemma4"], [*SIMILARLY_KEPT, "gemma4"])
+)
 def test_export_keeps_in_float32_what_transformers_keeps(tmp_path, case, dtype):
     network_of(case).save_pretrained(tmp_path / "hf")
     load(tmp_path / "hf", tmp_path / "run")

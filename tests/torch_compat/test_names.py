@@ -67,6 +67,9 @@ SIDE_BY_SIDE = {"mixer_pattern": ["attention+mamba2"],
                 "mamba2": {**MAMBA["mamba2"], "proj_bias": True, "gated_norm": "none"}}  # fmt: skip
 CONVOLUTIONS = {"mixer_pattern": ["short_convolution", "attention"], "qk_norm": True,
                 "short_convolution": {"bias": True}}  # fmt: skip
+GEMMA4 = {**SANDWICH, "qk_norm": True, "value_norm": True, "layer_multipliers": True,
+          "mixer_pattern": ["attention", "global_attention"],
+          "global_attention": {"head_dim": 8, "keys_as_values": True}}  # fmt: skip
 SIGN_WITHOUT_SHARED = {**DEEPSEEK, "moe_shared_experts": 0}
 FEATURES = {
     "kempnerforge": [
@@ -92,6 +95,18 @@ FEATURES = {
     "hf-gemma": [{}],
     "hf-gemma2": [SANDWICH],
     "hf-gemma3": [{**SANDWICH, "qk_norm": True}],
+    "hf-gemma4": [
+        {**GEMMA4, "n_layers": 4, "n_kv_shared_layers": 2, "layer_embedding_dim": 3},
+        {
+            **GEMMA4,
+            **MIXTURE,
+            "moe_shared_experts": 1,
+            "moe_separate_norms": True,
+            "moe_expert_scales": True,
+            "qkv_bias": True,
+            "o_bias": True,
+        },
+    ],
     "hf-olmo2": [POST],
     "hf-olmo3": [POST],
     "hf-smollm3": [LLAMA],
@@ -377,10 +392,7 @@ def test_rotary_scores_match_torchtitan(dialect, features):
     def halves(weight):
         heads = jnp.asarray((x @ weight.T).reshape(1, 8, -1, head), jnp.float32)
         return np.asarray(
-            rotate(
-                heads,
-                rotation(build_layer_plan(config).ropes[0], head, jnp.asarray(positions)[None]),
-            )
+            rotate(heads, rotation(build_layer_plan(config).ropes[0], jnp.asarray(positions)[None]))
         )[0]
 
     def scores(queries, keys):

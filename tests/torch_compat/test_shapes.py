@@ -32,6 +32,7 @@ OPTIONS = {
     "norm_placement": ["pre", "sandwich"],
     "position_embedding": ["rotary", "learned"],
     "hyper_connections": ["none", "manifold"],
+    "n_kv_shared_layers": [0, 1],
 }
 EXPERTS = {"num_experts": 4, "moe_top_k": 2}
 SIGMOID = {**EXPERTS, "moe_router": "sigmoid_topk"}
@@ -51,6 +52,10 @@ MIXTURES = {
     "without a gate": {**EXPERTS, "activation": "gelu", "moe_shared_experts": 1},
     "of a latent": {**EXPERTS, "moe_latent_dim": 24, "mlp_bias": True, "moe_shared_experts": 1},
     "gpt-oss": {**EXPERTS, "activation": "swiglu_oai", "mlp_bias": True, "attention_sinks": True},
+    "next to a feed-forward": {
+        **EXPERTS, "moe_shared_experts": 1, "moe_separate_norms": True, "moe_expert_scales": True,
+        "norm_placement": "sandwich",
+    },
     "predicting further tokens": {
         **SIGMOID, "moe_first_dense_layers": 1, "moe_shared_experts": 1, "mtp_depth": 2,
     },
@@ -65,7 +70,10 @@ def test_parameters_have_documented_shapes():
     ]
     for a, b in itertools.combinations(OPTIONS, 2):
         settings.append({**settings[0], a: OPTIONS[a][1], b: OPTIONS[b][1]})
-    settings += [{"mtp_depth": 2, "norm_type": "layernorm"}, {"norm_placement": "post"},
+    settings += [{"layer_embedding_dim": 5, "layer_multipliers": True, "n_kv_shared_layers": 1},
+                 {"n_kv_shared_layers": 1, "kv_shared_ffn_dim": 40},
+                 {"mixer_pattern": ("global_attention",), "qk_norm": True},
+                 {"mtp_depth": 2, "norm_type": "layernorm"}, {"norm_placement": "post"},
                  {"qk_norm": True, "qk_norm_scope": "projection"},
                  {"qk_norm": True, "qk_norm_scope": "each_head", "n_kv_heads": 2},
                  {"norm_type": "layernorm", "norm_bias": False},

@@ -37,6 +37,11 @@ def network_settings(model: ModelConfig) -> dict[str, Any]:
         "n_kv_heads": model.kv_heads,
         "head_dim": model.head_size,
         "ffn_hidden_dim": model.ffn_dim if has_dense_layers else None,
+        "kv_shared_ffn_dim": (
+            model.dense_width(model.layer_parts[-1])
+            if has_dense_layers and model.n_kv_shared_layers
+            else None
+        ),
         # Mixers side by side have no order.
         "mixer_pattern": tuple(
             MIXERS.joint.join(sorted(parts.mixer.split(MIXERS.joint)))
@@ -48,7 +53,7 @@ def network_settings(model: ModelConfig) -> dict[str, Any]:
         "sliding_window and attention_pattern": _effective_spans(model.windows, model),
         "attention_chunk_size and attention_pattern": _effective_spans(model.chunks, model),
         "rotary positions": tuple(
-            rope and (rope[0], model.rotary_size, scaling_keys(rope[1])) for rope in model.ropes
+            rope and (rope.theta, rope.size, scaling_keys(rope.scaling)) for rope in model.ropes
         ),
     }
     return {key if " " in key else f"model.{key}": value for key, value in keys.items()}
@@ -75,6 +80,8 @@ def _experts(model: ModelConfig) -> dict[str, Any]:
         "moe_latent_dim": model.moe_latent_dim,
         "moe_shared_expert_dim": model.shared_expert_dim,
         "moe_shared_expert_gate": model.moe_shared_expert_gate,
+        "moe_separate_norms": model.moe_separate_norms,
+        "moe_expert_scales": model.moe_expert_scales,
     }
 
 

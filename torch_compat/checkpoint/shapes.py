@@ -5,7 +5,8 @@ small checkpoint. A test checks that both agree. Shapes of a registered model co
 itself (`training_state.model_shapes`).
 """
 
-from collections.abc import Callable, Iterator
+import itertools
+from collections.abc import Callable, Iterator, Mapping
 
 from jaxforge.config.model import ATTENTION, MTP, LayerParts, ModelConfig
 from torch_compat.checkpoint.stacking import EXPERTS, Stacking
@@ -21,9 +22,12 @@ def parameters(model: ModelConfig) -> dict[str, Shape]:
     head = {} if model.tie_embeddings else {HEAD: table}
     learned = model.position_embedding == "learned"
     positions = {POSITIONS: (model.max_seq_len, model.dim)} if learned else {}
-    embeddings = {**positions, **_stream_head(model), EMBEDDING: table}
-    shapes = _in_layers(model, _block)
-    return {**shapes, **dict(sorted(norm.items())), **head, **embeddings}
+    outside = {**norm, **head, **positions, **_stream_head(model), EMBEDDING: table}
+    outside |= dict(_layer_embeddings(model))
+    groups = _in_layers(model, _block)
+    for name, shape in sorted(outside.items()):
+        groups.setdefault(name.partition(".")[0], {})[name] = shape
+    return _merged(groups)
 
 
 def untrained(model: ModelConfig) -> dict[str, Shape]:
@@ -33,34 +37,41 @@ def untrained(model: ModelConfig) -> dict[str, Shape]:
     def in_block(
         model: ModelConfig, parts: LayerParts, *, is_module: bool = False
     ) -> Iterator[tuple[str, Shape]]:
+        if model.layer_multipliers:
+            yield "multiplier", (1,)
         if parts.feed_forward == "experts" and model.bias_update in names:
             yield f"mlp.router.{names[model.bias_update]}", (model.num_experts,)
 
-    return _in_layers(model, in_block)
+    return _merged(_in_layers(model, in_block))
+
+
+def _merged(groups: Mapping[str, Mapping[str, Shape]]) -> dict[str, Shape]:
+    """Return the shapes of all parameter groups in the order of the names of groups."""
+    return {name: shape for _, group in sorted(groups.items()) for name, shape in group.items()}
 
 
 def _in_layers(
     model: ModelConfig, block: Callable[..., Iterator[tuple[str, Shape]]]
-) -> dict[str, Shape]:
-    """Return the shapes in all layers and modules of multi-token prediction.
+) -> dict[str, dict[str, Shape]]:
+    """Return the shapes in all layers and modules of multi-token prediction, by parameter group.
 
     Args:
         model: the model.
         block: declares one layer.
     """
     stacking = Stacking(model)
-    shapes: dict[str, Shape] = {}
-    for stack, layers in sorted(model.stacks.items()):
+    shapes: dict[str, dict[str, Shape]] = {name: {} for name in (*model.stacks, MTP)}
+    for stack, layers in model.stacks.items():
         for name, shape in sorted(block(model, model.layer_parts[layers[0]])):
             of_experts = (model.num_experts,) if name.startswith(EXPERTS) else ()
             # [layers, experts, ...], or [layers, ...]
             array = (len(layers), *of_experts, *shape)
-            shapes |= {e: shape for e, _ in stacking.entries(f"{stack}.{name}", array)}
+            shapes[stack] |= {e: shape for e, _ in stacking.entries(f"{stack}.{name}", array)}
     for depth in range(model.mtp_depth):
         for name, shape in sorted(block(model, model.mtp_parts, is_module=True)):
             of_experts = (model.num_experts,) if name.startswith(EXPERTS) else ()
             entries = stacking.entries(f"{MTP}.{depth}.{name}", (*of_experts, *shape))
-            shapes |= {entry: shape for entry, _ in entries}
+            shapes[MTP] |= {entry: shape for entry, _ in entries}
     return shapes
 
 
@@ -84,7 +95,8 @@ def _block(
     for edge in () if model.shared_norm else norm_names[model.norm_placement]:
         if parts.mixers:
             yield from _norm(f"attention_{edge}", model.dim, model)
-        if parts.feed_forward != "none":
+        has_own = parts.feed_forward == "experts" and model.moe_separate_norms
+        if parts.feed_forward != "none" and not (has_own and edge == "norm"):
             yield from _norm(f"mlp_{edge}", model.dim, model)
     if parts.mixers:
         yield from _connection("attention_connection", model)
@@ -96,7 +108,11 @@ def _block(
     if parts.feed_forward == "experts":
         yield from _experts(model)
     elif parts.feed_forward == "dense":
-        yield from _feed_forward("mlp", model.dim, model.ffn_dim, model)
+        yield from _feed_forward("mlp", model.dim, model.dense_width(parts), model)
+    if (width := model.layer_embedding_dim) is not None:
+        yield from _linear("layer_embedding.gate", width, model.dim, bias=False)
+        yield from _linear("layer_embedding.proj", model.dim, width, bias=False)
+        yield from _norm("layer_embedding.norm", model.dim, model)
 
 
 def _connection(name: str, model: ModelConfig) -> Iterator[tuple[str, Shape]]:
@@ -120,6 +136,15 @@ def _stream_head(model: ModelConfig) -> dict[str, Shape]:
 
     shapes = parameter_shapes(lambda declare: StreamHead(model, declare))
     return {f"stream_head.{name}": shape for name, shape in shapes.items()}
+
+
+def _layer_embeddings(model: ModelConfig) -> Iterator[tuple[str, Shape]]:
+    """Yield the parameters of the embeddings of all layers, in the order of their names."""
+    if (width := model.layer_embedding_dim) is not None:
+        channels = model.n_layers * width
+        yield "layer_embeddings.embedding.weight", (model.vocab_size, channels)
+        yield "layer_embeddings.norm.weight", (width,)
+        yield from _linear("layer_embeddings.proj", channels, model.dim, bias=False)
 
 
 def _mixer(model: ModelConfig, mixer: str) -> Iterator[tuple[str, Shape]]:
@@ -149,6 +174,12 @@ def _experts(model: ModelConfig) -> Iterator[tuple[str, Shape]]:
     yield from _linear("mlp.router.gate", model.num_experts, model.dim, bias=model.moe_router_bias)
     if model.bias_update == "kempnerforge":
         yield "mlp.router.expert_bias", (model.num_experts,)
+    if model.moe_expert_scales:
+        yield "mlp.router.expert_scales", (model.num_experts,)
+    if model.moe_separate_norms:
+        of_parts = itertools.product(("routed", "shared"), ("norm", "post_norm"))
+        for name in ("router.norm", *map("_".join, of_parts)):
+            yield from _norm(f"mlp.{name}", model.dim, model)
     embed, width = model.expert_embed_dim, model.expert_dim
     yield from _feed_forward(EXPERTS.rstrip("."), embed, width, model)
     if (latent := model.moe_latent_dim) is not None:

@@ -213,7 +213,11 @@ def _with_dtypes(checkpoint: CheckpointState, family: str, dtype: str | None) ->
         return tensor.cast(DTYPES["float32" if is_kept else target])
 
     params = {name: converted(name, tensor) for name, tensor in checkpoint.params.items()}
-    return dataclasses.replace(checkpoint, params=params)
+    state = {
+        name: converted(name, tensor) if name.endswith(".multiplier") else tensor
+        for name, tensor in checkpoint.model_state.items()
+    }  # constants of layers have the dtype of weights there, biases of routers do not
+    return dataclasses.replace(checkpoint, params=params, model_state=state)
 
 
 def _write_documents(documents: Mapping[str, Any], directory: Path, tokenizer: Path | None) -> None:

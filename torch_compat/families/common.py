@@ -47,6 +47,7 @@ _SCALINGS: Mapping[str, Mapping[str, str]] = {
     "longrope": {"factor": "factor", "original_max_seq_len": _ORIGINAL,
                  "attention_factor": "attention_factor", "short_factor": "short_factor",
                  "long_factor": "long_factor"},
+    "proportional": {"factor": "factor", "rotated_share": "partial_rotary_factor"},
 }  # fmt: skip
 """Type of rotary scaling -> key of `[model.rope_scaling]` -> key of `config.json`."""
 _MAY_BE_ABSENT = ("attention_factor", "beta_fast", "beta_slow", "truncate", "mscale",
@@ -168,6 +169,11 @@ def rotary(c: Config, where: str, *, partial: float | None = None) -> Table:
     # transformers 5 moved the key into the table.
     share = params.get("partial_rotary_factor", c.get("partial_rotary_factor"))
     table = rotary_from_table(params, c, f"{where}: {key}")
+    if table.get("rope_scaling", {}).get("rope_type") == "proportional":
+        raise UserError(
+            f"{where}: jaxforge's model has no counterpart of {key} of type 'proportional' in this "
+            "family"
+        )
     if partial is None and share not in (None, 1):
         raise UserError(
             f"{where}: jaxforge's model has no counterpart of partial_rotary_factor = "
@@ -210,6 +216,8 @@ def _scaling(kind: str, params: Config, c: Config, what: str) -> Table:
     longest = c["max_position_embeddings"]
     # transformers takes the longest context if the file does not give the original one.
     full = {_ORIGINAL: longest, **params}
+    if kind == "proportional":
+        full = {"factor": 1.0, "partial_rotary_factor": 1.0, **full}
     if c.get(_ORIGINAL) is not None:
         full[_ORIGINAL] = c[_ORIGINAL]
     if kind in ("yarn", "longrope") and full.get("factor") is None:
