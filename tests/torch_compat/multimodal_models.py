@@ -23,6 +23,9 @@ SECTIONS = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 
 HALF = {**SECTIONS, "partial_rotary_factor": 0.5, "mrope_section": [1, 1, 0]}
 TEXTS = {
     "gemma3": {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]},
+    "gemma4": {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"],
+               "global_head_dim": 16, "hidden_size_per_layer_input": 4,
+               "vocab_size_per_layer_input": 128, "pad_token_id": 0},
     "exaone4_5": {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]},
     "glm4v": {"rope_parameters": HALF},
     "glm46v": {"rope_parameters": HALF},
@@ -68,7 +71,7 @@ def network(case):
     tables = {"text_config": {"model_type": usual.text_config.model_type, **TEXT,
                               **TEXTS.get(case, {})}}  # fmt: skip
     for key in config_class.sub_configs.keys() - tables:
-        part = getattr(usual, key)
+        part = getattr(usual, key) or config_class.sub_configs[key]()  # Gemma 4 has none
         sizes = {name: size for name, size in _ENCODER.items() if hasattr(part, name)}
         tables[key] = {"model_type": part.model_type, **sizes, **ENCODERS.get(kind, {})}
     result = _class_of(kind)(config_class(**tables, **TOPS.get(kind, {}))).eval()

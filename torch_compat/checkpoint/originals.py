@@ -36,7 +36,7 @@ RECORD = "original.json"
 TEXT_ONLY = "export the language model alone: --text-only"
 
 TESTED = frozenset({
-    "aya_vision", "cohere2_vision", "exaone4_5", "gemma3", "glm46v", "glm4v", "glm4v_moe",
+    "aya_vision", "cohere2_vision", "exaone4_5", "gemma3", "gemma4", "glm46v", "glm4v", "glm4v_moe",
     "granite_speech", "idefics2", "idefics3", "internvl", "lighton_ocr", "llama4", "llava",
     "llava_next", "llava_onevision", "minicpmv4_6", "mistral3", "qwen2_5_vl", "qwen2_audio",
     "qwen2_vl", "qwen3_5", "qwen3_5_moe", "qwen3_asr", "qwen3_vl", "qwen3_vl_moe", "smolvlm",
