@@ -50,6 +50,16 @@ _LATENT = {"q_rank": 128, "kv_rank": 64, "nope_head_dim": 64, "rope_head_dim": 3
            "value_head_dim": 64}  # fmt: skip
 _INDEXER = {"index_heads": 8, "index_head_dim": 64, "index_loss_weight": 0.0}
 _MAMBA = {"heads": 8, "head_dim": 64, "state_size": 64, "groups": 1, "gated_norm": "none"}
+_GEMMA = {
+    "n_heads": 2, "n_kv_heads": 2, "head_dim": 64, "norm_eps": 1e-6, "norm_placement": "sandwich",
+    "qk_norm": True, "qk_norm_eps": 1e-6, "value_norm": True, "layer_multipliers": True,
+    "attention_scale": 1.0, "activation": "gelu_tanh", "gated_mlp": True, "tie_embeddings": True,
+    "embedding_multiplier": 16.0, "sliding_window": 128, "rope_theta": 1e6, "local_rope_theta": 1e4,
+    "rope_scaling": {"rope_type": "proportional", "factor": 1.0, "rotated_share": 0.25},
+    "attention_pattern": ["sliding", "sliding", "full"],
+    "mixer_pattern": ["attention", "attention", "global_attention"],
+    "global_attention": {"head_dim": 128},
+}  # fmt: skip
 CASES = (
     delta_net((2, 4, 64)),
     delta_net((1, 2, 128)),
@@ -63,6 +73,8 @@ CASES = (
          latent_attention={**_LATENT, **_INDEXER, "index_top_k": 128}, **_EXPERTS),
     case("short convolutions, 8 x 256 tokens", "short_convolution", qk_norm=True),
     case("attention and Mamba-2 in a layer, 8 x 256 tokens", "attention+mamba2", mamba2=_MAMBA),
+    case("Gemma 4, shared keys, embeddings of layers, 8 x 256 tokens", "attention", layers=6,
+         n_kv_shared_layers=3, layer_embedding_dim=64, **_GEMMA),
 )  # fmt: skip
 QUICK = delta_net((2, 4, 16), tokens=(2, 128), layers=1)
 

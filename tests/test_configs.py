@@ -48,7 +48,9 @@ PARAMETERS = {  # as published with the weights, or counted by transformers
     "gemma_4_31b": 30_697_345_280,
 }
 
-SLOW = re.compile("lfm2|13b|v6e|llama_7b_gpu|llama_70b_tpu|llama_8b_128k_tpu")
+SLOW = re.compile(
+    "lfm2|13b|v6e|nemotron|gemma_4_26b|gemma_4_31b|llama_7b_gpu|llama_70b_tpu|llama_8b_128k_tpu"
+)
 """Configs with little that no other one has."""
 
 pytestmark = pytest.mark.parametrize(

@@ -90,7 +90,7 @@ def packed(length):
     return ids
 
 
-@pytest.mark.parametrize("length", [1, 37, 64])
+@pytest.mark.parametrize("length", [1, 37, pytest.param(64, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("is_packed", [False, True])
 @pytest.mark.parametrize("maps_states", [False, True])
 @per_head_and_channel

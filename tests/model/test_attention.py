@@ -196,9 +196,9 @@ def test_blockwise_capped_gradients_match_reference(window, scoring):
     [
         (6, True, None, None, PLAIN, 8),  # two rows of four tiles in a call
         (1, True, 100, None, PLAIN, 7),  # one row in a call
-        (2, False, 100, None, CAPPED, 8),
+        pytest.param(2, False, 100, None, CAPPED, 8, marks=pytest.mark.slow),
         pytest.param(2, False, None, 100, PLAIN, 8, marks=pytest.mark.slow),
-        (2, True, None, 128, CAPPED, 8),
+        pytest.param(2, True, None, 128, CAPPED, 8, marks=pytest.mark.slow),
         (2, True, None, 100, PLAIN, 8),  # rows do not begin with a chunk: one in a call
     ],
 )

@@ -155,6 +155,7 @@ def values_on_one_device(has_attention):
     return values_on({} if has_attention else ONLY, {})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("model", "mesh", "grad_sync"), MESHES, ids=str)
 def test_losses_and_gradients_match_single_device(model, mesh, grad_sync):
     losses, gradients = values_on(model, mesh, grad_sync)

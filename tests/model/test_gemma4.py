@@ -70,8 +70,8 @@ MICROBATCH = {"grad_sync": "microbatch"}
     ("name", "train", "mesh"),
     [
         ("sharing", {}, RING),
-        ("experts", {"activation_checkpointing": "full"}, {"ep": 2, "tp": 2}),
         *(pytest.param(*keys, marks=pytest.mark.slow) for keys in (
+            ("experts", {"activation_checkpointing": "full"}, {"ep": 2, "tp": 2}),
             ("sharing", {**MICROBATCH, "activation_checkpointing": "full"},
              {"dp_shard": 4, "tp": 2}),
             ("sharing", {"activation_checkpointing": "selective"}, {"cp": 2, "dp_shard": 2}),

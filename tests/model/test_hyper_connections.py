@@ -163,7 +163,7 @@ def job(kind, model=(), train=(), **mesh):
     )
 
 
-@both
+@pytest.mark.parametrize("kind", [pytest.param("dynamic", marks=pytest.mark.slow), "manifold"])
 def test_ten_updates_match_torch(kind):
     native = setup(job(kind, train={"grad_clip_norm": 1.0}))
     params = randomized(jax.device_get(native.state().params))
@@ -202,6 +202,7 @@ def alone(kind, model=()):
     return values(job(kind, model, {"grad_accum_steps": 2}))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "model", "train", "mesh"),
     [

@@ -93,8 +93,8 @@ def test_init_depends_only_on_key():
 @pytest.mark.parametrize(
     "axes",
     [
-        {"dp_shard": 8},
-        {"dp_replicate": 2, "dp_shard": 2, "tp": 2},
+        pytest.param({"dp_shard": 8}, marks=pytest.mark.slow),
+        pytest.param({"dp_replicate": 2, "dp_shard": 2, "tp": 2}, marks=pytest.mark.slow),
         {"pp": 2, "tp": 2, "pp_schedule": "interleaved_1f1b"},
     ],
     ids=str,

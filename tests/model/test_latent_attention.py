@@ -237,6 +237,7 @@ def packed_batches(config):
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "keys",
     [

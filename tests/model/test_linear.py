@@ -65,7 +65,13 @@ MODELS = {
     [pytest.param(None, marks=pytest.mark.slow), LoraConfig(rank=2)],
     ids=["plain", "adapters"],
 )
-@pytest.mark.parametrize("options", MODELS.values(), ids=MODELS)
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param(model, id=name, marks=[pytest.mark.slow] * (name != "latent"))
+        for name, model in MODELS.items()
+    ],
+)
 def test_model_of_tpus_equals_that_of_flat_products(options, adapters):
     """On TPUs, heads are a dimension of products and never of a split result."""
     config, results = ModelConfig(**SHAPE, **options), []

@@ -79,6 +79,7 @@ def alone(is_hybrid):
     return run(config(HYBRID if is_hybrid else PURE))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("model", "mesh", "train"), MESHES, ids=str)
 def test_losses_and_gradients_match_single_device(model, mesh, train):
     loss, gradients = run(config(model, mesh, train))

@@ -91,7 +91,7 @@ def alone(mixer, model):
             "gated_delta_net", {**EXPERTS, "n_layers": 4}, {**INTERLEAVED, **EXPERT_PARALLEL},
             "microbatch", marks=pytest.mark.slow,
         ),
-        ("short_convolution", {}, RING, "microbatch"),
+        pytest.param("short_convolution", {}, RING, "microbatch", marks=pytest.mark.slow),
         ("kimi_delta_attention", {}, RING, "update"),
         pytest.param(SIDE_BY_SIDE, {}, RING, "microbatch", marks=pytest.mark.slow),
         *(

@@ -60,7 +60,13 @@ def temporary_bytes(save):
     return program(save).memory_analysis().temp_size_in_bytes
 
 
-@pytest.mark.parametrize("save", [save for save in sorted(SAVES) if save != "everything_saveable"])
+@pytest.mark.parametrize(
+    "save",
+    [
+        pytest.param(save, marks=[pytest.mark.slow] * (save not in ("full", "selective")))
+        for save in sorted(SAVES) if save != "everything_saveable"
+    ],
+)  # fmt: skip
 def test_remat_does_not_change_loss_and_gradients(save):
     loss, grads = loss_and_gradients(save)
     expected_loss, expected = loss_and_gradients("everything_saveable")

@@ -284,6 +284,7 @@ def test_losses_and_gradients_do_not_depend_on_the_mesh(model, grad_sync, mesh):
     np.testing.assert_allclose(gradients, expected, atol=1e-5 * np.abs(expected).max())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("saved", ["none", pytest.param("full", marks=pytest.mark.slow)])
 def test_warm_up_trains_the_indexer_alone(saved, tmp_path):
     """Everything else stays, the divergence falls, and a resumed run is bit-identical."""

@@ -73,8 +73,12 @@ def logits_of_both(config, network, n_tokens):
 
 
 @pytest.mark.parametrize(
-    ("family", "case"), [(family, case) for family, cases in CASES.items() for case in cases]
-)
+    ("family", "case"),
+    [
+        pytest.param(family, case, marks=[pytest.mark.slow] * (i > 1))
+        for family, cases in CASES.items() for i, case in enumerate(cases)
+    ],
+)  # fmt: skip
 def test_logits_match_transformers(family, case):
     config = ModelConfig(**{**SHAPE, **OF_FAMILY[family], **CASES[family][case]})
     # Longer than both original lengths of the scaled rotary positions.

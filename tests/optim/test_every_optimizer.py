@@ -18,6 +18,13 @@ from tests.optim import problem
 NAMES = OPTIMIZERS.names()
 LR = 1e-3
 every_optimizer = pytest.mark.parametrize("name", NAMES)
+few_optimizers = pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] * (name not in ("adamw", "muon")))
+        for name in NAMES
+    ],
+)
 
 
 def config_of(name, **optimizer):
@@ -48,7 +55,7 @@ def test_every_setting_of_a_table_is_compared():
         assert {f"{name}.{key}" for key in settings} <= CONSTANTS[name].keys() | INACTIVE
 
 
-@every_optimizer
+@few_optimizers
 def test_lr_scale_multiplies_the_rate(name):
     scaled = problem.run(make(name, lr=LR), 10, lr_scale=2)
     assert_close(scaled, problem.run(make(name, lr=2 * LR), 10))
@@ -147,7 +154,7 @@ def model_with(name):
     return setup(config_of(name))
 
 
-@every_optimizer
+@few_optimizers
 def test_model_overfits_a_batch(name):
     program = model_with(name)
     _, metrics = program.run(program.state(), random_batches(program.config, 1) * 15)

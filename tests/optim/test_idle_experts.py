@@ -151,7 +151,7 @@ def float32_params():
             for n in range(1, 5)]  # fmt: skip
 
 
-@pytest.mark.parametrize("rows_at_once", [None, 32 * 8])
+@pytest.mark.parametrize("rows_at_once", [pytest.param(None, marks=pytest.mark.slow), 32 * 8])
 def test_idle_experts_keep_bits_of_8bit_moments(monkeypatch, rows_at_once):
     """An expert's first update is exact, because rounded moments affect only later updates."""
     if rows_at_once:

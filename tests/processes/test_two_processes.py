@@ -196,6 +196,7 @@ def test_requests_of_one_process_take_effect_on_both_after_same_step(new_run, tm
 EXPERTS = ["--model.n_layers=1", "--model.num_experts=4", "--model.moe_router=sigmoid_topk"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("axis", "model"), [("dp_shard", []), pytest.param("ep", EXPERTS, marks=pytest.mark.slow)]
 )

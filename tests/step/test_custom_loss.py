@@ -88,6 +88,7 @@ def builtin_capped_results():
     return batches, program.run(program.state(), batches)[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("loss", "axes"),
     [

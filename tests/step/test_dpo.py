@@ -84,7 +84,11 @@ def test_ten_updates_equal_torch():
     check_updates({}, 10)
 
 
-@pytest.mark.parametrize("section", [SMOOTHED, IPO, HINGE], ids=str)
+@pytest.mark.parametrize(
+    "section",
+    [SMOOTHED, *(pytest.param(each, marks=pytest.mark.slow) for each in (IPO, HINGE))],
+    ids=str,
+)
 def test_variants_equal_torch(section):
     check_updates(section, 2)
 
@@ -112,6 +116,7 @@ def one_device():
     return FrozenSetup(job("dpo", dpo=SMOOTHED)).run([pairs(0), pairs(1)])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", MESHES, ids=str)
 def test_mesh_does_not_change_the_updates(settings, one_device):
     check_equal(

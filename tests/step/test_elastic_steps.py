@@ -56,6 +56,7 @@ def updates(config, n_updates=3, first=0):
     return metrics, jax.device_get(state)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("devices", "sections"),
     [
@@ -84,6 +85,7 @@ def test_updates_on_fewer_devices_equal_those_of_the_whole_job(tokens, devices, 
     )
 
 
+@pytest.mark.slow
 def test_average_survives_loss_and_return_of_devices(tokens, tmp_path):
     whole = whole_job(tokens)
     jobs = [whole, resolution.shrink(whole, FULL, 3), whole]

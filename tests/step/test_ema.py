@@ -119,6 +119,7 @@ MESHES = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("model", "axes", "train"), MESHES)
 def test_average_on_mesh_equals_formula(model, axes, train):
     train = {"grad_accum_steps": 2, "batch_size": 2, **train}

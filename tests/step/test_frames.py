@@ -48,9 +48,11 @@ def stacks_of_query_products(config, monkeypatch):
 @pytest.mark.parametrize(
     "sections",
     [
-        {},
+        pytest.param({}, marks=pytest.mark.slow),
         {"train": {**MICROBATCHES, **FULL}, "model": KINDS, "distributed": {"dp_shard": 2}},
-        {"train": SELECTIVE, "distributed": {"dp_shard": 2, "tp": 2}},
+        pytest.param(
+            {"train": SELECTIVE, "distributed": {"dp_shard": 2, "tp": 2}}, marks=pytest.mark.slow
+        ),
         pytest.param({"train": {**FULL, **FP8}}, marks=pytest.mark.slow),
         pytest.param({"distributed": {"pp": 2, "dp_shard": 2}}, marks=pytest.mark.slow),
         {"train": {**FULL, **FP8}, "distributed": {"pp": 2}},

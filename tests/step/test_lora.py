@@ -61,7 +61,10 @@ def merged(params, lora):
 
 @pytest.mark.parametrize(
     ("model", "use_rslora"),
-    [({}, True), (LATENT, False), pytest.param(EXPERTS, False, marks=pytest.mark.slow)],
+    [
+        ({}, True),
+        *(pytest.param(model, False, marks=pytest.mark.slow) for model in (LATENT, EXPERTS)),
+    ],
     ids=["attention", "latent", "experts"],
 )
 def test_adapted_model_equals_the_model_with_merged_weights(model, use_rslora):
@@ -156,6 +159,7 @@ def test_modules_of_multi_token_prediction_are_frozen():
     assert not any(name.startswith("mtp.") for name in changed)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "settings",
     [

@@ -78,6 +78,7 @@ def compare_with_one_device(**settings):
     np.testing.assert_allclose(metrics["grad_norm"], expected["grad_norm"], rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_mesh_does_not_change_the_masks():
     compare_with_one_device(distributed={"dp_shard": 2, "tp": 2}, train={"grad_accum_steps": 2})
 

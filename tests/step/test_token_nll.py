@@ -16,9 +16,9 @@ SHAPE = 2, 12
 @pytest.mark.parametrize(
     ("model", "temperature", "chunk"),
     [
-        ({}, 1.0, 0),
+        pytest.param({}, 1.0, 0, marks=pytest.mark.slow),
         ({"final_logit_softcap": 1.5}, 2.0, 100),
-        ({"tie_embeddings": False}, 0.5, 64),
+        pytest.param({"tie_embeddings": False}, 0.5, 64, marks=pytest.mark.slow),
     ],
     ids=str,
 )

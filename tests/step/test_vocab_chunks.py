@@ -11,8 +11,8 @@ from jaxforge.step.vocab_chunks import join_vocab, split_vocab
     ("vocab", "size", "shape"),
     [
         (50304, 1024, (50, 1024)),  # equal chunks would have 1,007 entries
-        (32000, 4096, (8, 4096)),
-        (50304, 8192, (7, 7296)),
+        pytest.param(32000, 4096, (8, 4096), marks=pytest.mark.slow),
+        pytest.param(50304, 8192, (7, 7296), marks=pytest.mark.slow),
         (1000, 512, (2, 512)),
         (1000, 500, (2, 500)),  # not more than the limit
         (10, 4, (3, 4)),

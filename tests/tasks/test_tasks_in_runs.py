@@ -112,6 +112,7 @@ def test_tasks_need_no_evaluation_set(whole):
 
 
 # Within the first task, and between the next two.
+@pytest.mark.slow
 @pytest.mark.parametrize("at", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_signal_within_tasks_resumes_there(whole, monkeypatch, at):
     root, _ = whole

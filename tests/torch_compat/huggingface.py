@@ -69,6 +69,12 @@ def random_params(model):
     return jax.tree_util.tree_map_with_path(leaf, Model(model).abstract)
 
 
+def _empty(path, like):
+    """Return zeros; ones for the constants of layers, which would end the residual stream."""
+    fill = 1 if "multiplier" in jax.tree_util.keystr(path) else 0
+    return np.full(like.shape, fill, like.dtype)
+
+
 def save_run(path, config, params=None, state=None):
     """A run directory of jaxforge at step 3; by default its moments are 0: nothing is compiled."""
     native, params = setup(config), params or random_params(config.model)
@@ -76,7 +82,7 @@ def save_run(path, config, params=None, state=None):
         like = jax.eval_shape(
             lambda arrays: init_train_state(native.model, arrays, native.optimizer), params
         )
-        state = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), like)
+        state = jax.tree_util.tree_map_with_path(_empty, like)
         state = jax.device_put(dataclasses.replace(state, params=params))
     run_directory.prepare(path, config)
     section = config.checkpoint.model_copy(update={"async_mode": "disabled"})

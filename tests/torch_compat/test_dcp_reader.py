@@ -72,7 +72,9 @@ def test_kempnerforge_shards_equal_gathered_tensors(golden):
         assert_same(np.asarray(tensor.all(), np.float32), expected[name])
 
 
-@pytest.mark.parametrize("layout", ["nested", "flat", "strided", "replicated"])
+@pytest.mark.parametrize(
+    "layout", [pytest.param("nested", marks=pytest.mark.slow), "flat", "strided", "replicated"]
+)
 def test_sharded_layouts_equal_full_tensors(layouts, layout):
     expected = np.load(layouts / f"{layout}.npz")
     result = opened(layouts / layout).tensors

@@ -167,7 +167,8 @@ CASES = {
         **GEMMA4, "attention_k_eq_v": True, "global_head_dim": 32, "attention_bias": True,
         "num_global_key_value_heads": 1, "final_logit_softcapping": 2.0}),
     "gemma4, experts": ("gemma4_text", {
-        **GEMMA4, "global_head_dim": 16, "enable_moe_block": True, "num_experts": 6,
+        **GEMMA4, "global_head_dim": 32, "attention_k_eq_v": True,
+        "num_global_key_value_heads": 1, "enable_moe_block": True, "num_experts": 6,
         "top_k_experts": 3, "moe_intermediate_size": 20}),
     "gemma4, shared keys": ("gemma4_text", {
         **GEMMA4, "global_head_dim": 32, "num_hidden_layers": 8, "num_kv_shared_layers": 4,
@@ -418,7 +419,9 @@ SLOW = frozenset({
     "falcon_h1, biases, norm", "falcon_h1, gated norm", "nemotron_h, experts, biases", "dots1",
     "qwen3_5_moe", "qwen2_moe, some layers, window 8", "olmoe", "granitemoeshared",
     "gemma3, window 80", "phi3, longrope, short", "arcee", "seed_oss", "glm_moe_dsa", "qwen3_moe",
-    "llama, linear", "lfm2_moe",
+    "llama, linear", "lfm2_moe", "gemma4", "llama, biases, gelu", "olmo2", "gemma", "glm4",
+    "starcoder2", "hunyuan_v1_dense", "bamba", "qwen3_5", "ernie4_5", "qwen3", "granitemoe",
+    "phi3", "smollm3",
 })  # fmt: skip
 """Cases with little that no other case has. `kimi_k2` has the network of `deepseek_v3`."""
 
@@ -863,6 +866,28 @@ SELECTED = [
     ({**MIXTURE, **SINKS, "sliding_window": 8, "qkv_bias": True, "o_bias": True}, "gpt_oss"),
 ]  # fmt: skip
 SIMILARLY_SELECTED = [
+    (
+        {
+            **NORMS,
+            "norm_placement": "sandwich",
+            "value_norm": True,
+            "layer_multipliers": True,
+            "attention_scale": 1.0,
+            "activation": "gelu_tanh",
+            "gated_mlp": True,
+            "n_layers": 4,
+            "embedding_multiplier": MODEL_KEYS["dim"] ** 0.5,
+            "layer_embedding_dim": 6,
+            "sliding_window": 8,
+            "attention_pattern": ["sliding", "full"],
+            "n_kv_shared_layers": 2,
+            "mixer_pattern": ["attention", "global_attention"],
+            "local_rope_theta": 100.0,
+            "qk_norm_eps": 1e-5,
+            "global_attention": {"head_dim": 32},
+        },
+        "gemma4_text",
+    ),
     ({"norm_type": "layernorm", "norm_eps": 0.03}, "stablelm"),
     ({"norm_type": "layernorm", "activation": "gelu", "norm_eps": 0.03}, "starcoder2"),
     ({"norm_type": "layernorm", "activation": "relu", "tie_embeddings": True}, "starcoder2"),

@@ -111,6 +111,7 @@ def test_replay_repeats_a_step_with_its_reference(whole):
     assert float(again["loss"]) == logged["train/loss"]
 
 
+@pytest.mark.slow
 def test_student_learns_from_a_larger_teacher(runs, other):
     assert launch.fit(student(runs, "student", max_steps=2)) is Exit.COMPLETED
     lines = [json.loads(x) for x in (runs / "student" / "metrics.jsonl").read_text().splitlines()]

@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from jaxforge.config.mixers import MIXER_TABLES
+from jaxforge.config.mixers import GLOBAL_ATTENTION, MIXER_TABLES
 from jaxforge.config.model import MIXERS, ModelConfig
 from jaxforge.config.section import Flag, flagged
 from torch_compat.families.common import scaling_keys
@@ -87,12 +87,14 @@ def _experts(model: ModelConfig) -> dict[str, Any]:
 
 def _mixer_settings(model: ModelConfig) -> dict[str, Any]:
     """Return the settings of mixers that layers have, without those of training."""
-    tables = {
+    tables: dict[str, Any] = {
         mixer: {
             key: value for key, value in table if key not in flagged(type(table), Flag.TRAINING)
         }
         for mixer, table in model.mixer_tables.items()
     }
+    if GLOBAL_ATTENTION in tables:  # numbers of heads that are not set are those of "attention"
+        tables[GLOBAL_ATTENTION] = model.head_sizes(GLOBAL_ATTENTION)._asdict()
     return dict.fromkeys(MIXER_TABLES) | tables
 
 
