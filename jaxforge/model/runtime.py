@@ -8,6 +8,7 @@ from jax.sharding import Mesh
 
 from jaxforge.config.axes import cp_strategy
 from jaxforge.config.job import JobConfig
+from jaxforge.config.model import ModelConfig
 from jaxforge.kernels import gated_delta
 from jaxforge.kernels.attention_backends import (
     KernelRequirements,
@@ -24,11 +25,26 @@ _LARGE_DELTA_CHUNK = 128  # tokens: the side of a TPU's matrix unit
 _TILE_ON_CPU = 1 << 22  # logits: 16 MiB of float32, which caches hold
 
 
+class AttentionKernels(NamedTuple):
+    """Attention kernels for heads of a width.
+
+    Attributes:
+        whole: name of the kernel in `attention_backends.BACKENDS`.
+        why: reasons against the kernels that are preferred to it.
+        ring: name of the kernel of a ring's turns in `partial_attention.PARTIAL_KERNELS`.
+    """
+
+    whole: str = "reference"
+    why: str = ""
+    ring: str = "tiles"
+
+
 class Runtime(NamedTuple):
     """Execution choices of `runtime_for`; the defaults are the simplest.
 
     Attributes:
-        attention: name of the kernel in `attention_backends.BACKENDS`.
+        attention: attention kernels.
+        wide_attention: those of layers with `model.global_attention`; None: the same.
         save: values saved for the backward pass: `train.activation_checkpointing`, other than
             "auto".
         offload: whether saved values wait in host memory: "activations" in `train.offload`.
@@ -50,8 +66,6 @@ class Runtime(NamedTuple):
         reduce_dtype: dtype in which devices sum their gradients of matrices.
         sent_dtype: dtype in which they send them.
         context: how devices share a sequence: `distributed.cp_strategy`.
-        why_attention: reasons against the kernels that are preferred to `attention`.
-        ring: name of the kernel of a ring's turns in `partial_attention.PARTIAL_KERNELS`.
         splits_sequences: whether the partitioner splits sequences over `tp` between attention and
             feed-forward. Products then keep a dimension of sequences. Otherwise tokens are one
             dimension, so that no compiler copies a transpose. With split sequences, a device's
@@ -80,7 +94,8 @@ class Runtime(NamedTuple):
             more time for a step of Llama 2 7B.
     """
 
-    attention: str = "reference"
+    attention: AttentionKernels = AttentionKernels()
+    wide_attention: AttentionKernels | None = None
     save: str = "none"
     offload: bool = False
     unroll: int = 1
@@ -92,8 +107,6 @@ class Runtime(NamedTuple):
     reduce_dtype: jnp.dtype = FLOAT32
     sent_dtype: jnp.dtype = FLOAT32
     context: str = "ulysses"
-    why_attention: str = ""
-    ring: str = "tiles"
     splits_sequences: bool = False
     heads_in_products: bool = False
     results_by_token: bool = False
@@ -103,12 +116,27 @@ class Runtime(NamedTuple):
     delta_chunk: int = gated_delta.CHUNK
     maps_states: bool = False
 
+    @property
+    def attention_kernels(self) -> tuple[str, ...]:
+        """Names of the kernels of all layers in `attention_backends.BACKENDS`."""
+        wide = self.wide_attention
+        return (self.attention.whole, *(() if wide is None else (wide.whole,)))
+
     def describe_attention(self, devices: int) -> str:
-        """Describe the attention kernel for sequences on this many devices, and the reason."""
-        if devices > 1 and self.context == "ring":
-            return f"{self.ring}, ring of {devices}"
-        name = self.attention + (f" ({self.why_attention})" if self.why_attention else "")
-        return name if devices == 1 else f"{name}, ulysses over {devices}"
+        """Describe the attention kernels for sequences on this many devices, and the reasons."""
+        is_ring = devices > 1 and self.context == "ring"
+
+        def describe(kernels: AttentionKernels) -> str:
+            if is_ring:
+                return kernels.ring
+            return kernels.whole + (f" ({kernels.why})" if kernels.why else "")
+
+        text = describe(self.attention)
+        if self.wide_attention not in (None, self.attention):
+            text += f"; in layers with wide heads {describe(self.wide_attention)}"
+        if is_ring:
+            return f"{text}, ring of {devices}"
+        return text if devices == 1 else f"{text}, ulysses over {devices}"
 
 
 def gpu_capability(device: jax.Device) -> str | None:
@@ -140,7 +168,7 @@ def runtime_for(
     length = config.train.seq_len
     chunk = next((c for c in m.chunks if c is not None and c < length), None)
     at = KernelRequirements(
-        platform, dtype, m.widest_head, length, m.attn_logit_softcap, chunk, m.attention_sinks,
+        platform, dtype, m.head_size, length, m.attn_logit_softcap, chunk, m.attention_sinks,
         config.data.pack_sequences, capability, is_present=jax.default_backend() == platform,
         value_size=m.value_head_size,
     )  # fmt: skip
@@ -150,12 +178,15 @@ def runtime_for(
     save = config.train.activation_checkpointing
     save = "none" if save == "auto" else save  # `step.execution` chooses for training
     reduction = config.train.reduce_dtype
-    attention, why = choose_backend(m, at)
+    wide = None
+    if m.widest_head > m.head_size:
+        wide = _attention_kernels(m, at._replace(head_size=m.widest_head))
     runtime = Runtime(
-        attention, save, "activations" in config.train.offload, grouped=grouped,
+        _attention_kernels(m, at), wide, save, "activations" in config.train.offload,
+        grouped=grouped,
         reduce_dtype=jnp.dtype(dtype) if reduction == "compute" else FLOAT32,
         sent_dtype=FLOAT32 if reduction == "float32" else jnp.dtype(dtype),
-        context=cp_strategy(config), why_attention=why, ring=choose_ring_kernel(at),
+        context=cp_strategy(config),
         splits_sequences=config.distributed.tp > 1,
         saves_elementwise=config.train.mixed_precision == "fp8",
     )  # fmt: skip
@@ -178,6 +209,10 @@ def runtime_for(
     return runtime._replace(
         chunk_elements=_CHUNK_ELEMENTS, delta_chunk=_LARGE_DELTA_CHUNK, maps_states=True
     )
+
+
+def _attention_kernels(model: ModelConfig, at: KernelRequirements) -> AttentionKernels:
+    return AttentionKernels(*choose_backend(model, at), choose_ring_kernel(at))
 
 
 def _most_unrolled_layers(platform: str, *, is_moe: bool) -> int:

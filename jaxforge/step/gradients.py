@@ -230,7 +230,8 @@ def _can_check_vma(model: Model, mesh: Mesh) -> bool:
     # Some functions do not declare over which axes their results vary: Pallas kernels, all-to-alls
     # of experts, and sparse attention (`sharding.run_on_shares`).
     c = model.config
-    is_opaque = BACKENDS[model.runtime.attention].is_opaque or mesh.shape["cp"] > 1
+    kernels = [BACKENDS[name] for name in model.runtime.attention_kernels]
+    is_opaque = any(kernel.is_opaque for kernel in kernels) or mesh.shape["cp"] > 1
     return not (is_opaque or c.is_moe or c.latent_attention.has_indexer)
 
 

@@ -221,10 +221,10 @@ class _Sizes:
         """Return the bytes of a layer's attention scores and their gradient, 0 for kernels."""
         heads, length = self._share(self.model.config.n_heads), self.config.train.seq_len
         parts = {"reference": 1, "blockwise": 8}  # blocks of queries, computed one at a time
-        kernel = self.model.runtime.attention
-        if kernel not in parts or not self._has_scores():
+        shares = [1 / parts[name] for name in self._kernels() if name in parts]
+        if not shares or not self._has_scores():
             return 0
-        return 2 * _F32 * heads * length * self.tokens // parts[kernel]
+        return int(2 * _F32 * heads * length * self.tokens * max(shares))
 
     def _saved_per_token(self, save: str) -> int:
         """Return the bytes that a layer saves per token under a rematerialization policy."""
@@ -257,7 +257,10 @@ class _Sizes:
         values = {"reference": length, "blockwise": length // 2}
         if not self._has_scores():
             return 0
-        return _F32 * heads * values.get(self.model.runtime.attention, 0)
+        return _F32 * heads * max(values.get(name, 0) for name in self._kernels())
+
+    def _kernels(self) -> tuple[str, ...]:
+        return self.model.runtime.attention_kernels
 
     def _has_scores(self) -> bool:
         """Return whether some layers score all pairs of tokens with the attention kernel."""

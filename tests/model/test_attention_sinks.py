@@ -17,6 +17,7 @@ from jaxforge.kernels.attention_backends import BACKENDS, attend_with_masks, opa
 from jaxforge.kernels.dot_product_attention import masked_attention
 from jaxforge.kernels.masking import FULL, Mask
 from jaxforge.kernels.scoring import PLAIN, Scoring
+from jaxforge.model.runtime import AttentionKernels
 from jaxforge.model.transformer import Model
 from tests.helpers import initial_params
 from tests.model.attention_reference import allowed_keys, random_documents, random_heads
@@ -179,7 +180,7 @@ def test_each_layer_applies_its_own_sinks(backend):
     """Sinks of -inf have no effect; a finite sink of any layer and head has one."""
     config = ModelConfig(**SHAPE, attention_sinks=True)
     model = Model(config)
-    model.runtime = model.runtime._replace(attention=backend)
+    model.runtime = model.runtime._replace(attention=AttentionKernels(backend))
     hidden = jax.jit(model.hidden)
     params = initial_params(model)
     tokens = np.random.default_rng(0).integers(0, 64, (2, 12))

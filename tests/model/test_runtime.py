@@ -51,13 +51,25 @@ def test_tpu_loops_over_layers_without_loss_tiles():
 def test_attention_kernel_follows_head_width():
     for shape in ({"dim": 640, "n_heads": 4}, {"head_dim": 160}):
         config = JobConfig.model_validate({"model": shape})
-        assert runtime_for(config, jnp.bfloat16, "gpu").attention == "triton"
+        assert runtime_for(config, jnp.bfloat16, "gpu").attention.whole == "triton"
     narrower = JobConfig.model_validate({"model": {"dim": 640, "n_heads": 4, "head_dim": 128}})
-    assert runtime_for(narrower, jnp.bfloat16, "gpu").attention == "cudnn"
+    assert runtime_for(narrower, jnp.bfloat16, "gpu").attention.whole == "cudnn"
+
+
+def test_each_size_of_heads_has_its_kernel():
+    config = JobConfig.model_validate({
+        "model": {
+            "head_dim": 256, "global_attention": {"head_dim": 512},
+            "mixer_pattern": ["attention", "global_attention"],
+        },
+    })  # fmt: skip
+    result = runtime_for(config, jnp.bfloat16, "gpu", "9.0")
+    assert result.attention_kernels == ("triton", "blockwise")
+    assert "; in layers with wide heads blockwise (not cudnn" in result.describe_attention(1)
 
 
 def test_runtime_follows_platform():
-    assert [runtime(platform).attention for platform in ("cpu", "gpu", "tpu")] == [
+    assert [runtime(platform).attention.whole for platform in ("cpu", "gpu", "tpu")] == [
         "blockwise", "cudnn", "splash",
     ]  # fmt: skip
     assert [runtime(platform).rope_as_matmul for platform in ("cpu", "gpu", "tpu")] == [
@@ -70,23 +82,25 @@ def test_runtime_follows_platform():
 
 def test_sinks_are_not_run_by_cudnn():
     config = JobConfig.model_validate({"model": {"attention_sinks": True}})
-    kernels = [runtime_for(config, jnp.dtype("bfloat16"), on).attention for on in ("gpu", "tpu")]
+    kernels = [
+        runtime_for(config, jnp.dtype("bfloat16"), on).attention.whole for on in ("gpu", "tpu")
+    ]
     assert kernels == ["triton", "splash"]
 
 
 def test_packed_documents_prefer_triton_with_reason():
     config = JobConfig.model_validate({"data": {"pack_sequences": True}})
     result = runtime_for(config, jnp.dtype("bfloat16"), "gpu", "9.0")
-    assert (result.attention, result.why_attention[:30]) == (
+    assert (result.attention.whole, result.attention.why[:30]) == (
         "triton",
         "not cudnn: it needs an S x S m",
     )
-    assert runtime("gpu").why_attention == ""
+    assert runtime("gpu").attention.why == ""
 
 
 def test_wide_heads_use_triton_without_local_gpu():
     config = JobConfig.model_validate({"model": {"dim": 1024, "n_heads": 4}})
-    assert runtime_for(config, jnp.dtype("bfloat16"), "gpu", "9.0").attention == "triton"
+    assert runtime_for(config, jnp.dtype("bfloat16"), "gpu", "9.0").attention.whole == "triton"
 
 
 @pytest.mark.parametrize(("chunk", "kernel"), [(512, "cudnn"), (511, "triton")])
@@ -96,4 +110,4 @@ def test_cudnn_runs_chunks_longer_than_sequences(chunk, kernel):
         "model": {"attention_chunk_size": chunk, "attention_pattern": pattern},
         "train": {"seq_len": 512},
     })  # fmt: skip
-    assert runtime_for(config, jnp.dtype("bfloat16"), "gpu").attention == kernel
+    assert runtime_for(config, jnp.dtype("bfloat16"), "gpu").attention.whole == kernel

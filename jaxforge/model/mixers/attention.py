@@ -62,6 +62,7 @@ class Attention(Mixer):
 
     scores_pairs = True
     name: ClassVar[str] = ATTENTION
+    is_wide: ClassVar[bool] = False
 
     def __init__(self, config: ModelConfig, declare: Declare) -> None:
         c, sizes = config, self._sizes(config)
@@ -122,7 +123,7 @@ class Attention(Mixer):
             y_BSHh = cached_attention(q_BSHh, *keys, seen_BST[:, None], self.scoring, sinks)
         else:
             y_BSHh, captured = attend_to_sequence(
-                q_BSHh, *keys, context, settings, self.scoring, sinks
+                q_BSHh, *keys, context, settings, self.scoring, sinks, is_wide=self.is_wide
             )
         y_BSHh = constrain_heads(y_BSHh, "heads")
         if c.attention_output_gate:
@@ -252,18 +253,23 @@ def attend_to_sequence(
     settings: LayerSettings,
     scoring: Scoring,
     sinks: Float[Array, "heads"] | None = None,
+    *,
+    is_wide: bool = False,
 ) -> tuple[Float[Array, "b s heads hv"], dict[str, Array]]:
     """Attend within sequences with the platform's kernel, and across devices that share them.
+
+    The kernel is that of wide heads if they are (`Runtime.wide_attention`).
 
     Returns:
         The result, and the captured weights and logits by name.
     """
     kind, plan, runtime, *_ = settings
     attend: Callable[..., Array] = attend_with_masks
-    kernel = runtime.attention
+    kernels = (runtime.wide_attention if is_wide else None) or runtime.attention
+    kernel = kernels.whole
     if context_size() > 1:
         attend = functools.partial(attend_across_devices, runtime.context)
-        kernel = runtime.ring if runtime.context == "ring" else kernel
+        kernel = kernels.ring if runtime.context == "ring" else kernel
     y_BSHh = attend(
         kernel, plan.masks, kind.mask, q_BSHh, k_BSKh, v_BSKh, context.segment_ids,
         context.positions, scoring, sinks,

@@ -14,3 +14,4 @@ class GlobalAttention(Attention):
     """
 
     name = GLOBAL_ATTENTION
+    is_wide = True

@@ -54,6 +54,7 @@ class SharedGlobalAttention(SharedAttention):
 
     source = GLOBAL_ATTENTION
     name = SHARED_MIXERS[GLOBAL_ATTENTION]
+    is_wide = True
 
 
 CLASSES: dict[str, type[Mixer]] = {
