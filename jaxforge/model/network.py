@@ -72,7 +72,9 @@ class Block(nnx.Module):
     each, and their outputs are added. Norms may instead follow the two parts (post-norm), or come
     before and after. With `parallel_residual`, mixer and mlp read the same x, and with
     `shared_norm` also the same norm(x). A block may lack one of its parts. With
-    `hyper_connections`, x is several streams of the residual in one dimension.
+    `hyper_connections`, x is several streams of the residual in one dimension. With
+    `layer_embedding_dim`, a term of the tokens' embeddings for this layer follows the mlp, and with
+    `layer_multipliers` a constant factor of the sum.
 
     Args:
         config: the model.

@@ -322,12 +322,12 @@ class Model:
         """
         x_BSD = self.embed(params, batch)
         context = self.batch_context(x_BSD, batch, lengths=lengths, loss_weights=loss_weights)
-        layer = functools.partial(self._layer, context, capture, False)
         if self.config.layer_embedding_dim:
             params = self._with_layer_embeddings(params, x_BSD, batch["input_ids"])
         # Four ways through the layers. In decoding, each layer has arrays of its own, because a
         # scan would copy the cache for each token. Stages run their rows in `shard_map`. Equal
         # layers are one scan; others are groups: leading layers, a scan over periods, later layers.
+        # A layer whose keys later layers use runs on its own between groups.
         if isinstance(cache, list):
             apart, caches = list(zip(params[LAYERS], cache, strict=True)), list[PyTree]()
             for part in self.plan.parts():
@@ -348,6 +348,7 @@ class Model:
             )  # fmt: skip
             out = LayerOut(cache, *outputs)
         elif self.plan.is_uniform:
+            layer = functools.partial(self._layer, context, capture, False)
             run_layer, states = layer(self.plan.layers[0], LAYERS, True), cache and cache[LAYERS]
             rows = params[LAYERS], states
             x_BSD, out = jax.lax.scan(run_layer, x_BSD, rows, unroll=self.runtime.unroll)
