@@ -1112,6 +1112,13 @@ def test_export_keeps_in_float32_what_transformers_keeps(tmp_path, case, dtype):
     assert_same_bits(tensors_of(native), tensors_of(tmp_path / "theirs"))
 
 
+def test_constants_of_layers_keep_the_dtype_of_weights(tmp_path):
+    network_of("gemma4, shared keys").to(torch.bfloat16).save_pretrained(tmp_path / "hf")
+    load(tmp_path / "hf", tmp_path / "run")
+    back = export(tmp_path / "run", tmp_path / "back")
+    assert_same_bits(tensors_of(tmp_path / "hf"), tensors_of(back))
+
+
 def test_routers_of_ernie_stay_in_float32_beside_8_bits(tmp_path):
     network_of("ernie4_5_moe").save_pretrained(tmp_path / "hf")
     load(tmp_path / "hf", tmp_path / "run")

@@ -213,10 +213,11 @@ def _with_dtypes(checkpoint: CheckpointState, family: str, dtype: str | None) ->
         return tensor.cast(DTYPES["float32" if is_kept else target])
 
     params = {name: converted(name, tensor) for name, tensor in checkpoint.params.items()}
-    state = {
-        name: converted(name, tensor) if name.endswith(".multiplier") else tensor
-        for name, tensor in checkpoint.model_state.items()
-    }  # constants of layers have the dtype of weights there, biases of routers do not
+    state = dict(checkpoint.model_state)
+    # Constants of layers have the dtype of weights there; biases of routers do not.
+    for name in [name for name in state if name.endswith(".multiplier")]:
+        of_weights = usual or _common_dtype(params, FAMILIES[family])
+        state[name] = state[name].cast(DTYPES[of_weights])
     return dataclasses.replace(checkpoint, params=params, model_state=state)
 
 

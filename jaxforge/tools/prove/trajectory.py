@@ -274,8 +274,12 @@ def _scalars(metrics: Mapping[str, Any]) -> Arrays:
     """Return the metrics of a step that depend on its numbers, by name."""
     first = {"loss": metrics["loss"], "gradient norm": metrics["grad_norm"]}
     further = named({name: metrics[name] for name in _METRICS if name in metrics}, None)
-    further = {name.rpartition(".")[2]: value for name, value in further.items()}
-    return {name: np.asarray(jax.device_get(value)) for name, value in (first | further).items()}
+    # Means of layers without experts are 0/0.
+    of_layers = {
+        name.rpartition(".")[2]: np.nan_to_num(jax.device_get(value), nan=0.0)
+        for name, value in further.items()
+    }
+    return {name: np.asarray(jax.device_get(value)) for name, value in first.items()} | of_layers
 
 
 def _on_devices(tree: T, like: T, stack: Stack) -> T:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from jaxforge.config import rules
@@ -236,7 +237,8 @@ VARIANTS = {
         "distillation": {"teacher": "x"}, "optimizer": {"name": "muon"}, "distributed": {"tp": 2},
     },
     "experts": {
-        "model": EXPERTS, "train": {"grad_accum_steps": 2}, "distributed": {"ep": 2, "dp_shard": 2},
+        "model": {**EXPERTS, "moe_first_dense_layers": 1}, "train": {"grad_accum_steps": 2},
+        "distributed": {"ep": 2, "dp_shard": 2},
         "data": {"datasets": [{"path": "a"}, {"path": "b"}]},
     },
     "ring": {
@@ -257,6 +259,7 @@ def test_variant_is_proven_and_its_faults_are_found(name):
     (mesh,) = meshes(config, small)
     for comparison in proof.compare(reference, mesh):
         assert comparison.first_difference is None, comparison
+        assert all(np.isfinite(each.difference) for each in comparison.quantities)
     for comparison in proof.plant(reference, mesh):
         assert comparison.first_difference, comparison.about
 
