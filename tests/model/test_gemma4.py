@@ -32,11 +32,11 @@ WIDE = {
     "rope_scaling": {"rope_type": "proportional", "factor": 1.0, "rotated_share": 0.25},
     "global_attention": {"head_dim": 16, "n_kv_heads": 2, "keys_as_values": True},
 }  # fmt: skip
-SHARING = {**WIDE, "n_layers": 8, "n_kv_shared_layers": 4, "kv_shared_ffn_dim": 96,
-           "layer_embedding_dim": 6}  # fmt: skip
+SHARING = {**WIDE, "n_kv_shared_layers": 2, "kv_shared_ffn_dim": 96, "layer_embedding_dim": 6}
 EXPERTS = {**WIDE, "num_experts": 4, "moe_shared_experts": 1, "moe_separate_norms": True,
            "moe_expert_scales": True, "moe_shared_expert_dim": 48}  # fmt: skip
-MODELS = {"wide": WIDE, "sharing": SHARING, "experts": EXPERTS}
+DEEP = {**SHARING, "n_layers": 8, "n_kv_shared_layers": 4}
+MODELS = {"wide": WIDE, "sharing": SHARING, "deep": DEEP, "experts": EXPERTS}
 
 
 def job(name, train=(), **mesh):
@@ -72,9 +72,9 @@ MICROBATCH = {"grad_sync": "microbatch"}
         ("sharing", {}, RING),
         *(pytest.param(*keys, marks=pytest.mark.slow) for keys in (
             ("experts", {"activation_checkpointing": "full"}, {"ep": 2, "tp": 2}),
-            ("sharing", {**MICROBATCH, "activation_checkpointing": "full"},
+            ("deep", {**MICROBATCH, "activation_checkpointing": "full"},
              {"dp_shard": 4, "tp": 2}),
-            ("sharing", {"activation_checkpointing": "selective"}, {"cp": 2, "dp_shard": 2}),
+            ("deep", {"activation_checkpointing": "selective"}, {"cp": 2, "dp_shard": 2}),
             ("wide", {}, {"pp": 2, "tp": 2}),
             ("wide", {}, {"pp": 4, "dp_shard": 2}),
             ("wide", {}, RING),
@@ -116,9 +116,9 @@ def test_run_resumes_bit_exactly(name, tmp_path):
     jax.tree.map(np.testing.assert_array_equal, resumed, expected)
 
 
-@pytest.mark.parametrize("unstacks", [True, False])
-def test_layers_that_share_keys_decode_as_whole_texts_compute(unstacks):
-    model = Model(job("sharing").model)
+@pytest.mark.parametrize(("name", "unstacks"), [("sharing", True), ("deep", False)])
+def test_layers_that_share_keys_decode_as_whole_texts_compute(name, unstacks):
+    model = Model(job(name).model)
     model.runtime = model.runtime._replace(unstacks=unstacks)
     params = join(initial_params(model), model.initial_state())
     prompts = [[3, 1, 4, 1, 5], [9, 2, 6]]
@@ -165,5 +165,5 @@ def test_impossible_settings_are_problems(keys, message):
 
 
 def test_stages_cannot_share_keys():
-    with pytest.raises(UserError, match=r"model.n_kv_shared_layers = 4 is not supported with dis"):
+    with pytest.raises(UserError, match=r"model.n_kv_shared_layers = 2 is not supported with dis"):
         rules.check(job("sharing", {"grad_accum_steps": 2}, pp=2), 2)

@@ -171,8 +171,8 @@ CASES = {
         "num_global_key_value_heads": 1, "enable_moe_block": True, "num_experts": 6,
         "top_k_experts": 3, "moe_intermediate_size": 20}),
     "gemma4, shared keys": ("gemma4_text", {
-        **GEMMA4, "global_head_dim": 32, "num_hidden_layers": 8, "num_kv_shared_layers": 4,
-        "layer_types": PATTERN["layer_types"] * 2, "use_double_wide_mlp": True,
+        **GEMMA4, "global_head_dim": 32, "num_kv_shared_layers": 2, "use_double_wide_mlp": True,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
         "hidden_size_per_layer_input": 6,
         "rms_norm_eps": 1e-2}),  # norms amplify the rounding of small values
     "granite": ("granite", {**GRANITE, **ALL_BIASES}),
