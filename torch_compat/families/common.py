@@ -403,6 +403,8 @@ def _rotary_table(theta: float, scaling: RopeScaling | None) -> Table:
         for key, hf_key in _SCALINGS[scaling.rope_type].items()
         if (value := getattr(scaling, key)) is not None
     }
+    if scaling.rope_type == "proportional" and scaling.factor == 1.0:
+        del table["factor"]  # the default, of which transformers warns
     return {"rope_type": scaling.rope_type, "rope_theta": theta, **table}
 
 
