@@ -590,7 +590,9 @@ class ModelConfig(MixerTables):
         return tuple(
             Rope(
                 *(full if window is None else sliding),
-                self.global_attention.head_dim if parts.mixer in wide else self.rotary_size,
+                self.global_attention.head_dim
+                if wide.intersection(parts.mixers)
+                else self.rotary_size,
             )
             if turn
             else None
@@ -693,7 +695,7 @@ class ModelConfig(MixerTables):
             yield not_multiple("n_heads", self.n_heads, "n_kv_heads", self.kv_heads)
         if GLOBAL_ATTENTION in self.mixers:
             yield from self._global_problems()
-        yield from self._gemma_problems()
+        yield from self._layer_input_problems()
         if self.activation == "swiglu_oai" and not self.is_gated:
             yield 'activation = "swiglu_oai" is always gated: remove gated_mlp'
         if self.swiglu_limit is not None and not self.is_gated:
@@ -843,8 +845,8 @@ class ModelConfig(MixerTables):
                 "positions differ: choose one of them for each layer"
             )
 
-    def _gemma_problems(self) -> Iterator[str]:
-        """Yield problems of shared keys and of embeddings of layers, which Gemma 3n introduced."""
+    def _layer_input_problems(self) -> Iterator[str]:
+        """Yield problems of keys that layers share, and of the embeddings that each layer has."""
         used = {
             f"n_kv_shared_layers = {self.n_kv_shared_layers}": self.n_kv_shared_layers,
             f"layer_embedding_dim = {self.layer_embedding_dim}": self.layer_embedding_dim,

@@ -143,6 +143,11 @@ def test_layers_that_share_keys_have_no_cache_and_no_matrices_of_keys():
         assert model.abstract[name]["mlp"]["up_proj"]["weight"].shape[1] == width
 
 
+def test_wide_heads_next_to_another_mixer_rotate_all_their_channels():
+    model = ModelConfig(**{**WIDE, "mixer_pattern": ["attention", "global_attention+mamba2"]})
+    assert [rope.size for rope in model.ropes] == [8, 16, 8, 16]
+
+
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
