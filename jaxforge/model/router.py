@@ -100,11 +100,11 @@ class Router(nnx.Module):
         logits = self.gate(x_BSD)
         scores, ranking = self._scores(logits)
         _, experts = jax.lax.top_k(_within_groups(ranking, c), c.moe_top_k)
-        weights = _scores_of(experts, scores)
+        weights = chosen = _scores_of(experts, scores)
+        if c.moe_expert_scales:  # of all scores: a gradient without indices
+            weights = _scores_of(experts, scores * self.expert_scales[...].astype(scores.dtype))
         if c.moe_norm_topk:
-            weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
-        if c.moe_expert_scales:
-            weights = weights * self.expert_scales[...].astype(weights.dtype)[experts]
+            weights = weights / jnp.sum(chosen, axis=-1, keepdims=True)
         is_real = None
         if is_padding is not None:
             is_real, experts = ~is_padding, jnp.where(is_padding[..., None], c.num_experts, experts)
