@@ -60,11 +60,12 @@ def fit(
             multihost.exit_at_once_on_failure(watchdog.note_failure),
             open_live_line(console, known, watchdog) as live,
         ):
-            run = resolve_run(config, watchdog)
+            run, mesh = resolve_run(config, watchdog)
             config = run.config
             # Callbacks decide what the step collects, so they exist before the program.
             users = [*callbacks, *named_callbacks(config)]
-            program = Program(config, collect=[name for user in users for name in user.collect])
+            collected = [name for user in users for name in user.collect]
+            program = Program(config, mesh, collect=collected)
             with (
                 Signals(config.train.shutdown_timeout_sec) as signals,
                 RunLock(run_directory.root(config)) as lock,

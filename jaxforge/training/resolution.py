@@ -8,6 +8,7 @@ import dataclasses
 from pathlib import Path
 
 import jax
+from jax.sharding import Mesh
 
 from jaxforge.checkpoint import paths
 from jaxforge.checkpoint.restore import find_start
@@ -27,8 +28,12 @@ from jaxforge.training.frozen import teacher_model
 from jaxforge.training.health.watchdog import Watchdog
 
 
-def resolve_run(config: JobConfig | UnresolvedConfig, watchdog: Watchdog) -> ResolvedRun:
-    """Return the config that this start uses, once all processes agree on it. Collective.
+def resolve_run(
+    config: JobConfig | UnresolvedConfig, watchdog: Watchdog
+) -> tuple[ResolvedRun, Mesh]:
+    """Return the config that this start uses, once all processes agree on it, and its mesh.
+
+    Collective.
 
     Raises:
         UserError: processes have different configs, the run was moved, the config breaks a rule, or
@@ -46,8 +51,9 @@ def resolve_run(config: JobConfig | UnresolvedConfig, watchdog: Watchdog) -> Res
     run = with_idle_experts(run)
     # Execution comes last: it depends on all values above, and is not recorded.
     written, teacher = run.config, teacher_model(run.config)
-    config, why = with_execution(written, make_mesh(written), teacher=teacher)
-    return dataclasses.replace(run.after(config, why), written=written, teacher=teacher)
+    mesh = make_mesh(written)
+    config, why = with_execution(written, mesh, teacher=teacher)
+    return dataclasses.replace(run.after(config, why), written=written, teacher=teacher), mesh
 
 
 def with_branch(config: JobConfig) -> JobConfig:

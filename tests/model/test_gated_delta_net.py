@@ -6,7 +6,6 @@ import re
 import jax
 import numpy as np
 import pytest
-from jax.flatten_util import ravel_pytree
 from jax.sharding import AbstractMesh
 
 from jaxforge.config import rules
@@ -21,7 +20,7 @@ from jaxforge.model.sampling import Sampling
 from jaxforge.model.transformer import Model
 from jaxforge.step.memory import step_memory
 from tests.conftest import tiny_config
-from tests.helpers import drawn, losses_and_gradients, lowered, random_batches, setup
+from tests.helpers import drawn, loss_and_gradient, lowered, random_batches, setup
 
 NET = {"key_heads": 2, "value_heads": 4, "key_head_dim": 8, "value_head_dim": 6, "conv_size": 3}
 SHAPE = {
@@ -144,10 +143,7 @@ def values_on(model, mesh, grad_sync="update"):
     program, rng = setup(config), np.random.default_rng(1)
     (batch,) = random_batches(config, 1)
     ids = np.sort(rng.integers(0, 4, batch["labels"].shape), axis=-1)
-    losses, gradients = losses_and_gradients(program, [{**batch, "segment_ids": ids}])
-    # Stages hold layers in separate rows.
-    flat = jax.tree.map(lambda x: x.reshape(-1), gradients)
-    return losses, ravel_pytree(flat)[0]
+    return loss_and_gradient(program, {**batch, "segment_ids": ids})
 
 
 @functools.cache
