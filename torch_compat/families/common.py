@@ -404,7 +404,7 @@ def _rotary_table(theta: float, scaling: RopeScaling | None) -> Table:
         if (value := getattr(scaling, key)) is not None
     }
     if scaling.rope_type == "proportional" and scaling.factor == 1.0:
-        del table["factor"]  # the default, of which transformers warns
+        del table["factor"]  # the default; transformers warns of an unknown key
     return {"rope_type": scaling.rope_type, "rope_theta": theta, **table}
 
 
