@@ -8,7 +8,7 @@ feed-forward width, V vocabulary, S sequence.
 
 from collections.abc import Iterator
 
-from jaxforge.config.model import SHARED_MIXERS, ModelConfig
+from jaxforge.config.model import SHARED_MIXERS, LayerParts, ModelConfig
 from jaxforge.model.cost import MixerCost, attention_cost
 
 
@@ -110,17 +110,17 @@ def matrix_elements(model: ModelConfig, feed_forward: int, experts: int) -> int:
     """
     routed = feed_forward * experts * model.expert_embed_dim * model.expert_dim
     routed += 2 * model.dim * (model.moe_latent_dim or 0)
-    elements = {
-        "experts": routed + feed_forward * model.dim * model.shared_expert_dim,
-        "none": 0,
-    }
+    experts_and_shared = routed + feed_forward * model.dim * model.shared_expert_dim
+
+    def elements(block: LayerParts) -> int:
+        if block.feed_forward == "none":
+            return 0
+        if block.feed_forward == "experts":
+            return experts_and_shared
+        return feed_forward * model.dim * model.dense_width(block)
+
     blocks = model.layer_parts + (model.mtp_parts,) * model.mtp_depth
-    feed_forwards = sum(
-        elements[block.feed_forward]
-        if block.feed_forward in elements
-        else feed_forward * model.dim * model.dense_width(block)
-        for block in blocks
-    )
+    feed_forwards = sum(map(elements, blocks))
     # To the embeddings of all layers, and to and from the width of one in each layer.
     embeddings = 3 * model.dim * model.n_layers * (model.layer_embedding_dim or 0)
     mixers = sum(cost.matrices for cost, _, _ in _mixing(model))

@@ -16,9 +16,8 @@ from jaxforge.model import mup
 from jaxforge.model.experts import Experts
 from jaxforge.model.linear import Declare, Linear, residual_std, times
 from jaxforge.model.mlp import MLP
-from jaxforge.model.norm import LayerNorm, RMSNorm, build_norm
+from jaxforge.model.norm import apply_norm, apply_output_norm, build_norm
 from jaxforge.model.router import Router, bias_rate, next_bias, next_ema, term_weights
-from jaxforge.parallel.sharding import constrain
 from jaxforge.parallel.stages import Stack
 
 Params = dict[str, Any]
@@ -85,7 +84,7 @@ class MoE(nnx.Module):
         routing, aux = self.router(x_BSD, loss_weights, is_padding)
         has_padding = is_padding is not None
         has_latent = c.moe_latent_dim is not None
-        inputs = _normed(self.routed_norm, x_BSD)
+        inputs = apply_norm(self.routed_norm, x_BSD)
         inputs = self.latent_down_proj(inputs, precision) if has_latent else inputs
         y_BSD, dropped = self.experts(
             inputs, routing, backend, has_padding=has_padding, in_8_bits=in_8_bits,
@@ -96,16 +95,16 @@ class MoE(nnx.Module):
             y_BSD = y_BSD * jnp.asarray(c.moe_routed_scaling, y_BSD.dtype)
         if has_latent:
             y_BSD = self.latent_up_proj(y_BSD, precision)
-        y_BSD = _normed_output(self.routed_post_norm, y_BSD)
+        y_BSD = apply_output_norm(self.routed_post_norm, y_BSD)
         if c.shared_expert_dim:
-            shared_BSD = self.shared_expert(_normed(self.shared_norm, x_BSD), precision)
+            shared_BSD = self.shared_expert(apply_norm(self.shared_norm, x_BSD), precision)
             if c.moe_shared_expert_gate:
                 # An output of the width, like the head: muP scales its input in the same way.
                 gated_BSD = times(x_BSD, mup.output_multiplier(c))
                 shared_BSD = shared_BSD * jax.nn.sigmoid(
                     self.shared_expert_gate(gated_BSD, precision)
                 )
-            y_BSD = y_BSD + _normed_output(self.shared_post_norm, shared_BSD)
+            y_BSD = y_BSD + apply_output_norm(self.shared_post_norm, shared_BSD)
         if loss_weights is not None:
             assigned = jnp.float32(routing.experts.size)
             if is_padding is not None:
@@ -114,17 +113,6 @@ class MoE(nnx.Module):
             dropped_share = Mean(dropped, assigned)
             aux = aux._replace(metrics={**aux.metrics, "dropped": dropped_share})
         return y_BSD, aux
-
-
-def _normed(norm: RMSNorm | LayerNorm | None, x_BSD: Float[Array, "b s d"]) -> Array:
-    return x_BSD if norm is None else norm(x_BSD)
-
-
-def _normed_output(
-    norm: RMSNorm | LayerNorm | None, y_BSD: Float[Array, "b s d"]
-) -> Float[Array, "b s d"]:
-    """Normalize the sum over `tp` of a part's outputs, with its sequences split over `tp`."""
-    return y_BSD if norm is None else norm(constrain(y_BSD, "batch", "seq", None))
 
 
 def empty_expert_aux(config: ModelConfig) -> AuxOutputs:

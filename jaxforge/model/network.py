@@ -22,11 +22,11 @@ from jaxforge.model.mixer import MixerOut, add_outputs, states_by_mixer
 from jaxforge.model.mixers import mixer_class
 from jaxforge.model.mlp import MLP
 from jaxforge.model.moe import MoE, empty_expert_aux
-from jaxforge.model.norm import LayerNorm, RMSNorm, build_norm
+from jaxforge.model.norm import LayerNorm, RMSNorm, apply_norm, apply_output_norm, build_norm
 from jaxforge.model.plan import LayerKind
 from jaxforge.model.runtime import Runtime
 from jaxforge.parallel import collectives
-from jaxforge.parallel.sharding import constrain
+from jaxforge.parallel.sharding import constrain, gather_over_tp, split_over_tp
 
 
 class TokenEmbedding(nnx.Module):
@@ -250,8 +250,7 @@ class Block(nnx.Module):
         self, norm: RMSNorm | LayerNorm | None, y_BSD: Float[Array, "b s d"]
     ) -> Float[Array, "b s d"]:
         """Return the term that is added to the residual stream."""
-        y_BSD = y_BSD if norm is None else norm(split_sequence(y_BSD))
-        return times(y_BSD, self.config.residual_multiplier)
+        return times(apply_output_norm(norm, y_BSD), self.config.residual_multiplier)
 
 
 class PredictionBlock(Block):
@@ -283,7 +282,7 @@ class PredictionBlock(Block):
         """
         parts = self.embedding_norm(embedding_BSD), self.hidden_norm(hidden_BSD)
         both = constrain(jnp.concatenate(parts, axis=-1), "batch", "context", "mlp")
-        return split_sequence(self.input_proj(both))
+        return split_over_tp(self.input_proj(both))
 
 
 class PredictionModules(nnx.Module):
@@ -360,22 +359,12 @@ def _write(
 ) -> Float[Array, "b s d"]:
     """Add the result of a part to the stream or streams; None: the layer lacks the part."""
     if connection is None or y_BSD is None:
-        return split_sequence(_add(x_BSD, y_BSD))
+        return split_over_tp(_add(x_BSD, y_BSD))
     assert mixing is not None
-    return split_sequence(connection.write(x_BSD, y_BSD, mixing))
+    return split_over_tp(connection.write(x_BSD, y_BSD, mixing))
 
 
 def _normed(
     norm: RMSNorm | LayerNorm | None, x_BSD: Float[Array, "b s d"]
 ) -> Float[Array, "b s d"]:
-    return gather_sequence(x_BSD if norm is None else norm(x_BSD))
-
-
-def split_sequence(x_BSD: Float[Array, "b s d"]) -> Float[Array, "b s d"]:
-    """Split the sequence over `tp`, as the residual stream is between the parts of a block."""
-    return constrain(x_BSD, "batch", "seq", None)
-
-
-def gather_sequence(x_BSD: Float[Array, "b s d"]) -> Float[Array, "b s d"]:
-    """Gather the sequence over `tp`: attention and feed-forward need all tokens on each device."""
-    return constrain(x_BSD, "batch", "context", None)
+    return gather_over_tp(apply_norm(norm, x_BSD))

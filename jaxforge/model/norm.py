@@ -7,6 +7,7 @@ from jaxtyping import Array, Float
 
 from jaxforge.config.model import ModelConfig
 from jaxforge.model.linear import Declare
+from jaxforge.parallel.sharding import split_over_tp
 
 
 class RMSNorm(nnx.Module):
@@ -85,6 +86,20 @@ def build_norm(config: ModelConfig, declare: Declare) -> RMSNorm | LayerNorm:
     if not config.norm_bias:
         options["bias"] = False
     return NORMS[config.norm_type](config.dim, config.norm_eps, declare, **options)
+
+
+def apply_norm(
+    norm: RMSNorm | LayerNorm | None, x_BSD: Float[Array, "b s d"]
+) -> Float[Array, "b s d"]:
+    """Return x normalized; None: x as it is."""
+    return x_BSD if norm is None else norm(x_BSD)
+
+
+def apply_output_norm(
+    norm: RMSNorm | LayerNorm | None, y_BSD: Float[Array, "b s d"]
+) -> Float[Array, "b s d"]:
+    """Normalize the output of a part, a sum over `tp`, with sequences split over `tp`."""
+    return y_BSD if norm is None else norm(split_over_tp(y_BSD))
 
 
 def build_qk_norm(

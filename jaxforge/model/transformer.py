@@ -63,13 +63,13 @@ from jaxforge.model.linear import (
 )
 from jaxforge.model.mixer import Mixer
 from jaxforge.model.mixers import mixer_class
-from jaxforge.model.network import Transformer, gather_sequence, split_sequence
+from jaxforge.model.network import Transformer
 from jaxforge.model.plan import LayerKind, build_layer_plan
 from jaxforge.model.rope import rotations
 from jaxforge.model.runtime import Runtime, gpu_capability, runtime_for
 from jaxforge.parallel import collectives
 from jaxforge.parallel.mesh import STAGES
-from jaxforge.parallel.sharding import automatic_axes, constrain
+from jaxforge.parallel.sharding import automatic_axes, constrain, gather_over_tp, split_over_tp
 from jaxforge.parallel.stages import Locations, Stack, forward_pipeline
 
 _COMPUTE_DTYPES = {
@@ -419,13 +419,13 @@ class Model:
             batch_size, length = tokens.shape
             positions = positions_in_documents(batch_size, length, batch.get("segment_ids"))
         position_embedding = self.module("position_embedding", params["position_embedding"])
-        x_BSD = split_sequence(x_BSD + position_embedding(positions, self.dtype))
+        x_BSD = split_over_tp(x_BSD + position_embedding(positions, self.dtype))
         return hyper_connections.expand(x_BSD, self.config)
 
     def embed_tokens(self, params: Params, tokens: Int[Array, "b s"]) -> Float[Array, "b s d"]:
         """Return the embeddings of tokens, times `embedding_multiplier`."""
         token_embedding = self.module("token_embedding", params["token_embedding"])
-        x_BSD = split_sequence(token_embedding.embedding(tokens, self.dtype))
+        x_BSD = split_over_tp(token_embedding.embedding(tokens, self.dtype))
         return times(x_BSD, self.config.embedding_multiplier)
 
     def context(
@@ -529,7 +529,7 @@ class Model:
         elif self.config.n_streams > 1:
             x_BSD = hyper_connections.add_streams(x_BSD, self.config.n_streams)
         hidden_BSD = self.module("norm", params["norm"])(x_BSD)
-        return gather_sequence(times(hidden_BSD, self._head_scale))
+        return gather_over_tp(times(hidden_BSD, self._head_scale))
 
     @property
     def _head_scale(self) -> float:
@@ -563,7 +563,7 @@ class Model:
             embedding_BSD = self.embed_tokens(params, batch[FURTHER_TOKENS][..., depth])
             x_BSD, out = run_block(module.merge(embedding_BSD, x_BSD), (depth_params, None))
             head_input_BSD = times(module.output_norm(x_BSD), self._head_scale)
-            yield gather_sequence(head_input_BSD), out.aux._replace(metrics={})
+            yield gather_over_tp(head_input_BSD), out.aux._replace(metrics={})
 
     def module(self, name: str, params: Params) -> Any:  # noqa: ANN401  # any of these
         """Return a module of the network with its parameters, such as a layer of `LAYERS`."""

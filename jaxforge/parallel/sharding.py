@@ -136,6 +136,16 @@ def constrain(x: Array, *axes: str | None) -> Array:
     return jax.lax.with_sharding_constraint(x, automatic_spec(*split))
 
 
+def split_over_tp(x_BSD: Array) -> Array:
+    """Split sequences [b, s, d] over `tp`, as the residual stream is between parts of a block."""
+    return constrain(x_BSD, "batch", "seq", None)
+
+
+def gather_over_tp(x_BSD: Array) -> Array:
+    """Gather sequences [b, s, d] over `tp`: parts of a block need all tokens on each device."""
+    return constrain(x_BSD, "batch", "context", None)
+
+
 def split_sequences(x_BS: Array) -> Array:
     """Split sequences [b, s, ...] into the parts of `cp` devices, [parts * b, s / parts, ...].
 

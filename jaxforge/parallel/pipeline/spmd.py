@@ -36,7 +36,7 @@ from jaxforge.parallel import collectives
 from jaxforge.parallel.layer_switch import LayerResult, arrays_of_layer, change_if, run_layer
 from jaxforge.parallel.mesh import STAGES
 from jaxforge.parallel.pipeline.schedule import Actions, Column, Phase, Schedule, TickArrays
-from jaxforge.parallel.sharding import constrain
+from jaxforge.parallel.sharding import constrain, split_over_tp
 from jaxforge.parallel.stages import Locations, only_rows, split_layers
 
 Microbatch = Any
@@ -191,7 +191,8 @@ class Stage:
         microbatch = self._microbatch(0)
         # `eval_shape` yields the shapes of outputs, of ring items and of auxiliary outputs without
         # tracing an operation into the program.
-        idle = _constrain(self._zeros(jax.eval_shape(self.functions.embed, self.outer, microbatch)))
+        idle = jax.eval_shape(self.functions.embed, self.outer, microbatch)
+        idle = split_over_tp(self._zeros(idle))
         _, item, chunk_aux = jax.eval_shape(functools.partial(self._forward, 0, idle, microbatch))
         # The loss is the same on all stages, so that its outputs do not vary over `pp`.
         x = self._zeros(idle, stages=False)
@@ -478,11 +479,11 @@ class Stage:
 
     def _send(self, x: Array, by: int) -> Array:
         n = self.schedule.stages
-        return _constrain(jax.lax.ppermute(x, STAGES, [(i, (i + by) % n) for i in range(n)]))
+        return split_over_tp(jax.lax.ppermute(x, STAGES, [(i, (i + by) % n) for i in range(n)]))
 
     def _broadcast(self, x: Array) -> Array:
         """Broadcast a value from the stage that has it; the other stages hold zeros."""
-        return _constrain(collectives.psum(x, LAYERS))
+        return split_over_tp(collectives.psum(x, LAYERS))
 
     def _zeros(
         self,
@@ -507,7 +508,3 @@ def _add_leaves(grads: PyTree, row: Array, leaves: list[Array]) -> PyTree:
 
 def _add(total: PyTree, grads: PyTree) -> PyTree:
     return jax.tree.map(lambda a, b: a + b.astype(a.dtype), total, grads)
-
-
-def _constrain(x_BSD: Array) -> Array:
-    return constrain(x_BSD, "batch", "seq", None)
