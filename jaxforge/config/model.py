@@ -43,6 +43,9 @@ MIXERS = Registry("model.mixer_pattern", ATTENTION, *MIXER_TABLES, NO_MIXER, joi
 SHARED_MIXERS = {name: f"shared_{name}" for name in (ATTENTION, GLOBAL_ATTENTION)}
 """Mixer -> mixer of the layers of `n_kv_shared_layers`, which has no keys and values of its own."""
 
+GLOBAL_MIXERS = frozenset({GLOBAL_ATTENTION, SHARED_MIXERS[GLOBAL_ATTENTION]})
+"""Mixers whose heads have the sizes of `[model.global_attention]`."""
+
 FeedForward = Literal["dense", "experts", "none"]
 
 MTP, MTP_LOSS = "mtp", "mtp_loss"
@@ -512,7 +515,7 @@ class ModelConfig(MixerTables):
     def head_sizes(self, mixer: str) -> HeadSizes:
         """Return the sizes of the heads of a mixer with softmax attention."""
         table, is_shared = self.global_attention, mixer in SHARED_MIXERS.values()
-        if mixer not in (GLOBAL_ATTENTION, SHARED_MIXERS[GLOBAL_ATTENTION]):
+        if mixer not in GLOBAL_MIXERS:
             return HeadSizes(self.kv_heads, self.head_size, 0 if is_shared else 2)
         kv_heads, own = table.n_kv_heads or self.kv_heads, 2 - table.keys_as_values
         return HeadSizes(kv_heads, table.head_dim, 0 if is_shared else own)
@@ -585,13 +588,12 @@ class ModelConfig(MixerTables):
         # Sliding layers see a short context: Gemma 3 neither scales nor stretches their positions.
         full, local = (self.rope_theta, self.rope_scaling), self.local_rope_theta
         sliding = full if local is None else (local, None)
-        wide = {GLOBAL_ATTENTION, SHARED_MIXERS[GLOBAL_ATTENTION]}
         of_layers = zip(self.windows, self.layer_parts, turns, strict=False)
         return tuple(
             Rope(
                 *(full if window is None else sliding),
                 self.global_attention.head_dim
-                if wide.intersection(parts.mixers)
+                if GLOBAL_MIXERS.intersection(parts.mixers)
                 else self.rotary_size,
             )
             if turn
