@@ -275,6 +275,16 @@ def through_checkpoint(ours: Setup, state: TrainState, directory: Path) -> Train
     return restore_checkpoint(ours, directory, int(state.step))
 
 
+def assert_resumes_bit_exactly(
+    ours: Setup, state: TrainState, batches: list[dict], directory: Path
+) -> TrainState:
+    """Check that a run goes on from a checkpoint as without; return its last state, on the host."""
+    restored = through_checkpoint(ours, state, directory)
+    expected, resumed = (jax.device_get(ours.run(s, batches)[0]) for s in (state, restored))
+    jax.tree.map(np.testing.assert_array_equal, resumed, expected)
+    return expected
+
+
 def open_checkpoints(directory: Path, ours: Setup) -> Checkpoints:
     """Return the checkpoints of a run, to which states are saved with its config."""
     config, model = ours.config, ours.model

@@ -17,11 +17,11 @@ from jaxforge.model.sampling import Sampling
 from jaxforge.model.transformer import Model, join
 from tests.conftest import tiny_config
 from tests.helpers import (
+    assert_resumes_bit_exactly,
     initial_params,
     loss_and_gradient,
     random_batches,
     setup,
-    through_checkpoint,
 )
 
 WIDE = {
@@ -110,10 +110,7 @@ def test_run_resumes_bit_exactly(name, tmp_path):
     program = setup(job(name, {"activation_checkpointing": "full"}, dp_shard=2))
     batches = random_batches(program.config, 3)
     state, _ = program.run(program.state(), batches[:2])
-    restored = through_checkpoint(program, state, tmp_path)
-    expected = jax.device_get(program.run(state, batches[2:])[0])
-    resumed = jax.device_get(program.run(restored, batches[2:])[0])
-    jax.tree.map(np.testing.assert_array_equal, resumed, expected)
+    assert_resumes_bit_exactly(program, state, batches[2:], tmp_path)
 
 
 @pytest.mark.parametrize(("name", "unstacks"), [("sharing", True), ("deep", False)])

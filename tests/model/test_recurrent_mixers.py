@@ -9,11 +9,11 @@ import pytest
 from jaxforge.model.transformer import Model
 from tests.conftest import tiny_config
 from tests.helpers import (
+    assert_resumes_bit_exactly,
     initial_params,
     loss_and_gradient,
     random_batches,
     setup,
-    through_checkpoint,
 )
 
 ROWS, TOKENS = 4, 24
@@ -150,13 +150,10 @@ def test_run_in_8_bits_resumes_bit_exactly(mixer, tmp_path):
     program = setup(config(mixer, {**EXPERTS, "dim": 64}, train, ep=2))  # whole blocks of moments
     batches = packed_batches(program.config, 3)
     state, _ = program.run(program.state(), batches[:2])
-    restored = through_checkpoint(program, state, tmp_path)
-    expected = jax.device_get(program.run(state, batches[2:])[0])
+    expected = assert_resumes_bit_exactly(program, state, batches[2:], tmp_path)
     assert {"int8", "uint8"} <= {leaf.dtype.name for leaf in jax.tree.leaves(expected.opt_state)}
     for name in mixer.split("+"):
         recorded = expected.model_state["layers"][name]
         projections = {key for key in expected.params["layers"][name] if key.endswith("_proj")}
         assert recorded.keys() == projections
         assert all(np.all(history > 0) for history in jax.tree.leaves(recorded))
-    resumed = jax.device_get(program.run(restored, batches[2:])[0])
-    jax.tree.map(np.testing.assert_array_equal, resumed, expected)

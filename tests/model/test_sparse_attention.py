@@ -28,10 +28,10 @@ from jaxforge.model.runtime import Runtime
 from jaxforge.model.transformer import Model
 from tests.conftest import tiny_config
 from tests.helpers import (
+    assert_resumes_bit_exactly,
     loss_and_gradient,
     random_batches,
     setup,
-    through_checkpoint,
 )
 
 torch = pytest.importorskip("torch")
@@ -294,7 +294,6 @@ def test_warm_up_trains_the_indexer_alone(saved, tmp_path):
     params, routers = jax.device_get((state.params, state.model_state))
     state, metrics = program.run(state, 3 * batch)
     assert np.all(np.diff(metrics["losses"][LOSS]) < 0)
-    restored = through_checkpoint(program, state, tmp_path)
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(state.model_state), routers)
     trained = flatten_dict(jax.device_get(state.params))
     changed = {
@@ -302,9 +301,7 @@ def test_warm_up_trains_the_indexer_alone(saved, tmp_path):
         if not np.array_equal(trained[path], before)
     }  # fmt: skip
     assert changed == {path for path in trained if "indexer" in path}
-    expected = jax.device_get(program.run(state, batch)[0])
-    resumed = jax.device_get(program.run(restored, batch)[0])
-    jax.tree.map(np.testing.assert_array_equal, resumed, expected)
+    assert_resumes_bit_exactly(program, state, batch, tmp_path)
 
 
 def test_indexer_without_loss_is_frozen():

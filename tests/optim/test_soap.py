@@ -21,7 +21,7 @@ from jaxforge.optim.soap import (
     without_first_update,
 )
 from tests.conftest import tiny_config
-from tests.helpers import random_batches, setup, through_checkpoint
+from tests.helpers import assert_resumes_bit_exactly, random_batches, setup
 from tests.optim import problem
 
 BETAS, EPS, BETA, FREQUENCY, LARGEST = (0.9, 0.95), 1e-8, 0.9, 4, 12
@@ -251,9 +251,7 @@ def test_run_resumes_bit_exactly(tmp_path):
     """The checkpoint is between the first bases and their first change."""
     program, batches = setup(config_of()), random_batches(config_of(), 4)
     state, _ = program.run(program.state(), batches[:2])
-    restored = through_checkpoint(program, state, tmp_path)
-    after = [jax.device_get(program.run(s, batches[2:])[0]) for s in (state, restored)]
-    jax.tree.map(np.testing.assert_array_equal, *after)
+    assert_resumes_bit_exactly(program, state, batches[2:], tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from jaxforge.model.mixers.latent_attention import LatentAttention
 from jaxforge.model.qk_clip import clip_logits
 from jaxforge.parallel.stages import Stack
 from tests.conftest import tiny_config
-from tests.helpers import random_batches, setup, through_checkpoint
+from tests.helpers import assert_resumes_bit_exactly, random_batches, setup
 from tests.training.health.test_attention_logits import rotated
 
 HEADS, KV, WIDTH = 4, 2, 16
@@ -177,9 +177,7 @@ def test_run_resumes_bit_exactly(tmp_path):
     program, _, _ = on_mesh(0.05)
     batches = batches_of_all_meshes(4)
     state, _ = program.run(program.state(), batches[:2])
-    restored = through_checkpoint(program, state, tmp_path)
-    after = [jax.device_get(program.run(s, batches[2:])[0]) for s in (state, restored)]
-    jax.tree.map(np.testing.assert_array_equal, *after)
+    assert_resumes_bit_exactly(program, state, batches[2:], tmp_path)
 
 
 def test_bad_step_does_not_clip():
