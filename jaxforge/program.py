@@ -193,9 +193,11 @@ class Program:
     @functools.cached_property
     def step(self) -> jax.stages.Wrapped:
         """The jitted update `(state, batch, controls) -> (state, metrics)`; donates the state."""
-        return make_train_step(
-            self.config, self.model, self.optimizer, self.gradients, self.shardings, self.collect
+        step = make_train_step(
+            self.config, self.model, self.optimizer, self.gradients, self.collect
         )
+        # The new state reuses the buffers of the old one, so memory holds one state.
+        return jax.jit(step, donate_argnums=0, out_shardings=(self.shardings, None))
 
     def lower(self, batch: Batch | AbstractBatch | None = None) -> jax.stages.Lowered:
         """Return the update as a run compiles it, without creating arrays.

@@ -92,8 +92,10 @@ def _reordered(x: Array, parts: np.ndarray, axis: int) -> Array:
     if np.array_equal(parts, np.arange(len(parts))):
         return x
     axis %= x.ndim
-    by_part = x.reshape(*x.shape[:axis], len(parts), -1, *x.shape[axis + 1 :])
-    return by_part[(slice(None),) * axis + (parts,)].reshape(x.shape)
+    size = x.shape[axis] // len(parts)
+    # Slices, as XLA's partitioner fails on a gather in a partly manual program (docs/upstream.md).
+    slices = [jax.lax.slice_in_dim(x, i * size, (i + 1) * size, axis=axis) for i in parts.tolist()]
+    return jnp.concatenate(slices, axis)
 
 
 def attend_across_devices(

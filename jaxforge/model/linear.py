@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.experimental.layout import Layout, with_layout_constraint
+from jax.sharding import AxisType
 from jaxtyping import Array, Float, Int, UInt32
 
 from jaxforge.config.model import AMAX_HISTORIES, EXPERTS, LAYERS, ModelConfig
@@ -21,9 +22,11 @@ from jaxforge.parallel.sharding import (
     automatic_axes,
     automatic_size,
     automatic_spec,
+    axes_of_type,
     compute_axes,
     constrain,
     merge_sequences,
+    mesh_axes,
     split_sequences,
 )
 
@@ -510,11 +513,21 @@ class Embedding(nnx.Module):
 
     def __call__(self, tokens: Int[Array, "b s"], dtype: jnp.dtype) -> Float[Array, "b s d"]:
         """Look up `tokens`; ids outside of the table are clamped (data is checked beforehand)."""
-        gather = _gather_from_shard if collectives.split_over("vocab") else _gather_rows
+        gather = _gather_from_shard if _is_partly_split() else _gather_rows
         return look_up(gather, self.weight[...], tokens, _TABLE, dtype, self.reduce_dtype)
 
 
 _TABLE = ("vocab", "embed")
+
+
+def _is_partly_split() -> bool:
+    """Return whether the table is split over manual axes, or manual axes leave several others."""
+    sizes = jax.sharding.get_abstract_mesh().shape
+    automatic = {name for axis in _TABLE for name in mesh_axes(axis)} & automatic_axes()
+    splitting = [name for name in automatic if sizes[name] > 1]
+    is_refused = bool(axes_of_type(AxisType.Manual)) and len(splitting) > 1
+    return is_refused or bool(collectives.split_over("vocab"))
+
 
 Gather = Callable[[Array, Array], Array]
 """(stored table in the dtype of the result, row indices) -> rows."""

@@ -32,7 +32,7 @@ from jaxforge.optim.eight_bit import (
     unpack,
 )
 from jaxforge.optim.random_bits import draw_key, random_words_of_rows, uniform
-from jaxforge.parallel.sharding import Axes, partition_spec
+from jaxforge.parallel.sharding import Axes, automatic_axes, partition_spec
 
 CHUNK_ELEMENTS = 2**22
 """Upper limit of the elements of an 8-bit moment that are float32 at a time (16 MiB)."""
@@ -238,7 +238,9 @@ class MomentUpdate:
                 lambda a: P(*spec[:2]) if a.ndim else P(), (applied, scalars)
             )
             specs = (spec, spec, P(), *expert_specs)
-            local = jax.shard_map(local, in_specs=specs, out_specs=spec, check_vma=False)
+            local = jax.shard_map(
+                local, in_specs=specs, out_specs=spec, axis_names=automatic_axes(), check_vma=False
+            )
         return local(g, moments, key, applied, scalars)
 
 

@@ -41,12 +41,13 @@ from jaxforge.parallel import collectives
 from jaxforge.parallel.mesh import STAGES, token_parallel_size
 from jaxforge.parallel.sharding import (
     Axes,
+    automatic_axes,
     batch_specs,
     compute_axes,
+    constrain,
     group_axes,
     manual_over,
     mesh_axes,
-    param_shardings,
     partition_spec,
 )
 from jaxforge.step.padded_batch import N_MICROBATCHES
@@ -110,17 +111,11 @@ def _gradients_of_all(model: Model, config: JobConfig, mesh: Mesh) -> Gradients:
     #
     # A group is a set of devices that share their tokens: the devices of a position on the data
     # axes. With a single group there is nothing to reduce.
-    add_up = functools.partial(pipelined if stages else accumulate, model, config)
+    add_up: Accumulate = functools.partial(pipelined if stages else accumulate, model, config)
     if train.grad_sync == "update" and token_parallel_size(mesh) > 1:
         return _reduce_per_update(model, train, mesh, add_up)
     if stages:
-        specs = _specs(model.axes, stages)
-        add_up = jax.shard_map(
-            add_up, mesh=mesh, in_specs=(specs, _specs(model.state.axes, stages), P(), P(), P()),
-            out_specs=(specs, Loss._make((P(), P(stages)))),
-            axis_names=_manual_axes(model, stages, mesh), check_vma=_can_check_vma(model, mesh),
-        )  # fmt: skip
-    shardings = param_shardings(model.abstract, model.axes, mesh)
+        add_up = _in_stages(model, mesh, add_up)
 
     def gradients(
         params: Params, state: Params, batch: Batch, scale: Array | None = None
@@ -128,9 +123,25 @@ def _gradients_of_all(model: Model, config: JobConfig, mesh: Mesh) -> Gradients:
         tokens, sum_weights = split_weights(update_loss_weights(batch, train, scale))
         grads, loss = add_up(params, state, batch, tokens, sum_weights)
         # Sharded like the parameters and the optimizer state, which they update.
-        return jax.lax.with_sharding_constraint(grads, shardings), loss
+        return jax.tree.map(lambda g, axes: constrain(g, *axes), grads, model.axes), loss
 
     return gradients
+
+
+def _in_stages(model: Model, mesh: Mesh, add_up: Accumulate) -> Accumulate:
+    """Return the function, run by every pipeline stage on its layers."""
+    stages = (STAGES,)
+    specs = _specs(model.axes, stages)
+
+    def run(*inputs: Any) -> tuple[Params, Loss]:  # noqa: ANN401
+        in_stage = jax.shard_map(
+            add_up, in_specs=(specs, _specs(model.state.axes, stages), P(), P(), P()),
+            out_specs=(specs, Loss._make((P(), P(stages)))),
+            axis_names=_manual_axes(model, stages, mesh), check_vma=_can_check_vma(model, mesh),
+        )  # fmt: skip
+        return in_stage(*inputs)
+
+    return run
 
 
 def accumulate(
@@ -236,8 +247,9 @@ def _can_check_vma(model: Model, mesh: Mesh) -> bool:
 
 
 def _manual_axes(model: Model, names: tuple[str, ...], mesh: Mesh) -> set[str]:
-    """Return the manual axes of a `shard_map`: the partitioner handles the others."""
-    return manual_over(names, mesh) if model.runtime.wholly_manual else set(names)
+    """Return the axes that a `shard_map` makes manual: the partitioner handles the others."""
+    named = manual_over(names, mesh) if model.runtime.wholly_manual else set(names)
+    return named & automatic_axes()
 
 
 def _stage_axes(mesh: Mesh) -> tuple[str, ...]:
@@ -289,7 +301,6 @@ def _reduce_per_update(
 
         groups = jax.shard_map(
             in_group,
-            mesh=mesh,
             in_specs=(
                 _specs(model.axes, manual),
                 _specs(model.state.axes, manual),
@@ -357,10 +368,14 @@ def _reduction(model: Model, mesh: Mesh) -> Callable[[Params], Params]:
             grad, sums = grad.astype(runtime.sent_dtype), runtime.reduce_dtype
         return collectives.reduce_gradient(grad, axes, sums).astype(jnp.float32)
 
-    # Manual over every mesh axis: the partitioner would gather the tp shards first.
-    return jax.shard_map(
-        lambda grads: jax.tree.map(reduce_gradient, grads, model.axes),
-        mesh=mesh,
-        in_specs=(_specs(model.axes, mesh.axis_names, grouped=True),),
-        out_specs=_by_axes(partition_spec, model.axes),
-    )
+    def reduce(grads: Params) -> Params:
+        # Manual over every mesh axis: the partitioner would gather the tp shards first.
+        in_group = jax.shard_map(
+            lambda grads: jax.tree.map(reduce_gradient, grads, model.axes),
+            in_specs=(_specs(model.axes, mesh.axis_names, grouped=True),),
+            out_specs=_by_axes(partition_spec, model.axes),
+            axis_names=automatic_axes(),
+        )
+        return in_group(grads)
+
+    return reduce

@@ -108,17 +108,15 @@ def make_train_step(
     model: Model,
     optimizer: optax.GradientTransformationExtraArgs,
     gradients: Gradients,
-    shardings: TrainState,
     collect: Collection[str] = (),
-) -> jax.stages.Wrapped:
-    """Return the jitted step `(state, batch, controls) -> (state, metrics)`. It donates the state.
+) -> TrainStep:
+    """Return the step, to be traced.
 
     Args:
         config: a validated config.
         model: the model.
         optimizer: the optimizer.
         gradients: computes gradients and loss.
-        shardings: `NamedSharding` of every array of the state.
         collect: metrics to compute, as `step.collect.check_collect` returns them.
     """
     lr, guard = learning_rate(config), Guard(config.train)
@@ -167,8 +165,7 @@ def make_train_step(
         parts = StepOutputs(grads, updates, applied, new.params, model.stack, config.model.stacks)
         return new, metrics | collect_metrics(collect, parts)
 
-    # The state is donated: the new state reuses its buffers, so memory holds one state.
-    return jax.jit(train_step, donate_argnums=0, out_shardings=(shardings, None))
+    return train_step
 
 
 class _Updated(NamedTuple):
