@@ -20,6 +20,7 @@ CHAPTERS = {
         "prepare_terabytes",
         "launching",
         "elastic",
+        "diloco",
         "averaging",
         "speedrun",
         "plan",

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from jaxtyping import PyTree
 
 from jaxforge.config import rules
 from jaxforge.config.job import JobConfig
@@ -17,10 +18,13 @@ from jaxforge.config.model import MODELS
 from jaxforge.model.runtime import kernel_target
 from jaxforge.model.transformer import Model, Params, build_model, matmul_precision
 from jaxforge.optim.optimizer import build_optimizer
+from jaxforge.optim.outer import build_outer_optimizer
+from jaxforge.parallel.groups import OnMesh, group_view, read_groups
 from jaxforge.parallel.mesh import STAGES, data_parallel_size, make_mesh
 from jaxforge.parallel.sharding import batch_shardings
 from jaxforge.state.train_state import TrainState
 from jaxforge.step.collect import check_collect
+from jaxforge.step.diloco import make_diloco_step
 from jaxforge.step.execution import with_execution
 from jaxforge.step.gradients import Gradients, make_gradients
 from jaxforge.step.initial_state import (
@@ -187,17 +191,31 @@ class Program:
 
     @functools.cached_property
     def gradients(self) -> Gradients:
-        """The function that computes gradients and loss, as `step.gradients.Gradients`."""
-        return make_gradients(self.model, self.config, self.mesh)
+        """The function that computes gradients and loss, as `step.gradients.Gradients`.
+
+        It is that of one group, if groups train apart.
+        """
+        config, mesh = group_view(self.config, self.mesh)
+        return make_gradients(self.model, config, mesh)
 
     @functools.cached_property
     def step(self) -> jax.stages.Wrapped:
         """The jitted update `(state, batch, controls) -> (state, metrics)`; donates the state."""
-        step = make_train_step(
-            self.config, self.model, self.optimizer, self.gradients, self.collect
-        )
+        config, mesh = group_view(self.config, self.mesh)
+        step = make_train_step(config, self.model, self.optimizer, self.gradients, self.collect)
+        if self.config.train.trains_apart:
+            outer = build_outer_optimizer(self.config, self.model.axes)
+            step = make_diloco_step(self.config, self.model, outer, step, self.shardings, mesh)
         # The new state reuses the buffers of the old one, so memory holds one state.
-        return jax.jit(step, donate_argnums=0, out_shardings=(self.shardings, None))
+        jitted = jax.jit(step, donate_argnums=0, out_shardings=(self.shardings, None))
+        return OnMesh(jitted, mesh) if self.config.train.trains_apart else jitted
+
+    def read_metrics(self, metrics: PyTree) -> PyTree:
+        """Return metrics of the step on the host; those of groups that train apart are merged.
+
+        Waits for the step. With groups, all processes must call it for the same metrics.
+        """
+        return (read_groups if self.config.train.trains_apart else jax.device_get)(metrics)
 
     def lower(self, batch: Batch | AbstractBatch | None = None) -> jax.stages.Lowered:
         """Return the update as a run compiles it, without creating arrays.

@@ -11,6 +11,9 @@ The layout is plain nested dicts, named by content:
     guard/...               counts of bad steps, losses of good ones
     model_state/...         non-trainable state of the model, if it has any
     ema/...                 average of the trained parameters, if `train.ema_decay` is set
+    groups/params/...       of each group, if groups train apart (`train.outer_interval`): arrays
+    groups/optimizer/...    have a first dimension over the groups, as those of guard/ have then;
+    groups/model_state/...  optimizer/ is that of the outer optimizer
 
 The counts of samples and tokens are in `progress`, the JSON next to the arrays.
 
@@ -31,7 +34,7 @@ import orbax.checkpoint as ocp
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jaxtyping import PyTree
 
-from jaxforge.checkpoint.paths import EMA, is_optional, is_precision_specific
+from jaxforge.checkpoint.paths import EMA, GROUPS, is_optional, is_precision_specific
 from jaxforge.config.fine_tuning import ADAPTER, is_adapter
 from jaxforge.config.mixers import is_of_indexer
 from jaxforge.config.model import EXPERTS, LAYERS, MTP
@@ -39,8 +42,13 @@ from jaxforge.config.optimizer import EXPERT_FIELD
 from jaxforge.errors import UserError
 from jaxforge.model.transformer import Params, join
 from jaxforge.optim.trees import split
-from jaxforge.parallel.sharding import Axes
-from jaxforge.state.train_state import GuardState, TrainState, part_like, start_average
+from jaxforge.state.train_state import (
+    Groups,
+    GuardState,
+    TrainState,
+    part_like,
+    start_average,
+)
 
 log = logging.getLogger(__name__)
 
@@ -59,7 +67,18 @@ def to_tree(state: TrainState) -> Tree:
         "optimizer": _fields(state.opt_state),
         "guard": state.guard.arrays(),
         **({EMA: state.ema} if state.ema else {}),
+        **({GROUPS: _groups_tree(state.groups)} if state.groups else {}),
     }
+
+
+def _groups_tree(groups: Groups) -> Tree:
+    variables = model_tree(groups.params, groups.model_state)
+    return {**variables, "optimizer": _fields(groups.opt_state)}
+
+
+def saved_groups(saved: Tree) -> int:
+    """Return the number of groups in a saved tree; 0 if its devices trained together."""
+    return int(saved["guard"]["total"].shape[0]) if GROUPS in saved else 0
 
 
 def model_tree(params: Params, model_state: Params) -> Tree:
@@ -162,39 +181,51 @@ def from_tree(tree: Tree, like: TrainState) -> TrainState:
         start: Any = jax.jit(start_average, static_argnums=1, out_shardings=at)
         trained, _ = split(tree["params"], flatten_dict(like.ema).keys())
         ema = start(trained, dtype)
+    groups = None
+    if like.groups:
+        own = tree[GROUPS]
+        opt_state = optax.tree.set(like.groups.opt_state, **own["optimizer"])
+        groups = Groups(own["params"], opt_state, own.get("model_state", {}))
     return TrainState(
         step=tree["step"],
         params=tree["params"],
-        opt_state=optax.tree.set(like.opt_state, **tree["optimizer"]),
+        opt_state=optax.tree.set(like.opt_state, **tree.get("optimizer", {})),
         guard=GuardState(**tree["guard"]),
         counts=like.counts,
         model_state=tree.get("model_state", {}),
         ema=ema,
+        groups=groups,
     )
 
 
 def save_args(tree: Tree, axes: PyTree) -> Tree:
     """Return the storage layout of every leaf.
 
-    Chunks of parameters and moments hold one layer and one expert, so that an export can read block
-    by block in bounded memory.
+    Chunks of parameters and moments hold one layer and one expert of one group, so that an export
+    can read block by block in bounded memory.
     """
 
-    def chunked(names: Axes) -> ocp.SaveArgs:
-        stacked = (i for i, name in enumerate(names) if name in (LAYERS, EXPERTS))
+    def chunked(*names: str | None) -> ocp.SaveArgs:
+        stacked = (i for i, name in enumerate(names) if name in (LAYERS, EXPERTS, GROUPS))
         return ocp.SaveArgs(shard_axes=tuple(stacked))
 
-    stacked = jax.tree.map(chunked, axes, is_leaf=lambda node: isinstance(node, tuple))
-    # Counts are small: one chunk each.
-    args = jax.tree.map(lambda _: ocp.SaveArgs(), tree)
-    moments = {
-        name: part_like(value, stacked)
-        for name, value in tree["optimizer"].items()
-        if isinstance(value, dict) and not name.startswith(EXPERT_FIELD)
-    }
-    params = part_like(tree["params"], stacked)
-    average = {EMA: part_like(tree[EMA], stacked)} if EMA in tree else {}
-    return {**args, "params": params, "optimizer": {**args["optimizer"], **moments}, **average}
+    def chunks_of(tree: Tree, *leading: str) -> Tree:
+        stacked = jax.tree.map(
+            lambda names: chunked(*leading, *names), axes, is_leaf=lambda n: isinstance(n, tuple)
+        )
+        # Counts are small: one chunk each.
+        args = jax.tree.map(lambda _: ocp.SaveArgs(), tree)
+        moments = {
+            name: part_like(value, stacked)
+            for name, value in tree["optimizer"].items()
+            if isinstance(value, dict) and not name.startswith(EXPERT_FIELD)
+        }
+        params = part_like(tree["params"], stacked)
+        average = {EMA: part_like(tree[EMA], stacked)} if EMA in tree else {}
+        return {**args, "params": params, "optimizer": {**args["optimizer"], **moments}, **average}
+
+    of_groups = {GROUPS: chunks_of(tree[GROUPS], GROUPS)} if GROUPS in tree else {}
+    return {**chunks_of(tree), **of_groups}
 
 
 def file_bytes(tree: Tree) -> int:
@@ -286,25 +317,34 @@ def check_adapters(requested: PyTree, saved: PyTree, source: str) -> None:
             )
 
 
-def check_optimizer(requested: PyTree, saved: PyTree, path: Path) -> None:
-    """Compare the shapes of the optimizer's state.
+def check_optimizer(requested: Tree, saved: Tree, path: Path) -> None:
+    """Compare the shapes of the optimizers' states.
 
     Args:
-        requested: the fields that the config asks for.
-        saved: the saved fields.
+        requested: the tree that the config asks for; without "optimizer", any is accepted.
+        saved: the saved tree.
         path: the checkpoint, for the message.
 
     Raises:
         UserError: the checkpoint has the state of another optimizer.
     """
+    if GROUPS in requested:
+        check_optimizer(requested[GROUPS], saved[GROUPS], path)
+    if requested["optimizer"]:
+        is_outer = GROUPS in requested
+        _check_fields(requested["optimizer"], saved["optimizer"], path, is_outer=is_outer)
+
+
+def _check_fields(requested: Tree, saved: Tree, path: Path, *, is_outer: bool) -> None:
     saved, requested = (drop_precision_specific(fields) for fields in (saved, requested))
     if _shapes(saved) != _shapes(requested):
         expected, actual = sorted(requested), sorted(saved)
+        key = "outer_optimizer.name" if is_outer else differing_key(expected, actual)
         raise UserError(
-            f"{path} has the state of another optimizer than "
-            f"{differing_key(expected, actual)} asks for: it holds {', '.join(actual)}, "
-            f"where {', '.join(expected)} are expected; bring it back, or start a new run from it "
-            'with checkpoint.load_path and checkpoint.exclude_from_loading = ["optimizer"]'
+            f"{path} has the state of another optimizer than {key} asks for: it holds "
+            f"{', '.join(actual)}, where {', '.join(expected)} are expected; bring it back, or "
+            "start a new run from it with checkpoint.load_path and "
+            'checkpoint.exclude_from_loading = ["optimizer"]'
         )
 
 

@@ -266,10 +266,13 @@ class Checkpoints:
         with self._naming_damage(step):
             tree, saved = self._fitting_trees(like, step)
             layout.log_average_changes(like, saved, self.path(step))
+            # The state of the outer optimizer is left out if the run has none.
+            partial = layout.has_extra_leaves(tree, saved) or not tree["optimizer"]
+            tree = {name: part for name, part in tree.items() if part != {}}
             restored = self._read(
                 step,
                 progress=ocp.args.JsonRestore(),
-                state=restore_args(tree, partial=layout.has_extra_leaves(tree, saved)),
+                state=restore_args(tree, partial=partial),
             )
             self._check_bits(restored.state, saved, step)
             progress = unseal_progress(restored.progress, step)
@@ -303,6 +306,11 @@ class Checkpoints:
         """Return whether a step holds more than weights."""
         with self._naming_damage(step):
             return bool(self._saved_tree(step)["optimizer"])
+
+    def groups(self, step: int) -> int:
+        """Return the number of groups whose states a step holds; 0 if devices trained together."""
+        with self._naming_damage(step):
+            return layout.saved_groups(self._saved_tree(step))
 
     def restore_model(self, like: PyTree, step: int, weights: Weights = "raw") -> PyTree:
         """Restore only the model's part of the state of a step (`layout.model_tree`).
@@ -440,7 +448,7 @@ class Checkpoints:
         saved = self._saved_tree(step)
         tree = layout.drop_unsaved(layout.to_tree(like), saved)
         layout.check_model(tree, saved, self.path(step))
-        layout.check_optimizer(tree["optimizer"], saved["optimizer"], self.path(step))
+        layout.check_optimizer(tree, saved, self.path(step))
         return tree, saved
 
     def _check_bits(self, restored: PyTree, saved_tree: PyTree, step: int) -> None:

@@ -12,6 +12,8 @@ SUBDIRECTORY = "checkpoints"
 PREFIX = "step"
 EMA = "ema"
 """Name of the average of the parameters in a saved state."""
+GROUPS = "groups"
+"""Name of what groups that train apart have of their own in a saved state."""
 
 
 def is_precision_specific(array: str) -> bool:

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import logging
+import math
 import types
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any, NamedTuple, Protocol
 import jax
 import jax.numpy as jnp
 from flax.traverse_util import flatten_dict
+from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
 from jaxforge.checkpoint.checksums import begin
@@ -30,12 +32,21 @@ from jaxforge.config.job import JobConfig
 from jaxforge.config.mixers import is_of_indexer
 from jaxforge.errors import UserError
 from jaxforge.model.transformer import Params, join
+from jaxforge.optim.outer import build_outer_optimizer
 from jaxforge.optim.trees import split
+from jaxforge.parallel.groups import REPLICAS, number_of_groups
 from jaxforge.parallel.host_memory import in_own_memory
 from jaxforge.parallel.sharding import param_shardings
 from jaxforge.program import Program
 from jaxforge.state.progress import Progress
-from jaxforge.state.train_state import GuardState, TrainState, with_counts
+from jaxforge.state.train_state import (
+    Groups,
+    GuardState,
+    TrainState,
+    placed_like,
+    with_counts,
+)
+from jaxforge.step.initial_state import regroup
 from jaxforge.storage import urls
 
 log = logging.getLogger(__name__)
@@ -52,6 +63,11 @@ class Source(Protocol):
     @property
     def has_optimizer(self) -> bool:
         """True if the checkpoint holds more than weights."""
+        ...
+
+    @property
+    def groups(self) -> int:
+        """Number of groups that trained apart; 0 if devices trained together."""
         ...
 
     def progress(self) -> Progress:
@@ -90,6 +106,11 @@ class Saved:
     def has_optimizer(self) -> bool:
         """True if the checkpoint holds more than weights; an import may not."""
         return self.checkpoints.has_optimizer(self.step)
+
+    @property
+    def groups(self) -> int:
+        """Number of groups that trained apart; 0 if devices trained together."""
+        return self.checkpoints.groups(self.step)
 
     def progress(self) -> Progress:
         """Return the progress of the checkpoint's run."""
@@ -246,8 +267,11 @@ def start_from(
         )
     if has_optimizer:
         log.info("resuming from %s", source.name)
-        state, progress = source.restore(by_layers)
-        state = by_stage(state, stack, like)
+        if source.groups == number_of_groups(program.config):
+            state, progress = source.restore(by_layers)
+            state = by_stage(state, stack, like)
+        else:
+            state, progress = _regrouped(program, source)
         if "model" in excluded:
             new = stored_state(program.init())
             state = dataclasses.replace(
@@ -279,6 +303,49 @@ def start_from(
     if "progress" in excluded:
         return _with_progress(state, Progress()), Progress()
     return state, progress
+
+
+def _regrouped(program: Program, source: Source) -> tuple[TrainState, Progress]:
+    """Restore a checkpoint of another number of groups (`initial_state.regroup`)."""
+    config, model = program.config, program.model
+    n, saved = number_of_groups(config), source.groups
+    log.info("%s is of %d groups that train apart, this run has %d", source.name, saved, n)
+    together = config.with_values({"train.outer_interval": 0})
+    like = Program(together, program.mesh, model=model).abstract_state()
+    saved_like = by_layers = by_layer(like, model.stack)
+    if saved:
+        outer = program.abstract_state().opt_state if n else ()
+        saved_like = _like_groups(by_layers, outer, saved)
+    state, progress = source.restore(saved_like)
+    at = program.shardings if n else jax.tree.map(lambda leaf: leaf.sharding, by_layers)
+    outer_optimizer = build_outer_optimizer(config, model.axes)
+    change: Any = jax.jit(lambda state: regroup(state, outer_optimizer, n), out_shardings=at)
+    state = change(state) if n else by_stage(change(state), model.stack, like)
+    return _with_progress(state, progress), progress
+
+
+def _like_groups(like: TrainState, outer: PyTree, n: int) -> TrainState:
+    """Return the state of `n` groups as it is saved, given that of devices that train together.
+
+    Devices that are replicas of each other share the arrays of all groups: their axis splits the
+    first dimension that it divides.
+    """
+
+    def for_each(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        sharding: Any = leaf.sharding
+        spec = [*sharding.spec, *[None] * (leaf.ndim - len(sharding.spec))]
+        for i, axes in enumerate(spec):
+            names = (axes,) if isinstance(axes, str) else tuple(axes or ())
+            parts = math.prod(sharding.mesh.shape[name] for name in (*names, REPLICAS))
+            if leaf.shape[i] % parts == 0:
+                spec[i] = (*names, REPLICAS)
+                break
+        split = NamedSharding(sharding.mesh, PartitionSpec(None, *spec))
+        return jax.ShapeDtypeStruct((n, *leaf.shape), leaf.dtype, sharding=split)
+
+    own = Groups(like.params, like.opt_state, like.model_state)
+    guard, counts, groups = jax.tree.map(for_each, (like.guard, like.counts, own))
+    return dataclasses.replace(like, opt_state=outer, guard=guard, counts=counts, groups=groups)
 
 
 class Base(NamedTuple):
@@ -394,7 +461,6 @@ def _with_progress(state: TrainState, progress: Progress) -> TrainState:
     """Return the state with the counters of another progress."""
     # The window of good losses is not carried over: it belongs to other weights.
     scales_loss = state.guard.loss_scale is not None
-    guard = GuardState.fresh(progress.skipped, scales_loss=scales_loss)
-    position = jnp.asarray(progress.step, state.step.dtype), guard
-    step, guard = jax.device_put(position, state.step.sharding)
+    guard = placed_like(GuardState.fresh(progress.skipped, scales_loss=scales_loss), state.guard)
+    step = jax.device_put(jnp.asarray(progress.step, state.step.dtype), state.step.sharding)
     return with_counts(dataclasses.replace(state, step=step, guard=guard), progress)

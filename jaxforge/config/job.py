@@ -18,6 +18,7 @@ from jaxforge.config.fine_tuning import DistillationConfig, DpoConfig, LoraConfi
 from jaxforge.config.metrics import MetricsConfig, ProfilingConfig
 from jaxforge.config.model import ModelConfig
 from jaxforge.config.optimizer import EarlyStopConfig, OptimizerConfig, SchedulerConfig
+from jaxforge.config.outer_optimizer import OuterOptimizerConfig
 from jaxforge.config.section import Flag, Needs, Section
 from jaxforge.config.train import TrainConfig
 from jaxforge.errors import UserError, reason_and_line
@@ -109,6 +110,10 @@ class JobConfig(Section):
     """Update rule."""
     scheduler: SchedulerConfig = Field(default_factory=SchedulerConfig)
     """Learning-rate schedule."""
+    outer_optimizer: Annotated[OuterOptimizerConfig, Needs("train.outer_interval")] = Field(
+        default_factory=OuterOptimizerConfig
+    )
+    """Update that joins groups which train apart."""
     data: DataConfig = Field(default_factory=DataConfig)
     """Training data."""
     eval: EvalConfig = Field(default_factory=EvalConfig)

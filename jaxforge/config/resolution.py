@@ -157,7 +157,10 @@ def shrink(config: JobConfig, full: int, n_devices: int) -> JobConfig:
     mesh = rules.mesh_shape(config, full)
     changes = _data_axes(config, mesh, full, n_devices)
     before, ranks = data_parallel(mesh), math.prod((*changes.values(), mesh["ep"]))
-    train = _accumulating(config, before, ranks)
+    if config.train.trains_apart:
+        train = _with_fewer_groups(config, mesh, changes)
+    else:
+        train = _accumulating(config, before, ranks)
     distributed = config.distributed.with_values(changes)
     values = {"distributed": distributed, "train": train}
     return config.with_values(values | {"eval.batch_size": config.eval_batch_size(before)})
@@ -229,6 +232,28 @@ def _data_axes(config: JobConfig, mesh: Mesh, full: int, n_devices: int) -> dict
     if left % shards == 0:
         return {"dp_replicate": left // shards, "dp_shard": shards}
     return {"dp_replicate": 1, "dp_shard": left}
+
+
+def _with_fewer_groups(config: JobConfig, mesh: Mesh, changes: Mapping[str, int]) -> TrainConfig:
+    """Return `[train]` for fewer groups that train apart: each keeps its batch."""
+    train, axis = config.train, "dp_replicate"
+    if changes["dp_shard"] != mesh["dp_shard"]:
+        raise UserError(
+            f"train.outer_interval = {train.outer_interval} requires whole groups of "
+            f"{group_size(mesh) * mesh['dp_shard']} devices to leave or to join: start a job of a "
+            "multiple of that number"
+        )
+
+    def share(sequences: int | None) -> int | None:
+        return sequences and sequences * changes[axis] // mesh[axis]
+
+    ramp = tuple(
+        stage.with_values({"global_batch_size": share(stage.global_batch_size)})
+        for stage in train.batch_ramp
+    )
+    return train.with_values(
+        {"global_batch_size": share(train.global_batch_size), "batch_ramp": ramp}
+    )
 
 
 def _accumulating(config: JobConfig, before: int, ranks: int) -> TrainConfig:

@@ -153,6 +153,13 @@ class TrainConfig(Section):
     reduce_dtype: Literal["float32", "compute", "rounded"] = "float32"
     """Dtype of gradient reduction; compute uses that of mixed_precision, with half the traffic;
     rounded sends it, and sums in float32."""
+    outer_interval: Annotated[NonNegativeInt, Interval(is_reported=False)] = 0
+    """Updates that the groups of distributed.dp_replicate make apart before they exchange their
+    changes (DiLoCo); 0: all devices train together. See docs/diloco.md."""
+    outer_dtype: Annotated[
+        Literal["float32", "bfloat16", "int8", "int4"], Needs("outer_interval")
+    ] = "float32"
+    """Dtype in which groups send their changes; sums are in float32."""
     on_nonfinite: Literal["skip", "stop", "warn", "rollback"] = "skip"
     """Action on an update with a non-finite loss or gradient; see docs/reliability.md."""
     on_spike: Literal["off", "skip", "stop", "warn", "rollback"] = "off"
@@ -253,6 +260,11 @@ class TrainConfig(Section):
     def averages_weights(self) -> bool:
         """True if the state holds an exponential moving average of the parameters."""
         return self.ema_decay > 0
+
+    @property
+    def trains_apart(self) -> bool:
+        """True if groups of devices train apart, and exchange their changes from time to time."""
+        return self.outer_interval > 0
 
     def stages(self) -> tuple[Stage, ...]:
         """Return the stages of the batch size; a single stage without a ramp."""

@@ -82,7 +82,7 @@ _COMPUTE_DTYPES = {
 LAYER_EMBEDDINGS = "layer_embeddings"
 """Name of the parameter group of the embeddings that each layer has of tokens."""
 
-_EMBEDDINGS = ("token_embedding", "position_embedding", LAYER_EMBEDDINGS)
+EMBEDDINGS = ("token_embedding", "position_embedding", LAYER_EMBEDDINGS)
 _STREAM_HEAD = "stream_head"
 _EMBEDDING = "embedding of the tokens"  # among the inputs of a layer, next to its parameters
 
@@ -158,7 +158,7 @@ class Model:
         module = self._declare()
         self._definitions = {
             name: nnx.split(getattr(module, name))[0]
-            for name in (*_EMBEDDINGS, *config.stacks, _STREAM_HEAD, "norm")
+            for name in (*EMBEDDINGS, *config.stacks, _STREAM_HEAD, "norm")
             if hasattr(module, name)
         }
         if hasattr(module, MTP):  # all modules have the same definition

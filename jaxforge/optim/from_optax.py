@@ -102,6 +102,8 @@ def named_optax(
     options: Mapping[str, bool | float | str],
     weight_decay: float,
     decay: PyTree,
+    *,
+    section: str = "optimizer",
 ) -> optax.GradientTransformationExtraArgs:
     """Return an optimizer of optax by its name.
 
@@ -113,20 +115,22 @@ def named_optax(
         options: further arguments.
         weight_decay: the weight decay.
         decay: weight decay of every parameter, `weight_decay` or 0.
+        section: section of the config that names the optimizer, for messages.
 
     Raises:
         UserError: optax has no such optimizer, it does not take the options, or it needs more than
             gradients and parameters.
     """
-    factory = _factory(name)
+    factory = _factory(name, section)
     takes = inspect.signature(factory).parameters
     reserved = {"learning_rate", "weight_decay", *_MASKS}
     for key in options:
         if key not in takes.keys() - reserved:
             known = sorted(takes.keys() - reserved)
-            keys = "; set optimizer.lr and optimizer.weight_decay" if key in reserved else ""
+            decay_key = " and optimizer.weight_decay" if section == "optimizer" else ""
+            keys = f"; set {section}.lr{decay_key}" if key in reserved else ""
             raise UserError(
-                f'optimizer.options: {name} takes {", ".join(known)}, not "{key}"'
+                f'{section}.options: {name} takes {", ".join(known)}, not "{key}"'
                 f"{hint(key, known)}{keys}"
             )
     arguments: dict[str, Any] = {**options, "learning_rate": schedule}
@@ -142,7 +146,7 @@ def named_optax(
         _check_update(transform, decay)
     except (TypeError, ValueError, AttributeError) as error:
         raise UserError(
-            f'optimizer.name = "{name}" with optimizer.options = {dict(options)}: '
+            f'{section}.name = "{name}" with {section}.options = {dict(options)}: '
             f"{str(error).rstrip('.')}. Rules that need more than gradients and a schedule cannot "
             "be used by name: register a builder of your own (docs/library.md)"
         ) from error
@@ -152,7 +156,7 @@ def named_optax(
     return from_optax(optax.chain(transform, decoupled))
 
 
-def _factory(name: str) -> Any:  # noqa: ANN401
+def _factory(name: str, section: str) -> Any:  # noqa: ANN401
     """Return the function of optax that builds an optimizer."""
     modules = {"optax": optax, "optax.contrib": optax.contrib}
     factories = {
@@ -165,7 +169,7 @@ def _factory(name: str) -> Any:  # noqa: ANN401
     }
     if name not in factories:
         raise UserError(
-            f'optimizer.name = "{name}": optax {optax.__version__} has no such optimizer'
+            f'{section}.name = "{name}": optax {optax.__version__} has no such optimizer'
             f"{hint(name, tuple(factories))}"
         )
     return factories[name]
@@ -173,5 +177,6 @@ def _factory(name: str) -> Any:  # noqa: ANN401
 
 def _check_update(transform: optax.GradientTransformation, like: PyTree) -> None:
     """Trace an update of small parameters, so that missing arguments are noticed at the start."""
-    params = jax.tree.map(lambda _: jnp.zeros((8, 8)), like)
+    # Shapes, because devices that are only compiled for hold no arrays.
+    params = jax.tree.map(lambda _: jax.ShapeDtypeStruct((8, 8), jnp.float32), like)
     jax.eval_shape(lambda p: transform.update(p, transform.init(p), p), params)

@@ -124,13 +124,12 @@ def batch_axes(batch: Mapping[str, Shaped], name: str) -> Axes:
 
 
 def constrain(x: Array, *axes: str | None) -> Array:
-    """Constrain the layout of `x` to `RULES`; the identity without a mesh.
+    """Constrain the layout of `x` to `RULES`; the identity if there are no automatic axes.
 
     Inside `shard_map`, manual axes are ignored, because arrays are local to them. Dimensions of
     size 1, such as the token of a decoding step, are not split.
     """
-    mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty:
+    if not automatic_axes():
         return x
     split = (None if size == 1 else axis for size, axis in zip(x.shape, axes, strict=True))
     return jax.lax.with_sharding_constraint(x, automatic_spec(*split))

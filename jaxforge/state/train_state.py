@@ -3,10 +3,11 @@
 import dataclasses
 import functools
 import math
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int, PyTree
@@ -15,6 +16,8 @@ from jaxforge.errors import UserError
 from jaxforge.model.transformer import Model, Params, join
 from jaxforge.parallel.sharding import param_shardings
 from jaxforge.state.progress import Progress
+
+T = TypeVar("T")
 
 _LOW_BITS = 30  # of `WideCount.low`: a sum of two fits into int32
 
@@ -110,6 +113,20 @@ class Counts(NamedTuple):
         return cls(*(WideCount.of(getattr(progress, name)) for name in cls._fields))
 
 
+class Groups(NamedTuple):
+    """Parameters and moments of groups that train apart; arrays have a first dimension over them.
+
+    Attributes:
+        params: the parameters.
+        opt_state: the optimizer's state.
+        model_state: non-trainable state of the model.
+    """
+
+    params: Params
+    opt_state: PyTree
+    model_state: Params
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TrainState:
@@ -123,6 +140,9 @@ class TrainState:
         counts: counts of samples and tokens.
         model_state: non-trainable state of the model.
         ema: exponential moving average of the trained parameters; empty without `train.ema_decay`.
+        groups: what the groups have that train apart (`train.outer_interval`), or None. Then
+            `params` and `model_state` are the global ones, `opt_state` is that of the outer
+            optimizer, and `guard` and `counts` have a leading dimension over the groups.
     """
 
     step: Int[Array, ""]
@@ -132,6 +152,7 @@ class TrainState:
     counts: Counts
     model_state: Params = dataclasses.field(default_factory=dict)
     ema: Params = dataclasses.field(default_factory=dict)
+    groups: Groups | None = None
 
     @property
     def variables(self) -> Params:
@@ -273,5 +294,21 @@ def part_like(part: dict[str, Any], whole: dict[str, Any]) -> dict[str, Any]:
 
 def with_counts(state: TrainState, progress: Progress) -> TrainState:
     """Return the state with the counts of `progress`, on the devices of the state."""
-    counts = jax.device_put(Counts.of(progress), state.step.sharding)
+    counts = placed_like(Counts.of(progress), state.counts)
     return dataclasses.replace(state, counts=counts)
+
+
+def placed_like(counters: T, like: T) -> T:
+    """Return counters of a run on the devices of `like`.
+
+    If these are counters of several groups, the first group has all counts, because their sum is
+    read, and each has all other values.
+    """
+
+    def on_devices(value: Array, like: Array) -> Array:
+        whole = np.broadcast_to(np.asarray(value), like.shape).copy()
+        if like.ndim > value.ndim and np.issubdtype(whole.dtype, np.integer):
+            whole[1:] = 0
+        return jax.device_put(whole, like.sharding)
+
+    return jax.tree.map(on_devices, counters, like)

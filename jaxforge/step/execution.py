@@ -16,6 +16,7 @@ from jaxforge.model.transformer import Model, build_model
 from jaxforge.optim.optimizer import build_optimizer
 from jaxforge.parallel import device_memory
 from jaxforge.parallel.device_memory import bytes_per_device, gigabytes
+from jaxforge.parallel.groups import group_view
 from jaxforge.parallel.hardware import Chip
 from jaxforge.parallel.mesh import token_parallel_size
 from jaxforge.parallel.rates import chip_of
@@ -180,6 +181,7 @@ def choose_execution(
 
 def executions(config: JobConfig, mesh: Mesh | AbstractMesh) -> list[Execution]:
     """Return the executions that the config allows, from the least recomputation on."""
+    config, mesh = group_view(config, mesh)
     train = config.train
     syncs = ("update", "microbatch") if train.grad_sync == AUTO else (train.grad_sync,)
     if train.grad_sync == AUTO and token_parallel_size(mesh) == 1:  # nothing is reduced

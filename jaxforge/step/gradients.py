@@ -23,7 +23,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax.traverse_util import flatten_dict
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, PyTree
 
@@ -73,7 +73,7 @@ Gradients = Callable[[Params, Params, Batch, Array | None], tuple[Params, Loss]]
 and the loss. Both are multiplied by the scale."""
 
 
-def make_gradients(model: Model, config: JobConfig, mesh: Mesh) -> Gradients:
+def make_gradients(model: Model, config: JobConfig, mesh: Mesh | AbstractMesh) -> Gradients:
     """Return the function that computes the gradients of an update.
 
     It takes all parameters and returns the gradients of those that are not frozen. Frozen
@@ -101,7 +101,7 @@ def make_gradients(model: Model, config: JobConfig, mesh: Mesh) -> Gradients:
     return gradients_of_trained
 
 
-def _gradients_of_all(model: Model, config: JobConfig, mesh: Mesh) -> Gradients:
+def _gradients_of_all(model: Model, config: JobConfig, mesh: Mesh | AbstractMesh) -> Gradients:
     """Return the function that computes the gradients of all parameters of a model."""
     train, stages = config.train, _stage_axes(mesh)
     # Layers of wrappers, from the outside to the inside:
@@ -128,7 +128,7 @@ def _gradients_of_all(model: Model, config: JobConfig, mesh: Mesh) -> Gradients:
     return gradients
 
 
-def _in_stages(model: Model, mesh: Mesh, add_up: Accumulate) -> Accumulate:
+def _in_stages(model: Model, mesh: Mesh | AbstractMesh, add_up: Accumulate) -> Accumulate:
     """Return the function, run by every pipeline stage on its layers."""
     stages = (STAGES,)
     specs = _specs(model.axes, stages)
@@ -236,7 +236,7 @@ def _merge_losses(losses: Loss) -> Loss:
     return jax.lax.scan(lambda total, part: (merge(total, part), None), first, later)[0]
 
 
-def _can_check_vma(model: Model, mesh: Mesh) -> bool:
+def _can_check_vma(model: Model, mesh: Mesh | AbstractMesh) -> bool:
     """Return whether `shard_map` can check the mesh axes over which results vary."""
     # Some functions do not declare over which axes their results vary: Pallas kernels, all-to-alls
     # of experts, and sparse attention (`sharding.run_on_shares`).
@@ -246,13 +246,13 @@ def _can_check_vma(model: Model, mesh: Mesh) -> bool:
     return not (is_opaque or c.is_moe or c.latent_attention.has_indexer)
 
 
-def _manual_axes(model: Model, names: tuple[str, ...], mesh: Mesh) -> set[str]:
+def _manual_axes(model: Model, names: tuple[str, ...], mesh: Mesh | AbstractMesh) -> set[str]:
     """Return the axes that a `shard_map` makes manual: the partitioner handles the others."""
     named = manual_over(names, mesh) if model.runtime.wholly_manual else set(names)
     return named & automatic_axes()
 
 
-def _stage_axes(mesh: Mesh) -> tuple[str, ...]:
+def _stage_axes(mesh: Mesh | AbstractMesh) -> tuple[str, ...]:
     """Return the axis of pipeline stages, or nothing without stages."""
     return (STAGES,) if mesh.shape[STAGES] > 1 else ()
 
@@ -279,7 +279,7 @@ def _by_axes(spec: Callable[[Axes], P | Axes], axes: PyTree) -> PyTree:
 
 
 def _reduce_per_update(
-    model: Model, config: TrainConfig, mesh: Mesh, add_up: Accumulate
+    model: Model, config: TrainConfig, mesh: Mesh | AbstractMesh, add_up: Accumulate
 ) -> Gradients:
     """Return the gradients for `grad_sync = "update"`.
 
@@ -355,7 +355,7 @@ def _gather(param: Array, axes: Axes, dtype: jnp.dtype) -> Array:
     return collectives.all_gather_weight(param, axes)
 
 
-def _reduction(model: Model, mesh: Mesh) -> Callable[[Params], Params]:
+def _reduction(model: Model, mesh: Mesh | AbstractMesh) -> Callable[[Params], Params]:
     """Return the function that sums gradients [group, ...] and leaves each device its shard.
 
     Matrices are sent and added up as `train.reduce_dtype` says; the result is float32.

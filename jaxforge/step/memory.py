@@ -19,6 +19,7 @@ from jaxforge.model.mixer import Mixer
 from jaxforge.model.mixers import mixer_class
 from jaxforge.model.transformer import Model
 from jaxforge.optim.freezing import frozen_paths
+from jaxforge.parallel.groups import group_view
 from jaxforge.parallel.mesh import STAGES, data_parallel_size
 from jaxforge.parallel.pipeline.schedule import SCHEDULES
 from jaxforge.parallel.sharding import Axes, compute_axes, mesh_axes
@@ -84,6 +85,7 @@ def step_memory(
         state: bytes of the training state on a device.
         frozen: bytes of the frozen model on a device (`frozen_model.frozen_bytes`).
     """
+    config, mesh = group_view(config, mesh)  # groups that train apart are jobs of their own
     sizes = _Sizes(config, model, mesh)
     whole = config.train.grad_sync == "update"
     return StepMemory(

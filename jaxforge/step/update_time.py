@@ -14,6 +14,7 @@ from jaxforge.config.axes import data_parallel
 from jaxforge.config.job import JobConfig
 from jaxforge.model.flops import causal_flops_per_token
 from jaxforge.model.transformer import Model, active_parameter_count, parameter_count
+from jaxforge.parallel.groups import group_view
 from jaxforge.parallel.hardware import Chip
 from jaxforge.parallel.rates import EFFICIENCY, rate_along
 
@@ -46,6 +47,7 @@ def update_seconds(config: JobConfig, model: Model, mesh: Mesh | AbstractMesh, c
         mesh: mesh of the target devices.
         chip: the device.
     """
+    config, mesh = group_view(config, mesh)  # exchanges between groups are rare
     train, c, sizes = config.train, config.model, mesh.shape
     dp, microbatches = data_parallel(sizes), train.grad_accum_steps
     # tokens: of a microbatch on one device. tp and pp split the products of each token.

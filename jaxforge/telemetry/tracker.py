@@ -11,7 +11,7 @@ import collections
 import contextlib
 import logging
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -106,6 +106,7 @@ class Tracker:
         extras: `metrics.collect`: additional metrics to log.
         left_out: sequences of each update of `train.iterations_to_skip`, by its number.
         clock: the clock of this process, from which all times are taken.
+        read: reads metrics from the devices (`Program.read_metrics`); dicts by their names.
     """
 
     def __init__(
@@ -118,7 +119,9 @@ class Tracker:
         extras: Sequence[str] = (),
         left_out: Mapping[int, int] | None = None,
         clock: ActivityClock | None = None,
+        read: Callable[[Any], Any] = jax.device_get,
     ) -> None:
+        self.read = read
         self._activities = clock or ActivityClock()
         self._datasets, self._extras, self._left_out = datasets, extras, left_out or {}
         self._writers, self._cost, self._progress = writers, cost, progress
@@ -206,7 +209,8 @@ class Tracker:
         if due or self._latest.ends_epoch:
             self._log_latest(self._latest, due)
         elif step % MOST == 0:  # a step that halted the run must still be among the recorded ones
-            self._progress.consecutive_bad = int(self._latest.metrics["consecutive"])
+            bad = self.read({"consecutive": self._latest.metrics["consecutive"]})
+            self._progress.consecutive_bad = int(bad["consecutive"])
 
     def take_logged(self) -> Metrics:
         """Return the metrics of the last logged step once; empty if none was logged since."""
@@ -275,7 +279,8 @@ class Tracker:
     def _log_latest(self, latest: _Launched, writers: Sequence[int]) -> None:
         launched = list(self._launched)
         # One transfer for all steps since the last read.
-        values, fetched = jax.device_get((latest.metrics, [launch.loss for launch in launched]))
+        each = {"loss": [launch.loss for launch in launched]}
+        values, fetched = self.read((latest.metrics, each))
         self._latest = None
         self._launched.clear()
         self._progress.consecutive_bad = int(values["consecutive"])
@@ -288,15 +293,16 @@ class Tracker:
         # The guard has halted the run: log the last step that counted.
         if step < latest.step:
             latest = launched[counted - 1]
-            values = jax.device_get(latest.metrics)
-        losses = [float(loss) for loss in fetched[:counted]]
+            values = self.read(latest.metrics)
+        losses = [float(loss) for loss in fetched["loss"][:counted]]
         skipped, labels = [self._sums.skipped] * len(losses), [1] * len(losses)
         # Read only if they may differ from these: a step without labels is skipped, too.
         if int(values["skipped"]) != self._sums.skipped or not all(map(math.isfinite, losses)):
-            each = [(launch.skipped, launch.labels) for launch in launched[:counted]]
-            skipped, labels = (
-                [int(x) for x in column] for column in zip(*jax.device_get(each), strict=True)
-            )
+            counts = {
+                "skipped": [launch.skipped for launch in launched[:counted]],
+                "valid_tokens": [launch.labels for launch in launched[:counted]],
+            }
+            skipped, labels = ([int(x) for x in column] for column in self.read(counts).values())
         is_left_out = [launch.step in self._left_out for launch in launched[:counted]]
         self._sums = self._sums.plus(losses, skipped, labels, is_left_out)
         self._warn(step, int(values["nonfinite"]), int(values["spikes"]))

@@ -15,6 +15,7 @@ import collections
 import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from typing import Any
 
 import jax
 from jaxtyping import Array, Int
@@ -110,6 +111,7 @@ class BadSteps:
         rollback: returns to an earlier checkpoint; None if rollback is disabled.
         attribution: distinguishes hardware faults from bad data; None if it is disabled.
         verify_interval: `train.verify_interval`; 0 never verifies a step.
+        read: reads metrics from the devices (`Program.read_metrics`).
 
     Attributes:
         fault: the reason to end the run that attribution or verification determined.
@@ -121,7 +123,9 @@ class BadSteps:
         rollback: Rollback | None = None,
         attribution: Attribution | None = None,
         verify_interval: int = 0,
+        read: Callable[[Any], Any] = jax.device_get,
     ) -> None:
+        self._read = read
         self._limit, self.rollback = limit, rollback
         self._attribution, self._verify_interval = attribution, verify_interval
         self.fault: Exit | None = None
@@ -157,7 +161,10 @@ class BadSteps:
 
         if train.rerun_bad_steps:
             attribution = Attribution(make_row_losses(program.model, train, mesh), name_of)
-        return cls(train.nan_consecutive_max, rollback, attribution, train.verify_interval)
+        return cls(
+            train.nan_consecutive_max, rollback, attribution, train.verify_interval,
+            program.read_metrics,
+        )  # fmt: skip
 
     def should_verify(self, number: int) -> bool:
         """Return whether the step with this number is to be executed twice."""
@@ -209,7 +216,7 @@ class BadSteps:
         """
         # Element 0 is the previous step, which the device has finished or soon will.
         if len(self._consecutive) == 2:
-            before = int(self._consecutive[0])
+            before = int(self._read({"consecutive": self._consecutive[0]})["consecutive"])
             if before >= self._limit:
                 progress.consecutive_bad = before
         return self.has_halted(progress)

@@ -141,5 +141,5 @@ def open_tracker(session: Session, program: Program, progress: Progress) -> Trac
     left_out = {n: ramp.sequences(ramp.accum(n - 1)) for n in config.train.iterations_to_skip}
     return Tracker(
         writers, cost, progress, config.train.max_steps, names, extras, left_out,
-        session.watchdog.clock,
+        session.watchdog.clock, program.read_metrics,
     )  # fmt: skip

@@ -69,7 +69,8 @@ class Position:
         """Synchronize the counters from the device state, after the metrics of all its steps."""
         tracker.flush()
         state = self.state
-        self.progress.sync_from_device(*jax.device_get((state.step, state.guard, state.counts)))
+        counters = tracker.read({"guard": state.guard, "counts": state.counts})
+        self.progress.sync_from_device(int(state.step), counters["guard"], counters["counts"])
 
 
 @dataclasses.dataclass(frozen=True)

@@ -36,7 +36,7 @@ NAMES = "cosine, linear, wsd, constant, rex, none"
         ),
         (
             "# first\n[model]\nlr = 3",
-            "x.toml:3: unknown key model.lr; did you mean optimizer.lr?",
+            "x.toml:3: unknown key model.lr; did you mean optimizer.lr or outer_optimizer.lr?",
         ),
         (
             "[train]\ninterval = 3",
@@ -160,7 +160,10 @@ def test_file_errors_are_reported_with_line(error_text, text, message):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (["--train.lr=3"], "--train.lr=3: unknown key train.lr; did you mean optimizer.lr?"),
+        (
+            ["--train.lr=3"],
+            "--train.lr=3: unknown key train.lr; did you mean optimizer.lr or outer_optimizer.lr?",
+        ),
         (["--nonsense"], "--nonsense: unknown key nonsense"),
         (
             ["--train.batch_size=many"],
@@ -196,7 +199,7 @@ def test_file_errors_are_reported_with_line(error_text, text, message):
         ),
         (
             ["--train.seed=1", "--train.seed=x", "--train.lr=2"],
-            "--train.lr=2: unknown key train.lr; did you mean optimizer.lr?\n"
+            "--train.lr=2: unknown key train.lr; did you mean optimizer.lr or outer_optimizer.lr?\n"
             "--train.seed=x: expected an integer",
         ),
         (["--train.seed.x=1"], "--train.seed.x=1: train.seed = {x = 1}: expected an integer"),
@@ -304,7 +307,7 @@ def test_problems_are_reported_together_in_file_order(error_text):
     text = "[train]\nseed = 'x'\nlr = 1\n[eval]\nsteps = 0\n[optimizer]\nlr = -1"
     assert error_text(text, "--metrics.log_interval=0").splitlines() == [
         'x.toml:2: train.seed = "x": expected an integer',
-        "x.toml:3: unknown key train.lr; did you mean optimizer.lr?",
+        "x.toml:3: unknown key train.lr; did you mean optimizer.lr or outer_optimizer.lr?",
         "x.toml:5: eval.steps = 0: expected an integer greater than 0",
         "x.toml:7: optimizer.lr = -1: expected a number greater than 0",
         "--metrics.log_interval=0: expected an integer greater than 0",

@@ -16,6 +16,7 @@ from jaxforge.config import (
     load_config,
     load_unresolved,
 )
+from jaxforge.config.outer_optimizer import OuterOptimizerConfig
 from jaxforge.errors import UserError
 
 FULL = Path(__file__).parent / "data" / "kempnerforge_full.toml"
@@ -215,10 +216,11 @@ def test_every_key_of_kempnerforge_loads():
         ("optimizer", "skip_idle_experts"),
         *(("scheduler", key) for key in ("warmup_offset", "unit")),
         *(("early_stop", key) for key in EarlyStopConfig.model_fields),
+        *(("outer_optimizer", key) for key in OuterOptimizerConfig.model_fields),
         *(("lora", key) for key in LoraConfig.model_fields),
         *(("dpo", key) for key in DpoConfig.model_fields),
         *(("distillation", key) for key in DistillationConfig.model_fields),
-        ("train", "objective"),
+        *(("train", key) for key in ("objective", "outer_interval", "outer_dtype")),
         *(
             ("model", key)
             for key in (

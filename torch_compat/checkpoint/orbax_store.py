@@ -12,13 +12,13 @@ import functools
 import itertools
 import math
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxforge.checkpoint.paths import EMA, find, is_precision_specific
+from jaxforge.checkpoint.paths import EMA, GROUPS, find, is_precision_specific
 from jaxforge.config.job import JobConfig
 from jaxforge.config.reading.load import make_config
 from jaxforge.errors import StorageError, UserError
@@ -73,7 +73,8 @@ def open_orbax(path: Path, trusts: Decision = never) -> tuple[CheckpointState, J
         )
         check_config(progress_json, values)
         progress = unseal_progress(progress_json)
-        leaves = dequantize_moments(ocdbt.open_arrays(directory / "state"))
+        leaves = ocdbt.open_arrays(directory / "state")
+        leaves = dequantize_moments(_without_groups(leaves))
     except UserError:
         raise
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -110,6 +111,26 @@ def open_orbax(path: Path, trusts: Decision = never) -> tuple[CheckpointState, J
         params, moments or None, scalars, progress, guard, model_state=model_state, ema=ema
     )
     return checkpoint, config
+
+
+def _without_groups(leaves: Mapping[str, LazyTensor]) -> Mapping[str, LazyTensor]:
+    """Return the arrays as those of one job, if groups trained apart (`train.outer_interval`).
+
+    These are the global weights, and the moments and the guard of the first group.
+    """
+    own = f"{GROUPS}.optimizer."
+    if not any(name.startswith(own) for name in leaves):
+        return leaves
+    result = {}
+    for name, leaf in leaves.items():
+        section = name.partition(".")[0]
+        if name.startswith(own):
+            result[name.removeprefix(f"{GROUPS}.")] = leaf.part(0)
+        elif section == "guard":
+            result[name] = leaf.part(0)
+        elif section not in (GROUPS, "optimizer"):
+            result[name] = leaf
+    return result
 
 
 def _check_files(directory: Path) -> None:

@@ -52,6 +52,11 @@ class ForeignCheckpoint:
         """True if a run can resume from the checkpoint; otherwise only its weights can be used."""
         return self.checkpoint.moments is not None
 
+    @property
+    def groups(self) -> int:
+        """Number of groups that trained apart; PyTorch jobs have none."""
+        return 0
+
     def progress(self) -> Progress:
         """Progress of the checkpoint's run; the beginning if it holds weights only."""
         return self.checkpoint.progress or Progress()

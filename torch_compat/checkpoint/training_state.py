@@ -16,9 +16,11 @@ from torch_compat.checkpoint.stacking import Stacking
 def program_of(config: JobConfig) -> Program:
     """Return the program of a config, for the shapes and dtypes of its state.
 
-    Rounding compensations are omitted: no other framework has them, and runs begin with zeros.
+    Rounding compensations are omitted: no other framework has them, and runs begin with zeros. So
+    are groups that train apart: other frameworks have one state.
     """
-    return Program.without_devices(config.with_values({"train.param_rounding": "nearest"}))
+    values = {"train.param_rounding": "nearest", "train.outer_interval": 0}
+    return Program.without_devices(config.with_values(values))
 
 
 def model_shapes(config: JobConfig) -> tuple[dict[str, Shape], dict[str, Shape]]:

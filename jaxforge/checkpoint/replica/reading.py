@@ -231,6 +231,11 @@ class Replica:
         except ValueError as error:
             raise ReplicaError(f"{self.name} is damaged ({error})") from error
 
+    @property
+    def groups(self) -> int:
+        """Number of groups whose states the replica holds; 0 if devices trained together."""
+        return layout.saved_groups(self._saved_tree())
+
     def restore(self, like: TrainState) -> tuple[TrainState, Progress]:
         """Restore state and progress, with the shardings of `like`.
 
@@ -241,7 +246,7 @@ class Replica:
         progress, saved = self.progress(), self._saved_tree()
         requested = layout.drop_unsaved(layout.to_tree(like), saved)
         layout.check_model(requested, saved, self.path)
-        layout.check_optimizer(requested["optimizer"], saved["optimizer"], self.path)
+        layout.check_optimizer(requested, saved, self.path)
         layout.log_average_changes(like, saved, self.path)
         state = layout.from_tree(self._read(saved, requested), like)
         return with_counts(state, progress), progress

@@ -26,6 +26,7 @@ from jaxforge.state.train_state import TrainState
 from jaxforge.step.executable import CompiledStep
 from jaxforge.step.execution import with_execution
 from jaxforge.step.frozen_model import frozen_bytes
+from jaxforge.step.group_traffic import GroupTraffic, group_traffic
 from jaxforge.tools.plan.hlo import HloProgram, parse_arrays
 from jaxforge.tools.plan.topology import CPU, TPUS, Topology
 from jaxforge.training.callbacks.callback import named_callbacks
@@ -79,6 +80,7 @@ class Step(NamedTuple):
         memory: memory of one device.
         seconds: compile time.
         executables: compiled steps by number of microbatches; empty without a program.
+        between_groups: traffic between groups that train apart; None without them.
     """
 
     mesh: Mesh
@@ -88,6 +90,7 @@ class Step(NamedTuple):
     memory: Memory
     seconds: float
     executables: Mapping[int, CompiledStep]
+    between_groups: GroupTraffic | None = None
 
 
 def devices_of(topology: Topology) -> list[jax.Device]:
@@ -142,6 +145,7 @@ def compile_step(
     options = xla_flags.compiler_options(
         device, flags, has=xla_flags.traits(config, train.model.runtime.unroll)
     )
+    traffic = group_traffic(config, train.model, mesh)
     largest = config.train.grad_accum_steps
     lowered = train.lower_sizes() if every_size else {largest: train.lower()}
     # The program of padded batches does not know how long its loop over microbatches is, which the
@@ -160,13 +164,13 @@ def compile_step(
         if not is_out_of_memory(error):
             raise
         memory = parts.memory(_required_bytes(str(error), parts.state), None)
-        return Step(mesh, config, why, None, memory, time.perf_counter() - start, {})
+        return Step(mesh, config, why, None, memory, time.perf_counter() - start, {}, traffic)
     seconds = time.perf_counter() - start
     text = compiled.as_text()
     assert text is not None
     program = HloProgram(text, len(devices))
     memory = parts.memory(peak_memory(compiled, device.platform), program)
-    return Step(mesh, config, why, program, memory, seconds, steps)
+    return Step(mesh, config, why, program, memory, seconds, steps, traffic)
 
 
 def peak_memory(compiled: jax.stages.Compiled, platform: str) -> int:

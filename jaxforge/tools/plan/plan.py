@@ -224,6 +224,8 @@ def as_json(planned: Plan) -> dict[str, Any]:
             "recomputation": train.activation_checkpointing,
             "why": planned.step.why,
         }
+        if planned.step.between_groups is not None:
+            report["bytes_between_groups"] = planned.step.between_groups._asdict()
         report["compile_seconds"] = round(planned.step.seconds, 1)
     if planned.timeline is not None:
         report["collectives"] = [

@@ -18,8 +18,10 @@ from jaxforge.config.resolution import World, resolve
 from jaxforge.data.sources import sequences_per_epoch
 from jaxforge.errors import UserError
 from jaxforge.exit_codes import Exit
+from jaxforge.parallel.groups import REPLICAS
 from jaxforge.parallel.hardware import CHIPS
 from jaxforge.parallel.mesh import describe_mesh
+from jaxforge.parallel.rates import rate_along
 from jaxforge.step import executable
 from jaxforge.telemetry.numbers import human
 from jaxforge.tools.plan import search
@@ -174,6 +176,8 @@ def _parts(planned: Plan) -> Iterator[tuple[str, list[tuple[str, str, str]]]]:
     if planned.step is not None:
         mesh = describe_mesh(planned.step.mesh.shape)
         yield f"Memory of a device ({planned.topology}, {mesh})", list(_memory(planned))
+        if planned.step.between_groups is not None:
+            yield "Sent between groups by a device, per update", list(_between_groups(planned))
     if planned.timeline is not None and planned.timeline.traffic:
         yield "Collectives of a step, on a device", list(_collectives(planned))
     if planned.estimate is not None:
@@ -192,6 +196,23 @@ def _memory(planned: Plan) -> Iterator[tuple[str, str, str]]:
     if idle := bubble(planned):
         yield "pipeline", f"{idle:.1%}", "idle"
     yield "compiled in", f"{planned.step.seconds:.1f} s", ""
+
+
+def _between_groups(planned: Plan) -> Iterator[tuple[str, str, str]]:
+    step = planned.step
+    assert step is not None
+    traffic, chip = step.between_groups, CHIPS.get(planned.topology.chip)
+    assert traffic is not None
+    rows = {
+        f"{traffic.groups} groups that exchange every {traffic.interval} updates": traffic.apart,
+        "if they trained together": traffic.together,
+    }
+    for name, sent in rows.items():
+        seconds = ""
+        if chip is not None and traffic.groups > 1:
+            seconds = f"{sent / rate_along(step.mesh, (REPLICAS,), chip):.2g} s"
+        yield name, f"{human(sent)}B", seconds
+    yield "in the seconds below", "0 B", "they are those of an update without an exchange"
 
 
 def _collectives(planned: Plan) -> Iterator[tuple[str, str, str]]:
