@@ -309,6 +309,7 @@ def placed_like(counters: T, like: T) -> T:
         whole = np.broadcast_to(np.asarray(value), like.shape).copy()
         if like.ndim > value.ndim and np.issubdtype(whole.dtype, np.integer):
             whole[1:] = 0
-        return jax.device_put(whole, like.sharding)
+        # `jax.device_put` compares the values of all processes first, and NaNs differ.
+        return jax.make_array_from_callback(like.shape, like.sharding, lambda index: whole[index])
 
     return jax.tree.map(on_devices, counters, like)

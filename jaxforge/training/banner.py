@@ -27,12 +27,11 @@ from jaxforge.parallel.mesh import data_parallel_size, describe_mesh
 from jaxforge.program import Program
 from jaxforge.state.progress import Progress
 from jaxforge.state.train_state import TrainState
-from jaxforge.step.group_traffic import GroupTraffic, group_traffic
 from jaxforge.step.memory import step_memory
 from jaxforge.storage import urls
 from jaxforge.telemetry.numbers import human
 from jaxforge.training.frozen import FrozenFields
-from jaxforge.training.summary import epoch_rounding
+from jaxforge.training.summary import describe_groups, epoch_rounding
 
 
 def rows(
@@ -72,7 +71,7 @@ def _rows(
     devices = f"{jax.device_count()} x {device.device_kind} ({device.platform})"
     yield "devices", f"{devices}, {jax.process_count()} process(es)"
     yield "mesh", describe_mesh(mesh.shape)
-    yield "groups", describe_traffic(group_traffic(config, model, mesh))
+    yield "groups", describe_groups(config, model, mesh)
     ramp = train.ramp(data_parallel_size(mesh))
     per_update = ramp.sequences(train.grad_accum_steps)
     yield "step", _step(config, per_update)
@@ -206,16 +205,6 @@ def describe_average(train: TrainConfig, nbytes: int) -> str:
     return (
         f"of the parameters, decay {train.ema_decay:g}{every}{start}, in {train.ema_dtype}: "
         f"{gigabytes(nbytes)} per device"
-    )
-
-
-def describe_traffic(traffic: GroupTraffic | None) -> str:
-    """Describe what groups that train apart send; empty without them."""
-    if traffic is None:
-        return ""
-    return (
-        f"{traffic.groups} train apart for {traffic.interval} updates: {human(traffic.apart)}B per "
-        f"device and update between them, {human(traffic.together)}B if they trained together"
     )
 
 

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import jax
+from jax.sharding import AbstractMesh, Mesh
 
 from jaxforge.checkpoint.save_policy import SavePolicy
 from jaxforge.config.batch_ramp import BatchRamp
@@ -16,9 +17,12 @@ from jaxforge.config.eval import ATTENTION_WEIGHTS, LOGITS, STREAM
 from jaxforge.config.job import JobConfig, toml
 from jaxforge.config.optimizer import SCHEDULERS
 from jaxforge.errors import file_error
+from jaxforge.model.transformer import Model
 from jaxforge.optim.schedule import learning_rate_after
 from jaxforge.parallel.device_memory import gigabytes
+from jaxforge.step.group_traffic import group_traffic
 from jaxforge.storage import safe_files
+from jaxforge.telemetry.numbers import human
 
 FILE = "schedule_summary.txt"
 _SHOWN = 8  # steps per list
@@ -193,6 +197,17 @@ def _checkpoints(config: JobConfig) -> Iterator[str]:
     at_the_end = [] if due(last) else [last]
     count = due.count(last) + len(at_the_end)
     yield _listed(itertools.chain(due.steps(last), at_the_end), count)
+
+
+def describe_groups(config: JobConfig, model: Model, mesh: Mesh | AbstractMesh) -> str:
+    """Describe what groups that train apart send to each other; empty without them."""
+    traffic = group_traffic(config, model, mesh)
+    if traffic is None:
+        return ""
+    return (
+        f"{traffic.groups} train apart for {traffic.interval} updates: {human(traffic.apart)}B per "
+        f"device and update between them, {human(traffic.together)}B if they trained together"
+    )
 
 
 def _early_stop(config: JobConfig) -> Iterator[str]:

@@ -8,11 +8,13 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from jaxforge.commands import train
+from jaxforge.supervision.processes import free_port
 from jaxforge.tools.prove import xla_flags
-from tests.machine import PATIENCE
+from tests.machine import PATIENCE, wait_until
 
 ROOT = Path(__file__).parents[2]
 
@@ -119,3 +121,66 @@ class Run:
 @pytest.fixture
 def new_run(tmp_path):
     return lambda name="run": Run(tmp_path, name)
+
+
+class Hosts:
+    """Supervisors of the hosts of a job, each with a process of one device."""
+
+    def __init__(self, run, count, directory, overrides):
+        self.run, self.directory, self.supervisors = run, directory, {}
+        self.overrides = overrides
+        self.peers = ",".join(f"127.0.0.1:{free_port()}" for _ in range(count))
+
+    def start(self, *hosts):
+        for host in hosts:
+            command = [sys.executable, "-m", "jaxforge", "supervise", "--elastic", "--peers",
+                       self.peers, f"--host-index={host}", "--hang-timeout=15",
+                       "--peer-grace=5", "--", *self.run.command(*self.overrides)]  # fmt: skip
+            with (self.directory / f"host-{host}").open("ab") as log:
+                self.supervisors[host] = subprocess.Popen(
+                    command, cwd=ROOT, env=environment(), stdout=log, stderr=subprocess.STDOUT
+                )
+
+    def processes(self, host):
+        supervisor = psutil.Process(self.supervisors[host].pid)
+        return [*supervisor.children(recursive=True), supervisor]
+
+    def signal(self, host, number):
+        for process in self.processes(host):
+            process.send_signal(number)
+
+    def log(self, host):
+        return (self.directory / f"host-{host}").read_text()
+
+    def await_roster(self, host, *hosts):
+        """Wait until a host runs in a roster of these hosts."""
+        text = f"hosts {', '.join(map(str, hosts))} of" if len(hosts) > 1 else f"host {hosts[0]} of"
+        wait_until(lambda: text in self.log(host).rpartition("roster ")[2])
+
+    def await_more_steps(self):
+        first = self.latest_step()
+        wait_until(lambda: self.latest_step() > first + 2)
+
+    def latest_step(self):
+        try:
+            return max(self.run.losses(), default=0)
+        except FileNotFoundError:  # a restart without a checkpoint renames the file
+            return 0
+
+
+@pytest.fixture
+def new_hosts(tmp_path):
+    started = []
+
+    def new(run, count, overrides):
+        started.append(Hosts(run, count, tmp_path, overrides))
+        return started[-1]
+
+    yield new
+    for hosts in started:
+        for supervisor in hosts.supervisors.values():
+            if supervisor.poll() is None:
+                for process in [*psutil.Process(supervisor.pid).children(recursive=True),
+                                supervisor]:  # fmt: skip
+                    process.send_signal(signal.SIGKILL)
+            supervisor.wait()

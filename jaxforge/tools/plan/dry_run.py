@@ -34,7 +34,6 @@ from jaxforge.parallel import device_memory, multihost
 from jaxforge.parallel.mesh import abstract_mesh, data_parallel_size, describe_mesh, make_mesh
 from jaxforge.runs import run_directory
 from jaxforge.state.train_state import TrainState
-from jaxforge.step.group_traffic import group_traffic
 from jaxforge.storage import urls
 from jaxforge.tasks.opening import describe_tasks
 from jaxforge.telemetry.metric_writers import check_libraries
@@ -49,10 +48,10 @@ from jaxforge.tools.plan.dry_run_memory import (
     this_device,
     too_large,
 )
-from jaxforge.training.banner import describe_average, describe_layer_embeddings, describe_traffic
+from jaxforge.training.banner import describe_average, describe_layer_embeddings
 from jaxforge.training.callbacks.callback import named_callback
 from jaxforge.training.resolution import with_idle_experts
-from jaxforge.training.summary import schedule_summary
+from jaxforge.training.summary import describe_groups, schedule_summary
 from jaxforge.training.training_data import check_not_exhausted, phases_of
 
 Data = Dataset | Mixture | Streaming | None
@@ -258,7 +257,7 @@ def run(config: UnresolvedConfig, devices: str) -> int:
     if derived := list(started.rows()):
         _show("derived", derived)
     _show("schedule", schedule_summary(resolved, dp, per_epoch or None).splitlines())
-    between = describe_traffic(group_traffic(resolved, model, mesh))
+    between = describe_groups(resolved, model, mesh)
     machine = [f"{n} device(s), mesh: {describe_mesh(mesh.shape)}"]
     _show("machine", [*machine, f"groups: {between}"] if between else machine)
     _show("data", data_rows)
