@@ -57,7 +57,7 @@ def command(case: str, directory: Path, seed: int, steps: int, *more: str) -> li
 
 
 def environment(devices: int, **more: str) -> dict[str, str]:
-    """Return the environment of a process with so many CPU devices."""
+    """Return the environment of a process with a number of CPU devices."""
     flags = f"--xla_force_host_platform_device_count={devices}"
     return {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, **more}
 
@@ -83,10 +83,10 @@ def trained(case: str, seed: int, steps: int) -> list[tuple[int, float]]:
 def compare_losses(args: argparse.Namespace) -> None:
     """Measure validation losses at equal tokens."""
     names = [name for name in CASES if args.cases in name]
-    work = [(name, seed) for seed in range(args.seeds) for name in names]
+    trials = [(name, seed) for seed in range(args.seeds) for name in names]
     with ThreadPoolExecutor(args.jobs) as pool:
         curves = dict(
-            zip(work, pool.map(lambda item: trained(*item, args.steps), work), strict=True)
+            zip(trials, pool.map(lambda item: trained(*item, args.steps), trials), strict=True)
         )
     rows, mean_curves = [], {}
     for name in names:

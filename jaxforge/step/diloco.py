@@ -8,19 +8,23 @@ weights W and the weights w_g of group g, after H updates of its own:
     outer optimizer                   W <- W + update(D)
     every group                       w_g <- W; it keeps its moments
 
-Streaming DiLoCo (Douillard et al., 2025, arXiv:2501.18512) exchanges P fragments of the model in
-turn, so that the network always has little to carry, and lets groups train on while it does. For
-H = 4, P = 2 and an overlap of 1, after the updates
+Streaming DiLoCo (Douillard et al., 2025, arXiv:2501.18512) exchanges P fragments of the model
+(`step.fragments`) one after another, and lets groups train on while the network carries them. For
+H = 4, P = 2 and an overlap of 1, with k = `outer_optimizer.mixing`:
 
-    update   1    2    3    4    5    6    7    8
-    sent          a         b         a         b      D is computed, and W is updated
-    used               a         b         a           w_g <- k w_g + (1 - k) W
+    update   1    2    3    4    5    6    7    8    9
+    sent               a         b         a         b     D after the previous update; W <- ...
+    used               a         b         a         b     after this update: w_g <- k w_g + (1-k) W
 
-where k is `outer_optimizer.mixing`. A fragment is every P-th layer of each kind, from one layer on;
-the first also has the parameters before the layers, and the last those after them.
+Without overlap, an exchange follows its update. With overlap, a fragment is sent during the next
+update, which does not depend on it, so that XLA can run both at the same time. The update is then
+in the program once for each fragment, and once without any.
+
+After the last update of a run, W is the mean of the groups' weights, wherever no exchange precedes
+it: the updates since the last exchange would be lost otherwise.
 
 A bad update of a group is skipped by the group alone. A group whose weights are not finite does not
-count in the mean, and takes over W.
+count in a mean, and takes over W.
 """
 
 import dataclasses
@@ -34,73 +38,21 @@ import optax
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Bool, Float, Int, PyTree
+from jaxtyping import Array, Bool, Float, PyTree
 
 from jaxforge.config.job import JobConfig
-from jaxforge.model.transformer import EMBEDDINGS, Model, Params
+from jaxforge.model.transformer import Model, Params
 from jaxforge.optim.ema import build_average
 from jaxforge.optim.freezing import frozen_paths
 from jaxforge.optim.trees import Path, join, split
 from jaxforge.parallel.exchange import mean_over_groups
 from jaxforge.parallel.groups import GROUPS, map_over_groups
-from jaxforge.parallel.stages import is_stack
 from jaxforge.state.train_state import Groups, TrainState
+from jaxforge.step.fragments import WHOLE, Fragments
 from jaxforge.step.train_step import Batch, Controls, Metrics, TrainStep
 
-Branch = Callable[[TrainState], TrainState]
-
-
-class Fragments:
-    """The fragments of a model, which are exchanged one after another.
-
-    Args:
-        count: number of fragments.
-        interval: updates from one exchange of a fragment to the next.
-    """
-
-    def __init__(self, count: int, interval: int) -> None:
-        self.count, self._apart = count, interval // count
-
-    def due(self, updates: Int[Array, ""]) -> Int[Array, ""]:
-        """Return the fragment that is due after a number of updates; `count` if none is."""
-        turn, since = jnp.divmod(updates, self._apart)
-        is_due = (since == 0) & (turn > 0)
-        return jnp.where(is_due, (turn - 1) % self.count, self.count)
-
-    def rows(self, fragment: int, path: Path, n: int) -> slice | None:
-        """Return the rows [n, ...] of a parameter that are in a fragment; None if there are none.
-
-        A share of a pipeline stage has the same rows as the whole, because `fragments` divides the
-        layers of a stage.
-        """
-        if is_stack(path[0]):
-            return slice(fragment, n, self.count) if fragment < n else None
-        is_first = path[0] in EMBEDDINGS
-        return slice(0, n) if fragment == (0 if is_first else self.count - 1) else None
-
-    def replace(self, fragment: int, new: Params, old: Params, dimension: int = 0) -> Params:
-        """Return `old` with the rows of a fragment from `new`.
-
-        Args:
-            fragment: number of the fragment.
-            new: a tree of parameters, or of some of them.
-            old: a tree like `new`.
-            dimension: dimension of the rows.
-        """
-
-        def replace_leaf(path: Path, new: Array, old: Array) -> Array:
-            rows = self.rows(fragment, path, old.shape[dimension])
-            if rows is None:
-                return old
-            if rows.step in (None, 1) and self.count == 1:
-                return new
-            at = (slice(None),) * dimension + (rows,)
-            return old.at[at].set(new[at])
-
-        flat_new, flat_old = flatten_dict(new), flatten_dict(old)
-        return unflatten_dict(
-            {path: replace_leaf(path, flat_new[path], leaf) for path, leaf in flat_old.items()}
-        )
+Count = Float[Array, ""]
+"""The number of groups whose weights are finite."""
 
 
 def make_diloco_step(
@@ -125,72 +77,55 @@ def make_diloco_step(
     """
     section, frozen = config.outer_optimizer, frozen_paths(model.axes, config)
     fragments = Fragments(section.fragments, config.train.outer_interval)
-    train_apart = map_over_groups(functools.partial(_step_of_group, step), mesh)
-    average_changes = _build_mean_change(config, fragments, frozen, shardings, mesh)
-    average_of_weights = build_average(config.train, frozen)
-    share = section.share_kept
+    exchange = Exchange(config, fragments, outer, frozen, shardings, mesh)
+    run_groups = map_over_groups(functools.partial(_step_of_group, step), mesh)
+    average = build_average(config.train, frozen)
 
-    def exchange(fragment: int, state: TrainState) -> TrainState:
-        """Update the rows of a fragment of the global weights by the mean change of the groups."""
-        assert state.groups is not None
-        changes, model_state, count = average_changes(fragment, state)
-        # The state counts exchanges of all fragments, and the optimizer those of one fragment.
-        view = _map_counts(lambda n: n // fragments.count, state.opt_state)
-        updates, opt_state = outer.update(changes, view, state.params)
-        params = jax.tree.map(lambda p, u: (p + u).astype(p.dtype), state.params, updates)
-        params = fragments.replace(fragment, params, state.params)
-        opt_state = _replace_moments(fragments, fragment, opt_state, state.opt_state)
+    def train(state: TrainState, batch: Batch, controls: Controls) -> tuple[TrainState, Metrics]:
+        values = state.guard, state.counts, state.groups
+        (guard, counts, groups), metrics = run_groups(values, batch, (state.step, controls))
         new = dataclasses.replace(
-            state, params=params, opt_state=opt_state, model_state=model_state
+            state, step=state.step + 1, guard=guard, counts=counts, groups=groups
         )
-        # Without any finite group, there is nothing to learn from.
-        new = jax.tree.map(lambda n, o: jnp.where(count > 0, n, o), new, state)
-        return new if section.overlap else use(fragment, new)
+        return new, metrics
 
-    def use(fragment: int, state: TrainState) -> TrainState:
-        """Let the groups take over the rows of a fragment of the global weights."""
-        groups = state.groups
-        assert groups is not None
+    def send_and_train(
+        fragment: int, state: TrainState, batch: Batch, controls: Controls
+    ) -> tuple[TrainState, Metrics]:
+        sent = exchange.send(fragment, state)
+        state, metrics = train(state, batch, controls)
+        return dataclasses.replace(sent, **_of_groups(state)), metrics
 
-        def mix(own: Array, whole: Array) -> Array:
-            mixed = (
-                share * own + (1 - share) * whole if share else jnp.broadcast_to(whole, own.shape)
-            )
-            return jnp.where(jnp.isfinite(own), mixed, whole).astype(own.dtype)
+    def send_and_use(fragment: int, state: TrainState) -> TrainState:
+        return exchange.use(fragment, exchange.send(fragment, state))
 
-        def take_over(own: Array, whole: Array) -> Array:
-            return jnp.broadcast_to(whole, own.shape)
-
-        own, whole = split(groups.params, frozen)[1], split(state.params, frozen)[1]
-        mixed = fragments.replace(fragment, jax.tree.map(mix, own, whole), own, dimension=1)
-        model_state = groups.model_state
-        if fragment == fragments.count - 1:
-            model_state = jax.tree.map(
-                lambda own, whole: jnp.broadcast_to(whole, own.shape),
-                model_state,
-                state.model_state,
-            )
-        params = join(groups.params, mixed)
-        return dataclasses.replace(
-            state, groups=groups._replace(params=params, model_state=model_state)
-        )
+    every = range(fragments.count)
 
     def diloco_step(
         state: TrainState, batch: Batch, controls: Controls
     ) -> tuple[TrainState, Metrics]:
-        values = state.guard, state.counts, state.groups
-        (guard, counts, groups), metrics = train_apart(values, batch, (state.step, controls))
-        state = dataclasses.replace(
-            state, step=state.step + 1, guard=guard, counts=counts, groups=groups
-        )
-        # A conditional instead of a selection: the exchange runs only when it is due.
-        state = _when_due(fragments, state.step, exchange, state)
         if section.overlap:
-            state = _when_due(fragments, state.step - section.overlap, use, state)
-        ema = average_of_weights(state.ema, state.params, state.step)
+            sending = [functools.partial(send_and_train, i) for i in every]
+            due = fragments.due(state.step)
+            state, metrics = jax.lax.switch(due, [*sending, train], state, batch, controls)
+            using, since = [functools.partial(exchange.use, i) for i in every], section.overlap
+        else:
+            state, metrics = train(state, batch, controls)
+            using, since = [functools.partial(send_and_use, i) for i in every], 0
+        due = fragments.due(state.step - since)
+        state = jax.lax.switch(due, [*using, lambda state: state], state)
+        is_last = state.step == config.train.max_steps
+        state = jax.lax.cond(is_last, exchange.finish, lambda state: state, state)
+        ema = average(state.ema, state.params, state.step)
         return dataclasses.replace(state, ema=ema), metrics
 
     return diloco_step
+
+
+def _of_groups(state: TrainState) -> dict[str, Any]:
+    """Return the fields of a state that its groups change."""
+    names = ("step", "guard", "counts", "groups")
+    return {name: getattr(state, name) for name in names}
 
 
 def _step_of_group(
@@ -205,92 +140,156 @@ def _step_of_group(
     return (new.guard, new.counts, groups), metrics
 
 
-def _when_due(
-    fragments: Fragments,
-    updates: Int[Array, ""],
-    act: Callable[[int, TrainState], TrainState],
-    state: TrainState,
-) -> TrainState:
-    """Act on the fragment that is due after a number of updates, if there is one."""
-    branches: list[Branch] = [functools.partial(act, i) for i in range(fragments.count)]
-    return jax.lax.switch(fragments.due(updates), [*branches, lambda state: state], state)
+class Exchange:
+    """The exchange of changes between groups, and the update of the global weights.
 
-
-def _build_mean_change(
-    config: JobConfig,
-    fragments: Fragments,
-    frozen: frozenset[Path],
-    shardings: TrainState,
-    mesh: Mesh | AbstractMesh,
-) -> Callable[[int, TrainState], tuple[Params, Params, Float[Array, ""]]]:
-    """Return a function of (fragment, state).
-
-    It returns the mean change W - w_g of the weights over the groups, 0 outside of the fragment;
-    the mean of the non-trainable state; and the number of groups whose weights are finite.
+    Args:
+        config: the config of the run.
+        fragments: the fragments of the model.
+        outer: the outer optimizer.
+        frozen: paths of the frozen parameters, which all groups have in common.
+        shardings: shardings of the state.
+        mesh: the mesh with groups.
     """
-    dtype = config.train.outer_dtype
-    within = tuple(name for name, size in mesh.shape.items() if name != GROUPS and size > 1)
 
-    def specs(tree: PyTree, *leading: str) -> PyTree:
-        return jax.tree.map(lambda leaf: P(*leading, *leaf.spec), tree)
+    def __init__(
+        self,
+        config: JobConfig,
+        fragments: Fragments,
+        outer: optax.GradientTransformationExtraArgs,
+        frozen: frozenset[Path],
+        shardings: TrainState,
+        mesh: Mesh | AbstractMesh,
+    ) -> None:
+        self._share, self._dtype = config.outer_optimizer.share_kept, config.train.outer_dtype
+        self._fragments, self._outer, self._frozen = fragments, outer, frozen
+        self._shardings = shardings
+        sizes = mesh.shape.items()
+        self._within = tuple(name for name, size in sizes if name != GROUPS and size > 1)
 
-    params = shardings.params
-    of_params, of_state = split(params, frozen)[1], shardings.model_state
+    def send(self, fragment: int, state: TrainState) -> TrainState:
+        """Update a fragment of the global weights by the mean change of the groups.
 
-    def mean_change(
-        fragment: int, whole: Params, own: Params, model_state: Params
-    ) -> tuple[Params, Params, Float[Array, ""]]:
-        flat, flat_own = flatten_dict(whole), flatten_dict(own)
-        rows = {path: fragments.rows(fragment, path, leaf.shape[0]) for path, leaf in flat.items()}
-        sent = [path for path in flat if rows[path] is not None]
-        changes = [
-            flat[path][rows[path]].astype(jnp.float32) - flat_own[path][0][rows[path]]
-            for path in sent
-        ]
-        is_valid = _is_finite(changes, within)
-        means, count = mean_over_groups(changes, is_valid, dtype)
-        result = {path: jnp.zeros(leaf.shape, jnp.float32) for path, leaf in flat.items()}
-        for path, mean in zip(sent, means, strict=True):
-            result[path] = result[path].at[rows[path]].set(mean)
-        # A few numbers per layer, and used by the last fragment only.
-        leaves, tree = jax.tree.flatten(model_state)
-        of_group = [leaf[0].astype(jnp.float32) for leaf in leaves]
-        state_means, _ = mean_over_groups(of_group, is_valid, "float32")
-        state = [mean.astype(leaf.dtype) for mean, leaf in zip(state_means, leaves, strict=True)]
-        return unflatten_dict(result), jax.tree.unflatten(tree, state), count
+        Without any finite group, there is nothing to learn from, and the state is unchanged.
+        """
+        fragments = self._fragments
+        changes, model_state, count = self._mean_changes(fragment, state, self._dtype)
+        # The state counts exchanges of all fragments, and the optimizer those of one fragment.
+        view = _map_counts(lambda n: n // fragments.count, state.opt_state)
+        updates, opt_state = self._outer.update(changes, view, state.params)
+        new = dataclasses.replace(
+            state,
+            params=fragments.replace(fragment, _added(state.params, updates), state.params),
+            opt_state=_replace_moments(fragments, fragment, opt_state, state.opt_state),
+            model_state=model_state if self._has_state(fragment) else state.model_state,
+        )
+        return jax.tree.map(lambda n, o: jnp.where(count > 0, n, o), new, state)
 
-    def of_state_now(fragment: int, state: TrainState) -> tuple[Params, Params, Float[Array, ""]]:
-        groups = state.groups
+    def use(self, fragment: int, state: TrainState) -> TrainState:
+        """Let the groups take over a fragment of the global weights."""
+        groups, share = state.groups, self._share
         assert groups is not None
-        is_last = fragment == fragments.count - 1
+
+        def mix(own: Array, whole: Array) -> Array:
+            whole = jnp.broadcast_to(whole, own.shape)
+            mixed = share * own + (1 - share) * whole if share else whole
+            return jnp.where(jnp.isfinite(own), mixed, whole).astype(own.dtype)
+
+        def take_over(own: Array, whole: Array) -> Array:
+            return jnp.broadcast_to(whole, own.shape)
+
+        own, whole = self._trained(groups.params), self._trained(state.params)
+        mixed = self._fragments.replace(fragment, jax.tree.map(mix, own, whole), own, dimension=1)
+        model_state = groups.model_state
+        if self._has_state(fragment):
+            model_state = jax.tree.map(take_over, model_state, state.model_state)
+        groups = groups._replace(params=join(groups.params, mixed), model_state=model_state)
+        return dataclasses.replace(state, groups=groups)
+
+    def finish(self, state: TrainState) -> TrainState:
+        """Let the global weights be the mean of the groups' weights, at the end of a run.
+
+        A fragment that was exchanged after the same update is left as it is: the groups have it.
+        """
+        changes, model_state, _ = self._mean_changes(WHOLE, state, "float32")
+        params = _added(state.params, jax.tree.map(jnp.negative, changes))
+        return dataclasses.replace(state, params=params, model_state=model_state)
+
+    def _mean_changes(
+        self, fragment: int, state: TrainState, dtype: str
+    ) -> tuple[Params, Params, Count]:
+        """Return the mean change W - w_g of a fragment over the groups, 0 elsewhere.
+
+        Also the mean of the non-trainable state, and the number of groups.
+        """
+        groups, shardings = state.groups, self._shardings
+        assert groups is not None
+
+        def specs(tree: PyTree, *leading: str) -> PyTree:
+            return jax.tree.map(lambda leaf: P(*leading, *leaf.spec), tree)
+
+        params, model_state = self._trained(shardings.params), shardings.model_state
         run = jax.shard_map(  # every device sends its shards to its peers in the other groups
-            functools.partial(mean_change, fragment),
-            in_specs=(specs(of_params), specs(of_params, GROUPS), specs(of_state, GROUPS)),
-            out_specs=(specs(of_params), specs(of_state), P()),
+            functools.partial(self._of_shards, fragment, dtype),
+            in_specs=(specs(params), specs(params, GROUPS), specs(model_state, GROUPS)),
+            out_specs=(specs(params), specs(model_state), P()),
             check_vma=False,  # means over groups are equal in all of them
         )
-        whole, own = (split(tree, frozen)[1] for tree in (state.params, groups.params))
-        changes, model_state, count = run(whole, own, groups.model_state)
+        whole, own = self._trained(state.params), self._trained(groups.params)
+        changes, means, count = run(whole, own, groups.model_state)
         # The outer optimizer takes all parameters; frozen ones do not change.
-        idle = jax.tree.map(jnp.zeros_like, split(state.params, frozen)[0])
-        return join(changes, idle), model_state if is_last else state.model_state, count
+        idle = jax.tree.map(jnp.zeros_like, split(state.params, self._frozen)[0])
+        return join(changes, idle), means, count
 
-    return of_state_now
+    def _of_shards(
+        self, fragment: int, dtype: str, whole: Params, own: Params, model_state: Params
+    ) -> tuple[Params, Params, Count]:
+        """Compute `_mean_changes` from the shards of a device."""
+        rows = self._fragments.of(fragment, whole)
+        flat, flat_own = flatten_dict(whole), flatten_dict(own)
+        changes = [_float32(flat[path][at]) - _float32(flat_own[path][0][at])
+                   for path, at in rows.items()]  # fmt: skip
+        is_valid = _is_finite(changes, self._within)
+        means, count = mean_over_groups(changes, is_valid, dtype)
+        result = {path: jnp.zeros(leaf.shape, jnp.float32) for path, leaf in flat.items()}
+        for (path, at), mean in zip(rows.items(), means, strict=True):
+            result[path] = result[path].at[at].set(mean)
+        # A few numbers per layer.
+        leaves, tree = jax.tree.flatten(model_state)
+        averages, _ = mean_over_groups([_float32(leaf[0]) for leaf in leaves], is_valid, "float32")
+        state = [mean.astype(leaf.dtype) for mean, leaf in zip(averages, leaves, strict=True)]
+        return unflatten_dict(result), jax.tree.unflatten(tree, state), count
+
+    def _has_state(self, fragment: int) -> bool:
+        """Return whether the non-trainable state is exchanged with a fragment, the last one."""
+        return fragment == self._fragments.count - 1
+
+    def _trained(self, params: PyTree) -> PyTree:
+        return split(params, self._frozen)[1]
+
+
+def _float32(x: Array) -> Float[Array, "..."]:
+    return x.astype(jnp.float32)
+
+
+def _added(params: Params, updates: Params) -> Params:
+    return jax.tree.map(lambda p, u: (p + u).astype(p.dtype), params, updates)
 
 
 def _is_finite(values: list[Array], within: tuple[str, ...]) -> Bool[Array, ""]:
     """Return whether all values of a group are finite, on all of its devices."""
-    bad = sum(
-        (jnp.sum(~jnp.isfinite(x), dtype=jnp.int32) for x in values), jnp.zeros((), jnp.int32)
-    )
+    counts = [jnp.sum(~jnp.isfinite(x), dtype=jnp.int32) for x in values]
+    bad = sum(counts, jnp.zeros((), jnp.int32))
     return (jax.lax.psum(bad, within) if within else bad) == 0
 
 
 def _map_counts(function: Callable[[Array], Array], state: PyTree) -> PyTree:
     """Apply a function to the counts of an optimizer's state, its integers."""
-    return jax.tree.map(
-        lambda x: function(x) if jnp.issubdtype(x.dtype, jnp.integer) and not x.ndim else x, state
-    )
+    return jax.tree.map(lambda x: function(x) if _is_count(x) else x, state)
+
+
+def _is_count(x: Array) -> bool:
+    return jnp.issubdtype(x.dtype, jnp.integer) and not x.ndim
 
 
 def _replace_moments(fragments: Fragments, fragment: int, new: PyTree, old: PyTree) -> PyTree:
@@ -299,6 +298,6 @@ def _replace_moments(fragments: Fragments, fragment: int, new: PyTree, old: PyTr
     def replace(new: Any, old: Any) -> Any:  # noqa: ANN401  # moments of parameters, or a number
         if isinstance(old, dict):
             return fragments.replace(fragment, new, old)
-        return old + 1 if jnp.issubdtype(old.dtype, jnp.integer) else new
+        return old + 1 if _is_count(old) else new
 
     return jax.tree.map(replace, new, old, is_leaf=lambda node: isinstance(node, dict))

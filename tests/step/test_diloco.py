@@ -36,7 +36,7 @@ def config_of(groups=2, *, interval=4, outer=None, **sections):
     train = {"outer_interval": interval, **sections.pop("train", {})}
     return tiny_config(
         model={**SMALL, **sections.pop("model", {})},
-        train={"batch_size": 2, "max_steps": 60, **train},
+        train={"batch_size": 2, "max_steps": 64, **train},
         outer_optimizer=outer or {},
         optimizer={"lr": 3e-3, "weight_decay": DECAY, "eps": 1e-6},
         distributed={"dp_replicate": groups, **sections.pop("distributed", {})},
@@ -93,7 +93,20 @@ def torch_diloco(config, weights, batches):
         for name, x in whole.items()
     }
     losses = []
+
+    def is_due(name, n):
+        first = (fragment_of(name, outer.fragments) + 1) * apart
+        return n >= first and (n - first) % config.train.outer_interval == 0
+
+    def send(n):
+        for name in (name for name in whole if is_due(name, n)):
+            changes = [whole[name] - job.weights[name].detach() for job in jobs]
+            whole[name].grad = sum(changes) / groups
+            nesterov[name].step()
+
     for n, batch in enumerate(batches, 1):
+        if outer.overlap:
+            send(n - 1)
         rows = [
             (torch.tensor(tokens).long(), torch.tensor(labels).long())
             for tokens, labels in zip(
@@ -102,18 +115,13 @@ def torch_diloco(config, weights, batches):
             )
         ]  # fmt: skip
         losses.append([job.step(*row) for job, row in zip(jobs, rows, strict=True)])
-        for name, weight in whole.items():
-            first = (fragment_of(name, outer.fragments) + 1) * apart
-            with torch.no_grad():
-                if n >= first and (n - first) % config.train.outer_interval == 0:
-                    changes = [weight - job.weights[name] for job in jobs]
-                    weight.grad = sum(changes) / groups
-                    nesterov[name].step()
-                since = n - outer.overlap
-                if since >= first and (since - first) % config.train.outer_interval == 0:
-                    for job in jobs:
-                        own, k = job.weights[name], outer.share_kept
-                        own.copy_(k * own + (1 - k) * weight)
+        if not outer.overlap:
+            send(n)
+        for name in (name for name in whole if is_due(name, n - outer.overlap)):
+            for job in jobs:
+                own, k = job.weights[name], outer.share_kept
+                with torch.no_grad():
+                    own.copy_(k * own + (1 - k) * whole[name])
     return np.array(losses), whole
 
 
@@ -132,6 +140,17 @@ def test_losses_of_60_updates_are_those_of_torch(groups, outer):
     ours = named(jax.device_get(state.params), config.model)
     for name, weight in whole.items():
         np.testing.assert_allclose(ours[name], weight, atol=2e-4, err_msg=name)
+
+
+@pytest.mark.parametrize("outer", [{}, STREAMING])
+def test_last_update_leaves_the_mean_of_the_groups(outer):
+    config = config_of(interval=4, outer=outer, train={"max_steps": 7})
+    program, batches = setup(config), random_batches(config, 7)
+    state, _ = program.run(program.state(), batches)
+    jax.tree.map(
+        lambda whole, own: np.testing.assert_allclose(whole, np.mean(own, 0), atol=1e-6),
+        *jax.device_get((state.params, state.groups.params)),
+    )
 
 
 MESHES = {
