@@ -165,6 +165,17 @@ def read_groups(values: PyTree) -> PyTree:
     return jax.tree_util.tree_map_with_path(_merged, jax.device_get(_gathered(values)))
 
 
+def read_groups_here(values: PyTree) -> PyTree:
+    """Do `read_groups` for the groups that have devices in this process; it needs no other."""
+    own = jax.tree.map(_of_this_process, values)
+    return jax.tree_util.tree_map_with_path(_merged, own)
+
+
+def _of_this_process(values: jax.Array) -> np.ndarray:
+    by_group = {str(shard.index): shard.data for shard in values.addressable_shards}
+    return np.concatenate([np.asarray(data) for data in by_group.values()])
+
+
 def _merged(path: jax.tree_util.KeyPath, values: np.ndarray) -> np.ndarray:
     names = {str(getattr(key, "key", getattr(key, "name", ""))) for key in path}
     if names & _SUMMED:

@@ -9,6 +9,7 @@ from rich.console import Console
 from jaxforge.parallel.device_memory import bytes_per_device, gigabytes
 from jaxforge.state.progress import Progress
 from jaxforge.telemetry.console import banner
+from jaxforge.telemetry.numbers import human
 from jaxforge.training.banner import rows
 from tests.conftest import tiny_config
 from tests.helpers import setup
@@ -49,6 +50,18 @@ def test_banner_shows_average_of_parameters():
         f"{size} per device"
     )
     assert "average" not in banner_rows(Progress())
+
+
+def test_banner_shows_what_groups_send():
+    train = {"outer_interval": 10, "outer_dtype": "int4"}
+    ours = setup(tiny_config(distributed={"dp_replicate": 2, "dp_shard": 2}, train=train))
+    values = bytes_per_device(ours.abstract_state().params) / 4
+    apart, together = (human(x) for x in (values * (0.5 + 4 / 128) / 10, values * 4))
+    assert rows(ours, ours.abstract_state(), Progress())["groups"] == (
+        f"2 train apart for 10 updates: {apart}B per device and update between them, "
+        f"{together}B if they trained together"
+    )
+    assert "groups" not in banner_rows(Progress())
 
 
 def test_banner_without_data_shows_resumed_step():

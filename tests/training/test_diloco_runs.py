@@ -14,6 +14,7 @@ from jaxforge.errors import UserError
 from jaxforge.exit_codes import Exit
 from jaxforge.inference.trained import open_run
 from jaxforge.training import launch
+from jaxforge.training.callbacks.callback import Callback
 from tests.conftest import tiny_config
 from tests.helpers import cli, counts_of, devices_here, random_batches, save_checkpoint, setup
 from torch_compat.checkpoint.orbax_store import open_orbax
@@ -162,3 +163,31 @@ def test_lost_groups_take_their_batches_with_them():
     assert fewer.train.global_batch_size == 24
     with pytest.raises(UserError, match="requires whole groups of 2 devices"):
         shrink(config, 8, 5)
+
+
+def test_callback_reads_means_and_sums_over_groups(tmp_path):
+    read = []
+
+    class Reader(Callback):
+        def on_step_end(self, context):
+            read.append((context.loss, context.tokens_seen, context.lr))
+
+    with devices_here(2):
+        launch.fit(config_of(tmp_path, 2, train={"max_steps": 3}), [Reader()])
+    assert [loss for loss, _, _ in read] == pytest.approx(list(losses(tmp_path).values()))
+    assert [tokens for _, tokens, _ in read] == [128, 256, 384]
+
+
+def test_growing_batches_are_shared_by_the_groups(tmp_path):
+    ramp = [{"start": 0, "grad_accum_steps": 1}, {"start": 2, "grad_accum_steps": 2}]
+    train = {"max_steps": 4, "grad_accum_steps": 2, "batch_ramp": ramp}
+    with devices_here(2):
+        assert launch.fit(config_of(tmp_path, 2, train=train)) is Exit.COMPLETED
+    lines = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
+    tokens = [line["train/tokens"] for line in lines if "train/tokens" in line]
+    assert tokens == [128, 256, 512, 768]
+
+
+def test_replay_refuses_groups(whole):
+    with pytest.raises(UserError, match="replay does not support groups that train apart"):
+        cli(["replay", str(whole), "--step=3"])

@@ -142,6 +142,8 @@ def unproven(config: JobConfig) -> Iterator[str]:
         yield "8-bit products and moments: the proof computes in float32"
     if model.sdpa_backend not in _CPU_KERNELS or model.moe_backend not in ("auto", "blocks"):
         yield "kernels of accelerators: the proof runs those of CPUs"
+    if train.trains_apart:
+        yield "exchanges of groups that train apart: all devices train together"
     if train.offload:
         yield "offloading: arrays stay on the devices"
     if train.batch_ramp:
@@ -331,7 +333,7 @@ def _train(config: JobConfig, sizes: Mesh) -> Table:
         "global_batch_size": _ROWS * accum, "grad_accum_steps": accum, "seq_len": _TOKENS,
         "batch_ramp": [], "max_steps": 100, "grad_clip_norm": min(train.grad_clip_norm, _CLIP_NORM),
         "mixed_precision": "fp32", "param_dtype": "float32", "param_rounding": "nearest",
-        "opt_state_dtype": "float32", "offload": [], "iterations_to_skip": [],
+        "opt_state_dtype": "float32", "offload": [], "outer_interval": 0, "iterations_to_skip": [],
         # The layers are then a loop, as on accelerators.
         "activation_checkpointing": "full" if recompute == "auto" else recompute,
         "executable": None, "compilation_cache_dir": None, "xla_flags": {},

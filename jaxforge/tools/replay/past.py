@@ -211,6 +211,11 @@ def on_these_devices(
         raise UserError(
             f"step {step} does not exist: steps are 1 to train.max_steps = {config.train.max_steps}"
         )
+    if config.train.trains_apart:
+        raise UserError(
+            f"replay does not support groups that train apart, as in this run: "
+            f"train.outer_interval = {config.train.outer_interval}"
+        )
     values = config.model_dump(mode="json", exclude_unset=True)  # two batch sizes must agree
     if any(override.startswith("--distributed.") for override in overrides):
         remeshed = make_config(values, overrides, "the run", trusts)

@@ -18,6 +18,7 @@ from jaxforge.data.dataset import Dataset
 from jaxforge.errors import UserError
 from jaxforge.exit_codes import Exit
 from jaxforge.model.transformer import Model
+from jaxforge.parallel.groups import read_groups_here
 from jaxforge.program import Program
 from jaxforge.runs import run_directory
 from jaxforge.state.progress import Progress
@@ -35,6 +36,8 @@ from jaxforge.training.health.watchdog import Watchdog
 class StepContext:
     """A step as callbacks see it. Reading a scalar fetches it from the device.
 
+    If groups train apart, scalars are those of the groups that have devices in this process.
+
     Attributes:
         step: steps attempted.
         state: parameters and optimizer state after the step; deleted when the next step starts.
@@ -50,27 +53,32 @@ class StepContext:
     @property
     def tokens_seen(self) -> int:
         """Tokens of applied updates."""
-        return int(self.metrics["counts"].tokens)
+        return int(self._value("counts").tokens)
 
     @property
     def loss(self) -> float:
         """Loss of the update; NaN if no label counts."""
-        return float(self.metrics["loss"])
+        return float(self._value("loss"))
 
     @property
     def losses(self) -> dict[str, float]:
         """Terms of the loss by name; empty for a loss without terms."""
-        return {name: float(term) for name, term in self.metrics.get("losses", {}).items()}
+        terms = self._value("losses") if "losses" in self.metrics else {}
+        return {name: float(term) for name, term in terms.items()}
 
     @property
     def grad_norm(self) -> float:
         """Global gradient norm before clipping."""
-        return float(self.metrics["grad_norm"])
+        return float(self._value("grad_norm"))
 
     @property
     def lr(self) -> float:
         """Learning rate of the next update."""
-        return float(self.metrics["lr"])
+        return float(self._value("lr"))
+
+    def _value(self, name: str) -> Any:  # noqa: ANN401
+        value = self.metrics[name]
+        return value if self.state.groups is None else read_groups_here({name: value})[name]
 
     @property
     def gradients(self) -> PyTree:
