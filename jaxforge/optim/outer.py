@@ -1,6 +1,9 @@
 """The outer optimizer: the update of the global weights by the mean change of the groups."""
 
+from typing import Any
+
 import jax
+import jax.numpy as jnp
 import optax
 from jaxtyping import PyTree
 
@@ -8,6 +11,7 @@ from jaxforge.config.job import JobConfig
 from jaxforge.config.outer_optimizer import NESTEROV
 from jaxforge.optim.freezing import frozen_paths, trained_only
 from jaxforge.optim.from_optax import named_optax
+from jaxforge.optim.trees import split
 
 
 def build_outer_optimizer(config: JobConfig, axes: PyTree) -> optax.GradientTransformationExtraArgs:
@@ -25,8 +29,30 @@ def build_outer_optimizer(config: JobConfig, axes: PyTree) -> optax.GradientTran
     name, options = outer.name, dict(outer.options)
     if name == NESTEROV:
         name, options = "optax.sgd", {"momentum": outer.momentum, "nesterov": True}
-    no_decay = jax.tree.map(lambda _: 0.0, axes, is_leaf=lambda node: isinstance(node, tuple))
-    rule = named_optax(name, lambda _: outer.lr, options, 0.0, no_decay, section="outer_optimizer")
     frozen = frozen_paths(axes, config)
+    trained = split(axes, frozen)[1]
+    no_decay = jax.tree.map(lambda _: 0.0, trained, is_leaf=lambda node: isinstance(node, tuple))
+    rule = named_optax(name, lambda _: outer.lr, options, 0.0, no_decay, section="outer_optimizer")
     # A chain, because checkpoints name the fields of its links.
-    return optax.chain(trained_only(rule, frozen) if frozen else rule)
+    return _in_float32(optax.chain(trained_only(rule, frozen) if frozen else rule))
+
+
+def _in_float32(
+    rule: optax.GradientTransformationExtraArgs,
+) -> optax.GradientTransformationExtraArgs:
+    """Return the rule with moments and updates in float32, whatever the dtype of the parameters."""
+
+    def update(
+        grads: PyTree,
+        state: PyTree,
+        params: PyTree | None = None,
+        **extra: Any,  # noqa: ANN401
+    ) -> tuple[PyTree, PyTree]:
+        params = None if params is None else _float32(params)
+        return rule.update(_float32(grads), state, params, **extra)
+
+    return optax.GradientTransformationExtraArgs(lambda params: rule.init(_float32(params)), update)
+
+
+def _float32(tree: PyTree) -> PyTree:
+    return jax.tree.map(lambda leaf: leaf.astype(jnp.float32), tree)

@@ -362,3 +362,32 @@ def test_unknown_outer_optimizer_is_refused():
     config = config_of(outer={"name": "optax.nadma"})
     with pytest.raises(UserError, match=r'outer_optimizer.name = "optax.nadma": optax'):
         new_setup(config)
+
+
+def test_frozen_parameters_are_not_exchanged():
+    config = config_of(interval=2, outer=STREAMING)
+    config = config.with_values({"optimizer.freeze_patterns": ("token_embedding",)})
+    program = setup(config)
+    before = jax.device_get(program.state())
+    state, metrics = program.run(program.state(), random_batches(config, 4))
+    assert metrics["applied"].all()
+    for old, new in ((before, state), (before.groups, state.groups)):
+        tables = (x.params["token_embedding"]["embedding"]["weight"] for x in (old, new))
+        np.testing.assert_array_equal(*tables)
+    assert not np.array_equal(before.params["norm"]["weight"], state.params["norm"]["weight"])
+
+
+def test_outer_moments_are_float32_and_count_the_exchanges_of_a_fragment():
+    outer = {"name": "optax.adam", "lr": 1e-3, "options": {"b1": 0.9}, "fragments": 2}
+    train = {"param_dtype": "bfloat16", "mixed_precision": "bf16"}
+    program = setup(config_of(interval=4, outer=outer, train=train))
+    state, _ = program.run(program.state(), random_batches(program.config, 4))
+    (moments,) = [link for link in state.opt_state if hasattr(link, "mu")]
+    assert {leaf.dtype for leaf in jax.tree.leaves(moments.mu)} == {np.dtype("float32")}
+    assert int(moments.count) == 2  # both fragments once
+    # Adam's first step has the size of the learning rate: each fragment has taken its first one.
+    begun = program.state().params
+    change = np.abs(
+        np.float32(state.params["norm"]["weight"]) - np.float32(begun["norm"]["weight"])
+    )
+    assert change.max() <= 8e-3

@@ -29,6 +29,7 @@ from jaxforge.errors import UserError
 from jaxforge.model.runtime import kernel_target
 from jaxforge.model.transformer import Model, build_model
 from jaxforge.parallel.device_memory import bytes_per_device
+from jaxforge.parallel.groups import number_of_groups
 from jaxforge.parallel.hardware import CHIPS
 from jaxforge.parallel.mesh import make_mesh
 from jaxforge.program import Program
@@ -233,6 +234,8 @@ def sequences(config: JobConfig, n_devices: int) -> int:
 def meshes(config: JobConfig, n_devices: int) -> Iterator[dict[str, int]]:
     """Yield meshes of this size.
 
+    The number of groups that train apart stays the same.
+
     `cp` splits no sequence into parts shorter than `_LEAST_TOKENS`, unless the config does.
     """
     experts = _powers(config.model.num_experts) if config.model.is_moe else [1]
@@ -244,7 +247,9 @@ def meshes(config: JobConfig, n_devices: int) -> Iterator[dict[str, int]]:
             continue
         for shard in (n for n in range(1, dp + 1) if dp % n == 0):
             sizes = {"pp": pp, "dp_replicate": dp // shard, "dp_shard": shard, "cp": cp}
-            yield {**sizes, "ep": ep, "tp": tp}
+            # Another number of groups that train apart would be another run.
+            if sizes["dp_replicate"] == number_of_groups(config) or not number_of_groups(config):
+                yield {**sizes, "ep": ep, "tp": tp}
 
 
 def replaced(config: JobConfig, train: Mapping[str, Any], mesh: Mapping[str, int]) -> JobConfig:
