@@ -151,3 +151,15 @@ def test_loss_of_both_copies_falls_back_to_checkpoint(job):
         r"cannot be used \(process \d: no copy of the files of process 0 is intact\)", outputs[0]
     )
     assert f"resuming from step {step} of {job.run.directory}" in outputs[0]
+
+
+@pytest.mark.slow
+def test_one_of_two_groups_continues_from_replicas(job):
+    """Groups that train apart: the copy of the lost one is in memory, and is left out."""
+    apart = [*SETTINGS, "--distributed.dp_replicate=2", "--distributed.dp_shard=1",
+             "--train.outer_interval=3", "--distributed.elastic_processes=2"]  # fmt: skip
+    step = job.kill_once_saved(job.start([0, 1], *apart))
+    shutil.rmtree(job.run.directory / "checkpoints" / f"step_{step}")  # replicas alone have it
+    [output] = finish_both(job.start([0], *apart, f"--train.exit_interval={step + 4}"), code=75)
+    assert f"step {step}" in output.partition("is of 2 groups that train apart, this run has 1")[0]
+    assert job.run.losses().keys() >= set(range(step + 1, step + 5))

@@ -23,7 +23,7 @@ from tests.helpers import (
     random_batches,
     setup,
 )
-from tests.hlo import crossing_collectives, outside_of_conditionals
+from tests.hlo import all_operations, crossing_collectives, outside_of_conditionals
 from tests.step.torch_decoder import adamw, block, named, norm
 
 SMALL = {"dim": 32, "n_layers": 4, "vocab_size": 64}
@@ -180,8 +180,8 @@ def test_groups_are_meshes_of_their_own(name):
     program, batches = setup(config), random_batches(config, 5)
     text = lowered(program).compile().as_text()
     mesh = with_groups(program.mesh, 2)
-    assert not crossing_collectives(outside_of_conditionals(text), mesh, GROUPS)
-    assert crossing_collectives(text.splitlines(), mesh, GROUPS)
+    assert not crossing_collectives(outside_of_conditionals(text, mesh), mesh, GROUPS)
+    assert crossing_collectives(all_operations(text, mesh), mesh, GROUPS)
     losses = program.run(program.state(), batches)[1]["loss"]
     same = setup(alone)
     np.testing.assert_allclose(losses, same.run(same.state(), batches)[1]["loss"], atol=1e-5)
@@ -191,7 +191,8 @@ def test_text_of_synchronous_training_crosses():
     """The check above sees the reduction of gradients over the same devices."""
     program = setup(config_of(interval=0, distributed={"dp_shard": 2, "tp": 2}))
     text = lowered(program).compile().as_text()
-    assert crossing_collectives(outside_of_conditionals(text), with_groups(program.mesh, 2), GROUPS)
+    mesh = with_groups(program.mesh, 2)
+    assert crossing_collectives(outside_of_conditionals(text, mesh), mesh, GROUPS)
 
 
 def test_every_update_with_sgd_equals_synchronous_training():
