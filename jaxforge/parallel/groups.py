@@ -8,8 +8,12 @@ step, the mesh has an axis more:
 
 No sharding rule names `groups`, and the step is mapped over it by `shard_map`, so no collective of
 the step can cross it: a collective would have to name the axis. `dp_replicate` keeps the copies of
-a dp_shard that does not divide (`axes.with_equal_shards`), usually one. The devices are the same in
-the same order, so that arrays of one mesh are arguments of programs for the other.
+a dp_shard that does not divide (`axes.with_equal_shards`), usually one.
+
+The devices are the same in the same order, so an array of one mesh becomes one of the other by
+another label of its sharding (`relabeled`). The state is on the mesh with groups, and the global
+weights that a run reads from it (`TrainState.variables`) are on the mesh of the run: programs with
+cuDNN's attention refuse arguments of two meshes.
 """
 
 from collections.abc import Callable, Mapping
@@ -68,6 +72,59 @@ def with_groups(mesh: Mesh | AbstractMesh, n: int) -> Mesh | AbstractMesh:
     return Mesh(mesh.devices.reshape(sizes), names, axis_types=kinds)
 
 
+def without_groups(mesh: Mesh) -> Mesh:
+    """Undo `with_groups`."""
+    at = mesh.axis_names.index(GROUPS)
+    sizes = list(mesh.devices.shape)
+    sizes[at : at + 2] = [sizes[at] * sizes[at + 1]]
+    names = (*mesh.axis_names[:at], *mesh.axis_names[at + 1 :])
+    return Mesh(mesh.devices.reshape(sizes), names, axis_types=(AxisType.Auto,) * len(names))
+
+
+def relabeled(tree: PyTree, relabel: Callable[[NamedSharding], NamedSharding]) -> PyTree:
+    """Return arrays, or abstract values, with other labels of the same layout; nothing is copied.
+
+    Args:
+        tree: arrays, or `jax.ShapeDtypeStruct`, with a `NamedSharding`; others are unchanged.
+        relabel: returns an equivalent sharding.
+    """
+
+    def of_leaf(leaf: Any) -> Any:  # noqa: ANN401  # an array, or its description
+        before = getattr(leaf, "sharding", None)
+        if not isinstance(before, NamedSharding) or isinstance(leaf, jax.core.Tracer):
+            return leaf
+        after = relabel(before)
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            return leaf.update(sharding=after)
+        shards = [shard.data for shard in leaf.addressable_shards]
+        return jax.make_array_from_single_device_arrays(leaf.shape, after, shards)
+
+    return jax.tree.map(of_leaf, tree)
+
+
+def on_mesh_of_run(sharding: NamedSharding) -> NamedSharding:
+    """Return the sharding of an array that no group has of its own on the mesh without groups."""
+    if GROUPS not in sharding.mesh.shape:
+        return sharding
+    assert isinstance(sharding.mesh, Mesh)
+    return NamedSharding(
+        without_groups(sharding.mesh), sharding.spec, memory_kind=sharding.memory_kind
+    )
+
+
+def on_mesh_with_groups(sharding: NamedSharding, mesh: Mesh | AbstractMesh) -> NamedSharding:
+    """Return a sharding of the mesh of a run on the mesh with groups."""
+    if GROUPS in sharding.mesh.shape:
+        return sharding
+
+    def split(axes: Any) -> Any:  # noqa: ANN401  # the axes of a dimension
+        names = (axes,) if isinstance(axes, str) else axes or ()
+        pairs = ((GROUPS, name) if name == REPLICAS else (name,) for name in names)
+        return tuple(name for pair in pairs for name in pair) or None
+
+    return NamedSharding(mesh, P(*map(split, sharding.spec)), memory_kind=sharding.memory_kind)
+
+
 def per_group(sharding: NamedSharding) -> NamedSharding:
     """Return the sharding of an array with a leading dimension over groups.
 
@@ -121,17 +178,20 @@ class OnMesh:
     def __call__(self, *arguments: Any) -> Any:  # noqa: ANN401
         """Call the function."""
         with self._context():
-            return self._function(*arguments)
+            return self._function(*self._on_mesh(arguments))
 
     def trace(self, *arguments: Any) -> jax.stages.Traced:  # noqa: ANN401
         """Trace the function."""
         with self._context():
-            return self._function.trace(*arguments)
+            return self._function.trace(*self._on_mesh(arguments))
 
     def lower(self, *arguments: Any) -> jax.stages.Lowered:  # noqa: ANN401
         """Trace and lower the function."""
         with self._context():
-            return self._function.lower(*arguments)
+            return self._function.lower(*self._on_mesh(arguments))
+
+    def _on_mesh(self, arguments: PyTree) -> PyTree:
+        return relabeled(arguments, lambda sharding: on_mesh_with_groups(sharding, self._mesh))
 
     def _context(self) -> AbstractContextManager[Any]:
         if isinstance(self._mesh, AbstractMesh):

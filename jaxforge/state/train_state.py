@@ -14,6 +14,7 @@ from jaxtyping import Array, Float, Int, PyTree
 
 from jaxforge.errors import UserError
 from jaxforge.model.transformer import Model, Params, join
+from jaxforge.parallel.groups import on_mesh_of_run, relabeled
 from jaxforge.parallel.sharding import param_shardings
 from jaxforge.state.progress import Progress
 
@@ -157,12 +158,15 @@ class TrainState:
     @property
     def variables(self) -> Params:
         """Parameters and non-trainable state, as functions of the model take them."""
-        return join(self.params, self.model_state)
+        return self._on_mesh_of_run(join(self.params, self.model_state))
 
     @property
     def averaged_variables(self) -> Params:
         """The average of the trained parameters, frozen parameters, and non-trainable state."""
-        return join(join(self.params, self.ema), self.model_state)
+        return self._on_mesh_of_run(join(join(self.params, self.ema), self.model_state))
+
+    def _on_mesh_of_run(self, variables: Params) -> Params:
+        return variables if self.groups is None else relabeled(variables, on_mesh_of_run)
 
 
 def init_train_state(

@@ -14,7 +14,12 @@ from jaxforge.model.transformer import Model, Params
 from jaxforge.optim.freezing import frozen_paths
 from jaxforge.optim.outer import build_outer_optimizer
 from jaxforge.optim.trees import split
-from jaxforge.parallel.groups import group_view, number_of_groups, per_group
+from jaxforge.parallel.groups import (
+    group_view,
+    number_of_groups,
+    on_mesh_with_groups,
+    per_group,
+)
 from jaxforge.state.train_state import (
     Groups,
     TrainState,
@@ -65,11 +70,13 @@ def shardings_of_state(
     shardings = dataclasses.replace(shardings, ema=_averaged(config, model, shardings.params))
     if not number_of_groups(config):
         return shardings
-    # The arrays of the groups are on the mesh with an axis for them.
-    apart = state_shardings(model, optimizer, group_view(config, mesh)[1])
-    own = Groups(apart.params, apart.opt_state, apart.model_state)
-    guard, counts, groups = jax.tree.map(per_group, (apart.guard, apart.counts, own))
     outer = state_shardings(model, build_outer_optimizer(config, model.axes), mesh).opt_state
+    apart = group_view(config, mesh)[1]
+    shardings, outer = jax.tree.map(
+        lambda sharding: on_mesh_with_groups(sharding, apart), (shardings, outer)
+    )
+    own = Groups(shardings.params, shardings.opt_state, shardings.model_state)
+    guard, counts, groups = jax.tree.map(per_group, (shardings.guard, shardings.counts, own))
     return dataclasses.replace(
         shardings, opt_state=outer, guard=guard, counts=counts, groups=groups
     )
