@@ -303,6 +303,24 @@ def optimizers() -> str:
     return "\n\n".join(parts)
 
 
+def diloco() -> str:
+    """Return table, notes and picture of groups that train apart."""
+    name = "diloco-cpu"
+    notes = (f"- {note}" for note in result(name)["notes"])
+    return "\n\n".join([_whole(name), *notes, f"![]({name}.svg)"])
+
+
+def diloco_link() -> str:
+    """Return the table of groups behind a slow link."""
+    measured_now = result("diloco_link-cpu")
+    rows = measured_now["rows"]
+    lines = [["synchronous", f"{rows[0]['theirs']:.1f}", "1"]]
+    lines += [[row["case"], f"{row['ours']:.2f}", f"{row['ratio']:.1f}"] for row in rows]
+    head = ["case", "seconds of an update", "times as fast"]
+    notes = (f"- {note}" for note in measured_now["notes"])
+    return "\n\n".join([origin(measured_now), table(head, lines), *notes])
+
+
 def measured(benchmark: str) -> list[str]:
     """Return the names of a benchmark's results on all platforms, GPUs before CPUs."""
     return sorted((path.stem for path in RESULTS.glob(f"{benchmark}-*.json")), reverse=True)
@@ -344,6 +362,8 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "mup-coordinates": mup_coordinates,
     "mup-rates": mup_rates,
     "optimizers": optimizers,
+    "diloco": diloco,
+    "diloco-link": diloco_link,
     "speedrun": speedrun,
 }
 """What a page may name."""
@@ -351,15 +371,19 @@ SHOWN = {"remat-cpu", "pipeline-cpu", "pipeline-tpu", "kernels-cpu", "gpu_aot-h1
          "experts_aot-none", "plan-none", "scaling-none", "kempnerforge_plans-none",
          "precision-cpu", "precision_kept-cpu", "kept-v5e", "kept-h100",
          "mup-cpu", "mup_rates-cpu", "growth-cpu", "speedrun-cpu", "fault_cost-cpu",
+         "diloco-cpu", "diloco_link-cpu",
          *measured("optimizers")}  # fmt: skip
 """Results with tables of their own."""
 
 
 def pictures() -> dict[str, str]:
-    """Return file name -> SVG of the curves of optimizers."""
+    """Return file name -> SVG of the curves of optimizers, and of groups that train apart."""
     from pictures import picture  # requires NumPy, which the tables do not
 
-    drawn = {}
+    name = "diloco-cpu"
+    # Before the second evaluation, the scale hides the differences.
+    late = {case: points[1:] for case, points in result(name)["curves"].items()}
+    drawn = {f"{name}.svg": picture({"validation loss": late}, "tokens", log_x=False, log_y=False)}
     for name in measured("optimizers"):
         content = result(name)
         curves, rates = ({"loss": content[key]} for key in ("curves", "rates"))

@@ -3,8 +3,8 @@
 The devices of a position on `dp_replicate` are a group, which trains as a job of its own. For its
 step, the mesh has an axis more:
 
-    mesh of a run        pp, dp_replicate, dp_shard, cp, ep, tp
-    mesh with groups     pp, groups, dp_replicate, dp_shard, cp, ep, tp
+    mesh of the run      dp_replicate, pp, dp_shard, cp, ep, tp
+    mesh with groups     groups, dp_replicate, pp, dp_shard, cp, ep, tp
 
 No sharding rule names `groups`, and the step is mapped over it by `shard_map`, so no collective of
 the step can cross it: a collective would have to name the axis. `dp_replicate` keeps the copies of

@@ -56,7 +56,7 @@ def make_mesh(config: JobConfig, devices: Sequence[jax.Device] | None = None) ->
     """
     devices = list(jax.devices() if devices is None else devices)
     asked = mesh_shape(config, len(devices))
-    shape = with_equal_shards(config, asked)
+    shape = _in_order(config, with_equal_shards(config, asked))
     if shape != asked:
         log.warning("%s", _describe_copies(config.model.dim, asked, shape))
     kinds = (AxisType.Auto,) * len(shape)
@@ -70,9 +70,16 @@ def abstract_mesh(config: JobConfig, n_devices: int) -> AbstractMesh:
         config: config that has passed `rules.check`.
         n_devices: number of devices of the whole job.
     """
-    shape = with_equal_shards(config, mesh_shape(config, n_devices))
+    shape = _in_order(config, with_equal_shards(config, mesh_shape(config, n_devices)))
     kinds = (AxisType.Auto,) * len(shape)
     return AbstractMesh(tuple(shape.values()), tuple(shape), axis_types=kinds)
+
+
+def _in_order(config: JobConfig, shape: Mapping[str, int]) -> dict[str, int]:
+    """Return the axes from the outermost on; groups that train apart come before their stages."""
+    if not config.train.trains_apart:
+        return dict(shape)
+    return {"dp_replicate": shape["dp_replicate"], **shape}
 
 
 def describe_mesh(shape: Mapping[str, int]) -> str:
@@ -200,8 +207,9 @@ def _arrange_slices(
 def _over_slices(shape: Mapping[str, int], slices: int, per_slice: int) -> dict[str, int]:
     """Return the number of slices that each axis extends over, whose product is `slices`."""
     remaining, outer = slices, dict.fromkeys(shape, 1)
-    # Greedy, from the axis that communicates least: stages, then replicas, then shards.
-    for axis in _OUTER:
+    # Greedy, from the axis that communicates least: stages, then replicas, then shards. Groups that
+    # train apart come before stages.
+    for axis in (name for name in shape if name in _OUTER):
         outer[axis] = math.gcd(remaining, shape[axis])
         remaining //= outer[axis]
     if remaining > 1:

@@ -166,7 +166,13 @@ MESHES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", MESHES)
+REPEATED = ("ulysses_tp", "stages_fsdp")  # their parts are in other meshes
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.slow if name in REPEATED else ()) for name in MESHES],
+)
 def test_groups_are_meshes_of_their_own(name):
     """A step on any mesh sends nothing to other groups, and learns as groups of one device do."""
     axes, train, model = MESHES[name]
