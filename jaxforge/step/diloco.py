@@ -49,6 +49,7 @@ from jaxforge.parallel.exchange import mean_over_groups
 from jaxforge.parallel.groups import GROUPS, map_over_groups
 from jaxforge.state.train_state import Groups, TrainState
 from jaxforge.step.fragments import WHOLE, Fragments
+from jaxforge.step.guard import select
 from jaxforge.step.train_step import Batch, Controls, Metrics, TrainStep
 
 Count = Float[Array, ""]
@@ -183,7 +184,7 @@ class Exchange:
             opt_state=_replace_moments(fragments, fragment, opt_state, state.opt_state),
             model_state=model_state if self._has_state(fragment) else state.model_state,
         )
-        return jax.tree.map(lambda n, o: jnp.where(count > 0, n, o), new, state)
+        return select(count > 0, new, state)
 
     def use(self, fragment: int, state: TrainState) -> TrainState:
         """Let the groups take over a fragment of the global weights."""
@@ -211,9 +212,10 @@ class Exchange:
 
         A fragment that was exchanged after the same update is left as it is: the groups have it.
         """
-        changes, model_state, _ = self._mean_changes(WHOLE, state, "float32")
+        changes, model_state, count = self._mean_changes(WHOLE, state, "float32")
         params = _added(state.params, jax.tree.map(jnp.negative, changes))
-        return dataclasses.replace(state, params=params, model_state=model_state)
+        new = dataclasses.replace(state, params=params, model_state=model_state)
+        return select(count > 0, new, state)
 
     def _mean_changes(
         self, fragment: int, state: TrainState, dtype: str

@@ -13,10 +13,12 @@ from jaxforge.config.resolution import shrink
 from jaxforge.errors import UserError
 from jaxforge.exit_codes import Exit
 from jaxforge.inference.trained import open_run
+from jaxforge.step.losses import register_loss
 from jaxforge.training import launch
 from jaxforge.training.callbacks.callback import Callback
 from tests.conftest import tiny_config
 from tests.helpers import cli, counts_of, devices_here, random_batches, save_checkpoint, setup
+from tests.step.test_diloco import loss_with_poison
 from torch_compat.checkpoint.orbax_store import open_orbax
 
 
@@ -191,3 +193,15 @@ def test_growing_batches_are_shared_by_the_groups(tmp_path):
 def test_replay_refuses_groups(whole):
     with pytest.raises(UserError, match="replay does not support groups that train apart"):
         cli(["replay", str(whole), "--step=3"])
+
+
+@pytest.mark.usefixtures("own_names")
+def test_run_ends_after_too_many_bad_updates_of_any_group(tmp_path):
+    register_loss("poison")(loss_with_poison)
+    train = {"loss_fn": "poison", "nan_consecutive_max": 1, "max_steps": 60}
+    with devices_here(2):
+        assert launch.fit(config_of(tmp_path, 2, train=train)) is Exit.NON_FINITE
+    lines = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
+    skipped = [line["train/skipped_steps"] for line in lines if "train/skipped_steps" in line]
+    assert skipped[-1] in (1, 2)
+    assert skipped[0] == 0
