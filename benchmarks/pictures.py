@@ -9,7 +9,17 @@ from axes import Scale, scale_of
 Curves = Mapping[str, Sequence[tuple[float, float]]]
 """Points (x, y) by name of a curve."""
 
-COLOURS = ("#0b62c4", "#c4510b", "#1a8a3c", "#8a2fb0", "#555555", "#c4950b", "#0b9aa8", "#b0305a")
+COLOURS = (
+    "#0b62c4",
+    "#c4510b",
+    "#1a8a3c",
+    "#8a2fb0",
+    "#555555",
+    "#c4950b",
+    "#0b9aa8",
+    "#b0305a",
+    "#111111",
+)
 _WIDTH, _HEIGHT, _LEFT, _TOP = 380, 250, 50, 34
 
 
