@@ -244,16 +244,7 @@ def _with_fewer_groups(config: JobConfig, mesh: Mesh, changes: Mapping[str, int]
             "multiple of that number"
         )
 
-    def share(sequences: int | None) -> int | None:
-        return sequences and sequences * changes[axis] // mesh[axis]
-
-    ramp = tuple(
-        stage.with_values({"global_batch_size": share(stage.global_batch_size)})
-        for stage in train.batch_ramp
-    )
-    return train.with_values(
-        {"global_batch_size": share(train.global_batch_size), "batch_ramp": ramp}
-    )
+    return train.of_groups(changes[axis], mesh[axis])
 
 
 def _accumulating(config: JobConfig, before: int, ranks: int) -> TrainConfig:

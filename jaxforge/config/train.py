@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from itertools import pairwise
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
@@ -265,6 +265,20 @@ class TrainConfig(Section):
     def trains_apart(self) -> bool:
         """True if groups of devices train apart, and exchange their changes from time to time."""
         return self.outer_interval > 0
+
+    def of_groups(self, n: int, count: int) -> Self:
+        """Return the section of `n` of `count` groups that train apart: each keeps its batch."""
+
+        def share(sequences: int | None) -> int | None:
+            return sequences and sequences * n // count
+
+        ramp = tuple(
+            stage.with_values({"global_batch_size": share(stage.global_batch_size)})
+            for stage in self.batch_ramp
+        )
+        return self.with_values(
+            {"global_batch_size": share(self.global_batch_size), "batch_ramp": ramp}
+        )
 
     def stages(self) -> tuple[Stage, ...]:
         """Return the stages of the batch size; a single stage without a ramp."""

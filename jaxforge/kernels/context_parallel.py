@@ -94,8 +94,11 @@ def _reordered(x: Array, parts: np.ndarray, axis: int) -> Array:
     axis %= x.ndim
     size = x.shape[axis] // len(parts)
     # Slices, as XLA's partitioner fails on a gather in a partly manual program (docs/upstream.md).
-    slices = [jax.lax.slice_in_dim(x, i * size, (i + 1) * size, axis=axis) for i in parts.tolist()]
-    return jnp.concatenate(slices, axis)
+    before = (slice(None),) * axis
+    slices = [x[(*before, slice(i * size, (i + 1) * size))] for i in parts.tolist()]
+    join: Any = np if isinstance(x, np.ndarray) else jnp  # arrays of the host in any precision
+    result: Array = join.concatenate(slices, axis)
+    return result
 
 
 def attend_across_devices(

@@ -50,11 +50,9 @@ def group_view(
     n = number_of_groups(config)
     if not n:
         return config, mesh
-    batch = config.train.global_batch_size
+    alone = {"outer_interval": 0, "ema_decay": 0.0}
     values: dict[str, object] = {
-        "train.outer_interval": 0,
-        "train.ema_decay": 0.0,
-        "train.global_batch_size": batch and batch // n,
+        "train": config.train.of_groups(1, n).with_values(alone),
         "distributed.dp_replicate": 1,
     }
     return config.with_values(values), with_groups(mesh, n)

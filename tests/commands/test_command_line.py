@@ -44,7 +44,7 @@ def test_words_after_double_dash_are_not_settings():
     ("word", "answer"),
     [
         ("--stepp=3", "unknown option --stepp; did you mean --step?"),
-        ("--lr=3", "unknown option --lr; did you mean --optimizer.lr?"),
+        ("--lr=3", "unknown option --lr; did you mean --optimizer.lr or --outer_optimizer.lr?"),
         ("--max-steps", "unknown option --max-steps; did you mean --train.max_steps or "
          "--early_stop.max_steps?"),
         ("--max_step=3", "unknown option --max_step; did you mean --train.max_steps or"),

@@ -11,8 +11,10 @@ import torch
 from jaxforge.aux_outputs import AuxOutputs
 from jaxforge.config.rules import check
 from jaxforge.errors import UserError
+from jaxforge.optim.schedule import learning_rate
 from jaxforge.parallel import exchange
-from jaxforge.parallel.groups import GROUPS, with_groups
+from jaxforge.parallel.groups import GROUPS, group_view, with_groups
+from jaxforge.parallel.mesh import abstract_mesh
 from jaxforge.step.losses import build_loss, register_loss
 from tests.conftest import tiny_config
 from tests.helpers import (
@@ -398,3 +400,16 @@ def test_outer_moments_are_float32_and_count_the_exchanges_of_a_fragment():
         np.float32(state.params["norm"]["weight"]) - np.float32(begun["norm"]["weight"])
     )
     assert change.max() <= 8e-3
+
+
+def test_schedule_of_a_group_is_that_of_the_run():
+    """Also if the batch grows, of which a group has its share."""
+    ramp = [{"start": 0, "global_batch_size": 4}, {"start": 3, "global_batch_size": 8}]
+    train = {"global_batch_size": 8, "grad_accum_steps": 2, "batch_ramp": ramp}
+    config = config_of(train=train, scheduler={"unit": "samples", "warmup_steps": 2})
+    group, _ = group_view(config, abstract_mesh(config, 2))
+    assert group.train.global_batch_size == 4
+    of_run, of_group = learning_rate(config), learning_rate(group)
+    rates = [(float(of_run(n)), float(of_group(n))) for n in range(8)]
+    assert all(a == b for a, b in rates)
+    assert len(set(rates)) == 8
