@@ -403,7 +403,7 @@ def test_outer_moments_are_float32_and_count_the_exchanges_of_a_fragment():
 
 
 def test_schedule_of_a_group_is_that_of_the_run():
-    """Also if the batch grows, of which a group has its share."""
+    """Also if the batch grows: a group has its share of each size."""
     ramp = [{"start": 0, "global_batch_size": 4}, {"start": 3, "global_batch_size": 8}]
     train = {"global_batch_size": 8, "grad_accum_steps": 2, "batch_ramp": ramp}
     config = config_of(train=train, scheduler={"unit": "samples", "warmup_steps": 2})
