@@ -1,4 +1,4 @@
-"""Conversion between the order of layers in checkpoints and on pipeline stages.
+"""Layout of checkpoints on the devices: the order of layers, and groups that train apart.
 
 Checkpoints hold layers in order. If stages hold them in another order (`parallel.stages.Stack`:
 chunks, or stages of unequal length), a tree is rearranged on the devices before it is written and
@@ -6,8 +6,9 @@ after it is read, which needs memory for a copy. A tree is parameters, a train s
 tree with the names of parameters.
 """
 
+import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -15,8 +16,10 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, PyTree
 
+from jaxforge.parallel.groups import REPLICAS
 from jaxforge.parallel.mesh import STAGES
 from jaxforge.parallel.stages import Stack, is_stack
+from jaxforge.state.train_state import Groups, TrainState
 
 
 def by_layer(tree: PyTree, stack: Stack) -> PyTree:
@@ -48,6 +51,25 @@ def by_stage(tree: PyTree, stack: Stack, like: PyTree) -> PyTree:
         return tree
     at, result = _shardings(tree), _shardings(like)
     return _rearranged(tree, lambda name, leaf: stack.of(name).stack(leaf), at, result)
+
+
+def as_groups(like: TrainState, outer: PyTree, n: int) -> TrainState:
+    """Return the state of `n` groups as it is saved, given that of devices that train together.
+
+    Devices that are replicas of each other share the arrays of all groups.
+
+    Args:
+        like: abstract values with shardings.
+        outer: state of the outer optimizer.
+        n: number of groups.
+    """
+
+    def for_each(leaf: Leaf) -> jax.ShapeDtypeStruct:
+        return _with_whole_rows(leaf, n, leaf.shape, leaf.sharding.spec, REPLICAS)
+
+    own = Groups(like.params, like.opt_state, like.model_state)
+    guard, counts, groups = jax.tree.map(for_each, (like.guard, like.counts, own))
+    return dataclasses.replace(like, opt_state=outer, guard=guard, counts=counts, groups=groups)
 
 
 Leaf = Any
@@ -100,14 +122,27 @@ def _abstract_by_layer(leaf: Leaf, stack: Stack) -> jax.ShapeDtypeStruct:
 
     The axis of the stages moves from the rows to the first other dimension that it divides.
     """
-    shape, mesh = (stack.layers, *leaf.shape[1:]), leaf.sharding.mesh
-    spec = [None, *leaf.sharding.spec[1:]]
-    # A spec may be shorter than the shape; missing entries mean that a dimension is not split.
-    spec += [None] * (len(shape) - len(spec))
-    for i, axes in enumerate(spec[1:], 1):
+    return _with_whole_rows(leaf, stack.layers, leaf.shape[1:], leaf.sharding.spec[1:], STAGES)
+
+
+def _with_whole_rows(
+    leaf: Leaf, n: int, shape: tuple[int, ...], spec: Sequence[Any], axis: str
+) -> jax.ShapeDtypeStruct:
+    """Return an abstract value [n, *shape] of rows that no mesh axis splits.
+
+    Args:
+        leaf: abstract value that gives the dtype and the mesh.
+        n: number of rows.
+        shape: shape of a row.
+        spec: mesh axes of a row. It may be shorter than the shape: missing dimensions are whole.
+        axis: mesh axis that also splits the first dimension of a row that it divides.
+    """
+    mesh, split = leaf.sharding.mesh, [*spec, *[None] * (len(shape) - len(spec))]
+    for i, axes in enumerate(split):
         names = (axes,) if isinstance(axes, str) else tuple(axes or ())
-        parts = math.prod(mesh.shape[name] for name in (*names, STAGES))
+        parts = math.prod(mesh.shape[name] for name in (*names, axis))
         if shape[i] % parts == 0:
-            spec[i] = (*names, STAGES)
+            split[i] = (*names, axis)
             break
-    return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=NamedSharding(mesh, P(*spec)))
+    whole = NamedSharding(mesh, P(None, *split))
+    return jax.ShapeDtypeStruct((n, *shape), leaf.dtype, sharding=whole)

@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import logging
-import math
 import types
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -12,7 +11,6 @@ from typing import Any, NamedTuple, Protocol
 import jax
 import jax.numpy as jnp
 from flax.traverse_util import flatten_dict
-from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
 from jaxforge.checkpoint.checksums import begin
@@ -25,7 +23,7 @@ from jaxforge.checkpoint.layout import (
 )
 from jaxforge.checkpoint.manager import Checkpoints
 from jaxforge.checkpoint.paths import find, find_step, has_run
-from jaxforge.checkpoint.relayout import by_layer, by_stage
+from jaxforge.checkpoint.relayout import as_groups, by_layer, by_stage
 from jaxforge.checkpoint.replica.reading import Replica, ReplicaError
 from jaxforge.config.checkpoint import CheckpointConfig
 from jaxforge.config.job import JobConfig
@@ -34,13 +32,12 @@ from jaxforge.errors import UserError
 from jaxforge.model.transformer import Params, join
 from jaxforge.optim.outer import build_outer_optimizer
 from jaxforge.optim.trees import split
-from jaxforge.parallel.groups import REPLICAS, number_of_groups
+from jaxforge.parallel.groups import number_of_groups
 from jaxforge.parallel.host_memory import in_own_memory
 from jaxforge.parallel.sharding import param_shardings
 from jaxforge.program import Program
 from jaxforge.state.progress import Progress
 from jaxforge.state.train_state import (
-    Groups,
     GuardState,
     TrainState,
     placed_like,
@@ -315,37 +312,13 @@ def _regrouped(program: Program, source: Source) -> tuple[TrainState, Progress]:
     saved_like = by_layers = by_layer(like, model.stack)
     if saved:
         outer = program.abstract_state().opt_state if n else ()
-        saved_like = _like_groups(by_layers, outer, saved)
+        saved_like = as_groups(by_layers, outer, saved)
     state, progress = source.restore(saved_like)
     at = program.shardings if n else jax.tree.map(lambda leaf: leaf.sharding, by_layers)
     outer_optimizer = build_outer_optimizer(config, model.axes)
     change: Any = jax.jit(lambda state: regroup(state, outer_optimizer, n), out_shardings=at)
     state = change(state) if n else by_stage(change(state), model.stack, like)
     return _with_progress(state, progress), progress
-
-
-def _like_groups(like: TrainState, outer: PyTree, n: int) -> TrainState:
-    """Return the state of `n` groups as it is saved, given that of devices that train together.
-
-    Devices that are replicas of each other share the arrays of all groups: their axis splits the
-    first dimension that it divides.
-    """
-
-    def for_each(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-        sharding: Any = leaf.sharding
-        spec = [*sharding.spec, *[None] * (leaf.ndim - len(sharding.spec))]
-        for i, axes in enumerate(spec):
-            names = (axes,) if isinstance(axes, str) else tuple(axes or ())
-            parts = math.prod(sharding.mesh.shape[name] for name in (*names, REPLICAS))
-            if leaf.shape[i] % parts == 0:
-                spec[i] = (*names, REPLICAS)
-                break
-        split = NamedSharding(sharding.mesh, PartitionSpec(None, *spec))
-        return jax.ShapeDtypeStruct((n, *leaf.shape), leaf.dtype, sharding=split)
-
-    own = Groups(like.params, like.opt_state, like.model_state)
-    guard, counts, groups = jax.tree.map(for_each, (like.guard, like.counts, own))
-    return dataclasses.replace(like, opt_state=outer, guard=guard, counts=counts, groups=groups)
 
 
 class Base(NamedTuple):

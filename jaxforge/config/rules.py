@@ -1,21 +1,21 @@
 """Check of all rules between sections, and between sections and the device mesh.
 
 A rule is a function of the config and the size of each mesh axis, and yields a message for each
-violation. The rules are in `section_rules.py` and `axes.py`.
+violation. The rules are in `section_rules.py`, `group_rules.py` and `axes.py`.
 """
 
 import inspect
 import math
 from collections.abc import Iterator
 
-from jaxforge.config import axes, section_rules
+from jaxforge.config import axes, group_rules, section_rules
 from jaxforge.config.axes import Rule, declared_sizes
 from jaxforge.config.job import JobConfig
 from jaxforge.errors import UserError
 
 RULES: tuple[Rule, ...] = tuple(
     rule
-    for module in (section_rules, axes)
+    for module in (section_rules, group_rules, axes)
     for name, rule in vars(module).items()
     if inspect.isgeneratorfunction(rule) and rule.__module__ == module.__name__ and name[0] != "_"
 )

@@ -93,9 +93,8 @@ def make_diloco_step(
     def send_and_train(
         fragment: int, state: TrainState, batch: Batch, controls: Controls
     ) -> tuple[TrainState, Metrics]:
-        sent = exchange.send(fragment, state)
-        state, metrics = train(state, batch, controls)
-        return dataclasses.replace(sent, **_of_groups(state)), metrics
+        # The groups do not wait for what is sent: it changes nothing that they read.
+        return train(exchange.send(fragment, state), batch, controls)
 
     def send_and_use(fragment: int, state: TrainState) -> TrainState:
         return exchange.use(fragment, exchange.send(fragment, state))
@@ -121,12 +120,6 @@ def make_diloco_step(
         return dataclasses.replace(state, ema=ema), metrics
 
     return diloco_step
-
-
-def _of_groups(state: TrainState) -> dict[str, Any]:
-    """Return the fields of a state that its groups change."""
-    names = ("step", "guard", "counts", "groups")
-    return {name: getattr(state, name) for name in names}
 
 
 def _step_of_group(
@@ -178,13 +171,13 @@ class Exchange:
         # The state counts exchanges of all fragments, and the optimizer those of one fragment.
         view = _map_counts(lambda n: n // fragments.count, state.opt_state)
         updates, opt_state = self._outer.update(changes, view, state.params)
-        new = dataclasses.replace(
+        return _changed_if(
+            count > 0,
             state,
             params=fragments.replace(fragment, _added(state.params, updates), state.params),
             opt_state=_replace_moments(fragments, fragment, opt_state, state.opt_state),
             model_state=model_state if self._has_state(fragment) else state.model_state,
         )
-        return select(count > 0, new, state)
 
     def use(self, fragment: int, state: TrainState) -> TrainState:
         """Let the groups take over a fragment of the global weights."""
@@ -214,8 +207,7 @@ class Exchange:
         """
         changes, model_state, count = self._mean_changes(WHOLE, state, "float32")
         params = _added(state.params, jax.tree.map(jnp.negative, changes))
-        new = dataclasses.replace(state, params=params, model_state=model_state)
-        return select(count > 0, new, state)
+        return _changed_if(count > 0, state, params=params, model_state=model_state)
 
     def _mean_changes(
         self, fragment: int, state: TrainState, dtype: str
@@ -268,6 +260,12 @@ class Exchange:
 
     def _trained(self, params: PyTree) -> PyTree:
         return split(params, self._frozen)[1]
+
+
+def _changed_if(condition: Bool[Array, ""], state: TrainState, **new: PyTree) -> TrainState:
+    """Return the state with new values of some fields if a condition holds."""
+    old = {name: getattr(state, name) for name in new}
+    return dataclasses.replace(state, **select(condition, new, old))
 
 
 def _float32(x: Array) -> Float[Array, "..."]:

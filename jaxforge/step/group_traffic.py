@@ -46,8 +46,8 @@ def group_traffic(
     if not n:
         return None
     shardings = param_shardings(model.abstract, model.axes, mesh)
-    trained = split(model.abstract, frozen_paths(model.axes, config))[1]
-    at = split(shardings, frozen_paths(model.axes, config))[1]
+    frozen = frozen_paths(model.axes, config)
+    trained, at = (split(tree, frozen)[1] for tree in (model.abstract, shardings))
     sizes = jax.tree.map(lambda x, s: math.prod(s.shard_shape(x.shape)), trained, at)
     values = sum(jax.tree.leaves(sizes))
     # Replicas reduce their gradients once, or in every microbatch.
